@@ -1,0 +1,57 @@
+# `make demo` and `make test` set up .venv by themselves. PYTHON=python3.12 picks another interpreter for it.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+TYPED := build/typecheck
+
+.PHONY: help venv demo test test-slow check lint types format bench clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+
+venv: $(STAMP) ## create .venv and install the pinned dependencies
+
+$(STAMP): pyproject.toml constraints.txt
+	@echo "Installing the pinned dependencies into $(VENV) (some minutes the first time)"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,demo]'
+	@touch $@
+
+demo: $(STAMP) ## plan a small GPT, train it on 4 local ranks, compare with one process
+	@$(BIN)/python examples/train_gpt.py --ranks 4 $(ARGS)
+
+test: $(STAMP) ## the tests (ARGS=… goes to pytest)
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+# pytest exits with 5 when it collected nothing, which is no failure here.
+test-slow: $(STAMP) ## the tests that take minutes
+	$(BIN)/python -m pytest -m slow $(ARGS) || [ $$? -eq 5 ]
+
+check: lint types ## ruff and mypy
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# autopar.passes and autopar.cost_model lie outside autopar/ and an editable install maps them in with an import hook, which static
+# checkers do not run. So mypy is shown a tree of links that has the installed layout; sed turns its paths back into real ones.
+types: $(STAMP)
+	@rm -rf $(TYPED) && mkdir -p $(TYPED)/autopar
+	@for part in autopar/* passes cost_model; do ln -s ../../../$$part $(TYPED)/autopar/; done
+	$(BIN)/mypy $(TYPED)/autopar examples benchmarks | sed -E 's#$(TYPED)/(autopar/(passes|cost_model)/)#\1#; s#^autopar/(passes|cost_model)/#\1/#; s#$(TYPED)/##'
+
+format: $(STAMP) ## rewrite the sources in the style that check asks for
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+bench: $(STAMP) ## planning time and memory; overhead of a step
+	$(BIN)/python benchmarks/planning.py
+	$(BIN)/python benchmarks/step_time.py
+
+clean: ## remove what was built, .venv included
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

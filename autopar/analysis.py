@@ -1,0 +1,76 @@
+"""What a captured graph says of itself: each node's rule, which tensors have gradients, and which dims carry the batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import networkx as nx
+import torch.fx as fx
+
+from autopar.capture import Captured
+from autopar.graph import needing_grad, operands
+from autopar.rules import Rule, rule_of
+
+Place = tuple[fx.Node, int]
+
+
+class Analysis:
+    """What search and lowering both need to know of a captured graph."""
+
+    def __init__(self, captured: Captured) -> None:
+        kinds = {i.name: i for i in captured.inputs}
+        nodes = list(captured.graph.nodes)
+        self.captured, self.graph = captured, captured.graph
+        self.rules: dict[fx.Node, Rule | None] = {n: rule_of(n) for n in nodes if n.op == "call_function"}
+        self.state = {n: kinds[n.name] for n in nodes if n.op == "placeholder" and kinds[n.name].kind != "input"}
+        self.inputs = [n for n in nodes if n.op == "placeholder" and kinds[n.name].kind == "input"]
+        self.differentiable = needing_grad(nodes, {n for n, i in self.state.items() if captured.state[i.target].requires_grad})
+        self.batch = Batch(self.graph, self.rules, self.inputs)
+
+    @property
+    def outputs(self) -> tuple[fx.Node, ...]:
+        """The nodes returned: the user's outputs, then buffer updates."""
+        return tuple(next(iter(reversed(self.graph.nodes))).args[0])  # type: ignore[arg-type]
+
+    @property
+    def loss(self) -> fx.Node:
+        return self.outputs[self.captured.loss]
+
+
+class Batch:
+    """The batch's dims and factors in a graph.
+
+    ``size`` is the number of samples. A dim is the batch's when rules connect it with dim 0 of an input of that size.
+    """
+
+    def __init__(self, graph: fx.Graph, rules: Mapping[fx.Node, Rule | None], inputs: list[fx.Node]) -> None:
+        links: nx.utils.UnionFind = nx.utils.UnionFind()
+        self._places: dict[fx.Node, dict[str, Place]] = {}
+        for node in graph.nodes:
+            rule = rules.get(node)
+            if rule is None:
+                continue
+            places = self._places[node] = {}
+            tensors = [n for n, _ in operands(node)]
+            for tensor, dims in zip([*tensors, node], [*rule.operands, rule.output], strict=True):
+                for d, factors in enumerate(dims):
+                    if factors:
+                        place = (tensor, d)
+                        places.setdefault(factors[0], place)
+                        links.union(places[factors[0]], place)
+        heads = [(n, n.meta["val"].shape[0]) for n in inputs if len(n.meta["val"].shape)]
+        self.size = int(Counter(size for _, size in heads).most_common(1)[0][0]) if heads else 1
+        roots = {links[(n, 0)] for n, size in heads if size == self.size}
+        self._is_batch = {place for place in list(links.parents) if links[place] in roots}
+
+    def dim(self, node: fx.Node) -> int | None:
+        """The dim of ``node``'s output that carries the batch, or None."""
+        for d in range(len(node.meta["val"].shape)) if hasattr(node.meta.get("val"), "shape") else ():
+            if (node, d) in self._is_batch:
+                return d
+        return None
+
+    def factors(self, node: fx.Node) -> frozenset[str]:
+        """The factors of ``node``'s rule that are the batch."""
+        return frozenset(f for f, place in self._places.get(node, {}).items() if place in self._is_batch)

@@ -1,0 +1,365 @@
+"""Capture: a model and a sample of its input become an ATen graph whose state is lifted to placeholders."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+import io
+import logging
+import os
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+
+from autopar.errors import CaptureError
+
+
+@dataclass(frozen=True)
+class Input:
+    """One placeholder of a captured graph.
+
+    Attributes:
+        name: the placeholder's node name.
+        kind: ``"parameter"``, ``"buffer"``, ``"constant"`` (a tensor that the forward makes from Python numbers) or ``"input"``.
+        target: the name in the model; for an input where it was given, such as ``"input_ids"`` or ``"args[0]"``.
+    """
+
+    name: str
+    kind: str
+    target: str
+
+
+@dataclass
+class Captured:
+    """A captured model.
+
+    Attributes:
+        graph: one placeholder for each of ``inputs``, in that order; the output node holds the flat user outputs (constants
+            among them as they are), then the new values of ``updates``. Every node has ``meta["val"]`` (fake tensors of the
+            global shape), ``meta["module"]`` and ``meta["source"]``.
+        in_spec: the pytree of ``(args, kwargs)`` as the user gives them; user inputs are in its flat order.
+        constants_in: by flat position in ``in_spec``, what was given that is no tensor; such inputs have no placeholder.
+        out_spec: the pytree of the user's outputs.
+        loss: which of the flat user outputs is the loss, a scalar.
+        updates: buffers whose new values the graph returns. Batch norm's running statistics are not among them: the operator
+            itself writes to them.
+        state: every parameter and buffer of the model under its first name, used or not, and the constants.
+        aliases: further names of tied parameters and buffers, each with the name that ``state`` has.
+        notes: what a user should know.
+    """
+
+    graph: fx.Graph
+    inputs: tuple[Input, ...]
+    in_spec: pytree.TreeSpec
+    constants_in: dict[int, Any]
+    out_spec: pytree.TreeSpec
+    loss: int
+    updates: tuple[str, ...] = ()
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+LossFunction = Callable[[Any, Any], torch.Tensor]
+
+
+def capture(model: nn.Module, sample_input: Any, loss_fn: LossFunction | None = None) -> Captured:
+    """Trace ``model`` on ``sample_input``; neither is changed, and nothing is computed or allocated.
+
+    Args:
+        model: on any one device, ``meta`` included; captured in the mode (``train`` or ``eval``) that it is in.
+        sample_input: a tensor, a tuple of positional arguments, or a dict of keywords, with the shapes of the global batch.
+            Values and device do not matter.
+        loss_fn: ``loss_fn(output, batch) -> scalar``, where ``batch`` has the structure of ``sample_input``. Keywords (or trailing
+            positional arguments) that the model's forward does not take, such as labels, are given to ``loss_fn`` alone. The
+            captured output is then ``dict(loss=..., output=...)``. Without it, the model's own output must have a ``loss``.
+
+    Raises:
+        CaptureError: the model cannot be traced, has no loss, or has shapes that depend on data.
+    """
+    args, kwargs = _arguments(sample_input)
+    in_spec = pytree.tree_structure((args, kwargs))
+    notes: tuple[str, ...] = ()
+    traced: nn.Module = model
+    prefix = ""
+    extra = _cache_off(model, args, kwargs)
+    if extra:
+        notes = ("use_cache=False was added to the model's inputs",)
+    if loss_fn is not None:
+        traced, prefix = _WithLoss(model, loss_fn, type(sample_input), extra), "model."
+    elif extra:
+        kwargs = {**kwargs, **extra}
+    args, kwargs = pytree.tree_map_only(torch.Tensor, _blank(_device(model)), (args, kwargs))
+    program = _export(traced, args, kwargs)
+    return _unlift(program, model, prefix, in_spec, notes)
+
+
+def _arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(sample, torch.Tensor):
+        return (sample,), {}
+    if isinstance(sample, (tuple, list)):
+        return tuple(sample), {}
+    try:
+        return (), dict(sample)  # transformers' BatchEncoding too
+    except (TypeError, ValueError):
+        raise CaptureError(f"sample_input is a {type(sample).__name__}; give a tensor, a tuple of arguments or a dict of keywords") from None
+
+
+def _cache_off(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """transformers models return a key-value cache unless told not to, and export cannot return one."""
+    names = list(inspect.signature(model.forward).parameters)
+    return {"use_cache": False} if "use_cache" in names[len(args) :] and "use_cache" not in kwargs else {}
+
+
+def _device(model: nn.Module) -> torch.device | None:
+    return next((t.device for t in (*model.parameters(), *model.buffers())), None)
+
+
+def _blank(device: torch.device | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A tensor like the sample's on the model's device, with a memory of its own: export takes one tensor given twice for one input."""
+
+    def make(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor, device=device or tensor.device, requires_grad=tensor.requires_grad)
+
+    return make
+
+
+class _WithLoss(nn.Module):
+    """The model followed by the user's loss."""
+
+    def __init__(self, model: nn.Module, loss_fn: LossFunction, kind: type, extra: dict[str, Any]) -> None:
+        super().__init__()
+        self.model, self.loss_fn, self.kind, self.extra = model, loss_fn, kind, extra
+        parameters = inspect.signature(model.forward).parameters.values()
+        kinds = {p.kind for p in parameters}
+        self.names = None if inspect.Parameter.VAR_KEYWORD in kinds else {p.name for p in parameters}
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        self.count = None if inspect.Parameter.VAR_POSITIONAL in kinds else sum(p.kind in positional for p in parameters)
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        known = {k: v for k, v in kwargs.items() if self.names is None or k in self.names}
+        output = self.model(*args[: self.count], **known, **self.extra)
+        batch = args[0] if issubclass(self.kind, torch.Tensor) else args if issubclass(self.kind, (tuple, list)) else kwargs
+        return {"loss": self.loss_fn(output, batch), "output": output}
+
+
+def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.export.ExportedProgram:
+    try:
+        with _no_garbage_collection(), _quiet():
+            return torch.export.export(model, args, kwargs, strict=False)
+    except Exception as error:
+        raise CaptureError(_explain(error, model)) from error
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Tracing makes many objects and little garbage: without the collector it takes a sixth less time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """On failure torch prints the whole graph so far and logs a trace; the CaptureError says it in a line, and has the rest as its cause."""
+    level = logging.root.manager.disable
+    logging.disable(max(level, logging.ERROR))
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(level)
+
+
+def _explain(error: BaseException, model: nn.Module) -> str:
+    """Which module, at which line, and what usually helps."""
+    names = {id(m): name.removeprefix("model.") if isinstance(model, _WithLoss) else name for name, m in model.named_modules()}
+    module = source = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        this = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(this, nn.Module) and id(this) in names:
+            module = f"{names[id(this)] or '(root)'} ({type(this).__name__})"
+        if not _inside_torch(code.co_filename) and code.co_filename != __file__:
+            source = f" at {_short(code.co_filename)}:{line}"
+    place = f"in module {module}" if module else "before any module ran"
+    what, advice = _advice(error)
+    return f"the model could not be captured, {place}{source}: {what}. {advice}"
+
+
+def _advice(error: BaseException) -> tuple[str, str]:
+    """What went wrong, and what usually helps."""
+    first = next((line.strip(" .") for line in str(error).splitlines() if line.strip()), "")
+    what = f"{type(error).__name__}: {first}"
+    text = f"{what} {error}".lower()
+    if "data-dependent" in text or "datadependent" in text:
+        return (
+            "the Python code branches or loops on the value of a tensor",
+            "Write it with torch.where or a mask. Mixture-of-experts models of transformers: "
+            'experts_implementation="batched_mm" or the default, not "eager"',
+        )
+    if "cache" in text:
+        return what, "The model returns a cache: pass use_cache=False"
+    if isinstance(error, TypeError):
+        return what, "sample_input must hold the arguments of the model's forward: a tensor, a tuple of them, or a dict of keywords"
+    return what, "Check that the model runs on this input by itself; Python state and values read from tensors cannot be captured"
+
+
+def _inside_torch(path: str) -> bool:
+    return path.startswith((_TORCH, "<")) or path == contextlib.__file__
+
+
+def _short(path: str) -> str:
+    """The file's name, with that of its folder."""
+    return "/".join(path.replace(os.sep, "/").split("/")[-2:])
+
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_KINDS = {
+    InputKind.PARAMETER: "parameter",
+    InputKind.BUFFER: "buffer",
+    InputKind.CONSTANT_TENSOR: "constant",
+    InputKind.USER_INPUT: "input",
+}
+
+
+def _unlift(
+    program: torch.export.ExportedProgram, model: nn.Module, prefix: str, in_spec: pytree.TreeSpec, notes: tuple[str, ...]
+) -> Captured:
+    graph, out_spec = program.graph, program.call_spec.out_spec
+    assert out_spec is not None
+    _clean(graph, prefix)
+    _check_shapes(graph)
+    state, aliases = _state(model)
+    entries = _entries(program, prefix, aliases, _input_paths(in_spec))
+    state.update((e.target, program.constants[prefix + e.target]) for e in entries.values() if e.kind == "constant")
+    inputs, constants = _placeholders(graph, entries, in_spec.num_leaves)
+    return Captured(graph, inputs, in_spec, constants, out_spec, _find_loss(graph, out_spec), (), state, aliases, notes)
+
+
+def _entries(program: torch.export.ExportedProgram, prefix: str, aliases: dict[str, str], paths: list[str]) -> dict[fx.Node, Input]:
+    """What each placeholder stands for; of tied parameters, the placeholder of the first name takes all uses."""
+    found: dict[fx.Node, Input] = {}
+    by_name: dict[str, fx.Node] = {}
+    positions = iter(paths)
+    placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
+    for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
+        kind = _KINDS.get(spec.kind)
+        if kind is None:
+            raise CaptureError(f"the model uses {spec.target or node.name!r}, a {spec.kind.name} of export, which is not supported")
+        name = next(positions) if kind == "input" else str(spec.target).removeprefix(prefix)
+        found[node] = Input(node.name, kind, name)
+        by_name[name] = node
+    for name, first in aliases.items():
+        if name in by_name and first in by_name:
+            by_name[name].replace_all_uses_with(by_name[first])
+    return found
+
+
+def _placeholders(graph: fx.Graph, entries: dict[fx.Node, Input], given: int) -> tuple[tuple[Input, ...], dict[int, Any]]:
+    """Drop the placeholders of unused state and of inputs that are no tensors; returns the rest, and those inputs."""
+    kept: list[Input] = []
+    constants: dict[int, Any] = {}
+    position = 0
+    for node, entry in entries.items():
+        is_input, is_tensor = entry.kind == "input", isinstance(node.meta["val"], torch.Tensor)
+        if is_tensor and (node.users or is_input):
+            kept.append(entry)
+        else:
+            graph.erase_node(node)
+        if is_input:
+            if not is_tensor and position < given:  # beyond it lies what capture added, use_cache=False
+                constants[position] = node.meta["val"]
+            position += 1
+    return tuple(kept), constants
+
+
+def _state(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Parameters and buffers by their first name, and their further names."""
+    state: dict[str, torch.Tensor] = {}
+    names: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        first = names.setdefault(id(tensor), name)
+        if first == name:
+            state[name] = tensor
+        else:
+            aliases[name] = first
+    return state, aliases
+
+
+def _input_paths(in_spec: pytree.TreeSpec) -> list[str]:
+    """How messages name each flat input: ``labels``, ``args[0]``, ``args[0]['mask']``."""
+    leaves = pytree.tree_unflatten(list(range(in_spec.num_leaves)), in_spec)
+    paths = []
+    for path, _ in pytree.tree_flatten_with_path(leaves)[0]:
+        group, *rest = path
+        if group.idx == 0:  # type: ignore[attr-defined]
+            paths.append("args" + pytree.keystr(tuple(rest)))
+        else:
+            paths.append(str(rest[0].key) + pytree.keystr(tuple(rest[1:])))  # type: ignore[attr-defined]
+    return [*paths, "use_cache"]
+
+
+def _clean(graph: fx.Graph, prefix: str) -> None:
+    """Keep of each node's meta what later stages read, also in the sub-graphs of regions."""
+    seen: dict[str, str] = {}
+    for node in graph.nodes:
+        trace = node.meta.get("stack_trace") or ""
+        if trace not in seen:
+            seen[trace] = _source(trace)
+        stack = node.meta.get("nn_module_stack") or {}
+        path = next(reversed(stack.values()))[0] if stack else ""
+        module = path.removeprefix("L['self']").lstrip(".").partition("@")[0]
+        node.meta = {"val": node.meta.get("val"), "module": f"{module}.".removeprefix(prefix).rstrip("."), "source": seen[trace]}
+        if node.op == "get_attr" and isinstance(inner := getattr(graph.owning_module, node.target), fx.GraphModule):
+            _clean(inner.graph, prefix)
+
+
+def _source(trace: str) -> str:
+    """``folder/file.py:12`` of the innermost frame of a stack trace, outside torch if there is one."""
+    frames = [line.strip().split('"', 2) for line in trace.splitlines() if line.lstrip().startswith('File "')]
+    places = [(path, rest.split("line ", 1)[1].split(",", 1)[0]) for _, path, rest in frames]
+    path, line = next((p for p in reversed(places) if not _inside_torch(p[0])), places[-1] if places else ("", ""))
+    return f"{_short(path)}:{line}" if path else ""
+
+
+def _check_shapes(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        for val in pytree.tree_leaves(node.meta["val"]):
+            sizes = val.shape if isinstance(val, torch.Tensor) else (val,)
+            if any(isinstance(s, (torch.SymInt, torch.SymFloat, torch.SymBool)) for s in sizes):
+                raise CaptureError(
+                    f"{node.target} in module {node.meta['module'] or '(root)'!r} at {node.meta['source']} makes a number or a shape that depends "
+                    "on tensor values; a plan needs shapes that are known beforehand: use torch.where or a mask instead of selecting"
+                )
+
+
+def _find_loss(graph: fx.Graph, out_spec: pytree.TreeSpec) -> int:
+    """An output called ``loss``, or else the only scalar floating-point one."""
+    values = [n.meta["val"] if isinstance(n, fx.Node) else n for n in graph.output_node().args[0]]  # type: ignore[union-attr]
+    scalars = [i for i, v in enumerate(values) if isinstance(v, torch.Tensor) and v.ndim == 0 and v.is_floating_point()]
+    paths = [path for path, _ in pytree.tree_flatten_with_path(pytree.tree_unflatten(values, out_spec))[0]]
+    named = [i for i in scalars if paths[i] and getattr(paths[i][-1], "key", getattr(paths[i][-1], "name", None)) == "loss" and len(paths[i]) == 1]
+    found = named or scalars
+    if not found or len(found) > 1:
+        outputs = ", ".join(
+            f"{pytree.keystr(path).strip('.') or 'output'}: {tuple(v.shape) if isinstance(v, torch.Tensor) else v!r}" for path, v in zip(paths, values, strict=True)
+        )
+        problem = "no scalar output to use as the loss" if not found else "several scalar outputs, none called loss"
+        raise CaptureError(f"the model has {problem} (outputs: {outputs}); pass labels in sample_input so that it computes one, or loss_fn=")
+    return found[0]

@@ -1,0 +1,185 @@
+"""The report of a plan as text, at most 120 columns wide."""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tabulate import MIN_PADDING, tabulate  # the padding of a header that is wider than its column
+
+from autopar.plan import Plan
+
+WIDTH = 120
+OPTIMAL = 1e-4  # a relative gap below which a plan counts as optimal
+_SHOWN = 12  # collectives that have a line of their own
+_SHAPE = 24  # columns at most
+_SPACE = 2  # columns between two of a table
+
+Cells = list[str]
+
+
+def text(plan: Plan) -> str:
+    """The plan for people: mesh, time, memory, what each block does, what is sent, and how sure the planner is."""
+    parts = [_header(plan), _times(plan), _memory(plan), _blocks(plan), _collectives(plan), _notes(plan), _planning(plan)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _header(plan: Plan) -> str:
+    facts = {str(name): value for name, value in plan.rows.get("model", [])}
+    axes = " x ".join(f"{name} {size}" for name, size in plan.mesh.items())
+    mesh = f"{axes} (slowest links first)" if len(plan.mesh) > 1 else axes
+    lines = [
+        f"Plan for graph {plan.fingerprint}" + (f", {count(facts['parameters'])} parameters" if "parameters" in facts else ""),
+        f"{plan.world_size} device{'s' * (plan.world_size > 1)} of {plan.cluster}, mesh {mesh}",
+        _batch(plan, facts.get("samples")),
+        f"predicted: {seconds(plan.step_time)} a step, {nbytes(max(plan.peak_memory))} a device; {_gap(plan.gap)}",
+    ]
+    return "\n".join(line for raw in lines for line in textwrap.wrap(raw, WIDTH))
+
+
+def _batch(plan: Plan, samples: int | None) -> str:
+    whole = f"batch of {samples} samples" if samples else "batch"
+    split = f"split over {plan.data_degree} ranks" if plan.data_degree > 1 else "not split over ranks"
+    each = f" of {samples // (plan.data_degree * plan.microbatches)}" if samples else ""
+    return f"{whole}, {split}" + (f", in {plan.microbatches} microbatches{each}" if plan.microbatches > 1 else "")
+
+
+def _gap(gap: float) -> str:
+    return "proven optimal in this search space" if gap < OPTIMAL else f"at most {gap:.2%} slower than the best plan of this search space"
+
+
+def _times(plan: Plan) -> str:
+    return _shares("step time", plan.seconds, seconds)
+
+
+def _memory(plan: Plan) -> str:
+    return _shares("memory of a device", plan.nbytes, nbytes)
+
+
+def _shares(title: str, kinds: dict[str, float], unit: Any) -> str:
+    total = sum(kinds.values())
+    rows = [[kind, unit(value), f"{value / total if total else 0:.1%}"] for kind, value in kinds.items()]
+    return _table([*rows, ["total", unit(total), ""]], [title, "", ""], "lrr")
+
+
+def _blocks(plan: Plan) -> str:
+    rows: list[Cells] = []
+    axes = _merged_axes(plan)
+    for (block, times), members in itertools.groupby(plan.rows.get("blocks", []), key=lambda row: (row[0], row[1])):
+        if block:
+            rows.append([f"{block}  ({times} alike)", "", "", *[""] * len(axes)])
+        for modules, operator, shape, words in _alike(list(members)):
+            name = modules if not block else f"  {modules or '(block)'}"
+            rows.append([name, operator, _cut(shape, _SHAPE), *(words[columns[0]] for _, columns in axes)])
+    return _table(rows, ["module", "operator", "shape", *(name for name, _ in axes)], "l" * (3 + len(axes)), flexible=(0, 2)) if rows else ""
+
+
+def _merged_axes(plan: Plan) -> list[tuple[str, list[int]]]:
+    """Column titles, with neighbouring axes that do the same everywhere as one."""
+    blocks = plan.rows.get("blocks", [])
+    axes: list[tuple[str, list[int]]] = []
+    for axis, (name, size) in enumerate(plan.mesh.items()):
+        title = f"{name} ({size})"
+        if axes and all(row[5][axis] == row[5][axis - 1] for row in blocks):
+            axes[-1] = (f"{axes[-1][0]}, {title}", [*axes[-1][1], axis])
+        else:
+            axes.append((title, [axis]))
+    return axes
+
+
+def _alike(members: Sequence[list[Any]]) -> Iterator[tuple[str, str, str, list[str]]]:
+    """Neighbours of one parent that do the same, as one: ``self_attn.q_proj, k_proj, v_proj``."""
+
+    def same(row: list[Any]) -> tuple[str, ...]:
+        return (row[2].rpartition(".")[0] if "." in row[2] else row[2], row[3], *row[5])
+
+    for _, group in itertools.groupby(members, key=same):
+        rows = list(group)
+        yield _listed([row[2] for row in rows]), rows[0][3], ", ".join(dict.fromkeys(row[4] for row in rows)), rows[0][5]
+
+
+def _listed(modules: Sequence[str]) -> str:
+    """``a.b, a.c, d`` as ``a.b, c, d``."""
+    names: list[str] = []
+    parent = None
+    for module in dict.fromkeys(modules):
+        before, _, name = module.rpartition(".")
+        names.append(name if before == parent else module)
+        parent = before
+    return ", ".join(names)
+
+
+def _collectives(plan: Plan) -> str:
+    found = plan.rows.get("collectives", [])
+    rows = [_collective(plan, row) for row in found[:_SHOWN]]
+    if rest := found[_SHOWN:]:
+        rows.append([f"{len(rest)} others", "", "", str(sum(r[6] for r in rest)), "", nbytes(sum(r[7] for r in rest)), seconds(sum(r[8] for r in rest))])
+    headers = ["sent in a step", "axis", "tensors of", "times", "each", "bytes", "time"]
+    legend = "bytes: of one rank's tensor while it is whole along the axis"
+    return _table(rows, headers, "lllrrrr", flexible=(2,)) + "\n" + legend if rows else "nothing is sent between ranks"
+
+
+def _collective(plan: Plan, row: list[Any]) -> Cells:
+    part, kind, axis, phase, block, modules, times, total, took = row
+    if axis < 0:
+        what, where = "copies on each rank", "to join and cut parts" if part == "conversions" else part
+    else:
+        what, where = f"{kind.replace('_', '-')} {_phase(part, phase)}", f"{block}: {_listed(modules)}" if any(modules) else block
+    name = plan.mesh_names[axis] if axis >= 0 else ""
+    return [what, name, where, str(times), nbytes(total / times) if times else "", nbytes(total), seconds(took)]
+
+
+def _phase(part: str, phase: str) -> str:
+    if part == "gradient synchronisation":
+        return "of parameters" if phase == "forward" else "of gradients"
+    return "inside a kernel" if part == "compute" else phase
+
+
+def _notes(plan: Plan) -> str:
+    return "\n".join(textwrap.fill(note, WIDTH, initial_indent="note: ", subsequent_indent="      ") for note in plan.notes)
+
+
+def _planning(plan: Plan) -> str:
+    total = plan.timings.get("total", sum(plan.timings.values()))
+    phases = ", ".join(f"{phase} {seconds(took)}" for phase, took in plan.timings.items() if phase != "total")
+    return textwrap.fill(f"planned in {seconds(total)}: {phases}", WIDTH) if phases else ""
+
+
+def _table(rows: list[Cells], headers: Cells, align: str, flexible: Sequence[int] = ()) -> str:
+    """A table; where it would be too wide, the ``flexible`` columns are cut, then all that are long."""
+    everything = [headers, *rows]
+    widths = [max(len(row[i]) for row in everything) for i in range(len(headers))]
+    room = WIDTH - _SPACE * (len(headers) - 1) - sum(max(0, len(h) + MIN_PADDING - w) for h, w in zip(headers, widths, strict=True))
+    for i in (*flexible, *sorted(range(len(headers)), key=lambda i: -widths[i])):
+        if sum(widths) > room:
+            widths[i] = max(min(widths[i], 14), widths[i] - (sum(widths) - room))
+    cells = [[_cut(cell, width) for cell, width in zip(row, widths, strict=True)] for row in everything]
+    names = {"l": "left", "r": "right"}
+    return tabulate(cells[1:], cells[0], "simple", disable_numparse=True, colalign=[names[a] for a in align], preserve_whitespace=True)
+
+
+def _cut(cell: str, width: int) -> str:
+    return cell if len(cell) <= width else cell[: width - 1] + "…"
+
+
+def seconds(value: float) -> str:
+    """A time with three significant digits: ``12.3 ms``."""
+    return _scaled(value, [(1.0, "s"), (1e-3, "ms"), (1e-6, "us")])
+
+
+def nbytes(value: float) -> str:
+    """An amount of memory with three significant digits: ``1.5 GiB``."""
+    return _scaled(value, [(2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B")])
+
+
+def count(value: float) -> str:
+    """A number with three significant digits: ``8.03 billion``."""
+    return _scaled(value, [(1e9, "billion"), (1e6, "million"), (1.0, "")]).strip()
+
+
+def _scaled(value: float, units: list[tuple[float, str]]) -> str:
+    scale, name = next(((s, n) for s, n in units if abs(value) >= s), units[-1])
+    number = value / scale
+    return f"{number:.0f} {name}" if abs(number) >= 100 or number == round(number) else f"{number:.3g} {name}"

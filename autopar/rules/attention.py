@@ -1,0 +1,34 @@
+"""Scaled dot-product attention."""
+
+from __future__ import annotations
+
+import math
+
+from autopar.rules.registry import Call, register_rule
+from autopar.rules.rule import Rule
+
+
+@register_rule("aten.scaled_dot_product_attention")
+def attention(call: Call) -> Rule | None:
+    q, k, v = call.shapes[:3]
+    if len(q) != 4:
+        return None
+    grouped = call["enable_gqa"] and q[1] != k[1]
+    head, kv_head = ("(n g)", "n") if grouped else ("n", "n")
+    mask = ""
+    if len(call.inputs) == 4:
+        dims = ["b", head, "s", "t"][4 - len(call.shapes[3]) :]
+        mask = ", ~" + " ".join(dims)
+    # A causal mask counts positions from the first query, so its queries stay whole; keys always do.
+    whole = ["d", "e", "t"] + (["s"] if call["is_causal"] else [])
+    names = ("b", "n", "g") if call["is_causal"] else ("b", "n", "g", "s")
+    return call.rule(
+        f"~b {head} s d, ~b {kv_head} t d, ~b {kv_head} t e{mask} -> b {head} s e",
+        whole=whole,
+        sizes={"n": k[1]},
+        flops=2.0 * math.prod(q[:3]) * k[2] * (q[3] + v[3]) / (2 if call["is_causal"] else 1),
+        kind="attention",
+        saves=(0, 1, 2, -1),
+        saved_bytes=4.0 * math.prod(q[:3]),
+        kernels=dict.fromkeys(names, "attention") if call["dropout_p"] else {},
+    )

@@ -1,0 +1,35 @@
+"""Losses: sums over rows, and the vocabulary-parallel cross entropy."""
+
+from __future__ import annotations
+
+import math
+
+from autopar.layout import I, S
+from autopar.rules.registry import Call, register_rule
+from autopar.rules.rule import Communication, Option, Rule
+
+
+@register_rule("autopar.cross_entropy")
+def cross_entropy(call: Call) -> Rule:
+    """``sum over rows of log sum exp(logits) - logits[target]``; rows add up, the vocabulary is an algorithm of its own."""
+    n = len(call.shapes[0])
+    rows = [f"r{i}" for i in range(n - 1)]
+    weight = ", ~v" if len(call.inputs) == 3 else ""
+    spec = f"~{' '.join(rows)} v, ~{' '.join(rows)}{weight} ->"
+    # The maximum, the target's logit and the sum of exponentials: three numbers a row, forward only.
+    sent = Communication("all_reduce", 3.0 * math.prod(call.shapes[1]), tuple(rows))
+    vocabulary = Option((S(n - 1), *[I] * (len(call.inputs) - 1)), I, "v", "cross_entropy_vocabulary")
+    return call.rule(spec, whole="v", sums=frozenset(rows), extra=(vocabulary,), communication={"v": (sent,)}, saves=(0,))
+
+
+@register_rule("autopar.target_count")
+def target_count(call: Call) -> Rule:
+    rows = [f"r{i}" for i in range(len(call.shapes[0]))]
+    weight = ", ~v" if len(call.inputs) == 2 else ""
+    return call.rule(f"~{' '.join(rows)}{weight} ->", whole="v", sums=frozenset(rows))
+
+
+@register_rule("aten.binary_cross_entropy_with_logits", "aten.mse_loss", "aten.l1_loss", "aten.smooth_l1_loss", "aten.huber_loss")
+def elementwise_loss(call: Call) -> Rule | None:
+    """Without reduction; with ``mean`` or ``sum`` the capture writes the reduction as an operator of its own."""
+    return call.rule(", ".join(["~..."] * len(call.inputs)) + " -> ...", saves=(0, 1)) if call["reduction"] == 0 else None

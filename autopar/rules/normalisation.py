@@ -1,0 +1,49 @@
+"""Normalisations: statistics over some dims, then an affine map."""
+
+from __future__ import annotations
+
+from autopar.rules.registry import Call, register_rule
+from autopar.rules.rule import Communication, Rule
+
+
+@register_rule("aten.layer_norm")
+def layer_norm(call: Call) -> Rule:
+    inner = [f"n{i}" for i in range(len(call["normalized_shape"]))]
+    spec = ", ".join(["~... " + " ".join(inner), *(["~" + " ".join(inner)] * (len(call.inputs) - 1))]) + " -> ... " + " ".join(inner)
+    rows = tuple(f".{i}" for i in range(len(call.shape) - len(inner)))
+    rule = call.rule(spec, whole=inner, saves=(0,))
+    if len(inner) > 1:
+        return rule
+    # The features may be split too: their statistics, two numbers a row each way, are then summed over the axis.
+    count = 2.0
+    for f in rows:
+        count *= rule.sizes.get(f, 1)
+    sent = Communication("all_reduce", count, rows)
+    return call.rule(spec, saves=(0,), kernels={"n0": "layer_norm"}, communication={"n0": (sent,)})
+
+
+@register_rule("aten.rms_norm", "aten.group_norm", "aten.instance_norm")
+def other_norm(call: Call) -> Rule | None:
+    if call.name == "aten.rms_norm":
+        inner = [f"n{i}" for i in range(len(call["normalized_shape"]))]
+        weight = ["~" + " ".join(inner)] * (len(call.inputs) - 1)
+        return call.rule(", ".join(["~... " + " ".join(inner), *weight]) + " -> ... " + " ".join(inner), whole=inner, saves=(0,))
+    if call.name == "aten.group_norm":
+        dims = " ".join(["b", "c", *(f"s{i}" for i in range(len(call.shape) - 2))])
+        return call.rule(", ".join(["~" + dims, *(["~c"] * (len(call.inputs) - 1))]) + f" -> {dims}", whole=dims.split()[1:], saves=(0,))
+    return None
+
+
+@register_rule("aten.batch_norm")
+def batch_norm(call: Call) -> Rule:
+    space = [f"s{i}" for i in range(len(call.shape) - 2)]
+    dims = " ".join(["n", "c", *space])
+    spec = ", ".join(["~" + dims, *(["~c"] * (len(call.inputs) - 1))]) + f" -> {dims}"
+    if not call["training"]:
+        return call.rule(spec, saves=(0,))
+    # A split batch or space synchronises its statistics: two numbers a channel each way. Channels stay whole, as every rank updates
+    # the running statistics that it keeps.
+    sent = Communication("all_reduce", 2.0 * call.shape[1], ("c",))
+    return call.rule(
+        spec, whole="c", saves=(0,), kernels=dict.fromkeys(["n", *space], "batch_norm"), communication=dict.fromkeys(["n", *space], (sent,)),
+    )

@@ -1,0 +1,1 @@
+"""Everything that needs a process group: runs what the passes made, decides nothing."""

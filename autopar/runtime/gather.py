@@ -1,0 +1,89 @@
+"""Parameters that lie cut between steps and whole during one (ZeRO): gathered into their leaves when a step starts, let go after it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+import torch
+
+from autopar.runtime.mesh import Mesh
+from autopar.runtime.parameters import Weight
+
+_functional = torch.ops._c10d_functional
+
+
+def join(chunks: torch.Tensor, sizes: Sequence[int], dims: Sequence[int], local: Sequence[int]) -> torch.Tensor:
+    """The whole of ``prod(sizes)`` chunks of shape ``local`` that lie one after the other: axis ``i`` of ``sizes`` cuts dim ``dims[i]``."""
+    whole = [n * math.prod(size for size, dim in zip(sizes, dims, strict=True) if dim == d) for d, n in enumerate(local)]
+    return chunks.reshape(*sizes, *local).permute(_order(dims, len(local))).reshape(whole)
+
+
+def cut(whole: torch.Tensor, sizes: Sequence[int], dims: Sequence[int]) -> torch.Tensor:
+    """The inverse of :func:`join`, as a view of shape ``(*sizes, *local)``."""
+    order, split = _order(dims, whole.ndim), list[int]()
+    for d, n in enumerate(whole.shape):
+        cuts = [size for size, dim in zip(sizes, dims, strict=True) if dim == d]
+        split += [*cuts, n // math.prod(cuts)]
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return whole.reshape(split).permute(inverse)
+
+
+def _order(dims: Sequence[int], ndim: int) -> list[int]:
+    """Where the dims of ``(*axes, *local)`` stand when each dim is preceded by the axes that cut it, the earlier axis major."""
+    order: list[int] = []
+    for d in range(ndim):
+        order += [axis for axis, dim in enumerate(dims) if dim == d] + [len(dims) + d]
+    return order
+
+
+def buckets(weights: Iterable[Weight], key: Callable[[Weight], Hashable], limit_bytes: int) -> list[list[Weight]]:
+    """``weights`` in their order, put together while ``key(weight)`` agrees and the leaves' bytes stay under the limit."""
+    filling: dict[Hashable, list[Weight]] = {}
+    result: list[list[Weight]] = []
+    for weight in weights:
+        kind = key(weight)
+        bucket = filling.get(kind)
+        if bucket is None or sum(w.leaf_bytes for w in bucket) + weight.leaf_bytes > limit_bytes:
+            bucket = filling[kind] = []
+            result.append(bucket)
+        bucket.append(weight)
+    return result
+
+
+class Gather:
+    """The parameters among ``weights`` whose leaf is larger than what is stored.
+
+    Between :meth:`open` and :meth:`close` their leaves hold the whole value; outside they hold nothing.
+    """
+
+    def __init__(self, weights: Iterable[Weight], mesh: Mesh, bucket_bytes: int = 25 << 20) -> None:
+        self._mesh = mesh
+        self._buckets = buckets((w for w in weights if w.gathered), lambda w: (w.gathered, w.local.dtype), bucket_bytes)
+        for bucket in self._buckets:
+            mesh.axes_group(bucket[0].gathered)  # made while all ranks are here
+        self.is_open = False
+
+    @torch.no_grad()
+    def open(self) -> None:
+        """Gathers the current values."""
+        flights = [self._launch(bucket) for bucket in self._buckets]
+        for bucket, flight in zip(self._buckets, flights, strict=True):
+            sizes = [self._mesh.sizes[axis] for axis in bucket[0].gathered]
+            whole = _functional.wait_tensor(flight).view(math.prod(sizes), -1)
+            parts = whole.split([w.local.numel() for w in bucket], dim=1)
+            for weight, part in zip(bucket, parts, strict=True):
+                weight.leaf.data = join(part, sizes, [weight.stored[axis].dim for axis in weight.gathered], weight.local.shape)
+        self.is_open = True
+
+    def _launch(self, bucket: list[Weight]) -> torch.Tensor:
+        group = self._mesh.axes_group(bucket[0].gathered)
+        flat = torch.cat([weight.local.reshape(-1) for weight in bucket])
+        return _functional.all_gather_into_tensor(flat, group.size(), group.group_name)
+
+    def close(self) -> None:
+        """Lets go of the gathered values; a graph that is kept may open again before its backward."""
+        for bucket in self._buckets:
+            for weight in bucket:
+                weight.leaf.data = weight.leaf.data.new_empty(0)
+        self.is_open = not self._buckets

@@ -1,0 +1,223 @@
+"""Gradients of parameters, summed over the ranks that hold parts of the sum: once a step, in buckets, during the last backward.
+
+In the graph a parameter's gradient is local to the rank. Along each mesh axis its plan says what is still to be done:
+
+======== ======== =====================================
+used     stored   gradient
+======== ======== =====================================
+I        I        nothing: it is the same everywhere
+S(d)     S(d)     nothing: each rank has its own part
+R        I        all-reduce
+R        S(d)     reduce-scatter (ZeRO)
+I        S(d)     this rank's slice
+======== ======== =====================================
+
+The loss is the loss of the whole batch on every rank, so gradients are sums and never averages.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from autopar.layout import I
+from autopar.runtime.gather import buckets, cut
+from autopar.runtime.mesh import Mesh
+from autopar.runtime.parameters import Weight
+
+_functional = torch.ops._c10d_functional
+Gradients = list[tuple[Weight, torch.Tensor]]
+
+
+@dataclass
+class _Bucket:
+    weights: list[Weight]
+    scatter: tuple[int, ...]  # axes of a reduce-scatter
+    reduce: tuple[int, ...]  # axes of an all-reduce, after it
+    expected: set[str] = field(default_factory=set)  # parameters that got a gradient in the last round; all of them at first
+    missing: set[str] = field(default_factory=set)  # those of them that have none yet in this round
+
+
+@dataclass
+class _Flight:
+    """A collective under way and what it carries."""
+
+    weights: list[Weight]
+    flat: torch.Tensor
+    reduce: tuple[int, ...]
+
+
+class GradientSync:
+    """Synchronises the gradients of ``weights``, which come in the order in which the graph first uses them.
+
+    A round is one backward: :meth:`begin`, the backward (whose hooks start the collectives of full buckets, in the same order on all
+    ranks), :meth:`finish`, which waits, and :meth:`deliver`, which adds to ``parameter.grad``. :meth:`watch` does all of this for
+    whatever backward reaches a tensor. A parameter that got no gradient keeps ``grad`` as it was. Arguments: ``bucket_bytes``, the most
+    that goes into one collective; ``on_start``, ``on_end``, called around a watched backward.
+    """
+
+    def __init__(
+        self,
+        weights: Iterable[Weight],
+        mesh: Mesh,
+        *,
+        bucket_bytes: int = 25 << 20,
+        on_start: Callable[[], None] = lambda: None,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._mesh, self._on_start, self._on_end = mesh, on_start, on_end
+        # Where autograd accumulates into the parameter itself there is nothing to do.
+        backward_order = [w for w in weights if w.leaf is not w.parameter and (w.leaf.is_floating_point() or w.leaf.is_complex())][::-1]
+        self._local = [w for w in backward_order if not any(self._communication(w)) and not w.gathered]
+        others = [w for w in backward_order if any(self._communication(w)) or w.gathered]
+        grouped = buckets(others, lambda w: (self._communication(w), w.leaf.dtype), bucket_bytes)
+        self._buckets = [_Bucket(group, *self._communication(group[0]), expected={w.name for w in group}) for group in grouped]
+        for bucket in self._buckets:
+            self._prepare(bucket)
+        self._armed = False
+        self._next = 0
+        self._flights: list[_Flight] = []
+        self._task = -1
+
+    def _prepare(self, bucket: _Bucket) -> None:
+        for axes in (bucket.scatter, bucket.reduce):
+            if axes:
+                self._mesh.axes_group(axes)  # made while all ranks are here
+        for weight in bucket.weights:
+            trains = weight.leaf.requires_grad
+            weight.leaf.requires_grad_(True).register_post_accumulate_grad_hook(self._hook(bucket, weight.name))
+            weight.leaf.requires_grad_(trains)
+
+    def _hook(self, bucket: _Bucket, name: str) -> Callable[[torch.Tensor], None]:
+        me = weakref.ref(self)  # the garbage collector does not see a tensor's hooks
+
+        def arrived(_: torch.Tensor) -> None:
+            sync = me()
+            if sync is not None and sync._armed:
+                bucket.missing.discard(name)
+                sync._launch_full()
+
+        return arrived
+
+    def _communication(self, weight: Weight) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The axes of the reduce-scatter and of the all-reduce."""
+        pending = [a for a, t in enumerate(weight.used) if t.kind == "R" and self._mesh.sizes[a] > 1]
+        return tuple(a for a in pending if weight.stored[a].is_shard), tuple(a for a in pending if weight.stored[a] == I)
+
+    # A watched backward
+
+    @property
+    def idle(self) -> bool:
+        """Whether no parameter needs anything."""
+        return not self._buckets and not self._local
+
+    def watch(self, output: torch.Tensor) -> None:
+        """Begins a round when a backward reaches ``output`` and delivers at its end."""
+        if not self.idle:
+            output.register_hook(self._start)
+
+    def _start(self, _: torch.Tensor) -> None:
+        task = torch._C._current_graph_task_id()
+        if task == self._task:  # the same backward came here through another output
+            return
+        self._task = task
+        self._on_start()
+        self.begin()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+
+    def _end(self) -> None:
+        self.deliver(self.finish())
+        self._on_end()
+
+    # A round
+
+    def begin(self) -> None:
+        """From here on, buckets whose gradients are all there start."""
+        self._armed, self._next, self._flights = True, 0, []
+        for bucket in self._buckets:
+            bucket.missing = set(bucket.expected)
+
+    def _launch_full(self) -> None:
+        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
+            self._launch(self._buckets[self._next])
+            self._next += 1
+
+    @torch.no_grad()
+    def _launch(self, bucket: _Bucket) -> None:
+        present = [w for w in bucket.weights if w.leaf.grad is not None]
+        if not present:
+            return
+        gradients = [self._take(w) for w in present]
+        if bucket.scatter:
+            group = self._mesh.axes_group(bucket.scatter)
+            flat = torch.cat([g.reshape(group.size(), -1) for g in gradients], dim=1).view(-1)
+            flat = _functional.reduce_scatter_tensor(flat, "sum", group.size(), group.group_name)
+            self._flights.append(_Flight(present, flat, bucket.reduce))
+            return
+        flat = gradients[0].reshape(-1) if len(gradients) == 1 else torch.cat([g.reshape(-1) for g in gradients])
+        self._flights.append(_Flight(present, self._all_reduce(flat.contiguous(), bucket.reduce), ()))
+
+    def _all_reduce(self, flat: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
+        return _functional.all_reduce_(flat, "sum", self._mesh.axes_group(axes).group_name) if axes else flat
+
+    def _take(self, weight: Weight) -> torch.Tensor:
+        """The leaf's gradient, cut along the axes on which it was gathered: shape (ranks of the reduce-scatter..., *local)."""
+        gradient = weight.leaf.grad
+        assert gradient is not None
+        weight.leaf.grad = None
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if not weight.gathered:
+            return gradient
+        axes = weight.gathered
+        gradient = cut(gradient, [self._mesh.sizes[a] for a in axes], [weight.stored[a].dim for a in axes])
+        for position in reversed(range(len(axes))):
+            if weight.used[axes[position]] == I:
+                gradient = gradient.select(position, self._mesh.coordinate[axes[position]])
+        return gradient
+
+    @torch.no_grad()
+    def finish(self) -> Gradients:
+        """Starts what did not start by itself, waits for all, and returns this rank's part of each gradient."""
+        self._armed = False
+        for bucket in self._buckets[self._next :]:
+            self._launch(bucket)
+        for bucket in self._buckets:  # what came after its bucket had gone
+            self._launch(bucket)
+        for flight in self._flights:
+            if flight.reduce:
+                flight.flat = self._all_reduce(_functional.wait_tensor(flight.flat), flight.reduce)
+        gradients = [(w, self._take(w)) for w in self._local if w.leaf.grad is not None]
+        for flight in self._flights:
+            pieces = _functional.wait_tensor(flight.flat).split([w.local.numel() for w in flight.weights])
+            gradients += [(w, piece.view(w.local.shape)) for w, piece in zip(flight.weights, pieces, strict=True)]
+        self._learn()
+        self._flights = []
+        return gradients
+
+    def _learn(self) -> None:
+        """A parameter that the loss does not reach shall not hold up its bucket next time."""
+        arrived = {w.name for flight in self._flights for w in flight.weights}
+        for bucket in self._buckets if arrived else ():
+            bucket.expected = arrived.intersection(w.name for w in bucket.weights)
+
+    @torch.no_grad()
+    def deliver(self, gradients: Gradients, scale: torch.Tensor | None = None) -> None:
+        """Adds ``gradients``, times the 0-dim tensor ``scale``, to what the parameters have in ``grad``. Takes the tensors over."""
+        if scale is not None and gradients and (scale.is_cuda or scale != 1):  # no wait for the device to save a multiplication
+            torch._foreach_mul_([value for _, value in gradients], scale)
+        for weight, value in gradients:
+            old = weight.parameter.grad
+            if old is None:
+                weight.parameter.grad = weight.wrap(value)
+            elif isinstance(old, DTensor):
+                placements = weight.parameter.placements  # type: ignore[attr-defined]
+                if old.placements != placements:  # the user put another one there
+                    weight.parameter.grad = old = old.redistribute(placements=placements)  # type: ignore[assignment]
+                old.to_local().add_(value)
+            else:
+                old.add_(value)

@@ -1,0 +1,72 @@
+"""Kernels that lowered graphs call where an operator's split form is more than the operator on each part.
+
+All are differentiable. ``axes`` are the mesh axes that cut the dim in question; where several cut one dim, the earlier is major.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from autopar.runtime.mesh import Mesh
+from autopar.runtime.normalise import layer_norm_features, sync_batch_norm
+from autopar.runtime.vocabulary import cross_entropy, cross_entropy_vocabulary, embedding_vocabulary, target_count
+
+__all__ = [
+    "attention",
+    "cross_entropy",
+    "cross_entropy_vocabulary",
+    "dropout",
+    "embedding_vocabulary",
+    "layer_norm_features",
+    "mean_split",
+    "sync_batch_norm",
+    "target_count",
+]
+
+Axes = tuple[int, ...]
+
+
+def mean_split(
+    x: torch.Tensor, dims: Sequence[int] | None, keepdim: bool, count: int, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """The sum over ``dims`` (None or empty: all) divided by ``count``, the elements reduced on all ranks: P where a dim is cut."""
+    over = list(dims or range(x.ndim))
+    here = math.prod(x.shape[dim] for dim in over)
+    part = x.mean(over, keepdim, dtype=dtype)  # not sum() / count, which float16 may not hold
+    return part if here == count else part * (here / count)
+
+
+def dropout(x: torch.Tensor, p: float, train: bool, mesh: Mesh, node_id: int, axes: Axes) -> torch.Tensor:
+    """Dropout that drops alike where ``x`` is alike, and on its own in each chunk along ``axes``, which cut ``x``."""
+    if not train or p == 0.0:
+        return F.dropout(x, p, train)
+    with mesh.streams.of(node_id, mesh.index(axes)):
+        return F.dropout(x, p, train)
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    mesh: Mesh,
+    node_id: int,
+    axes: Axes,
+) -> torch.Tensor:
+    """Scaled dot-product attention of q, k, v [batch, heads, length, width]; its dropout as in :func:`dropout`."""
+
+    def attend() -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+    if dropout_p == 0.0:
+        return attend()
+    with mesh.streams.of(node_id, mesh.index(axes)):
+        return attend()

@@ -1,0 +1,111 @@
+"""The device mesh of a running program: sizes, groups and this rank's place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autopar.errors import RunError
+from autopar.runtime.random import Streams
+
+
+class Mesh:
+    """A named grid of ranks over the default process group, slowest links first.
+
+    Arguments: ``sizes``, the ranks along each axis; ``names``, one for each axis; ``device``, ``"cpu"`` or ``"cuda"`` (free: cuda
+    where the default group runs NCCL, else cpu); ``device_mesh``, a named torch mesh to stand on (part of the world, such as
+    the ranks of one pipeline stage) instead of a new one over the whole world.
+    Raises :class:`RunError` when the sizes do not multiply to the number of ranks.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        names: Sequence[str],
+        device: torch.device | str | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        self.sizes, self.names = tuple(sizes), tuple(names)
+        if len(self.sizes) != len(self.names):
+            raise RunError(f"a mesh of sizes {self.sizes} needs {len(self.sizes)} axis names, not {len(self.names)}: {self.names}")
+        if device_mesh is None:
+            device_mesh = _over_the_world(self.sizes, self.names, _device_type(device))
+        self.device_mesh = device_mesh
+        self.device = _local_device(device_mesh.device_type)
+        self.coordinate: tuple[int, ...] = tuple(device_mesh.get_local_rank(axis) for axis in range(len(self.sizes)))
+        self.streams = Streams(0, self.device)
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    @classmethod
+    def of(cls, device_mesh: DeviceMesh) -> Mesh:
+        """The mesh of these ranks: ``device_mesh`` must have axis names and contain this rank."""
+        return cls(tuple(device_mesh.shape), device_mesh.mesh_dim_names or (), device_mesh=device_mesh)
+
+    def __repr__(self) -> str:
+        return "Mesh(" + ", ".join(f"{name}={size}" for name, size in zip(self.names, self.sizes, strict=True)) + ")"
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return math.prod(self.sizes)
+
+    def group(self, axis: int) -> dist.ProcessGroup:
+        """The ranks that differ from this one along ``axis`` only."""
+        return self.axes_group((axis,))
+
+    def axes_group(self, axes: Iterable[int]) -> dist.ProcessGroup:
+        """The ranks that differ from this one along ``axes`` only, in the order of :meth:`index`.
+
+        The first call for several axes makes a group: all ranks must come here alike.
+        """
+        key = tuple(axes)
+        if key not in self._groups:
+            self._groups[key] = self._make_group(tuple(sorted(key)))
+        return self._groups[key]
+
+    def _make_group(self, axes: tuple[int, ...]) -> dist.ProcessGroup:
+        wide = tuple(axis for axis in axes if self.sizes[axis] > 1) or axes[:1]
+        if len(wide) == 1:
+            return self.device_mesh.get_group(wide[0])
+        if not wide:
+            raise RunError("a group needs at least one mesh axis")
+        return self.device_mesh[tuple(self.names[axis] for axis in wide)]._flatten().get_group()
+
+    def index(self, axes: Iterable[int]) -> int:
+        """This rank's place in ``axes_group(axes)``: which chunk it holds of a dim that ``axes`` cut; the earlier axis is major."""
+        place = 0
+        for axis in sorted(axes):
+            place = place * self.sizes[axis] + self.coordinate[axis]
+        return place
+
+    def count(self, axes: Iterable[int]) -> int:
+        """The number of ranks in ``axes_group(axes)``."""
+        return math.prod(self.sizes[axis] for axis in axes)
+
+
+def _device_type(device: torch.device | str | None) -> str:
+    if device is not None:
+        return torch.device(device).type
+    on_gpu = dist.is_initialized() and "nccl" in dist.get_backend() and torch.cuda.is_available()
+    return "cuda" if on_gpu else "cpu"
+
+
+def _over_the_world(sizes: tuple[int, ...], names: tuple[str, ...], device_type: str) -> DeviceMesh:
+    if not dist.is_initialized():
+        raise RunError("there is no process group: start the script with torchrun and call torch.distributed.init_process_group first")
+    if math.prod(sizes) != dist.get_world_size():
+        raise RunError(
+            f"the mesh {sizes} has {math.prod(sizes)} ranks but {dist.get_world_size()} processes are running: "
+            f"start {math.prod(sizes)} processes, or plan for world_size={dist.get_world_size()}"
+        )
+    return init_device_mesh(device_type, sizes or (1,), mesh_dim_names=names or ("rank",))
+
+
+def _local_device(device_type: str) -> torch.device:
+    if device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(device_type)

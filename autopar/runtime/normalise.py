@@ -1,0 +1,110 @@
+"""Normalisation whose statistics span several ranks: batch norm of a cut batch, layer norm of cut features."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from autopar.runtime.collectives import gather_from, reduce_over
+from autopar.runtime.mesh import Mesh
+
+Axes = tuple[int, ...]
+Running = tuple[torch.Tensor, torch.Tensor, float]
+
+
+def layer_norm_features(
+    x: torch.Tensor,
+    normalized_ndim: int,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    mesh: Mesh,
+    axes: Axes,
+) -> torch.Tensor:
+    """Layer norm over the last ``normalized_ndim`` dims of ``x``, the last of which is cut on ``axes``, as are weight and bias."""
+    if mesh.count(axes) == 1:
+        return F.layer_norm(x, x.shape[x.ndim - normalized_ndim :], weight, bias, eps)
+    dims = tuple(range(x.ndim - normalized_ndim, x.ndim))
+    return _Normalise.apply(x, weight, bias, dims, eps, mesh, tuple(axes), None)
+
+
+def sync_batch_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    mesh: Mesh,
+    axes: Axes,
+) -> torch.Tensor:
+    """Batch norm of ``x`` [N, C, ...] whose batch or space is cut on ``axes``, with the statistics of the whole batch.
+
+    Weight and bias [C] are R on ``axes``; the running statistics [C] are I and are updated in place while training (so a recomputation
+    must not run this again).
+    """
+    if not training or mesh.count(axes) == 1:
+        return F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
+    shape = (-1,) + (1,) * (x.ndim - 2)
+    weight, bias = (None if t is None else t.view(shape) for t in (weight, bias))
+    running = None if running_mean is None or running_var is None else (running_mean, running_var, momentum)
+    return _Normalise.apply(x, weight, bias, tuple(d for d in range(x.ndim) if d != 1), eps, mesh, tuple(axes), running)
+
+
+class _Normalise(torch.autograd.Function):
+    """``weight * (x - mean) / sqrt(var + eps) + bias``, the mean and variance over ``dims`` and over ``axes``.
+
+    Weight and bias broadcast from the right. Saves the normalised input, in the dtype of ``x``, and one number a row.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        dims: tuple[int, ...],
+        eps: float,
+        mesh: Mesh,
+        axes: Axes,
+        running: Running | None,
+    ) -> torch.Tensor:
+        kind = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+        wide, group = x.to(kind), mesh.axes_group(axes)
+        var, mean = torch.var_mean(wide, dims, correction=0, keepdim=True)
+        # Each rank's (mean, variance) combined: a sum of squares would cancel where the mean is large.
+        vars_, means = gather_from(torch.stack((var, mean)), group).unbind(1)
+        mean = means.mean(0)
+        var = vars_.mean(0) + (means - mean).square().mean(0)
+        scale = (var + eps).rsqrt()
+        normal = (wide - mean) * scale
+        ctx.count = mesh.count(axes) * (x.numel() // mean.numel())
+        if running is not None:
+            _update(running, mean.flatten(), var.flatten() * (ctx.count / (ctx.count - 1)))
+        ctx.save_for_backward(normal.to(x.dtype), scale, weight)
+        ctx.dims, ctx.group, ctx.bias_like = dims, group, None if bias is None else (bias.shape, bias.dtype)
+        out = normal if weight is None else normal * weight
+        return (out if bias is None else out + bias).to(x.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        normal, scale, weight = ctx.saved_tensors
+        wide, normal = grad.to(scale.dtype), normal.to(scale.dtype)
+        weight_grad = None if weight is None else (wide * normal).sum_to_size(weight.shape).to(weight.dtype)
+        bias_grad = None if ctx.bias_like is None else wide.sum_to_size(ctx.bias_like[0]).to(ctx.bias_like[1])
+        inner = wide if weight is None else wide * weight
+        sums = torch.stack((inner.sum(ctx.dims, keepdim=True), (inner * normal).sum(ctx.dims, keepdim=True)))
+        mean, slope = (reduce_over(sums, ctx.group) / ctx.count).unbind(0)
+        result = (inner - mean - normal * slope) * scale
+        return result.to(grad.dtype), weight_grad, bias_grad, None, None, None, None, None
+
+
+def _update(running: Running, mean: torch.Tensor, var: torch.Tensor) -> None:
+    momentum = running[2]
+    running[0].mul_(1.0 - momentum).add_(mean, alpha=momentum)
+    running[1].mul_(1.0 - momentum).add_(var, alpha=momentum)

@@ -1,0 +1,224 @@
+"""The module that a user trains: a lowered program, its parameters, and what happens in one call."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from autopar.errors import RunError
+from autopar.layout import I, Layout, S
+from autopar.runtime.collectives import redistribute
+from autopar.runtime.gather import Gather
+from autopar.runtime.gradients import GradientSync
+from autopar.runtime.mesh import Mesh
+from autopar.runtime.microbatches import Parts, Release
+from autopar.runtime.module_tree import build_tree, copy_tree
+from autopar.runtime.optimizers import prefer_foreach
+from autopar.runtime.parameters import State, distribute, local_part
+from autopar.runtime.signature import Results, Signature
+
+if TYPE_CHECKING:
+    from autopar.capture import Captured
+    from autopar.passes.lower import Lowered
+    from autopar.plan import Plan
+
+
+class Compiled(nn.Module):
+    """A model as a distributed program; called and trained like the model itself.
+
+    The loss it returns is that of the whole batch on every rank; other outputs are DTensors. Parameters are DTensors that hold this
+    rank's part, under the model's names; on a single device they are plain tensors. ``backward`` of the loss synchronises gradients. With
+    several microbatches forward and backward run inside the call, unless gradients are off; other outputs have no gradient then, and
+    ``backward`` of the loss releases the gradients.
+
+    Attributes: ``plan``; ``mesh``; ``config``, the model's, if it has one.
+    """
+
+    def __init__(self, captured: Captured, plan: Plan, lowered: Lowered, mesh: Mesh, *, model: nn.Module | None = None) -> None:
+        super().__init__()
+        self._plan, self._mesh, self._lowered = plan, mesh, lowered
+        self._signature = Signature(captured, mesh.device, plan.microbatches, lowered.input_batch_dims)
+        self._results = Results(captured)
+        self._state = State(captured, plan, mesh, share_leaf=plan.microbatches == 1)
+        self._updates = captured.updates
+        self._place(captured, model)
+        if model is not None:
+            self.training = model.training
+            if hasattr(model, "config"):
+                self.config = model.config
+        weights = [self._state.weights[name] for name in _first_use(lowered) if name in self._state.weights]
+        self._gather = Gather(weights, mesh)
+        self._sync = GradientSync(weights, mesh, on_start=self._reopen, on_end=self._gather.close)
+        self._weights = weights
+        self._parts = Parts(plan, lowered, self._results.loss) if plan.microbatches > 1 else None
+        if mesh.size > 1 and mesh.device.type == "cpu":
+            prefer_foreach(self, self.parameters())
+
+    def _place(self, captured: Captured, model: nn.Module | None) -> None:
+        if model is not None:
+            copy_tree(model, self, lambda name, _: self._state.visible(name, captured.aliases))
+            return
+        constants = {i.target for i in captured.inputs if i.kind == "constant"}
+        names = [name for name in [*captured.state, *captured.aliases] if name not in constants]
+        build_tree(self, {name: self._state.visible(name, captured.aliases) for name in names}, names)
+
+    @property
+    def plan(self) -> Plan:
+        """What was decided."""
+        return self._plan
+
+    @property
+    def mesh(self) -> Mesh:
+        """Where it runs."""
+        return self._mesh
+
+    def print_program(self) -> None:
+        """Prints the program of one microbatch on this rank, as Python."""
+        graph = self._lowered.train if self.training else self._lowered.evaluate
+        print(graph.print_readable(print_output=False))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output for a global batch of the sample's shapes, given whole to every rank.
+
+        Raises :class:`RunError` for arguments unlike the sample's.
+        """
+        inputs = self._signature.bind(args, kwargs)
+        self._mesh.streams.next_step()
+        self._refresh()
+        self._gather.open()
+        state = [self._state.argument(name) for name in self._lowered.state]
+        parts = [inputs] if self._parts is None else [self._parts.select(inputs, part) for part in range(self._plan.microbatches)]
+        extra = self._counted(state, parts)
+        outputs = self._whole(state, inputs, extra) if self._parts is None else self._in_parts(self._parts, state, parts, extra)
+        if not any(output.requires_grad for output in outputs):
+            self._gather.close()
+        return self._results.build(self._presented(outputs))
+
+    def _counted(self, state: list[torch.Tensor], parts: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+        """What each microbatch must know of all of them."""
+        prologue = self._lowered.prologue
+        if prologue is None:
+            return []
+        with torch.no_grad():
+            counts = [prologue(self._mesh, *state, *part) for part in parts]
+            return [torch.stack(values).sum(0) for values in zip(*counts, strict=True)]
+
+    def _run(self, state: list[torch.Tensor], inputs: list[torch.Tensor], extra: list[torch.Tensor]) -> list[torch.Tensor]:
+        graph = self._lowered.train if self.training else self._lowered.evaluate
+        flat = graph(self._mesh, *state, *inputs, *extra)
+        size = len(self._results.positions)
+        with torch.no_grad():
+            for name, value in zip(self._updates, flat[size:], strict=True):
+                self._state.buffers[name].copy_(value)
+        return list(flat[:size])
+
+    def _whole(self, state: list[torch.Tensor], inputs: list[torch.Tensor], extra: list[torch.Tensor]) -> list[torch.Tensor]:
+        outputs = self._run(state, inputs, extra)
+        for output in outputs:
+            if output.requires_grad:
+                self._sync.watch(output)
+        return outputs
+
+    def _in_parts(
+        self, joining: Parts, state: list[torch.Tensor], parts: list[list[torch.Tensor]], extra: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Forward and backward of one microbatch after another; the gradients wait for the loss's backward."""
+        done: list[list[torch.Tensor]] = []
+        trains = False
+        for number, part in enumerate(parts):
+            self._mesh.streams.microbatch = number
+            outputs = self._run(state, part, extra)
+            loss = outputs[self._results.loss]
+            trains = loss.requires_grad
+            if trains:
+                if number == len(parts) - 1:
+                    self._sync.begin()
+                loss.backward()
+            done.append([output.detach() for output in outputs])
+            del outputs, loss
+        results = joining.join(done)
+        if trains:
+            gradients = self._sync.finish()
+            self._gather.close()
+            anchor = torch.zeros((), requires_grad=True)
+            results[self._results.loss] = Release.apply(anchor, results[self._results.loss], self._sync, gradients)
+        return results
+
+    def _presented(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        layouts = self._lowered.output_layouts
+        return [
+            output if i == self._results.loss else _as_dtensor(output, layout, self._mesh)
+            for i, (output, layout) in enumerate(zip(outputs, layouts, strict=True))
+        ]
+
+    def _refresh(self) -> None:
+        for weight in self._weights:
+            weight.refresh()
+
+    def _reopen(self) -> None:
+        """Before a backward."""
+        self._refresh()
+        if not self._gather.is_open:
+            self._gather.open()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As ``nn.Module.load_state_dict``; values may be whole tensors, the same on every rank, or DTensors. Always copies (the graph
+        holds on to the memory), so ``assign`` has no effect."""
+        own = self.state_dict()
+        converted = {name: self._converted(value, own.get(name)) for name, value in state_dict.items()}
+        return super().load_state_dict(converted, strict=strict)
+
+    def _converted(self, value: Any, own: Any) -> Any:
+        if not isinstance(own, DTensor) or isinstance(value, DTensor) or not isinstance(value, torch.Tensor) or value.shape != own.shape:
+            return value
+        layout = tuple(S(p.dim) if isinstance(p, Shard) else I for p in own.placements)
+        return distribute(local_part(value.to(self._mesh.device), layout, self._mesh).contiguous(), layout, self._mesh)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Compiled:
+        """Called by ``to``, ``half``, ``cuda`` and their like."""
+        for dtype in {p.dtype for p in self.parameters()}:
+            probe = torch.empty(1, dtype=dtype, device=self._mesh.device)
+            moved = fn(probe)
+            if moved.device != probe.device or moved.dtype != dtype:
+                raise RunError(
+                    f"a compiled program stays {dtype} on {probe.device}, asked for {moved.dtype} on {moved.device}: "
+                    "convert or move the model before compiling it"
+                )
+        return self
+
+
+def _first_use(lowered: Lowered) -> list[str]:
+    """The names of ``lowered.state`` in the order in which the graph uses them."""
+    placeholders = [node for node in lowered.train.graph.nodes if node.op == "placeholder"][1:]
+    names = dict(zip(placeholders, lowered.state, strict=False))
+    order: dict[str, None] = {}
+    for node in lowered.train.graph.nodes:
+        order.update((names[argument], None) for argument in node.all_input_nodes if argument in names)
+    return list(order) + [name for name in lowered.state if name not in order]
+
+
+def _as_dtensor(local: torch.Tensor, layout: Layout, mesh: Mesh) -> torch.Tensor:
+    for axis, t in enumerate(layout):
+        if t.kind == "R":  # a DTensor's gradient is whole on each rank: R would count it once for every rank
+            local = redistribute(local, mesh, axis, "R", "I")
+    placements = [Shard(t.dim) if t.is_shard else Partial() if t.kind == "P" else Replicate() for t in layout]
+    return DTensor.from_local(local, mesh.device_mesh, placements or [Replicate()], run_check=False)
+
+
+def same_on_all_ranks(fingerprint: str, what: str, group: dist.ProcessGroup | None = None) -> None:
+    """Raises :class:`RunError`, on every rank, unless all ranks of ``group`` (free: all) give the same ``fingerprint`` of ``what``."""
+    digest = hashlib.sha256(fingerprint.encode()).hexdigest()
+    digests: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(digests, digest, group=group)
+    unlike = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if unlike:
+        raise RunError(
+            f"{what} is not the same on all ranks: rank {', '.join(map(str, unlike))} of {len(digests)} differ from rank 0; "
+            "build the same model with the same seed-independent options everywhere, or save the plan on one rank and load it on the others"
+        )

@@ -1,0 +1,145 @@
+"""Type rules of neural network operators and of the kernels that lowered graphs call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from string import ascii_letters
+from typing import Any
+
+import spmd_types as spmd
+import torch
+from spmd_types import rules
+
+from autopar.runtime import kernels
+from autopar.runtime.type_rules import Call, Linear, cuts, einsum, type_rule
+
+
+def _given(*pairs: tuple[str, Any], out: str, linear: Linear = ()) -> Any:
+    """An equation over the operands that are there."""
+    there = [(term, x) for term, x in pairs if isinstance(x, torch.Tensor)]
+    return einsum([term for term, _ in there], out, [x for _, x in there], linear)
+
+
+@type_rule("embedding")
+def _embedding(call: Call) -> Any:
+    weight, ids = call.args[:2]
+    rows = ascii_letters[: ids.ndim]
+    return einsum(["_Z", rows], rows + "Z", [weight, ids], (0,))
+
+
+@type_rule("scaled_dot_product_attention", kernels.attention)
+def _attention(call: Call) -> Any:
+    q, k, v = call.args[:3]
+    mask = call.arg(3, "attn_mask")
+    pairs = [("bh__", q), ("bh__", k), ("bh__", v)] if q.ndim == 4 else [("b__", x) for x in (q, k, v)]
+    if isinstance(mask, torch.Tensor):
+        full = pairs[0][0][pairs[0][0].index("_") - (mask.ndim - 2) : -2] + "__" if mask.ndim > 2 else "_" * mask.ndim
+        pairs.append(("".join("_" if n == 1 and not cut else c for c, n, cut in zip(full, mask.shape, cuts(mask), strict=True)), mask))
+    return _given(*pairs, out=pairs[0][0])
+
+
+@type_rule("layer_norm", "rms_norm")
+def _layer_norm(call: Call) -> Any:
+    x, normalised = call.args[0], len(call.args[1])
+    rows, own = ascii_letters[: x.ndim - normalised], "_" * normalised
+    return _given((rows + own, x), (own, call.arg(2, "weight")), (own, call.arg(3, "bias")), out=rows + own)
+
+
+@type_rule("batch_norm")
+def _batch_norm(call: Call) -> Any:
+    x, training = call.args[0], call.args[5]
+    term = ("_C" + "_" * (x.ndim - 2)) if training else "aC" + ascii_letters[1 : x.ndim - 1]
+    return _given((term, x), *(("C", t) for t in call.args[1:5]), out=term)
+
+
+@type_rule("conv1d", "conv2d", "conv3d")
+def _convolution(call: Call) -> Any:
+    x, weight, bias = call.args[0], call.args[1], call.arg(2, "bias")
+    space, groups = "_" * (x.ndim - 2), call.arg(6, "groups", 1)
+    if groups == 1:
+        y = einsum(["aC" + space, "OC" + space], "aO" + space, [x, weight], (0, 1))
+    else:
+        y = einsum(["a_" + space, "__" + space], "a_" + space, [x, weight], (0, 1))
+    if bias is None:
+        return y
+    out = torch.empty_like(call.out, requires_grad=call.out.requires_grad)
+    rules.output(out, y)
+    return einsum(["aO" + space, "O"], "aO" + space, [out, bias], ((0, 1),))
+
+
+@type_rule("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d")
+def _pool(call: Call) -> Any:
+    return einsum(["ac__"], "ac__", [call.args[0]])
+
+
+@type_rule("gather", "index_select", "scatter_add")
+def _indexed(call: Call) -> Any:
+    x, dim, index = call.args[0], call.args[1] % call.args[0].ndim, call.args[2]
+    term = ["_" if d == dim else ascii_letters[d] for d in range(x.ndim)]
+    return einsum(["".join(term), "".join(term) if index.ndim == x.ndim else "_"], "".join(term), [x, index], (0,))
+
+
+@type_rule(kernels.cross_entropy)
+def _cross_entropy(call: Call) -> Any:
+    logits, target = call.args[:2]
+    rows = ascii_letters[: target.ndim]
+    return _given((rows + "_", logits), (rows, target), ("_", call.arg(2, "weight")), out="")
+
+
+@type_rule(kernels.target_count)
+def _target_count(call: Call) -> Any:
+    rows = ascii_letters[: call.args[0].ndim]
+    return _given((rows, call.args[0]), ("_", call.arg(1, "weight")), out="")
+
+
+@type_rule(kernels.dropout)
+def _dropout(call: Call) -> Any:
+    term = ascii_letters[: call.args[0].ndim]
+    return einsum([term], term, [call.args[0]])
+
+
+def _require_cut(call: Call, x: torch.Tensor, dim: int, axes: Sequence[int]) -> None:
+    expected = tuple(call.axes[axis] for axis in axes if call.axes[axis].size() > 1)
+    if cuts(x)[dim] != expected:
+        raise spmd.SpmdTypeError(f"dim {dim} is cut on {cuts(x)[dim]}, the kernel is told {expected}")
+
+
+@type_rule(kernels.cross_entropy_vocabulary)
+def _cross_entropy_vocabulary(call: Call) -> Any:
+    """What each rank's part adds to the loss is a pending sum over the vocabulary; the kernel reduces it: P -> I."""
+    logits, target, weight, axes = call.args[0], call.args[1], call.args[2], call.args[6]
+    _require_cut(call, logits, logits.ndim - 1, axes)
+    rows = ascii_letters[: target.ndim]
+    typed = einsum([rows + "Z"], rows, [logits])
+    for axis in (call.axes[a] for a in axes if call.axes[a].size() > 1):
+        typed = rules.all_reduce(typed, axis, src=spmd.P, dst=spmd.I)
+    each = torch.empty(target.shape, device="meta", requires_grad=logits.requires_grad)
+    rules.output(each, typed)
+    return _given((rows, each), (rows, target), ("_", weight), out="")
+
+
+@type_rule(kernels.embedding_vocabulary)
+def _embedding_vocabulary(call: Call) -> Any:
+    """As the product with a one-hot matrix: contracted over the vocabulary."""
+    weight, ids, axes = call.args[0], call.args[1], call.args[6]
+    _require_cut(call, weight, 0, axes)
+    rows = ascii_letters[: ids.ndim]
+    return einsum(["VZ", rows], rows + "Z", [weight, ids])
+
+
+@type_rule(kernels.sync_batch_norm)
+def _sync_batch_norm(call: Call) -> Any:
+    x, axes = call.args[0], {call.axes[a] for a in call.args[9] if call.axes[a].size() > 1}
+    cut = {axis for dim, on in enumerate(cuts(x)) if dim != 1 for axis in on}
+    if cut != axes:
+        raise spmd.SpmdTypeError(f"batch and space are cut on {cut}, the kernel is told {axes}")
+    term = "aC" + ascii_letters[1 : x.ndim - 1]
+    return _given((term, x), *(("C", t) for t in call.args[1:5]), out=term)
+
+
+@type_rule(kernels.layer_norm_features)
+def _layer_norm_features(call: Call) -> Any:
+    x, normalised, weight, bias, _, _, axes = call.args
+    _require_cut(call, x, x.ndim - 1, axes)
+    rows, own = ascii_letters[: x.ndim - normalised], "_" * (normalised - 1) + "Z"
+    return _given((rows + own, x), (own, weight), (own, bias), out=rows + own)

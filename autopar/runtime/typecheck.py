@@ -1,0 +1,194 @@
+"""A second opinion on a lowered program: its types, inferred anew by ``spmd_types`` from the types of its inputs.
+
+Nothing is computed or communicated: the graph runs on meta tensors that carry types, on any process group, also the fake one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import spmd_types as spmd
+import torch
+from spmd_types import rules
+from spmd_types.checker import typecheck
+from torch.fx import GraphModule, Interpreter, Node
+from torch.utils._pytree import tree_map_only
+
+import autopar.runtime.type_rules_nn
+import autopar.runtime.type_rules_shape  # noqa: F401 - both register their rules
+from autopar.errors import RunError
+from autopar.layout import I, Layout, S, Type, parse_type, show
+from autopar.runtime.collectives import redistribute
+from autopar.runtime.mesh import Mesh
+from autopar.runtime.type_rules import Call, cuts, einsum, find_rule, stamp
+
+
+def check_types(
+    gm: GraphModule,
+    mesh: Mesh,
+    values: Sequence[torch.Tensor],
+    types: Sequence[Layout],
+    outputs: Sequence[Layout | None] | None = None,
+) -> list[str]:
+    """Infers the type of every node of the local program ``gm`` and compares it with what is claimed.
+
+    ``values`` are this rank's tensors for the placeholders after ``mesh`` (only shape, dtype and ``requires_grad`` are read), ``types``
+    their layouts; ``outputs``, where given, the layouts that the outputs must have. A node whose ``meta["layout"]`` is set is compared
+    with it too. For tensors that get no gradient I and R are one type. Returns the names of nodes taken on trust: operators on cut
+    tensors that no rule knows, with a ``meta["layout"]``. Raises :class:`RunError` that names the first node whose types do not check.
+    """
+    checker = _Checker(gm, mesh)
+    with spmd.set_current_mesh(mesh.device_mesh):
+        leaves = [checker.typed(_meta(v), layout) for v, layout in zip(values, types, strict=True)]
+        results = checker.run(mesh, *leaves, enable_io_processing=False)
+        flat = [r for r in (results if isinstance(results, (tuple, list)) else [results]) if isinstance(r, torch.Tensor)]
+        for i, (result, claim) in enumerate(zip(flat, outputs or [None] * len(flat), strict=True)):
+            if claim is not None and not checker.agrees(result, claim):
+                raise RunError(f"output {i} has type {show(checker.layout(result))}, but {show(claim)} is claimed")
+    return checker.trusted
+
+
+def _meta(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
+
+
+class _Checker(Interpreter):
+    def __init__(self, gm: GraphModule, mesh: Mesh) -> None:
+        super().__init__(gm)
+        self._mesh = mesh
+        self.trusted: list[str] = []
+        self._axes = tuple(spmd.MeshAxis.of(mesh.group(axis)) for axis in range(len(mesh.sizes)))
+
+    def run_node(self, n: Node) -> Any:
+        try:
+            with torch.enable_grad():
+                result = self._call(n) if n.op == "call_function" else super().run_node(n)
+            claim = n.meta.get("layout")
+            if isinstance(result, torch.Tensor) and claim is not None and not self.agrees(result, claim):
+                raise spmd.SpmdTypeError(f"inferred type {show(self.layout(result))}, but {show(claim)} is claimed")
+            return result
+        except (spmd.SpmdTypeError, TypeError, AssertionError) as error:  # the last: an order of axes that it does not allow
+            raise RunError(f"types of node {n.name!r} ({n.target}){_where(n)} do not check: {error}\n{self._operands(n)}") from error
+
+    def typed(self, x: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """``x`` given the type ``layout``."""
+        wide = [(axis, t) for axis, t in zip(self._axes, layout, strict=True) if axis.size() > 1]
+        spec = [tuple(axis for axis, t in wide if t.is_shard and t.dim == dim) for dim in range(x.ndim)]
+        return stamp(x, {axis: spmd.V if t.is_shard else _theirs(t) for axis, t in wide}, spec)
+
+    def layout(self, x: torch.Tensor) -> Layout:
+        """The layout of a typed tensor; an axis of one rank counts as I."""
+        types = {axis: parse_type(t.name[0]) for axis, t in spmd.get_local_type(x).items() if t is not spmd.V}
+        types.update({axis: S(dim) for dim, cut in enumerate(cuts(x)) for axis in cut})
+        return tuple(types.get(axis, I) for axis in self._axes)
+
+    def agrees(self, x: torch.Tensor, claim: Layout) -> bool:
+        """Whether ``claim`` is the type of ``x``."""
+        same = {"I", "R"} if not x.requires_grad else set()
+        pairs = zip(self.layout(x), claim, self._mesh.sizes, strict=True)
+        return all(n == 1 or a is b or {a.kind, b.kind} <= same for a, b, n in pairs)
+
+    def _call(self, n: Node) -> Any:
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        if n.target is redistribute:
+            return self._redistribute(*args, **kwargs)
+        result = _execute(n.target, args, kwargs)
+        if not isinstance(result, (torch.Tensor, tuple, list)) or _is_getitem(n):
+            return result
+        result = tree_map_only(torch.Tensor, _meta, result)
+        rule = find_rule(n.target)
+        if rule is None:
+            return self._without_rule(n, args, kwargs, result)
+        typed = rule(Call(n.target, args, kwargs, result, n.meta.get("layout"), self._axes))
+        if typed is not result:
+            rules.output(result, typed)
+        return result
+
+    def _redistribute(self, x: torch.Tensor, mesh: Mesh, axis: int, src: str, dst: str) -> torch.Tensor:
+        source, target, n = parse_type(src), parse_type(dst), mesh.sizes[axis]
+        shape = list(x.shape)
+        if source.is_shard:
+            shape[source.dim] *= n
+        if target.is_shard:
+            shape[target.dim] //= n
+        out = torch.empty(shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
+        move = rules.convert
+        if source.kind == "P":
+            move = rules.reduce_scatter if target.is_shard else rules.all_reduce
+        elif source.is_shard and target.kind != "P":
+            move = rules.all_to_all if target.is_shard else rules.all_gather
+        if src == dst:
+            move = rules.reinterpret if not source.is_shard else rules.convert
+        rules.output(out, move(x, self._axes[axis], src=_theirs(source), dst=_theirs(target)))
+        if any(list(cut) != [a for a in self._axes if a in cut] for cut in cuts(out)):
+            raise spmd.SpmdTypeError(f"dim {target.dim} is already cut on a later axis, which would become the major one")
+        return out
+
+    def _without_rule(self, n: Node, args: tuple, kwargs: dict, result: Any) -> Any:
+        """On whole tensors anything goes; on cut ones, what DTensor knows of the operator, or else the claim."""
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+        flat = [result] if isinstance(result, torch.Tensor) else list(result)
+        if not any(spmd.get_partition_spec(t) for t in tensors):
+            for out in flat:
+                rules.output(out, einsum(["_" * t.ndim for t in tensors], "_" * out.ndim, tensors))
+            return result
+        try:
+            with typecheck(local=False):
+                typed = n.target(*args, **kwargs)  # type: ignore[operator]
+        except spmd.SpmdTypeError:
+            if n.meta.get("layout") is None or not isinstance(result, torch.Tensor):
+                raise
+            self.trusted.append(n.name)
+            return self.typed(result, n.meta["layout"])
+        for out, t in zip(flat, [typed] if isinstance(typed, torch.Tensor) else typed, strict=True):
+            spmd.assert_type(out, dict(spmd.get_local_type(t)), partition_spec=spmd.get_partition_spec(t))
+        return result
+
+    def _operands(self, n: Node) -> str:
+        known = {a.name: self.env[a] for a in n.all_input_nodes if isinstance(self.env.get(a), torch.Tensor)}
+        return "\n".join(f"  {name}: {show(self.layout(x))} {tuple(x.shape)}" for name, x in known.items())
+
+
+def _theirs(t: Type) -> Any:
+    return spmd.S(t.dim) if t.is_shard else getattr(spmd, t.kind)
+
+
+def _is_getitem(n: Node) -> bool:
+    return getattr(n.target, "__name__", "") == "getitem"
+
+
+def _execute(target: Any, args: tuple, kwargs: dict) -> Any:
+    """Shapes only: kernels that would communicate have the shape of what they stand for."""
+    if isinstance(target, torch._ops.OpOverload):
+        with torch.device("meta"):
+            return target(*args, **{**kwargs, **({"device": "meta"} if "device" in kwargs else {})})
+    shape_of = _SHAPES.get(getattr(target, "__name__", ""))
+    return target(*args, **kwargs) if shape_of is None else shape_of(*args)
+
+
+def _like_first(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return torch.empty_like(x, requires_grad=x.requires_grad)
+
+
+def _rows(weight: torch.Tensor, ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return torch.empty(*ids.shape, weight.shape[1], dtype=weight.dtype, device="meta", requires_grad=weight.requires_grad)
+
+
+def _scalar(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return torch.empty((), dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
+
+
+_SHAPES: dict[str, Callable[..., torch.Tensor]] = {
+    "cross_entropy_vocabulary": _scalar,
+    "embedding_vocabulary": _rows,
+    "sync_batch_norm": _like_first,
+    "layer_norm_features": _like_first,
+    "dropout": _like_first,
+    "attention": lambda q, k, v, *rest: _like_first(q),
+}
+
+
+def _where(n: Node) -> str:
+    parts = [str(n.meta[key]) for key in ("module", "source") if n.meta.get(key)]
+    return f" in {', '.join(parts)}" if parts else ""

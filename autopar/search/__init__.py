@@ -1,0 +1,1 @@
+"""Everything that chooses: strategies, the ILP, meshes."""

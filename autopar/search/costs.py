@@ -1,0 +1,135 @@
+"""Seconds and bytes of each choice: the rules say how much work there is, the cost model how long it takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.fx as fx
+
+from autopar.analysis import Analysis
+from autopar.cost_model import Axis, Compute, Conversions, optimizer_traffic, parameter_memory, seconds
+from autopar.graph import operands
+from autopar.layout import Layout
+from autopar.rules import Rule
+from autopar.search.strategies import Storage, Strategy, work_share
+
+# Forward-only and backward work, as multiples of the forward's. Attention's backward recomputes its scores.
+_BACKWARD_FLOPS = {"attention": 2.5}
+# Parameters synchronise in buckets, which share latencies: preferred to conversions in the graph that cost the same.
+_BUCKETED = 0.99
+
+
+class Costs:
+    """Prices of nodes and conversions on one mesh.
+
+    Seconds are those of a whole step: work in a microbatch counts ``microbatches`` times, parameters once. Bytes are one rank's:
+    state with its gradient and optimizer state, and what the backward keeps.
+    """
+
+    def __init__(self, analysis: Analysis, conversions: Conversions, compute: Compute, optimizer: str, microbatches: int) -> None:
+        self.analysis, self.conversion, self.compute = analysis, conversions, compute
+        self.optimizer, self.microbatches = optimizer, microbatches
+        self.sizes = conversions.sizes
+
+    def differentiable(self, node: fx.Node) -> bool:
+        return node in self.analysis.differentiable
+
+    def local_bytes(self, node: fx.Node, layouts: Sequence[Layout]) -> np.ndarray:
+        """Bytes of one rank's part of ``node``'s tensor in each layout."""
+        total = _bytes(node)
+        return np.array([total / self._parts(layout) for layout in layouts])
+
+    def conversions(self, node: fx.Node, sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
+        """Seconds of converting ``node``'s tensor, [source, target]."""
+        value = node.meta["val"]
+        if not isinstance(value, torch.Tensor):
+            return np.zeros((len(sources), len(targets)))
+        both = list(dict.fromkeys([*sources, *targets]))
+        place = {layout: i for i, layout in enumerate(both)}
+        matrix = self.conversion.matrix(tuple(value.shape), value.dtype.itemsize, self.differentiable(node), both)
+        return self.microbatches * matrix[np.ix_([place[s] for s in sources], [place[t] for t in targets])]
+
+    def of_node(self, node: fx.Node, rule: Rule | None, choices: Sequence[Strategy | Storage]) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds and bytes of each choice of one node."""
+        if isinstance(choices[0], Storage):
+            priced = [self._storage(node, c) for c in choices if isinstance(c, Storage)]
+            return np.array([s for s, _ in priced]), np.array([b for _, b in priced])
+        strategies = [c for c in choices if isinstance(c, Strategy)]
+        return self._work(node, rule, strategies), self._kept(node, rule, strategies)
+
+    def _parts(self, layout: Layout) -> int:
+        return math.prod(n for t, n in zip(layout, self.sizes, strict=True) if t.is_shard)
+
+    def _work(self, node: fx.Node, rule: Rule | None, strategies: list[Strategy]) -> np.ndarray:
+        if node.op == "placeholder" or (rule is not None and rule.kind == "view") or not isinstance(node.meta["val"], torch.Tensor):
+            return np.zeros(len(strategies))
+        tensors = [n for n, _ in operands(node)]
+        out = self.local_bytes(node, [s.out for s in strategies])
+        ins = [self.local_bytes(t, [s.ins[k] for s in strategies]) for k, t in enumerate(tensors)]
+        share = np.array([work_share(s, self.sizes) for s in strategies])
+        kind, dtype = (rule.kind if rule else "elementwise"), node.meta["val"].dtype
+        flops = (rule.flops if rule else 0.0) * share
+        traffic = sum(ins, out)
+        total = self.compute.seconds(flops, traffic, kind, str(dtype))
+        if self.differentiable(node):
+            grads = [k for k, t in enumerate(tensors) if self.differentiable(t)]
+            products = _BACKWARD_FLOPS.get(kind, float(len([k for k in grads if k < 2])))
+            back = traffic + out + sum(ins[k] for k in grads)
+            total = total + self.compute.seconds(flops * products, back, kind, str(dtype))
+        if rule is not None and rule.communication:
+            total = total + np.array([self._kernel_seconds(rule, s, dtype.itemsize) for s in strategies])
+        return self.microbatches * total
+
+    def _kernel_seconds(self, rule: Rule, strategy: Strategy, itemsize: int) -> float:
+        total = 0.0
+        for axis, factor in enumerate(strategy.factors):
+            for sent in rule.communication.get(factor, ()) if factor and strategy.kernels[axis] else ():
+                parts = math.prod(n for f, n in zip(strategy.factors, self.sizes, strict=True) if f in sent.factors)
+                total += float(seconds(sent.collective, sent.elements * itemsize / parts, self.axis(axis)))
+        return total
+
+    def axis(self, axis: int) -> Axis:
+        return self.conversion.axes[axis]
+
+    def _kept(self, node: fx.Node, rule: Rule | None, strategies: list[Strategy]) -> np.ndarray:
+        kept = np.zeros(len(strategies))
+        if rule is None or not self.differentiable(node):
+            return kept
+        if -1 in rule.saves:
+            kept = kept + self.local_bytes(node, [s.out for s in strategies])
+        if rule.saved_bytes:
+            kept = kept + rule.saved_bytes * np.array([work_share(s, self.sizes) for s in strategies])
+        return kept
+
+    def synchronisation(self, node: fx.Node, storage: Storage) -> float:
+        """Seconds a step of gathering a parameter and of summing its gradient, where the graph uses it otherwise than it is stored."""
+        value = node.meta["val"]
+        layouts = [storage.stored, storage.used]
+        whole = self.conversion.matrix(tuple(value.shape), value.dtype.itemsize, self.differentiable(node), layouts)[0, 1]
+        return _BUCKETED * float(whole)
+
+    def update(self, node: fx.Node, storage: Storage) -> float:
+        """Seconds of a parameter's optimizer step."""
+        stored = _bytes(node) / self._parts(storage.stored)
+        return float(self.compute.optimizer_seconds(optimizer_traffic(stored, self.optimizer))) if self.differentiable(node) else 0.0
+
+    def state_bytes(self, node: fx.Node, storage: Storage) -> dict[str, float]:
+        """One rank's bytes of a tensor of the state, by kind."""
+        total, itemsize = float(_bytes(node)), node.meta["val"].dtype.itemsize
+        elements = math.ceil(total / self._parts(storage.stored) / itemsize)
+        kept = parameter_memory(elements, itemsize, self.optimizer, self.differentiable(node))
+        gathered = any(s.is_shard and s is not u for s, u in zip(storage.stored, storage.used, strict=True))
+        used = total / self._parts(storage.used)
+        whole = (2 if self.differentiable(node) else 1) * used if gathered else 0.0
+        return {"parameters": kept.parameters, "gradients": kept.gradients, "optimizer": kept.optimizer, "gathered parameters": whole}
+
+    def _storage(self, node: fx.Node, storage: Storage) -> tuple[float, float]:
+        return self.synchronisation(node, storage) + self.update(node, storage), sum(self.state_bytes(node, storage).values())
+
+
+def _bytes(node: fx.Node) -> int:
+    value = node.meta["val"]
+    return value.numel() * value.dtype.itemsize if isinstance(value, torch.Tensor) else 0

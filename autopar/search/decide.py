@@ -1,0 +1,180 @@
+"""From options to a plan: enumerate meshes, search each, keep the best, and write down what was decided."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch.fx as fx
+
+from autopar.analysis import Analysis
+from autopar.cost_model import Cluster
+from autopar.errors import PlanError
+from autopar.graph import operands
+from autopar.layout import I, Layout, show
+from autopar.plan import NodePlan, ParameterPlan, Plan, Step
+from autopar.search.options import Axis, Options
+from autopar.search.search import Found, Search
+from autopar.search.strategies import Storage, Strategy
+
+Progress = Callable[[str], None]
+
+
+def best_plan(analysis: Analysis, cluster: Cluster, options: Options, microbatches: int, progress: Progress) -> tuple[Plan, Found]:
+    """The fastest plan over the meshes that the options leave.
+
+    Raises:
+        PlanError: no mesh has a plan that fits; the message is that of the mesh that comes nearest.
+    """
+    search = Search(analysis, cluster, options, microbatches)
+    best: Found | None = None
+    failures: list[PlanError] = []
+    meshes = options.meshes()
+    for i, axes in enumerate(meshes):
+        progress(f"mesh {' x '.join(str(a.size) for a in axes)} ({i + 1} of {len(meshes)})")
+        try:
+            found = search.run(axes)
+        except PlanError as e:
+            failures.append(e)
+            continue
+        if best is None or found.solution.seconds < best.solution.seconds:
+            best = found
+    if best is None:
+        raise failures[0]
+    return write_down(analysis, cluster, options, best, microbatches, search.timings), best
+
+
+def fingerprint(graph: fx.Graph) -> str:
+    """A hash of a captured graph: operators, shapes and arguments."""
+    digest = hashlib.sha256()
+    for n in graph.nodes:
+        value = n.meta.get("val")
+        digest.update(f"{n.name} {n.op} {n.target} {n.args} {n.kwargs} {getattr(value, 'shape', '')} {getattr(value, 'dtype', '')}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def write_down(analysis: Analysis, cluster: Cluster, options: Options, found: Found, microbatches: int, timings: dict[str, float]) -> Plan:
+    """The plan that a search found."""
+    nodes: dict[str, NodePlan] = {}
+    parameters: dict[str, ParameterPlan] = {}
+    nothing: tuple[None, ...] = (None,) * len(found.axes)
+    for node in analysis.graph.nodes:
+        if node.op == "output":
+            continue
+        choice = found.choice(node)
+        if isinstance(choice, Storage):
+            parameters[analysis.state[node].target] = ParameterPlan(choice.stored, choice.used)
+            nodes[node.name] = NodePlan((), choice.used, nothing, nothing)
+        else:
+            nodes[node.name] = NodePlan(choice.ins, choice.out, choice.factors, choice.kernels)
+    return Plan(
+        fingerprint=fingerprint(analysis.graph),
+        world_size=options.world_size,
+        cluster=cluster.name,
+        mesh_sizes=tuple(a.size for a in found.axes),
+        mesh_names=_names(found.axes, nodes, analysis),
+        microbatches=microbatches,
+        data_degree=_data_degree(analysis, nodes, found.axes),
+        nodes=nodes,
+        parameters=parameters,
+        conversions=_conversions(analysis, found, nodes),
+        seconds=_seconds(analysis, found),
+        nbytes=_nbytes(analysis, found),
+        gap=found.gap,
+        notes=tuple(_notes(analysis, microbatches)),
+        timings=dict(timings),
+    )
+
+
+def wanted_layouts(analysis: Analysis, nodes: dict[str, NodePlan]) -> dict[fx.Node, list[Layout]]:
+    """For each tensor the layouts that its readers want and it does not have; the loss is wanted as I."""
+    wanted: dict[fx.Node, list[Layout]] = defaultdict(list)
+    for node in analysis.graph.nodes:
+        if node.op == "call_function":
+            for (operand, _), layout in zip(operands(node), nodes[node.name].ins, strict=True):
+                if layout != nodes[operand.name].out and layout not in wanted[operand]:
+                    wanted[operand].append(layout)
+    whole = (I,) * len(nodes[analysis.loss.name].out)
+    if nodes[analysis.loss.name].out != whole and whole not in wanted[analysis.loss]:
+        wanted[analysis.loss].append(whole)
+    return wanted
+
+
+def _conversions(analysis: Analysis, found: Found, nodes: dict[str, NodePlan]) -> dict[str, dict[str, tuple[Step, ...]]]:
+    paths: dict[str, dict[str, tuple[Step, ...]]] = {}
+    for tensor, layouts in wanted_layouts(analysis, nodes).items():
+        value = tensor.meta["val"]
+        for layout in layouts:
+            steps = found.costs.conversion.path(
+                tuple(value.shape), value.dtype.itemsize, found.costs.differentiable(tensor), nodes[tensor.name].out, layout
+            )
+            paths.setdefault(tensor.name, {})[show(layout)] = tuple((a, repr(s), repr(t)) for a, s, t in steps)
+    return paths
+
+
+def _data_degree(analysis: Analysis, nodes: dict[str, NodePlan], axes: tuple[Axis, ...]) -> int:
+    """Ways the batch is split over ranks: as finely as any node splits it."""
+    degree = 1
+    for node in analysis.graph.nodes:
+        dim = analysis.batch.dim(node) if node.op == "call_function" else None
+        if dim is not None:
+            ways = 1
+            for t, axis in zip(nodes[node.name].out, axes, strict=True):
+                ways *= axis.size if t.is_shard and t.dim == dim else 1
+            degree = max(degree, ways)
+    return degree
+
+
+def _names(axes: tuple[Axis, ...], nodes: dict[str, NodePlan], analysis: Analysis) -> tuple[str, ...]:
+    """Free axes are named after what most of their work splits."""
+    names: list[str] = []
+    for i, axis in enumerate(axes):
+        name = axis.name
+        if axis.use == "free":
+            batch = other = 0.0
+            for node, rule in analysis.rules.items():
+                factor = nodes[node.name].factors[i]
+                if rule is not None and factor is not None and rule.flops:
+                    batch, other = (batch + rule.flops, other) if factor in analysis.batch.factors(node) else (batch, other + rule.flops)
+            name = "data" if batch > other else "tensor" if other else "replica"
+        names.append(name if name not in names else f"{name}{i}")
+    return tuple(names)
+
+
+def _seconds(analysis: Analysis, found: Found) -> dict[str, float]:
+    kinds = dict.fromkeys(("compute", "conversions", "gradient synchronisation", "optimizer"), 0.0)
+    for v, k in zip(found.problem.vertices, found.solution.chosen, strict=True):
+        choice = v.choices[k]
+        if isinstance(choice, Storage):
+            kinds["gradient synchronisation"] += v.count * found.costs.synchronisation(v.node, choice)
+            kinds["optimizer"] += v.count * found.costs.update(v.node, choice)
+        else:
+            kinds["compute"] += v.count * float(v.seconds[k])
+    kinds["conversions"] = found.solution.seconds - sum(kinds.values())
+    return kinds
+
+
+def _nbytes(analysis: Analysis, found: Found) -> dict[str, float]:
+    kinds: dict[str, float] = defaultdict(float)
+    for v, k in zip(found.problem.vertices, found.solution.chosen, strict=True):
+        choice = v.choices[k]
+        if isinstance(choice, Storage):
+            for kind, nbytes in found.costs.state_bytes(v.node, choice).items():
+                kinds[kind] += v.count * nbytes
+    kinds["activations"] = found.solution.nbytes - sum(kinds.values())
+    return {kind: n for kind, n in kinds.items() if n}
+
+
+def _notes(analysis: Analysis, microbatches: int) -> list[str]:
+    notes: dict[str, Any] = dict.fromkeys(analysis.captured.notes)
+    for node, rule in analysis.rules.items():
+        if rule is None and "getitem" not in str(node.target):
+            notes[f"{node.target} has no sharding rule and runs whole on every rank (register_rule gives it one)"] = None
+        if microbatches > 1 and "batch_norm" in str(node.target):
+            notes["BatchNorm uses the statistics of each microbatch, as gradient accumulation does"] = None
+    return list(notes)
+
+
+__all__ = ["Strategy", "best_plan", "fingerprint", "wanted_layouts", "write_down"]

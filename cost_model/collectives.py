@@ -1,0 +1,163 @@
+"""Seconds of a collective along one mesh axis: latency and bandwidth on the links it crosses, contended as they are shared.
+
+Ring and tree formulas as in Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH"
+(2005). An axis that crosses levels runs level by level: for an all-gather, over the network between the ranks of the same place in
+each node, then inside each node.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import overload
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.cost_model.cluster import Cluster, Level
+
+FloatArray = npt.NDArray[np.float64]
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+
+
+@dataclass(frozen=True)
+class Hop:
+    """The part of an axis that lies on one level: ``ways`` units of ``inner`` ranks each."""
+
+    level: str
+    ways: int
+    inner: int
+    latency: float  # seconds for one message
+    bandwidth: float  # B/s into one unit, for one group
+
+
+@dataclass(frozen=True)
+class Axis:
+    """How one mesh axis lies on the cluster's links, fastest hop first; a size of 1 has no hops."""
+
+    size: int
+    hops: tuple[Hop, ...]
+
+    @property
+    def bandwidth(self) -> float:
+        """B/s that one rank receives in a long all-gather; infinity at size 1."""
+        per_byte = sum((hop.ways - 1) / hop.ways / hop.bandwidth for hop in self.hops)
+        return (self.size - 1) / self.size / per_byte if self.hops else math.inf
+
+    @property
+    def latency(self) -> float:
+        """Seconds of an all-gather of next to nothing."""
+        return seconds("all_gather", 0.0, self)
+
+
+def axes(sizes: Sequence[int], cluster: Cluster) -> tuple[Axis, ...]:
+    """Each axis of a mesh on a cluster.
+
+    Args:
+        sizes: axis sizes, slowest first; ranks are numbered row-major, so that the last axis has neighbours. For a mesh inside a
+            pipeline stage, put the number of stages first and drop the first axis of the answer: stages share the nodes' links.
+        cluster: the links.
+
+    Raises:
+        PlanError: the cluster has fewer devices than the mesh.
+    """
+    cluster.check(math.prod(sizes))
+    return tuple(_axis(sizes, position, cluster.links) for position in range(len(sizes)))
+
+
+def _axis(sizes: Sequence[int], position: int, links: tuple[Level, ...]) -> Axis:
+    n, stride = sizes[position], math.prod(sizes[position + 1 :])
+    ranks = np.arange(math.prod(sizes)).reshape(-1, n, stride)  # [:, :, j] holds a group in a row
+    hops: list[Hop] = []
+    units, unit_size, inner = n, 1, 1
+    for level in links:
+        outer = 1 if level.size is None else _units(ranks // level.size)
+        ways = -(-units // outer)
+        if ways > 1:
+            hops.append(_hop(level, ways, inner, _sharing(ranks // unit_size) if level.shared else 1))
+        units, unit_size, inner = outer, level.size or unit_size, inner * ways
+    return Axis(n, tuple(hops))
+
+
+def _units(unit: npt.NDArray[np.int64]) -> int:
+    """Over how many units the most scattered group spreads; along a group the unit's number never falls."""
+    return 1 + int((np.diff(unit, axis=1) != 0).sum(axis=1).max())
+
+
+def _sharing(unit: npt.NDArray[np.int64]) -> int:
+    """How many groups that leave their unit meet in the busiest one."""
+    leaves = unit[:, :1] != unit[:, -1:]
+    first = np.concatenate([np.ones_like(unit[:, :1], dtype=bool), np.diff(unit, axis=1) != 0], axis=1)
+    return int(np.bincount(unit[first & leaves]).max(initial=1))
+
+
+def _hop(level: Level, ways: int, inner: int, groups: int) -> Hop:
+    bandwidth = level.bandwidth * level.efficiency
+    return Hop(level.name, ways, inner, level.latency, bandwidth / groups if level.shared else bandwidth * inner)
+
+
+@overload
+def seconds(kind: str, nbytes: float, axis: Axis) -> float: ...
+@overload
+def seconds(kind: str, nbytes: FloatArray, axis: Axis) -> FloatArray: ...
+def seconds(kind: str, nbytes: float | FloatArray, axis: Axis) -> float | FloatArray:
+    """Seconds of one collective.
+
+    Args:
+        kind: one of KINDS.
+        nbytes: bytes of the tensor when it is whole along this axis, and as local as it is along the others: what an all-gather
+            ends with and a reduce-scatter begins with. A number or an array.
+        axis: where it runs.
+    """
+    total = np.zeros_like(nbytes, dtype=np.float64)
+    for hop in axis.hops:
+        total = total + _FORMULAS[kind](np.asarray(nbytes, dtype=np.float64), hop, axis.size)
+    return total if isinstance(nbytes, np.ndarray) else float(total)
+
+
+def _gather(nbytes: FloatArray, hop: Hop, n: int) -> FloatArray:
+    """The better of a ring (n-1 short steps) and a tree (few steps, but no rank is spared its own part)."""
+    ring = (hop.ways - 1) * hop.latency + (hop.ways - 1) / hop.ways * nbytes / hop.bandwidth
+    tree = math.ceil(math.log2(hop.ways)) * hop.latency + nbytes / hop.bandwidth
+    return np.minimum(ring, tree)
+
+
+def _all_reduce(nbytes: FloatArray, hop: Hop, n: int) -> FloatArray:
+    return 2 * _gather(nbytes, hop, n)
+
+
+def _all_to_all(nbytes: FloatArray, hop: Hop, n: int) -> FloatArray:
+    """Pairwise exchange, or Bruck's algorithm: log2 steps that move half of the data each. Nothing is saved by going level by level."""
+    unit = nbytes / n * hop.inner / hop.bandwidth  # seconds for what the ranks of one unit hold together
+    steps = math.ceil(math.log2(hop.ways))
+    pairwise = (hop.ways - 1) * hop.latency + unit * hop.inner * (hop.ways - 1) / n
+    bruck = steps * hop.latency + unit * hop.inner * hop.ways / n * steps / 2
+    return np.minimum(pairwise, bruck)
+
+
+def _broadcast(nbytes: FloatArray, hop: Hop, n: int) -> FloatArray:
+    return math.ceil(math.log2(hop.ways)) * hop.latency + nbytes / hop.bandwidth
+
+
+_FORMULAS = {
+    "all_reduce": _all_reduce,
+    "all_gather": _gather,
+    "reduce_scatter": _gather,
+    "all_to_all": _all_to_all,
+    "broadcast": _broadcast,
+}
+
+
+def received_bytes(kind: str, nbytes: float, n: int) -> float:
+    """Bytes that one of ``n`` ranks receives in a bandwidth-optimal collective; ``nbytes`` as in :func:`seconds`."""
+    if n == 1:
+        return 0.0
+    share = {
+        "all_reduce": 2 * (n - 1) / n,
+        "all_gather": (n - 1) / n,
+        "reduce_scatter": (n - 1) / n,
+        "all_to_all": (n - 1) / n**2,
+        "broadcast": 1.0,
+    }
+    return share[kind] * nbytes

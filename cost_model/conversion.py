@@ -1,0 +1,224 @@
+"""Seconds to convert a tensor between layouts, forward and backward, by the cheapest path of single-axis steps.
+
+A step's backward is the step between the duals, the other way round, so one table of forward steps prices both. For one tensor all
+pairs of layouts are solved at once (Floyd and Warshall over the legal layouts), since a search asks for nearly all of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.collectives import FloatArray, axes, seconds
+from autopar.errors import PlanError
+from autopar.layout import I, Layout, P, R, S, Type, legal, show
+
+STEP = 1e-9  # seconds that any step costs, so that of equally good paths the shortest is the cheapest and none is longer than it must be
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+_COPY = len(COLLECTIVES)  # the column of local memory traffic in a table of terms
+
+Step = tuple[int, Type, Type]
+
+
+@dataclass(frozen=True)
+class Term:
+    """One part of a conversion's price. ``nbytes`` is what :func:`collectives.seconds` takes, or the local traffic of a "copy"."""
+
+    kind: str
+    axis: int
+    nbytes: float
+    seconds: float
+    phase: str  # "forward" or "backward"
+
+
+def forward_terms(src: Type, dst: Type, n: int, leading: Sequence[bool]) -> tuple[float, ...]:
+    """What one step does: how many of each of COLLECTIVES, then local traffic as a multiple of the bytes that are whole along the axis.
+
+    Collectives work on contiguous chunks, so that cutting or joining along a dim that is not the leading one adds a copy (a read and
+    a write). ``leading`` says for each dim whether all dims before it are 1. A slice is a view.
+    """
+    counts = dict.fromkeys(COLLECTIVES, 0.0)
+    copy = 0.0
+    strided = 2.0 * sum(t.is_shard and not leading[t.dim] for t in (src, dst))
+    if n == 1:
+        pass  # all types are the same there
+    elif src is P and dst.is_shard:
+        counts["reduce_scatter"], copy = 1.0, strided
+    elif src is P:
+        counts["all_reduce"] = 1.0
+    elif dst is P:
+        copy = 1.0 + (2.0 / n if src.is_shard else 0.0)  # zeros, and this rank's part among them
+    elif src.is_shard and dst.is_shard:
+        counts["all_to_all"], copy = 1.0, strided / n
+    elif src.is_shard:
+        counts["all_gather"], copy = 1.0, strided
+    return (*counts.values(), copy)
+
+
+class _Graph:
+    """The legal layouts of one tensor, the steps between them and the distances."""
+
+    def __init__(self, states: list[Layout], to: npt.NDArray[np.intp], costs: FloatArray) -> None:
+        self.states, self.to, self.costs = states, to, costs  # to, costs [state, axis * types + type]; no step: cost inf
+        self.index = {layout: i for i, layout in enumerate(states)}
+        self.distance = self._distances()
+
+    def _distances(self) -> FloatArray:
+        count = len(self.states)
+        distance = np.full((count, count), np.inf)
+        state, step = np.nonzero(np.isfinite(self.costs))
+        distance[state, self.to[state, step]] = self.costs[state, step]
+        np.fill_diagonal(distance, 0.0)
+        via = np.empty_like(distance)
+        for k in range(count):
+            np.add(distance[:, k, None], distance[k], out=via)
+            np.minimum(distance, via, out=distance)
+        return distance
+
+    def position(self, layout: Layout) -> int:
+        if layout not in self.index:
+            raise PlanError(f"layout {show(layout)} is not legal for this tensor: a dim that it cuts is missing or does not divide")
+        return self.index[layout]
+
+
+class Conversions:
+    """Prices of conversions on one mesh.
+
+    Args:
+        sizes: the mesh's axis sizes, slowest first.
+        cluster: the links, and the memory bandwidth for copies.
+        stages: how many pipeline stages, each with such a mesh, share the cluster's links.
+    """
+
+    def __init__(self, sizes: Sequence[int], cluster: Cluster, stages: int = 1) -> None:
+        self.sizes = tuple(sizes)
+        self.axes = axes((stages, *sizes), cluster)[1:]
+        self._copy_bandwidth = cluster.device.memory_bandwidth * cluster.device.memory_efficiency
+        self._graphs: dict[tuple[tuple[int, ...], int, bool], _Graph] = {}
+        self._tables: dict[tuple[tuple[bool, ...], int, bool], FloatArray] = {}
+
+    def matrix(self, shape: Sequence[int], itemsize: int, differentiable: bool, layouts: Sequence[Layout]) -> FloatArray:
+        """Seconds of the cheapest conversion between each two of ``layouts``, as [from, to].
+
+        Args:
+            shape: the tensor's global shape.
+            itemsize: bytes of one element.
+            differentiable: whether it has a gradient, whose conversion is then part of the price.
+            layouts: the rows and columns. Paths may pass through any other legal layout.
+
+        Raises:
+            PlanError: a layout that the shape does not allow.
+        """
+        graph = self._graph(shape, itemsize, differentiable)
+        positions = [graph.position(layout) for layout in layouts]
+        return graph.distance[np.ix_(positions, positions)]
+
+    def path(self, shape: Sequence[int], itemsize: int, differentiable: bool, src: Layout, dst: Layout) -> tuple[Step, ...]:
+        """The steps (axis, from, to) of the cheapest conversion; of equally cheap ones the shortest, then the earliest axis first."""
+        graph = self._graph(shape, itemsize, differentiable)
+        at, end = graph.position(src), graph.position(dst)
+        steps: list[Step] = []
+        while at != end:
+            rest = graph.costs[at] + graph.distance[graph.to[at], end]
+            best = int(np.argmax(rest <= rest.min() * (1 + 1e-12)))  # the first of those that differ by rounding only
+            axis, following = best // (len(shape) + 3), int(graph.to[at, best])
+            steps.append((axis, graph.states[at][axis], graph.states[following][axis]))
+            at = following
+        return tuple(steps)
+
+    def terms(self, shape: Sequence[int], itemsize: int, differentiable: bool, src: Layout, dst: Layout) -> list[Term]:
+        """The parts of the price of :meth:`path`, in the order they run; each of the steps costs STEP besides."""
+        forward: list[Term] = []
+        backward: list[Term] = []
+        layout = src
+        leading = _leading(shape)
+        for axis, before, after in self.path(shape, itemsize, differentiable, src, dst):
+            nbytes = float(self._bytes(shape, itemsize, [layout], axis)[0])
+            forward += self._terms(before, after, axis, nbytes, leading, "forward")
+            if differentiable:
+                backward = self._terms(after.dual, before.dual, axis, nbytes, leading, "backward") + backward
+            layout = (*layout[:axis], after, *layout[axis + 1 :])
+        return forward + backward
+
+    def _terms(self, src: Type, dst: Type, axis: int, nbytes: float, leading: tuple[bool, ...], phase: str) -> list[Term]:
+        *counts, copy = forward_terms(src, dst, self.sizes[axis], leading)
+        pairs = zip(COLLECTIVES, counts, strict=True)
+        result = [Term(kind, axis, nbytes, seconds(kind, nbytes, self.axes[axis]), phase) for kind, count in pairs if count]
+        if copy:
+            result.append(Term("copy", axis, copy * nbytes, copy * nbytes / self._copy_bandwidth, phase))
+        return result
+
+    def _bytes(self, shape: Sequence[int], itemsize: int, states: list[Layout], axis: int) -> FloatArray:
+        """[state]: a rank's bytes, were the tensor whole along ``axis``."""
+        cuts = np.array([[n if t.is_shard else 1 for t, n in zip(state, self.sizes, strict=True)] for state in states])
+        cuts[:, axis] = 1
+        parts: FloatArray = np.divide(math.prod(shape) * itemsize, cuts.prod(axis=1))
+        return parts
+
+    def _graph(self, shape: Sequence[int], itemsize: int, differentiable: bool) -> _Graph:
+        key = tuple(shape), itemsize, differentiable
+        if key not in self._graphs:
+            self._graphs[key] = self._build(*key)
+        return self._graphs[key]
+
+    def _build(self, shape: tuple[int, ...], itemsize: int, differentiable: bool) -> _Graph:
+        types = (I, R, P, *map(S, range(len(shape))))
+        states = [state for state in itertools.product(types, repeat=len(self.sizes)) if legal(shape, state, self.sizes)]
+        order = {t: i for i, t in enumerate(types)}
+        numbers = np.array([[order[t] for t in state] for state in states]).reshape(len(states), len(self.sizes))
+        to, costs = [], []
+        for axis in range(len(self.sizes)):
+            following, possible = _neighbours(numbers, axis, len(types))
+            table = self._table(_leading(shape), axis, differentiable)
+            nbytes = self._bytes(shape, itemsize, states, axis)
+            price = np.einsum("stk,ks->st", table[numbers[:, axis]], self._prices(nbytes, axis)) + STEP
+            to.append(following)
+            costs.append(np.where(possible, price, np.inf))
+        return _Graph(states, np.concatenate(to, axis=1), np.concatenate(costs, axis=1))
+
+    def _prices(self, nbytes: FloatArray, axis: int) -> FloatArray:
+        """[term, state]: seconds of each term of a step."""
+        return np.stack([*(seconds(kind, nbytes, self.axes[axis]) for kind in COLLECTIVES), nbytes / self._copy_bandwidth])
+
+    def _table(self, leading: tuple[bool, ...], axis: int, differentiable: bool) -> FloatArray:
+        """[from type, to type, term]: how many of each term a step has, forward and backward."""
+        n = self.sizes[axis]
+        key = leading, n, differentiable
+        if key not in self._tables:
+            types = (I, R, P, *map(S, range(len(leading))))
+            table = np.zeros((len(types), len(types), _COPY + 1))
+            for (i, src), (j, dst) in itertools.permutations(enumerate(types), 2):
+                table[i, j] = forward_terms(src, dst, n, leading)
+                if differentiable:
+                    table[i, j] += forward_terms(dst.dual, src.dual, n, leading)
+            self._tables[key] = table
+        return self._tables[key]
+
+
+def _leading(shape: Sequence[int]) -> tuple[bool, ...]:
+    """For each dim, whether all dims before it are 1."""
+    return tuple(all(size == 1 for size in shape[:dim]) for dim in range(len(shape)))
+
+
+def _neighbours(numbers: npt.NDArray[np.int64], axis: int, count: int) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_]]:
+    """[state, type]: the state once ``axis`` has that type, and whether one step leads there (``layout.movable``, for all states).
+
+    ``numbers`` [state, axis] are positions in (I, R, P, S0, S1, ...).
+    """
+    width = numbers.shape[1]
+    weights = count ** np.arange(width)[::-1]
+    codes = numbers @ weights
+    positions = np.full(count**width, -1, dtype=np.intp)
+    positions[codes] = np.arange(len(numbers))
+    targets = np.arange(count)
+    following = positions[codes[:, None] + (targets - numbers[:, axis, None]) * weights[axis]]
+    later = (numbers[:, axis + 1 :, None] == targets).any(axis=1) & (targets >= 3)  # whether a later axis cuts the type's dim
+    own = np.take_along_axis(later, numbers[:, axis, None], axis=1)
+    possible = (following >= 0) & (targets != numbers[:, axis, None]) & ~later & ~own
+    return np.where(possible, following, 0), possible

@@ -1,0 +1,200 @@
+"""Train a small byte-level GPT on several ranks with a plan that autopar makes, and compare it with one process.
+
+``python examples/train_gpt.py --ranks 4`` starts four local ranks itself; ``torchrun --nproc-per-node 4 examples/train_gpt.py``
+does the same by hand. The model is a transformers class as it comes; the text is the Python standard library's own sources.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from tabulate import tabulate
+from tqdm import tqdm
+
+import autopar
+
+Batch = dict[str, torch.Tensor]
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4, help="local ranks to start; under torchrun, torchrun decides")
+    parser.add_argument("--model", choices=("llama", "gpt2"), default="llama", help="transformers class to train")
+    parser.add_argument("--steps", type=int, default=300, help="optimiser steps")
+    parser.add_argument("--layers", type=int, default=4, help="transformer blocks")
+    parser.add_argument("--hidden", type=int, default=128, help="hidden dim; heads are 32 wide")
+    parser.add_argument("--batch", type=int, default=16, help="sequences in the global batch")
+    parser.add_argument("--sequence", type=int, default=128, help="bytes in a sequence")
+    parser.add_argument("--lr", type=float, default=2e-3, help="AdamW's learning rate")
+    parser.add_argument("--cluster", default="cpu" if not torch.cuda.is_available() else "h100-sxm", help="what to plan for")
+    parser.add_argument(
+        "--parallel", type=json.loads, help="""what to fix of the plan, as JSON: '{"data": 2, "tensor": {"size": 2, "mode": "1d"}}'"""
+    )
+    parser.add_argument("--text", type=Path, default=Path(os.__file__).parent, help="a file, or a folder whose *.py are read")
+    parser.add_argument("--save", type=Path, help="folder for plan.json and a torch.distributed.checkpoint of the trained model")
+    options = parser.parse_args()
+    for name in ("ranks", "steps", "layers", "hidden", "batch", "sequence"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} is {getattr(options, name)}; it must be at least 1")
+    return options
+
+
+def launch(ranks: int) -> None:
+    """Run this script again on ``ranks`` local ranks, as torchrun does, over the loopback interface."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+    if loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])  # a machine's own name need not resolve
+    try:
+        torchrun(["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}", __file__, *sys.argv[1:]])
+    except ChildFailedError as error:
+        sys.exit(f"a rank ended with exit code {error.get_first_failure()[1].exitcode}; the reason is above")
+
+
+def build(options: argparse.Namespace) -> torch.nn.Module:
+    """The same model on every rank: transformers' class, unmodified, without dropout so that runs can be compared."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    heads = max(1, options.hidden // 32)
+    if options.model == "gpt2":
+        off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        sizes = dict(n_embd=options.hidden, n_layer=options.layers, n_head=heads, n_positions=options.sequence)
+        config = transformers.GPT2Config(vocab_size=256, bos_token_id=0, eos_token_id=0, **sizes, **off)
+        return transformers.GPT2LMHeadModel(config)
+    sizes = dict(
+        hidden_size=options.hidden, num_hidden_layers=options.layers, num_attention_heads=heads, intermediate_size=3 * options.hidden
+    )
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=256, max_position_embeddings=options.sequence, **sizes))
+
+
+def read_text(source: Path, most: int = 2_000_000) -> torch.Tensor:
+    """The first ``most`` bytes of a file, or of a folder's Python sources in the order of their names."""
+    files = [source] if source.is_file() else sorted(source.glob("*.py"))
+    data = bytearray()
+    for file in files:
+        data += file.read_bytes()[: most - len(data)]
+    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def batches(text: torch.Tensor, options: argparse.Namespace, device: torch.device) -> list[Batch]:
+    """The global batch of each step: sequences from random places in the text, the same on every rank and in every run."""
+    draw = torch.Generator().manual_seed(1)
+    starts = torch.randint(0, len(text) - options.sequence, (options.steps, options.batch, 1), generator=draw)
+    tokens = text[starts + torch.arange(options.sequence)].long().to(device)
+    return [dict(input_ids=step, labels=step) for step in tokens]
+
+
+def train(model: torch.nn.Module, data: list[Batch], lr: float, label: str, quiet: bool) -> tuple[list[float], float]:
+    """Train on every batch; the losses, and the seconds it took."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    losses = []
+    start = time.perf_counter()
+    bar = tqdm(data, label, disable=quiet, unit="step", mininterval=0.2 if sys.stderr.isatty() else 10)
+    for batch in bar:
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
+    return losses, time.perf_counter() - start
+
+
+def make_plan(options: argparse.Namespace, sample: Batch, rank: int, world_size: int) -> autopar.Plan:
+    """Rank 0 plans and shows the plan; the others receive it. (Each could plan for itself: the answer is the same.)"""
+    shared: list[autopar.Plan | None] = [None]
+    if rank == 0:
+        print(f"\nPlanning {options.model} for {world_size} ranks of cluster {options.cluster!r}", flush=True)
+        try:
+            plan = autopar.plan(build(options), sample, world_size=world_size, cluster=options.cluster, parallel=options.parallel)
+            print(f"\n{plan.report()}\n", flush=True)
+            shared = [plan]
+        except autopar.AutoparError as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    dist.broadcast_object_list(shared)
+    if shared[0] is None:
+        sys.exit(1)
+    return shared[0]
+
+
+def save(plan: autopar.Plan, model: torch.nn.Module, folder: Path, rank: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if rank == 0:
+        plan.save(folder / "plan.json")
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder / "checkpoint")
+
+
+def compare(losses: list[float], alone: list[float]) -> str:
+    """The two runs side by side at about ten steps."""
+    last = len(losses) - 1
+    steps = sorted({round(last * tenth / 10) for tenth in range(11)})
+    rows = [(step + 1, losses[step], alone[step], losses[step] - alone[step]) for step in steps]
+    return tabulate(rows, headers=("step", "distributed loss", "one-process loss", "difference"), floatfmt=("d", ".6f", ".6f", "+.1e"))
+
+
+def work(options: argparse.Namespace, text: torch.Tensor) -> None:
+    """What one rank does."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    data = batches(text, options, device)
+
+    plan = make_plan(options, data[0], rank, world_size)
+    compiled = autopar.compile(build(options).to(device), data[0], world_size, plan=plan)
+    losses, seconds = train(compiled, data, options.lr, f"{world_size} ranks", quiet=rank != 0)
+    if options.save:
+        save(plan, compiled, options.save, rank)
+    dist.barrier()
+    if rank != 0:
+        return
+
+    alone, seconds_alone = train(build(options).to(device), data, options.lr, "1 process", quiet=False)
+    worst = max(abs(a - b) for a, b in zip(losses, alone, strict=True))
+    print(f"\n{compare(losses, alone)}\n")
+    for name, run, took in ((f"{world_size} ranks", losses, seconds), ("1 process", alone, seconds_alone)):
+        print(f"{name}: loss {run[0]:.4f} -> {run[-1]:.4f} in {len(run)} steps, {took:.0f} s")
+    print(f"largest difference at any step: {worst:.1e}")
+    if options.save:
+        print(f"saved {options.save / 'plan.json'} and {options.save / 'checkpoint'}")
+
+
+def main() -> None:
+    options = arguments()
+    text = read_text(options.text)
+    if len(text) <= options.sequence:
+        sys.exit(
+            f"--text {options.text} holds {len(text)} bytes of text and a sequence takes {options.sequence}: give another file or folder"
+        )
+    if "RANK" not in os.environ:
+        launch(options.ranks)
+        return
+    local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    gpus = torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks
+    if gpus:
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group("nccl" if gpus else "gloo")
+    try:
+        work(options, text)
+    except autopar.AutoparError as error:
+        sys.exit(f"rank {dist.get_rank()}: {type(error).__name__}: {error}")
+    finally:
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Graph in, graph out: one pass per file."""

@@ -1,0 +1,103 @@
+"""Bring a captured graph into the form that rules, search and the other passes read.
+
+Afterwards every call is a functional ATen operator, one of ``autopar.runtime.kernels``, or a ``getitem`` of an operator with several
+results; arguments are in the normal form of ``autopar.passes.normal_form``; nothing is dead.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.capture import Captured
+from autopar.errors import CaptureError
+from autopar.graph import arguments, describe, eliminate_dead_code
+from autopar.passes.functionalise import functionalise
+from autopar.passes.inline import drop_checks, inline_regions, stop_gradients
+from autopar.passes.linears import linears
+from autopar.passes.losses import losses
+from autopar.passes.normal_form import normal_form
+from autopar.passes.simplify import simplify, split_to_slices
+
+aten = torch.ops.aten
+
+
+def canonicalise(captured: Captured) -> Captured:
+    """The same program in canonical form; ``captured.graph`` is changed in place.
+
+    Raises CaptureError, with module and source line, for what has no such form: an operator that writes to its operands in a way
+    that cannot be written functionally, autocast regions, control-flow operators.
+    """
+    graph = captured.graph
+    inline_regions(graph)  # first: the other passes see one flat graph
+    graph.owning_module = None  # which only held the regions
+    drop_checks(graph)
+    split_to_slices(graph)  # before functionalise: a piece of a split is then an ordinary view
+    trainable = _trainable(captured)
+    updates = _updates(captured, functionalise(graph, trainable))  # before anything reorders or drops views
+    stop_gradients(graph, trainable)
+    simplify(graph, trainable)  # before linears and losses, which look for reshapes next to each other
+    linears(graph)
+    notes = losses(graph)
+    normal_form(graph)  # last of the rewrites, so that these may write arguments as they like
+    eliminate_dead_code(graph, keep=_updates_statistics)
+    _verify(graph)
+    inputs = _drop_unused_state(captured)
+    return replace(captured, inputs=inputs, updates=updates, notes=(*captured.notes, *notes))
+
+
+def _trainable(captured: Captured) -> set[fx.Node]:
+    nodes = [n for n in captured.graph.nodes if n.op == "placeholder"]
+    return {n for n, i in zip(nodes, captured.inputs, strict=True) if (captured.state.get(i.target, n.meta["val"])).requires_grad}
+
+
+def _updates(captured: Captured, written: dict[fx.Node, fx.Node]) -> tuple[str, ...]:
+    """Append the new values of buffers to the graph's outputs; returns the buffers' names."""
+    kinds = {i.name: i for i in captured.inputs}
+    output = captured.graph.output_node()
+    updates: dict[str, fx.Node] = {}
+    for node, value in written.items():
+        entry = kinds[node.name]
+        if entry.kind in ("parameter", "constant"):
+            raise CaptureError(
+                f"the forward writes to the {entry.kind} {entry.target!r}; only buffers may change in it (register_buffer), "
+                "and parameters only in the optimizer"
+            )
+        if entry.kind == "buffer":
+            updates[entry.target] = value
+    output.args = ((*output.args[0], *updates.values()),)  # type: ignore[misc]
+    return tuple(updates)
+
+
+def _updates_statistics(node: fx.Node) -> bool:
+    """Whether a call matters for more than its result: batch norm's running statistics."""
+    return node.target is aten.batch_norm.default and bool(arguments(node)["training"])
+
+
+def _drop_unused_state(captured: Captured) -> tuple[Any, ...]:
+    kept = []
+    placeholders = [n for n in captured.graph.nodes if n.op == "placeholder"]
+    for node, entry in zip(placeholders, captured.inputs, strict=True):
+        if node.users or entry.kind == "input":
+            kept.append(entry)
+        else:
+            captured.graph.erase_node(node)
+    return tuple(kept)
+
+
+def _verify(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output") or node.target is operator.getitem:
+            continue
+        if node.op != "call_function":
+            raise CaptureError(f"{describe(node)}: a {node.op} node is left in the graph; this part of the model is not supported")
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            raise CaptureError(f"{describe(node)} holds a graph of its own; write it with plain operators (torch.where instead of torch.cond)")
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            raise CaptureError(f"{describe(node)} writes to its operands; use the form that returns its result")
+        if node.target is aten.as_strided.default:
+            raise CaptureError(f"{describe(node)} reads memory by stride, which a split tensor does not have; use slicing or unfold")

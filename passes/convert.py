@@ -1,0 +1,69 @@
+"""Insert conversions: where a tensor is wanted in another layout than it was made in, one chain of single-axis steps.
+
+Consumers that want the same layout, or layouts on the way to it, share the steps.
+"""
+
+from __future__ import annotations
+
+import torch.fx as fx
+
+from autopar.graph import operands, set_operand
+from autopar.layout import Layout, parse_type, show
+from autopar.plan import Plan, Step
+from autopar.runtime.collectives import redistribute
+
+
+def insert_conversions(graph: fx.Graph, plan: Plan, loss: int) -> None:
+    """Give every consumer its operands in the layouts of the plan, and the loss (output number ``loss``) as I. Adds the placeholder ``mesh``."""
+    first = next(iter(graph.nodes))
+    with graph.inserting_before(first):
+        mesh = graph.placeholder("mesh")
+        mesh.meta = {"val": None}
+    converter = _Converter(graph, mesh, plan)
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and node is not mesh:
+            node.meta["layout"] = plan.nodes[node.name].out
+        elif node.op == "call_function":
+            chosen = plan.nodes[node.name]
+            node.meta.update(layout=chosen.out, plan=chosen, plan_name=node.name)
+            for k, (operand, _) in enumerate(operands(node)):
+                if operand.meta["layout"] != chosen.ins[k]:
+                    set_operand(node, k, converter.convert(operand, chosen.ins[k], node))
+        elif node.op == "output":
+            outputs = list(node.args[0])  # type: ignore[arg-type]
+            whole = parse_layout_of_loss(plan)
+            if outputs[loss].meta["layout"] != whole:
+                outputs[loss] = converter.convert(outputs[loss], whole, node)
+            node.args = (tuple(outputs),)
+
+
+def parse_layout_of_loss(plan: Plan) -> Layout:
+    """I along every axis: the loss is the same number on every rank."""
+    return (parse_type("I"),) * len(plan.mesh_sizes)
+
+
+class _Converter:
+    def __init__(self, graph: fx.Graph, mesh: fx.Node, plan: Plan) -> None:
+        self.graph, self.mesh, self.plan = graph, mesh, plan
+        self.made: dict[tuple[fx.Node, tuple[Step, ...]], fx.Node] = {}
+
+    def convert(self, tensor: fx.Node, wanted: Layout, consumer: fx.Node) -> fx.Node:
+        steps = self.plan.conversions[tensor.name][show(wanted)]
+        current, layout = tensor, list(tensor.meta["layout"])
+        for i, (axis, src, dst) in enumerate(steps):
+            layout[axis] = parse_type(dst)
+            key = (tensor, tuple(steps[: i + 1]))
+            if key not in self.made:
+                with self.graph.inserting_after(self._last(current)):
+                    node = self.graph.call_function(redistribute, (current, self.mesh, axis, src, dst))
+                node.meta = {**tensor.meta, "layout": tuple(layout), "consumer": consumer}
+                self.made[key] = node
+            current = self.made[key]
+        return current
+
+    @staticmethod
+    def _last(node: fx.Node) -> fx.Node:
+        """Where a node that reads ``node`` may stand: after it, and after all placeholders."""
+        while node.op == "placeholder" and node.next.op == "placeholder":
+            node = node.next
+        return node

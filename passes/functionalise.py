@@ -1,0 +1,259 @@
+"""Replace in-place operators by the ones that return their result, in program order.
+
+A tensor and its views share storage, which the fake tensors of the trace share too, so who aliases whom is known exactly. Each
+mutation makes a new value for the tensor written to; the tensors it is a view of get theirs by scattering that into their own, and
+other views are taken again from the new value when next read. ``torch.export``'s own functionalisation is not used: after it
+BatchNorm has no backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.errors import CaptureError
+from autopar.graph import arguments, carries_grad, describe, new_node, operands, set_operand, shape
+
+aten = torch.ops.aten
+
+_RENAMED = {"normal_": "normal_functional", "__iand__": "__and__", "__ior__": "__or__", "__ixor__": "__xor__"}
+_REFUSED = ("resize_", "resize_as_", "set_")  # these change what memory a tensor is
+
+
+def functionalise(graph: fx.Graph, trainable: set[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Rewrite all mutations; returns, for each placeholder that was written to, the node that holds its new value.
+
+    ``trainable`` are the placeholders that require a gradient. Raises CaptureError where a mutation has no functional form here.
+    BatchNorm's running statistics, which its operator writes without saying so, stay as they are.
+    """
+    if not any(_mutates(n) for n in graph.nodes):
+        return {}
+    walk = _Walk(graph, trainable)
+    for node in list(graph.nodes):
+        if node.op == "placeholder":
+            continue
+        with graph.inserting_before(node):
+            walk.visit(node)
+    return walk.written()
+
+
+def _mutates(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+class _Walk:
+    """One pass over the graph in program order.
+
+    Later nodes go on naming a tensor by the node that made it; ``value`` says which node holds what it contains now.
+    """
+
+    def __init__(self, graph: fx.Graph, trainable: set[fx.Node]) -> None:
+        self.graph, self.needing = graph, set(trainable)
+        self.link: dict[fx.Node, tuple[fx.Node, int] | None] = {}  # a view's base and which operand it is; None for a base
+        self.storage: dict[fx.Node, Any] = {}
+        self.value: dict[fx.Node, tuple[fx.Node, int]] = {}  # with the version of the storage that it is up to date with
+        self.roots: dict[Any, fx.Node] = {}
+        self.doubtful: set[Any] = set()  # storages with two tensors of which neither is known to be a view of the other
+        targets = (n.args[0] for n in graph.nodes if _mutates(n) and n.args)
+        self.version: dict[Any, int] = {_storage(t): 0 for t in targets if isinstance(t, fx.Node)}
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                self.track(node, None)
+
+    def track(self, node: fx.Node, link: tuple[fx.Node, int] | None) -> None:
+        """Note a tensor in a storage that is written to."""
+        storage = _storage(node)
+        if storage not in self.version:
+            return
+        if link is None and self.roots.setdefault(storage, node) is not node:
+            self.doubtful.add(storage)
+        self.link[node], self.storage[node], self.value[node] = link, storage, (node, self.version[storage])
+
+    def visit(self, node: fx.Node) -> None:
+        if torch.Tag.inplace_view in getattr(node.target, "tags", ()):
+            self.change_view(node)
+        elif _mutates(node):
+            self.mutate(node)
+        else:
+            storage = _storage(node)
+            sources = (n for n, _ in operands(node))
+            link = next(((n, i) for i, n in enumerate(sources) if storage is not None and self.storage.get(n) == storage), None)
+            self.read(node)
+            self.note_gradient(node)
+            self.track(node, link)
+
+    def read(self, node: fx.Node) -> None:
+        """Let ``node`` read what its operands hold now."""
+        for i, (operand, _) in enumerate(operands(node)):
+            current = self.current(operand)
+            if current is not operand:
+                set_operand(node, i, current)
+
+    def current(self, node: fx.Node) -> fx.Node:
+        """The node that holds what ``node`` contains now; takes a view again where its base was written to."""
+        if node not in self.value:
+            return node
+        value, version = self.value[node]
+        newest = self.version[self.storage[node]]
+        if version != newest:
+            link = self.link[node]
+            assert link is not None  # a base has a new value whenever its storage is written to
+            value = self.current(link[0])
+            if not _alike(node, link[0]):
+                base, value = value, self.graph.node_copy(node)
+                set_operand(value, link[1], base)
+                self.note_gradient(value)
+            self.value[node] = (value, newest)
+        return value
+
+    def mutate(self, node: fx.Node) -> None:
+        target = node.args[0] if node.args else None
+        written = [a.name for a in node.target._schema.arguments if a.is_write]  # type: ignore[union-attr]
+        if not isinstance(target, fx.Node) or written != [next(iter(arguments(node)))]:
+            raise CaptureError(f"{describe(node)} writes to its arguments {written}; use the form that returns its result")
+        self.read(node)
+        new, dtype = self.functional(node), target.meta["val"].dtype
+        if new.meta["val"].dtype != dtype:
+            new = self.make(aten.to.dtype, (new, dtype), {}, node)
+        self.write(target, new, node)
+        node.replace_all_uses_with(target)
+        self.graph.erase_node(node)
+
+    def write(self, target: fx.Node, new: fx.Node, node: fx.Node) -> None:
+        """Give ``target`` its new value, and all that it is a view of."""
+        storage = self.storage[target]
+        if storage in self.doubtful:
+            raise CaptureError(f"{describe(node)} writes to memory that several tensors share; clone() the tensor first")
+        self.check_gradient(node, target, hidden=bool(node.meta.get("no_grad")))
+        values = {target: new}
+        while (link := self.link[target]) is not None:
+            detached = target.target is aten.detach.default
+            self.check_gradient(node, link[0], hidden=detached or bool(node.meta.get("no_grad")))
+            if detached and new in self.needing:
+                new = self.make(aten.detach.default, (new,), {}, node)
+            if not _alike(target, link[0]) and not detached:
+                new = self.scatter(target, link[0], new, node)
+            target = link[0]
+            values[target] = new
+        self.version[storage] += 1
+        self.value.update({alias: (value, self.version[storage]) for alias, value in values.items()})
+
+    def check_gradient(self, node: fx.Node, base: fx.Node, hidden: bool) -> None:
+        """Refuse a write that autograd does not see to a tensor whose gradient it does follow."""
+        if hidden and self.current(base) in self.needing:
+            raise CaptureError(f"{describe(node)} writes, without gradient, to a tensor that has one; compute a new tensor instead")
+
+    def scatter(self, view: fx.Node, base: fx.Node, new: fx.Node, node: fx.Node) -> fx.Node:
+        """What ``base`` holds, with the part that ``view`` shows replaced by ``new``."""
+        undo = _UNDO.get(view.target)
+        if undo is None:
+            raise CaptureError(
+                f"{describe(node)} writes through a view made by {describe(view)}, which has no functional form here; "
+                "clone() the view first, or write with torch.where or index_put"
+            )
+        target, args = undo(view, self.current(base), new)
+        return self.make(target, args, {}, node)
+
+    def functional(self, node: fx.Node) -> fx.Node:
+        """The call that returns what ``node`` writes."""
+        this, args = node.args[0], arguments(node)
+        assert isinstance(this, fx.Node)
+        if node.target is aten.zero_.default:
+            return self.make(aten.full_like.default, (this, 0), {}, node)
+        if node.target is aten.fill_.Scalar:
+            return self.make(aten.full_like.default, (this, args["value"]), {}, node)
+        if node.target in (aten.copy_.default, aten.fill_.Tensor):
+            new = args["src" if node.target is aten.copy_.default else "value"]
+            if new.meta["val"].dtype != this.meta["val"].dtype:
+                new = self.make(aten.to.dtype, (new, this.meta["val"].dtype), {}, node)
+            return new if shape(new) == shape(this) else self.make(aten.expand.default, (new, list(shape(this))), {}, node)
+        return self.make(_twin(node), node.args, node.kwargs, node)
+
+    def change_view(self, node: fx.Node) -> None:
+        """``x.unsqueeze_(0)`` and the like: from here on ``x`` means a view of what it meant."""
+        old = node.args[0]
+        assert isinstance(old, fx.Node)
+        self.read(node)
+        view = self.make(_twin(node), node.args, node.kwargs, node)
+        view.meta["val"] = node.meta["val"]  # which shares the storage
+        self.track(view, (old, 0))
+        for user in [n for n in old.users if n > node]:
+            user.replace_input_with(old, view)
+        node.replace_all_uses_with(view)
+        self.graph.erase_node(node)
+
+    def make(self, target: Any, args: Any, kwargs: Any, like: fx.Node) -> fx.Node:
+        node = new_node(self.graph, target, args, kwargs, like=like)
+        self.note_gradient(node)
+        return node
+
+    def note_gradient(self, node: fx.Node) -> None:
+        if node.op == "call_function" and carries_grad(node, self.needing):
+            self.needing.add(node)
+
+    def written(self) -> dict[fx.Node, fx.Node]:
+        roots = (n for n in self.roots.values() if n.op == "placeholder" and self.version[self.storage[n]])
+        return {n: self.current(n) for n in roots}
+
+
+def _twin(node: fx.Node) -> Callable[..., Any]:
+    """The overload without the trailing underscore that takes the same arguments."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    namespace, _, name = schema.name.partition("::")
+    found = name.endswith("_") and name not in _REFUSED
+    packet = getattr(getattr(torch.ops, namespace), _RENAMED.get(name, name[:-1]), None) if found else None
+    wanted = [str(a.type) for a in schema.arguments]
+    for overload in packet.overloads() if packet else ():
+        twin = getattr(packet, overload)
+        if [str(a.type) for a in twin._schema.arguments] == wanted and not twin._schema.is_mutable:
+            return twin
+    raise CaptureError(f"{describe(node)} changes its operand and has no form that returns the result instead; write it out of place")
+
+
+def _storage(node: Any) -> Any:
+    val = node.meta.get("val")
+    return val.untyped_storage()._cdata if isinstance(val, torch.Tensor) else None
+
+
+def _alike(view: fx.Node, base: fx.Node) -> bool:
+    """Whether a view shows all of its base as it is, gradient included."""
+    if view.target is aten.detach.default:
+        return False
+    a, b = view.meta["val"], base.meta["val"]
+    return a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset() and a.dtype == b.dtype
+
+
+def _back(view: fx.Node, base: fx.Node, new: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    return aten.reshape.default, (new, list(shape(base)))
+
+
+def _permute_back(view: fx.Node, base: fx.Node, new: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    dims = [d % len(view.args[1]) for d in view.args[1]]  # type: ignore[arg-type,union-attr,operator]
+    return aten.permute.default, (new, sorted(range(len(dims)), key=dims.__getitem__))
+
+
+def _narrow_back(view: fx.Node, base: fx.Node, new: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    _, dim, start, length = view.args
+    return aten.slice_scatter.default, (base, new, dim, start, start + length)  # type: ignore[operator]
+
+
+_Undo = Callable[[fx.Node, fx.Node, fx.Node], tuple[Any, tuple[Any, ...]]]
+_UNDO: dict[Any, _Undo] = {
+    aten.slice.Tensor: lambda view, base, new: (aten.slice_scatter.default, (base, new, *view.args[1:])),
+    aten.select.int: lambda view, base, new: (aten.select_scatter.default, (base, new, *view.args[1:])),
+    aten.diagonal.default: lambda view, base, new: (aten.diagonal_scatter.default, (base, new, *view.args[1:])),
+    aten.narrow.default: _narrow_back,
+    aten.transpose.int: lambda view, base, new: (aten.transpose.int, (new, *view.args[1:])),
+    aten.t.default: lambda view, base, new: (aten.t.default, (new,)),
+    aten.permute.default: _permute_back,
+    **dict.fromkeys(
+        (
+            aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.unflatten.int,
+            aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default, aten.view_as.default, aten.reshape_as.default,
+        ),
+        _back,
+    ),
+}  # fmt: skip

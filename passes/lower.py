@@ -1,0 +1,76 @@
+"""Lowering: from a captured graph and a plan to the programs that one rank runs. The order of the passes, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.fx as fx
+
+from autopar.analysis import Analysis
+from autopar.layout import Layout
+from autopar.passes.choose_kernels import choose_kernels
+from autopar.passes.convert import insert_conversions
+from autopar.passes.evaluation import evaluation
+from autopar.passes.localise import localise
+from autopar.passes.verify import verify_layouts, verify_shapes
+from autopar.plan import Plan
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """The programs of one rank, for one microbatch.
+
+    ``train`` and ``evaluate`` are called with the mesh, the local tensors of ``state`` in order, the user's whole microbatch, and what
+    ``prologue`` returned (summed over microbatches); they return the user's tensors, then the buffers' new values.
+    """
+
+    train: fx.GraphModule
+    evaluate: fx.GraphModule
+    prologue: fx.GraphModule | None
+    state: tuple[str, ...]
+    output_layouts: tuple[Layout, ...]
+    output_batch_dims: tuple[int | None, ...]
+    input_batch_dims: tuple[int | None, ...]
+
+
+def lower(analysis: Analysis, plan: Plan, prologue: fx.Graph | None = None) -> Lowered:
+    """The local programs of ``plan``.
+
+    Raises:
+        PlanError: the plan does not fit the graph.
+    """
+    captured, rules = analysis.captured, {n.name: r for n, r in analysis.rules.items()}
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.output(graph.graph_copy(captured.graph, copies))
+    tensors = [n for n in analysis.outputs[: captured.out_spec.num_leaves] if isinstance(n, fx.Node)]
+    updates = analysis.outputs[captured.out_spec.num_leaves :]
+    next(iter(reversed(graph.nodes))).args = (tuple(copies[n] for n in (*tensors, *updates)),)
+    # Conversions come first: they need the global graph, whose layouts are all that the plan speaks of.
+    insert_conversions(graph, plan, tensors.index(analysis.loss))
+    verify_layouts(graph)
+    # Kernels next: they take the global arguments of the operators they replace.
+    choose_kernels(graph)
+    # Shapes become local last of all that changes operators, as kernels have none written in them.
+    localise(graph, rules, plan.mesh_sizes)
+    verify_shapes(graph, plan.mesh_sizes)
+    outputs = next(iter(reversed(graph.nodes))).args[0][: len(tensors)]  # type: ignore[index]
+    return Lowered(
+        train=_module(graph, "Train"),
+        evaluate=_module(evaluation(graph), "Evaluate"),
+        prologue=_module(_with_mesh(prologue), "Prologue") if prologue is not None else None,
+        state=tuple(analysis.state[n].target for n in analysis.state),
+        output_layouts=tuple(n.meta["layout"] for n in outputs),
+        output_batch_dims=tuple(analysis.batch.dim(n) for n in tensors),
+        input_batch_dims=tuple(analysis.batch.dim(n) for n in analysis.inputs),
+    )
+
+
+def _module(graph: fx.Graph, name: str) -> fx.GraphModule:
+    return fx.GraphModule(torch.nn.Module(), graph, name)
+
+
+def _with_mesh(graph: fx.Graph) -> fx.Graph:
+    with graph.inserting_before(next(iter(graph.nodes))):
+        graph.placeholder("mesh")
+    return graph

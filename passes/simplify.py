@@ -1,0 +1,219 @@
+"""Rewrite operators into fewer forms: no-ops go, aliases of one operator become it, views state the global shape they make.
+
+Where a value lies in memory means nothing in a functional graph (``reshape`` copies where ``view`` would fail), so ``contiguous`` and
+``clone`` are no-ops, and every kind of view that only regroups dims is ``reshape``.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.errors import CaptureError
+from autopar.graph import Rewrite, arguments, describe, needing_grad, new_node, replace, rewrite, shape
+
+aten = torch.ops.aten
+
+
+def split_to_slices(graph: fx.Graph) -> None:
+    """Take each piece of split, chunk, unbind and broadcast_tensors by itself: a piece nobody reads then costs nothing."""
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target not in _LISTS:
+            continue
+        for user in list(node.users):
+            if user.target is not operator.getitem:
+                raise CaptureError(f"{describe(user)} takes the list of tensors that {describe(node)} returns; take them one by one")
+            target, args = _piece(node, range(len(node.meta["val"]))[user.args[1]])  # type: ignore[index]
+            with graph.inserting_before(user):
+                # The piece's own val shares the tensor's storage, by which functionalise knows it for a view.
+                replace(user, new_node(graph, target, args, like=user, val=user.meta["val"]))
+
+
+def _piece(node: fx.Node, index: int) -> tuple[Any, tuple[Any, ...]]:
+    args, pieces = arguments(node), node.meta["val"]
+    if node.target is aten.broadcast_tensors.default:
+        return aten.expand.default, (args["tensors"][index], list(pieces[index].shape))
+    dim = args["dim"] % len(shape(args["self"]))
+    if node.target is aten.unbind.int:
+        return aten.select.int, (args["self"], dim, index)
+    start = sum(piece.shape[dim] for piece in pieces[:index])
+    return aten.slice.Tensor, (args["self"], dim, start, start + pieces[index].shape[dim])
+
+
+_LISTS = {
+    aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default,
+    aten.chunk.default, aten.unsafe_chunk.default, aten.tensor_split.sections, aten.tensor_split.indices, aten.unbind.int,
+    aten.broadcast_tensors.default,
+}  # fmt: skip
+
+
+def simplify(graph: fx.Graph, trainable: set[fx.Node]) -> None:
+    """Apply the table below; ``trainable`` are the placeholders that require a gradient (``detach`` matters only behind them)."""
+    needing = needing_grad(graph.nodes, trainable)
+
+    def detach(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+        return None if node.args[0] in needing else node.args[0]  # type: ignore[return-value]
+
+    rewrite(graph, {aten.detach.default: detach})  # first, while `needing` still knows every node
+    rewrite(graph, _TABLE)
+
+
+def _operand(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    return node.args[0]  # type: ignore[return-value]
+
+
+def _to(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """Only the dtype is kept: where a tensor lives is the runtime's business."""
+    x, dtype = node.args[0], node.meta["val"].dtype
+    if x.meta["val"].dtype == dtype:  # type: ignore[union-attr]
+        return x  # type: ignore[return-value]
+    return new_node(graph, aten.to.dtype, (x, dtype), like=node, val=node.meta["val"])
+
+
+def _dropout(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    x, p, train = arguments(node).values()
+    return x if p == 0.0 or not train else None
+
+
+def _reshape(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    return _shaped(aten.reshape.default, graph, node)
+
+
+def _expand(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    return _shaped(aten.expand.default, graph, node)
+
+
+def _shaped(target: Any, graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    x = node.args[0]
+    if shape(x) == shape(node):  # type: ignore[arg-type]
+        return x  # type: ignore[return-value]
+    return new_node(graph, target, (x, list(shape(node))), like=node, val=node.meta["val"])
+
+
+def _squeeze(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """Name the dims, and only those of size 1: a rank's part of another dim may have size 1 too."""
+    x = node.args[0]
+    before = shape(x)  # type: ignore[arg-type]
+    dims = arguments(node).get("dim", list(range(len(before))))
+    ones = sorted(d for d in {d % max(len(before), 1) for d in ([dims] if isinstance(dims, int) else dims)} if before and before[d] == 1)
+    if not ones:
+        return x  # type: ignore[return-value]
+    return new_node(graph, aten.squeeze.dims, (x, ones), like=node, val=node.meta["val"])
+
+
+def _narrow(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    x, dim, start, length = node.args
+    if not isinstance(start, int):
+        return None
+    n = shape(x)[dim]  # type: ignore[arg-type,index]
+    return new_node(graph, aten.slice.Tensor, (x, dim, start % n if n else 0, (start % n if n else 0) + length), like=node, val=node.meta["val"])  # type: ignore[operator]
+
+
+def _permute(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """movedim, swapaxes and ``.T`` as permute: which dim went where is read off a meta tensor of distinct sizes."""
+    x = node.args[0]
+    probe = torch.empty(tuple(range(2, 2 + len(shape(x)))), device="meta")  # type: ignore[arg-type]
+    moved = node.target(probe, *node.args[1:], **node.kwargs)  # type: ignore[operator]
+    dims = [n - 2 for n in moved.shape]
+    if dims == sorted(dims):
+        return x  # type: ignore[return-value]
+    return new_node(graph, aten.permute.default, (x, dims), like=node, val=node.meta["val"])
+
+
+def _pad(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    args = arguments(node)
+    if args["mode"] != "constant":
+        return None
+    return new_node(graph, aten.constant_pad_nd.default, (args["self"], args["pad"], args["value"] or 0), like=node, val=node.meta["val"])
+
+
+def _square(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    return new_node(graph, aten.pow.Tensor_Scalar, (node.args[0], 2), like=node, val=node.meta["val"])
+
+
+def _reduce_all(target: Any) -> Rewrite:
+    """The form of a reduction that names its dims, all of them."""
+
+    def apply(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+        args = arguments(node)
+        if args.get("dim"):
+            return None
+        dims = list(range(len(shape(args["self"]))))
+        kwargs = {"dtype": args["dtype"]} if args["dtype"] is not None else {}
+        return new_node(graph, target, (args["self"], dims, args.get("keepdim", False)), kwargs, like=node, val=node.meta["val"])
+
+    return apply
+
+
+def _pool_all(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    x, size = arguments(node).values()
+    if any(n != 1 for n in size):
+        return None
+    last = list(range(len(shape(x))))[-len(size) :]
+    return new_node(graph, aten.mean.dim, (x, last, True), like=node, val=node.meta["val"])
+
+
+def _add_zero(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """``position + 0``, which transformers write for an empty cache; floating numbers stay, for the sake of -0.0."""
+    x, other = node.args[:2]
+    same = isinstance(x, fx.Node) and isinstance(other, int) and other == 0 and x.meta["val"].dtype == node.meta["val"].dtype
+    return x if same and not node.meta["val"].is_floating_point() else None  # type: ignore[return-value]
+
+
+def _renamed(target: Any) -> Rewrite:
+    return lambda graph, node: new_node(graph, target, node.args, node.kwargs, like=node, val=node.meta["val"])
+
+
+def _overloads(rule: Rewrite, *packets: Any) -> dict[Any, Rewrite]:
+    return {getattr(p, name): rule for p in packets for name in p.overloads() if not _is_out(name)}
+
+
+def _same_overloads(old: Any, new: Any) -> dict[Any, Rewrite]:
+    """``old`` under its other name, overload by overload."""
+    names = [name for name in old.overloads() if name in new.overloads() and not _is_out(name)]
+    return {getattr(old, name): _renamed(getattr(new, name)) for name in names}
+
+
+def _is_out(overload: str) -> bool:
+    return overload == "out" or overload.endswith("_out")
+
+
+_TABLE: dict[Any, Callable[[fx.Graph, fx.Node], fx.Node | None]] = {
+    **_overloads(_to, aten.to, aten._to_copy, aten.type_as),
+    **_overloads(_operand, aten.clone, aten.contiguous, aten.alias, aten.lift, aten.lift_fresh, aten.lift_fresh_copy, aten.positive),
+    **_overloads(_dropout, aten.dropout, aten.feature_dropout, aten.alpha_dropout, aten.feature_alpha_dropout),
+    **_overloads(
+        _reshape, aten.view, aten.reshape, aten._unsafe_view, aten.view_copy, aten.flatten, aten.unflatten, aten.view_as, aten.reshape_as, aten.ravel
+    ),
+    **_overloads(_expand, aten.expand, aten.expand_as, aten.broadcast_to),
+    **_overloads(_squeeze, aten.squeeze),
+    **_overloads(_permute, aten.movedim, aten.moveaxis, aten.swapaxes, aten.swapdims, aten.numpy_T, aten.mT, aten.permute),
+    **_overloads(_pad, aten.pad),
+    **_overloads(_square, aten.square),
+    **_same_overloads(aten.__and__, aten.bitwise_and),
+    **_same_overloads(aten.__or__, aten.bitwise_or),
+    **_same_overloads(aten.__xor__, aten.bitwise_xor),
+    **_same_overloads(aten.multiply, aten.mul),
+    **_same_overloads(aten.divide, aten.div),
+    **_same_overloads(aten.true_divide, aten.div),
+    **_same_overloads(aten.subtract, aten.sub),
+    **_same_overloads(aten.negative, aten.neg),
+    **_same_overloads(aten.absolute, aten.abs),
+    **_same_overloads(aten.clip, aten.clamp),
+    **_same_overloads(aten.concat, aten.cat),
+    **_same_overloads(aten.concatenate, aten.cat),
+    aten.view.dtype: lambda graph, node: None,  # not a regrouping: it reads the same bytes as another dtype
+    aten.narrow.default: _narrow,
+    aten.add.Tensor: _add_zero,
+    aten.mean.default: _reduce_all(aten.mean.dim),
+    aten.sum.default: _reduce_all(aten.sum.dim_IntList),
+    aten.mean.dim: _reduce_all(aten.mean.dim),
+    aten.sum.dim_IntList: _reduce_all(aten.sum.dim_IntList),
+    aten.adaptive_avg_pool1d.default: _pool_all,
+    aten.adaptive_avg_pool2d.default: _pool_all,
+    aten.adaptive_avg_pool3d.default: _pool_all,
+}

@@ -1,0 +1,69 @@
+"""Check a lowered program between passes: every operand in the layout its consumer wants, every shape what the layout says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.fx as fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.node import map_arg
+
+from autopar.errors import PlanError
+from autopar.graph import describe, operands
+from autopar.layout import Type, local_shape, movable, parse_type, show
+from autopar.runtime.collectives import redistribute
+
+
+def verify_layouts(graph: fx.Graph) -> None:
+    """Every consumer reads its operands in the layouts of its plan, and every conversion changes one axis as it may."""
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target is redistribute:
+            _verify_step(node)
+        else:
+            tensors = [t for t, _ in operands(node) if t.meta.get("layout") is not None]
+            for tensor, wanted in zip(tensors, node.meta["plan"].ins, strict=True):
+                if tensor.meta["layout"] != wanted:
+                    raise PlanError(f"{describe(node)} wants {tensor.name} as {show(wanted)}, it is {show(tensor.meta['layout'])}: the plan is damaged, plan again")
+
+
+def _verify_step(node: fx.Node) -> None:
+    tensor, _, axis, src, dst = node.args
+    before = tensor.meta["layout"]  # type: ignore[union-attr]
+    target: Type = parse_type(str(dst))
+    after = tuple(target if a == axis else t for a, t in enumerate(before))
+    if repr(before[axis]) != src or node.meta["layout"] != after or not movable(before, axis, target):  # type: ignore[index]
+        raise PlanError(f"conversion of {tensor} from {show(before)} along axis {axis} ({src} to {dst}) is not possible: the plan is damaged, plan again")
+
+
+def verify_shapes(graph: fx.Graph, sizes: Sequence[int]) -> None:
+    """Run each operator on fake tensors of the local shapes: it accepts them, and returns the shape that its layout says."""
+    # A mode of its own: the captured tensors' mode has other shapes under the same symbols.
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    values: dict[fx.Node, torch.Tensor] = {}
+
+    def value(n: fx.Node) -> torch.Tensor | tuple[torch.Tensor, ...] | None:
+        if n not in values:
+            val = n.meta["val"]
+            if isinstance(val, torch.Tensor):
+                with fake:
+                    values[n] = torch.empty(local_shape(val.shape, n.meta["layout"], sizes), dtype=val.dtype, device=val.device)
+            else:
+                values[n] = val
+        return values[n]
+
+    for node in graph.nodes:
+        result = node.meta.get("val")
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or not isinstance(result, torch.Tensor):
+            continue
+        args, kwargs = map_arg((node.args, node.kwargs), value)
+        expected = local_shape(result.shape, node.meta["layout"], sizes)
+        try:
+            with fake, torch.no_grad():
+                found = tuple(node.target(*args, **kwargs).shape)
+        except (RuntimeError, ValueError, IndexError) as e:
+            raise PlanError(f"{describe(node)} does not accept its local shapes: {e}") from e
+        if found != expected:
+            raise PlanError(f"{describe(node)} gives a local shape of {found} where its layout {show(node.meta['layout'])} says {expected}")

@@ -1,0 +1,148 @@
+"""Gloo worker processes that tests share: started when first used, one pool for each world size.
+
+``pool.run(fn, ...)`` runs a module-level function on every rank, inside an initialised default process group, and returns the
+ranks' results. Process groups made by a call end with it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+GROUP_TIMEOUT_SECONDS = 60
+START_SECONDS = 120
+
+
+class RankError(AssertionError):
+    """A rank failed; the message holds its traceback."""
+
+
+class Pool:
+    """Worker processes for ``world_size`` ranks on this machine, restarted after a failure."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._workers: list[tuple[Any, Connection]] = []
+        self._store = ""
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = GROUP_TIMEOUT_SECONDS, **kwargs: Any) -> list[Any]:
+        """``fn(*args, **kwargs)`` on every rank; the results in the order of ranks. ``timeout`` in seconds."""
+        if not self._workers:
+            self._start()
+        results = self._ask(("call", fn, args, kwargs), timeout)
+        self._ask(("settle",), timeout)
+        return results
+
+    def close(self) -> None:
+        """Ends the workers."""
+        for process, connection in self._workers:
+            connection.close()
+            process.kill()
+        for process, _ in self._workers:
+            process.join()
+        if self._workers:
+            os.unlink(self._store)
+        self._workers = []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        handle, self._store = tempfile.mkstemp(prefix="autopar-pool-")  # FileStore opens it anew for each group
+        os.close(handle)
+        for rank in range(self.world_size):
+            here, there = context.Pipe()
+            process = context.Process(target=_work, args=(there, rank, self.world_size, self._store), daemon=True)
+            process.start()
+            there.close()
+            self._workers.append((process, here))
+        self._collect(START_SECONDS)
+
+    def _ask(self, message: tuple, timeout: float) -> list[Any]:
+        data = pickle.dumps(message)
+        for _, connection in self._workers:
+            connection.send_bytes(data)
+        return self._collect(timeout)
+
+    def _collect(self, timeout: float) -> list[Any]:
+        """One answer from each rank. The first failure counts: the others' often follow from it."""
+        rank_of = {connection: rank for rank, (_, connection) in enumerate(self._workers)}
+        results: list[Any] = [None] * self.world_size
+        deadline = time.monotonic() + timeout
+        while rank_of:
+            ready = wait(list(rank_of), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self._fail(f"no answer from ranks {sorted(rank_of.values())} of {self.world_size} within {timeout:g} s")
+            for connection in ready:
+                rank = rank_of.pop(connection)  # type: ignore[call-overload]
+                try:
+                    ok, value = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
+                except (EOFError, ConnectionError):
+                    self._fail(f"rank {rank} of {self.world_size} died")
+                if not ok:
+                    self._fail(f"rank {rank} of {self.world_size}:\n{value}")
+                results[rank] = value
+        return results
+
+    def _fail(self, message: str) -> None:
+        self.close()
+        raise RankError(message)
+
+
+class Pools:
+    """The pools of a test session."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, Pool] = {}
+
+    def __call__(self, world_size: int) -> Pool:
+        return self._pools.setdefault(world_size, Pool(world_size))
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+
+def _work(connection: Connection, rank: int, world_size: int, store: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=timedelta(seconds=GROUP_TIMEOUT_SECONDS)
+    )
+    connection.send_bytes(pickle.dumps((True, None)))
+    while True:
+        try:
+            message = connection.recv_bytes()
+        except EOFError:
+            return
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                answer = pickle.dumps((True, _obey(*pickle.loads(message))))
+        except BaseException:  # whatever it is, the parent shall hear of it
+            answer = pickle.dumps((False, traceback.format_exc()))
+        connection.send_bytes(answer)
+
+
+def _obey(order: str, fn: Callable[..., Any] | None = None, args: tuple = (), kwargs: dict | None = None) -> Any:
+    import torch.distributed as dist
+
+    if order == "call":
+        assert fn is not None
+        return fn(*args, **(kwargs or {}))
+    dist.barrier()
+    # Each group holds threads and sockets; those of a test end with it.
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    return None

@@ -1,0 +1,114 @@
+"""Cluster files: what is in the presets, and what a bad file is told."""
+
+import json
+import math
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from autopar.cost_model import Cluster, Level
+from autopar.errors import PlanError
+
+PRESETS = ("a100-sxm", "cpu", "h100-sxm")
+
+
+def figures(cluster: Cluster) -> set[str]:
+    """The path of each number in a cluster."""
+    device = asdict(cluster.device)
+    paths = {f"device.peak.{dtype}" for dtype in device.pop("peak")} | {f"device.{name}" for name in device if name != "name"}
+    return paths | {f"links.{level.name}.{name}" for level in cluster.links for name in ("size", "latency", "bandwidth", "efficiency")}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_each_figure_of_a_preset_has_a_source(name: str) -> None:
+    cluster = Cluster.load(name)
+    assert cluster.name == name
+    assert set(cluster.sources) == figures(cluster)
+
+
+def test_presets_are_those_of_the_datasheets() -> None:
+    assert Cluster.presets() == PRESETS
+    a100, h100 = Cluster.load("a100-sxm"), Cluster.load("h100-sxm")
+    assert a100.device.peak["bfloat16"] == 312e12
+    assert h100.device.peak["bfloat16"] == 989e12
+    assert [level.bandwidth for level in a100.links] == [300e9, 8 * 200e9 / 8]
+    assert [level.bandwidth for level in h100.links] == [450e9, 8 * 400e9 / 8]
+    assert a100.capacity == math.inf
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_saved_and_loaded_is_the_same(name: str, tmp_path: Path) -> None:
+    cluster = Cluster.load(name)
+    cluster.save(tmp_path / "cluster.json")
+    loaded = Cluster.load(tmp_path / "cluster.json")
+    assert loaded == cluster
+    assert loaded.sources == cluster.sources
+    assert [path.name for path in tmp_path.iterdir()] == ["cluster.json"]
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.json"
+    cluster = Cluster.load("cpu")
+    cluster.save(path)
+    broken = replace(cluster, sources={"device.launch": object()})  # type: ignore[dict-item]
+    with pytest.raises(TypeError):
+        broken.save(path)
+    assert Cluster.load(path) == cluster
+    assert [found.name for found in tmp_path.iterdir()] == ["cluster.json"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.update(schema=0), "schema is 0, this version reads 1"),
+        (lambda d: d.pop("schema"), "schema is None"),
+        (lambda d: d["device"].pop("memory_bandwidth"), "missing device.memory_bandwidth"),
+        (lambda d: d["links"][0].pop("latency"), r"missing links\[0\].latency"),
+        (lambda d: d["device"].update(speed=1), "unknown device.speed"),
+        (lambda d: d["device"].update(memory="80 GB"), "device.memory is '80 GB'"),
+        (lambda d: d["device"].update(memory_efficiency=1.5), "memory_efficiency is 1.5"),
+        (lambda d: d["device"]["peak"].pop("float32"), "float32 is required"),
+        (lambda d: d["device"].update(peak=3e12), "device.peak is 3"),
+        (lambda d: d["links"][0].update(bandwidth=0), "links.loopback.bandwidth is 0"),
+        (lambda d: d["links"][0].update(size="8"), "links.loopback.size is '8'"),
+        (lambda d: d.update(links=[]), "no links"),
+        (lambda d: d.update(links={}), "links is dict"),
+        (lambda d: d.update(device=[]), "device is list"),
+    ],
+)
+def test_a_bad_file_is_told_what_is_wrong(change, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    Cluster.load("cpu").save(path)
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(PlanError, match=message) as error:
+        Cluster.load(path)
+    assert str(path) in str(error.value)
+
+
+def test_unknown_names_and_files(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="no cluster 'h100': the presets are a100-sxm, cpu, h100-sxm"):
+        Cluster.load("h100")
+    with pytest.raises(PlanError, match="No such file"):
+        Cluster.load(tmp_path / "none.json")
+    (tmp_path / "text.json").write_text("hello")
+    with pytest.raises(PlanError, match="not JSON"):
+        Cluster.load(tmp_path / "text.json")
+
+
+def test_levels_must_nest() -> None:
+    cluster = Cluster.load("a100-sxm")
+    nvlink, network = cluster.links
+    with pytest.raises(PlanError, match="12 devices, no multiple of the 8"):
+        replace(cluster, links=(nvlink, replace(network, size=12)))
+    with pytest.raises(PlanError, match="'nvlink' has no size"):
+        replace(cluster, links=(replace(nvlink, size=None), network))
+
+
+def test_a_cluster_of_one_node_has_a_capacity() -> None:
+    node = replace(Cluster.load("a100-sxm"), links=(Level("nvlink", 8, 3e-6, 300e9),))
+    node.check(8)
+    with pytest.raises(PlanError, match="world_size=16 needs 16 devices, cluster 'a100-sxm' has 8"):
+        node.check(16)

@@ -1,0 +1,243 @@
+"""The independent type check accepts right programs and rejects wrong ones, in one process."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from autopar.errors import RunError
+from autopar.layout import parse
+from autopar.runtime import kernels
+from autopar.runtime.collectives import redistribute
+from autopar.runtime.mesh import Mesh
+from autopar.runtime.typecheck import check_types
+
+aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def _group() -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+class Program:
+    """A graph being written, with the local shapes and types of its inputs."""
+
+    def __init__(self, *sizes: int) -> None:
+        self.mesh_value = Mesh(sizes, tuple("abc"[: len(sizes)]))
+        self.graph = fx.Graph()
+        self.mesh = self.graph.placeholder("mesh")
+        self.values: list[torch.Tensor] = []
+        self.types: list = []
+
+    def input(self, shape: tuple[int, ...], layout: str, grad: bool = False, dtype: torch.dtype = torch.float32) -> fx.Node:
+        self.values.append(torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad))
+        self.types.append(parse(layout))
+        return self.graph.placeholder(f"input_{len(self.values)}")
+
+    def call(self, target: object, *args: object, layout: str | None = None) -> fx.Node:
+        node = self.graph.call_function(target, args)  # type: ignore[arg-type]
+        node.meta.update(module="model.layers.0", source="model.py:7")
+        if layout:
+            node.meta["layout"] = parse(layout)
+        return node
+
+    def to(self, x: fx.Node, axis: int, src: str, dst: str) -> fx.Node:
+        return self.call(redistribute, x, self.mesh, axis, src, dst)
+
+    def check(self, *results: fx.Node, outputs: str | None = None) -> list[str]:
+        self.graph.output(results)
+        claims = None if outputs is None else [parse(text) for text in outputs.split(",")]
+        return check_types(fx.GraphModule({}, self.graph), self.mesh_value, self.values, self.types, claims)
+
+
+def test_accepts_megatron_mlp() -> None:
+    p = Program(4)
+    x, w1, b1, w2 = p.input((2, 8, 16), "I", True), p.input((8, 16), "S0", True), p.input((8,), "S0", True), p.input((16, 8), "S1", True)
+    h = p.call(aten.gelu.default, p.call(aten.linear.default, p.to(x, 0, "I", "R"), w1, b1))
+    y = p.to(p.call(aten.linear.default, h, w2), 0, "P", "I")
+    p.check(p.call(aten.add.Tensor, x, y), outputs="I")
+
+
+def test_accepts_sequence_parallel_mlp() -> None:
+    p = Program(4)
+    x, scale = p.input((2, 2, 16), "S1", True), p.input((16,), "R", True)
+    w1, w2 = p.input((8, 16), "S0", True), p.input((16, 8), "S1", True)
+    normed = p.call(aten.layer_norm.default, x, [16], scale)
+    h = p.call(aten.silu.default, p.call(aten.linear.default, p.to(normed, 0, "S1", "R"), w1))
+    y = p.to(p.call(aten.linear.default, h, w2), 0, "P", "S1")
+    p.check(p.call(aten.add.Tensor, x, y), outputs="S1")
+
+
+def test_accepts_data_parallel_loss() -> None:
+    p = Program(2, 2)
+    x, target = p.input((8, 16), "I I"), p.input((8,), "I I", dtype=torch.int64)
+    w, b = p.input((10, 16), "I R", True), p.input((10,), "R R", True)
+    for axis in (0, 1):
+        x, target = p.to(x, axis, "I", "S0"), p.to(target, axis, "I", "S0")
+    logits = p.call(aten.linear.default, x, p.to(w, 0, "I", "R"), b)
+    count = p.call(kernels.target_count, target)
+    for axis in (1, 0):
+        count = p.to(count, axis, "P", "I")
+    loss = p.call(aten.div.Tensor, p.call(kernels.cross_entropy, logits, target), count)
+    p.check(p.to(p.to(loss, 1, "P", "I"), 0, "P", "I"), logits, outputs="I I,S0 S0")
+
+
+@pytest.mark.parametrize("local_heads", [1, 2])
+def test_accepts_attention_split_by_heads_and_batch(local_heads: int) -> None:
+    p = Program(2, 2)
+    width = local_heads * 4
+    x = p.input((2, 8, 16), "S0 R", True)
+    parts = []
+    for _ in range(3):
+        flat = p.call(aten.linear.default, x, p.input((width, 16), "R S0", True))
+        heads = p.call(aten.view.default, flat, [2, 8, local_heads, 4], layout="S0 S2")
+        parts.append(p.call(aten.transpose.int, heads, 1, 2))
+    mask = p.call(aten.expand.default, p.input((1, 1, 8, 8), "I I", dtype=torch.bool), [2, 1, 8, 8], layout="S0 R")
+    out = p.call(aten.scaled_dot_product_attention.default, *parts, mask)
+    flat = p.call(aten.view.default, p.call(aten.transpose.int, out, 1, 2), [2, 8, width])
+    y = p.call(aten.linear.default, flat, p.input((16, width), "R S1", True))
+    p.check(p.to(y, 1, "P", "R"), outputs="S0 R")
+
+
+def test_accepts_split_vocabulary() -> None:
+    p = Program(2, 2)
+    ids, table = p.input((4, 8), "I I", dtype=torch.int64), p.input((8, 16), "S0 S0", True)
+    rows = p.call(kernels.embedding_vocabulary, table, ids, None, False, False, p.mesh, (0, 1))
+    for axis in (1, 0):
+        rows = p.to(rows, axis, "P", "R")
+    logits = p.call(aten.linear.default, rows, table)
+    p.check(p.call(kernels.cross_entropy_vocabulary, logits, ids, None, -100, 0.0, p.mesh, (0, 1)), outputs="I I")
+
+
+def test_accepts_means_and_norms_of_split_features() -> None:
+    p = Program(2, 2)
+    x, w = p.input((2, 8, 4), "S0 S2", True), p.input((4,), "R S0", True)
+    normed = p.call(kernels.layer_norm_features, x, 1, w, None, 1e-5, p.mesh, (1,))
+    square = p.call(aten.pow.Tensor_Scalar, normed, 2)
+    mean = p.to(p.call(kernels.mean_split, square, [-1], True, 8), 1, "P", "R")
+    p.check(p.call(aten.mul.Tensor, normed, p.call(aten.rsqrt.default, mean)), outputs="S0 S2")
+
+
+def test_accepts_split_batch_norm_and_convolution() -> None:
+    p = Program(2, 2)
+    x, w, scale = p.input((2, 3, 8, 8), "S0 R"), p.input((4, 3, 3, 3), "R S0", True), p.input((4,), "R S0", True)
+    stats = p.input((4,), "I S0"), p.input((4,), "I S0")
+    y = p.call(aten.conv2d.default, x, w, None, [1, 1], [1, 1])
+    p.check(p.call(kernels.sync_batch_norm, y, scale, scale, *stats, True, 0.1, 1e-5, p.mesh, (0,)), outputs="S0 S1")
+
+
+def test_accepts_every_conversion_and_one_rank_axes() -> None:
+    p = Program(4, 1)
+    x = p.input((8, 8), "I I", True)
+    for src, dst in ("IR", "RI", "IP", "PR", "RP", "PI", "I0", "01", "1P", "P0", "0R", "R1", "1I"):
+        x = p.to(x, 0, *(f"S{t}" if t.isdigit() else t for t in (src, dst)))
+    p.check(p.to(x, 1, "I", "S0"), outputs="I S0")
+
+
+def test_asks_dtensor_for_an_operator_without_a_rule() -> None:
+    p = Program(4)
+    values = p.call(operator.getitem, p.call(aten.max.dim, p.input((2, 8, 8), "S0", True), 1), 0)
+    assert p.check(values, outputs="S0") == []
+
+
+def test_trusts_the_claim_where_nobody_knows_the_operator() -> None:
+    p = Program(4)
+    node = p.call(aten.linalg_inv.default, p.input((2, 8, 8), "S0", True), layout="S0")
+    assert p.check(node, outputs="S0") == [node.name]
+
+
+def wrong_contraction(p: Program) -> None:
+    """The sum over the split features is never done."""
+    x, w = p.input((8, 4), "S1"), p.input((16, 4), "S1", True)
+    p.check(p.call(aten.linear.default, x, w), outputs="I")
+
+
+def wrong_claim(p: Program) -> None:
+    """As above, the node itself claiming to be whole."""
+    x, w = p.input((8, 4), "S1"), p.input((16, 4), "S1", True)
+    p.check(p.call(aten.linear.default, x, w, layout="I"))
+
+
+def wrong_sum(p: Program) -> None:
+    """A pending sum added to a whole tensor."""
+    p.check(p.call(aten.add.Tensor, p.input((8, 4), "I", True), p.input((8, 4), "P", True)))
+
+
+def wrong_bias(p: Program) -> None:
+    """A bias added on each rank, before the sum over ranks."""
+    p.check(p.call(aten.linear.default, p.input((8, 4), "S1"), p.input((16, 4), "S1", True), p.input((16,), "R", True)))
+
+
+def wrong_nonlinear(p: Program) -> None:
+    """A nonlinear function of a pending sum."""
+    p.check(p.call(aten.gelu.default, p.input((8, 4), "P", True)))
+
+
+def wrong_parameter(p: Program) -> None:
+    """A split batch with a parameter whose gradient is never summed."""
+    p.check(p.call(aten.linear.default, p.input((2, 16), "S0"), p.input((4, 16), "I", True)))
+
+
+def wrong_source(p: Program) -> None:
+    """A conversion from a type that its operand has not."""
+    p.check(p.to(p.input((8, 4), "S0", True), 0, "S1", "R"))
+
+
+def wrong_normalisation(p: Program) -> None:
+    """Layer norm over a part of the features."""
+    p.check(p.call(aten.layer_norm.default, p.input((8, 4), "S1", True), [4]))
+
+
+def wrong_view(p: Program) -> None:
+    """A view that merges a split dim into the one before it."""
+    p.check(p.call(aten.view.default, p.input((8, 4), "S1", True), [32]))
+
+
+def wrong_mean(p: Program) -> None:
+    """A mean of the part instead of the whole."""
+    p.check(p.call(aten.mean.dim, p.input((8, 4), "S1", True), [1]))
+
+
+def wrong_attention(p: Program) -> None:
+    """Attention over a part of the keys."""
+    q, k = p.input((2, 2, 8, 4), "R", True), p.input((2, 2, 2, 4), "S2", True)
+    p.check(p.call(aten.scaled_dot_product_attention.default, q, k, k))
+
+
+def wrong_batch_norm(p: Program) -> None:
+    """Statistics of a part of the batch."""
+    x, scale, stats = p.input((2, 4, 8), "S0", True), p.input((4,), "R", True), p.input((4,), "I")
+    p.check(p.call(aten.batch_norm.default, x, scale, scale, stats, stats, True, 0.1, 1e-5, False))
+
+
+def wrong_product(p: Program) -> None:
+    """A product of two pending sums."""
+    p.check(p.call(aten.mul.Tensor, p.input((8, 4), "P", True), p.input((8, 4), "P", True)))
+
+
+WRONG = [f for name, f in list(globals().items()) if name.startswith("wrong_")]
+
+
+@pytest.mark.parametrize("program", WRONG, ids=lambda f: f.__name__)
+def test_rejects(program: object) -> None:
+    with pytest.raises(RunError) as caught:
+        program(Program(4))  # type: ignore[operator]
+    message = str(caught.value)
+    assert "is claimed" in message or "do not check" in message
+    if program not in (wrong_contraction,):
+        assert "model.layers.0, model.py:7" in message
+
+
+@pytest.mark.parametrize(("layout", "src", "dst"), [("S0 S0", "S0", "R"), ("I S0", "I", "S0")])
+def test_rejects_converting_the_major_axis_under_a_minor_one(layout: str, src: str, dst: str) -> None:
+    p = Program(2, 2)
+    with pytest.raises(RunError, match="do not check"):
+        p.check(p.to(p.input((2, 4), layout, True), 0, src, dst))

@@ -1,0 +1,199 @@
+"""Tiny models of every family the compiler knows, each with a sample batch. All sizes that may be split divide by 4."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers as hf
+from torch import nn
+
+from autopar.capture import Captured
+
+SEQUENCE, VOCABULARY, CLASSES = 16, 64, 8
+Made = tuple[nn.Module, dict[str, Any]]
+
+
+def _seeded(make: Callable[..., Made]) -> Callable[..., Made]:
+    @functools.wraps(make)
+    def seeded(dtype: torch.dtype = torch.float32, batch: int = 8, dropout: float = 0.0, **options: Any) -> Made:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model, sample = make(batch=batch, dropout=dropout, **options)
+        cast = {k: v.to(dtype) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in sample.items()}
+        return model.to(dtype).train(), cast
+
+    return seeded
+
+
+def _text(batch: int, ignored: bool = True) -> dict[str, Any]:
+    labels = torch.randint(VOCABULARY, (batch, SEQUENCE))
+    if ignored:
+        labels[:, 5] = -100
+        labels[0, 8:] = -100
+    return {"input_ids": torch.randint(1, VOCABULARY, (batch, SEQUENCE)), "labels": labels}
+
+
+def _images(batch: int) -> dict[str, Any]:
+    return {"x": torch.randn(batch, 3, 16, 16), "labels": torch.randint(CLASSES, (batch,))}
+
+
+_TOKENS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+
+
+@_seeded
+def gpt2(batch: int, dropout: float, layers: int = 2) -> Made:
+    drops = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
+    config = hf.GPT2Config(
+        vocab_size=VOCABULARY, n_positions=32, n_embd=32, n_layer=layers, n_head=4, loss_type="ForCausalLM", **drops, **_TOKENS
+    )
+    return hf.GPT2LMHeadModel(config), _text(batch)
+
+
+@_seeded
+def llama(batch: int, dropout: float, layers: int = 2) -> Made:
+    config = hf.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
+        attention_dropout=dropout, **_TOKENS,
+    )  # fmt: skip
+    return hf.LlamaForCausalLM(config), _text(batch)
+
+
+@_seeded
+def qwen3(batch: int, dropout: float, layers: int = 2) -> Made:
+    config = hf.Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, attention_dropout=dropout, **_TOKENS,
+    )  # fmt: skip
+    return hf.Qwen3ForCausalLM(config), _text(batch)
+
+
+@_seeded
+def bert(batch: int, dropout: float, layers: int = 2) -> Made:
+    config = hf.BertConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4, max_position_embeddings=32,
+        hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, pad_token_id=0,
+    )  # fmt: skip
+    mask = torch.ones(batch, SEQUENCE, dtype=torch.long)
+    mask[1, 12:] = 0
+    return hf.BertForMaskedLM(config), {**_text(batch), "attention_mask": mask}
+
+
+@_seeded
+def vit(batch: int, dropout: float, layers: int = 2) -> Made:
+    config = hf.ViTConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4, image_size=16, patch_size=4, num_labels=CLASSES,
+        hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+    )  # fmt: skip
+    images = _images(batch)
+    return hf.ViTForImageClassification(config), {"pixel_values": images["x"], "labels": images["labels"]}
+
+
+@_seeded
+def t5(batch: int, dropout: float, layers: int = 2) -> Made:
+    config = hf.T5Config(
+        vocab_size=VOCABULARY, d_model=32, d_ff=64, d_kv=8, num_layers=layers, num_heads=4, decoder_start_token_id=0, dropout_rate=dropout,
+        pad_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return hf.T5ForConditionalGeneration(config), _text(batch)
+
+
+class _Block(nn.Module):
+    def __init__(self, channels: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, out, 3, stride, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(out)
+        self.conv2 = nn.Conv2d(out, out, 3, 1, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(out)
+        self.relu = nn.ReLU(inplace=True)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or channels != out:
+            self.shortcut = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm2(self.conv2(self.relu(self.norm1(self.conv1(x)))))
+        y += self.shortcut(x)
+        return self.relu(y)
+
+
+class _Classifier(nn.Module):
+    def __init__(self, body: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.body, self.head = body, head
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.body(x))
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+@_seeded
+def cnn(batch: int, dropout: float, layers: int = 1) -> Made:
+    stem = [nn.Conv2d(3, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    body = nn.Sequential(*stem, *(_Block(8, 8, 1) for _ in range(layers)), _Block(8, 16, 2), nn.AdaptiveAvgPool2d(1))
+    return _Classifier(body, nn.Sequential(nn.Flatten(), nn.Dropout(dropout), nn.Linear(16, CLASSES))), _images(batch)
+
+
+class _Mix(nn.Module):
+    def __init__(self, tokens: int, width: int, dropout: float) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.tokens = nn.Sequential(nn.Linear(tokens, 32), nn.GELU(), nn.Dropout(dropout), nn.Linear(32, tokens))
+        self.channels = nn.Sequential(nn.Linear(width, 64), nn.GELU(), nn.Dropout(dropout), nn.Linear(64, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.tokens(self.norm1(x).transpose(1, 2)).transpose(1, 2)
+        return x + self.channels(self.norm2(x))
+
+
+class _Patches(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embed = nn.Conv2d(3, width, 4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.embed(x).flatten(2).transpose(1, 2)
+
+
+class _Mean(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean(1)
+
+
+@_seeded
+def mixer(batch: int, dropout: float, layers: int = 2) -> Made:
+    body = nn.Sequential(_Patches(32), *(_Mix(16, 32, dropout) for _ in range(layers)), nn.LayerNorm(32), _Mean())
+    return _Classifier(body, nn.Linear(32, CLASSES)), _images(batch)
+
+
+class _Regressor(nn.Module):
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        prediction = self.body(x)
+        return {"loss": F.mse_loss(prediction, y), "prediction": prediction}
+
+
+@_seeded
+def mlp(batch: int, dropout: float, layers: int = 2) -> Made:
+    hidden = [m for _ in range(layers) for m in (nn.Linear(32, 32), nn.GELU(), nn.Dropout(dropout))]
+    return _Regressor(nn.Sequential(*hidden, nn.Linear(32, 16))), {"x": torch.randn(batch, 32), "y": torch.randn(batch, 16)}
+
+
+MODELS: dict[str, Callable[..., Made]] = {
+    "gpt2": gpt2, "llama": llama, "qwen3": qwen3, "bert": bert, "vit": vit, "t5": t5, "cnn": cnn, "mixer": mixer, "mlp": mlp,
+}  # fmt: skip
+
+
+def run(captured: Captured, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Run a captured graph on its model's state: the outputs in the user's structure, and the buffers' new values."""
+    leaves = captured.in_spec.flatten_up_to((args, kwargs))
+    tensors = iter(leaf for i, leaf in enumerate(leaves) if i not in captured.constants_in)
+    values = [next(tensors) if i.kind == "input" else captured.state[i.target] for i in captured.inputs]
+    flat = torch.fx.Interpreter(torch.fx.GraphModule(nn.Module(), captured.graph)).run(*values)
+    count = captured.out_spec.num_leaves
+    return captured.out_spec.unflatten(flat[:count]), dict(zip(captured.updates, flat[count:], strict=True))
