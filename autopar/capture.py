@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import inspect
-import io
-import logging
-import os
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +13,8 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from autopar.errors import CaptureError
+from autopar.graph import describe
+from autopar.tracing import export, source_of
 
 
 @dataclass(frozen=True)
@@ -98,7 +93,7 @@ def capture(model: nn.Module, sample_input: Any, loss_fn: LossFunction | None = 
     elif extra:
         kwargs = {**kwargs, **extra}
     args, kwargs = pytree.tree_map_only(torch.Tensor, _blank(_device(model)), (args, kwargs))
-    program = _export(traced, args, kwargs)
+    program = export(traced, args, kwargs, model)
     return _unlift(program, model, prefix, in_spec, notes)
 
 
@@ -110,7 +105,8 @@ def _arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     try:
         return (), dict(sample)  # transformers' BatchEncoding too
     except (TypeError, ValueError):
-        raise CaptureError(f"sample_input is a {type(sample).__name__}; give a tensor, a tuple of arguments or a dict of keywords") from None
+        kind = type(sample).__name__
+        raise CaptureError(f"sample_input is a {kind}; give a tensor, a tuple of arguments or a dict of keywords") from None
 
 
 def _cache_off(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -151,82 +147,6 @@ class _WithLoss(nn.Module):
         return {"loss": self.loss_fn(output, batch), "output": output}
 
 
-def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.export.ExportedProgram:
-    try:
-        with _no_garbage_collection(), _quiet():
-            return torch.export.export(model, args, kwargs, strict=False)
-    except Exception as error:
-        raise CaptureError(_explain(error, model)) from error
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Tracing makes many objects and little garbage: without the collector it takes a sixth less time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """On failure torch prints the whole graph so far and logs a trace; the CaptureError says it in a line, and has the rest as its cause."""
-    level = logging.root.manager.disable
-    logging.disable(max(level, logging.ERROR))
-    try:
-        with redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        logging.disable(level)
-
-
-def _explain(error: BaseException, model: nn.Module) -> str:
-    """Which module, at which line, and what usually helps."""
-    names = {id(m): name.removeprefix("model.") if isinstance(model, _WithLoss) else name for name, m in model.named_modules()}
-    module = source = ""
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        code = frame.f_code
-        this = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        if isinstance(this, nn.Module) and id(this) in names:
-            module = f"{names[id(this)] or '(root)'} ({type(this).__name__})"
-        if not _inside_torch(code.co_filename) and code.co_filename != __file__:
-            source = f" at {_short(code.co_filename)}:{line}"
-    place = f"in module {module}" if module else "before any module ran"
-    what, advice = _advice(error)
-    return f"the model could not be captured, {place}{source}: {what}. {advice}"
-
-
-def _advice(error: BaseException) -> tuple[str, str]:
-    """What went wrong, and what usually helps."""
-    first = next((line.strip(" .") for line in str(error).splitlines() if line.strip()), "")
-    what = f"{type(error).__name__}: {first}"
-    text = f"{what} {error}".lower()
-    if "data-dependent" in text or "datadependent" in text:
-        return (
-            "the Python code branches or loops on the value of a tensor",
-            "Write it with torch.where or a mask. Mixture-of-experts models of transformers: "
-            'experts_implementation="batched_mm" or the default, not "eager"',
-        )
-    if "cache" in text:
-        return what, "The model returns a cache: pass use_cache=False"
-    if isinstance(error, TypeError):
-        return what, "sample_input must hold the arguments of the model's forward: a tensor, a tuple of them, or a dict of keywords"
-    return what, "Check that the model runs on this input by itself; Python state and values read from tensors cannot be captured"
-
-
-def _inside_torch(path: str) -> bool:
-    return path.startswith((_TORCH, "<")) or path == contextlib.__file__
-
-
-def _short(path: str) -> str:
-    """The file's name, with that of its folder."""
-    return "/".join(path.replace(os.sep, "/").split("/")[-2:])
-
-
-_TORCH = os.path.dirname(torch.__file__) + os.sep
 _KINDS = {
     InputKind.PARAMETER: "parameter",
     InputKind.BUFFER: "buffer",
@@ -261,7 +181,8 @@ def _entries(program: torch.export.ExportedProgram, prefix: str, aliases: dict[s
             raise CaptureError(f"the model uses {spec.target or node.name!r}, a {spec.kind.name} of export, which is not supported")
         name = next(positions) if kind == "input" else str(spec.target).removeprefix(prefix)
         found[node] = Input(node.name, kind, name)
-        by_name[name] = node
+        if kind != "input":
+            by_name[name] = node
     for name, first in aliases.items():
         if name in by_name and first in by_name:
             by_name[name].replace_all_uses_with(by_name[first])
@@ -319,7 +240,7 @@ def _clean(graph: fx.Graph, prefix: str) -> None:
     for node in graph.nodes:
         trace = node.meta.get("stack_trace") or ""
         if trace not in seen:
-            seen[trace] = _source(trace)
+            seen[trace] = source_of(trace)
         stack = node.meta.get("nn_module_stack") or {}
         path = next(reversed(stack.values()))[0] if stack else ""
         module = path.removeprefix("L['self']").lstrip(".").partition("@")[0]
@@ -328,38 +249,30 @@ def _clean(graph: fx.Graph, prefix: str) -> None:
             _clean(inner.graph, prefix)
 
 
-def _source(trace: str) -> str:
-    """``folder/file.py:12`` of the innermost frame of a stack trace, outside torch if there is one."""
-    frames = [line.strip().split('"', 2) for line in trace.splitlines() if line.lstrip().startswith('File "')]
-    places = [(path, rest.split("line ", 1)[1].split(",", 1)[0]) for _, path, rest in frames]
-    path, line = next((p for p in reversed(places) if not _inside_torch(p[0])), places[-1] if places else ("", ""))
-    return f"{_short(path)}:{line}" if path else ""
-
-
 def _check_shapes(graph: fx.Graph) -> None:
+    symbols = (torch.SymInt, torch.SymFloat, torch.SymBool)
     for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        for val in pytree.tree_leaves(node.meta["val"]):
-            sizes = val.shape if isinstance(val, torch.Tensor) else (val,)
-            if any(isinstance(s, (torch.SymInt, torch.SymFloat, torch.SymBool)) for s in sizes):
+        for val in pytree.tree_leaves(node.meta["val"]) if node.op == "call_function" else ():
+            if isinstance(val, symbols) or (isinstance(val, torch.Tensor) and any(isinstance(n, symbols) for n in val.shape)):
                 raise CaptureError(
-                    f"{node.target} in module {node.meta['module'] or '(root)'!r} at {node.meta['source']} makes a number or a shape that depends "
-                    "on tensor values; a plan needs shapes that are known beforehand: use torch.where or a mask instead of selecting"
+                    f"{describe(node)} makes a number or a shape that depends on tensor values; a plan needs shapes that are known "
+                    "beforehand: use torch.where or a mask instead of selecting"
                 )
 
 
 def _find_loss(graph: fx.Graph, out_spec: pytree.TreeSpec) -> int:
     """An output called ``loss``, or else the only scalar floating-point one."""
     values = [n.meta["val"] if isinstance(n, fx.Node) else n for n in graph.output_node().args[0]]  # type: ignore[union-attr]
-    scalars = [i for i, v in enumerate(values) if isinstance(v, torch.Tensor) and v.ndim == 0 and v.is_floating_point()]
     paths = [path for path, _ in pytree.tree_flatten_with_path(pytree.tree_unflatten(values, out_spec))[0]]
-    named = [i for i in scalars if paths[i] and getattr(paths[i][-1], "key", getattr(paths[i][-1], "name", None)) == "loss" and len(paths[i]) == 1]
-    found = named or scalars
-    if not found or len(found) > 1:
-        outputs = ", ".join(
-            f"{pytree.keystr(path).strip('.') or 'output'}: {tuple(v.shape) if isinstance(v, torch.Tensor) else v!r}" for path, v in zip(paths, values, strict=True)
-        )
-        problem = "no scalar output to use as the loss" if not found else "several scalar outputs, none called loss"
-        raise CaptureError(f"the model has {problem} (outputs: {outputs}); pass labels in sample_input so that it computes one, or loss_fn=")
-    return found[0]
+    scalars = [i for i, v in enumerate(values) if isinstance(v, torch.Tensor) and v.ndim == 0 and v.is_floating_point()]
+    found = [i for i in scalars if len(paths[i]) == 1 and _name(paths[i][0]) == "loss"] or scalars
+    if len(found) == 1:
+        return found[0]
+    shapes = (tuple(v.shape) if isinstance(v, torch.Tensor) else v for v in values)
+    outputs = ", ".join(f"{pytree.keystr(path).strip('.') or 'output'}: {shape}" for path, shape in zip(paths, shapes, strict=True))
+    problem = "several scalar outputs, none called loss" if found else "no scalar output to use as the loss"
+    raise CaptureError(f"the model has {problem} (outputs: {outputs}); give labels in sample_input so that it computes one, or loss_fn=")
+
+
+def _name(key: Any) -> Any:
+    return getattr(key, "key", getattr(key, "name", None))

@@ -48,7 +48,8 @@ def arguments(node: fx.Node) -> dict[str, Any]:
 def operands(node: fx.Node) -> list[tuple[fx.Node, Path]]:
     """The nodes that a call reads, in order (lists such as cat's flattened), each with its path."""
     found: list[tuple[fx.Node, Path]] = []
-    for place, value in (*enumerate(node.args), *node.kwargs.items()):
+    places: list[tuple[int | str, Any]] = [*enumerate(node.args), *node.kwargs.items()]
+    for place, value in places:
         if isinstance(value, fx.Node):
             found.append((value, (place,)))
         elif isinstance(value, (list, tuple)):
@@ -150,10 +151,18 @@ def carries_grad(node: fx.Node, needing: Collection[fx.Node]) -> bool:
     return any(n in needing for n in node.all_input_nodes)
 
 
+def set_device(graph: fx.Graph, device: torch.device) -> None:
+    """Let the calls that make tensors out of nothing (arange, zeros) make them on ``device``."""
+    for node in graph.nodes:
+        if "device" in node.kwargs:
+            node.update_kwarg("device", device)
+
+
 def describe(node: fx.Node) -> str:
     """The place of a node for a message: operator, module path and source line."""
     module, source = node.meta.get("module", ""), node.meta.get("source", "")
-    return f"{node.target} in module {module or '(root)'!r}" + (f" at {source}" if source else "")
+    name = node.target if isinstance(node.target, (str, torch._ops.OpOverload)) else getattr(node.target, "__name__", node.target)
+    return f"{name} in module {module or '(root)'!r}" + (f" at {source}" if source else "")
 
 
 def numel(node: fx.Node) -> int:

@@ -39,6 +39,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=30, help="turns of each variant")
     parser.add_argument("--cases", nargs="+", type=int, default=[1, 2], metavar="RANKS", help="world sizes to measure")
     parser.add_argument("--cluster", default="h100-sxm" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--zero", type=int, choices=(0, 1, 2), help="fix how parameters are kept; otherwise the search decides")
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)  # where rank 0 of a case leaves its rows
     return parser.parse_args()
 

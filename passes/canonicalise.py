@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from autopar.capture import Captured
 from autopar.errors import CaptureError
@@ -27,7 +28,7 @@ aten = torch.ops.aten
 
 
 def canonicalise(captured: Captured) -> Captured:
-    """The same program in canonical form; ``captured.graph`` is changed in place.
+    """The same program in canonical form; ``captured`` is used up.
 
     Raises CaptureError, with module and source line, for what has no such form: an operator that writes to its operands in a way
     that cannot be written functionally, autocast regions, control-flow operators.
@@ -38,39 +39,52 @@ def canonicalise(captured: Captured) -> Captured:
     drop_checks(graph)
     split_to_slices(graph)  # before functionalise: a piece of a split is then an ordinary view
     trainable = _trainable(captured)
-    updates = _updates(captured, functionalise(graph, trainable))  # before anything reorders or drops views
+    written = functionalise(graph, trainable, _scalars(captured))  # before anything drops views or copies
+    updates, notes = _return_updates(captured, written)
     stop_gradients(graph, trainable)
     simplify(graph, trainable)  # before linears and losses, which look for reshapes next to each other
     linears(graph)
-    notes = losses(graph)
+    notes += losses(graph)
     normal_form(graph)  # last of the rewrites, so that these may write arguments as they like
     eliminate_dead_code(graph, keep=_updates_statistics)
     _verify(graph)
     inputs = _drop_unused_state(captured)
-    return replace(captured, inputs=inputs, updates=updates, notes=(*captured.notes, *notes))
+    return replace(captured, graph=_numbered(graph), inputs=inputs, updates=updates, notes=(*captured.notes, *notes))
 
 
 def _trainable(captured: Captured) -> set[fx.Node]:
+    """The placeholders that require a gradient."""
     nodes = [n for n in captured.graph.nodes if n.op == "placeholder"]
-    return {n for n, i in zip(nodes, captured.inputs, strict=True) if (captured.state.get(i.target, n.meta["val"])).requires_grad}
+    tensors = [n.meta["val"] if i.kind == "input" else captured.state[i.target] for n, i in zip(nodes, captured.inputs, strict=True)]
+    return {n for n, tensor in zip(nodes, tensors, strict=True) if tensor.requires_grad}
 
 
-def _updates(captured: Captured, written: dict[fx.Node, fx.Node]) -> tuple[str, ...]:
-    """Append the new values of buffers to the graph's outputs; returns the buffers' names."""
+def _scalars(captured: Captured) -> dict[fx.Node, float]:
+    """The constants that are one number."""
+    placeholders = (n for n in captured.graph.nodes if n.op == "placeholder")
+    constants = ((n, captured.state[i.target]) for n, i in zip(placeholders, captured.inputs, strict=True) if i.kind == "constant")
+    return {n: tensor.item() for n, tensor in constants if tensor.ndim == 0 and not tensor.is_meta}
+
+
+def _return_updates(captured: Captured, written: dict[fx.Node, fx.Node]) -> tuple[tuple[str, ...], list[str]]:
+    """Append the new values of buffers to the graph's outputs; returns the buffers' names, and notes."""
     kinds = {i.name: i for i in captured.inputs}
     output = captured.graph.output_node()
     updates: dict[str, fx.Node] = {}
+    notes: list[str] = []
     for node, value in written.items():
         entry = kinds[node.name]
-        if entry.kind in ("parameter", "constant"):
+        if entry.kind == "buffer":
+            updates[entry.target] = value
+        elif entry.kind == "input":
+            notes.append(f"the forward writes to its input {entry.target!r}; the compiled model leaves the caller's tensor as it is")
+        else:
             raise CaptureError(
                 f"the forward writes to the {entry.kind} {entry.target!r}; only buffers may change in it (register_buffer), "
                 "and parameters only in the optimizer"
             )
-        if entry.kind == "buffer":
-            updates[entry.target] = value
     output.args = ((*output.args[0], *updates.values()),)  # type: ignore[misc]
-    return tuple(updates)
+    return tuple(updates), notes
 
 
 def _updates_statistics(node: fx.Node) -> bool:
@@ -89,6 +103,18 @@ def _drop_unused_state(captured: Captured) -> tuple[Any, ...]:
     return tuple(kept)
 
 
+def _numbered(graph: fx.Graph) -> fx.Graph:
+    """The graph with its nodes named by operator and order alone: plans go by names, which what was dropped must not change."""
+    new = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        args, kwargs = map_arg((node.args, node.kwargs), copies.__getitem__)
+        name = node.name if node.op in ("placeholder", "output") else node.target.__name__.partition(".")[0]
+        copies[node] = new.create_node(node.op, node.target, args, kwargs, name)
+        copies[node].meta = node.meta
+    return new
+
+
 def _verify(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op in ("placeholder", "output") or node.target is operator.getitem:
@@ -96,7 +122,7 @@ def _verify(graph: fx.Graph) -> None:
         if node.op != "call_function":
             raise CaptureError(f"{describe(node)}: a {node.op} node is left in the graph; this part of the model is not supported")
         if isinstance(node.target, torch._ops.HigherOrderOperator):
-            raise CaptureError(f"{describe(node)} holds a graph of its own; write it with plain operators (torch.where instead of torch.cond)")
+            raise CaptureError(f"{describe(node)} holds a graph of its own; use plain operators (torch.where instead of torch.cond)")
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
             raise CaptureError(f"{describe(node)} writes to its operands; use the form that returns its result")
         if node.target is aten.as_strided.default:

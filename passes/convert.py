@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch.fx as fx
 
 from autopar.graph import operands, set_operand
-from autopar.layout import Layout, parse_type, show
+from autopar.layout import I, Layout, parse_type, show
 from autopar.plan import Plan, Step
 from autopar.runtime.collectives import redistribute
 
@@ -31,15 +31,10 @@ def insert_conversions(graph: fx.Graph, plan: Plan, loss: int) -> None:
                     set_operand(node, k, converter.convert(operand, chosen.ins[k], node))
         elif node.op == "output":
             outputs = list(node.args[0])  # type: ignore[arg-type]
-            whole = parse_layout_of_loss(plan)
+            whole = (I,) * len(plan.mesh_sizes)
             if outputs[loss].meta["layout"] != whole:
                 outputs[loss] = converter.convert(outputs[loss], whole, node)
             node.args = (tuple(outputs),)
-
-
-def parse_layout_of_loss(plan: Plan) -> Layout:
-    """I along every axis: the loss is the same number on every rank."""
-    return (parse_type("I"),) * len(plan.mesh_sizes)
 
 
 class _Converter:
@@ -56,7 +51,8 @@ class _Converter:
             if key not in self.made:
                 with self.graph.inserting_after(self._last(current)):
                     node = self.graph.call_function(redistribute, (current, self.mesh, axis, src, dst))
-                node.meta = {**tensor.meta, "layout": tuple(layout), "consumer": consumer}
+                kept = {k: v for k, v in tensor.meta.items() if k not in ("plan", "plan_name")}  # those are of the operator
+                node.meta = {**kept, "layout": tuple(layout), "consumer": consumer}
                 self.made[key] = node
             current = self.made[key]
         return current

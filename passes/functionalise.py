@@ -8,7 +8,7 @@ BatchNorm has no backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,15 +23,16 @@ _RENAMED = {"normal_": "normal_functional", "__iand__": "__and__", "__ior__": "_
 _REFUSED = ("resize_", "resize_as_", "set_")  # these change what memory a tensor is
 
 
-def functionalise(graph: fx.Graph, trainable: set[fx.Node]) -> dict[fx.Node, fx.Node]:
+def functionalise(graph: fx.Graph, trainable: set[fx.Node], scalars: Mapping[fx.Node, float]) -> dict[fx.Node, fx.Node]:
     """Rewrite all mutations; returns, for each placeholder that was written to, the node that holds its new value.
 
-    ``trainable`` are the placeholders that require a gradient. Raises CaptureError where a mutation has no functional form here.
-    BatchNorm's running statistics, which its operator writes without saying so, stay as they are.
+    ``trainable`` are the placeholders that require a gradient; ``scalars`` the values of constants that are one number. Raises
+    CaptureError where a mutation has no functional form here. BatchNorm's running statistics, which its operator writes without
+    saying so, stay as they are.
     """
     if not any(_mutates(n) for n in graph.nodes):
         return {}
-    walk = _Walk(graph, trainable)
+    walk = _Walk(graph, trainable, scalars)
     for node in list(graph.nodes):
         if node.op == "placeholder":
             continue
@@ -50,22 +51,30 @@ class _Walk:
     Later nodes go on naming a tensor by the node that made it; ``value`` says which node holds what it contains now.
     """
 
-    def __init__(self, graph: fx.Graph, trainable: set[fx.Node]) -> None:
-        self.graph, self.needing = graph, set(trainable)
+    def __init__(self, graph: fx.Graph, trainable: set[fx.Node], scalars: Mapping[fx.Node, float]) -> None:
+        self.graph, self.needing, self.scalars = graph, set(trainable), scalars
         self.link: dict[fx.Node, tuple[fx.Node, int] | None] = {}  # a view's base and which operand it is; None for a base
         self.storage: dict[fx.Node, Any] = {}
         self.value: dict[fx.Node, tuple[fx.Node, int]] = {}  # with the version of the storage that it is up to date with
         self.roots: dict[Any, fx.Node] = {}
         self.doubtful: set[Any] = set()  # storages with two tensors of which neither is known to be a view of the other
+        self.same: dict[Any, Any] = {}  # a dropout that does nothing returns its operand, which the fake tensors do not show
+        for node in graph.nodes:
+            if node.target is aten.dropout.default and is_identity(node):
+                self.same[_storage(node)] = self.place(node.args[0])  # type: ignore[arg-type]
         targets = (n.args[0] for n in graph.nodes if _mutates(n) and n.args)
-        self.version: dict[Any, int] = {_storage(t): 0 for t in targets if isinstance(t, fx.Node)}
+        self.version: dict[Any, int] = {self.place(t): 0 for t in targets if isinstance(t, fx.Node)}
         for node in graph.nodes:
             if node.op == "placeholder":
                 self.track(node, None)
 
+    def place(self, node: fx.Node) -> Any:
+        storage = _storage(node)
+        return self.same.get(storage, storage)
+
     def track(self, node: fx.Node, link: tuple[fx.Node, int] | None) -> None:
         """Note a tensor in a storage that is written to."""
-        storage = _storage(node)
+        storage = self.place(node)
         if storage not in self.version:
             return
         if link is None and self.roots.setdefault(storage, node) is not node:
@@ -78,7 +87,7 @@ class _Walk:
         elif _mutates(node):
             self.mutate(node)
         else:
-            storage = _storage(node)
+            storage = self.place(node)
             sources = (n for n, _ in operands(node))
             link = next(((n, i) for i, n in enumerate(sources) if storage is not None and self.storage.get(n) == storage), None)
             self.read(node)
@@ -167,10 +176,18 @@ class _Walk:
             return self.make(aten.full_like.default, (this, args["value"]), {}, node)
         if node.target in (aten.copy_.default, aten.fill_.Tensor):
             new = args["src" if node.target is aten.copy_.default else "value"]
+            if (value := self.number(new)) is not None:
+                return self.make(aten.full_like.default, (this, value), {}, node)
             if new.meta["val"].dtype != this.meta["val"].dtype:
                 new = self.make(aten.to.dtype, (new, this.meta["val"].dtype), {}, node)
             return new if shape(new) == shape(this) else self.make(aten.expand.default, (new, list(shape(this))), {}, node)
         return self.make(_twin(node), node.args, node.kwargs, node)
+
+    def number(self, node: fx.Node) -> Any:
+        """The number that a tensor was made of, or None. ``x[0] = 7`` makes one, in different ways on different devices."""
+        while node.target in (aten.lift_fresh_copy.default, aten.detach.default):
+            node = node.args[0]  # type: ignore[assignment]
+        return node.args[0] if node.target is aten.scalar_tensor.default else self.scalars.get(node)
 
     def change_view(self, node: fx.Node) -> None:
         """``x.unsqueeze_(0)`` and the like: from here on ``x`` means a view of what it meant."""
@@ -197,6 +214,12 @@ class _Walk:
     def written(self) -> dict[fx.Node, fx.Node]:
         roots = (n for n in self.roots.values() if n.op == "placeholder" and self.version[self.storage[n]])
         return {n: self.current(n) for n in roots}
+
+
+def is_identity(dropout: fx.Node) -> bool:
+    """Whether a dropout keeps everything."""
+    args = arguments(dropout)
+    return args["p"] == 0.0 or not args["train"]
 
 
 def _twin(node: fx.Node) -> Callable[..., Any]:
@@ -251,8 +274,8 @@ _UNDO: dict[Any, _Undo] = {
     aten.permute.default: _permute_back,
     **dict.fromkeys(
         (
-            aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.unflatten.int,
-            aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default, aten.view_as.default, aten.reshape_as.default,
+            aten.view.default, aten.view_as.default, aten._unsafe_view.default, aten.reshape.default, aten.reshape_as.default,
+            aten.flatten.using_ints, aten.unflatten.int, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
         ),
         _back,
     ),

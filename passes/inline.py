@@ -9,13 +9,12 @@ import torch
 from torch import fx
 
 from autopar.errors import CaptureError
-from autopar.graph import describe, needing_grad, new_node, operands, set_operand
+from autopar.graph import describe, needing_grad, new_node, operands, replace, set_operand
 
 aten = torch.ops.aten
 
 _CHECKS = {
-    packet.__name__
-    for packet in (aten._assert_tensor_metadata, aten._assert_scalar, aten._assert_async, aten.sym_constrain_range)
+    packet.__name__ for packet in (aten._assert_tensor_metadata, aten._assert_scalar, aten._assert_async, aten.sym_constrain_range)
 } | {"_functional_assert_scalar", "_functional_assert_async", "sym_constrain_range_for_size"}
 
 
@@ -56,8 +55,8 @@ def _inline(graph: fx.Graph, call: fx.Node, module: Any, inputs: list[Any], no_g
     for user in list(call.users):
         if user.target is not operator.getitem:
             raise CaptureError(f"{describe(user)} takes all results of a region at once; this form is not supported")
-        user.replace_all_uses_with(copies.get(results[user.args[1]], results[user.args[1]]))
-        graph.erase_node(user)
+        result = results[user.args[1]]  # type: ignore[index]
+        replace(user, copies.get(result, result))
     graph.erase_node(call)
 
 

@@ -32,15 +32,9 @@ def _mm(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
 
 def _transposed(graph: fx.Graph, weight: fx.Node, like: fx.Node) -> fx.Node:
     """``weight`` transposed; what was transposed to make it, if it was."""
-    if weight.target in (aten.t.default, aten.transpose.int, aten.permute.default) and shape(weight) != ():
-        source, *dims = weight.args
-        if weight.target is aten.t.default or sorted(d % 2 for d in _flat(dims)) == [0, 1] and _flat(dims) != [0, 1]:
-            return source  # type: ignore[return-value]
+    if weight.target in (aten.t.default, aten.transpose.int, aten.permute.default):  # none is the identity after simplify
+        return weight.args[0]  # type: ignore[return-value]
     return new_node(graph, aten.t.default, (weight,), like=like)
-
-
-def _flat(dims: list) -> list[int]:
-    return list(dims[0]) if isinstance(dims[0], (list, tuple)) else dims
 
 
 def _unflatten(graph: fx.Graph, node: fx.Node) -> fx.Node | None:

@@ -15,6 +15,7 @@ from torch import fx
 
 from autopar.errors import CaptureError
 from autopar.graph import Rewrite, arguments, describe, needing_grad, new_node, replace, rewrite, shape
+from autopar.passes.functionalise import is_identity
 
 aten = torch.ops.aten
 
@@ -75,8 +76,7 @@ def _to(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
 
 
 def _dropout(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    x, p, train = arguments(node).values()
-    return x if p == 0.0 or not train else None
+    return node.args[0] if is_identity(node) else None  # type: ignore[return-value]
 
 
 def _reshape(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
@@ -109,8 +109,8 @@ def _narrow(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     x, dim, start, length = node.args
     if not isinstance(start, int):
         return None
-    n = shape(x)[dim]  # type: ignore[arg-type,index]
-    return new_node(graph, aten.slice.Tensor, (x, dim, start % n if n else 0, (start % n if n else 0) + length), like=node, val=node.meta["val"])  # type: ignore[operator]
+    start %= max(shape(x)[dim], 1)  # type: ignore[arg-type,index]
+    return new_node(graph, aten.slice.Tensor, (x, dim, start, start + length), like=node, val=node.meta["val"])  # type: ignore[operator]
 
 
 def _permute(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
@@ -122,6 +122,12 @@ def _permute(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     if dims == sorted(dims):
         return x  # type: ignore[return-value]
     return new_node(graph, aten.permute.default, (x, dims), like=node, val=node.meta["val"])
+
+
+def _transpose(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    x, first, second = node.args
+    rank = max(len(shape(node)), 1)
+    return x if first % rank == second % rank else None  # type: ignore[operator,return-value]
 
 
 def _pad(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
@@ -186,12 +192,12 @@ _TABLE: dict[Any, Callable[[fx.Graph, fx.Node], fx.Node | None]] = {
     **_overloads(_to, aten.to, aten._to_copy, aten.type_as),
     **_overloads(_operand, aten.clone, aten.contiguous, aten.alias, aten.lift, aten.lift_fresh, aten.lift_fresh_copy, aten.positive),
     **_overloads(_dropout, aten.dropout, aten.feature_dropout, aten.alpha_dropout, aten.feature_alpha_dropout),
-    **_overloads(
-        _reshape, aten.view, aten.reshape, aten._unsafe_view, aten.view_copy, aten.flatten, aten.unflatten, aten.view_as, aten.reshape_as, aten.ravel
-    ),
+    **_overloads(_reshape, aten.view, aten.view_as, aten._unsafe_view, aten.view_copy, aten.reshape, aten.reshape_as),
+    **_overloads(_reshape, aten.flatten, aten.unflatten, aten.ravel),
     **_overloads(_expand, aten.expand, aten.expand_as, aten.broadcast_to),
     **_overloads(_squeeze, aten.squeeze),
     **_overloads(_permute, aten.movedim, aten.moveaxis, aten.swapaxes, aten.swapdims, aten.numpy_T, aten.mT, aten.permute),
+    **_overloads(_transpose, aten.transpose),
     **_overloads(_pad, aten.pad),
     **_overloads(_square, aten.square),
     **_same_overloads(aten.__and__, aten.bitwise_and),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._pytree import tree_flatten
 
 from autopar.layout import Layout, parse
@@ -151,6 +152,7 @@ CASES: dict[str, tuple[tuple[int, ...], tuple[int, ...], int | None, dict[str, t
 
 def build(case: str, microbatches: int = 1, *, seed: int = 0, whole: bool = False, model: nn.Module | None = None) -> Compiled:
     """The compiled network; with ``whole``, logits are gathered on each rank."""
+    _clear_sharding_prop_cache()  # it holds meshes of earlier tests, whose groups are gone
     sizes, data, tensor, parameters = CASES[case]
     model = Network(seed) if model is None else model
     degree = 1

@@ -141,8 +141,3 @@ def _obey(order: str, fn: Callable[..., Any] | None = None, args: tuple = (), kw
         assert fn is not None
         return fn(*args, **(kwargs or {}))
     dist.barrier()
-    # Each group holds threads and sockets; those of a test end with it.
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
-    return None

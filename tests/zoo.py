@@ -72,10 +72,19 @@ def qwen3(batch: int, dropout: float, layers: int = 2) -> Made:
 
 
 @_seeded
+def mixtral(batch: int, dropout: float, layers: int = 2) -> Made:
+    config = hf.MixtralConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
+        num_local_experts=4, attention_dropout=dropout, experts_implementation="batched_mm", **_TOKENS,
+    )  # fmt: skip
+    return hf.MixtralForCausalLM(config), _text(batch)
+
+
+@_seeded
 def bert(batch: int, dropout: float, layers: int = 2) -> Made:
     config = hf.BertConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4, max_position_embeddings=32,
-        hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, pad_token_id=0,
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
+        max_position_embeddings=32, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, pad_token_id=0,
     )  # fmt: skip
     mask = torch.ones(batch, SEQUENCE, dtype=torch.long)
     mask[1, 12:] = 0
@@ -85,8 +94,8 @@ def bert(batch: int, dropout: float, layers: int = 2) -> Made:
 @_seeded
 def vit(batch: int, dropout: float, layers: int = 2) -> Made:
     config = hf.ViTConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4, image_size=16, patch_size=4, num_labels=CLASSES,
-        hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+        hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4, image_size=16, patch_size=4,
+        num_labels=CLASSES, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
     )  # fmt: skip
     images = _images(batch)
     return hf.ViTForImageClassification(config), {"pixel_values": images["x"], "labels": images["labels"]}

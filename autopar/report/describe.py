@@ -114,13 +114,11 @@ def _block(vertex: Vertex, found: Found, names: _Names, words: _Words) -> Row | 
     if isinstance(storage, Storage):
         parts = [s.is_shard and not u.is_shard for s, u in zip(storage.stored, storage.used, strict=True)]
         text = [f"{word}, ZeRO" if part else word for word, part in zip(text, parts, strict=True)]
-    size = shape(node if largest is None else operands(node)[largest][0])
-    return [*_place(names, node, vertex.count), operator, "x".join(map(str, size)), text]
-
-
-def _place(names: _Names, node: fx.Node, count: int) -> Row:
+    shown = node if largest is None and not _is_loss(node) else operands(node)[largest or 0][0]
     block, module = names.split(node)
-    return [block, count, module] if count > 1 else ["", 1, ".".join(filter(None, (block, module)))]
+    if vertex.count == 1:
+        block, module = "", ".".join(filter(None, (block, module))) or "(root)"
+    return [block, vertex.count, module, operator, "x".join(map(str, shape(shown))), text]
 
 
 class _Words:
@@ -137,6 +135,13 @@ class _Words:
                         self._links.union((node, factors[0]), (tensor, d))
         self._vocabulary = {self._links[n, "v"] for n in self.rules if _is_loss(n)}
         self._sequence = {self._links[place] for place in self._sequences()}
+        images = [
+            n
+            for n, rule in self.rules.items()
+            if rule is not None and (rule.kind == "conv" or operator_name(n.target) == "aten.batch_norm")
+        ]
+        self._channel = {self._links[n, 1] for n in images}
+        self._space = {self._links[n, d] for n in images for d in range(2, len(shape(n)))}
 
     def _sequences(self) -> Iterator[tuple[fx.Node, int]]:
         """Dim 1 of inputs [batch, sequence(, features)], and of what is normalised as such."""
@@ -206,10 +211,12 @@ class _Words:
             return "contraction-split"
         if rule.kind == "matmul" and rank == 4 and d == 1:
             return "head-parallel"
-        if rule.kind == "conv" or operator_name(node.target) == "aten.batch_norm":
-            return "spatially sharded" if d > 1 else "channel-sharded"
+        if self._links[node, factor] in self._space:
+            return "spatially sharded"
         if d == rank - 1:
             return "feature-sharded"
+        if self._links[node, factor] in self._channel:
+            return "channel-sharded"
         # Positions of activations [batch, sequence, features] and [batch, heads, sequence, features].
         return "sequence-sharded" if (d, rank) in ((1, 3), (2, 4)) else f"dim {d} sharded"
 

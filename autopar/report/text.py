@@ -16,6 +16,7 @@ OPTIMAL = 1e-4  # a relative gap below which a plan counts as optimal
 _SHOWN = 12  # collectives that have a line of their own
 _SHAPE = 24  # columns at most
 _SPACE = 2  # columns between two of a table
+_WHOLE = "(block)"  # what a block does outside its modules
 
 Cells = list[str]
 
@@ -68,12 +69,19 @@ def _blocks(plan: Plan) -> str:
     rows: list[Cells] = []
     axes = _merged_axes(plan)
     for (block, times), members in itertools.groupby(plan.rows.get("blocks", []), key=lambda row: (row[0], row[1])):
-        if block:
-            rows.append([f"{block}  ({times} alike)", "", "", *[""] * len(axes)])
-        for modules, operator, shape, words in _alike(list(members)):
-            name = modules if not block else f"  {modules or '(block)'}"
-            rows.append([name, operator, _cut(shape, _SHAPE), *(words[columns[0]] for _, columns in axes)])
-    return _table(rows, ["module", "operator", "shape", *(name for name, _ in axes)], "l" * (3 + len(axes)), flexible=(0, 2)) if rows else ""
+        lines = [
+            [modules, operator, _cut(shape, _SHAPE), *(words[columns[0]] for _, columns in axes)]
+            for modules, operator, shape, words in _alike(list(members))
+        ]
+        title = f"{block} (x{times})"
+        if block and any(line[0] != _WHOLE for line in lines):
+            rows.append([title, *[""] * (len(axes) + 2)])
+            lines = [[f"  {line[0]}", *line[1:]] for line in lines]
+        elif block:
+            lines = [[title, *line[1:]] for line in lines]
+        rows += lines
+    headers = ["module", "operator", "shape", *(name for name, _ in axes)]
+    return _table(rows, headers, "l" * len(headers), flexible=(0, 2)) if rows else ""
 
 
 def _merged_axes(plan: Plan) -> list[tuple[str, list[int]]]:
@@ -101,21 +109,22 @@ def _alike(members: Sequence[list[Any]]) -> Iterator[tuple[str, str, str, list[s
 
 
 def _listed(modules: Sequence[str]) -> str:
-    """``a.b, a.c, d`` as ``a.b, c, d``."""
+    """``a.b``, ``a.c`` and ``d`` as ``a.b, c, d``."""
     names: list[str] = []
     parent = None
     for module in dict.fromkeys(modules):
         before, _, name = module.rpartition(".")
-        names.append(name if before == parent else module)
+        names.append(name if before == parent and name else module or _WHOLE)
         parent = before
     return ", ".join(names)
 
 
 def _collectives(plan: Plan) -> str:
-    found = plan.rows.get("collectives", [])
+    found = [row for row in plan.rows.get("collectives", []) if row[7]]
     rows = [_collective(plan, row) for row in found[:_SHOWN]]
     if rest := found[_SHOWN:]:
-        rows.append([f"{len(rest)} others", "", "", str(sum(r[6] for r in rest)), "", nbytes(sum(r[7] for r in rest)), seconds(sum(r[8] for r in rest))])
+        times, total, took = (sum(row[i] for row in rest) for i in (6, 7, 8))
+        rows.append([f"{len(rest)} others", "", "", str(times), "", nbytes(total), seconds(took)])
     headers = ["sent in a step", "axis", "tensors of", "times", "each", "bytes", "time"]
     legend = "bytes: of one rank's tensor while it is whole along the axis"
     return _table(rows, headers, "lllrrrr", flexible=(2,)) + "\n" + legend if rows else "nothing is sent between ranks"

@@ -45,5 +45,10 @@ def batch_norm(call: Call) -> Rule:
     # the running statistics that it keeps.
     sent = Communication("all_reduce", 2.0 * call.shape[1], ("c",))
     return call.rule(
-        spec, whole="c", saves=(0,), kernels=dict.fromkeys(["n", *space], "batch_norm"), communication=dict.fromkeys(["n", *space], (sent,)),
+        spec,
+        whole="c",
+        saves=(0,),
+        writes=tuple(k for k, n in enumerate(call.inputs) if n in (call["running_mean"], call["running_var"])),
+        kernels=dict.fromkeys(["n", *space], "batch_norm"),
+        communication=dict.fromkeys(["n", *space], (sent,)),
     )

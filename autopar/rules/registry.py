@@ -27,14 +27,19 @@ class Call:
         self.shape = tuple(node.meta["val"].shape)
         self._arguments: Arguments | None = None
 
-    def __getitem__(self, name: str) -> Any:
+    @property
+    def arguments(self) -> Arguments:
+        """The arguments by name, defaults filled in."""
         if self._arguments is None:
             self._arguments = arguments(self.node)
-        return self._arguments[name]
+        return self._arguments
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
 
     def dims(self, name: str, ndim: int | None = None) -> list[int]:
-        """The argument ``name`` as non-negative dims of an operand (the first one's, unless ``ndim`` says otherwise)."""
-        value, n = self[name], len(self.shapes[0]) if ndim is None else ndim
+        """The argument ``name`` as non-negative dims of an operand (the first one's, unless ``ndim`` says otherwise); all where none are given."""
+        value, n = self.arguments.get(name), len(self.shapes[0]) if ndim is None else ndim
         if value is None or value == []:
             return list(range(n))
         return [d % max(n, 1) for d in ([value] if isinstance(value, int) else value)]

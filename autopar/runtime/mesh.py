@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.errors import RunError
 from autopar.runtime.random import Streams
+
+_MESHES: WeakKeyDictionary[dist.ProcessGroup, dict[tuple, DeviceMesh]] = WeakKeyDictionary()
 
 
 class Mesh:
@@ -102,7 +105,12 @@ def _over_the_world(sizes: tuple[int, ...], names: tuple[str, ...], device_type:
             f"the mesh {sizes} has {math.prod(sizes)} ranks but {dist.get_world_size()} processes are running: "
             f"start {math.prod(sizes)} processes, or plan for world_size={dist.get_world_size()}"
         )
-    return init_device_mesh(device_type, sizes or (1,), mesh_dim_names=names or ("rank",))
+    # One for each shape, as long as the default group lives: DTensor keeps results by mesh, and equal meshes count as one.
+    known = _MESHES.setdefault(dist.group.WORLD, {})
+    key = (device_type, sizes, names)
+    if key not in known:
+        known[key] = init_device_mesh(device_type, sizes or (1,), mesh_dim_names=names or ("rank",))
+    return known[key]
 
 
 def _local_device(device_type: str) -> torch.device:

@@ -1,27 +1,30 @@
-"""torch's optimizers on DTensors: on the CPU they default to one operator per parameter, at some 15 us of dispatch for each."""
+"""What torch's optimizers need to know of a program's DTensors, told by a hook: the user's code does not change."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
-def prefer_foreach(owner: object, parameters: Iterable[torch.Tensor]) -> None:
-    """Lets optimizers of ``parameters`` that leave ``foreach`` to torch use it, as they do on GPUs; ends with ``owner``.
+def attend_steps(owner: object, parameters: Iterable[torch.Tensor], changes: Callable[[], None], *, foreach: bool) -> None:
+    """Calls ``changes`` before every step of an optimizer that has one of ``parameters``, as long as ``owner`` lives.
 
-    The same arithmetic to the bit, measured with AdamW on 100 small parameters: 2.7 ms instead of 15 ms a step (plain tensors: 2.6 ms).
+    With ``foreach``, optimizers that leave that to torch use it, as they do by themselves on GPUs. The arithmetic is the same to the bit.
+    On the CPU torch defaults to single tensors, at 15 us of dispatch for each operator on a DTensor: measured with AdamW on 100 small
+    parameters, 15 ms a step, with foreach 2.7 ms, and 2.6 ms for plain tensors. ``changes`` must not hold on to ``owner``.
     """
     ours = {id(p) for p in parameters}  # theirs as long as the owner lives
 
-    def choose(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for group in optimizer.param_groups:
-            free = group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable")
-            if free and any(id(p) in ours for p in group["params"][:1]):
+    def attend(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        groups = [group for group in optimizer.param_groups if any(id(p) in ours for p in group["params"][:1])]
+        if groups:
+            changes()
+        for group in groups if foreach else ():
+            if group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable"):
                 group["foreach"] = True
 
-    handle = register_optimizer_step_pre_hook(choose)
-    weakref.finalize(owner, handle.remove)
+    weakref.finalize(owner, register_optimizer_step_pre_hook(attend).remove)

@@ -54,7 +54,8 @@ class Weight:
             if not self.gathered:
                 self.leaf.data = local
         if self.version != parameter._version:
-            # A DTensor counts the writes to it, its local tensor does not: autograd shall refuse the backward of a graph that saved the old value.
+            # A DTensor counts the writes to it, its local tensor does not. Counted, autograd refuses the backward of a graph that saved
+            # the old value.
             self.version = parameter._version
             torch.autograd.graph.increment_version(self.leaf)
         if self.leaf.requires_grad != parameter.requires_grad:

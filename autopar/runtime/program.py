@@ -19,7 +19,7 @@ from autopar.runtime.gradients import GradientSync
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.microbatches import Parts, Release
 from autopar.runtime.module_tree import build_tree, copy_tree
-from autopar.runtime.optimizers import prefer_foreach
+from autopar.runtime.optimizers import attend_steps
 from autopar.runtime.parameters import State, distribute, local_part
 from autopar.runtime.signature import Results, Signature
 
@@ -57,8 +57,9 @@ class Compiled(nn.Module):
         self._sync = GradientSync(weights, mesh, on_start=self._reopen, on_end=self._gather.close)
         self._weights = weights
         self._parts = Parts(plan, lowered, self._results.loss) if plan.microbatches > 1 else None
-        if mesh.size > 1 and mesh.device.type == "cpu":
-            prefer_foreach(self, self.parameters())
+        if mesh.size > 1:
+            leaves = [weight.leaf for weight in weights]
+            attend_steps(self, self.parameters(), lambda: _written(leaves), foreach=mesh.device.type == "cpu")
 
     def _place(self, captured: Captured, model: nn.Module | None) -> None:
         if model is not None:
@@ -191,6 +192,12 @@ class Compiled(nn.Module):
                     "convert or move the model before compiling it"
                 )
         return self
+
+
+def _written(leaves: list[torch.Tensor]) -> None:
+    """Fused and foreach kernels count no writes to DTensors; counted, autograd refuses the backward of a graph that saved old values."""
+    for leaf in leaves:
+        torch.autograd.graph.increment_version(leaf)
 
 
 def _first_use(lowered: Lowered) -> list[str]:

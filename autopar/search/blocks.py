@@ -8,17 +8,24 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 import torch.fx as fx
 
+from autopar.analysis import Batch
+
 _BLOCK = re.compile(r"^(.*?\b)(\d+)\b(.*)$")
 
 
-def classes(graph: fx.Graph, state: Mapping[str, str]) -> dict[fx.Node, fx.Node]:
+def classes(graph: fx.Graph, state: Mapping[str, str], differentiable: Collection[fx.Node], batch: Batch) -> dict[fx.Node, fx.Node]:
     """Each node's representative. ``state`` gives the names of parameters and buffers by placeholder name."""
+
+    def kind(node: fx.Node) -> Any:
+        value = node.meta.get("val")
+        return (tuple(value.shape), value.dtype, node in differentiable, batch.dim(node)) if isinstance(value, torch.Tensor) else None
+
     blocks: dict[str, list[fx.Node]] = defaultdict(list)
     pattern: dict[str, str] = {}
     for node in graph.nodes:
@@ -30,7 +37,7 @@ def classes(graph: fx.Graph, state: Mapping[str, str]) -> dict[fx.Node, fx.Node]
             pattern[name] = match[1]
     same: dict[Any, list[str]] = defaultdict(list)
     for name, nodes in blocks.items():
-        same[(pattern[name], _signature(name, nodes, state))].append(name)
+        same[(pattern[name], _signature(name, nodes, state, kind))].append(name)
     representative = {node: node for node in graph.nodes}
     for names in same.values():
         for name in names[1:]:
@@ -38,12 +45,12 @@ def classes(graph: fx.Graph, state: Mapping[str, str]) -> dict[fx.Node, fx.Node]
     return representative
 
 
-def _signature(block: str, nodes: list[fx.Node], state: Mapping[str, str]) -> tuple[Any, ...]:
+def _signature(block: str, nodes: list[fx.Node], state: Mapping[str, str], kind: Callable[[fx.Node], Any]) -> tuple[Any, ...]:
     place = {node: i for i, node in enumerate(nodes)}
 
     def argument(a: Any) -> Any:
         if isinstance(a, fx.Node):
-            return ("node", place.get(a, -1), _kind(a))
+            return ("node", place.get(a, -1), kind(a))
         if isinstance(a, (list, tuple)):
             return tuple(argument(x) for x in a)
         return a if isinstance(a, (int, float, str, bool, type(None))) else repr(a)
@@ -51,7 +58,7 @@ def _signature(block: str, nodes: list[fx.Node], state: Mapping[str, str]) -> tu
     signature = []
     for node in nodes:
         name = state[node.name].removeprefix(block) if node.name in state else node.target
-        signature.append((node.op, name, _kind(node), argument(node.args), argument(tuple(sorted(node.kwargs.items())))))
+        signature.append((node.op, name, kind(node), argument(node.args), argument(tuple(sorted(node.kwargs.items())))))
     return tuple(signature)
 
 

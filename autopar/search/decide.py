@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.fx as fx
 
 from autopar.analysis import Analysis
@@ -15,6 +16,7 @@ from autopar.errors import PlanError
 from autopar.graph import operands
 from autopar.layout import I, Layout, show
 from autopar.plan import NodePlan, ParameterPlan, Plan, Step
+from autopar.rules.registry import operator_name
 from autopar.search.options import Axis, Options
 from autopar.search.search import Found, Search
 from autopar.search.strategies import Storage, Strategy
@@ -51,7 +53,8 @@ def fingerprint(graph: fx.Graph) -> str:
     digest = hashlib.sha256()
     for n in graph.nodes:
         value = n.meta.get("val")
-        digest.update(f"{n.name} {n.op} {n.target} {n.args} {n.kwargs} {getattr(value, 'shape', '')} {getattr(value, 'dtype', '')}\n".encode())
+        target = n.target if isinstance(n.target, (str, torch._ops.OpOverload)) else operator_name(n.target)
+        digest.update(f"{n.name} {n.op} {target} {n.args} {n.kwargs} {getattr(value, 'shape', '')} {getattr(value, 'dtype', '')}\n".encode())
     return digest.hexdigest()[:16]
 
 

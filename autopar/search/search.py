@@ -51,7 +51,7 @@ class Search:
         self.timings: dict[str, float] = {}
         start = time.perf_counter()
         names = {n.name: i.target for n, i in analysis.state.items()}
-        self.representative = classes(analysis.graph, names)
+        self.representative = classes(analysis.graph, names, analysis.differentiable, analysis.batch)
         self._constraints = self._match(options.constraints)
         self._add("blocks", start)
 
@@ -133,7 +133,13 @@ class Search:
     def _storages(self, node: fx.Node, axes: Sequence[Axis], sizes: tuple[int, ...]) -> list[Choice]:
         state, shape = self.analysis.state[node], tuple(node.meta["val"].shape)
         trainable = node in self.analysis.differentiable
-        return list(storages(shape, trainable, sizes, self.options.zero, state.kind, lambda axis: axes[axis].use != "data"))
+        written = self._is_written(node)
+        return list(storages(shape, trainable, sizes, self.options.zero, state.kind, lambda axis: axes[axis].use != "data" and not written))
+
+    def _is_written(self, node: fx.Node) -> bool:
+        """Whether an operator updates this buffer in place: what it writes to a part or a copy would be lost."""
+        rules = self.analysis.rules
+        return any((rule := rules.get(user)) and operands(user)[k][0] is node for user in node.users if rules.get(user) for k in rules[user].writes)
 
     def _strategies(self, node: fx.Node, axes: Sequence[Axis], sizes: tuple[int, ...]) -> list[Choice]:
         batch = self.analysis.batch.factors(node)

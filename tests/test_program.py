@@ -1,0 +1,256 @@
+"""The compiled module as a user sees it: names, calls, outputs, checkpoints, errors."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import handmade
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from pool import Pools
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from autopar.errors import RunError
+from autopar.runtime.mesh import Mesh
+from autopar.runtime.program import same_on_all_ranks
+
+# torch saves no AdamW state for a parameter that never had a gradient, and asks for it when loading.
+_PARTIAL = partial(DefaultLoadPlanner, allow_partial_load=True)
+
+WORLD = {"one": 1, "data": 2, "zero": 2, "columns": 2, "slice": 2, "grid": 4, "data4": 4}
+
+
+def _names(case: str) -> None:
+    model, compiled = handmade.Network(), handmade.build(case)
+    assert list(compiled.state_dict()) == list(model.state_dict())
+    assert [n for n, _ in compiled.named_parameters()] == [n for n, _ in model.named_parameters()]
+    assert [n for n, _ in compiled.named_buffers()] == [n for n, _ in model.named_buffers()]
+    assert compiled.again.weight is compiled.fc1.weight
+    assert isinstance(compiled.norm, torch.nn.LayerNorm)
+    for name, p in compiled.named_parameters():
+        assert isinstance(p, DTensor) == (WORLD[case] > 1), name
+        assert torch.equal(handmade.full(p), model.get_parameter(name)), name
+    assert type(compiled.calls) is torch.Tensor
+
+
+@pytest.mark.parametrize("case", ["one", "grid"])
+def test_names_and_values_are_the_models(ranks: Pools, case: str) -> None:
+    ranks(WORLD[case]).run(_names, case)
+
+
+def _outputs(case: str, microbatches: int, whole: bool) -> None:
+    model, compiled = handmade.Network(), handmade.build(case, microbatches, whole=whole)
+    batch = handmade.batch()
+    for mode, grad in ((True, True), (False, False), (False, True)):
+        model.train(mode), compiled.train(mode)
+        with torch.set_grad_enabled(grad):
+            expected, found = model(**batch), compiled(**batch)
+        assert list(found) == list(expected)
+        assert found["loss"].requires_grad == grad
+        assert type(found["loss"]) is torch.Tensor
+        for name in expected:
+            torch.testing.assert_close(handmade.full(found[name]), expected[name], rtol=1e-12, atol=1e-14)
+    assert found["logits"].placements == (Shard(0) if case == "zero" and not whole else Replicate(),)
+    assert compiled.calls == 3 * microbatches
+    assert compiled.mesh.streams.step == 3
+    assert all(p.grad is None for p in compiled.parameters())
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(("case", "whole"), [("one", False), ("zero", False), ("zero", True)])
+def test_outputs_in_every_mode(ranks: Pools, case: str, microbatches: int, whole: bool) -> None:
+    ranks(WORLD[case]).run(_outputs, case, microbatches, whole)
+
+
+def _prologue(microbatches: int) -> None:
+    compiled = handmade.build("data", microbatches)
+
+    def count(mesh: Any, w1: Any, b1: Any, w2: Any, b2: Any, idle: Any, calls: Any, scale: Any, x: Any, y: Any) -> tuple:
+        return ((y > 0).sum(),)
+
+    def program(mesh: Any, w1: Any, b1: Any, w2: Any, b2: Any, idle: Any, calls: Any, scale: Any, x: Any, y: Any, n: Any) -> tuple:
+        x = handmade.redistribute(x, mesh, 0, "I", "S0")
+        return handmade.redistribute((x @ w1.t()).sum() / n, mesh, 0, "P", "I"), x, x, calls
+
+    compiled._lowered.prologue = torch.fx.symbolic_trace(count)
+    compiled._lowered.train = torch.fx.symbolic_trace(program)
+    batch = handmade.batch()
+    expected = (batch["x"] @ handmade.Network().fc1.weight.t()).sum() / (batch["y"] > 0).sum()
+    torch.testing.assert_close(compiled(**batch)["loss"], expected)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_prologue_counts_over_all_microbatches(ranks: Pools, microbatches: int) -> None:
+    ranks(2).run(_prologue, microbatches)
+
+
+def _save(case: str, path: str) -> None:
+    compiled = handmade.build(case)
+    optimizer = torch.optim.AdamW(compiled.parameters(), lr=0.01)
+    for step in range(3):
+        compiled(**handmade.batch(step))["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dcp.save({"model": compiled.state_dict(), "optimizer": get_optimizer_state_dict(compiled, optimizer)}, checkpoint_id=path)
+
+
+def _load(case: str, path: str) -> torch.Tensor:
+    compiled = handmade.build(case, seed=7)
+    compiled.scale.copy_(handmade.Network().scale)  # not persistent
+    optimizer = torch.optim.AdamW(compiled.parameters(), lr=0.01)
+    state = {"model": compiled.state_dict(), "optimizer": get_optimizer_state_dict(compiled, optimizer)}
+    dcp.load(state, checkpoint_id=path, planner=_PARTIAL())
+    compiled.load_state_dict(state["model"])
+    set_optimizer_state_dict(compiled, optimizer, state["optimizer"])
+    compiled(**handmade.batch(3))["loss"].backward()
+    optimizer.step()
+    return compiled(**handmade.batch(4))["loss"].detach()
+
+
+def _plain(path: str | None) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = handmade.Network(7 if path else 0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if path:
+        state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.load(state, checkpoint_id=path, planner=_PARTIAL(), no_dist=True)
+        model.load_state_dict(state["model"])
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    for step in range(3) if path is None else ():
+        model(**handmade.batch(step))["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # it is meant
+@pytest.mark.parametrize("case", ["zero", "grid"])
+def test_checkpoints_move_between_programs_and_plain_models(ranks: Pools, case: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "step3")
+        ranks(WORLD[case]).run(_save, case, path)
+        (straight, first), (loaded, second) = _plain(None), _plain(path)
+        for (name, value), (_, other) in zip(straight.state_dict().items(), loaded.state_dict().items(), strict=True):
+            torch.testing.assert_close(other, value, rtol=1e-12, atol=1e-14, msg=name)
+        for p, q in zip(straight.parameters(), loaded.parameters(), strict=True):
+            for name, value in first.state[p].items():
+                torch.testing.assert_close(second.state[q][name], value, rtol=1e-10, atol=1e-16, msg=name)
+        straight(**handmade.batch(3))["loss"].backward()
+        first.step()
+        expected = straight(**handmade.batch(4))["loss"]
+        for other in (case, "columns"):
+            for found in ranks(WORLD[other]).run(_load, other, path):
+                torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
+def _plain_state_dict(case: str) -> None:
+    other, compiled = handmade.Network(3), handmade.build(case)
+    compiled.load_state_dict(other.state_dict())
+    compiled.scale.copy_(other.scale)  # not persistent
+    torch.testing.assert_close(
+        compiled(**handmade.batch())["loss"].detach(), other(**handmade.batch())["loss"].detach(), rtol=1e-13, atol=0
+    )
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        compiled.load_state_dict({**other.state_dict(), "fc1.bias": torch.zeros(3)})
+    with pytest.raises(RuntimeError, match="Missing key"):
+        compiled.load_state_dict({})
+
+
+@pytest.mark.parametrize("case", ["one", "grid"])
+def test_load_a_plain_models_state_dict(ranks: Pools, case: str) -> None:
+    ranks(WORLD[case]).run(_plain_state_dict, case)
+
+
+def _meta(everywhere: bool) -> None:
+    rank, model = dist.get_rank(), handmade.Network(5)
+    if everywhere:
+        with pytest.warns(UserWarning, match=r"8 tensors have no values until they are loaded.*constants.*: calls, scale"):
+            compiled = handmade.build("zero", model=handmade.Network(5).to("meta"))
+        compiled.load_state_dict(model.state_dict())
+        compiled.scale.copy_(model.scale)
+    else:
+        compiled = handmade.build("zero", model=model if rank == 0 else handmade.Network(5).to("meta"))
+    assert compiled.fc1.weight.to_local().device.type == "cpu"
+    torch.testing.assert_close(compiled(**handmade.batch())["loss"], model(**handmade.batch())["loss"], rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_a_model_on_the_meta_device(ranks: Pools, everywhere: bool) -> None:
+    ranks(2).run(_meta, everywhere)
+
+
+def _errors() -> None:
+    compiled, batch = handmade.build("data", 2), handmade.batch()
+    x, y = batch["x"], batch["y"]
+    for arguments, message in [
+        ({"x": x[:6], "y": y}, r"x has size 6 in dim 0, expected 8 .*drop_last=True"),
+        ({"x": x[0], "y": y}, r"x has 1 dims \(6,\), the sample had 2: \(8, 6\)"),
+        ({"x": x.float(), "y": y}, r"x is torch.float32, the sample had torch.float64"),
+        ({"x": x.to("meta"), "y": y}, r"x is on meta, the program runs on cpu"),
+        ({"x": x}, "missing y: the sample had x, y"),
+        ({"x": x, "y": y, "z": y}, "got an argument 'z', the sample had x, y"),
+        ({"x": 3, "y": y}, r"x is 3, the sample had a tensor of shape \(8, 6\)"),
+        ({"x": [x], "y": y}, "x is "),
+    ]:
+        with pytest.raises(RunError, match=message):
+            compiled(**arguments)
+    with pytest.raises(RunError, match="got 1 positional arguments, the sample had 0"):
+        compiled(x, y=y)
+    loss = compiled(y=y, x=x)["loss"]  # an error costs nothing, and the order of keywords does not matter
+    loss.backward(retain_graph=True)
+    with pytest.raises(RunError, match="backpropagated twice"):
+        loss.backward()
+    with pytest.raises(RunError, match=r"stays torch.float64 on cpu, asked for torch.float32"):
+        compiled.float()
+    assert compiled.to("cpu") is compiled
+    with pytest.raises(RunError, match="the plan is not the same on all ranks: rank 1 of 2 differ from rank 0"):
+        same_on_all_ranks(f"{dist.get_rank()}", "the plan")
+    same_on_all_ranks("one", "the plan")
+
+
+def test_errors_name_what_is_wrong(ranks: Pools) -> None:
+    ranks(2).run(_errors)
+
+
+def _odd_plans() -> None:
+    handmade.CASES["odd"] = ((2,), (), None, {"fc1.weight": ("I", "S0")})
+    with pytest.raises(RunError, match=r"parameter fc1.weight: stored as I it cannot be used as S0 \(axis 'a'\)"):
+        handmade.build("odd")
+    handmade.CASES["odd"] = ((2,), (), 0, {"fc1.weight": ("S0", "S0"), "fc1.bias": ("S0", "S0"), "scale": ("I", "S0")})
+    compiled = handmade.build("odd")
+    assert compiled._state.argument("scale").shape == (handmade.OUT // 2,)
+    compiled.scale.fill_(3.0)  # a buffer's slice is a view
+    assert (compiled._state.argument("scale") == 3).all()
+
+
+def test_layouts_of_state(ranks: Pools) -> None:
+    ranks(2).run(_odd_plans)
+
+
+def _print(capsys: pytest.CaptureFixture[str] | None = None) -> str:
+    import contextlib
+    import io
+
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        handmade.build("data").print_program()
+    return text.getvalue()
+
+
+def test_print_program(ranks: Pools) -> None:
+    (text, _) = ranks(2).run(_print)
+    assert "redistribute(x, mesh, 0, 'I', 'S0')" in text
+
+
+def _mesh_without_axes() -> None:
+    assert Mesh((), (), device="cpu").size == 1
+
+
+def test_mesh_without_axes(ranks: Pools) -> None:
+    ranks(1).run(_mesh_without_axes)

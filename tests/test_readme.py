@@ -1,0 +1,108 @@
+"""What README.md says is so: its code runs, the options and errors it lists are the ones there are, its files and make targets exist."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import autopar
+from autopar.search.options import Options
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PLAN, TRAIN, CONSTRAIN = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+UNAVAILABLE = {"schedule", "recompute", "precision"}  # they exist to say that they cannot be planned yet
+
+
+def first_column(header: str) -> list[str]:
+    """The names in the first column of the table whose head begins with ``header``."""
+    table = README[README.index(f"| {header} |") :].split("\n\n")[0]
+    return re.findall(r"^\| `(\w+)`", table, re.MULTILINE)
+
+
+def run(code: list[str], **environment: str) -> str:
+    command = subprocess.run(
+        [sys.executable, *code],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )
+    assert command.returncode == 0, command.stderr[-4000:]
+    return command.stdout
+
+
+def test_planning_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    exec(PLAN, names)
+    assert names["plan"].report().strip() in capsys.readouterr().out
+    assert autopar.Plan.load("plan.json") == names["plan"]
+    exec(CONSTRAIN, names)
+    stored = {name: parameter.stored for name, parameter in names["plan"].parameters.items() if name.endswith("mlp.c_fc.weight")}
+    assert len(stored) == 12
+    assert {repr(layout) for layout in stored.values()} == {"(I, S1)"}
+
+
+def test_training_code_runs(tmp_path: Path) -> None:
+    """The loop, as it stands, on a process group of one."""
+    setup = """
+import torch, transformers, autopar
+world_size, tokens = 1, torch.arange(32).view(2, 16)
+sample = {"input_ids": tokens, "labels": tokens}
+model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=16))
+autopar.plan(model, sample, world_size, progress=False).save("plan.json")
+loader = [sample] * 3
+"""
+    pytest.importorskip("transformers")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import os\nos.chdir({str(tmp_path)!r})\n{setup}\n{TRAIN}\nprint(float(loss))\ntorch.distributed.destroy_process_group()\n"
+    )
+    out = run([str(script)], RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    assert 0 < float(out) < 5
+
+
+def test_demo_matches_one_process() -> None:
+    pytest.importorskip("transformers")
+    sizes = "--ranks 2 --steps 4 --layers 1 --hidden 64 --batch 4 --sequence 16"
+    parallel = '{"tensor": {"size": 2, "mode": "1d"}}'  # left free, a model this small is not split at all
+    out = run([str(ROOT / "examples/train_gpt.py"), *sizes.split(), "--parallel", parallel])
+    assert "column-parallel" in out
+    difference = re.search(r"largest difference .* at any step: (\S+)", out)
+    assert difference is not None, out
+    assert float(difference[1]) < 1e-5
+
+
+def test_options_are_the_ones_there_are() -> None:
+    own = set(inspect.signature(autopar.plan).parameters) - {"model", "sample_input", "world_size", "options"}
+    searched = {field.name for field in dataclasses.fields(Options)} - {"world_size"}
+    assert set(first_column("option")) == (own | searched) - UNAVAILABLE
+
+
+def test_errors_are_the_ones_there_are() -> None:
+    family = {name for name in autopar.__all__ if name.endswith("Error")} - {"AutoparError"}
+    assert set(first_column("error")) == family
+
+
+def test_names_and_files_exist() -> None:
+    used = set(re.findall(r"autopar\.(\w+)", README)) - {"cost_model", "passes"}
+    assert used <= set(autopar.__all__)
+    for path in set(re.findall(r"[\w./]+/[\w./]*\w", re.sub(r"```.*?```", "", README, flags=re.DOTALL))):
+        if re.match(r"(examples|tests|benchmarks|\.ci)/", path):
+            assert (ROOT / path).exists(), path
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"\bmake ([a-z][a-z-]*)", README)) <= targets
