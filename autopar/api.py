@@ -133,14 +133,20 @@ class _Planner:
         """The best plan whose microbatches have ``size`` samples a data-parallel replica."""
         batch, world = _batch_size(self.sample), self.options.world_size
         best: Plan | None = None
-        for degree in [d for d in range(world, 0, -1) if world % d == 0 and batch % (d * size) == 0]:
-            plan = self._search(batch // (degree * size))
+        failure = PlanError(f"data-parallel size x micro_batch_size must divide the batch of {batch}")
+        for degree in self.options.data_degrees():
+            if batch % (degree * size):
+                continue
+            try:
+                plan = self._search(batch // (degree * size))
+            except PlanError as e:
+                failure = e
+                continue
             if plan.data_degree == degree and (best is None or plan.step_time < best.step_time):
                 best = plan
         if best is None:
             raise PlanError(
-                f"micro_batch_size={size}: a batch of {batch} on {world} ranks has no plan with microbatches of {size} samples a replica; "
-                f"data-parallel size x micro_batch_size must divide {batch}"
+                f"micro_batch_size={size}: a batch of {batch} on {world} ranks has no plan with microbatches of {size} samples a replica: {failure}"
             )
         return best
 

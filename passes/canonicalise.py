@@ -17,6 +17,7 @@ from torch.fx.node import map_arg
 from autopar.capture import Captured
 from autopar.errors import CaptureError
 from autopar.graph import arguments, describe, eliminate_dead_code
+from autopar.passes.constants import constants
 from autopar.passes.functionalise import functionalise
 from autopar.passes.inline import drop_checks, inline_regions, stop_gradients
 from autopar.passes.linears import linears
@@ -43,6 +44,7 @@ def canonicalise(captured: Captured) -> Captured:
     updates, notes = _return_updates(captured, written)
     stop_gradients(graph, trainable)
     simplify(graph, trainable)  # before linears and losses, which look for reshapes next to each other
+    constants(graph)  # after simplify, which leaves index ranges short
     linears(graph)
     notes += losses(graph)
     normal_form(graph)  # last of the rewrites, so that these may write arguments as they like

@@ -185,7 +185,7 @@ class _Walk:
 
     def number(self, node: fx.Node) -> Any:
         """The number that a tensor was made of, or None. ``x[0] = 7`` makes one, in different ways on different devices."""
-        while node.target in (aten.lift_fresh_copy.default, aten.detach.default):
+        while node.target in (aten.lift_fresh_copy.default, aten.detach.default, aten.view.default, aten.expand.default):
             node = node.args[0]  # type: ignore[assignment]
         return node.args[0] if node.target is aten.scalar_tensor.default else self.scalars.get(node)
 

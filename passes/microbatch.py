@@ -15,7 +15,7 @@ from autopar.analysis import Analysis
 from autopar.capture import Captured, Input
 from autopar.errors import PlanError
 from autopar.graph import describe, new_node, operands
-from autopar.layout import P, R, S, Type
+from autopar.layout import I, P, R, S, Type
 from autopar.rules import Rule
 from autopar.runtime import kernels
 
@@ -66,37 +66,30 @@ def _types(analysis: Analysis, counts: set[fx.Node], microbatches: int) -> dict[
     """Each tensor's type along time: R (the same for each microbatch), S (its own part), P (a pending sum)."""
     heads = set(analysis.inputs)
     types: dict[fx.Node, Type] = {}
-    fixed: set[fx.Node] = set()  # made from no input and no parameter: what export wrote for a microbatch holds for each
     for node in list(analysis.graph.nodes):
         if node.op == "placeholder":
             dim = analysis.batch.dim(node) if node in heads else None
             types[node] = R if dim is None else S(dim)
-            if node in analysis.state and node not in analysis.differentiable:
-                fixed.add(node)
         elif node.op == "call_function":
             tensors = [n for n, _ in operands(node)]
-            if node in counts or all(n in fixed for n in tensors):
-                types[node] = R
-                fixed.add(node) if node not in counts else None
-            else:
-                types[node] = _type(analysis, node, tensors, types, fixed, microbatches)
+            types[node] = R if node in counts else _type(analysis, node, tensors, types, microbatches)
     return types
 
 
-def _type(analysis: Analysis, node: fx.Node, tensors: list[fx.Node], types: dict[fx.Node, Type], fixed: set[fx.Node], microbatches: int) -> Type:
+def _type(analysis: Analysis, node: fx.Node, tensors: list[fx.Node], types: dict[fx.Node, Type], microbatches: int) -> Type:
     rule = analysis.rules.get(node)
     found = [types[t] for t in tensors]
     if all(t is R for t in found):
         return R
     if rule is None:
         raise PlanError(f"micro_batch_size: {describe(node)} has no rule, so nothing tells that it keeps samples apart; register_rule gives it one")
-    option = _match(rule, found, [t in fixed for t in tensors])
+    option = _match(rule, found)
     if option is None and P in found:
         # What is the same for each microbatch joins a pending sum with a share of itself.
         for k, t in enumerate(tensors):
-            if found[k] is R and t not in fixed:
+            if found[k] is R:
                 trial = [P if i == k else f for i, f in enumerate(found)]
-                if _match(rule, trial, [x in fixed for x in tensors]) is P:
+                if _match(rule, trial) is P:
                     with analysis.graph.inserting_before(node):
                         share = new_node(analysis.graph, aten.mul.Tensor, (t, 1.0 / microbatches), like=t)
                     node.replace_input_with(t, share)
@@ -109,9 +102,10 @@ def _type(analysis: Analysis, node: fx.Node, tensors: list[fx.Node], types: dict
     return option
 
 
-def _match(rule: Rule, found: list[Type], free: list[bool]) -> Type | None:
+def _match(rule: Rule, found: list[Type]) -> Type | None:
+    """The output's type. What is the same for each microbatch is also its own part of the batch: the model made it for a microbatch."""
     for option in rule.options():
-        if option.out.kind != "I" and all(f is i or (is_free and not i.kind == "P") for f, i, is_free in zip(found, option.ins, free, strict=True)):
+        if option.out is not I and all(f is i or (f is R and i is not P) for f, i in zip(found, option.ins, strict=True)):
             return option.out
     return None
 

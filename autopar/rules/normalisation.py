@@ -15,7 +15,7 @@ def layer_norm(call: Call) -> Rule:
     if len(inner) > 1:
         return rule
     # The features may be split too: their statistics, two numbers a row each way, are then summed over the axis.
-    count = 2.0
+    count = 4.0
     for f in rows:
         count *= rule.sizes.get(f, 1)
     sent = Communication("all_reduce", count, rows)
@@ -43,7 +43,7 @@ def batch_norm(call: Call) -> Rule:
         return call.rule(spec, saves=(0,))
     # A split batch or space synchronises its statistics: two numbers a channel each way. Channels stay whole, as every rank updates
     # the running statistics that it keeps.
-    sent = Communication("all_reduce", 2.0 * call.shape[1], ("c",))
+    sent = Communication("all_reduce", 4.0 * call.shape[1], ("c",))
     return call.rule(
         spec,
         whole="c",

@@ -60,8 +60,3 @@ def _signature(block: str, nodes: list[fx.Node], state: Mapping[str, str], kind:
         name = state[node.name].removeprefix(block) if node.name in state else node.target
         signature.append((node.op, name, kind(node), argument(node.args), argument(tuple(sorted(node.kwargs.items())))))
     return tuple(signature)
-
-
-def _kind(node: fx.Node) -> Any:
-    value = node.meta.get("val")
-    return (tuple(value.shape), value.dtype, value.requires_grad) if isinstance(value, torch.Tensor) else None

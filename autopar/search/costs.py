@@ -18,6 +18,7 @@ from autopar.search.strategies import Storage, Strategy, work_share
 
 # Forward-only and backward work, as multiples of the forward's. Attention's backward recomputes its scores.
 _BACKWARD_FLOPS = {"attention": 2.5}
+_STATISTIC = 4  # bytes: kernels send their statistics as float32
 # Parameters synchronise in buckets, which share latencies: preferred to conversions in the graph that cost the same.
 _BUCKETED = 0.99
 
@@ -64,7 +65,7 @@ class Costs:
         return math.prod(n for t, n in zip(layout, self.sizes, strict=True) if t.is_shard)
 
     def _work(self, node: fx.Node, rule: Rule | None, strategies: list[Strategy]) -> np.ndarray:
-        if node.op == "placeholder" or (rule is not None and rule.kind == "view") or not isinstance(node.meta["val"], torch.Tensor):
+        if node.op != "call_function" or (rule is not None and rule.kind == "view") or not isinstance(node.meta["val"], torch.Tensor):
             return np.zeros(len(strategies))
         tensors = [n for n, _ in operands(node)]
         out = self.local_bytes(node, [s.out for s in strategies])
@@ -80,15 +81,17 @@ class Costs:
             back = traffic + out + sum(ins[k] for k in grads)
             total = total + self.compute.seconds(flops * products, back, kind, str(dtype))
         if rule is not None and rule.communication:
-            total = total + np.array([self._kernel_seconds(rule, s, dtype.itemsize) for s in strategies])
+            # Kernels that communicate are composed of several passes over memory, where the operator is one.
+            composed = np.array([any(k and f in rule.communication for f, k in zip(s.factors, s.kernels, strict=True)) for s in strategies])
+            total = total * (1 + composed) + np.array([self._kernel_seconds(rule, s) for s in strategies])
         return self.microbatches * total
 
-    def _kernel_seconds(self, rule: Rule, strategy: Strategy, itemsize: int) -> float:
+    def _kernel_seconds(self, rule: Rule, strategy: Strategy) -> float:
         total = 0.0
         for axis, factor in enumerate(strategy.factors):
             for sent in rule.communication.get(factor, ()) if factor and strategy.kernels[axis] else ():
                 parts = math.prod(n for f, n in zip(strategy.factors, self.sizes, strict=True) if f in sent.factors)
-                total += float(seconds(sent.collective, sent.elements * itemsize / parts, self.axis(axis)))
+                total += float(seconds(sent.collective, sent.elements * _STATISTIC / parts, self.axis(axis)))
         return total
 
     def axis(self, axis: int) -> Axis:

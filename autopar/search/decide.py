@@ -142,8 +142,8 @@ def _names(axes: tuple[Axis, ...], nodes: dict[str, NodePlan], analysis: Analysi
                 if rule is not None and factor is not None and rule.flops:
                     batch, other = (batch + rule.flops, other) if factor in analysis.batch.factors(node) else (batch, other + rule.flops)
             name = "data" if batch > other else "tensor" if other else "replica"
-        names.append(name if name not in names else f"{name}{i}")
-    return tuple(names)
+        names.append(name)
+    return tuple(n if names.count(n) == 1 else f"{n}{names[: i + 1].count(n)}" for i, n in enumerate(names))
 
 
 def _seconds(analysis: Analysis, found: Found) -> dict[str, float]:

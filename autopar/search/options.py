@@ -70,6 +70,12 @@ class Options:
         if self.parallel is not None and self.mesh is not None:
             raise PlanError("parallel= and mesh= both fix the mesh: give one of them")
 
+    def data_degrees(self) -> list[int]:
+        """In how many ways the options let ranks split the batch, the finest first."""
+        if self.parallel is not None:
+            return [math.prod(a.size for a in self.meshes()[0] if a.use == "data")]
+        return [d for d in range(self.world_size, 0, -1) if self.world_size % d == 0]
+
     def meshes(self) -> list[tuple[Axis, ...]]:
         """The meshes that the options leave, slowest axis first."""
         if self.mesh is not None:

@@ -103,6 +103,8 @@ def build(
         if node in vertex_of and node.op == "call_function":
             for k, (operand, _) in enumerate(operands(node)):
                 readers[operand].append((vertex_of[node], k))
+        elif node in vertex_of and node.op == "output":
+            readers[costs.analysis.loss].append((vertex_of[node], 0))
     alike = Counter((vertex_of[n], tuple(sorted(set(ports)))) for n, ports in readers.items() if n in vertex_of)
     groups = []
     for (producer, ports), times in alike.items():

@@ -119,9 +119,11 @@ class Search:
         whole: Layout = (I,) * len(axes)
         found: dict[fx.Node, list[Choice]] = {}
         for node in self.analysis.graph.nodes:
-            if node.op == "output" or self.representative[node] is not node:
+            if self.representative[node] is not node:
                 continue
-            if node in self.analysis.state:
+            if node.op == "output":  # it reads the loss, as the same number on every rank
+                found[node] = [Strategy((whole,), whole)]
+            elif node in self.analysis.state:
                 found[node] = self._storages(node, axes, sizes)
             elif node.op == "placeholder":
                 found[node] = [Strategy((), whole, (None,) * len(axes), (None,) * len(axes))]

@@ -1,0 +1,68 @@
+"""What constants hide: tensors made ``new_…`` from another read nothing of it, and indexing by whole ranges is a reshape.
+
+transformers writes masks as ``mask[batch_index, key_index]`` with ranges for indices. As an indexing it could not be cut along the batch,
+and would tie samples together that have nothing to do with one another.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from autopar.graph import arguments, new_node, rewrite, shape
+
+aten = torch.ops.aten
+_RANGES = 1 << 22  # elements: longer index tensors are not evaluated
+
+
+def constants(graph: fx.Graph) -> None:
+    """Rewrite ``new_zeros`` and its like, and indexing by ranges."""
+    table = {aten.index.Tensor: _index}
+    table |= {op.default: _made for op in (aten.new_zeros, aten.new_ones, aten.new_full)}
+    rewrite(graph, table)
+
+
+def _made(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    found = arguments(node)
+    value = found.get("fill_value", 1 if node.target is aten.new_ones.default else 0)
+    result = node.meta["val"]
+    return new_node(graph, aten.full.default, (list(found["size"]), value), {"dtype": result.dtype, "device": result.device}, like=node, val=result)
+
+
+def _index(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    source, indices = node.args
+    if not isinstance(source, fx.Node) or len(shape(source)) != len(indices) or not all(isinstance(i, fx.Node) for i in indices):  # type: ignore[arg-type]
+        return None
+    out = shape(node)
+    places = [_range_along(index, size, len(out)) for index, size in zip(indices, shape(source), strict=True)]  # type: ignore[arg-type]
+    if None in places or sorted(places) != places or len(set(places)) != len(places):  # type: ignore[type-var]
+        return None
+    expected = [1] * len(out)
+    for place, size in zip(places, shape(source), strict=True):
+        expected[place] = size  # type: ignore[index]
+    return new_node(graph, aten.reshape.default, (source, expected), like=node, val=node.meta["val"]) if tuple(expected) == out else None
+
+
+def _range_along(index: fx.Node, size: int, ndim: int) -> int | None:
+    """The dim of the result along which ``index`` counts 0, 1, …, ``size`` - 1, if that is what it holds."""
+    value = _evaluate(index)
+    if value is None or value.dtype == torch.bool or value.numel() != size:
+        return None
+    if not torch.equal(value.flatten(), torch.arange(size, dtype=value.dtype)):
+        return None
+    wide = [d for d, n in enumerate(value.shape) if n == size] if size > 1 else [value.ndim - 1]
+    return ndim - value.ndim + wide[0] if wide else None
+
+
+def _evaluate(node: fx.Node) -> torch.Tensor | None:
+    """The value of a small tensor made from nothing, on the CPU; None where it depends on anything."""
+    if node.op != "call_function" or not isinstance(node.meta["val"], torch.Tensor) or node.meta["val"].numel() > _RANGES:
+        return None
+    if node.target in (aten.arange.default, aten.arange.start, aten.arange.start_step):
+        return node.target(*node.args, **{**node.kwargs, "device": "cpu"})  # type: ignore[operator]
+    if node.target not in (aten.add.Tensor, aten.reshape.default, aten.unsqueeze.default, aten.to.dtype, aten.expand.default):
+        return None
+    if any(isinstance(a, fx.Node) for a in node.args[1:]):
+        return None
+    source = _evaluate(node.args[0])  # type: ignore[arg-type]
+    return None if source is None else node.target(source, *node.args[1:], **node.kwargs)  # type: ignore[operator]
