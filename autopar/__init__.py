@@ -1,6 +1,6 @@
 """One call turns a single-device PyTorch model into a distributed training program."""
 
-from autopar.api import compile, plan  # noqa: A004 - the name users know from torch
+from autopar.api import compile, plan
 from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, CaptureError, PlanError, RunError
 from autopar.plan import Plan
@@ -9,5 +9,15 @@ from autopar.runtime.clip import clip_grad_norm_
 from autopar.runtime.program import Compiled
 
 __all__ = [
-    "AutoparError", "CaptureError", "Cluster", "Compiled", "Plan", "PlanError", "RunError", "clip_grad_norm_", "compile", "plan", "register_rule",
-]  # fmt: skip
+    "AutoparError",
+    "CaptureError",
+    "Cluster",
+    "Compiled",
+    "Plan",
+    "PlanError",
+    "RunError",
+    "clip_grad_norm_",
+    "compile",
+    "plan",
+    "register_rule",
+]

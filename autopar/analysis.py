@@ -23,7 +23,9 @@ class Analysis:
         nodes = list(captured.graph.nodes)
         self.captured, self.graph = captured, captured.graph
         self.rules: dict[fx.Node, Rule | None] = {n: rule_of(n) for n in nodes if n.op == "call_function"}
-        self.state = {n: kinds[n.name] for n in nodes if n.op == "placeholder" and kinds[n.name].kind in ("parameter", "buffer", "constant")}
+        self.state = {
+            n: kinds[n.name] for n in nodes if n.op == "placeholder" and kinds[n.name].kind in ("parameter", "buffer", "constant")
+        }
         self.inputs = [n for n in nodes if n.op == "placeholder" and kinds[n.name].kind == "input"]
         self.differentiable = needing_grad(nodes, {n for n, i in self.state.items() if captured.state[i.target].requires_grad})
         self.batch = Batch(self.graph, self.rules, self.inputs)

@@ -18,12 +18,13 @@ from autopar.capture import capture
 from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, PlanError, RunError
 from autopar.passes.canonicalise import canonicalise
-from autopar.passes.lower import lower
+from autopar.passes.lower import Lowered, lower
 from autopar.passes.microbatch import accumulate
 from autopar.plan import Plan
 from autopar.report import describe
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.program import Compiled, same_on_all_ranks
+from autopar.runtime.typecheck import check_types
 from autopar.search.decide import best_plan, fingerprint
 from autopar.search.options import Options
 
@@ -62,7 +63,7 @@ def plan(
     return _Planner(model, sample_input, loss_fn, hardware, chosen, progress).run()
 
 
-def compile(  # noqa: A001 - the name users know from torch
+def compile(
     model: nn.Module,
     sample_input: Any,
     world_size: int,
@@ -98,15 +99,31 @@ def compile(  # noqa: A001 - the name users know from torch
     same_on_all_ranks(found, "the model's graph")
     if found != plan.fingerprint:
         raise RunError(f"the plan was made for a graph with fingerprint {plan.fingerprint}, this model and sample give {found}: plan again")
-    lowered = lower(analysis, plan, prologue)
-    mesh = Mesh(plan.mesh_sizes, plan.mesh_names, device)
+    mesh = Mesh(plan.mesh_sizes, plan.mesh_names, None if device.type == "meta" else device)
+    lowered = lower(analysis, plan, prologue, mesh.device)
+    _check_types(analysis, lowered, mesh)
     return Compiled(analysis.captured, plan, lowered, mesh, model=model)
+
+
+def _check_types(analysis: Analysis, lowered: Lowered, mesh: Mesh) -> None:
+    """The second opinion: another type system must infer the layouts that the plan claims."""
+    if mesh.size == 1:
+        return
+    trainable = {n.name for n in analysis.differentiable}
+    values, layouts = [], []
+    for n in lowered.train.graph.nodes:
+        if n.op == "placeholder" and n.name != "mesh":
+            values.append(torch.empty(n.meta["local"], dtype=n.meta["val"].dtype, device="meta", requires_grad=n.name in trainable))
+            layouts.append(n.meta["layout"])
+    check_types(lowered.train, mesh, values, layouts)
 
 
 class _Planner:
     """One call of plan(): captures for each number of microbatches tried, and searches."""
 
-    def __init__(self, model: nn.Module, sample: Any, loss_fn: LossFunction | None, cluster: Cluster, options: Options, progress: bool) -> None:
+    def __init__(
+        self, model: nn.Module, sample: Any, loss_fn: LossFunction | None, cluster: Cluster, options: Options, progress: bool
+    ) -> None:
         self.model, self.sample, self.loss_fn, self.cluster, self.options = model, sample, loss_fn, cluster, options
         self.bar = tqdm(desc="planning", unit=" steps", disable=not progress, leave=False)
 
@@ -146,7 +163,7 @@ class _Planner:
                 best = plan
         if best is None:
             raise PlanError(
-                f"micro_batch_size={size}: a batch of {batch} on {world} ranks has no plan with microbatches of {size} samples a replica: {failure}"
+                f"micro_batch_size={size}: a batch of {batch} on {world} ranks has no plan with {size} samples a microbatch: {failure}"
             )
         return best
 
@@ -170,7 +187,9 @@ def _analyse(model: nn.Module, sample: Any, loss_fn: LossFunction | None, microb
     """The graph of one microbatch, and the graph of what is counted over the batch before."""
     if microbatches > 1:
         size = _batch_size(sample)
-        sample = tree_map(lambda x: x[: size // microbatches] if isinstance(x, torch.Tensor) and x.ndim and x.shape[0] == size else x, sample)
+        sample = tree_map(
+            lambda x: x[: size // microbatches] if isinstance(x, torch.Tensor) and x.ndim and x.shape[0] == size else x, sample
+        )
     modes = {module: module.training for module in model.modules()}
     try:
         if not model.training:  # what is planned is training; eval() is a pass
@@ -210,7 +229,9 @@ def _cluster(cluster: Any, model: nn.Module) -> Cluster:
         return cluster
     if cluster is None:
         if (device := _device(model).type) != "cpu":
-            raise PlanError(f"the model is on {device}: say what it will train on, cluster= one of {', '.join(Cluster.presets())}, or a file")
+            raise PlanError(
+                f"the model is on {device}: say what it will train on, cluster= one of {', '.join(Cluster.presets())}, or a file"
+            )
         cluster = "cpu"
     return Cluster.load(cluster)
 
@@ -224,9 +245,12 @@ def _join_group(world_size: int, device: torch.device) -> None:
         elif world_size == 1:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         else:
-            raise RunError(f"compile(world_size={world_size}) needs {world_size} processes: start the script with torchrun --nproc-per-node {world_size}")
-    if dist.get_world_size() != world_size:
-        raise RunError(f"compile was asked for world_size={world_size}, the process group has {dist.get_world_size()} ranks: pass world_size={dist.get_world_size()}")
+            raise RunError(
+                f"compile(world_size={world_size}) needs {world_size} processes: start it with torchrun --nproc-per-node {world_size}"
+            )
+    ranks = dist.get_world_size()
+    if ranks != world_size:
+        raise RunError(f"compile was asked for world_size={world_size}, the process group has {ranks} ranks: pass world_size={ranks}")
 
 
 def _plan_on_rank_0(model: nn.Module, sample: Any, world_size: int, **options: Any) -> Plan:

@@ -151,6 +151,13 @@ def carries_grad(node: fx.Node, needing: Collection[fx.Node]) -> bool:
     return any(n in needing for n in node.all_input_nodes)
 
 
+def permutation(node: fx.Node) -> list[int]:
+    """Which operand dim each output dim of a permute, transpose, movedim or the like is: read off a meta tensor of distinct sizes."""
+    rank = len(shape(node.args[0]))  # type: ignore[arg-type]
+    probe = torch.empty(tuple(range(2, 2 + rank)), device="meta")
+    return [n - 2 for n in node.target(probe, *node.args[1:], **node.kwargs).shape]  # type: ignore[operator]
+
+
 def set_device(graph: fx.Graph, device: torch.device) -> None:
     """Let the calls that make tensors out of nothing (arange, zeros) make them on ``device``."""
     for node in graph.nodes:

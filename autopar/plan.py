@@ -129,7 +129,8 @@ class Plan:
 def _to_data(plan: Plan) -> dict[str, Any]:
     data = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
     data["nodes"] = {
-        name: {"in": [show(i) for i in n.ins], "out": show(n.out), "factors": list(n.factors), "kernels": list(n.kernels)} for name, n in plan.nodes.items()
+        name: {"in": [show(i) for i in n.ins], "out": show(n.out), "factors": list(n.factors), "kernels": list(n.kernels)}
+        for name, n in plan.nodes.items()
     }
     data["parameters"] = {name: {"stored": show(p.stored), "used": show(p.used)} for name, p in plan.parameters.items()}
     return data
@@ -137,11 +138,14 @@ def _to_data(plan: Plan) -> dict[str, Any]:
 
 def _from_data(data: dict[str, Any]) -> Plan:
     nodes = {
-        name: NodePlan(tuple(parse(i) for i in n["in"]), parse(n["out"]), tuple(n["factors"]), tuple(n["kernels"])) for name, n in data["nodes"].items()
+        name: NodePlan(tuple(parse(i) for i in n["in"]), parse(n["out"]), tuple(n["factors"]), tuple(n["kernels"]))
+        for name, n in data["nodes"].items()
     }
     parameters = {name: ParameterPlan(parse(p["stored"]), parse(p["used"])) for name, p in data["parameters"].items()}
     conversions = {
-        name: {wanted: tuple((int(a), repr(parse_type(s)), repr(parse_type(t))) for a, s, t in steps) for wanted, steps in by_layout.items()}
+        name: {
+            wanted: tuple((int(a), repr(parse_type(s)), repr(parse_type(t))) for a, s, t in steps) for wanted, steps in by_layout.items()
+        }
         for name, by_layout in data["conversions"].items()
     }
     tuples = {key: tuple(data[key]) for key in ("mesh_sizes", "mesh_names", "notes")}

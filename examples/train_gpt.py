@@ -29,7 +29,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4, help="local ranks to start; under torchrun, torchrun decides")
     parser.add_argument("--model", choices=("llama", "gpt2"), default="llama", help="transformers class to train")
-    parser.add_argument("--steps", type=int, default=300, help="optimiser steps")
+    parser.add_argument("--steps", type=int, default=250, help="optimiser steps")
     parser.add_argument("--layers", type=int, default=4, help="transformer blocks")
     parser.add_argument("--hidden", type=int, default=128, help="hidden dim; heads are 32 wide")
     parser.add_argument("--batch", type=int, default=16, help="sequences in the global batch")

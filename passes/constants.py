@@ -26,20 +26,27 @@ def _made(graph: fx.Graph, node: fx.Node) -> fx.Node:
     found = arguments(node)
     value = found.get("fill_value", 1 if node.target is aten.new_ones.default else 0)
     result = node.meta["val"]
-    return new_node(graph, aten.full.default, (list(found["size"]), value), {"dtype": result.dtype, "device": result.device}, like=node, val=result)
+    return new_node(
+        graph, aten.full.default, (list(found["size"]), value), {"dtype": result.dtype, "device": result.device}, like=node, val=result
+    )
 
 
 def _index(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    source, indices = node.args
-    if not isinstance(source, fx.Node) or len(shape(source)) != len(indices) or not all(isinstance(i, fx.Node) for i in indices):  # type: ignore[arg-type]
+    found = arguments(node)
+    source: fx.Node = found["self"]
+    indices: list[fx.Node | None] = list(found["indices"])
+    if len(shape(source)) != len(indices):
         return None
     out = shape(node)
-    places = [_range_along(index, size, len(out)) for index, size in zip(indices, shape(source), strict=True)]  # type: ignore[arg-type]
-    if None in places or sorted(places) != places or len(set(places)) != len(places):  # type: ignore[type-var]
-        return None
+    places: list[int] = []
+    for index, size in zip(indices, shape(source), strict=True):
+        place = None if index is None else _range_along(index, size, len(out))
+        if place is None or place <= max(places, default=-1):
+            return None
+        places.append(place)
     expected = [1] * len(out)
     for place, size in zip(places, shape(source), strict=True):
-        expected[place] = size  # type: ignore[index]
+        expected[place] = size
     return new_node(graph, aten.reshape.default, (source, expected), like=node, val=node.meta["val"]) if tuple(expected) == out else None
 
 

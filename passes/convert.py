@@ -14,7 +14,10 @@ from autopar.runtime.collectives import redistribute
 
 
 def insert_conversions(graph: fx.Graph, plan: Plan, loss: int) -> None:
-    """Give every consumer its operands in the layouts of the plan, and the loss (output number ``loss``) as I. Adds the placeholder ``mesh``."""
+    """Give every consumer its operands in the layouts of the plan, and the loss (output number ``loss``) as I.
+
+    Adds the placeholder ``mesh``, first of all.
+    """
     first = next(iter(graph.nodes))
     with graph.inserting_before(first):
         mesh = graph.placeholder("mesh")

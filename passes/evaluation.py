@@ -23,8 +23,8 @@ _SWITCHES: dict[Any, tuple[int, Any]] = {
 
 
 def evaluation(graph: fx.Graph) -> fx.Graph:
-    """A copy of ``graph`` that evaluates; the buffers' new values are their old ones."""
-    copy, copies = fx.Graph(), {}
+    """A copy of ``graph`` that evaluates. Its new values of buffers are not for keeping."""
+    copy, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     copy.output(copy.graph_copy(graph, copies))
     for node in copy.nodes:
         if node.target in _SWITCHES and node.op == "call_function":

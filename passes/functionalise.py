@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from autopar.errors import CaptureError
-from autopar.graph import arguments, carries_grad, describe, new_node, operands, set_operand, shape
+from autopar.graph import arguments, carries_grad, describe, new_node, operands, permutation, set_operand, shape
 
 aten = torch.ops.aten
 
@@ -243,8 +243,8 @@ def _storage(node: Any) -> Any:
 
 def _alike(view: fx.Node, base: fx.Node) -> bool:
     """Whether a view shows all of its base as it is, gradient included."""
-    if view.target is aten.detach.default:
-        return False
+    if view.target in (aten.detach.default, aten.dropout.default):
+        return view.target is aten.dropout.default  # which is only here where it returns its operand
     a, b = view.meta["val"], base.meta["val"]
     return a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset() and a.dtype == b.dtype
 
@@ -254,7 +254,7 @@ def _back(view: fx.Node, base: fx.Node, new: fx.Node) -> tuple[Any, tuple[Any, .
 
 
 def _permute_back(view: fx.Node, base: fx.Node, new: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    dims = [d % len(view.args[1]) for d in view.args[1]]  # type: ignore[arg-type,union-attr,operator]
+    dims = permutation(view)
     return aten.permute.default, (new, sorted(range(len(dims)), key=dims.__getitem__))
 
 
@@ -269,9 +269,13 @@ _UNDO: dict[Any, _Undo] = {
     aten.select.int: lambda view, base, new: (aten.select_scatter.default, (base, new, *view.args[1:])),
     aten.diagonal.default: lambda view, base, new: (aten.diagonal_scatter.default, (base, new, *view.args[1:])),
     aten.narrow.default: _narrow_back,
-    aten.transpose.int: lambda view, base, new: (aten.transpose.int, (new, *view.args[1:])),
-    aten.t.default: lambda view, base, new: (aten.t.default, (new,)),
-    aten.permute.default: _permute_back,
+    **dict.fromkeys(
+        (
+            aten.permute.default, aten.transpose.int, aten.t.default, aten.mT.default, aten.numpy_T.default, aten.swapaxes.default,
+            aten.swapdims.default, aten.movedim.int, aten.movedim.intlist, aten.moveaxis.int, aten.moveaxis.intlist,
+        ),
+        _permute_back,
+    ),
     **dict.fromkeys(
         (
             aten.view.default, aten.view_as.default, aten._unsafe_view.default, aten.reshape.default, aten.reshape_as.default,

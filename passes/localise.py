@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -35,7 +36,7 @@ def _splits(chosen: NodePlan, sizes: Sequence[int]) -> dict[str, int]:
     return {f: math.prod(n for g, n in zip(chosen.factors, sizes, strict=True) if g == f) for f in chosen.factors if f is not None}
 
 
-def _set(node: fx.Node, name: str, value: object) -> None:
+def _set(node: fx.Node, name: str, value: Any) -> None:
     for place, (parameter, _, keyword_only) in enumerate(signature(node.target)):  # type: ignore[arg-type]
         if parameter == name:
             if place < len(node.args) and not keyword_only:

@@ -8,6 +8,7 @@ import torch
 import torch.fx as fx
 
 from autopar.analysis import Analysis
+from autopar.graph import set_device
 from autopar.layout import Layout
 from autopar.passes.choose_kernels import choose_kernels
 from autopar.passes.convert import insert_conversions
@@ -34,8 +35,8 @@ class Lowered:
     input_batch_dims: tuple[int | None, ...]
 
 
-def lower(analysis: Analysis, plan: Plan, prologue: fx.Graph | None = None) -> Lowered:
-    """The local programs of ``plan``.
+def lower(analysis: Analysis, plan: Plan, prologue: fx.Graph | None = None, device: torch.device | None = None) -> Lowered:
+    """The local programs of ``plan``, to run on ``device`` (the one it was captured on, unless given).
 
     Raises:
         PlanError: the plan does not fit the graph.
@@ -46,6 +47,8 @@ def lower(analysis: Analysis, plan: Plan, prologue: fx.Graph | None = None) -> L
     tensors = [n for n in analysis.outputs[: captured.out_spec.num_leaves] if isinstance(n, fx.Node)]
     updates = analysis.outputs[captured.out_spec.num_leaves :]
     next(iter(reversed(graph.nodes))).args = (tuple(copies[n] for n in (*tensors, *updates)),)
+    device = device or _device(analysis)
+    set_device(graph, device)  # what was traced on meta makes its constants where the program runs
     # Conversions come first: they need the global graph, whose layouts are all that the plan speaks of.
     insert_conversions(graph, plan, tensors.index(analysis.loss))
     verify_layouts(graph)
@@ -53,12 +56,12 @@ def lower(analysis: Analysis, plan: Plan, prologue: fx.Graph | None = None) -> L
     choose_kernels(graph)
     # Shapes become local last of all that changes operators, as kernels have none written in them.
     localise(graph, rules, plan.mesh_sizes)
-    verify_shapes(graph, plan.mesh_sizes)
+    verify_shapes(graph, plan.mesh_sizes, device)
     outputs = next(iter(reversed(graph.nodes))).args[0][: len(tensors)]  # type: ignore[index]
     return Lowered(
         train=_module(graph, "Train"),
         evaluate=_module(evaluation(graph), "Evaluate"),
-        prologue=_module(_with_mesh(prologue), "Prologue") if prologue is not None else None,
+        prologue=_module(_on_device(prologue, device), "Prologue") if prologue is not None else None,
         state=tuple(analysis.state[n].target for n in analysis.state),
         output_layouts=tuple(n.meta["layout"] for n in outputs),
         output_batch_dims=tuple(analysis.batch.dim(n) for n in tensors),
@@ -70,7 +73,12 @@ def _module(graph: fx.Graph, name: str) -> fx.GraphModule:
     return fx.GraphModule(torch.nn.Module(), graph, name)
 
 
-def _with_mesh(graph: fx.Graph) -> fx.Graph:
+def _device(analysis: Analysis) -> torch.device:
+    return next(iter(analysis.graph.nodes)).meta["val"].device
+
+
+def _on_device(graph: fx.Graph, device: torch.device) -> fx.Graph:
+    set_device(graph, device)
     with graph.inserting_before(next(iter(graph.nodes))):
         graph.placeholder("mesh")
     return graph

@@ -82,7 +82,9 @@ def _type(analysis: Analysis, node: fx.Node, tensors: list[fx.Node], types: dict
     if all(t is R for t in found):
         return R
     if rule is None:
-        raise PlanError(f"micro_batch_size: {describe(node)} has no rule, so nothing tells that it keeps samples apart; register_rule gives it one")
+        raise PlanError(
+            f"micro_batch_size: {describe(node)} has no rule, so nothing tells that it keeps samples apart; register_rule gives it one"
+        )
     option = _match(rule, found)
     if option is None and P in found:
         # What is the same for each microbatch joins a pending sum with a share of itself.
@@ -96,7 +98,9 @@ def _type(analysis: Analysis, node: fx.Node, tensors: list[fx.Node], types: dict
                     types[share] = P
                     return P
     if option is None:
-        raise PlanError(f"micro_batch_size: {describe(node)} mixes samples, so the loss of the batch is no sum over microbatches; leave micro_batch_size out")
+        raise PlanError(
+            f"micro_batch_size: {describe(node)} mixes samples, so losses of microbatches do not add up; leave micro_batch_size out"
+        )
     if option is P and node.target is aten.mean.dim:
         types[_scale(analysis.graph, node, microbatches)] = P
     return option

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from autopar.errors import CaptureError
-from autopar.graph import Rewrite, arguments, describe, needing_grad, new_node, replace, rewrite, shape
+from autopar.graph import Rewrite, arguments, describe, needing_grad, new_node, permutation, replace, rewrite, shape
 from autopar.passes.functionalise import is_identity
 
 aten = torch.ops.aten
@@ -114,11 +114,7 @@ def _narrow(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
 
 
 def _permute(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    """movedim, swapaxes and ``.T`` as permute: which dim went where is read off a meta tensor of distinct sizes."""
-    x = node.args[0]
-    probe = torch.empty(tuple(range(2, 2 + len(shape(x)))), device="meta")  # type: ignore[arg-type]
-    moved = node.target(probe, *node.args[1:], **node.kwargs)  # type: ignore[operator]
-    dims = [n - 2 for n in moved.shape]
+    x, dims = node.args[0], permutation(node)
     if dims == sorted(dims):
         return x  # type: ignore[return-value]
     return new_node(graph, aten.permute.default, (x, dims), like=node, val=node.meta["val"])

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
 
 from autopar.errors import PlanError
-from autopar.graph import describe, operands
+from autopar.graph import arguments, describe, operands
 from autopar.layout import Type, local_shape, movable, parse_type, show
 from autopar.runtime.collectives import redistribute
 
@@ -26,19 +26,22 @@ def verify_layouts(graph: fx.Graph) -> None:
             tensors = [t for t, _ in operands(node) if t.meta.get("layout") is not None]
             for tensor, wanted in zip(tensors, node.meta["plan"].ins, strict=True):
                 if tensor.meta["layout"] != wanted:
-                    raise PlanError(f"{describe(node)} wants {tensor.name} as {show(wanted)}, it is {show(tensor.meta['layout'])}: the plan is damaged, plan again")
+                    raise PlanError(
+                        f"{describe(node)} wants {tensor.name} as {show(wanted)}, it is {show(tensor.meta['layout'])}: plan again"
+                    )
 
 
 def _verify_step(node: fx.Node) -> None:
-    tensor, _, axis, src, dst = node.args
-    before = tensor.meta["layout"]  # type: ignore[union-attr]
+    found = arguments(node)
+    tensor, axis, src, dst = found["x"], found["axis"], found["src"], found["dst"]
+    before = tensor.meta["layout"]
     target: Type = parse_type(str(dst))
     after = tuple(target if a == axis else t for a, t in enumerate(before))
-    if repr(before[axis]) != src or node.meta["layout"] != after or not movable(before, axis, target):  # type: ignore[index]
-        raise PlanError(f"conversion of {tensor} from {show(before)} along axis {axis} ({src} to {dst}) is not possible: the plan is damaged, plan again")
+    if repr(before[axis]) != src or node.meta["layout"] != after or not movable(before, axis, target):
+        raise PlanError(f"conversion of {tensor} from {show(before)} along axis {axis} ({src} to {dst}) is not possible: plan again")
 
 
-def verify_shapes(graph: fx.Graph, sizes: Sequence[int]) -> None:
+def verify_shapes(graph: fx.Graph, sizes: Sequence[int], device: torch.device) -> None:
     """Run each operator on fake tensors of the local shapes: it accepts them, and returns the shape that its layout says."""
     # A mode of its own: the captured tensors' mode has other shapes under the same symbols.
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -49,7 +52,7 @@ def verify_shapes(graph: fx.Graph, sizes: Sequence[int]) -> None:
             val = n.meta["val"]
             if isinstance(val, torch.Tensor):
                 with fake:
-                    values[n] = torch.empty(local_shape(val.shape, n.meta["layout"], sizes), dtype=val.dtype, device=val.device)
+                    values[n] = torch.empty(local_shape(val.shape, n.meta["layout"], sizes), dtype=val.dtype, device=device)
             else:
                 values[n] = val
         return values[n]

@@ -73,34 +73,35 @@ class Attention(nn.Module):
 
 
 class Language(nn.Module):
-    """Token and position embeddings, a head tied to the first, ignored targets and smoothed labels."""
+    """Token and position embeddings, a head tied to the first, class weights, ignored targets and smoothed labels."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(12, 8, padding_idx=0), nn.Embedding(8, 8)
         self.body = nn.Linear(8, 8)
+        self.register_buffer("balance", torch.rand(12) + 0.5)
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         x = self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
         logits = F.linear(torch.tanh(self.body(x)), self.tokens.weight)
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=3, label_smoothing=0.1)
+        shifted, targets = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        loss = F.cross_entropy(shifted, targets, self.balance, ignore_index=3, label_smoothing=0.1)
         return {"loss": loss, "logits": logits}
 
 
 class Convolutions(nn.Module):
-    """Grouped and plain convolutions, batch norm, pooling, class weights."""
+    """Grouped and plain convolutions, batch norm and pooling."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1, groups=4, bias=False)
         self.norm, self.head = nn.BatchNorm2d(8), nn.Linear(8, 4)
-        self.register_buffer("balance", torch.rand(4) + 0.5)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         x = F.max_pool2d(F.relu(self.norm(self.first(x))), 2)
         x = F.adaptive_avg_pool2d(x + self.second(x), 1)
         logits = self.head(x.flatten(1))
-        return {"loss": F.cross_entropy(logits, labels, weight=self.balance), "logits": logits}
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
 class Residual(nn.Module):

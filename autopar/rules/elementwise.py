@@ -6,7 +6,9 @@ from autopar.rules.registry import Call, register_rule
 from autopar.rules.rule import Rule
 
 # The operand the backward reads: its input (0), its output (-1), or nothing. All are nonlinear.
-_INPUT = "gelu silu pow log abs sin cos erf square clamp clamp_min clamp_max hardtanh hardswish softplus mish log1p log2 leaky_relu elu selu"
+_INPUT = (
+    "gelu silu pow log abs sin cos erf square clamp clamp_min clamp_max hardtanh hardswish softplus mish log1p log2 leaky_relu elu selu"
+)
 _OUTPUT = "relu tanh sigmoid exp rsqrt sqrt reciprocal expm1"
 _NOTHING = """sign floor ceil round trunc logical_not bitwise_not isnan isinf isfinite eq ne lt le gt ge logical_and logical_or
 logical_xor bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__ remainder fmod floor_divide triu_indices"""
@@ -36,7 +38,9 @@ def comparison(call: Call) -> Rule | None:
 def linear_unary(call: Call) -> Rule:
     # A conversion to an integer rounds, so a pending sum may not pass it.
     linear = call.node.meta["val"].dtype.is_floating_point and call.inputs[0].meta["val"].dtype.is_floating_point
-    return call.rule("... -> ..." if linear else "~... -> ...", kind="view" if call.name in ("aten.alias", "aten.detach") else "elementwise")
+    return call.rule(
+        "... -> ..." if linear else "~... -> ...", kind="view" if call.name in ("aten.alias", "aten.detach") else "elementwise"
+    )
 
 
 @register_rule("aten.add", "aten.sub", "aten.rsub")

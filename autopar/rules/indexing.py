@@ -41,7 +41,11 @@ def index(call: Call) -> Rule | None:
     """Advanced indexing by adjacent dims: the indexed dims are whole, the indices broadcast."""
     given = call["indices"]
     places = [d for d, i in enumerate(given) if isinstance(i, fx.Node)]
-    if not places or places != list(range(places[0], places[-1] + 1)) or any(i.meta["val"].dtype.is_floating_point for i in call.inputs[1:]):
+    if (
+        not places
+        or places != list(range(places[0], places[-1] + 1))
+        or any(i.meta["val"].dtype.is_floating_point for i in call.inputs[1:])
+    ):
         return None
     if any(str(i.meta["val"].dtype) == "torch.bool" for i in call.inputs[1:]):
         return None
@@ -53,7 +57,12 @@ def index(call: Call) -> Rule | None:
     out = " ".join([*(f"d{d}" for d in before), *names, *(f"d{d}" for d in after)])
     indices = [" ".join(names[broadcast - len(s) :]) for s in call.shapes[1:]]
     sizes = {f"b{i}": n for i, n in enumerate(call.shape[len(before) : len(before) + broadcast])}
-    return call.rule(", ".join([source, *("~" + i for i in indices)]) + f" -> {out}", whole=[f"v{d}" for d in places], sizes=sizes, saves=tuple(range(1, len(call.inputs))))
+    return call.rule(
+        ", ".join([source, *("~" + i for i in indices)]) + f" -> {out}",
+        whole=[f"v{d}" for d in places],
+        sizes=sizes,
+        saves=tuple(range(1, len(call.inputs))),
+    )
 
 
 @register_rule("aten.zeros", "aten.ones", "aten.full", "aten.new_zeros", "aten.new_ones", "aten.new_full", "aten.empty", "aten.new_empty")
@@ -83,4 +92,6 @@ def one_hot(call: Call) -> Rule:
 @register_rule("aten.arange", "aten.scalar_tensor", "aten.lift_fresh_copy")
 def sequence(call: Call) -> Rule:
     names = [f"d{d}" for d in range(len(call.shape))]
-    return call.rule(f"{', '.join(['~' + ' '.join(names)] * len(call.inputs))} -> {' '.join(names)}", whole=names, flops=0.0 * math.prod(call.shape))
+    return call.rule(
+        f"{', '.join(['~' + ' '.join(names)] * len(call.inputs))} -> {' '.join(names)}", whole=names, flops=0.0 * math.prod(call.shape)
+    )

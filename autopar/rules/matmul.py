@@ -30,7 +30,9 @@ def matmul(call: Call) -> Rule:
 
 @register_rule("aten.baddbmm")
 def baddbmm(call: Call) -> Rule:
-    return call.rule("... i j + ... i k, ... k j -> ... i j", flops=2.0 * math.prod(call.shape) * call.shapes[1][-1], kind="matmul", saves=(1, 2))
+    return call.rule(
+        "... i j + ... i k, ... k j -> ... i j", flops=2.0 * math.prod(call.shape) * call.shapes[1][-1], kind="matmul", saves=(1, 2)
+    )
 
 
 @register_rule("aten.addmm")

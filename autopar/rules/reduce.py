@@ -26,14 +26,16 @@ def mean(call: Call) -> Rule:
     return call.rule(spec, kernels={f"d{d}": "mean" for d in dims})
 
 
-@register_rule("aten.amax", "aten.amin", "aten.var", "aten.std", "aten.logsumexp", "aten.any", "aten.all", "aten.prod", "aten.argmax", "aten.argmin")
+@register_rule(
+    "aten.amax", "aten.amin", "aten.var", "aten.std", "aten.logsumexp", "aten.any", "aten.all", "aten.prod", "aten.argmax", "aten.argmin"
+)
 def whole_reduction(call: Call) -> Rule | None:
     dims, spec = _reduced(call)
     return call.rule("~" + spec, whole=[f"d{d}" for d in dims], saves=(0,))
 
 
 @register_rule("aten.linalg_vector_norm", "aten.norm")
-def norm(call: Call) -> Rule:
+def norm(call: Call) -> Rule | None:
     return whole_reduction(call)
 
 

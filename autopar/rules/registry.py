@@ -38,7 +38,7 @@ class Call:
         return self.arguments[name]
 
     def dims(self, name: str, ndim: int | None = None) -> list[int]:
-        """The argument ``name`` as non-negative dims of an operand (the first one's, unless ``ndim`` says otherwise); all where none are given."""
+        """The argument ``name`` as non-negative dims of an operand (the first's, or of one with ``ndim``); all if none is given."""
         value, n = self.arguments.get(name), len(self.shapes[0]) if ndim is None else ndim
         if value is None or value == []:
             return list(range(n))

@@ -113,7 +113,8 @@ def make_rule(spec: str, shapes: Sequence[Sequence[int]], output: Sequence[int],
     cut at the ones missing (an absent bias). Other keywords are fields of :class:`Rule`.
     """
     left, right = spec.split("->")
-    texts, terms = [], []
+    texts: list[str] = []
+    terms: list[frozenset[int]] = []
     for term in left.split("+"):
         members = []
         for text in term.split(","):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from autopar.rules.registry import Call, register_rule
 from autopar.rules.rule import Dim, Rule
@@ -23,7 +24,7 @@ def factorise(before: Sequence[int], after: Sequence[int]) -> tuple[tuple[Dim, .
         if kept[-1] % b == 0 and kept[-1] != b:
             kept.append(b)
     kept.reverse()
-    sizes = {f"f{b}": upper // b for b, upper in zip(kept, kept[1:], strict=False)}
+    sizes = {f"f{b}": upper // b for b, upper in pairwise(kept)}
     return _products(before, kept), _products(after, kept), sizes
 
 
@@ -52,8 +53,13 @@ def reshape(call: Call) -> Rule | None:
         return None
     before, after, sizes = factorise(call.shapes[0], call.shape)
     # A factor whose size is not the product its dim needs lies across dims: whole.
-    whole = {f for dims, shape in ((before, call.shapes[0]), (after, call.shape)) for d, n in zip(dims, shape, strict=True)
-             if math.prod(sizes[f] for f in d) != n for f in d}
+    whole = {
+        f
+        for dims, shape in ((before, call.shapes[0]), (after, call.shape))
+        for d, n in zip(dims, shape, strict=True)
+        if math.prod(sizes[f] for f in d) != n
+        for f in d
+    }
     shape_argument = {"aten.view": "size", "aten._unsafe_view": "size", "aten.reshape": "shape", "aten.unflatten": "sizes"}.get(call.name)
     return Rule((before,), after, sizes, (frozenset({0}),), frozenset(whole), kind="view", shape_argument=shape_argument)
 
@@ -96,7 +102,9 @@ def along_one_dim(call: Call) -> Rule:
     spec = _names(range(len(call.shape)))
     outer = " ".join(f"o{d}" if d in dims and not full else f"d{d}" for d in range(len(call.shape)))
     linear = "" if call.name != "aten.cumprod" else "~"
-    inputs = " + ".join([linear + spec] + [" ".join(f"p{d}" if d in dims else f"d{d}" for d in range(len(call.shape)))] * (len(call.inputs) - 1))
+    inputs = " + ".join(
+        [linear + spec] + [" ".join(f"p{d}" if d in dims else f"d{d}" for d in range(len(call.shape)))] * (len(call.inputs) - 1)
+    )
     whole = () if full else [f"{p}{d}" for d in dims for p in "dop"]
     return call.rule(f"{inputs} -> {outer}", whole=whole, kind="view" if call.name in ("aten.slice", "aten.narrow") else "elementwise")
 
@@ -151,5 +159,5 @@ def repeat(call: Call) -> Rule:
     return call.rule(f"{inputs} -> {_names(range(n))}", whole=[f"{p}{d}" for d in range(n) if d not in same for p in "di"])
 
 
-def _names(dims: Sequence[int] | object) -> str:
-    return " ".join(f"d{d}" for d in dims)  # type: ignore[attr-defined]
+def _names(dims: Iterable[int]) -> str:
+    return " ".join(f"d{d}" for d in dims)

@@ -106,7 +106,9 @@ def _over_the_world(sizes: tuple[int, ...], names: tuple[str, ...], device_type:
             f"start {math.prod(sizes)} processes, or plan for world_size={dist.get_world_size()}"
         )
     # One for each shape, as long as the default group lives: DTensor keeps results by mesh, and equal meshes count as one.
-    known = _MESHES.setdefault(dist.group.WORLD, {})
+    world = dist.group.WORLD
+    assert world is not None
+    known = _MESHES.setdefault(world, {})
     key = (device_type, sizes, names)
     if key not in known:
         known[key] = init_device_mesh(device_type, sizes or (1,), mesh_dim_names=names or ("rank",))

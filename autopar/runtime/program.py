@@ -95,17 +95,19 @@ class Compiled(nn.Module):
         self._gather.open()
         state = [self._state.argument(name) for name in self._lowered.state]
         parts = [inputs] if self._parts is None else [self._parts.select(inputs, part) for part in range(self._plan.microbatches)]
-        extra = self._counted(state, parts)
+        extra = self._counted(parts)
         outputs = self._whole(state, inputs, extra) if self._parts is None else self._in_parts(self._parts, state, parts, extra)
         if not any(output.requires_grad for output in outputs):
             self._gather.close()
         return self._results.build(self._presented(outputs))
 
-    def _counted(self, state: list[torch.Tensor], parts: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    def _counted(self, parts: list[list[torch.Tensor]]) -> list[torch.Tensor]:
         """What each microbatch must know of all of them."""
         prologue = self._lowered.prologue
         if prologue is None:
             return []
+        # It counts over the whole batch on every rank, so it takes buffers (class weights) whole, however the graph cuts them.
+        state = [self._state.buffers[name] if name in self._state.buffers else self._state.argument(name) for name in self._lowered.state]
         with torch.no_grad():
             counts = [prologue(self._mesh, *state, *part) for part in parts]
             return [torch.stack(values).sum(0) for values in zip(*counts, strict=True)]

@@ -54,7 +54,8 @@ def fingerprint(graph: fx.Graph) -> str:
     for n in graph.nodes:
         value = n.meta.get("val")
         target = n.target if isinstance(n.target, (str, torch._ops.OpOverload)) else operator_name(n.target)
-        digest.update(f"{n.name} {n.op} {target} {n.args} {n.kwargs} {getattr(value, 'shape', '')} {getattr(value, 'dtype', '')}\n".encode())
+        kwargs = {k: v for k, v in n.kwargs.items() if k != "device"}  # a plan made on meta is for any device
+        digest.update(f"{n.name} {n.op} {target} {n.args} {kwargs} {getattr(value, 'shape', '')} {getattr(value, 'dtype', '')}\n".encode())
     return digest.hexdigest()[:16]
 
 

@@ -53,7 +53,8 @@ def near(problem: Problem, centres: Sequence[Sequence[tuple]]) -> list[np.ndarra
 def restrict(problem: Problem, keep: Sequence[np.ndarray]) -> Problem:
     """The problem with only these choices of each vertex."""
     vertices = [
-        Vertex(v.node, v.count, [v.choices[i] for i in kept], v.seconds[kept], v.nbytes[kept]) for v, kept in zip(problem.vertices, keep, strict=True)
+        Vertex(v.node, v.count, [v.choices[i] for i in kept], v.seconds[kept], v.nbytes[kept])
+        for v, kept in zip(problem.vertices, keep, strict=True)
     ]
 
     def part(group: Group, tables: dict[tuple[int, int], np.ndarray]) -> dict[tuple[int, int], np.ndarray]:

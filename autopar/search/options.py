@@ -105,7 +105,9 @@ def _axes(parallel: dict[str, Any], world_size: int) -> tuple[Axis, ...]:
         tensor = 1
     if data * tensor != world_size:
         fix = f"data={world_size // tensor}" if world_size % tensor == 0 else f"a world_size of {data * tensor}"
-        raise PlanError(f"parallel={parallel}: data {data} x tensor {tensor} = {data * tensor} ranks, world_size is {world_size}; use {fix}")
+        raise PlanError(
+            f"parallel={parallel}: data {data} x tensor {tensor} = {data * tensor} ranks, world_size is {world_size}; use {fix}"
+        )
     axes = [Axis("data", data, "data")] * (data > 1) + [Axis("tensor", tensor, "1d")] * (tensor > 1)
     return tuple(axes) or (Axis("data", 1, "data"),)
 
@@ -121,7 +123,9 @@ def _tensor(value: Any) -> int:
     if isinstance(value, int) and value == 1:
         return 1
     if not isinstance(value, Mapping) or "mode" not in value:
-        raise PlanError(f'parallel["tensor"]={value!r} names no mode: write tensor=dict(size={value if isinstance(value, int) else 4}, mode="1d")')
+        raise PlanError(
+            f'parallel["tensor"]={value!r} names no mode: write tensor=dict(size={value if isinstance(value, int) else 4}, mode="1d")'
+        )
     if value["mode"] not in MODES:
         raise PlanError(f"tensor mode {value['mode']!r} is not available: the modes are {', '.join(MODES)}")
     return _size(value, "tensor")

@@ -91,7 +91,7 @@ def build(
     """The problem of choosing one of ``choices`` (given for representatives) for every node of ``graph``."""
     number: dict[fx.Node, int] = {}
     count: Counter[fx.Node] = Counter(representative[n] for n in graph.nodes if representative[n] in choices)
-    vertices = []
+    vertices: list[Vertex] = []
     for node in graph.nodes:
         if node in choices and representative[node] is node:
             number[node] = len(vertices)
@@ -112,7 +112,9 @@ def build(
     return Problem(vertices, groups, vertex_of)
 
 
-def _group(vertices: list[Vertex], producer: int, ports: tuple[Port, ...], count: int, rules: Mapping[fx.Node, Rule | None], costs: Costs) -> Group:
+def _group(
+    vertices: list[Vertex], producer: int, ports: tuple[Port, ...], count: int, rules: Mapping[fx.Node, Rule | None], costs: Costs
+) -> Group:
     u = vertices[producer]
     wanted = list(dict.fromkeys(layout for v, p in ports for layout in vertices[v].ins[p]))
     column = {layout: i for i, layout in enumerate(wanted)}

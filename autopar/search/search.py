@@ -106,7 +106,7 @@ class Search:
             if axis.use == "data" and self.analysis.batch.size % axis.size:
                 batch, parts = self.analysis.batch.size * self.microbatches, axis.size * self.microbatches
                 raise PlanError(
-                    f"a batch of {batch} in {self.microbatches} microbatches does not split over data={axis.size}: use a batch that is a multiple of "
+                    f"a batch of {batch} in {self.microbatches} microbatches does not split over data={axis.size}: use a multiple of "
                     f"{parts}, or another data size"
                 )
 
@@ -141,7 +141,8 @@ class Search:
     def _is_written(self, node: fx.Node) -> bool:
         """Whether an operator updates this buffer in place: what it writes to a part or a copy would be lost."""
         rules = self.analysis.rules
-        return any((rule := rules.get(user)) and operands(user)[k][0] is node for user in node.users if rules.get(user) for k in rules[user].writes)
+        readers = ((user, rules.get(user)) for user in node.users)
+        return any(operands(user)[k][0] is node for user, rule in readers if rule is not None for k in rule.writes)
 
     def _strategies(self, node: fx.Node, axes: Sequence[Axis], sizes: tuple[int, ...]) -> list[Choice]:
         batch = self.analysis.batch.factors(node)
@@ -177,7 +178,11 @@ class Search:
         if rule is None or rule.kind != "matmul":
             return None
         for k, (operand, _) in enumerate(operands(node)[:2]):
-            while operand.op == "call_function" and len(operand.all_input_nodes) == 1 and getattr(self.analysis.rules.get(operand), "kind", "") == "view":
+            while (
+                operand.op == "call_function"
+                and len(operand.all_input_nodes) == 1
+                and getattr(self.analysis.rules.get(operand), "kind", "") == "view"
+            ):
                 operand = operand.all_input_nodes[0]
             if operand in self.analysis.state:
                 return k
@@ -189,9 +194,13 @@ class Search:
         for pattern, text in constraints.items():
             names = {n: s.target for n, s in self.analysis.state.items()}
             last = {n.meta.get("module", ""): n for n in self.analysis.graph.nodes if n.op == "call_function"}
-            hits = [n for n, name in names.items() if fnmatchcase(name, pattern)] + [n for module, n in last.items() if fnmatchcase(module, pattern)]
+            hits = [n for n, name in names.items() if fnmatchcase(name, pattern)] + [
+                n for module, n in last.items() if fnmatchcase(module, pattern)
+            ]
             if not hits:
-                near = [name for name in [*names.values(), *last] if any(part and part in name for part in pattern.replace("*", " ").split())]
+                near = [
+                    name for name in [*names.values(), *last] if any(part and part in name for part in pattern.replace("*", " ").split())
+                ]
                 raise PlanError(f"constraint {pattern!r} matches no parameter and no module; near it: {', '.join(near[:5]) or 'nothing'}")
             try:
                 found.update((self.representative[n], parse(text)) for n in hits)
@@ -207,7 +216,9 @@ class Search:
         if not left:
             legal = dict.fromkeys(show(c.stored if isinstance(c, Storage) else c.out) for c in found[node])
             name = self.analysis.state[node].target if node in self.analysis.state else node.meta.get("module", node.name)
-            raise PlanError(f"constraint on {name!r}: layout {show(wanted)!r} is not possible on this mesh; possible: {', '.join(list(legal)[:20])}")
+            raise PlanError(
+                f"constraint on {name!r}: layout {show(wanted)!r} is not possible on this mesh; possible: {', '.join(list(legal)[:20])}"
+            )
         found[node] = left
 
 
@@ -240,7 +251,9 @@ def within(problem: Problem, budget: float, time_limit: float) -> tuple[Solution
             lower, upper = upper, upper * 1e3
             least = at(upper)
         if best is None:
-            raise PlanError(f"no plan fits the memory budget of {budget:.4g} bytes a device: the least that any needs is {least.nbytes:.4g} bytes")
+            raise PlanError(
+                f"no plan fits the memory budget of {budget:.4g} bytes a device: the least that any needs is {least.nbytes:.4g} bytes"
+            )
         for _ in range(10):
             if best.seconds - bound < 1e-3 * best.seconds:
                 break

@@ -121,6 +121,7 @@ class Model:
             chosen[v] = int(cost.argmin())
         return [chosen[v] for v in range(len(self.alive))], bound
 
+
 class _Program:
     """The reduced model as a linear program in column form."""
 
@@ -186,8 +187,6 @@ class _Program:
         # HiGHS has absolute tolerances of 1e-7: a plan's seconds are scaled to about 1e4, so that a nanosecond in a second counts.
         self.scale = 1e4 / max(sum(float(c.min()) for c in self.model.cost) or max(float(c.max()) for c in self._cost), 1e-9)
         highs.passModel(self._model())
-        import os
-        if os.environ.get("DBG"): print("LP", self.columns, self.rows, sum(self.model.alive), len(self.model.alive), len(self.model.edges), flush=True)
         highs.run()
         self._check(highs)
         x = np.array(highs.getSolution().col_value)

@@ -96,12 +96,15 @@ def _divides(rule: Rule, factor: str, splits: dict[str, int], n: int) -> bool:
     return True
 
 
-def storages(shape: Sequence[int], trainable: bool, sizes: Sequence[int], zero: int | None, kind: str, split: Callable[[int], bool]) -> list[Storage]:
+def storages(
+    shape: Sequence[int], trainable: bool, sizes: Sequence[int], zero: int | None, kind: str, split: Callable[[int], bool]
+) -> list[Storage]:
     """Every way to keep a tensor of the model's state.
 
     ``zero``: None leaves sharded storage to the search, 0 forbids it, 1 or 2 asks for it where a dim divides. ``split(axis)`` says
     whether the axis may split a tensor's use (a data-parallel axis may not).
     """
+
     def per_axis(axis: int) -> list[tuple[Type, Type]]:
         shards = [S(d) for d in range(len(shape))] if sizes[axis] > 1 else []
         used = [(s, s) for s in shards] if split(axis) else []
