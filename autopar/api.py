@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ def plan(
     chosen = Options(world_size, **_known(options))
     hardware = _cluster(cluster, model)
     hardware.check(world_size)
-    return _Planner(model, sample_input, loss_fn, hardware, chosen, progress).run()
+    return _Planner(model, _plain(sample_input), loss_fn, hardware, chosen, progress).run()
 
 
 def compile(
@@ -94,7 +94,7 @@ def compile(
     elif unused := sorted(options):
         raise PlanError(f"plan= decides everything, so {', '.join(unused)} would have no effect: give the options to autopar.plan")
     same_on_all_ranks(repr((plan, sorted(plan.nodes.items()))), "the plan")
-    analysis, prologue = _analyse(model, sample_input, loss_fn, plan.microbatches)
+    analysis, prologue = _analyse(model, _plain(sample_input), loss_fn, plan.microbatches)
     found = fingerprint(analysis.graph)
     same_on_all_ranks(found, "the model's graph")
     if found != plan.fingerprint:
@@ -202,6 +202,11 @@ def _analyse(model: nn.Module, sample: Any, loss_fn: LossFunction | None, microb
         return analysis, None
     captured, prologue = accumulate(analysis, microbatches)
     return Analysis(captured), prologue
+
+
+def _plain(sample: Any) -> Any:
+    """A dict of keywords where ``sample`` is another mapping, such as a tokenizer's BatchEncoding."""
+    return dict(sample) if isinstance(sample, Mapping) else sample
 
 
 def _batch_size(sample: Any) -> int:

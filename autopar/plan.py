@@ -14,6 +14,7 @@ from autopar.errors import PlanError
 from autopar.layout import Layout, parse, parse_type, show
 
 VERSION = 1
+BUCKET_BYTES = 25 << 20  # the most that one collective takes of gradients, or of gathered parameters, in a step
 
 Step = tuple[int, str, str]  # one conversion along one axis: (axis, from, to)
 

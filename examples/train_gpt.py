@@ -34,7 +34,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=128, help="hidden dim; heads are 32 wide")
     parser.add_argument("--batch", type=int, default=16, help="sequences in the global batch")
     parser.add_argument("--sequence", type=int, default=128, help="bytes in a sequence")
-    parser.add_argument("--lr", type=float, default=2e-3, help="AdamW's learning rate")
+    parser.add_argument("--lr", type=float, default=1e-3, help="AdamW's learning rate")
     parser.add_argument("--cluster", default="cpu" if not torch.cuda.is_available() else "h100-sxm", help="what to plan for")
     parser.add_argument(
         "--parallel", type=json.loads, help="""what to fix of the plan, as JSON: '{"data": 2, "tensor": {"size": 2, "mode": "1d"}}'"""

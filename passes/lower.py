@@ -78,7 +78,8 @@ def _device(analysis: Analysis) -> torch.device:
 
 
 def _on_device(graph: fx.Graph, device: torch.device) -> fx.Graph:
-    set_device(graph, device)
-    with graph.inserting_before(next(iter(graph.nodes))):
-        graph.placeholder("mesh")
-    return graph
+    copy, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    copy.placeholder("mesh")
+    copy.output(copy.graph_copy(graph, copies))
+    set_device(copy, device)
+    return copy

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import zoo
+from torch import nn
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.overrides import TorchFunctionMode
 
 import autopar
+import autopar.api
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 
 
 class Double(TorchFunctionMode):
@@ -39,31 +48,72 @@ def loss_of(output: Any) -> torch.Tensor:
 
 def error(found: torch.Tensor, expected: torch.Tensor, scale: float = 0.0) -> float:
     """The largest difference, relative to the largest expected value (or ``scale``, where that is more)."""
-    return float((found - expected).abs().max() / max(float(expected.abs().max()), scale, 1e-30))
+    assert found.shape == expected.shape, (found.shape, expected.shape)
+    assert found.dtype == expected.dtype, (found.dtype, expected.dtype)
+    result = float((found - expected).abs().max() / max(float(expected.abs().max()), scale, 1e-30))
+    return result if result == result else float("inf")
 
 
-def compare(model: torch.nn.Module, sample: dict[str, Any], compiled: torch.nn.Module, microbatches: int = 1) -> dict[str, float]:
-    """Relative errors of the loss, of each output and each gradient; ``model`` has not been run yet."""
-    batch = next(v for v in sample.values() if isinstance(v, torch.Tensor))
-    expected = model(**sample)
-    loss_of(expected).backward()
-    found = compiled(**sample)
-    loss_of(found).backward()
-    errors = {"loss": error(loss_of(found).detach(), loss_of(expected).detach())}
-    if not isinstance(expected, torch.Tensor) and "logits" in expected:
-        errors["logits"] = error(full(found["logits"]).detach(), expected["logits"].detach())
-    gradients = {n: p.grad for n, p in model.named_parameters()}
-    scale = 1e-3 * max(float(g.abs().max()) for g in gradients.values() if g is not None)
-    mine = dict(compiled.named_parameters())
-    for name, gradient in gradients.items():
-        assert (gradient is None) == (mine[name].grad is None), f"{name}: one of the gradients is missing"
-        if gradient is not None:
-            errors[name] = error(full(mine[name].grad), gradient, scale)
-    for name, buffer in model.named_buffers():
-        if name in dict(compiled.named_buffers()) and buffer.is_floating_point():
-            errors[name] = error(full(compiled.get_buffer(name)), buffer)
-    assert batch.shape[0] % microbatches == 0
+@dataclasses.dataclass
+class Step:
+    """What one step makes: the loss and the other outputs, gradients and buffers by name, all whole."""
+
+    outputs: dict[str, torch.Tensor]
+    gradients: dict[str, torch.Tensor | None]
+    buffers: dict[str, torch.Tensor]
+
+
+def step(model: nn.Module, sample: Mapping[str, Any]) -> Step:
+    """One forward and backward of a model, compiled or not."""
+    output = model(**sample)
+    loss_of(output).backward()
+    named = {"loss": output} if isinstance(output, torch.Tensor) else {k: v for k, v in output.items() if isinstance(v, torch.Tensor)}
+    return Step({name: full(value).detach() for name, value in named.items()}, *_state(model))
+
+
+def step_in_parts(model: nn.Module, sample: Mapping[str, torch.Tensor], parts: int, ranks: int) -> Step:
+    """The same by hand, in ``parts`` microbatches of a batch that is cut over ``ranks``: gradient accumulation on one device."""
+
+    def chunk(x: torch.Tensor, part: int) -> torch.Tensor:
+        return x.unflatten(0, (ranks, parts, -1))[:, part].flatten(0, 1)
+
+    done = []
+    for part in range(parts):
+        output = model(**{name: chunk(x, part) for name, x in sample.items()})
+        (loss_of(output) / parts).backward()
+        done.append({name: value.detach() for name, value in output.items()})
+    outputs = {"loss": torch.stack([o.pop("loss") for o in done]).mean()}
+    for name in done[0]:
+        whole = torch.stack([o[name].unflatten(0, (ranks, -1)) for o in done], 1)
+        outputs[name] = whole.flatten(0, 2)
+    return Step(outputs, *_state(model))
+
+
+def _state(model: nn.Module) -> tuple[dict[str, torch.Tensor | None], dict[str, torch.Tensor]]:
+    gradients = {n: None if p.grad is None else full(p.grad) for n, p in model.named_parameters()}
+    return gradients, {n: full(b).clone() for n, b in model.named_buffers()}
+
+
+def differences(found: Step, expected: Step) -> dict[str, float]:
+    """Relative errors of the outputs, of each gradient (against a thousandth of the largest at least) and of the buffers."""
+    errors = {name: error(value, expected.outputs[name]) for name, value in found.outputs.items()}
+    assert "loss" in errors
+    assert list(found.gradients) == list(expected.gradients)
+    scale = 1e-3 * max(float(g.abs().max()) for g in expected.gradients.values() if g is not None)
+    for name, gradient in expected.gradients.items():
+        mine = found.gradients[name]
+        assert (gradient is None) == (mine is None), f"{name}: one of the gradients is missing"
+        if gradient is not None and mine is not None:
+            errors[name] = error(mine, gradient, scale)
+    for name, buffer in found.buffers.items():
+        errors[name] = error(buffer.double(), expected.buffers[name].double())
     return errors
+
+
+def compare(model: nn.Module, sample: Mapping[str, Any], compiled: nn.Module) -> dict[str, float]:
+    """Relative errors of the loss, of each output and each gradient; ``model`` has not been run yet."""
+    expected = step(model, sample)
+    return differences(step(compiled, sample), expected)
 
 
 def worst(errors: dict[str, float]) -> tuple[float, str]:
@@ -71,12 +121,44 @@ def worst(errors: dict[str, float]) -> tuple[float, str]:
     return max((e, name) for name, e in errors.items())
 
 
-def check(name: str, dtype: torch.dtype, configurations: dict[str, dict[str, Any]]) -> dict[str, tuple[float, str]]:
-    """The worst error of one zoo model under each configuration of compile's options."""
+@contextmanager
+def traced_once() -> Iterator[None]:
+    """Within, the one model is traced once for each number of microbatches: that takes longer than all the rest of a test."""
+    analyse = autopar.api._analyse
+    known: dict[int, Any] = {}
+
+    def cached(model: Any, sample: Any, loss_fn: Any, microbatches: int) -> Any:
+        if microbatches not in known:
+            known[microbatches] = analyse(model, sample, loss_fn, microbatches)
+        return known[microbatches]
+
+    with mock.patch.object(autopar.api, "_analyse", cached):
+        yield
+
+
+@dataclasses.dataclass
+class Outcome:
+    """Of one configuration: the worst error and of what, and the plan."""
+
+    worst: tuple[float, str]
+    plan: autopar.Plan
+
+
+def check(name: str, dtype: torch.dtype, configurations: dict[str, dict[str, Any]]) -> dict[str, Outcome]:
+    """One zoo model under each configuration of compile's options."""
+    _clear_sharding_prop_cache()  # it holds meshes of earlier tests, whose groups are gone
     found = {}
-    with Double() if dtype == torch.float64 else contextlib.nullcontext():
+    model, sample = getattr(zoo, name)(dtype=dtype)
+    normalises = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
+    with traced_once(), Double() if dtype == torch.float64 else contextlib.nullcontext():
+        whole = step(copy.deepcopy(model), sample)
         for label, options in configurations.items():
-            model, sample = getattr(zoo, name)(dtype=dtype)
-            compiled = autopar.compile(copy.deepcopy(model), sample, dist.get_world_size(), progress=False, **options)
-            found[label] = worst(compare(model, sample, compiled))
+            try:
+                compiled = autopar.compile(model, sample, dist.get_world_size(), progress=False, **options)
+                plan, expected = compiled.plan, whole
+                if normalises and plan.microbatches > 1:  # statistics are of a microbatch
+                    expected = step_in_parts(copy.deepcopy(model), sample, plan.microbatches, plan.data_degree)
+                found[label] = Outcome(worst(differences(step(compiled, sample), expected)), plan)
+            except Exception as e:
+                raise AssertionError(f"{name}, {label}: {e}") from e
     return found

@@ -57,7 +57,8 @@ class GradientSync:
     A round is one backward: :meth:`begin`, the backward (whose hooks start the collectives of full buckets, in the same order on all
     ranks), :meth:`finish`, which waits, and :meth:`deliver`, which adds to ``parameter.grad``. :meth:`watch` does all of this for
     whatever backward reaches a tensor. A parameter that got no gradient keeps ``grad`` as it was. Arguments: ``bucket_bytes``, the most
-    that goes into one collective (free: an eighth of all, at least 1 MB and at most 25 MB); ``on_start``, ``on_end``, called around a watched backward.
+    that goes into one collective (free: an eighth of all, at least 1 MB and at most 25 MB); ``on_start``, ``on_end``, called around a
+    watched backward.
     """
 
     def __init__(

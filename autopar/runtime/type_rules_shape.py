@@ -61,7 +61,8 @@ def _view(call: Call) -> Any:
 def _expand(call: Call) -> Any:
     x, out = call.args[0], call.out
     new = out.ndim - x.ndim
-    expanded = {d for d in range(out.ndim) if d < new or x.shape[d - new] != out.shape[d]}
+    # Also where the local size stays 1: a dim expanded to as many as there are ranks.
+    expanded = {d for d in range(out.ndim) if d < new or (x.shape[d - new] == 1 and not cuts(x)[d - new])}
     return _cut_anywhere(call, dict(spmd.get_local_type(x)), [()] * new + cuts(x), expanded, x.requires_grad)
 
 

@@ -13,14 +13,13 @@ from autopar.analysis import Analysis
 from autopar.cost_model import Axis, Compute, Conversions, optimizer_traffic, parameter_memory, seconds
 from autopar.graph import operands
 from autopar.layout import Layout
+from autopar.plan import BUCKET_BYTES
 from autopar.rules import Rule
 from autopar.search.strategies import Storage, Strategy, work_share
 
 # Forward-only and backward work, as multiples of the forward's. Attention's backward recomputes its scores.
 _BACKWARD_FLOPS = {"attention": 2.5}
 _STATISTIC = 4  # bytes: kernels send their statistics as float32
-# Parameters synchronise in buckets, which share latencies: preferred to conversions in the graph that cost the same.
-_BUCKETED = 0.99
 
 
 class Costs:
@@ -108,11 +107,18 @@ class Costs:
         return kept
 
     def synchronisation(self, node: fx.Node, storage: Storage) -> float:
-        """Seconds a step of gathering a parameter and of summing its gradient, where the graph uses it otherwise than it is stored."""
+        """Seconds a step of gathering a parameter and of summing its gradient, where the graph uses it otherwise than it is stored.
+
+        They go in buckets: a collective costs its share of one that is full.
+        """
         value = node.meta["val"]
-        layouts = [storage.stored, storage.used]
-        whole = self.conversion.matrix(tuple(value.shape), value.dtype.itemsize, self.differentiable(node), layouts)[0, 1]
-        return _BUCKETED * float(whole)
+        terms = self.conversion.terms(tuple(value.shape), value.dtype.itemsize, self.differentiable(node), storage.stored, storage.used)
+        total = 0.0
+        for term in terms:
+            bucket = max(term.nbytes, BUCKET_BYTES)
+            alone = term.kind == "copy"
+            total += term.seconds if alone else float(seconds(term.kind, bucket, self.axis(term.axis))) * term.nbytes / bucket
+        return total
 
     def update(self, node: fx.Node, storage: Storage) -> float:
         """Seconds of a parameter's optimizer step."""

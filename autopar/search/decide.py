@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from autopar.search.search import Found, Search
 from autopar.search.strategies import Storage, Strategy
 
 Progress = Callable[[str], None]
+SIMPLER = 0.99  # a mesh of more axes must be faster by this much
 
 
 def best_plan(analysis: Analysis, cluster: Cluster, options: Options, microbatches: int, progress: Progress) -> tuple[Plan, Found]:
@@ -41,7 +43,7 @@ def best_plan(analysis: Analysis, cluster: Cluster, options: Options, microbatch
         except PlanError as e:
             failures.append(e)
             continue
-        if best is None or found.solution.seconds < best.solution.seconds:
+        if best is None or found.solution.seconds < best.solution.seconds * (SIMPLER if len(axes) > len(best.axes) else 1.0):
             best = found
     if best is None:
         raise failures[0]
@@ -87,7 +89,7 @@ def write_down(analysis: Analysis, cluster: Cluster, options: Options, found: Fo
         seconds=_seconds(analysis, found),
         nbytes=_nbytes(analysis, found),
         gap=found.gap,
-        notes=tuple(_notes(analysis, microbatches)),
+        notes=tuple(_notes(analysis, microbatches, found.axes)),
         timings=dict(timings),
     )
 
@@ -171,14 +173,27 @@ def _nbytes(analysis: Analysis, found: Found) -> dict[str, float]:
     return {kind: n for kind, n in kinds.items() if n}
 
 
-def _notes(analysis: Analysis, microbatches: int) -> list[str]:
+def _notes(analysis: Analysis, microbatches: int, axes: tuple[Axis, ...]) -> list[str]:
     notes: dict[str, Any] = dict.fromkeys(analysis.captured.notes)
     for node, rule in analysis.rules.items():
         if rule is None and "getitem" not in str(node.target):
             notes[f"{node.target} has no sharding rule and runs whole on every rank (register_rule gives it one)"] = None
         if microbatches > 1 and "batch_norm" in str(node.target):
             notes["BatchNorm uses the statistics of each microbatch, as gradient accumulation does"] = None
+    notes |= dict.fromkeys(_uneven(analysis, axes))
     return list(notes)
+
+
+def _uneven(analysis: Analysis, axes: tuple[Axis, ...]) -> Iterator[str]:
+    """Large parameters that an axis cannot split along their longest dim, and what would let it."""
+    shapes = {state.target: tuple(n.meta["val"].shape) for n, state in analysis.state.items() if n in analysis.differentiable}
+    total = sum(math.prod(shape) for shape in shapes.values())
+    for name, shape in shapes.items():
+        size = max(shape, default=1)
+        for axis in axes:
+            if size % axis.size and math.prod(shape) > 0.05 * total:
+                wide = -(-size // axis.size) * axis.size
+                yield f"{name}: {size} does not divide by {axis.size}, so that no axis of {axis.size} splits it; {wide} would"
 
 
 __all__ = ["Strategy", "best_plan", "fingerprint", "wanted_layouts", "write_down"]
