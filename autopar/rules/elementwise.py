@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 from autopar.rules.registry import Call, register_rule
 from autopar.rules.rule import Rule
 
 # The operand the backward reads: its input (0), its output (-1), or nothing. All are nonlinear.
-_INPUT = (
-    "gelu silu pow log abs sin cos erf square clamp clamp_min clamp_max hardtanh hardswish softplus mish log1p log2 leaky_relu elu selu"
-)
-_OUTPUT = "relu tanh sigmoid exp rsqrt sqrt reciprocal expm1"
-_NOTHING = """sign floor ceil round trunc logical_not bitwise_not isnan isinf isfinite eq ne lt le gt ge logical_and logical_or
-logical_xor bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__ remainder fmod floor_divide triu_indices"""
+_INPUT = """abs acos acosh asin asinh atan atanh celu clamp clamp_max clamp_min cos cosh elu erf erfc gelu hardsigmoid hardswish hardtanh
+leaky_relu log log10 log1p log2 log_sigmoid logaddexp logit mish pow relu6 selu silu sin sinh softplus xlogy"""
+_OUTPUT = "exp exp2 expm1 reciprocal relu rsqrt sigmoid sqrt tan tanh"
+_NOTHING = """bitwise_and bitwise_not bitwise_or bitwise_xor ceil eq floor floor_divide fmod frac ge gt isfinite isinf isnan le logical_and
+logical_not logical_or logical_xor lt nan_to_num ne remainder round sign trunc"""
 
 
 @register_rule(*(f"aten.{n}" for n in _INPUT.split()))
@@ -34,13 +35,11 @@ def comparison(call: Call) -> Rule | None:
     return call.rule(_nonlinear(call), saves=(0, 1)) if len(call.inputs) == 2 else None
 
 
-@register_rule("aten.neg", "aten.to", "aten.clone", "aten.contiguous", "aten.alias", "aten.detach", "aten._to_copy", "aten.positive")
+@register_rule("aten.neg", "aten.to", "aten.detach")
 def linear_unary(call: Call) -> Rule:
     # A conversion to an integer rounds, so a pending sum may not pass it.
     linear = call.node.meta["val"].dtype.is_floating_point and call.inputs[0].meta["val"].dtype.is_floating_point
-    return call.rule(
-        "... -> ..." if linear else "~... -> ...", kind="view" if call.name in ("aten.alias", "aten.detach") else "elementwise"
-    )
+    return call.rule("... -> ..." if linear else "~... -> ...", kind="view" if call.name == "aten.detach" else "elementwise")
 
 
 @register_rule("aten.add", "aten.sub", "aten.rsub")
@@ -58,12 +57,14 @@ def multiplication(call: Call) -> Rule:
     return call.rule("..., ... -> ...", saves=(0, 1))
 
 
-@register_rule("aten.div", "aten.true_divide")
+@register_rule("aten.div")
 def division(call: Call) -> Rule:
+    if call.arguments.get("rounding_mode") is not None:
+        return call.rule(_nonlinear(call))
     if call.node.args[0] is not call.inputs[0]:  # number / tensor
         return call.rule("~... -> ...", saves=(0, -1))
     if len(call.inputs) == 1:
-        return call.rule("... -> ..." if "rounding_mode" not in call.node.kwargs else "~... -> ...")
+        return call.rule("... -> ...")
     return call.rule("..., ~... -> ...", saves=(0, 1))
 
 
@@ -84,21 +85,12 @@ def ternary(call: Call) -> Rule:
     return call.rule(_nonlinear(call), saves=tuple(range(len(call.inputs))))
 
 
-@register_rule("aten.dropout", "aten.feature_dropout")
+@register_rule("aten.dropout")
 def dropout(call: Call) -> Rule:
     # Every split draws different numbers, so every factor that is split tells the kernel.
-    rule = call.rule("... -> ...", saved_bytes=float(_elements(call.shape)))
-    if not call["train"] or call["p"] == 0.0:
-        return call.rule("... -> ...", kind="view")
-    return call.rule("... -> ...", saved_bytes=rule.saved_bytes, kernels=dict.fromkeys(rule.sizes, "dropout"))
+    factors = call.rule("... -> ...").sizes
+    return call.rule("... -> ...", saved_bytes=float(math.prod(call.shape)), kernels=dict.fromkeys(factors, "dropout"))
 
 
 def _nonlinear(call: Call) -> str:
     return ", ".join(["~..."] * len(call.inputs)) + " -> ..."
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for n in shape:
-        count *= n
-    return count

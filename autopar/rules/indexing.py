@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch.fx as fx
 
 from autopar.rules.registry import Call, register_rule
@@ -89,9 +87,7 @@ def one_hot(call: Call) -> Rule:
     return call.rule("~... -> ... v", whole="v")
 
 
-@register_rule("aten.arange", "aten.scalar_tensor", "aten.lift_fresh_copy")
+@register_rule("aten.arange", "aten.scalar_tensor")
 def sequence(call: Call) -> Rule:
     names = [f"d{d}" for d in range(len(call.shape))]
-    return call.rule(
-        f"{', '.join(['~' + ' '.join(names)] * len(call.inputs))} -> {' '.join(names)}", whole=names, flops=0.0 * math.prod(call.shape)
-    )
+    return call.rule(f" -> {' '.join(names)}", whole=names)

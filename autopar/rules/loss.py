@@ -29,7 +29,11 @@ def target_count(call: Call) -> Rule:
     return call.rule(f"~{' '.join(rows)}{weight} ->", whole="v", sums=frozenset(rows))
 
 
-@register_rule("aten.binary_cross_entropy_with_logits", "aten.mse_loss", "aten.l1_loss", "aten.smooth_l1_loss", "aten.huber_loss")
+_ELEMENTWISE = """binary_cross_entropy binary_cross_entropy_with_logits hinge_embedding_loss huber_loss kl_div margin_ranking_loss
+poisson_nll_loss smooth_l1_loss soft_margin_loss"""
+
+
+@register_rule(*(f"aten.{n}" for n in _ELEMENTWISE.split()))
 def elementwise_loss(call: Call) -> Rule | None:
     """Without reduction; with ``mean`` or ``sum`` the capture writes the reduction as an operator of its own."""
     return call.rule(", ".join(["~..."] * len(call.inputs)) + " -> ...", saves=(0, 1)) if call["reduction"] == 0 else None

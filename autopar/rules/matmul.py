@@ -17,7 +17,7 @@ def linear(call: Call) -> Rule:
     return call.rule("... k, n k + n -> ... n", flops=2.0 * math.prod(x) * w[0], kind="matmul", saves=(0, 1))
 
 
-@register_rule("aten.matmul", "aten.mm", "aten.bmm", "aten.mv", "aten.dot")
+@register_rule("aten.matmul", "aten.bmm", "aten.mv", "aten.dot")
 def matmul(call: Call) -> Rule:
     a, b = (len(s) for s in call.shapes)
     left = "k" if a == 1 else "... i k"

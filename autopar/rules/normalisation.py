@@ -22,7 +22,7 @@ def layer_norm(call: Call) -> Rule:
     return call.rule(spec, saves=(0,), kernels={"n0": "layer_norm"}, communication={"n0": (sent,)})
 
 
-@register_rule("aten.rms_norm", "aten.group_norm", "aten.instance_norm")
+@register_rule("aten.rms_norm", "aten.group_norm")
 def other_norm(call: Call) -> Rule | None:
     if call.name == "aten.rms_norm":
         inner = [f"n{i}" for i in range(len(call["normalized_shape"]))]

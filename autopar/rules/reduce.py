@@ -39,7 +39,7 @@ def norm(call: Call) -> Rule | None:
     return whole_reduction(call)
 
 
-@register_rule("aten.softmax", "aten.log_softmax", "aten._softmax", "aten._log_softmax")
+@register_rule("aten.softmax", "aten.log_softmax")
 def softmax(call: Call) -> Rule:
     names = " ".join(f"d{d}" for d in range(len(call.shape)))
     return call.rule(f"~{names} -> {names}", whole=[f"d{d}" for d in call.dims("dim")], saves=(-1,))

@@ -47,7 +47,7 @@ def _products(shape: Sequence[int], kept: list[int]) -> tuple[Dim, ...]:
     return tuple(dims)
 
 
-@register_rule("aten.view", "aten.reshape", "aten._unsafe_view", "aten.flatten", "aten.unflatten", "aten.squeeze", "aten.unsqueeze")
+@register_rule("aten.reshape", "aten.squeeze", "aten.unsqueeze")
 def reshape(call: Call) -> Rule | None:
     if 0 in call.shape:
         return None
@@ -60,11 +60,11 @@ def reshape(call: Call) -> Rule | None:
         if math.prod(sizes[f] for f in d) != n
         for f in d
     }
-    shape_argument = {"aten.view": "size", "aten._unsafe_view": "size", "aten.reshape": "shape", "aten.unflatten": "sizes"}.get(call.name)
+    shape_argument = "shape" if call.name == "aten.reshape" else None
     return Rule((before,), after, sizes, (frozenset({0}),), frozenset(whole), kind="view", shape_argument=shape_argument)
 
 
-@register_rule("aten.permute", "aten.transpose", "aten.t", "aten.movedim", "aten.swapaxes", "aten.numpy_T")
+@register_rule("aten.permute", "aten.transpose", "aten.t")
 def permute(call: Call) -> Rule:
     n = len(call.shape)
     order = list(range(n))
@@ -83,17 +83,12 @@ def permute(call: Call) -> Rule:
     return call.rule(f"{_names(range(n))} -> {_names(order)}", kind="view")
 
 
-@register_rule("aten.expand", "aten.broadcast_to")
+@register_rule("aten.expand")
 def expand(call: Call) -> Rule:
     return call.rule("... -> ...", kind="view", shape_argument="size")
 
 
-@register_rule("aten.expand_as")
-def expand_as(call: Call) -> Rule:
-    return call.rule("... + ... -> ...", kind="view", terms=(frozenset({0}),))
-
-
-@register_rule("aten.slice", "aten.narrow", "aten.roll", "aten.flip", "aten.cumsum", "aten.diff", "aten.cumprod")
+@register_rule("aten.slice", "aten.roll", "aten.flip", "aten.cumsum", "aten.diff", "aten.cumprod")
 def along_one_dim(call: Call) -> Rule:
     """The dims named are whole; in the others the operator is local."""
     name = {"aten.roll": "dims", "aten.flip": "dims"}.get(call.name, "dim")
@@ -133,7 +128,7 @@ def pad(call: Call) -> Rule:
     return call.rule(f"{linear}{_names(range(n))} -> {spec}", whole=[f"{p}{d}" for d in changed for p in "do"])
 
 
-@register_rule("aten.cat", "aten.concat")
+@register_rule("aten.cat")
 def cat(call: Call) -> Rule | None:
     n = len(call.shape)
     if any(len(s) != n for s in call.shapes):
