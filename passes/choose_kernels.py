@@ -28,6 +28,8 @@ def choose_kernels(graph: fx.Graph) -> None:
         if name is not None:
             target, args = _BUILDERS[name](arguments(node), mesh, number, axes)
             node.target, node.args, node.kwargs = target, args, {}
+        elif _is_random(node):
+            node.target, node.args = kernels.drawn, (node.target, mesh, number, *node.args)
 
 
 def _always(node: fx.Node) -> str | None:
@@ -37,6 +39,11 @@ def _always(node: fx.Node) -> str | None:
     if node.target is aten.scaled_dot_product_attention.default and arguments(node)["dropout_p"]:
         return "attention"
     return None
+
+
+def _is_random(node: fx.Node) -> bool:
+    tagged = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return tagged and node.target not in (aten.dropout.default, aten.scaled_dot_product_attention.default)
 
 
 def _embedding(a: dict[str, Any], mesh: fx.Node, number: int, axes: tuple[int, ...]) -> tuple[Any, tuple[Any, ...]]:
@@ -71,7 +78,7 @@ def _mean(a: dict[str, Any], mesh: fx.Node, number: int, axes: tuple[int, ...]) 
     count = 1
     for d in dims:
         count *= shape[d]
-    return kernels.mean_split, (a["self"], dims, a["keepdim"], count)
+    return kernels.mean_split, (a["self"], dims, a["keepdim"], count, a["dtype"])
 
 
 _BUILDERS: dict[str, Builder] = {

@@ -14,6 +14,10 @@ aten = torch.ops.aten
 # Which argument of an operator says that it trains, and what to put there.
 _SWITCHES: dict[Any, tuple[int, Any]] = {
     aten.dropout.default: (2, False),
+    aten.feature_dropout.default: (2, False),
+    aten.alpha_dropout.default: (2, False),
+    aten.feature_alpha_dropout.default: (2, False),
+    aten.rrelu.default: (3, False),
     aten.batch_norm.default: (5, False),
     aten.scaled_dot_product_attention.default: (4, 0.0),
     kernels.dropout: (2, False),
@@ -27,8 +31,12 @@ def evaluation(graph: fx.Graph) -> fx.Graph:
     copy, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     copy.output(copy.graph_copy(graph, copies))
     for node in copy.nodes:
-        if node.target in _SWITCHES and node.op == "call_function":
-            place, value = _SWITCHES[node.target]
-            if len(node.args) > place:
-                node.update_arg(place, value)
+        if node.op != "call_function":
+            continue
+        wrapped = node.target is kernels.drawn
+        operator, before = (node.args[0], 3) if wrapped else (node.target, 0)  # drawn(operator, mesh, node_id, *args)
+        if operator in _SWITCHES:
+            place, value = _SWITCHES[operator]
+            if len(node.args) > before + place:
+                node.update_arg(before + place, value)
     return copy

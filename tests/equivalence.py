@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -94,17 +94,30 @@ def _state(model: nn.Module) -> tuple[dict[str, torch.Tensor | None], dict[str, 
     return gradients, {n: full(b).clone() for n, b in model.named_buffers()}
 
 
-def differences(found: Step, expected: Step) -> dict[str, float]:
-    """Relative errors of the outputs, of each gradient (against a thousandth of the largest at least) and of the buffers."""
+def vanishing(expected: Step) -> set[str]:
+    """The parameters whose gradient is zero but for rounding, ``expected`` being in float64.
+
+    A bias that a LayerNorm takes out again, for one. In float32 such a gradient is noise on one device too: the mixer's is 2e-5 of a
+    thousandth of the largest gradient there, where 0 would be right.
+    """
+    sizes = {name: float(g.abs().max()) for name, g in expected.gradients.items() if g is not None}
+    return {name for name, size in sizes.items() if size < 1e-12 * max(sizes.values())}
+
+
+def differences(found: Step, expected: Step, vanishes: Collection[str] = ()) -> dict[str, float]:
+    """Relative errors of the outputs, of each gradient (against a thousandth of the largest at least) and of the buffers.
+
+    Gradients that ``vanishes`` names are measured against the largest.
+    """
     errors = {name: error(value, expected.outputs[name]) for name, value in found.outputs.items()}
     assert "loss" in errors
     assert list(found.gradients) == list(expected.gradients)
-    scale = 1e-3 * max(float(g.abs().max()) for g in expected.gradients.values() if g is not None)
+    largest = max(float(g.abs().max()) for g in expected.gradients.values() if g is not None)
     for name, gradient in expected.gradients.items():
         mine = found.gradients[name]
         assert (gradient is None) == (mine is None), f"{name}: one of the gradients is missing"
         if gradient is not None and mine is not None:
-            errors[name] = error(mine, gradient, scale)
+            errors[name] = error(mine, gradient, largest if name in vanishes else 1e-3 * largest)
     for name, buffer in found.buffers.items():
         errors[name] = error(buffer.double(), expected.buffers[name].double())
     return errors
@@ -149,6 +162,8 @@ def check(name: str, dtype: torch.dtype, configurations: dict[str, dict[str, Any
     _clear_sharding_prop_cache()  # it holds meshes of earlier tests, whose groups are gone
     found = {}
     model, sample = getattr(zoo, name)(dtype=dtype)
+    with Double():
+        vanishes = vanishing(step(*getattr(zoo, name)(dtype=torch.float64)))
     normalises = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
     with traced_once(), Double() if dtype == torch.float64 else contextlib.nullcontext():
         whole = step(copy.deepcopy(model), sample)
@@ -158,7 +173,7 @@ def check(name: str, dtype: torch.dtype, configurations: dict[str, dict[str, Any
                 plan, expected = compiled.plan, whole
                 if normalises and plan.microbatches > 1:  # statistics are of a microbatch
                     expected = step_in_parts(copy.deepcopy(model), sample, plan.microbatches, plan.data_degree)
-                found[label] = Outcome(worst(differences(step(compiled, sample), expected)), plan)
+                found[label] = Outcome(worst(differences(step(compiled, sample), expected, vanishes)), plan)
             except Exception as e:
                 raise AssertionError(f"{name}, {label}: {e}") from e
     return found

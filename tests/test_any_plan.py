@@ -8,6 +8,8 @@ import math
 
 import pytest
 import small_graphs
+import torch
+import torch.distributed as dist
 from equivalence import compare, worst
 from pool import Pools
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -18,6 +20,7 @@ from autopar.passes.microbatch import accumulate
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.program import Compiled
 
+aten = torch.ops.aten
 TOLERANCE = 1e-9
 PLANS = {(2,): 9, (4,): 4, (2, 2): 12}  # of each model
 # Those whose loss is a mean or a cross entropy of samples that know nothing of each other.
@@ -62,3 +65,44 @@ def test_there_are_200() -> None:
 def test_random_plans_in_microbatches_are_right(ranks: Pools, name: str) -> None:
     for found in ranks(2).run(errors, name, (2,), list(range(5)), 2):
         assert all(e < TOLERANCE for e, _ in found.values()), found
+
+
+class Noisy(torch.nn.Module):
+    """Random operators that no rule splits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv2d(3, 4, 3)
+        self.drop = torch.nn.Dropout2d(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.drop(self.conv(x))
+        keep = torch.bernoulli(torch.full((len(x), 1, 1, 1), 0.5, dtype=x.dtype)) + 0.1 * torch.rand_like(y)
+        return (y * keep).square().mean()
+
+
+def noise(seed: int) -> tuple[list[float], float]:
+    """Loss and some gradients, and the next call's loss, with this rank's own generator in another state than the others'."""
+    _clear_sharding_prop_cache()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model, x = Noisy().double(), small_graphs._floats(4, 3, 6, 6)
+    analysis = small_graphs.analyse(model, x)
+    space = small_graphs.Space(analysis, (2,))
+    plan = space.plan(space.random(seed))
+    torch.manual_seed(dist.get_rank())
+    lowered = lower(analysis, plan)
+    (drop,) = [n for n in lowered.evaluate.graph.nodes if aten.feature_dropout.default in n.args]
+    assert drop.args[-1] is False
+    compiled = Compiled(analysis.captured, plan, lowered, Mesh((2,), ("a",), "cpu"), model=model)
+    loss = compiled(x)
+    loss.backward()
+    gradient = compiled.get_parameter("conv.bias").grad.full_tensor()
+    return [loss.item(), *gradient.tolist()], compiled(x).item()
+
+
+def test_unsplit_random_operators_draw_alike_on_all_ranks(ranks: Pools) -> None:
+    for seed in range(5):
+        (first, next_loss), second = ranks(2).run(noise, seed)
+        assert (pytest.approx(first, rel=1e-12), pytest.approx(next_loss, rel=1e-12)) == second
+        assert first[0] != next_loss  # another call draws again

@@ -117,6 +117,34 @@ def test_accepts_split_vocabulary() -> None:
     p.check(p.call(kernels.cross_entropy_vocabulary, logits, ids, None, -100, 0.0, p.mesh, (0, 1)), outputs="I I")
 
 
+def test_accepts_a_row_expanded_to_one_for_each_rank() -> None:
+    p = Program(4)
+    row = p.input((1, 8), "R", dtype=torch.int64)
+    p.check(p.call(aten.expand.default, row, [1, 8], layout="S0"), outputs="S0")
+
+
+def test_gathers_by_indices_that_are_cut() -> None:
+    p = Program(4)
+    table, ids = p.input((4, 8), "R", dtype=torch.int64), p.input((4, 3), "S1", dtype=torch.int64)
+    p.check(p.call(aten.gather.default, table, 1, ids), outputs="S1")
+    p = Program(4)
+    table, ids = p.input((4, 8), "S1", dtype=torch.int64), p.input((4, 3), "R", dtype=torch.int64)
+    with pytest.raises(RunError, match="must not be sharded"):
+        p.check(p.call(aten.gather.default, table, 1, ids))
+
+
+def test_scatters_a_pending_sum_only_into_one() -> None:
+    for into, legal in (("P", True), ("R", False)):
+        p = Program(4)
+        x, ids, source = p.input((4, 8), into, True), p.input((4, 3), "R", dtype=torch.int64), p.input((4, 3), "P", True)
+        result = p.call(aten.scatter_add.default, x, 1, ids, source)
+        if legal:
+            p.check(result, outputs="P")
+        else:
+            with pytest.raises(RunError, match="scatter_add"):
+                p.check(result)
+
+
 def test_accepts_means_and_norms_of_split_features() -> None:
     p = Program(2, 2)
     x, w = p.input((2, 8, 4), "S0 S2", True), p.input((4,), "R S0", True)

@@ -17,7 +17,9 @@ def embedding(call: Call) -> Rule | None:
 
 
 @register_rule("aten.gather", "aten.take_along_dim")
-def gather(call: Call) -> Rule:
+def gather(call: Call) -> Rule | None:
+    if call["dim"] is None:  # take_along_dim of flattened tensors
+        return None
     n, (dim,) = len(call.shape), call.dims("dim")
     source = [f"d{d}" if call.shapes[0][d] == call.shape[d] and d != dim else f"s{d}" for d in range(n)]
     index = " ".join(f"d{d}" for d in range(n))
@@ -63,7 +65,7 @@ def index(call: Call) -> Rule | None:
     )
 
 
-@register_rule("aten.zeros", "aten.ones", "aten.full", "aten.new_zeros", "aten.new_ones", "aten.new_full", "aten.empty", "aten.new_empty")
+@register_rule("aten.zeros", "aten.ones", "aten.full", "aten.new_zeros", "aten.new_ones", "aten.new_full")
 def constant(call: Call) -> Rule:
     names = [f"d{d}" for d in range(len(call.shape))]
     operands = tuple(tuple(() for _ in s) for s in call.shapes)  # new_zeros(x) reads x's dtype only

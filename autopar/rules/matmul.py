@@ -29,7 +29,9 @@ def matmul(call: Call) -> Rule:
 
 
 @register_rule("aten.baddbmm")
-def baddbmm(call: Call) -> Rule:
+def baddbmm(call: Call) -> Rule | None:
+    if len(call.shapes[0]) != 3:
+        return None
     return call.rule(
         "... i j + ... i k, ... k j -> ... i j", flops=2.0 * math.prod(call.shape) * call.shapes[1][-1], kind="matmul", saves=(1, 2)
     )
@@ -42,7 +44,9 @@ def addmm(call: Call) -> Rule:
 
 
 @register_rule("aten.conv1d", "aten.conv2d", "aten.conv3d")
-def convolution(call: Call) -> Rule:
+def convolution(call: Call) -> Rule | None:
+    if len(call.shapes[0]) != len(call.shapes[1]):  # no batch dim
+        return None
     window = [f"w{i}" for i in range(len(call.shape) - 2)]
     x_space, y_space = (" ".join(f"{p}{i}" for i in range(len(window))) for p in "xy")
     groups, weight = call["groups"], call.shapes[1]

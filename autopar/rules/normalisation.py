@@ -22,16 +22,18 @@ def layer_norm(call: Call) -> Rule:
     return call.rule(spec, saves=(0,), kernels={"n0": "layer_norm"}, communication={"n0": (sent,)})
 
 
-@register_rule("aten.rms_norm", "aten.group_norm")
-def other_norm(call: Call) -> Rule | None:
-    if call.name == "aten.rms_norm":
-        inner = [f"n{i}" for i in range(len(call["normalized_shape"]))]
-        weight = ["~" + " ".join(inner)] * (len(call.inputs) - 1)
-        return call.rule(", ".join(["~... " + " ".join(inner), *weight]) + " -> ... " + " ".join(inner), whole=inner, saves=(0,))
-    if call.name == "aten.group_norm":
-        dims = " ".join(["b", "c", *(f"s{i}" for i in range(len(call.shape) - 2))])
-        return call.rule(", ".join(["~" + dims, *(["~c"] * (len(call.inputs) - 1))]) + f" -> {dims}", whole=dims.split()[1:], saves=(0,))
-    return None
+@register_rule("aten.rms_norm")
+def rms_norm(call: Call) -> Rule:
+    inner = [f"n{i}" for i in range(len(call["normalized_shape"]))]
+    weight = ["~" + " ".join(inner)] * (len(call.inputs) - 1)
+    return call.rule(", ".join(["~... " + " ".join(inner), *weight]) + " -> ... " + " ".join(inner), whole=inner, saves=(0,))
+
+
+@register_rule("aten.group_norm")
+def group_norm(call: Call) -> Rule:
+    dims = ["b", "c", *(f"s{i}" for i in range(len(call.shape) - 2))]
+    operands = ["~" + " ".join(dims), *["~c"] * (len(call.inputs) - 1)]
+    return call.rule(f"{', '.join(operands)} -> {' '.join(dims)}", whole=dims[1:], saves=(0,))
 
 
 @register_rule("aten.batch_norm")

@@ -4,47 +4,49 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 
 from autopar.rules.registry import Call, register_rule
 from autopar.rules.rule import Dim, Rule
 
 
 def factorise(before: Sequence[int], after: Sequence[int]) -> tuple[tuple[Dim, ...], tuple[Dim, ...], dict[str, int]]:
-    """Split the dims of two shapes of one element count into common factors.
+    """Split the dims of two shapes of one element count into factors: common ones, and what only one of the shapes has.
 
-    The cumulative products of the sizes, from the right, are the places where a dim of either shape begins. Where they divide one
-    another they cut both shapes into the same factors; where they do not (6 by 4 viewed as 8 by 3), the smaller is left out, and the
-    dims that it would cut share one factor: only the first dim of such a run carries it.
+    Both shapes are read from the major end. The greatest common divisor of what is left of both dims is a factor of both. Where there
+    is none (6 by 4 viewed as 8 by 3, past their common 2), the dims up to the next place where both shapes begin one share nothing.
     """
-    total = math.prod(before)
-    bounds = sorted(set(_bounds(before)) | set(_bounds(after)) | {1, total})
-    kept = [total]
-    for b in reversed(bounds[:-1]):
-        if kept[-1] % b == 0 and kept[-1] != b:
-            kept.append(b)
-    kept.reverse()
-    sizes = {f"f{b}": upper // b for b, upper in pairwise(kept)}
-    return _products(before, kept), _products(after, kept), sizes
+    shapes = (before, after)
+    dims: tuple[list[list[str]], list[list[str]]] = ([[] for _ in before], [[] for _ in after])
+    sizes: dict[str, int] = {}
 
+    def add(size: int, *places: tuple[int, int]) -> None:
+        name = f"f{len(sizes)}"
+        sizes[name] = size
+        for side, dim in places:
+            dims[side][dim].append(name)
 
-def _bounds(shape: Sequence[int]) -> list[int]:
-    bounds, product = [], 1
-    for n in reversed(shape):
-        bounds.append(product)
-        product *= n
-    return bounds
-
-
-def _products(shape: Sequence[int], kept: list[int]) -> tuple[Dim, ...]:
-    dims, stop = [], math.prod(shape)
-    for n in shape:
-        start = stop // n if n else stop
-        # Every factor that begins inside [start, stop): all of it when the dim's own bounds are kept.
-        inside = [b for b in kept[:-1] if start <= b < stop]
-        dims.append(tuple(f"f{b}" for b in reversed(inside)) if n > 1 else ())
-        stop = start
-    return tuple(dims)
+    at, rest = [-1, -1], [1, 1]  # the dim being read of each shape, and what is left of it
+    while True:
+        for side in (0, 1):
+            while rest[side] == 1 and at[side] + 1 < len(shapes[side]):
+                at[side] += 1
+                rest[side] = shapes[side][at[side]]
+        if rest == [1, 1]:
+            return tuple(map(tuple, dims[0])), tuple(map(tuple, dims[1])), sizes
+        common = math.gcd(*rest)
+        if common > 1:
+            add(common, (0, at[0]), (1, at[1]))
+            rest = [n // common for n in rest]
+            continue
+        for side in (0, 1):
+            add(rest[side], (side, at[side]))
+        while rest[0] != rest[1]:
+            side = 0 if rest[0] < rest[1] else 1
+            at[side] += 1
+            if shapes[side][at[side]] > 1:
+                add(shapes[side][at[side]], (side, at[side]))
+            rest[side] *= shapes[side][at[side]]
+        rest = [1, 1]
 
 
 @register_rule("aten.reshape", "aten.squeeze", "aten.unsqueeze")
@@ -52,35 +54,20 @@ def reshape(call: Call) -> Rule | None:
     if 0 in call.shape:
         return None
     before, after, sizes = factorise(call.shapes[0], call.shape)
-    # A factor whose size is not the product its dim needs lies across dims: whole.
-    whole = {
-        f
-        for dims, shape in ((before, call.shapes[0]), (after, call.shape))
-        for d, n in zip(dims, shape, strict=True)
-        if math.prod(sizes[f] for f in d) != n
-        for f in d
-    }
+    lone = {f for d in before for f in d} ^ {f for d in after for f in d}
     shape_argument = "shape" if call.name == "aten.reshape" else None
-    return Rule((before,), after, sizes, (frozenset({0}),), frozenset(whole), kind="view", shape_argument=shape_argument)
+    return Rule((before,), after, sizes, (frozenset({0}),), frozenset(lone), kind="view", shape_argument=shape_argument)
 
 
 @register_rule("aten.permute", "aten.transpose", "aten.t")
 def permute(call: Call) -> Rule:
-    n = len(call.shape)
-    order = list(range(n))
+    order = list(range(len(call.shape)))
     if call.name == "aten.permute":
         order = call.dims("dims")
-    elif call.name in ("aten.transpose", "aten.swapaxes"):
-        names = ("dim0", "dim1") if call.name == "aten.transpose" else ("axis0", "axis1")
-        a, b = (call[name] % n for name in names)
+    elif len(order) > 1:
+        a, b = (0, 1) if call.name == "aten.t" else (call[name] % len(order) for name in ("dim0", "dim1"))
         order[a], order[b] = b, a
-    elif call.name == "aten.movedim":
-        source, target = call.dims("source"), call.dims("destination")
-        rest = iter([d for d in range(n) if d not in source])
-        order = [source[target.index(d)] if d in target else next(rest) for d in range(n)]
-    else:
-        order.reverse()
-    return call.rule(f"{_names(range(n))} -> {_names(order)}", kind="view")
+    return call.rule(f"{_names(range(len(order)))} -> {_names(order)}", kind="view")
 
 
 @register_rule("aten.expand")
@@ -91,17 +78,15 @@ def expand(call: Call) -> Rule:
 @register_rule("aten.slice", "aten.roll", "aten.flip", "aten.cumsum", "aten.diff", "aten.cumprod")
 def along_one_dim(call: Call) -> Rule:
     """The dims named are whole; in the others the operator is local."""
-    name = {"aten.roll": "dims", "aten.flip": "dims"}.get(call.name, "dim")
-    dims = call.dims(name)
-    full = all(call.shapes[0][d] == call.shape[d] for d in dims) and call.name in ("aten.slice", "aten.narrow")
-    spec = _names(range(len(call.shape)))
-    outer = " ".join(f"o{d}" if d in dims and not full else f"d{d}" for d in range(len(call.shape)))
-    linear = "" if call.name != "aten.cumprod" else "~"
-    inputs = " + ".join(
-        [linear + spec] + [" ".join(f"p{d}" if d in dims else f"d{d}" for d in range(len(call.shape)))] * (len(call.inputs) - 1)
-    )
-    whole = () if full else [f"{p}{d}" for d in dims for p in "dop"]
-    return call.rule(f"{inputs} -> {outer}", whole=whole, kind="view" if call.name in ("aten.slice", "aten.narrow") else "elementwise")
+    dims = call.dims("dims" if call.name in ("aten.roll", "aten.flip") else "dim")
+
+    def spec(prefix: str) -> str:
+        return " ".join(f"{prefix}{d}" if d in dims else f"d{d}" for d in range(len(call.shape)))
+
+    linear = "~" if call.name == "aten.cumprod" else ""
+    inputs = " + ".join([linear + spec("i"), *[spec("p")] * (len(call.inputs) - 1)])  # diff may have tensors put before and after
+    whole = [f"{p}{d}" for d in dims for p in "ipo"]
+    return call.rule(f"{inputs} -> {spec('o')}", whole=whole, kind="view" if call.name == "aten.slice" else "elementwise")
 
 
 @register_rule("aten.select")
@@ -121,8 +106,8 @@ def scatter_back(call: Call) -> Rule:
 
 @register_rule("aten.pad", "aten.constant_pad_nd")
 def pad(call: Call) -> Rule:
-    n = len(call.shape)
-    changed = [d for d in range(n) if call.shapes[0][d] != call.shape[d]]
+    n, amounts = len(call.shape), call["pad"]
+    changed = [n - 1 - k for k in range(len(amounts) // 2) if any(amounts[2 * k : 2 * k + 2])]  # pairs, the last dim's first
     spec = " ".join(f"o{d}" if d in changed else f"d{d}" for d in range(n))
     linear = "" if not call["value"] else "~"
     return call.rule(f"{linear}{_names(range(n))} -> {spec}", whole=[f"{p}{d}" for d in changed for p in "do"])

@@ -15,12 +15,16 @@ _functional = torch.ops._c10d_functional
 
 def join(chunks: torch.Tensor, sizes: Sequence[int], dims: Sequence[int], local: Sequence[int]) -> torch.Tensor:
     """The whole of ``prod(sizes)`` chunks of shape ``local`` that lie one after the other: axis ``i`` of ``sizes`` cuts dim ``dims[i]``."""
+    if tuple(dims) == (0,):  # as they lie, and the usual case
+        return chunks.reshape(-1, *local[1:])
     whole = [n * math.prod(size for size, dim in zip(sizes, dims, strict=True) if dim == d) for d, n in enumerate(local)]
     return chunks.reshape(*sizes, *local).permute(_order(dims, len(local))).reshape(whole)
 
 
 def cut(whole: torch.Tensor, sizes: Sequence[int], dims: Sequence[int]) -> torch.Tensor:
     """The inverse of :func:`join`, as a view of shape ``(*sizes, *local)``."""
+    if tuple(dims) == (0,):
+        return whole.unflatten(0, (sizes[0], -1))
     order, split = _order(dims, whole.ndim), list[int]()
     for d, n in enumerate(whole.shape):
         cuts = [size for size, dim in zip(sizes, dims, strict=True) if dim == d]
@@ -71,7 +75,7 @@ class Gather:
         for bucket, flight in zip(self._buckets, flights, strict=True):
             sizes = [self._mesh.sizes[axis] for axis in bucket[0].gathered]
             whole = _functional.wait_tensor(flight).view(math.prod(sizes), -1)
-            parts = whole.split([w.local.numel() for w in bucket], dim=1)
+            parts = whole.split([weight.local.numel() for weight in bucket], dim=1)
             for weight, part in zip(bucket, parts, strict=True):
                 weight.leaf.data = join(part, sizes, [weight.stored[axis].dim for axis in weight.gathered], weight.local.shape)
         self.is_open = True
@@ -84,6 +88,7 @@ class Gather:
     def close(self) -> None:
         """Lets go of the gathered values; a graph that is kept may open again before its backward."""
         for bucket in self._buckets:
+            nothing = bucket[0].local.new_empty(0)
             for weight in bucket:
-                weight.leaf.data = weight.leaf.data.new_empty(0)
+                weight.leaf.data = nothing
         self.is_open = not self._buckets

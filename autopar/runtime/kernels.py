@@ -6,7 +6,8 @@ All are differentiable. ``axes`` are the mesh axes that cut the dim in question;
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ __all__ = [
     "attention",
     "cross_entropy",
     "cross_entropy_vocabulary",
+    "drawn",
     "dropout",
     "embedding_vocabulary",
     "layer_norm_features",
@@ -46,6 +48,12 @@ def dropout(x: torch.Tensor, p: float, train: bool, mesh: Mesh, node_id: int, ax
         return F.dropout(x, p, train)
     with mesh.streams.of(node_id, mesh.index(axes)):
         return F.dropout(x, p, train)
+
+
+def drawn(operator: Callable[..., torch.Tensor], mesh: Mesh, node_id: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A random operator that runs unsplit: it draws the same numbers on every rank, whatever their own generators hold."""
+    with mesh.streams.of(node_id, 0):
+        return operator(*args, **kwargs)
 
 
 def attention(

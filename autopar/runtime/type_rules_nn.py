@@ -72,11 +72,20 @@ def _pool(call: Call) -> Any:
     return einsum(["ac__"], "ac__", [call.args[0]])
 
 
-@type_rule("gather", "index_select", "scatter_add")
+@type_rule("gather", "index_select")
 def _indexed(call: Call) -> Any:
+    """The dim looked up is whole; the indices into it may be cut, and then so is the result."""
     x, dim, index = call.args[0], call.args[1] % call.args[0].ndim, call.args[2]
     term = ["_" if d == dim else ascii_letters[d] for d in range(x.ndim)]
-    return einsum(["".join(term), "".join(term) if index.ndim == x.ndim else "_"], "".join(term), [x, index], (0,))
+    out = "".join("Z" if d == dim else ascii_letters[d] for d in range(x.ndim))
+    return einsum(["".join(term), out if index.ndim == x.ndim else "Z"], out, [x, index], (0,))
+
+
+@type_rule("scatter_add")
+def _scatter_add(call: Call) -> Any:
+    x, dim, index, source = call.args[:4]
+    term = "".join("_" if d == dim % x.ndim else ascii_letters[d] for d in range(x.ndim))
+    return einsum([term, term, term], term, [x, index, source], ((0, 2),))
 
 
 @type_rule(kernels.cross_entropy)
