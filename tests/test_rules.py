@@ -27,7 +27,7 @@ from autopar.search.strategies import Strategy, strategies
 
 aten = torch.ops.aten
 MESHES = ((2,), (3,), (2, 2))
-STRATEGIES = 40  # tried of each operator on each mesh
+STRATEGIES = 24  # tried of each operator on each mesh
 DRAWN = {"aten.dropout"}  # its kernel draws for each part: tests/test_kernels.py
 LOCAL_KERNELS = {None, "mean"}  # the others communicate: tests/test_kernels.py and test_any_plan.py have them
 

@@ -22,8 +22,8 @@ def _fill(
 ) -> None:
     for name, tensor in source._parameters.items():
         target._parameters[name] = None if tensor is None else replace(prefix + name, tensor)  # type: ignore[assignment]
-    for name, tensor in source._buffers.items():
-        target._buffers[name] = None if tensor is None else replace(prefix + name, tensor)
+    for name, buffer in source._buffers.items():
+        target._buffers[name] = None if buffer is None else replace(prefix + name, buffer)
     target._non_persistent_buffers_set = set(source._non_persistent_buffers_set)
     for name, child in source._modules.items():
         if child is None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 import torch.fx as fx
 
 from autopar.analysis import Analysis
-from autopar.cost_model import Axis, Compute, Conversions, optimizer_traffic, parameter_memory, seconds
+from autopar.cost_model import Axis, Compute, Conversions, Term, optimizer_traffic, parameter_memory, seconds
 from autopar.graph import operands
 from autopar.layout import Layout
 from autopar.plan import BUCKET_BYTES
@@ -82,16 +83,18 @@ class Costs:
         if rule is not None and rule.communication:
             # Kernels that communicate are composed of several passes over memory, where the operator is one.
             composed = np.array([any(k and f in rule.communication for f, k in zip(s.factors, s.kernels, strict=True)) for s in strategies])
-            total = total * (1 + composed) + np.array([self._kernel_seconds(rule, s) for s in strategies])
+            total = total * (1 + composed) + np.array([sum(t.seconds for t in self.sent_by_kernel(node, rule, s)) for s in strategies])
         return self.microbatches * total
 
-    def _kernel_seconds(self, rule: Rule, strategy: Strategy) -> float:
-        total = 0.0
-        for axis, factor in enumerate(strategy.factors):
-            for sent in rule.communication.get(factor, ()) if factor and strategy.kernels[axis] else ():
+    def sent_by_kernel(self, node: fx.Node, rule: Rule | None, strategy: Strategy) -> list[Term]:
+        """What a node's kernels communicate by themselves, in one microbatch."""
+        terms = []
+        for axis, factor in enumerate(strategy.factors if rule is not None and rule.communication else ()):
+            for sent in rule.communication.get(factor, ()) if rule is not None and factor and strategy.kernels[axis] else ():
                 parts = math.prod(n for f, n in zip(strategy.factors, self.sizes, strict=True) if f in sent.factors)
-                total += float(seconds(sent.collective, sent.elements * _STATISTIC / parts, self.axis(axis)))
-        return total
+                nbytes = sent.elements * _STATISTIC / parts
+                terms.append(Term(sent.collective, axis, nbytes, float(seconds(sent.collective, nbytes, self.axis(axis))), "kernel"))
+        return terms
 
     def axis(self, axis: int) -> Axis:
         return self.conversion.axes[axis]
@@ -106,19 +109,20 @@ class Costs:
             kept = kept + rule.saved_bytes * np.array([work_share(s, self.sizes) for s in strategies])
         return kept
 
-    def synchronisation(self, node: fx.Node, storage: Storage) -> float:
-        """Seconds a step of gathering a parameter and of summing its gradient, where the graph uses it otherwise than it is stored.
+    def synchronisation(self, node: fx.Node, storage: Storage) -> list[Term]:
+        """What gathers a parameter and sums its gradient, once a step, where the graph uses it otherwise than it is stored.
 
         They go in buckets: a collective costs its share of one that is full.
         """
         value = node.meta["val"]
         terms = self.conversion.terms(tuple(value.shape), value.dtype.itemsize, self.differentiable(node), storage.stored, storage.used)
-        total = 0.0
-        for term in terms:
-            bucket = max(term.nbytes, BUCKET_BYTES)
-            alone = term.kind == "copy"
-            total += term.seconds if alone else float(seconds(term.kind, bucket, self.axis(term.axis))) * term.nbytes / bucket
-        return total
+        return [replace(t, seconds=self._bucketed(t)) for t in terms]
+
+    def _bucketed(self, term: Term) -> float:
+        if term.kind == "copy":
+            return term.seconds
+        bucket = max(term.nbytes, BUCKET_BYTES)
+        return float(seconds(term.kind, bucket, self.axis(term.axis))) * term.nbytes / bucket
 
     def update(self, node: fx.Node, storage: Storage) -> float:
         """Seconds of a parameter's optimizer step."""
@@ -136,7 +140,8 @@ class Costs:
         return {"parameters": kept.parameters, "gradients": kept.gradients, "optimizer": kept.optimizer, "gathered parameters": whole}
 
     def _storage(self, node: fx.Node, storage: Storage) -> tuple[float, float]:
-        return self.synchronisation(node, storage) + self.update(node, storage), sum(self.state_bytes(node, storage).values())
+        sent = sum(t.seconds for t in self.synchronisation(node, storage))
+        return sent + self.update(node, storage), sum(self.state_bytes(node, storage).values())
 
 
 def _bytes(node: fx.Node) -> int:

@@ -154,7 +154,7 @@ def _seconds(analysis: Analysis, found: Found) -> dict[str, float]:
     for v, k in zip(found.problem.vertices, found.solution.chosen, strict=True):
         choice = v.choices[k]
         if isinstance(choice, Storage):
-            kinds["gradient synchronisation"] += v.count * found.costs.synchronisation(v.node, choice)
+            kinds["gradient synchronisation"] += v.count * sum(t.seconds for t in found.costs.synchronisation(v.node, choice))
             kinds["optimizer"] += v.count * found.costs.update(v.node, choice)
         else:
             kinds["compute"] += v.count * float(v.seconds[k])
