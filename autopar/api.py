@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_map
-from tqdm import tqdm
 
 from autopar.analysis import Analysis
-from autopar.capture import capture
 from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, PlanError, RunError
-from autopar.passes.canonicalise import canonicalise
 from autopar.passes.lower import Lowered, lower
-from autopar.passes.microbatch import accumulate
 from autopar.plan import Plan
-from autopar.report import describe
+from autopar.planner import LossFunction, Planner, analyse, plain
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.program import Compiled, same_on_all_ranks
 from autopar.runtime.typecheck import check_types
-from autopar.search.decide import best_plan, fingerprint
+from autopar.search.decide import fingerprint
 from autopar.search.options import Options
-
-LossFunction = Callable[[Any, Any], torch.Tensor]
 
 
 def plan(
@@ -60,7 +51,7 @@ def plan(
     chosen = Options(world_size, **_known(options))
     hardware = _cluster(cluster, model)
     hardware.check(world_size)
-    return _Planner(model, _plain(sample_input), loss_fn, hardware, chosen, progress).run()
+    return Planner(model, plain(sample_input), loss_fn, hardware, chosen, progress).run()
 
 
 def compile(
@@ -94,7 +85,7 @@ def compile(
     elif unused := sorted(options):
         raise PlanError(f"plan= decides everything, so {', '.join(unused)} would have no effect: give the options to autopar.plan")
     same_on_all_ranks(repr((plan, sorted(plan.nodes.items()))), "the plan")
-    analysis, prologue = _analyse(model, _plain(sample_input), loss_fn, plan.microbatches)
+    analysis, prologue = analyse(model, plain(sample_input), loss_fn, plan.microbatches)
     found = fingerprint(analysis.graph)
     same_on_all_ranks(found, "the model's graph")
     if found != plan.fingerprint:
@@ -116,103 +107,6 @@ def _check_types(analysis: Analysis, lowered: Lowered, mesh: Mesh) -> None:
             values.append(torch.empty(n.meta["local"], dtype=n.meta["val"].dtype, device="meta", requires_grad=n.name in trainable))
             layouts.append(n.meta["layout"])
     check_types(lowered.train, mesh, values, layouts)
-
-
-class _Planner:
-    """One call of plan(): captures for each number of microbatches tried, and searches."""
-
-    def __init__(
-        self, model: nn.Module, sample: Any, loss_fn: LossFunction | None, cluster: Cluster, options: Options, progress: bool
-    ) -> None:
-        self.model, self.sample, self.loss_fn, self.cluster, self.options = model, sample, loss_fn, cluster, options
-        self.bar = tqdm(desc="planning", unit=" steps", disable=not progress, leave=False)
-
-    def run(self) -> Plan:
-        with self.bar:
-            wanted = self.options.micro_batch_size
-            return self._fitting() if wanted is None else self._with_size(wanted)
-
-    def _fitting(self) -> Plan:
-        """The fewest microbatches with which a plan fits memory."""
-        batch = _batch_size(self.sample)
-        failure: PlanError | None = None
-        for microbatches in [m for m in (2**i for i in range(batch.bit_length())) if batch % m == 0]:
-            try:
-                return self._search(microbatches)
-            except PlanError as e:
-                if "memory budget" not in str(e):
-                    raise
-                failure = failure or e
-                last = e
-        raise PlanError(f"{last}, even in microbatches of one sample" if failure is not last else str(last))
-
-    def _with_size(self, size: int) -> Plan:
-        """The best plan whose microbatches have ``size`` samples a data-parallel replica."""
-        batch, world = _batch_size(self.sample), self.options.world_size
-        best: Plan | None = None
-        failure = PlanError(f"data-parallel size x micro_batch_size must divide the batch of {batch}")
-        for degree in self.options.data_degrees():
-            if batch % (degree * size):
-                continue
-            try:
-                plan = self._search(batch // (degree * size))
-            except PlanError as e:
-                failure = e
-                continue
-            if plan.data_degree == degree and (best is None or plan.step_time < best.step_time):
-                best = plan
-        if best is None:
-            raise PlanError(
-                f"micro_batch_size={size}: a batch of {batch} on {world} ranks has no plan with {size} samples a microbatch: {failure}"
-            )
-        return best
-
-    def _search(self, microbatches: int) -> Plan:
-        start = time.perf_counter()
-        self._step(f"capturing ({microbatches} microbatches)" if microbatches > 1 else "capturing")
-        analysis, _ = _analyse(self.model, self.sample, self.loss_fn, microbatches)
-        captured = time.perf_counter() - start
-        plan, found = best_plan(analysis, self.cluster, self.options, microbatches, self._step)
-        plan = describe(plan, analysis, found)
-        plan.timings["capture"] = captured
-        plan.timings["total"] = time.perf_counter() - start
-        return plan
-
-    def _step(self, what: str) -> None:
-        self.bar.set_postfix_str(what)
-        self.bar.update()
-
-
-def _analyse(model: nn.Module, sample: Any, loss_fn: LossFunction | None, microbatches: int) -> tuple[Analysis, Any]:
-    """The graph of one microbatch, and the graph of what is counted over the batch before."""
-    if microbatches > 1:
-        size = _batch_size(sample)
-        sample = tree_map(
-            lambda x: x[: size // microbatches] if isinstance(x, torch.Tensor) and x.ndim and x.shape[0] == size else x, sample
-        )
-    modes = {module: module.training for module in model.modules()}
-    try:
-        if not model.training:  # what is planned is training; eval() is a pass
-            model.train()
-        analysis = Analysis(canonicalise(capture(model, sample, loss_fn)))
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-    if microbatches == 1:
-        return analysis, None
-    captured, prologue = accumulate(analysis, microbatches)
-    return Analysis(captured), prologue
-
-
-def _plain(sample: Any) -> Any:
-    """A dict of keywords where ``sample`` is another mapping, such as a tokenizer's BatchEncoding."""
-    return dict(sample) if isinstance(sample, Mapping) else sample
-
-
-def _batch_size(sample: Any) -> int:
-    sizes: list[int] = []
-    tree_map(lambda x: sizes.append(x.shape[0]) if isinstance(x, torch.Tensor) and x.ndim else None, sample)
-    return max(sizes, key=sizes.count) if sizes else 1
 
 
 def _known(options: dict[str, Any]) -> dict[str, Any]:

@@ -15,5 +15,9 @@ class PlanError(AutoparError):
     """No plan satisfies what was asked; the message gives the numbers and the options that would change them."""
 
 
+class BudgetError(PlanError):
+    """No plan fits the memory of a device."""
+
+
 class RunError(AutoparError):
     """A compiled program met something at run time that its plan does not cover."""

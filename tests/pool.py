@@ -140,4 +140,4 @@ def _obey(order: str, fn: Callable[..., Any] | None = None, args: tuple = (), kw
     if order == "call":
         assert fn is not None
         return fn(*args, **(kwargs or {}))
-    dist.barrier()
+    return dist.barrier()

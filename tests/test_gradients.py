@@ -130,6 +130,31 @@ def test_backward_of_old_values_is_refused(ranks: Pools, case: str) -> None:
     ranks(2).run(_stale_graph, case)
 
 
+def _failed_step(microbatches: int) -> None:
+    model, compiled = handmade.Network(), handmade.build("zero", microbatches)
+    program, calls = compiled._lowered.train, []
+
+    def fails(*args):  # type: ignore[no-untyped-def]
+        calls.append(args)
+        outputs = program(*args)
+        if len(calls) == microbatches:
+            outputs[0].register_hook(lambda _: 1 / 0)
+        return outputs
+
+    compiled._lowered.train = fails
+    with pytest.raises(ZeroDivisionError):
+        (2 * compiled(**handmade.batch())["loss"]).backward()
+    compiled._lowered.train = program
+    for m in (model, compiled):
+        m(**handmade.batch())["loss"].backward()
+    _assert_alike(compiled, model)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_failed_step_leaves_nothing(ranks: Pools, microbatches: int) -> None:
+    ranks(2).run(_failed_step, microbatches)
+
+
 def _freeze() -> None:
     model, compiled = handmade.Network(), handmade.build("zero")
     for frozen in (True, False):

@@ -20,9 +20,8 @@ from autopar.search.search import Search
 def textbook(problem: Problem) -> float:
     """The least seconds: one binary a choice, one variable for each pair of ends of a conversion, and one for each conversion paid."""
     program = pulp.LpProblem("sharding", pulp.LpMinimize)
-    x = {
-        (v, k): program.add_variable(f"x_{v}_{k}", cat="Binary") for v, vertex in enumerate(problem.vertices) for k in range(len(vertex.choices))
-    }
+    every = [(v, k) for v, vertex in enumerate(problem.vertices) for k in range(len(vertex.choices))]
+    x = {(v, k): program.add_variable(f"x_{v}_{k}", cat="Binary") for v, k in every}
     cost = [v.count * float(v.seconds[k]) * x[i, k] for i, v in enumerate(problem.vertices) for k in range(len(v.choices))]
     for i, v in enumerate(problem.vertices):
         program += pulp.lpSum(x[i, k] for k in range(len(v.choices))) == 1
@@ -31,7 +30,7 @@ def textbook(problem: Problem) -> float:
         paid: dict[tuple, pulp.LpVariable] = {}
         for v, p in group.ports:
             reader, table = problem.vertices[v], group.seconds[(v, p)]
-            for s, source in enumerate(producer.outs):
+            for s in range(len(producer.outs)):
                 made = pulp.lpSum(x[group.producer, k] for k in range(len(producer.choices)) if producer.out_of[k] == s)
                 for t, target in enumerate(reader.ins[p]):
                     if table[s, t] <= 0:

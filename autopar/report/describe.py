@@ -23,8 +23,8 @@ from autopar.plan import Plan
 from autopar.report.names import Names
 from autopar.report.sent import collectives
 from autopar.report.words import Words, is_loss
+from autopar.search.found import Found
 from autopar.search.problem import Vertex
-from autopar.search.search import Found
 from autopar.search.strategies import Storage, Strategy
 
 Row = list[Any]

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch.fx as fx
 
 from autopar.analysis import Analysis
-from autopar.search.search import Found
+from autopar.search.found import Found
 
 _NUMBER = re.compile(r"^(.*?\b)(\d+)\b\.?(.*)$")
 

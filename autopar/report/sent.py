@@ -12,7 +12,7 @@ from autopar.analysis import Analysis
 from autopar.cost_model.conversion import STEP, Term
 from autopar.layout import Layout
 from autopar.report.names import Names
-from autopar.search.search import Found
+from autopar.search.found import Found
 from autopar.search.strategies import Storage
 
 Row = list[Any]

@@ -73,6 +73,7 @@ class GradientSync:
         self._mesh, self._on_start, self._on_end = mesh, on_start, on_end
         # Where autograd accumulates into the parameter itself there is nothing to do.
         backward_order = [w for w in weights if w.leaf is not w.parameter and (w.leaf.is_floating_point() or w.leaf.is_complex())][::-1]
+        self._weights = backward_order
         self._local = [w for w in backward_order if not any(self._communication(w)) and not w.gathered]
         others = [w for w in backward_order if any(self._communication(w)) or w.gathered]
         if bucket_bytes is None:
@@ -129,6 +130,7 @@ class GradientSync:
             return
         self._task = task
         self._on_start()
+        self.clear()
         self.begin()
         torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
 
@@ -137,6 +139,11 @@ class GradientSync:
         self._on_end()
 
     # A round
+
+    def clear(self) -> None:
+        """Forgets what a backward that failed has left."""
+        for weight in self._weights:
+            weight.leaf.grad = None
 
     def begin(self) -> None:
         """From here on, buckets whose gradients are all there start."""

@@ -32,9 +32,7 @@ __all__ = [
 Axes = tuple[int, ...]
 
 
-def mean_split(
-    x: torch.Tensor, dims: Sequence[int] | None, keepdim: bool, count: int, dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def mean_split(x: torch.Tensor, dims: Sequence[int] | None, keepdim: bool, count: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     """The sum over ``dims`` (None or empty: all) divided by ``count``, the elements reduced on all ranks: P where a dim is cut."""
     over = list(dims or range(x.ndim))
     here = math.prod(x.shape[dim] for dim in over)

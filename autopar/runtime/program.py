@@ -134,6 +134,7 @@ class Compiled(nn.Module):
         """Forward and backward of one microbatch after another; the gradients wait for the loss's backward."""
         done: list[list[torch.Tensor]] = []
         trains = False
+        self._sync.clear()
         for number, part in enumerate(parts):
             self._mesh.streams.microbatch = number
             outputs = self._run(state, part, extra)

@@ -13,13 +13,14 @@ import torch.fx as fx
 
 from autopar.analysis import Analysis
 from autopar.cost_model import Cluster
-from autopar.errors import PlanError
+from autopar.errors import BudgetError, PlanError
 from autopar.graph import operands
 from autopar.layout import I, Layout, show
 from autopar.plan import NodePlan, ParameterPlan, Plan, Step
 from autopar.rules.registry import operator_name
+from autopar.search.found import Found
 from autopar.search.options import Axis, Options
-from autopar.search.search import Found, Search
+from autopar.search.search import Search
 from autopar.search.strategies import Storage, Strategy
 
 Progress = Callable[[str], None]
@@ -30,7 +31,7 @@ def best_plan(analysis: Analysis, cluster: Cluster, options: Options, microbatch
     """The fastest plan over the meshes that the options leave.
 
     Raises:
-        PlanError: no mesh has a plan that fits; the message is that of the mesh that comes nearest.
+        PlanError: no mesh has a plan that fits.
     """
     search = Search(analysis, cluster, options, microbatches)
     best: Found | None = None
@@ -46,7 +47,7 @@ def best_plan(analysis: Analysis, cluster: Cluster, options: Options, microbatch
         if best is None or found.solution.seconds < best.solution.seconds * (SIMPLER if len(axes) > len(best.axes) else 1.0):
             best = found
     if best is None:
-        raise failures[0]
+        raise next((e for e in failures if not isinstance(e, BudgetError)), failures[-1])
     return write_down(analysis, cluster, options, best, microbatches, search.timings), best
 
 
@@ -86,8 +87,8 @@ def write_down(analysis: Analysis, cluster: Cluster, options: Options, found: Fo
         nodes=nodes,
         parameters=parameters,
         conversions=_conversions(analysis, found, nodes),
-        seconds=_seconds(analysis, found),
-        nbytes=_nbytes(analysis, found),
+        seconds=found.seconds_by_kind(),
+        nbytes=found.nbytes_by_kind(),
         gap=found.gap,
         notes=tuple(_notes(analysis, microbatches, found.axes)),
         timings=dict(timings),
@@ -147,30 +148,6 @@ def _names(axes: tuple[Axis, ...], nodes: dict[str, NodePlan], analysis: Analysi
             name = "data" if batch > other else "tensor" if other else "replica"
         names.append(name)
     return tuple(n if names.count(n) == 1 else f"{n}{names[: i + 1].count(n)}" for i, n in enumerate(names))
-
-
-def _seconds(analysis: Analysis, found: Found) -> dict[str, float]:
-    kinds = dict.fromkeys(("compute", "conversions", "gradient synchronisation", "optimizer"), 0.0)
-    for v, k in zip(found.problem.vertices, found.solution.chosen, strict=True):
-        choice = v.choices[k]
-        if isinstance(choice, Storage):
-            kinds["gradient synchronisation"] += v.count * sum(t.seconds for t in found.costs.synchronisation(v.node, choice))
-            kinds["optimizer"] += v.count * found.costs.update(v.node, choice)
-        else:
-            kinds["compute"] += v.count * float(v.seconds[k])
-    kinds["conversions"] = found.solution.seconds - sum(kinds.values())
-    return kinds
-
-
-def _nbytes(analysis: Analysis, found: Found) -> dict[str, float]:
-    kinds: dict[str, float] = defaultdict(float)
-    for v, k in zip(found.problem.vertices, found.solution.chosen, strict=True):
-        choice = v.choices[k]
-        if isinstance(choice, Storage):
-            for kind, nbytes in found.costs.state_bytes(v.node, choice).items():
-                kinds[kind] += v.count * nbytes
-    kinds["activations"] = found.solution.nbytes - sum(kinds.values())
-    return {kind: n for kind, n in kinds.items() if n}
 
 
 def _notes(analysis: Analysis, microbatches: int, axes: tuple[Axis, ...]) -> list[str]:

@@ -1,0 +1,119 @@
+"""What plan() and compile() share: the graph of one microbatch; and the choice of how many microbatches there are."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import nn
+from torch.utils._pytree import tree_map
+from tqdm import tqdm
+
+from autopar.analysis import Analysis
+from autopar.capture import capture
+from autopar.cost_model import Cluster
+from autopar.errors import BudgetError, PlanError
+from autopar.passes.canonicalise import canonicalise
+from autopar.passes.microbatch import accumulate
+from autopar.plan import Plan
+from autopar.report import describe
+from autopar.search.decide import best_plan
+from autopar.search.options import Options
+
+LossFunction = Callable[[Any, Any], torch.Tensor]
+
+
+class Planner:
+    """One call of plan(): captures for each number of microbatches tried, and searches."""
+
+    def __init__(
+        self, model: nn.Module, sample: Any, loss_fn: LossFunction | None, cluster: Cluster, options: Options, progress: bool
+    ) -> None:
+        self.model, self.sample, self.loss_fn, self.cluster, self.options = model, sample, loss_fn, cluster, options
+        self.bar = tqdm(desc="planning", unit=" steps", disable=not progress, leave=False)
+
+    def run(self) -> Plan:
+        with self.bar:
+            wanted = self.options.micro_batch_size
+            return self._fitting() if wanted is None else self._with_size(wanted)
+
+    def _fitting(self) -> Plan:
+        """The fewest microbatches with which a plan fits memory."""
+        batch = batch_size(self.sample)
+        counts = [m for m in (2**i for i in range(batch.bit_length())) if batch % m == 0]
+        for microbatches in counts[:-1]:
+            with contextlib.suppress(BudgetError):
+                return self._search(microbatches)
+        return self._search(counts[-1])
+
+    def _with_size(self, size: int) -> Plan:
+        """The best plan whose microbatches have ``size`` samples a data-parallel replica."""
+        batch, world = batch_size(self.sample), self.options.world_size
+        best: Plan | None = None
+        failure = PlanError(f"data-parallel size x micro_batch_size must divide the batch of {batch}")
+        for degree in self.options.data_degrees():
+            if batch % (degree * size):
+                continue
+            try:
+                plan = self._search(batch // (degree * size))
+            except PlanError as e:
+                failure = e
+                continue
+            if plan.data_degree == degree and (best is None or plan.step_time < best.step_time):
+                best = plan
+        if best is None:
+            raise PlanError(
+                f"micro_batch_size={size}: a batch of {batch} on {world} ranks has no plan with {size} samples a microbatch: {failure}"
+            )
+        return best
+
+    def _search(self, microbatches: int) -> Plan:
+        start = time.perf_counter()
+        self._step(f"capturing ({microbatches} microbatches)" if microbatches > 1 else "capturing")
+        analysis, _ = analyse(self.model, self.sample, self.loss_fn, microbatches)
+        captured = time.perf_counter() - start
+        plan, found = best_plan(analysis, self.cluster, self.options, microbatches, self._step)
+        plan = describe(plan, analysis, found)
+        plan.timings["capture"] = captured
+        plan.timings["total"] = time.perf_counter() - start
+        return plan
+
+    def _step(self, what: str) -> None:
+        self.bar.set_postfix_str(what)
+        self.bar.update()
+
+
+def analyse(model: nn.Module, sample: Any, loss_fn: LossFunction | None, microbatches: int) -> tuple[Analysis, fx.Graph | None]:
+    """The graph of one microbatch, and the graph of what is counted over the batch before."""
+    if microbatches > 1:
+        size = batch_size(sample)
+        sample = tree_map(
+            lambda x: x[: size // microbatches] if isinstance(x, torch.Tensor) and x.ndim and x.shape[0] == size else x, sample
+        )
+    modes = {module: module.training for module in model.modules()}
+    try:
+        if not model.training:  # what is planned is training; eval() is a pass
+            model.train()
+        analysis = Analysis(canonicalise(capture(model, sample, loss_fn)))
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    if microbatches == 1:
+        return analysis, None
+    captured, prologue = accumulate(analysis, microbatches)
+    return Analysis(captured), prologue
+
+
+def plain(sample: Any) -> Any:
+    """A dict of keywords where ``sample`` is another mapping, such as a tokenizer's BatchEncoding."""
+    return dict(sample) if isinstance(sample, Mapping) else sample
+
+
+def batch_size(sample: Any) -> int:
+    sizes: list[int] = []
+    tree_map(lambda x: sizes.append(x.shape[0]) if isinstance(x, torch.Tensor) and x.ndim else None, sample)
+    return max(sizes, key=sizes.count) if sizes else 1

@@ -1,0 +1,135 @@
+"""Everything that may be chosen: the strategies that a mesh, the uses of its axes and the user's constraints leave each node."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+
+import torch.fx as fx
+
+from autopar.analysis import Analysis
+from autopar.errors import PlanError
+from autopar.graph import operands
+from autopar.layout import I, Layout, parse, show
+from autopar.rules import Option
+from autopar.search.options import Axis, Options
+from autopar.search.problem import Choice
+from autopar.search.strategies import Storage, Strategy, storages, strategies
+
+
+class Choices:
+    """The choices of each node that stands for all nodes like it (``representative``)."""
+
+    def __init__(self, analysis: Analysis, representative: Mapping[fx.Node, fx.Node], options: Options) -> None:
+        self._analysis, self._representative, self._options = analysis, representative, options
+        self._constraints = self._match(options.constraints)
+
+    def on(self, axes: Sequence[Axis]) -> dict[fx.Node, list[Choice]]:
+        """Each representative's choices on a mesh."""
+        sizes = tuple(a.size for a in axes)
+        whole: Layout = (I,) * len(axes)
+        found: dict[fx.Node, list[Choice]] = {}
+        for node in self._analysis.graph.nodes:
+            if self._representative[node] is not node:
+                continue
+            if node.op == "output":  # it reads the loss, as the same number on every rank
+                found[node] = [Strategy((whole,), whole)]
+            elif node in self._analysis.state:
+                found[node] = self._storages(node, axes, sizes)
+            elif node.op == "placeholder":
+                found[node] = [Strategy((), whole, (None,) * len(axes), (None,) * len(axes))]
+            else:
+                found[node] = self._strategies(node, axes, sizes)
+            self._constrain(node, found)
+        return found
+
+    def _storages(self, node: fx.Node, axes: Sequence[Axis], sizes: tuple[int, ...]) -> list[Choice]:
+        state, shape = self._analysis.state[node], tuple(node.meta["val"].shape)
+        trainable = node in self._analysis.differentiable
+        written = self._is_written(node)
+        return list(
+            storages(shape, trainable, sizes, self._options.zero, state.kind, lambda axis: axes[axis].use != "data" and not written)
+        )
+
+    def _is_written(self, node: fx.Node) -> bool:
+        """Whether an operator updates this buffer in place: what it writes to a part or a copy would be lost."""
+        rules = self._analysis.rules
+        readers = ((user, rules.get(user)) for user in node.users)
+        return any(operands(user)[k][0] is node for user, rule in readers if rule is not None for k in rule.writes)
+
+    def _strategies(self, node: fx.Node, axes: Sequence[Axis], sizes: tuple[int, ...]) -> list[Choice]:
+        batch = self._analysis.batch.factors(node)
+        grads = self._analysis.differentiable
+
+        weight = self._weight(node)
+
+        def allowed(axis: int, option: Option) -> bool:
+            if axes[axis].size == 1:
+                return option.factor is None and option.out is I and all(t is I for t in option.ins)
+            if axes[axis].use == "data" and option.factor is not None:
+                return option.factor in batch
+            if axes[axis].use == "1d" and option.factor is not None:
+                return option.factor not in batch
+            return True
+
+        def asked(axis: int, option: Option) -> bool:
+            """An axis that the user gave a use is used: samples are split, or weights are."""
+            if axes[axis].use == "data" and batch:
+                return option.factor in batch
+            if axes[axis].use == "1d" and weight is not None:
+                return option.ins[weight].is_shard
+            return True
+
+        tensors = [n in grads for n, _ in operands(node)]
+        rule = self._analysis.rules.get(node)
+        strict = strategies(rule, tensors, node in grads, sizes, lambda axis, option: allowed(axis, option) and asked(axis, option))
+        return list(strict or strategies(rule, tensors, node in grads, sizes, allowed))
+
+    def _weight(self, node: fx.Node) -> int | None:
+        """Which operand of a matrix product is a parameter, if one is."""
+        rule = self._analysis.rules.get(node)
+        if rule is None or rule.kind != "matmul":
+            return None
+        for k, (operand, _) in enumerate(operands(node)[:2]):
+            while (
+                operand.op == "call_function"
+                and len(operand.all_input_nodes) == 1
+                and getattr(self._analysis.rules.get(operand), "kind", "") == "view"
+            ):
+                operand = operand.all_input_nodes[0]
+            if operand in self._analysis.state:
+                return k
+        return None
+
+    def _match(self, constraints: Mapping[str, str]) -> dict[fx.Node, Layout]:
+        """The layouts that the user asks of parameters (as stored) and of modules' outputs."""
+        found: dict[fx.Node, Layout] = {}
+        for pattern, text in constraints.items():
+            names = {n: s.target for n, s in self._analysis.state.items()}
+            last = {n.meta.get("module", ""): n for n in self._analysis.graph.nodes if n.op == "call_function"}
+            hits = [n for n, name in names.items() if fnmatchcase(name, pattern)] + [
+                n for module, n in last.items() if fnmatchcase(module, pattern)
+            ]
+            if not hits:
+                near = [
+                    name for name in [*names.values(), *last] if any(part and part in name for part in pattern.replace("*", " ").split())
+                ]
+                raise PlanError(f"constraint {pattern!r} matches no parameter and no module; near it: {', '.join(near[:5]) or 'nothing'}")
+            try:
+                found.update((self._representative[n], parse(text)) for n in hits)
+            except ValueError as e:
+                raise PlanError(f"constraint {pattern!r}: {e}") from e
+        return found
+
+    def _constrain(self, node: fx.Node, found: dict[fx.Node, list[Choice]]) -> None:
+        wanted = self._constraints.get(node)
+        if wanted is None:
+            return
+        left = [c for c in found[node] if (c.stored if isinstance(c, Storage) else c.out) == wanted]
+        if not left:
+            legal = dict.fromkeys(show(c.stored if isinstance(c, Storage) else c.out) for c in found[node])
+            name = self._analysis.state[node].target if node in self._analysis.state else node.meta.get("module", node.name)
+            raise PlanError(
+                f"constraint on {name!r}: layout {show(wanted)!r} is not possible on this mesh; possible: {', '.join(list(legal)[:20])}"
+            )
+        found[node] = left
