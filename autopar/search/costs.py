@@ -20,6 +20,7 @@ from autopar.search.strategies import Storage, Strategy, work_share
 
 # Forward-only and backward work, as multiples of the forward's. Attention's backward recomputes its scores.
 _BACKWARD_FLOPS = {"attention": 2.5}
+_EXPOSED = 0.5  # of gradients' collectives, the part that the backward does not hide: an assumption until a timeline is simulated
 _STATISTIC = 4  # bytes: kernels send their statistics as float32
 
 
@@ -112,7 +113,8 @@ class Costs:
     def synchronisation(self, node: fx.Node, storage: Storage) -> list[Term]:
         """What gathers a parameter and sums its gradient, once a step, where the graph uses it otherwise than it is stored.
 
-        They go in buckets: a collective costs its share of one that is full.
+        They go in buckets: a collective costs its share of one that is full. Gradients go during the last backward, parameters before
+        the forward, when there is nothing to hide behind.
         """
         value = node.meta["val"]
         terms = self.conversion.terms(tuple(value.shape), value.dtype.itemsize, self.differentiable(node), storage.stored, storage.used)
@@ -122,7 +124,8 @@ class Costs:
         if term.kind == "copy":
             return term.seconds
         bucket = max(term.nbytes, BUCKET_BYTES)
-        return float(seconds(term.kind, bucket, self.axis(term.axis))) * term.nbytes / bucket
+        exposed = _EXPOSED if term.phase == "backward" else 1.0
+        return exposed * float(seconds(term.kind, bucket, self.axis(term.axis))) * term.nbytes / bucket
 
     def update(self, node: fx.Node, storage: Storage) -> float:
         """Seconds of a parameter's optimizer step."""
