@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from autopar.analysis import Analysis
 from autopar.cost_model import Cluster
@@ -15,6 +18,7 @@ from autopar.errors import AutoparError, PlanError, RunError
 from autopar.passes.lower import Lowered, lower
 from autopar.plan import Plan
 from autopar.planner import LossFunction, Planner, analyse, plain
+from autopar.runtime.agree import together
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.program import Compiled, same_on_all_ranks
 from autopar.runtime.typecheck import check_types
@@ -76,19 +80,16 @@ def compile(
         RunError: the world size is not the process group's, or ranks hold different models or plans.
         CaptureError, PlanError: as :func:`plan`.
     """
-    device = _device(model)
+    device, sample = _device(model), plain(sample_input)
     _join_group(world_size, device)
-    if plan is not None and plan.world_size != world_size:
-        raise RunError(f"the plan is for world_size={plan.world_size}, compile was asked for {world_size}: plan again for {world_size}")
+    together("compile", partial(_check, world_size, device, sample, plan, options))
+    same_on_all_ranks("given" if plan else "to be made", "the plan")
     if plan is None:
-        plan = _plan_on_rank_0(model, sample_input, world_size, cluster=cluster, loss_fn=loss_fn, progress=progress, **options)
-    elif unused := sorted(options):
-        raise PlanError(f"plan= decides everything, so {', '.join(unused)} would have no effect: give the options to autopar.plan")
-    same_on_all_ranks(repr((plan, sorted(plan.nodes.items()))), "the plan")
-    analysis, prologue = analyse(model, plain(sample_input), loss_fn, plan.microbatches)
-    found = fingerprint(analysis.graph)
-    same_on_all_ranks(found, "the model's graph")
-    if found != plan.fingerprint:
+        plan = _plan_on_rank_0(model, sample, world_size, cluster=cluster, loss_fn=loss_fn, progress=progress, **options)
+    same_on_all_ranks(repr(dataclasses.replace(plan, timings={})), "the plan")
+    analysis, prologue = together("tracing the model", partial(analyse, model, sample, loss_fn, plan.microbatches))
+    same_on_all_ranks(fingerprint(analysis) + _described(analysis.captured.state), "the model")
+    if (found := fingerprint(analysis)) != plan.fingerprint:
         raise RunError(f"the plan was made for a graph with fingerprint {plan.fingerprint}, this model and sample give {found}: plan again")
     mesh = Mesh(plan.mesh_sizes, plan.mesh_names, None if device.type == "meta" else device)
     lowered = lower(analysis, plan, prologue, mesh.device)
@@ -132,6 +133,8 @@ def _cluster(cluster: Any, model: nn.Module) -> Cluster:
                 f"the model is on {device}: say what it will train on, cluster= one of {', '.join(Cluster.presets())}, or a file"
             )
         cluster = "cpu"
+    if not isinstance(cluster, (str, os.PathLike)):
+        raise PlanError(f"cluster={cluster!r}: give one of {', '.join(Cluster.presets())}, a cluster file's path, or a Cluster")
     return Cluster.load(cluster)
 
 
@@ -147,9 +150,27 @@ def _join_group(world_size: int, device: torch.device) -> None:
             raise RunError(
                 f"compile(world_size={world_size}) needs {world_size} processes: start it with torchrun --nproc-per-node {world_size}"
             )
+
+
+def _check(world_size: int, device: torch.device, sample: Any, plan: Plan | None, options: dict[str, Any]) -> None:
+    """What can be seen to be wrong before anything is done."""
     ranks = dist.get_world_size()
     if ranks != world_size:
         raise RunError(f"compile was asked for world_size={world_size}, the process group has {ranks} ranks: pass world_size={ranks}")
+    if plan is not None and plan.world_size != world_size:
+        raise RunError(f"the plan is for world_size={plan.world_size}, compile was asked for {world_size}: plan again for {world_size}")
+    if plan is not None and options:
+        unused = ", ".join(sorted(options))
+        raise PlanError(f"plan= decides everything, so {unused} would have no effect: give the options to autopar.plan")
+    for path, leaf in tree_flatten_with_path(sample)[0]:
+        if isinstance(leaf, torch.Tensor) and leaf.device.type != device.type != "meta":
+            place = f"sample_input{keystr(path)} is on {leaf.device}, the model on {device}"
+            raise RunError(f"{place}: a batch must lie where the model does, so pass it .to({str(device)!r})")
+
+
+def _described(state: dict[str, torch.Tensor]) -> str:
+    """What of a model's tensors the program is built on, also of those that the graph does not use."""
+    return repr([(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in state.items()])
 
 
 def _plan_on_rank_0(model: nn.Module, sample: Any, world_size: int, **options: Any) -> Plan:
@@ -160,6 +181,9 @@ def _plan_on_rank_0(model: nn.Module, sample: Any, world_size: int, **options: A
             outcome = [plan(model, sample, world_size, **options)]
         except AutoparError as e:
             outcome = [e]
+        except BaseException as e:
+            dist.broadcast_object_list([RunError(f"planning failed on rank 0: {type(e).__name__}: {e}")], src=0)
+            raise
     dist.broadcast_object_list(outcome, src=0)
     if isinstance(outcome[0], AutoparError):
         raise outcome[0]

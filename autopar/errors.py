@@ -16,7 +16,11 @@ class PlanError(AutoparError):
 
 
 class BudgetError(PlanError):
-    """No plan fits the memory of a device."""
+    """No plan fits the memory of a device; ``least`` is the fewest bytes that any needs."""
+
+    def __init__(self, message: str, least: float = 0.0) -> None:
+        super().__init__(message)
+        self.least = least
 
 
 class RunError(AutoparError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import tempfile
 from dataclasses import dataclass, field
@@ -74,6 +75,18 @@ class Plan:
     timings: dict[str, float] = field(default_factory=dict, compare=False)
     options: dict[str, Any] = field(default_factory=dict, compare=False)
 
+    def __post_init__(self) -> None:
+        """ValueError where the parts do not fit together."""
+        axes = len(self.mesh_sizes)
+        if math.prod(self.mesh_sizes) != self.world_size or len(self.mesh_names) != axes:
+            raise ValueError(f"a mesh of sizes {self.mesh_sizes} named {self.mesh_names} is none of {self.world_size} ranks")
+        for name, node in self.nodes.items():
+            if any(len(layout) != axes for layout in (*node.ins, node.out, node.factors, node.kernels)):
+                raise ValueError(f"node {name!r} has not one type for each of the {axes} mesh axes")
+        for name, parameter in self.parameters.items():
+            if len(parameter.stored) != axes or len(parameter.used) != axes:
+                raise ValueError(f"parameter {name!r} has not one type for each of the {axes} mesh axes")
+
     @property
     def step_time(self) -> float:
         """Predicted seconds of one training step."""
@@ -117,7 +130,7 @@ class Plan:
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
             version = data.pop("version")
-        except (ValueError, KeyError, AttributeError) as e:
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
             raise PlanError(f"{os.fspath(path)} is no plan: {e!r}. Plan.save writes one") from e
         if version != VERSION:
             raise PlanError(f"{os.fspath(path)} has plan version {version}, this autopar reads {VERSION}: plan again")

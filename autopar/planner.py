@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -45,16 +44,23 @@ class Planner:
         """The fewest microbatches with which a plan fits memory."""
         batch = batch_size(self.sample)
         counts = [m for m in (2**i for i in range(batch.bit_length())) if batch % m == 0]
-        for microbatches in counts[:-1]:
-            with contextlib.suppress(BudgetError):
+        failure: PlanError | None = None
+        for microbatches in counts:
+            try:
                 return self._search(microbatches)
-        return self._search(counts[-1])
+            except BudgetError as e:
+                failure = e
+            except PlanError as e:  # so many cannot be had
+                failure = failure or e
+                break
+        assert failure is not None
+        raise failure
 
     def _with_size(self, size: int) -> Plan:
         """The best plan whose microbatches have ``size`` samples a data-parallel replica."""
         batch, world = batch_size(self.sample), self.options.world_size
         best: Plan | None = None
-        failure = PlanError(f"data-parallel size x micro_batch_size must divide the batch of {batch}")
+        failure: PlanError | None = None
         for degree in self.options.data_degrees():
             if batch % (degree * size):
                 continue
@@ -66,9 +72,12 @@ class Planner:
             if plan.data_degree == degree and (best is None or plan.step_time < best.step_time):
                 best = plan
         if best is None:
-            raise PlanError(
-                f"micro_batch_size={size}: a batch of {batch} on {world} ranks has no plan with {size} samples a microbatch: {failure}"
-            )
+            if isinstance(failure, BudgetError):
+                raise failure
+            degrees = " or ".join(map(str, self.options.data_degrees()))
+            why = failure or f"the batch must be a multiple of {size} x the data-parallel size, {degrees}"
+            asked = f"{size} sample{'s' * (size > 1)} a microbatch"
+            raise PlanError(f"micro_batch_size={size}: a batch of {batch} on {world} ranks has no plan with {asked}: {why}")
         return best
 
     def _search(self, microbatches: int) -> Plan:

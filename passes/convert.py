@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch.fx as fx
 
+from autopar.errors import PlanError
 from autopar.graph import operands, set_operand
 from autopar.layout import I, Layout, parse_type, show
 from autopar.plan import Plan, Step
@@ -22,6 +23,8 @@ def insert_conversions(graph: fx.Graph, plan: Plan, loss: int) -> None:
     with graph.inserting_before(first):
         mesh = graph.placeholder("mesh")
         mesh.meta = {"val": None}
+    if missing := [n.name for n in graph.nodes if n.op != "output" and n is not mesh and n.name not in plan.nodes]:
+        raise PlanError(f"the plan says nothing of {len(missing)} nodes: {', '.join(missing[:5])}; plan again")
     converter = _Converter(graph, mesh, plan)
     for node in list(graph.nodes):
         if node.op == "placeholder" and node is not mesh:
@@ -46,7 +49,10 @@ class _Converter:
         self.made: dict[tuple[fx.Node, tuple[Step, ...]], fx.Node] = {}
 
     def convert(self, tensor: fx.Node, wanted: Layout, consumer: fx.Node) -> fx.Node:
-        steps = self.plan.conversions[tensor.name][show(wanted)]
+        steps = self.plan.conversions.get(tensor.name, {}).get(show(wanted))
+        if steps is None:
+            found = show(tensor.meta["layout"])
+            raise PlanError(f"the plan has {tensor.name} as {found}, {consumer.name} wants {show(wanted)}, and no conversion: plan again")
         current, layout = tensor, list(tensor.meta["layout"])
         for i, (axis, src, dst) in enumerate(steps):
             layout[axis] = parse_type(dst)

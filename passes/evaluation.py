@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,10 +27,18 @@ _SWITCHES: dict[Any, tuple[int, Any]] = {
 }
 
 
-def evaluation(graph: fx.Graph) -> fx.Graph:
-    """A copy of ``graph`` that evaluates. Its new values of buffers are not for keeping."""
+def evaluation(graph: fx.Graph, buffers: Sequence[fx.Node | None] = ()) -> fx.Graph:
+    """A copy of ``graph`` that evaluates.
+
+    Args:
+        buffers: for each of the last outputs, which are new values of buffers, the placeholder of the old one, to return instead.
+    """
     copy, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    copy.output(copy.graph_copy(graph, copies))
+    outputs = list(copy.graph_copy(graph, copies))  # type: ignore[arg-type]
+    first = len(outputs) - len(buffers)
+    for i, old in enumerate(buffers, first):
+        outputs[i] = outputs[i] if old is None else copies[old]
+    copy.output(tuple(outputs))
     for node in copy.nodes:
         if node.op != "call_function":
             continue

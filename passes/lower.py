@@ -58,9 +58,10 @@ def lower(analysis: Analysis, plan: Plan, prologue: fx.Graph | None = None, devi
     localise(graph, rules, plan.mesh_sizes)
     verify_shapes(graph, plan.mesh_sizes, device)
     outputs = next(iter(reversed(graph.nodes))).args[0][: len(tensors)]  # type: ignore[index]
+    state = {i.target: copies[n] for n, i in analysis.state.items()}
     return Lowered(
         train=_module(graph, "Train"),
-        evaluate=_module(evaluation(graph), "Evaluate"),
+        evaluate=_module(evaluation(graph, [state.get(name) for name in captured.updates]), "Evaluate"),
         prologue=_module(_on_device(prologue, device), "Prologue") if prologue is not None else None,
         state=tuple(analysis.state[n].target for n in analysis.state),
         output_layouts=tuple(n.meta["layout"] for n in outputs),

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 import autopar
 import autopar.api
+import autopar.planner
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 
@@ -137,7 +138,7 @@ def worst(errors: dict[str, float]) -> tuple[float, str]:
 @contextmanager
 def traced_once() -> Iterator[None]:
     """Within, the one model is traced once for each number of microbatches: that takes longer than all the rest of a test."""
-    analyse = autopar.api._analyse
+    analyse = autopar.api.analyse
     known: dict[int, Any] = {}
 
     def cached(model: Any, sample: Any, loss_fn: Any, microbatches: int) -> Any:
@@ -145,7 +146,7 @@ def traced_once() -> Iterator[None]:
             known[microbatches] = analyse(model, sample, loss_fn, microbatches)
         return known[microbatches]
 
-    with mock.patch.object(autopar.api, "_analyse", cached):
+    with mock.patch.object(autopar.api, "analyse", cached), mock.patch.object(autopar.planner, "analyse", cached):
         yield
 
 

@@ -252,12 +252,14 @@ GRAPHS: dict[str, tuple[G, dict[str, str], dict[str, str]]] = {
     "grouped attention": (lambda p, x: (x.x + _attend(p, x.x, 8, 2)).square().mean(), ATTENTION | {"k": "KH", "v": "KH"}, {"x": "BSH"}),
     "products": (lambda p, x: ((F.linear(x.x, p.a) @ x.x.transpose(1, 2)).softmax(-1) @ F.linear(x.x, p.b)).square().mean(),
                  {"a": "HH", "b": "HH"}, {"x": "BSH"}),
-    "concatenated": (lambda p, x: F.linear(torch.cat((F.linear(x.x, p.a), x.x), -1), p.b).square().mean(), {"a": "HH", "b": "HG"}, {"x": "BH"}),
+    "concatenated": (lambda p, x: F.linear(torch.cat((F.linear(x.x, p.a), x.x), -1), p.b).square().mean(),
+                     {"a": "HH", "b": "HG"}, {"x": "BH"}),
     "language": (lambda p, x: F.cross_entropy(F.linear(F.embedding(x.ids, p.e), p.w).flatten(0, 1), x.labels.flatten()),
                  {"e": "VH", "w": "VH"}, TEXT),
     "tied": (lambda p, x: F.cross_entropy(F.linear(F.linear(F.embedding(x.ids, p.e), p.a), p.e).flatten(0, 1), x.labels.flatten()),
              {"e": "VH", "a": "HH"}, TEXT),
-    "gates": (lambda p, x: (x.x * torch.sigmoid(x.x.mean(1, keepdim=True) @ p.a) + p.b).square().mean(), {"a": "HH", "b": "H"}, {"x": "BSH"}),
+    "gates": (lambda p, x: (x.x * torch.sigmoid(x.x.mean(1, keepdim=True) @ p.a) + p.b).square().mean(),
+              {"a": "HH", "b": "H"}, {"x": "BSH"}),
     "transposed": (lambda p, x: F.linear(F.linear(x.x, p.a).transpose(1, 2), p.b).square().mean(), {"a": "HH", "b": "SS"}, {"x": "BSH"}),
 }  # fmt: skip
 
@@ -277,6 +279,27 @@ class Small(nn.Module):
 
     def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
         return self.function(self, SimpleNamespace(**inputs))
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Linear(width, width, bias=False, dtype=dtype, device="meta") for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Repeated(nn.Module):
+    """Three equal blocks, whose nodes share decisions."""
+
+    def __init__(self, sizes: Mapping[str, int], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(_Block(sizes["H"], dtype) for _ in range(3)))
+        self.sample = {"x": torch.empty(sizes["B"], sizes["H"], dtype=dtype, device="meta")}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x).square().mean()
 
 
 def analyse(model: nn.Module, sample: Any) -> Analysis:
@@ -304,5 +327,10 @@ class Space:
 
     def random(self, seed: int) -> list[int]:
         """Any choice of each vertex."""
-        numbers = random.Random(seed)
-        return [numbers.randrange(len(v.choices)) for v in self.problem.vertices]
+        return draw(self.problem, seed)
+
+
+def draw(problem: Problem, seed: int) -> list[int]:
+    """Any choice of each vertex."""
+    numbers = random.Random(seed)
+    return [numbers.randrange(len(v.choices)) for v in problem.vertices]

@@ -126,7 +126,7 @@ def _collectives(plan: Plan) -> str:
         times, total, took = (sum(row[i] for row in rest) for i in (6, 7, 8))
         rows.append([f"{len(rest)} others", "", "", str(times), "", nbytes(total), seconds(took)])
     headers = ["sent in a step", "axis", "tensors of", "times", "each", "bytes", "time"]
-    legend = "bytes: of one rank's tensor while it is whole along the axis; of gradients' collectives the backward hides half the time"
+    legend = "bytes: of one rank's tensor, whole along the axis; of gradients' collectives the backward hides half the time"
     return _table(rows, headers, "lllrrrr", flexible=(2,)) + "\n" + legend if rows else "nothing is sent between ranks"
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 
+from autopar.search.options import Axis, Options
 from autopar.search.problem import Problem
 from autopar.search.solve import Model, Solution
 
@@ -47,6 +49,22 @@ def within(problem: Problem, budget: float, time_limit: float) -> tuple[Solution
         middle = (lower + upper) / 2 if lower else upper / 8
         lower, upper = (lower, middle) if search.at(middle).nbytes <= budget else (middle, upper)
     return search.best, search.gap()
+
+
+def advice(kinds: Mapping[str, float], options: Options, axes: Sequence[Axis]) -> str:
+    """The options that would free most of the bytes in ``kinds``, with about how many."""
+    state = sum(nbytes for kind, nbytes in kinds.items() if kind != "activations")
+    found = [(sum(kinds.values()) / 2, f"world_size={2 * options.world_size}, at most")]
+    replicas = math.prod(a.size for a in axes if a.use != "1d")
+    if options.zero == 0 and replicas > 1:
+        found.append((state * (1 - 1 / replicas), "zero=2, about"))
+    if options.micro_batch_size is not None and options.micro_batch_size > 1:
+        found.append((kinds.get("activations", 0.0) * (1 - 1 / options.micro_batch_size), "micro_batch_size=1, about"))
+    if kinds.get("optimizer"):
+        found.append((kinds["optimizer"], 'optimizer="sgd", if you train with it,'))
+    fixed = [f"{name}=" for name in ("parallel", "mesh", "constraints") if getattr(options, name)]
+    ways = [f"{what} {nbytes:,.0f}" for nbytes, what in sorted(found, reverse=True)]
+    return "; ".join(ways + [f"or leaving out {' and '.join(fixed)}"] * bool(fixed))
 
 
 class _Prices:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 import torch.fx as fx
@@ -23,6 +24,9 @@ class Choices:
     def __init__(self, analysis: Analysis, representative: Mapping[fx.Node, fx.Node], options: Options) -> None:
         self._analysis, self._representative, self._options = analysis, representative, options
         self._constraints = self._match(options.constraints)
+        # A buffer is kept whole on each rank, and so must be what becomes its new value.
+        updates = analysis.outputs[analysis.captured.out_spec.num_leaves :]
+        self._new_values = {representative[n] for n in updates if isinstance(n, fx.Node)}
 
     def on(self, axes: Sequence[Axis]) -> dict[fx.Node, list[Choice]]:
         """Each representative's choices on a mesh."""
@@ -40,13 +44,25 @@ class Choices:
                 found[node] = [Strategy((), whole, (None,) * len(axes), (None,) * len(axes))]
             else:
                 found[node] = self._strategies(node, axes, sizes)
+            if node in self._new_values:
+                found[node] = [c for c in found[node] if all(t.kind in "IR" for t in c.out)]
             self._constrain(node, found)
+        self._check_used(axes, found)
         return found
+
+    def _check_used(self, axes: Sequence[Axis], found: Mapping[fx.Node, Sequence[Choice]]) -> None:
+        """An axis that shall split weights can split one at least."""
+        weights = {node: k for node in found if node.op == "call_function" and (k := self._weight(node)) is not None}
+        for i, axis in enumerate(axes):
+            if axis.use == "1d" and weights and not any(c.ins[k][i].is_shard for node, k in weights.items() for c in found[node]):
+                shapes = dict.fromkeys("x".join(map(str, operands(node)[k][0].meta["val"].shape)) for node, k in weights.items())
+                which = f"no dim of the weights ({', '.join(list(shapes)[:8])}) divides by {axis.size}"
+                raise PlanError(f"tensor={axis.size} can split nothing: {which}; use another tensor size")
 
     def _storages(self, node: fx.Node, axes: Sequence[Axis], sizes: tuple[int, ...]) -> list[Choice]:
         state, shape = self._analysis.state[node], tuple(node.meta["val"].shape)
         trainable = node in self._analysis.differentiable
-        written = self._is_written(node)
+        written = self._is_written(node) or state.target in self._analysis.captured.updates
         return list(
             storages(shape, trainable, sizes, self._options.zero, state.kind, lambda axis: axes[axis].use != "data" and not written)
         )
@@ -111,10 +127,8 @@ class Choices:
                 n for module, n in last.items() if fnmatchcase(module, pattern)
             ]
             if not hits:
-                near = [
-                    name for name in [*names.values(), *last] if any(part and part in name for part in pattern.replace("*", " ").split())
-                ]
-                raise PlanError(f"constraint {pattern!r} matches no parameter and no module; near it: {', '.join(near[:5]) or 'nothing'}")
+                near = get_close_matches(pattern, [*names.values(), *last], n=3, cutoff=0.3)
+                raise PlanError(f"constraint {pattern!r} matches no parameter and no module; nearest: {', '.join(near) or 'nothing'}")
             try:
                 found.update((self._representative[n], parse(text)) for n in hits)
             except ValueError as e:

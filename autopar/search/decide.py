@@ -31,7 +31,7 @@ def best_plan(analysis: Analysis, cluster: Cluster, options: Options, microbatch
     """The fastest plan over the meshes that the options leave.
 
     Raises:
-        PlanError: no mesh has a plan that fits.
+        PlanError: no mesh has a plan that fits; the error is that of the one that comes nearest.
     """
     search = Search(analysis, cluster, options, microbatches)
     best: Found | None = None
@@ -47,14 +47,16 @@ def best_plan(analysis: Analysis, cluster: Cluster, options: Options, microbatch
         if best is None or found.solution.seconds < best.solution.seconds * (SIMPLER if len(axes) > len(best.axes) else 1.0):
             best = found
     if best is None:
-        raise next((e for e in failures if not isinstance(e, BudgetError)), failures[-1])
+        raise min((e for e in failures if isinstance(e, BudgetError)), key=lambda e: e.least, default=failures[0])
     return write_down(analysis, cluster, options, best, microbatches, search.timings), best
 
 
-def fingerprint(graph: fx.Graph) -> str:
-    """A hash of a captured graph: operators, shapes and arguments."""
+def fingerprint(analysis: Analysis) -> str:
+    """A hash of a captured graph: operators, shapes and arguments, and which parameters are trained."""
     digest = hashlib.sha256()
-    for n in graph.nodes:
+    for node, entry in analysis.state.items():
+        digest.update(f"{node.name} {entry.target} {node in analysis.differentiable}\n".encode())
+    for n in analysis.graph.nodes:
         value = n.meta.get("val")
         target = n.target if isinstance(n.target, (str, torch._ops.OpOverload)) else operator_name(n.target)
         kwargs = {k: v for k, v in n.kwargs.items() if k != "device"}  # a plan made on meta is for any device
@@ -77,7 +79,7 @@ def write_down(analysis: Analysis, cluster: Cluster, options: Options, found: Fo
         else:
             nodes[node.name] = NodePlan(choice.ins, choice.out, choice.factors, choice.kernels)
     return Plan(
-        fingerprint=fingerprint(analysis.graph),
+        fingerprint=fingerprint(analysis),
         world_size=options.world_size,
         cluster=cluster.name,
         mesh_sizes=tuple(a.size for a in found.axes),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
+from types import NoneType
 from typing import Any
 
 from autopar.errors import PlanError
@@ -54,8 +56,7 @@ class Options:
     time_limit: float = 60.0
 
     def __post_init__(self) -> None:
-        if self.world_size < 1:
-            raise PlanError(f"world_size={self.world_size}: at least one rank is needed")
+        _whole("world_size", self.world_size, "the number of ranks")
         for name, what in LATER.items():
             if getattr(self, name) is not None:
                 raise PlanError(f"{name}={getattr(self, name)!r}: {what} cannot be planned yet; leave {name} out")
@@ -63,10 +64,16 @@ class Options:
             raise PlanError(f"recompute={self.recompute!r}: recomputation cannot be planned yet; leave recompute out")
         if self.zero not in (None, 0, 1, 2):
             raise PlanError(f"zero={self.zero!r}: 0, 1 and 2 can be planned; gathering parameters again in the backward (3) cannot yet")
-        if self.memory_budget is not None and self.memory_budget <= 0:
-            raise PlanError(f"memory_budget={self.memory_budget}: bytes per device, more than 0")
-        if self.micro_batch_size is not None and self.micro_batch_size < 1:
-            raise PlanError(f"micro_batch_size={self.micro_batch_size}: at least one sample")
+        _positive("memory_budget", 1 if self.memory_budget is None else self.memory_budget, "bytes per device")
+        _positive("time_limit", self.time_limit, "seconds for one solve")
+        _whole("micro_batch_size", 1 if self.micro_batch_size is None else self.micro_batch_size, "samples in a microbatch of one replica")
+        if not isinstance(self.mesh, (Sequence, NoneType)) or isinstance(self.mesh, str):
+            raise PlanError(f"mesh={self.mesh!r}: give the axis sizes, slowest links first, for example mesh=({self.world_size},)")
+        for size in self.mesh or ():
+            _whole("mesh", size, "the ranks along an axis")
+        for name, example in (("parallel", "dict(data=2)"), ("constraints", '{"*.mlp.up_proj.weight": "I S0"}')):
+            if not isinstance(getattr(self, name), (Mapping, NoneType)):
+                raise PlanError(f"{name}={getattr(self, name)!r}: give a dict, for example {name}={example}")
         if self.parallel is not None and self.mesh is not None:
             raise PlanError("parallel= and mesh= both fix the mesh: give one of them")
 
@@ -79,7 +86,7 @@ class Options:
     def meshes(self) -> list[tuple[Axis, ...]]:
         """The meshes that the options leave, slowest axis first."""
         if self.mesh is not None:
-            if math.prod(self.mesh) != self.world_size or any(n < 1 for n in self.mesh):
+            if math.prod(self.mesh) != self.world_size:
                 raise PlanError(f"mesh={tuple(self.mesh)} has {math.prod(self.mesh)} ranks, world_size is {self.world_size}")
             return [tuple(Axis(f"axis{i}", n) for i, n in enumerate(self.mesh))]
         if self.parallel is not None:
@@ -110,6 +117,16 @@ def _axes(parallel: dict[str, Any], world_size: int) -> tuple[Axis, ...]:
         )
     axes = [Axis("data", data, "data")] * (data > 1) + [Axis("tensor", tensor, "1d")] * (tensor > 1)
     return tuple(axes) or (Axis("data", 1, "data"),)
+
+
+def _whole(name: str, value: Any, what: str) -> None:
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+        raise PlanError(f"{name}={value!r}: {what}, a whole number of at least 1")
+
+
+def _positive(name: str, value: Any, what: str) -> None:
+    if not isinstance(value, Real) or isinstance(value, bool) or not value > 0:
+        raise PlanError(f"{name}={value!r}: {what}, a number above 0")
 
 
 def _size(value: Any, name: str) -> int:

@@ -10,7 +10,7 @@ from autopar.analysis import Analysis
 from autopar.cost_model import Cluster, Compute, Conversions
 from autopar.errors import BudgetError, PlanError
 from autopar.search.blocks import classes
-from autopar.search.budget import DoesNotFitError, within
+from autopar.search.budget import DoesNotFitError, advice, within
 from autopar.search.choices import Choices
 from autopar.search.costs import Costs
 from autopar.search.found import Found
@@ -42,7 +42,6 @@ class Search:
             PlanError: nothing fits the memory budget, with the least that would.
         """
         sizes = tuple(a.size for a in axes)
-        sizes = tuple(a.size for a in axes)
         self._check_batch(axes)
         start = time.perf_counter()
         costs = Costs(self.analysis, Conversions(sizes, self.cluster), Compute(self.cluster), self.options.optimizer, self.microbatches)
@@ -73,18 +72,16 @@ class Search:
 
     def _over_budget(self, least: Found) -> BudgetError:
         """The least that any plan needs, where it goes, and what would free most of it."""
-        kinds = sorted(least.nbytes_by_kind().items(), key=lambda item: -item[1])
-        where = ", ".join(f"{kind} {nbytes:.3g}" for kind, nbytes in kinds)
-        activations = kinds[0][0] == "activations"
-        advice = (
-            "a smaller micro_batch_size or batch, or more devices"
-            if activations
-            else "more devices, a lighter optimizer, or zero left free"
-        )
         mesh = " x ".join(str(a.size) for a in least.axes)
+        kinds = least.nbytes_by_kind()
+        where = ", ".join(f"{kind} {nbytes:,.0f}" for kind, nbytes in sorted(kinds.items(), key=lambda item: -item[1]))
+        samples, needed = self.analysis.batch.size, least.solution.nbytes
+        given = "memory_budget" if self.options.memory_budget else f"memory of a device of {self.cluster.name!r}"
         return BudgetError(
-            f"no plan on a mesh of {mesh} in {self.microbatches} microbatches fits the memory budget of {self._budget:.3g} bytes a device: "
-            f"the least that any needs is {least.solution.nbytes:.3g} bytes ({where}). What would free most: {advice}"
+            f"no plan fits the {given} of {self._budget:,.0f} bytes: the least that any needs is {needed:,.0f} bytes a device "
+            f"({where}), on a mesh of {mesh} in {self.microbatches} microbatch{'es' * (self.microbatches > 1)} of {samples} "
+            f"sample{'s' * (samples > 1)}. What would free most: {advice(kinds, self.options, least.axes)}",
+            needed,
         )
 
     def _around_coarser(self, axes: tuple[Axis, ...], problem: Problem) -> tuple[Solution, float]:
@@ -109,10 +106,8 @@ class Search:
         for axis in axes:
             if axis.use == "data" and self.analysis.batch.size % axis.size:
                 batch, parts = self.analysis.batch.size * self.microbatches, axis.size * self.microbatches
-                raise PlanError(
-                    f"a batch of {batch} in {self.microbatches} microbatches does not split over data={axis.size}: use a multiple of "
-                    f"{parts}, or another data size"
-                )
+                asked = f"a batch of {batch}" + (f" in {self.microbatches} microbatches" if self.microbatches > 1 else "")
+                raise PlanError(f"{asked} does not split over data={axis.size}: use a multiple of {parts}, or another data size")
 
     def _add(self, phase: str, start: float) -> float:
         now = time.perf_counter()

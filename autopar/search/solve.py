@@ -28,12 +28,17 @@ class Solution:
 
 @dataclass
 class _Edge:
-    """``table[s, t]``: the least cost from layout s of producer u to layout t of a port."""
+    """``table[s, t]``: the least cost from layout s of producer u to layout t of a port.
+
+    ``shared`` are the parts of it that are paid once for all edges of ``group``, each by a name; with no group the table is this edge's
+    own.
+    """
 
     producer: int
     port: Port
     table: np.ndarray
-    group: int | None  # conversions shared with other edges of that group; None: the table is this edge's own
+    group: int | None = None
+    shared: tuple[tuple[str, np.ndarray], ...] = ()
 
 
 class Model:
@@ -46,10 +51,15 @@ class Model:
         self.edges: list[_Edge] = []
         self.eliminated: list[tuple[int, list[_Edge]]] = []
         for g, group in enumerate(problem.groups):
-            shared = len({v for v, _ in group.ports}) > 1 or len(group.ports) > 1
+            alike = len({price * group.nbytes[port].any() > 0 for port in group.ports}) == 1
             for port in group.ports:
-                table = group.count * (group.seconds[port] + price * group.nbytes[port])
-                self.edges.append(_Edge(group.producer, port, table, g if shared else None))
+                time, memory = group.count * group.seconds[port], group.count * price * group.nbytes[port]
+                if len(group.ports) == 1:
+                    self.edges.append(_Edge(group.producer, port, time + memory))
+                    continue
+                # Where some ports keep the tensor for the backward and others do not, its bytes are paid if one of those does.
+                parts = (("both", time + memory),) if alike else (("time", time), ("memory", memory))
+                self.edges.append(_Edge(group.producer, port, time + memory, g, parts))
         self._reduce()
 
     def _reduce(self) -> None:
@@ -74,7 +84,7 @@ class Model:
                 self.cost[u] = self.cost[u] + best[self.problem.vertices[u].out_of]
             elif len(ins) == 1 and len(outs) == 1:
                 table = self._through(ins[0], v, outs[0])
-                joined = _Edge(ins[0].producer, outs[0].port, table, None)
+                joined = _Edge(ins[0].producer, outs[0].port, table)
                 self.edges.append(joined)
                 out[ins[0].producer].append(joined)
                 into[outs[0].port[0]].append(joined)
@@ -157,12 +167,13 @@ class _Program:
             return
         known = shared.setdefault(edge.group, {})
         wanted = vertices[v].ins[p]
-        for s, t in zip(*np.nonzero(edge.table > 0), strict=True):
-            key = (int(s), wanted[t])
-            if key not in known:
-                known[key] = self._add_columns(edge.table[s, t : t + 1])
-            row = self._add_rows(1, 0.0, np.inf)
-            self._entry(np.array([row, row]), np.array([known[key], grid[s, t]]), np.array([1.0, -1.0]))
+        for name, table in edge.shared:
+            for s, t in zip(*np.nonzero(table > 0), strict=True):
+                key = (name, int(s), wanted[t])
+                if key not in known:
+                    known[key] = self._add_columns(table[s, t : t + 1])
+                row = self._add_rows(1, 0.0, np.inf)
+                self._entry(np.array([row, row]), np.array([known[key], grid[s, t]]), np.array([1.0, -1.0]))
 
     def _add_columns(self, cost: np.ndarray) -> int:
         self._cost.append(cost)

@@ -1,0 +1,449 @@
+"""Wrong input ends with an error that says what was asked, what was found and what to change; never with a hang."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import handmade
+import pytest
+import torch
+import torch.distributed as dist
+import zoo
+from pool import Pools
+from torch import nn
+
+import autopar
+from autopar import CaptureError, Plan, PlanError, RunError
+from autopar.errors import BudgetError
+from autopar.layout import I, S
+
+BATCH = 8
+
+
+def tensor(size: int) -> dict[str, Any]:
+    return dict(tensor=dict(size=size, mode="1d"))
+
+
+def plan(world_size: Any = 4, name: str = "mlp", **options: Any) -> Plan:
+    model, sample = getattr(zoo, name)()
+    return autopar.plan(model, sample, world_size, progress=False, **options)
+
+
+# -- options ------------------------------------------------------------------------------------------------------------------------------
+
+OPTIONS: list[tuple[dict[str, Any], str]] = [
+    (dict(world_size=6, parallel=dict(data=2, **tensor(2))), r"data 2 x tensor 2 = 4 ranks, world_size is 6; use data=3"),
+    (dict(world_size=6, parallel=tensor(4)), r"tensor size 4 does not divide world_size 6"),
+    (dict(world_size=8, parallel=dict(data=3, **tensor(2))), r"data 3 x tensor 2 = 6 ranks, world_size is 8; use data=4"),
+    (dict(world_size=5, parallel=dict(data=3, **tensor(2))), r"= 6 ranks, world_size is 5; use a world_size of 6"),
+    (dict(parallel=dict(tensor=4)), r'tensor"\]=4 names no mode: write tensor=dict\(size=4, mode="1d"\)'),
+    (dict(parallel=dict(tensor=dict(size=4, mode="9d"))), r"mode '9d' is not available: the modes are 1d"),
+    (dict(parallel=tensor(0)), r"size of at least 1, for example tensor=2"),
+    (dict(parallel=dict(expert=4)), r"\['expert'\]: it takes data, tensor and pipeline"),
+    (dict(parallel=dict(data=2, pipeline=2)), r"2 pipeline stages: pipelines cannot be planned yet"),
+    (dict(parallel="data"), r"parallel='data': give a dict, for example parallel=dict\(data=2\)"),
+    (dict(mesh=(2, 3)), r"mesh=\(2, 3\) has 6 ranks, world_size is 4"),
+    (dict(mesh=(-2, -2)), r"mesh=-2: .* at least 1"),
+    (dict(mesh=4), r"mesh=4: give the axis sizes, slowest links first, for example mesh=\(4,\)"),
+    (dict(mesh=(2, 2), parallel=dict(data=4)), r"parallel= and mesh= both fix the mesh"),
+    (dict(world_size=0), r"world_size=0: .* at least 1"),
+    (dict(world_size="4"), r"world_size='4': .* whole number"),
+    (dict(memory_budget=-1), r"memory_budget=-1: bytes per device"),
+    (dict(memory_budget="80GB"), r"memory_budget='80GB': bytes per device, a number"),
+    (dict(micro_batch_size=0), r"micro_batch_size=0: samples in a microbatch"),
+    (dict(time_limit=0), r"time_limit=0: seconds"),
+    (dict(zero=3), r"zero=3: 0, 1 and 2 can be planned"),
+    (dict(schedule="1f1b"), r"schedule='1f1b': .* leave schedule out"),
+    (dict(precision="bf16"), r"precision='bf16': .*model.to\(torch.bfloat16\).* leave precision out"),
+    (dict(recompute="full"), r"recompute='full': .* leave recompute out"),
+    (dict(optimizer="lion"), r"optimizer='lion' is unknown: give one of sgd, sgd-momentum, adam, adamw"),
+    (dict(paralel=dict(data=4)), r"unknown option paralel: the options are parallel, mesh, memory_budget"),
+    (dict(cluster="h200"), r"no cluster 'h200': the presets are a100-sxm, cpu, h100-sxm"),
+    (dict(cluster="/nowhere/mine.json"), r"cannot read the cluster file /nowhere/mine.json: No such file"),
+    (dict(cluster=3), r"cluster=3: give one of a100-sxm, cpu"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), OPTIONS, ids=[message[:40] for _, message in OPTIONS])
+def test_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan(**options)
+
+
+def test_more_devices_than_the_cluster_has() -> None:
+    cluster = autopar.Cluster.load("cpu")
+    small = dataclasses.replace(cluster, name="shed", links=(dataclasses.replace(cluster.links[0], size=2),))
+    with pytest.raises(PlanError, match="world_size=4 needs 4 devices, cluster 'shed' has 2: lower world_size or give another cluster="):
+        plan(cluster=small)
+
+
+# -- the batch ----------------------------------------------------------------------------------------------------------------------------
+
+SPLITS: list[tuple[dict[str, Any], str]] = [
+    (dict(world_size=3, parallel=dict(data=3)), r"a batch of 8 does not split over data=3: use a multiple of 3, or another data size"),
+    (dict(world_size=16, parallel=dict(data=16)), r"a batch of 8 does not split over data=16: use a multiple of 16"),
+    (dict(world_size=3, parallel=tensor(3)), r"tensor=3 can split nothing: no dim of the weights \(32x32, 16x32\) divides by 3"),
+    (dict(micro_batch_size=3), r"micro_batch_size=3: a batch of 8 on 4 ranks .* multiple of 3 x the data-parallel size, 4 or 2 or 1"),
+    (dict(parallel=dict(data=4), micro_batch_size=4), r"micro_batch_size=4: a batch of 8 on 4 ranks .* multiple of 4 x the .* size, 4"),
+    (dict(world_size=2, parallel=tensor(2), micro_batch_size=1), r"a single sample over all ranks .* use micro_batch_size=2"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), SPLITS, ids=[message[:40] for _, message in SPLITS])
+def test_a_batch_that_cannot_be_split_as_asked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan(**options)
+
+
+class Sorted(nn.Module):
+    """Its loss compares samples with one another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x).sort(0).values.diff(dim=0).square().mean()
+
+
+def test_a_loss_that_is_no_sum_over_microbatches() -> None:
+    with pytest.raises(PlanError, match=r"micro_batch_size: aten.sort.* mixes samples.*leave micro_batch_size out"):
+        autopar.plan(Sorted(), torch.zeros(8, 4), 2, progress=False, micro_batch_size=2)
+
+
+# -- the model and the sample -------------------------------------------------------------------------------------------------------------
+
+
+def test_no_loss_to_be_found() -> None:
+    model, sample = zoo.llama()
+    del sample["labels"]
+    with pytest.raises(CaptureError, match=r"no scalar output.*\['logits'\]: \(8, 16, 64\).*give labels in sample_input.*or loss_fn="):
+        autopar.plan(model, sample, 4, progress=False)
+
+
+class TwoScalars(nn.Linear):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        y = super().forward(x)
+        return y.mean(), y.sum()
+
+
+def test_two_losses() -> None:
+    with pytest.raises(CaptureError, match=r"several scalar outputs, none called loss.*loss_fn="):
+        autopar.plan(TwoScalars(4, 4), torch.zeros(8, 4), 4, progress=False)
+
+
+SAMPLES: list[tuple[Any, str]] = [
+    (None, "sample_input is a NoneType; give a tensor, a tuple of arguments or a dict of keywords"),
+    ({"x": torch.zeros(BATCH, 32)}, r"missing a required argument: 'y'.*must hold the arguments of the model's forward"),
+    ({"x": torch.zeros(BATCH, 7), "y": torch.zeros(BATCH, 16)}, r"in module body.0 \(Linear\) at .*\[8, 7\] X \[32, 32\].*runs on this input"),
+    ({"x": torch.zeros(BATCH, 32), "y": "twelve"}, r"in module \(root\) .*'str' object.*runs on this input"),
+]
+
+
+@pytest.mark.parametrize(("sample", "message"), SAMPLES, ids=["none", "missing", "shape", "type"])
+def test_samples_that_the_model_does_not_take(sample: Any, message: str) -> None:
+    with pytest.raises(CaptureError, match=message):
+        autopar.plan(zoo.mlp()[0], sample, 4, progress=False)
+
+
+def test_a_model_on_two_devices() -> None:
+    model, sample = zoo.mlp()
+    model.body[0].to("meta")
+    with pytest.raises(RunError, match="parameters are on cpu and meta: move it to one device first"):
+        autopar.plan(model, sample, 4, progress=False)
+
+
+def test_a_meta_model_and_no_cluster() -> None:
+    model, sample = zoo.mlp()
+    with pytest.raises(PlanError, match="the model is on meta: say what it will train on, cluster= one of a100-sxm, cpu, h100-sxm"):
+        autopar.plan(model.to("meta"), sample, 4, progress=False)
+
+
+# -- memory -------------------------------------------------------------------------------------------------------------------------------
+
+
+def bytes_named(message: str) -> dict[str, float]:
+    """What the error says goes where."""
+    inside = message[message.index("a device (") + len("a device (") : message.index("), on a mesh")]
+    return {kind: float(n.replace(",", "")) for kind, n in (part.rsplit(" ", 1) for part in inside.split(", "))}
+
+
+def test_a_budget_that_nothing_fits() -> None:
+    with pytest.raises(BudgetError) as caught:
+        plan(parallel=dict(data=4), zero=0, memory_budget=1000)
+    message = str(caught.value)
+    where = bytes_named(message)
+    parameters = 4 * sum(-(-p.numel() * 4 // 512) * 512 for p in zoo.mlp()[0].parameters()) / 4
+    assert where["parameters"] == where["gradients"] == parameters
+    assert where["optimizer"] == 2 * parameters
+    assert sum(where.values()) == pytest.approx(caught.value.least, abs=4)
+    assert "no plan fits the memory_budget of 1,000 bytes" in message
+    assert f"least that any needs is {caught.value.least:,.0f} bytes a device" in message
+    advice = message[message.index("What would free most") :]
+    assert f"zero=2, about {3 * parameters:,.0f}" in advice
+    assert f'optimizer="sgd", if you train with it, {2 * parameters:,.0f}' in advice
+    assert "world_size=8" in advice
+    assert "leaving out parallel=" in advice
+
+
+@pytest.mark.parametrize("options", [dict(parallel=dict(data=4), zero=0), dict(parallel=tensor(4)), dict(optimizer="sgd")])
+def test_the_least_budget_is_enough(options: dict[str, Any]) -> None:
+    with pytest.raises(BudgetError) as caught:
+        plan(memory_budget=1000, **options)
+    least = caught.value.least
+    assert max(plan(memory_budget=least, **options).peak_memory) <= least
+    with pytest.raises(BudgetError):
+        plan(memory_budget=0.98 * least, **options)
+
+
+def test_a_device_too_small_names_the_cluster() -> None:
+    cluster = autopar.Cluster.load("cpu")
+    small = dataclasses.replace(cluster, name="watch", device=dataclasses.replace(cluster.device, memory=1000))
+    with pytest.raises(BudgetError, match="no plan fits the memory of a device of 'watch' of 1,000 bytes"):
+        plan(cluster=small)
+
+
+def test_a_budget_with_microbatches_fixed() -> None:
+    both = dict(data=2, **tensor(2))
+    with pytest.raises(BudgetError, match=r"in 2 microbatches of 4 samples.*micro_batch_size=1, about \d+.*leaving out parallel="):
+        plan(memory_budget=1000, micro_batch_size=2, parallel=both)
+
+
+# -- constraints --------------------------------------------------------------------------------------------------------------------------
+
+CONSTRAINTS: list[tuple[dict[str, str], str]] = [
+    ({"body.9.weight": "S0"}, "'body.9.weight' matches no parameter and no module; nearest: body"),
+    ({"*.wieght": "S0"}, "matches no parameter and no module; nearest: "),
+    ({"body.0.weight": "S7"}, "on 'body.0.weight': layout 'S7' is not possible on this mesh; possible: I, S0, S1"),
+    ({"body.0.weight": "S0 S1"}, "layout 'S0 S1' is not possible on this mesh; possible: I, S0, S1"),
+    ({"body.0.weight": "X0"}, "'X0' is no type: write I, R, P or S<dim>, for example S0"),
+    ({"body.0": "S9"}, "on 'body.0': layout 'S9' is not possible on this mesh; possible: "),
+]
+
+
+@pytest.mark.parametrize(("constraints", "message"), CONSTRAINTS, ids=[" ".join(c) for c, _ in CONSTRAINTS])
+def test_constraints(constraints: dict[str, str], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan(mesh=(4,), constraints=constraints)
+
+
+# -- plan files ---------------------------------------------------------------------------------------------------------------------------
+
+
+def test_plan_files(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    good = plan()
+    good.save(path)
+    assert Plan.load(path) == good
+    text, data = path.read_text(), json.loads(path.read_text())
+    stored = {name: {"stored": "Q", "used": "I"} for name in data["parameters"]}
+    for content, message in [
+        (text[:200], "is no plan: JSONDecodeError"),
+        ("[1]", "is no plan"),
+        ("3", "is no plan"),
+        ('{"name": "cpu"}', "is no plan: KeyError.'version'"),
+        (json.dumps({**data, "version": 99}), "has plan version 99, this autopar reads 1: plan again"),
+        (json.dumps({k: v for k, v in data.items() if k != "nodes"}), "is a damaged plan: KeyError.'nodes'.*undo the edit"),
+        (json.dumps({**data, "parameters": stored}), "is a damaged plan: .*'Q' is no type: write I, R, P or S<dim>"),
+        (json.dumps({**data, "mesh_sizes": [3]}), r"is a damaged plan: .*a mesh of sizes \(3,\) .* is none of 4 ranks"),
+        (json.dumps({**data, "mesh_sizes": [2, 2]}), "is a damaged plan"),
+        (json.dumps({**data, "extra": 1}), "is a damaged plan: .*'extra'"),
+    ]:
+        path.write_text(content)
+        with pytest.raises(PlanError, match=f"plan.json {message}"):
+            Plan.load(path)
+    path.write_bytes(b"\x80\xff")
+    with pytest.raises(PlanError, match="is no plan: UnicodeDecodeError"):
+        Plan.load(path)
+    assert os.listdir(tmp_path) == ["plan.json"]
+
+
+# -- ranks --------------------------------------------------------------------------------------------------------------------------------
+
+
+def compile_(model: nn.Module, sample: Any, world_size: int | None = None, **options: Any) -> autopar.Compiled:
+    return autopar.compile(model, sample, world_size or dist.get_world_size(), progress=False, **options)
+
+
+def _world_size() -> None:
+    model, sample = zoo.mlp()
+    with pytest.raises(RunError, match="asked for world_size=4, the process group has 2 ranks: pass world_size=2"):
+        compile_(model, sample, 4)
+    made = plan(4)
+    with pytest.raises(RunError, match="the plan is for world_size=4, compile was asked for 2: plan again for 2"):
+        compile_(model, sample, plan=made)
+    with pytest.raises(PlanError, match="plan= decides everything, so zero would have no effect"):
+        compile_(model, sample, plan=plan(2), zero=2)
+    if dist.get_rank() == 1:
+        with pytest.raises(RunError, match="asked for world_size=8, the process group has 2 ranks"):
+            compile_(model, sample, 8)
+    else:
+        with pytest.raises(RunError, match="failed on rank 1 of 2: RunError: compile was asked for world_size=8"):
+            compile_(model, sample)
+
+
+def test_a_world_size_that_is_not_the_process_groups(ranks: Pools) -> None:
+    ranks(2).run(_world_size)
+
+
+def test_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(RunError, match=r"world_size=4\) needs 4 processes: .*torchrun --nproc-per-node 4"):
+        autopar.compile(*zoo.mlp(), 4, progress=False)
+
+
+class Branching(nn.Linear):
+    """Cannot be traced."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y.mean() if y.sum() > 0 else y.sum()
+
+
+def _unlike() -> None:
+    rank, (model, sample) = dist.get_rank(), zoo.mlp()
+    made = plan(2)
+    other = dataclasses.replace(made, parameters={n: dataclasses.replace(p, stored=(S(0),), used=(I,)) for n, p in made.parameters.items()})
+    with pytest.raises(RunError, match="the plan is not the same on all ranks: rank 1 of 2 differ from rank 0"):
+        compile_(model, sample, plan=other if rank else made)
+    with pytest.raises(RunError, match="the plan is not the same on all ranks: rank 1 of 2 differ from rank 0"):
+        compile_(model, sample, plan=None if rank else made)
+    deeper, frozen, wider = zoo.mlp(layers=3)[0], copy.deepcopy(model), copy.deepcopy(model)
+    frozen.body[0].weight.requires_grad_(False)
+    wider.register_buffer("unused", torch.zeros(3))
+    for different in (deeper, frozen, wider):
+        with pytest.raises(RunError, match="the model is not the same on all ranks: rank 1 of 2 differ from rank 0"):
+            compile_(different if rank else model, sample, plan=made)
+    small = {k: v[:4] for k, v in sample.items()}
+    with pytest.raises(RunError, match="the model is not the same on all ranks"):
+        compile_(model, small if rank else sample, plan=made)
+    if rank:
+        with pytest.raises(CaptureError, match="branches or loops on the value of a tensor"):
+            compile_(Branching(4, 4), torch.zeros(8, 4), plan=made)
+    else:
+        with pytest.raises(RunError, match="tracing the model failed on rank 1 of 2: CaptureError: .*branches or loops"):
+            compile_(model, sample, plan=made)
+    with pytest.raises(PlanError, match="unknown option paralel"):  # planned on rank 0, told to all
+        compile_(model, sample, paralel=dict(data=2))
+    torch.manual_seed(rank)
+    for p in model.parameters():
+        nn.init.normal_(p)  # values may differ: rank 0's count
+    compiled = compile_(model, sample, plan=made)
+    values = [torch.empty_like(p) for p in model.parameters()]
+    for value, p in zip(values, model.parameters(), strict=True):
+        value.copy_(p.detach())
+        dist.broadcast(value, 0)
+    for value, q in zip(values, compiled.parameters(), strict=True):
+        assert torch.equal(handmade.full(q).detach(), value)
+
+
+def test_ranks_that_hold_different_plans_or_models(ranks: Pools) -> None:
+    ranks(2).run(_unlike)
+
+
+def _other_model() -> None:
+    model, sample = zoo.mlp()
+    made = plan(2)
+    small = {k: v[:4] for k, v in sample.items()}
+    for given in ((zoo.mlp(layers=3)[0], sample), (model, small)):
+        with pytest.raises(RunError, match=f"made for a graph with fingerprint {made.fingerprint}, this model and sample give .*: plan again"):
+            compile_(*given, plan=made)
+    name, node = next((n, x) for n, x in made.nodes.items() if x.ins)
+    without = {n: x for n, x in made.nodes.items() if n != name}
+    with pytest.raises(PlanError, match=f"the plan says nothing of 1 nodes: {name}; plan again"):
+        compile_(model, sample, plan=dataclasses.replace(made, nodes=without))
+    odd = {**made.nodes, name: dataclasses.replace(node, ins=tuple((S(0),) for _ in node.ins))}
+    with pytest.raises(PlanError, match=f"{name} wants S0, and no conversion: plan again"):
+        compile_(model, sample, plan=dataclasses.replace(made, nodes=odd))
+
+
+def test_a_plan_for_another_model(ranks: Pools) -> None:
+    ranks(2).run(_other_model)
+
+
+def _batches(microbatches: int) -> None:
+    model, sample = zoo.mlp()
+    elsewhere = {k: v.to("meta") for k, v in sample.items()}
+    with pytest.raises(RunError, match=r"sample_input\['x'\] is on meta, the model on cpu: .*\.to\('cpu'\)"):
+        compile_(model, elsewhere)
+    compiled = compile_(model, sample, parallel=dict(data=2), micro_batch_size=4 // microbatches)
+    advice = r"drop the last, smaller batch \(DataLoader\(drop_last=True\)\), pad it, or compile again"
+    for batch, message in [
+        ({k: v[:6] for k, v in sample.items()}, rf"x has size 6 in dim 0, expected 8 \(shape \(6, 32\), the sample had \(8, 32\)\): .*{advice}"),
+        ({**sample, "y": sample["y"][:, :3]}, r"y has size 3 in dim 1, expected 16"),
+        ({**sample, "x": sample["x"][0]}, r"x has 1 dims \(32,\), the sample had 2: \(8, 32\)"),
+        ({**sample, "x": sample["x"].double()}, "x is torch.float64, the sample had torch.float32: convert it"),
+        (elsewhere, r"x is on meta, the program runs on cpu: pass x.to\('cpu'\)"),
+        ({"x": sample["x"]}, "missing y: the sample had x, y"),
+        ({**sample, "mask": sample["x"]}, "got an argument 'mask', the sample had x, y"),
+    ]:
+        with pytest.raises(RunError, match=message):
+            compiled(**batch)
+    compiled(**sample)["loss"].backward()  # nothing is lost
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_batches_unlike_the_sample(ranks: Pools, microbatches: int) -> None:
+    ranks(2).run(_batches, microbatches)
+
+
+# -- a rank that dies ---------------------------------------------------------------------------------------------------------------------
+
+TIMEOUT_SECONDS = 10
+
+
+def _fragile(rank: int, world_size: int, store: str, ending: str, answers: Any) -> None:
+    """Trains; rank 1 ends in the second step, the others tell what they saw and how long after."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=timedelta(seconds=TIMEOUT_SECONDS)
+    )
+    model, batch = handmade.Network(), handmade.batch()
+    compiled = compile_(model, batch, parallel=dict(data=2, **tensor(2)))
+    compiled(**batch)["loss"].backward()
+    dist.barrier()
+    start = time.monotonic()
+    if rank == 1 and ending == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        time.sleep(600)
+    try:
+        for _ in range(3):
+            compiled(**batch)["loss"].backward()
+        answers.put((rank, "no error", time.monotonic() - start))
+    except Exception as e:
+        answers.put((rank, f"{type(e).__name__}: {e}", time.monotonic() - start))
+    answers.close()
+    answers.join_thread()
+    os._exit(0)  # the group is broken: its destructor may wait
+
+
+@pytest.mark.parametrize("ending", ["dies", "hangs"])
+def test_the_others_end_with_an_error(ending: str) -> None:
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    with tempfile.NamedTemporaryFile() as store:
+        processes = [context.Process(target=_fragile, args=(rank, 4, store.name, ending, answers)) for rank in range(4)]
+        for process in processes:
+            process.start()
+        try:
+            found = [answers.get(timeout=180) for _ in range(3)]
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+    assert sorted(rank for rank, _, _ in found) == [0, 2, 3]
+    for rank, message, seconds in found:
+        assert "Error" in message, (rank, message)
+        assert seconds < 2 * TIMEOUT_SECONDS, (rank, message, seconds)
