@@ -9,15 +9,15 @@ import torch.fx as fx
 
 from autopar.errors import PlanError
 from autopar.graph import operands, set_operand
-from autopar.layout import I, Layout, parse_type, show
+from autopar.layout import I, Layout, P, parse_type, show
 from autopar.plan import Plan, Step
 from autopar.runtime.collectives import redistribute
 
 
 def insert_conversions(graph: fx.Graph, plan: Plan, loss: int) -> None:
-    """Give every consumer its operands in the layouts of the plan, and the loss (output number ``loss``) as I.
+    """Give every consumer its operands in the layouts of the plan, and the loss (output number ``loss``) as I or, where it is, P.
 
-    Adds the placeholder ``mesh``, first of all.
+    A loss that is a pending sum is summed when the program returns it, in one step. Adds the placeholder ``mesh``, first of all.
     """
     first = next(iter(graph.nodes))
     with graph.inserting_before(first):
@@ -38,7 +38,7 @@ def insert_conversions(graph: fx.Graph, plan: Plan, loss: int) -> None:
         elif node.op == "output":
             outputs = list(node.args[0])  # type: ignore[arg-type]
             whole = (I,) * len(plan.mesh_sizes)
-            if outputs[loss].meta["layout"] != whole:
+            if any(t is not P and t is not I for t in outputs[loss].meta["layout"]):
                 outputs[loss] = converter.convert(outputs[loss], whole, node)
             node.args = (tuple(outputs),)
 

@@ -295,11 +295,12 @@ class Repeated(nn.Module):
 
     def __init__(self, sizes: Mapping[str, int], dtype: torch.dtype) -> None:
         super().__init__()
+        self.first = nn.Linear(sizes["H"], sizes["H"], bias=False, dtype=dtype, device="meta")
         self.blocks = nn.Sequential(*(_Block(sizes["H"], dtype) for _ in range(3)))
         self.sample = {"x": torch.empty(sizes["B"], sizes["H"], dtype=dtype, device="meta")}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.blocks(x).square().mean()
+        return self.blocks(self.first(x)).square().mean()
 
 
 def analyse(model: nn.Module, sample: Any) -> Analysis:

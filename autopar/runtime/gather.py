@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
 
+from autopar.plan import BUCKET_BYTES
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.parameters import Weight
 
@@ -61,7 +62,7 @@ class Gather:
     Between :meth:`open` and :meth:`close` their leaves hold the whole value; outside they hold nothing.
     """
 
-    def __init__(self, weights: Iterable[Weight], mesh: Mesh, bucket_bytes: int = 25 << 20) -> None:
+    def __init__(self, weights: Iterable[Weight], mesh: Mesh, bucket_bytes: int = BUCKET_BYTES) -> None:
         self._mesh = mesh
         self._buckets = buckets((w for w in weights if w.gathered), lambda w: (w.gathered, w.local.dtype), bucket_bytes)
         for bucket in self._buckets:

@@ -25,6 +25,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autopar.layout import I
+from autopar.plan import BUCKET_BYTES
 from autopar.runtime.gather import buckets, cut
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.parameters import Weight
@@ -57,8 +58,7 @@ class GradientSync:
     A round is one backward: :meth:`begin`, the backward (whose hooks start the collectives of full buckets, in the same order on all
     ranks), :meth:`finish`, which waits, and :meth:`deliver`, which adds to ``parameter.grad``. :meth:`watch` does all of this for
     whatever backward reaches a tensor. A parameter that got no gradient keeps ``grad`` as it was. Arguments: ``bucket_bytes``, the most
-    that goes into one collective (free: an eighth of all, at least 1 MB and at most 25 MB); ``on_start``, ``on_end``, called around a
-    watched backward.
+    that goes into one collective; ``on_start``, ``on_end``, called around a watched backward.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class GradientSync:
         weights: Iterable[Weight],
         mesh: Mesh,
         *,
-        bucket_bytes: int | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
         on_start: Callable[[], None] = lambda: None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
@@ -76,8 +76,6 @@ class GradientSync:
         self._weights = backward_order
         self._local = [w for w in backward_order if not any(self._communication(w)) and not w.gathered]
         others = [w for w in backward_order if any(self._communication(w)) or w.gathered]
-        if bucket_bytes is None:
-            bucket_bytes = min(max(sum(w.leaf_bytes for w in others) // 8, 1 << 20), 25 << 20)
         grouped = buckets(others, lambda w: (self._communication(w), w.leaf.dtype), bucket_bytes)
         self._buckets = [_Bucket(group, *self._communication(group[0]), expected={w.name for w in group}) for group in grouped]
         for bucket in self._buckets:

@@ -72,11 +72,14 @@ class Mesh:
 
     def _make_group(self, axes: tuple[int, ...]) -> dist.ProcessGroup:
         wide = tuple(axis for axis in axes if self.sizes[axis] > 1) or axes[:1]
-        if len(wide) == 1:
-            return self.device_mesh.get_group(wide[0])
         if not wide:
             raise RunError("a group needs at least one mesh axis")
-        return self.device_mesh[tuple(self.names[axis] for axis in wide)]._flatten().get_group()
+        if len(wide) == 1:
+            group = self.device_mesh.get_group(wide[0])
+        else:
+            group = self.device_mesh[tuple(self.names[axis] for axis in wide)]._flatten().get_group()
+        _take_timeout(group)
+        return group
 
     def index(self, axes: Iterable[int]) -> int:
         """This rank's place in ``axes_group(axes)``: which chunk it holds of a dim that ``axes`` cut; the earlier axis is major."""
@@ -113,6 +116,14 @@ def _over_the_world(sizes: tuple[int, ...], names: tuple[str, ...], device_type:
     if key not in known:
         known[key] = init_device_mesh(device_type, sizes or (1,), mesh_dim_names=names or ("rank",))
     return known[key]
+
+
+def _take_timeout(group: dist.ProcessGroup) -> None:
+    """Give ``group`` the timeout that the user gave the default group: torch gives new groups 10 or 30 minutes, whatever that is."""
+    for device in group._device_types:
+        options = getattr(dist.group.WORLD._get_backend(device), "options", None)  # type: ignore[union-attr]
+        if options is not None and hasattr(options, "_timeout"):
+            group._get_backend(device)._set_default_timeout(options._timeout)
 
 
 def _local_device(device_type: str) -> torch.device:

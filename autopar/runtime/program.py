@@ -12,10 +12,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from autopar.errors import RunError
-from autopar.layout import I, Layout, S
+from autopar.layout import I, Layout, P, S
 from autopar.runtime.collectives import redistribute
 from autopar.runtime.gather import Gather
 from autopar.runtime.gradients import GradientSync
+from autopar.runtime.loss import PendingLoss, total
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.microbatches import Parts, Release
 from autopar.runtime.module_tree import build_tree, copy_tree
@@ -52,9 +53,12 @@ class Compiled(nn.Module):
             self.training = model.training
             if hasattr(model, "config"):
                 self.config = model.config
+        shares = [axis for axis, t in enumerate(lowered.output_layouts[self._results.loss]) if t is P and mesh.sizes[axis] > 1]
+        self._loss_group = mesh.axes_group(shares) if shares else None
+        self._loss: PendingLoss | None = None  # the last one
         weights = [self._state.weights[name] for name in _first_use(lowered) if name in self._state.weights]
         self._gather = Gather(weights, mesh)
-        self._sync = GradientSync(weights, mesh, on_start=self._reopen, on_end=self._gather.close)
+        self._sync = GradientSync(weights, mesh, on_start=self._reopen, on_end=self._settle)
         self._weights = weights
         self._parts = Parts(plan, lowered, self._results.loss) if plan.microbatches > 1 else None
         if mesh.size > 1:
@@ -91,6 +95,7 @@ class Compiled(nn.Module):
         """
         inputs = self._signature.bind(args, kwargs)
         self._mesh.streams.next_step()
+        self._settle()
         self._refresh()
         self._gather.open()
         state = [self._state.argument(name) for name in self._lowered.state]
@@ -157,9 +162,21 @@ class Compiled(nn.Module):
     def _presented(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
         layouts = self._lowered.output_layouts
         return [
-            output if i == self._results.loss else _as_dtensor(output, layout, self._mesh)
+            self._total(output) if i == self._results.loss else _as_dtensor(output, layout, self._mesh)
             for i, (output, layout) in enumerate(zip(outputs, layouts, strict=True))
         ]
+
+    def _total(self, share: torch.Tensor) -> torch.Tensor:
+        loss = share if self._loss_group is None else total(share, self._loss_group)
+        self._loss = loss if isinstance(loss, PendingLoss) else None
+        return loss
+
+    def _settle(self) -> None:
+        """After a step: nothing is under way, and gathered parameters are let go."""
+        if self._loss is not None:
+            self._loss.wait()
+            self._loss = None
+        self._gather.close()
 
     def _refresh(self) -> None:
         for weight in self._weights:

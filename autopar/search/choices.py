@@ -90,7 +90,7 @@ class Choices:
 
         def asked(axis: int, option: Option) -> bool:
             """An axis that the user gave a use is used: samples are split, or weights are."""
-            if axes[axis].use == "data" and batch:
+            if axes[axis].use == "data" and batch and node in grads:
                 return option.factor in batch
             if axes[axis].use == "1d" and weight is not None:
                 return option.ins[weight].is_shard

@@ -1,0 +1,65 @@
+"""The loss of the whole batch: each rank's share, summed over the ranks that hold shares.
+
+On gloo a rank would wait here for the slowest one before its backward begins, though nothing in the backward needs the sum. So the sum is
+under way while the backward runs, and whoever reads the loss waits for it then. On NCCL waiting orders streams and blocks nobody.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_iter
+
+_functional = torch.ops._c10d_functional
+
+
+class _Sum(torch.autograd.Function):
+    """The gradient of a sum over ranks is the gradient of each share."""
+
+    @staticmethod
+    def forward(ctx: Any, share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        value = _functional.all_reduce_(share.detach().clone(), "sum", group.group_name)
+        return _functional.wait_tensor(value) if value.is_cuda else value
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+class PendingLoss(torch.Tensor):
+    """A loss whose sum over ranks may be under way; every use but ``backward`` and its description waits for it."""
+
+    _sum: torch.Tensor | None = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _NOT_READING:
+            for value in tree_iter((args, kwargs)):
+                if isinstance(value, PendingLoss):
+                    value.wait()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def wait(self) -> None:
+        """Blocks until the sum is there."""
+        if self._sum is not None:
+            _functional.wait_tensor(self._sum)
+            self._sum = None
+
+
+_NOT_READING = {
+    torch.Tensor.backward,
+    *(getattr(torch.Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "shape", "dtype", "device", "is_leaf")),
+}
+
+
+def total(share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum of every rank's ``share`` of the loss, differentiable."""
+    value = _Sum.apply(share, group)
+    if value.is_cuda:
+        return value
+    pending = value.as_subclass(PendingLoss)
+    pending._sum = value.detach()
+    return pending
