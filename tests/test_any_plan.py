@@ -15,6 +15,7 @@ from pool import Pools
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from autopar.analysis import Analysis
+from autopar.api import _check_types
 from autopar.passes.lower import lower
 from autopar.passes.microbatch import accumulate
 from autopar.runtime.mesh import Mesh
@@ -43,6 +44,7 @@ def errors(name: str, sizes: tuple[int, ...], seeds: list[int], microbatches: in
         plan = dataclasses.replace(space.plan(space.random(seed)), microbatches=microbatches)
         try:
             lowered = lower(analysis, plan, copy.deepcopy(prologue))
+            _check_types(analysis, lowered, mesh)  # as compile() does: it must not refuse what is right
             compiled = Compiled(analysis.captured, plan, lowered, mesh, model=model)
             found[seed] = worst(compare(copy.deepcopy(model), sample, compiled))
         except Exception as e:
@@ -94,7 +96,9 @@ def noise(seed: int) -> tuple[list[float], float]:
     lowered = lower(analysis, plan)
     (drop,) = [n for n in lowered.evaluate.graph.nodes if aten.feature_dropout.default in n.args]
     assert drop.args[-1] is False
-    compiled = Compiled(analysis.captured, plan, lowered, Mesh((2,), ("a",), "cpu"), model=model)
+    mesh = Mesh((2,), ("a",), "cpu")
+    _check_types(analysis, lowered, mesh)
+    compiled = Compiled(analysis.captured, plan, lowered, mesh, model=model)
     loss = compiled(x)
     loss.backward()
     gradient = compiled.get_parameter("conv.bias").grad.full_tensor()

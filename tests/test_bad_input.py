@@ -7,13 +7,11 @@ import dataclasses
 import json
 import multiprocessing
 import os
-import signal
 import tempfile
-import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import fragile
 import handmade
 import pytest
 import torch
@@ -146,7 +144,10 @@ def test_two_losses() -> None:
 SAMPLES: list[tuple[Any, str]] = [
     (None, "sample_input is a NoneType; give a tensor, a tuple of arguments or a dict of keywords"),
     ({"x": torch.zeros(BATCH, 32)}, r"missing a required argument: 'y'.*must hold the arguments of the model's forward"),
-    ({"x": torch.zeros(BATCH, 7), "y": torch.zeros(BATCH, 16)}, r"in module body.0 \(Linear\) at .*\[8, 7\] X \[32, 32\].*runs on this input"),
+    (
+        {"x": torch.zeros(BATCH, 7), "y": torch.zeros(BATCH, 16)},
+        r"in module body.0 \(Linear\) at .*\[8, 7\] X \[32, 32\].*runs on this input",
+    ),
     ({"x": torch.zeros(BATCH, 32), "y": "twelve"}, r"in module \(root\) .*'str' object.*runs on this input"),
 ]
 
@@ -332,7 +333,7 @@ def _unlike() -> None:
         with pytest.raises(CaptureError, match="branches or loops on the value of a tensor"):
             compile_(Branching(4, 4), torch.zeros(8, 4), plan=made)
     else:
-        with pytest.raises(RunError, match="tracing the model failed on rank 1 of 2: CaptureError: .*branches or loops"):
+        with pytest.raises(RunError, match=r"tracing the model failed on rank 1 of 2: CaptureError: .*branches or loops"):
             compile_(model, sample, plan=made)
     with pytest.raises(PlanError, match="unknown option paralel"):  # planned on rank 0, told to all
         compile_(model, sample, paralel=dict(data=2))
@@ -357,7 +358,9 @@ def _other_model() -> None:
     made = plan(2)
     small = {k: v[:4] for k, v in sample.items()}
     for given in ((zoo.mlp(layers=3)[0], sample), (model, small)):
-        with pytest.raises(RunError, match=f"made for a graph with fingerprint {made.fingerprint}, this model and sample give .*: plan again"):
+        with pytest.raises(
+            RunError, match=f"made for a graph with fingerprint {made.fingerprint}, this model and sample give .*: plan again"
+        ):
             compile_(*given, plan=made)
     name, node = next((n, x) for n, x in made.nodes.items() if x.ins)
     without = {n: x for n, x in made.nodes.items() if n != name}
@@ -380,7 +383,10 @@ def _batches(microbatches: int) -> None:
     compiled = compile_(model, sample, parallel=dict(data=2), micro_batch_size=4 // microbatches)
     advice = r"drop the last, smaller batch \(DataLoader\(drop_last=True\)\), pad it, or compile again"
     for batch, message in [
-        ({k: v[:6] for k, v in sample.items()}, rf"x has size 6 in dim 0, expected 8 \(shape \(6, 32\), the sample had \(8, 32\)\): .*{advice}"),
+        (
+            {k: v[:6] for k, v in sample.items()},
+            rf"x has size 6 in dim 0, expected 8 \(shape \(6, 32\), the sample had \(8, 32\)\): .*{advice}",
+        ),
         ({**sample, "y": sample["y"][:, :3]}, r"y has size 3 in dim 1, expected 16"),
         ({**sample, "x": sample["x"][0]}, r"x has 1 dims \(32,\), the sample had 2: \(8, 32\)"),
         ({**sample, "x": sample["x"].double()}, "x is torch.float64, the sample had torch.float32: convert it"),
@@ -400,42 +406,13 @@ def test_batches_unlike_the_sample(ranks: Pools, microbatches: int) -> None:
 
 # -- a rank that dies ---------------------------------------------------------------------------------------------------------------------
 
-TIMEOUT_SECONDS = 10
-
-
-def _fragile(rank: int, world_size: int, store: str, ending: str, answers: Any) -> None:
-    """Trains; rank 1 ends in the second step, the others tell what they saw and how long after."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=timedelta(seconds=TIMEOUT_SECONDS)
-    )
-    model, batch = handmade.Network(), handmade.batch()
-    compiled = compile_(model, batch, parallel=dict(data=2, **tensor(2)))
-    compiled(**batch)["loss"].backward()
-    dist.barrier()
-    start = time.monotonic()
-    if rank == 1 and ending == "dies":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if rank == 1:
-        time.sleep(600)
-    try:
-        for _ in range(3):
-            compiled(**batch)["loss"].backward()
-        answers.put((rank, "no error", time.monotonic() - start))
-    except Exception as e:
-        answers.put((rank, f"{type(e).__name__}: {e}", time.monotonic() - start))
-    answers.close()
-    answers.join_thread()
-    os._exit(0)  # the group is broken: its destructor may wait
-
 
 @pytest.mark.parametrize("ending", ["dies", "hangs"])
 def test_the_others_end_with_an_error(ending: str) -> None:
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     with tempfile.NamedTemporaryFile() as store:
-        processes = [context.Process(target=_fragile, args=(rank, 4, store.name, ending, answers)) for rank in range(4)]
+        processes = [context.Process(target=fragile.train, args=(rank, 4, store.name, ending, answers)) for rank in range(4)]
         for process in processes:
             process.start()
         try:
@@ -447,4 +424,4 @@ def test_the_others_end_with_an_error(ending: str) -> None:
     assert sorted(rank for rank, _, _ in found) == [0, 2, 3]
     for rank, message, seconds in found:
         assert "Error" in message, (rank, message)
-        assert seconds < 2 * TIMEOUT_SECONDS, (rank, message, seconds)
+        assert seconds < 2 * fragile.TIMEOUT_SECONDS, (rank, message, seconds)

@@ -203,7 +203,8 @@ def test_header_memory_gap_and_notes(megatron: Plan) -> None:
 
 def test_mesh_axes_that_do_the_same_share_a_column(megatron: Plan) -> None:
     twice = [[*row[:5], [row[5][0]] * 3] for row in megatron.rows["blocks"]]
-    plan = dataclasses.replace(megatron, mesh_sizes=(2, 2, 2), mesh_names=("a", "b", "c"), rows={**megatron.rows, "blocks": twice})
+    mesh: dict[str, Any] = dict(mesh_sizes=(2, 2, 2), mesh_names=("a", "b", "c"), nodes={}, parameters={})
+    plan = dataclasses.replace(megatron, rows={**megatron.rows, "blocks": twice}, **mesh)
     assert "a (2), b (2), c (2)" in plan.report()
     different = [[*row[:5], ["data-parallel, ZeRO", "sequence-sharded, ZeRO", word]] for *row, (word,) in megatron.rows["blocks"]]
     wide = dataclasses.replace(plan, rows={**megatron.rows, "blocks": different})

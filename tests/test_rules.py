@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.fx as fx
 from torch.fx.node import map_arg
 
-from autopar.graph import operands
+from autopar.errors import RunError
+from autopar.graph import operands, set_operand
 from autopar.layout import I, Layout, P, R, S, dual
 from autopar.passes.choose_kernels import choose_kernels
 from autopar.passes.localise import localise
@@ -23,6 +25,8 @@ from autopar.rules import Rule, make_rule, rule_of
 from autopar.rules.registry import _MAKERS, operator_name
 from autopar.rules.views import factorise
 from autopar.runtime import kernels
+from autopar.runtime.mesh import Mesh
+from autopar.runtime.typecheck import check_types
 from autopar.search.strategies import Strategy, strategies
 
 aten = torch.ops.aten
@@ -416,8 +420,13 @@ def _run(call: fx.Node, values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _all(program: Program, sizes: Sequence[int]) -> list[Strategy]:
-    found = strategies(program.rule, program.trains, any(program.trains) and program.output.is_floating_point(), sizes, lambda *_: True)
-    found = [s for s in found if set(s.kernels) <= LOCAL_KERNELS]
+    output = any(program.trains) and program.output.is_floating_point()
+    return strategies(program.rule, program.trains, output, sizes, lambda *_: True)
+
+
+def _some(program: Program, sizes: Sequence[int]) -> list[Strategy]:
+    """Those that can be run here, no more of them than take a moment."""
+    found = [s for s in _all(program, sizes) if set(s.kernels) <= LOCAL_KERNELS]
     return random.Random(0).sample(found, min(STRATEGIES, len(found)))
 
 
@@ -426,7 +435,7 @@ def test_every_option_is_the_operator(example: Row) -> None:
     program = Program(example)
     assert program.rule is not None
     for sizes in MESHES:
-        for strategy in _all(program, sizes):
+        for strategy in _some(program, sizes):
             try:
                 program.check(strategy, sizes)
             except Exception as e:
@@ -532,5 +541,39 @@ def test_any_view_is_right(seed: int) -> None:
         return
     program = Program(row(aten.reshape.default, n(*before), after))
     for sizes in ((2,), (3,), (4,), (2, 2), (2, 3), (6,)):
-        for strategy in _all(program, sizes):
+        for strategy in _some(program, sizes):
             program.check(strategy, sizes)
+
+
+# --- The second opinion: ``autopar.runtime.typecheck`` was written apart, and must find every option well typed too.
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Mesh]:
+    dist.init_process_group("fake", rank=0, world_size=4)
+    yield Mesh((2, 2), ("a", "b"))
+    dist.destroy_process_group()
+
+
+def _typed(program: Program, strategy: Strategy, mesh: Mesh) -> list[str]:
+    call = program.local(strategy, mesh.sizes)
+    values = [
+        cut(x, layout, mesh.sizes)[0].requires_grad_(g) for x, layout, g in zip(program.tensors, strategy.ins, program.trains, strict=True)
+    ]
+    with call.graph.inserting_before(call):
+        inputs = [call.graph.placeholder(f"operand_{k}") for k in range(len(values))]  # a tensor read twice may come in two layouts
+    for k, placeholder in enumerate(inputs):
+        set_operand(call, k, placeholder)
+    for old in [n for n in call.graph.nodes if n.op == "placeholder" and n.name != "mesh" and n not in inputs]:
+        call.graph.erase_node(old)
+    return check_types(fx.GraphModule(torch.nn.Module(), call.graph), mesh, values, strategy.ins)
+
+
+@pytest.mark.parametrize("example", ROWS, ids=str)
+def test_every_option_is_well_typed(example: Row, mesh: Mesh) -> None:
+    program = Program(example)
+    for strategy in _all(program, mesh.sizes):
+        try:
+            _typed(program, strategy, mesh)
+        except RunError as e:
+            raise AssertionError(f"{example.name}: {strategy}: {e}") from e

@@ -328,4 +328,3 @@ def test_attention_drops_differently_at_each_step_and_the_same_on_all_ranks(rank
     everywhere = ranks(4).run(_attends, options)
     assert len(set(everywhere[0])) == 3
     assert all(losses == everywhere[0] for losses in everywhere)
-

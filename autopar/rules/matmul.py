@@ -57,7 +57,7 @@ def convolution(call: Call) -> Rule | None:
     return call.rule(
         f"n (g c) {x_space}, (g o) c {' '.join(window)} + (g o) -> n (g o) {y_space}",
         sizes={"g": groups},
-        whole=[*window, *x_space.split(), *y_space.split()],
+        whole=[*window, *x_space.split(), *y_space.split(), *(["c", "o"] if groups > 1 else [])],  # a group is not split further
         flops=2.0 * math.prod(call.shape) * math.prod(weight[1:]),
         kind="conv",
         saves=(0, 1),

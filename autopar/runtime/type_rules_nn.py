@@ -29,13 +29,19 @@ def _embedding(call: Call) -> Any:
 
 @type_rule("scaled_dot_product_attention", kernels.attention)
 def _attention(call: Call) -> Any:
+    """Every query sees all keys; a causal mask counts queries from the first, so they are then whole too."""
     q, k, v = call.args[:3]
-    mask = call.arg(3, "attn_mask")
-    pairs = [("bh__", q), ("bh__", k), ("bh__", v)] if q.ndim == 4 else [("b__", x) for x in (q, k, v)]
+    mask, causal = call.arg(3, "attn_mask"), call.arg(5, "is_causal", False)
+    rows = ("bh" if q.ndim == 4 else "b") + ("_" if causal else "s")
+    pairs = [(rows + "_", q), *((_where_wide(rows[:-1] + "__", x), x) for x in (k, v))]
     if isinstance(mask, torch.Tensor):
-        full = pairs[0][0][pairs[0][0].index("_") - (mask.ndim - 2) : -2] + "__" if mask.ndim > 2 else "_" * mask.ndim
-        pairs.append(("".join("_" if n == 1 and not cut else c for c, n, cut in zip(full, mask.shape, cuts(mask), strict=True)), mask))
-    return _given(*pairs, out=pairs[0][0])
+        pairs.append((_where_wide((rows + "_")[-mask.ndim :], mask), mask))
+    return _given(*pairs, out=rows + "_")
+
+
+def _where_wide(term: str, x: torch.Tensor) -> str:
+    """``term`` without the letters of dims of ``x`` that are broadcast."""
+    return "".join("_" if n == 1 and not cut else c for c, n, cut in zip(term, x.shape, cuts(x), strict=True))
 
 
 @type_rule("layer_norm", "rms_norm")
@@ -56,10 +62,11 @@ def _batch_norm(call: Call) -> Any:
 def _convolution(call: Call) -> Any:
     x, weight, bias = call.args[0], call.args[1], call.arg(2, "bias")
     space, groups = "_" * (x.ndim - 2), call.arg(6, "groups", 1)
-    if groups == 1:
+    # One group may be what is left of several: then input and output channels are cut alike.
+    if groups == 1 and not (cuts(x)[1] and cuts(x)[1] == cuts(weight)[0] and not cuts(weight)[1]):
         y = einsum(["aC" + space, "OC" + space], "aO" + space, [x, weight], (0, 1))
     else:
-        y = einsum(["a_" + space, "__" + space], "a_" + space, [x, weight], (0, 1))
+        y = einsum(["aO" + space, "O_" + space], "aO" + space, [x, weight], (0, 1))
     if bias is None:
         return y
     out = torch.empty_like(call.out, requires_grad=call.out.requires_grad)
@@ -69,7 +76,7 @@ def _convolution(call: Call) -> Any:
 
 @type_rule("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d")
 def _pool(call: Call) -> Any:
-    return einsum(["ac__"], "ac__", [call.args[0]])
+    return einsum(["ac__"], "ac__", [call.args[0]], () if "max" in call.target._schema.name else (0,))
 
 
 @type_rule("gather", "index_select")
@@ -133,7 +140,7 @@ def _embedding_vocabulary(call: Call) -> Any:
     weight, ids, axes = call.args[0], call.args[1], call.args[6]
     _require_cut(call, weight, 0, axes)
     rows = ascii_letters[: ids.ndim]
-    return einsum(["VZ", rows], rows + "Z", [weight, ids])
+    return einsum(["VZ", rows], rows + "Z", [weight, ids], (0,))
 
 
 @type_rule(kernels.sync_batch_norm)

@@ -45,15 +45,16 @@ def _view(call: Call) -> Any:
     spec: list[tuple] = [()] * out.ndim
     claimed = call.claimed()
     for dim, cut in enumerate(cuts(x)):
-        if not cut:
-            continue
         before = math.prod(x.shape[:dim])
-        places = [d for d in range(out.ndim) if math.prod(out.shape[:d]) == before and not spec[d]]
-        if not places:
+        places = [d for d in range(out.ndim) if math.prod(out.shape[:d]) == before]
+        if cut and not places:
             raise spmd.SpmdTypeError(f"view of {tuple(x.shape)} as {tuple(out.shape)} separates dim {dim}, which is cut")
-        wanted = [d for d in places if d in {claimed.get(axis) for axis in cut}]
-        large = [d for d in places if out.shape[d] > 1]
-        spec[(wanted or large or places)[0]] = cut
+        for axis in cut:
+            large = [d for d in places if out.shape[d] > 1]
+            place = claimed[axis] if claimed.get(axis) in places else (large or places)[0]
+            spec[place] = (*spec[place], axis)
+    if any(list(cut) != [axis for axis in call.axes if axis in cut] for cut in spec):
+        raise spmd.SpmdTypeError(f"view of {tuple(x.shape)} as {tuple(out.shape)} joins cut dims of which a later axis cuts the major one")
     return with_spec(x, out, spec)
 
 
@@ -66,7 +67,7 @@ def _expand(call: Call) -> Any:
     return _cut_anywhere(call, dict(spmd.get_local_type(x)), [()] * new + cuts(x), expanded, x.requires_grad)
 
 
-@type_rule("full", "zeros", "ones", "empty", "scalar_tensor", "arange")
+@type_rule("full", "zeros", "ones", "empty", "new_full", "new_zeros", "new_ones", "new_empty", "scalar_tensor", "arange")
 def _factory(call: Call) -> Any:
     constant = call.target._schema.name != "aten::arange"
     types = {axis: spmd.R for axis in call.axes if axis.size() > 1}

@@ -13,7 +13,7 @@ import torch
 from spmd_types import rules
 from spmd_types.checker import typecheck
 from torch.fx import GraphModule, Interpreter, Node
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import autopar.runtime.type_rules_nn
 import autopar.runtime.type_rules_shape  # noqa: F401 - both register their rules
@@ -126,10 +126,10 @@ class _Checker(Interpreter):
         return out
 
     def _without_rule(self, n: Node, args: tuple, kwargs: dict, result: Any) -> Any:
-        """On whole tensors anything goes; on cut ones, what DTensor knows of the operator, or else the claim."""
-        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+        """On whole tensors anything goes; on cut or pending ones, what DTensor knows of the operator, or else the claim."""
+        tensors = [a for a in tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
         flat = [result] if isinstance(result, torch.Tensor) else list(result)
-        if not any(spmd.get_partition_spec(t) for t in tensors):
+        if not any(any(cuts(t)) or spmd.P in spmd.get_local_type(t).values() for t in tensors):
             for out in flat:
                 rules.output(out, einsum(["_" * t.ndim for t in tensors], "_" * out.ndim, tensors))
             return result

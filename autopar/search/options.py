@@ -125,7 +125,7 @@ def _whole(name: str, value: Any, what: str) -> None:
 
 
 def _positive(name: str, value: Any, what: str) -> None:
-    if not isinstance(value, Real) or isinstance(value, bool) or not value > 0:
+    if not isinstance(value, Real) or isinstance(value, bool) or not float(value) > 0:
         raise PlanError(f"{name}={value!r}: {what}, a number above 0")
 
 
