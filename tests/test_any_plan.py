@@ -55,7 +55,7 @@ def errors(name: str, sizes: tuple[int, ...], seeds: list[int], microbatches: in
 @pytest.mark.parametrize("sizes", PLANS)
 @pytest.mark.parametrize("name", small_graphs.MODELS)
 def test_random_plans_are_right(ranks: Pools, name: str, sizes: tuple[int, ...]) -> None:
-    for found in ranks(math.prod(sizes)).run(errors, name, sizes, list(range(PLANS[sizes]))):
+    for found in ranks(math.prod(sizes)).run(errors, name, sizes, list(range(PLANS[sizes])), timeout=150):
         assert all(e < TOLERANCE for e, _ in found.values()), found
 
 
@@ -65,7 +65,7 @@ def test_there_are_200() -> None:
 
 @pytest.mark.parametrize("name", IN_PARTS)
 def test_random_plans_in_microbatches_are_right(ranks: Pools, name: str) -> None:
-    for found in ranks(2).run(errors, name, (2,), list(range(5)), 2):
+    for found in ranks(2).run(errors, name, (2,), list(range(5)), 2, timeout=150):
         assert all(e < TOLERANCE for e, _ in found.values()), found
 
 
