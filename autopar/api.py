@@ -17,7 +17,7 @@ from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, PlanError, RunError
 from autopar.passes.lower import Lowered, lower
 from autopar.plan import Plan
-from autopar.planner import LossFunction, Planner, analyse, plain
+from autopar.planner import LossFunction, Planner, analyse, evaluates_as_trained, plain
 from autopar.runtime.agree import together
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.program import Compiled, same_on_all_ranks
@@ -94,7 +94,9 @@ def compile(
     mesh = Mesh(plan.mesh_sizes, plan.mesh_names, None if device.type == "meta" else device)
     lowered = lower(analysis, plan, prologue, mesh.device)
     _check_types(analysis, lowered, mesh)
-    return Compiled(analysis.captured, plan, lowered, mesh, model=model)
+    trained = analysis.captured if plan.microbatches == 1 else None
+    evaluates = together("tracing the model in eval()", partial(evaluates_as_trained, model, sample, loss_fn, trained))
+    return Compiled(analysis.captured, plan, lowered, mesh, model=model, evaluates=evaluates)
 
 
 def _check_types(analysis: Analysis, lowered: Lowered, mesh: Mesh) -> None:

@@ -70,6 +70,16 @@ def set_operand(node: fx.Node, index: int, new: fx.Node) -> None:
         node.update_kwarg(place, value)
 
 
+def set_argument(node: fx.Node, name: str, value: Any) -> None:
+    """Give the argument ``name`` of a call another value."""
+    for place, (parameter, _, keyword_only) in enumerate(signature(node.target)):  # type: ignore[arg-type]
+        if parameter == name:
+            if place < len(node.args) and not keyword_only:
+                node.update_arg(place, value)
+            else:
+                node.update_kwarg(name, value)
+
+
 def shape(node: fx.Node) -> tuple[int, ...]:
     """The global shape of a node that holds one tensor."""
     return tuple(node.meta["val"].shape)

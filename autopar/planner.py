@@ -13,10 +13,12 @@ from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
 from autopar.analysis import Analysis
-from autopar.capture import capture
+from autopar.capture import Captured, capture
 from autopar.cost_model import Cluster
 from autopar.errors import BudgetError, PlanError
+from autopar.passes.batch_constants import restore_batch_constants
 from autopar.passes.canonicalise import canonicalise
+from autopar.passes.evaluation import evaluates_alike
 from autopar.passes.microbatch import accumulate
 from autopar.plan import Plan
 from autopar.report import describe
@@ -98,23 +100,37 @@ class Planner:
 
 def analyse(model: nn.Module, sample: Any, loss_fn: LossFunction | None, microbatches: int) -> tuple[Analysis, fx.Graph | None]:
     """The graph of one microbatch, and the graph of what is counted over the batch before."""
-    if microbatches > 1:
-        size = batch_size(sample)
-        sample = tree_map(
-            lambda x: x[: size // microbatches] if isinstance(x, torch.Tensor) and x.ndim and x.shape[0] == size else x, sample
-        )
+    whole = _trace(model, sample, loss_fn)
+    if microbatches == 1:
+        return Analysis(whole), None
+    size = batch_size(sample)
+    part = tree_map(lambda x: x[: size // microbatches] if isinstance(x, torch.Tensor) and x.ndim and x.shape[0] == size else x, sample)
+    captured = _trace(model, part, loss_fn)
+    restore_batch_constants(captured.graph, whole.graph)
+    captured, prologue = accumulate(Analysis(captured), microbatches)
+    return Analysis(captured), prologue
+
+
+def evaluates_as_trained(model: nn.Module, sample: Any, loss_fn: LossFunction | None, trained: Captured | None = None) -> bool:
+    """Whether ``eval()`` changes nothing but dropout and BatchNorm; ``trained`` is the graph of the whole batch, where it is at hand."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        evaluated = canonicalise(capture(model.eval(), sample, loss_fn))
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    return evaluates_alike(trained or _trace(model, sample, loss_fn), evaluated)
+
+
+def _trace(model: nn.Module, sample: Any, loss_fn: LossFunction | None) -> Captured:
     modes = {module: module.training for module in model.modules()}
     try:
         if not model.training:  # what is planned is training; eval() is a pass
             model.train()
-        analysis = Analysis(canonicalise(capture(model, sample, loss_fn)))
+        return canonicalise(capture(model, sample, loss_fn))
     finally:
         for module, mode in modes.items():
             module.training = mode
-    if microbatches == 1:
-        return analysis, None
-    captured, prologue = accumulate(analysis, microbatches)
-    return Analysis(captured), prologue
 
 
 def plain(sample: Any) -> Any:

@@ -7,7 +7,12 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch.fx.node import map_arg
 
+from autopar.capture import Captured
+from autopar.graph import eliminate_dead_code
+from autopar.passes.normal_form import normal_form
+from autopar.passes.simplify import simplify
 from autopar.runtime import kernels
 
 aten = torch.ops.aten
@@ -49,3 +54,21 @@ def evaluation(graph: fx.Graph, buffers: Sequence[fx.Node | None] = ()) -> fx.Gr
             if len(node.args) > before + place:
                 node.update_arg(before + place, value)
     return copy
+
+
+def evaluates_alike(trained: Captured, evaluated: Captured) -> bool:
+    """Whether the training graph, made to evaluate, is what the model computes when traced in ``eval()``."""
+    return _calls(evaluation(trained.graph), trained) == _calls(evaluation(evaluated.graph), evaluated)
+
+
+def _calls(graph: fx.Graph, captured: Captured) -> list[tuple[Any, ...]]:
+    """The calls that a user's outputs need, in normal form; ``graph`` is used up."""
+    output = graph.output_node()
+    output.args = (tuple(output.args[0][: captured.out_spec.num_leaves]),)  # type: ignore[index, arg-type]
+    simplify(graph, set())  # an operator that was switched off is none
+    normal_form(graph)
+    eliminate_dead_code(graph, keep=lambda n: False)
+    names = {i.name: i.target for i in captured.inputs}
+    calls = [n for n in graph.nodes if n.op != "placeholder"]
+    number: dict[fx.Node, Any] = {n: names[n.name] for n in graph.nodes if n.op == "placeholder"} | {n: i for i, n in enumerate(calls)}
+    return [(n.target, map_arg((n.args, n.kwargs), lambda a: f"node {number[a]}")) for n in calls]

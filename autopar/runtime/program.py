@@ -41,8 +41,11 @@ class Compiled(nn.Module):
     Attributes: ``plan``; ``mesh``; ``config``, the model's, if it has one.
     """
 
-    def __init__(self, captured: Captured, plan: Plan, lowered: Lowered, mesh: Mesh, *, model: nn.Module | None = None) -> None:
+    def __init__(
+        self, captured: Captured, plan: Plan, lowered: Lowered, mesh: Mesh, *, model: nn.Module | None = None, evaluates: bool = True
+    ) -> None:
         super().__init__()
+        self._evaluates = evaluates
         self._plan, self._mesh, self._lowered = plan, mesh, lowered
         self._signature = Signature(captured, mesh.device, plan.microbatches, lowered.input_batch_dims)
         self._results = Results(captured)
@@ -91,8 +94,13 @@ class Compiled(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a global batch of the sample's shapes, given whole to every rank.
 
-        Raises :class:`RunError` for arguments unlike the sample's.
+        Raises :class:`RunError` for arguments unlike the sample's, and in ``eval()`` for a model that then computes something else.
         """
+        if not (self.training or self._evaluates):
+            raise RunError(
+                "in eval() this model computes something else than in training, beyond dropout and BatchNorm (it reads self.training), "
+                "and only its training was compiled: evaluate the plain model, loaded from state_dict()"
+            )
         inputs = self._signature.bind(args, kwargs)
         self._mesh.streams.next_step()
         self._settle()

@@ -1,0 +1,76 @@
+"""eval() of a compiled program: dropout and BatchNorm are understood, anything else that reads self.training is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from pool import Pools
+
+import autopar
+from autopar.planner import evaluates_as_trained
+
+
+class Branching(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return (2 * y if self.training else y).square().mean()
+
+
+@pytest.mark.parametrize("name", zoo.MODELS)
+def test_dropout_and_batch_norm_are_understood(name: str) -> None:
+    model, sample = zoo.MODELS[name](dropout=0.1)
+    assert evaluates_as_trained(model, sample, None)
+    assert model.training
+
+
+def branching() -> float:
+    """A training step works; evaluating raises."""
+    x = torch.ones(4, 4)
+    compiled = autopar.compile(Branching(), x, 1, progress=False)
+    compiled(x).backward()
+    compiled.eval()
+    with pytest.raises(autopar.RunError, match=r"reads self\.training"):
+        compiled(x)
+    return 0.0
+
+
+def test_a_model_that_branches_is_refused_in_eval(ranks: Pools) -> None:
+    assert ranks(1).run(branching) == [0.0]
+
+
+class ByBatchSize(torch.nn.Module):
+    """Reads its batch size in Python, as a scale or as a shift."""
+
+    def __init__(self, scale: bool) -> None:
+        super().__init__()
+        self.linear, self.scale = torch.nn.Linear(4, 4), scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x).square()
+        return y.sum() / x.shape[0] if self.scale else (y + x.shape[0]).mean()
+
+
+def in_parts() -> tuple[float, float]:
+    """The loss of the whole batch, and that of four microbatches."""
+    torch.manual_seed(0)
+    model, x = ByBatchSize(scale=True).double(), torch.randn(8, 4, dtype=torch.float64)
+    expected = model(x).item()
+    return expected, autopar.compile(model, x, 1, micro_batch_size=2, progress=False)(x).item()
+
+
+def test_a_scale_by_the_batch_size_is_that_of_the_whole_batch(ranks: Pools) -> None:
+    (found,) = ranks(1).run(in_parts)
+    assert found[0] == pytest.approx(found[1], rel=1e-12)
+
+
+def test_other_uses_of_the_batch_size_are_refused() -> None:
+    x: Any = torch.randn(8, 4)
+    with pytest.raises(autopar.PlanError, match=r"add.*=8 on the whole batch and .*2 on a microbatch"):
+        autopar.plan(ByBatchSize(scale=False), x, 1, micro_batch_size=2, progress=False)
