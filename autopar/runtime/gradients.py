@@ -41,6 +41,26 @@ class _Bucket:
     reduce: tuple[int, ...]  # axes of an all-reduce, after it
     expected: set[str] = field(default_factory=set)  # parameters that got a gradient in the last round; all of them at first
     missing: set[str] = field(default_factory=set)  # those of them that have none yet in this round
+    flat: torch.Tensor | None = None  # what goes into an all-reduce, filled as gradients come
+    filled: dict[str, torch.Tensor] = field(default_factory=dict)  # the parts of it that are there
+    places: dict[str, torch.Tensor] = field(default_factory=dict)  # all its parts
+
+    def put(self, weight: Weight) -> None:
+        """Moves a gradient into the bucket while it is still in the cache, and frees it for the next ones."""
+        gradient = weight.leaf.grad
+        if gradient is None or gradient.is_sparse or self.scatter or weight.gathered or weight.name not in self.expected:
+            return
+        if self.flat is None:
+            inside = [w for w in self.weights if w.name in self.expected]
+            self.flat = gradient.new_empty(sum(w.leaf.numel() for w in inside))
+            pieces = self.flat.split([w.leaf.numel() for w in inside])
+            self.places = {w.name: piece.view(w.leaf.shape) for w, piece in zip(inside, pieces, strict=True)}
+        self.filled[weight.name] = self.places[weight.name].copy_(gradient)
+        weight.leaf.grad = None
+
+    def clear(self) -> None:
+        """Ready for another round."""
+        self.missing, self.flat, self.filled, self.places = set(self.expected), None, {}, {}
 
 
 @dataclass
@@ -91,16 +111,19 @@ class GradientSync:
                 self._mesh.axes_group(axes)  # made while all ranks are here
         for weight in bucket.weights:
             trains = weight.leaf.requires_grad
-            weight.leaf.requires_grad_(True).register_post_accumulate_grad_hook(self._hook(bucket, weight.name))
+            weight.leaf.requires_grad_(True).register_post_accumulate_grad_hook(self._hook(bucket, weight))
             weight.leaf.requires_grad_(trains)
 
-    def _hook(self, bucket: _Bucket, name: str) -> Callable[[torch.Tensor], None]:
-        me = weakref.ref(self)  # the garbage collector does not see a tensor's hooks
+    def _hook(self, bucket: _Bucket, weight: Weight) -> Callable[[torch.Tensor], None]:
+        me, its, mine = weakref.ref(self), weakref.ref(bucket), weakref.ref(weight)  # the garbage collector does not see a tensor's hooks
 
         def arrived(_: torch.Tensor) -> None:
-            sync = me()
-            if sync is not None and sync._armed:
-                bucket.missing.discard(name)
+            sync, into, arriving = me(), its(), mine()
+            if sync is not None and into is not None and arriving is not None and sync._armed:
+                if arriving.name in into.missing:
+                    with torch.no_grad():
+                        into.put(arriving)
+                    into.missing.discard(arriving.name)
                 sync._launch_full()
 
         return arrived
@@ -147,7 +170,7 @@ class GradientSync:
         """From here on, buckets whose gradients are all there start."""
         self._armed, self._next, self._flights = True, 0, []
         for bucket in self._buckets:
-            bucket.missing = set(bucket.expected)
+            bucket.clear()
 
     def _launch_full(self) -> None:
         while self._next < len(self._buckets) and not self._buckets[self._next].missing:
@@ -156,10 +179,14 @@ class GradientSync:
 
     @torch.no_grad()
     def _launch(self, bucket: _Bucket) -> None:
-        present = [w for w in bucket.weights if w.leaf.grad is not None]
+        filled, bucket.filled = bucket.filled, {}
+        present = [w for w in bucket.weights if w.name in filled or w.leaf.grad is not None]
         if not present:
             return
-        gradients = [self._take(w) for w in present]
+        if bucket.flat is not None and len(filled) == len(present) == len(bucket.expected):  # the usual case
+            self._flights.append(_Flight(present, self._all_reduce(bucket.flat, bucket.reduce), ()))
+            return
+        gradients = [filled[w.name] if w.name in filled else self._take(w) for w in present]
         if bucket.scatter:
             group = self._mesh.axes_group(bucket.scatter)
             flat = torch.cat([g.reshape(group.size(), -1) for g in gradients], dim=1).view(-1)
