@@ -119,11 +119,22 @@ class Compiled(nn.Module):
         prologue = self._lowered.prologue
         if prologue is None:
             return []
-        # It counts over the whole batch on every rank, so it takes buffers (class weights) whole, however the graph cuts them.
-        state = [self._state.buffers[name] if name in self._state.buffers else self._state.argument(name) for name in self._lowered.state]
+        # It counts over the whole batch on every rank, so it takes class weights whole, however the graph cuts them.
+        placeholders = [n for n in prologue.graph.nodes if n.op == "placeholder"][1:]
+        state = [
+            self._entire(name) if p.users else self._state.argument(name)
+            for name, p in zip(self._lowered.state, placeholders, strict=False)
+        ]
         with torch.no_grad():
             counts = [prologue(self._mesh, *state, *part) for part in parts]
             return [torch.stack(values).sum(0) for values in zip(*counts, strict=True)]
+
+    def _entire(self, name: str) -> torch.Tensor:
+        """A tensor of the state, whole."""
+        if name in self._state.buffers:
+            return self._state.buffers[name]
+        parameter = self._state.weights[name].parameter.detach()
+        return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
     def _run(self, state: list[torch.Tensor], inputs: list[torch.Tensor], extra: list[torch.Tensor]) -> list[torch.Tensor]:
         graph = self._lowered.train if self.training else self._lowered.evaluate
