@@ -15,6 +15,7 @@ from autopar.errors import PlanError
 from autopar.layout import Layout, parse, parse_type, show
 
 VERSION = 1
+EXACT_AXES = 2  # on meshes of more axes the search is exact in neighbourhoods only
 BUCKET_BYTES = 25 << 20  # the most that one collective takes of gradients, or of gathered parameters, in a step
 
 Step = tuple[int, str, str]  # one conversion along one axis: (axis, from, to)
@@ -51,7 +52,8 @@ class Plan:
         conversions: for a tensor, by the layout wanted, the steps that convert it.
         seconds: the predicted step time by kind; their sum is :attr:`step_time`.
         nbytes: the predicted peak memory of one device by kind; their sum is :attr:`peak_memory`.
-        gap: proven distance to the best plan of this search space, relative to the step time (0 is optimal).
+        gap: proven distance to the best plan of this search space, relative to the step time (0 is optimal); on a mesh of more than
+            two axes, to the best of the neighbourhood that was searched last.
         rows: what the report shows of each block and its collectives.
         notes: what a user should know: operators without a rule, statistics per microbatch, …
         timings: seconds that planning took, by phase.

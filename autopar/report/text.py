@@ -9,7 +9,7 @@ from typing import Any
 
 from tabulate import MIN_PADDING, tabulate  # the padding of a header that is wider than its column
 
-from autopar.plan import Plan
+from autopar.plan import EXACT_AXES, Plan
 
 WIDTH = 120
 OPTIMAL = 1e-4  # a relative gap below which a plan counts as optimal
@@ -35,7 +35,7 @@ def _header(plan: Plan) -> str:
         f"Plan for graph {plan.fingerprint}" + (f", {count(facts['parameters'])} parameters" if "parameters" in facts else ""),
         f"{plan.world_size} device{'s' * (plan.world_size > 1)} of {plan.cluster}, mesh {mesh}",
         _batch(plan, facts.get("samples")),
-        f"predicted: {seconds(plan.step_time)} a step, {nbytes(max(plan.peak_memory))} a device; {_gap(plan.gap)}",
+        f"predicted: {seconds(plan.step_time)} a step, {nbytes(max(plan.peak_memory))} a device; {_gap(plan)}",
     ]
     return "\n".join(line for raw in lines for line in textwrap.wrap(raw, WIDTH))
 
@@ -47,8 +47,9 @@ def _batch(plan: Plan, samples: int | None) -> str:
     return f"{whole}, {split}" + (f", in {plan.microbatches} microbatches{each}" if plan.microbatches > 1 else "")
 
 
-def _gap(gap: float) -> str:
-    return "proven optimal in this search space" if gap < OPTIMAL else f"at most {gap:.2%} slower than the best plan of this search space"
+def _gap(plan: Plan) -> str:
+    space = "this search space" if len(plan.mesh_sizes) <= EXACT_AXES else "the neighbourhood searched"
+    return f"proven optimal in {space}" if plan.gap < OPTIMAL else f"at most {plan.gap:.2%} slower than the best plan of {space}"
 
 
 def _times(plan: Plan) -> str:

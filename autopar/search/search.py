@@ -9,6 +9,7 @@ from functools import partial
 from autopar.analysis import Analysis
 from autopar.cost_model import Cluster, Compute, Conversions
 from autopar.errors import BudgetError, PlanError
+from autopar.plan import EXACT_AXES
 from autopar.search.blocks import classes
 from autopar.search.budget import DoesNotFitError, advice, within
 from autopar.search.choices import Choices
@@ -20,7 +21,6 @@ from autopar.search.problem import Problem, build
 from autopar.search.solve import Solution
 
 Progress = Callable[[str], None]
-EXACT_AXES = 2  # meshes of more axes are searched around coarser ones
 
 
 class Search:
