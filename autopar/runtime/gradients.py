@@ -179,12 +179,13 @@ class GradientSync:
 
     @torch.no_grad()
     def _launch(self, bucket: _Bucket) -> None:
-        filled, bucket.filled = bucket.filled, {}
+        filled, flat = bucket.filled, bucket.flat
+        bucket.filled, bucket.flat, bucket.places = {}, None, {}  # from here on it lives as long as the gradients
         present = [w for w in bucket.weights if w.name in filled or w.leaf.grad is not None]
         if not present:
             return
-        if bucket.flat is not None and len(filled) == len(present) == len(bucket.expected):  # the usual case
-            self._flights.append(_Flight(present, self._all_reduce(bucket.flat, bucket.reduce), ()))
+        if flat is not None and len(filled) == len(present) == len(bucket.expected):  # the usual case
+            self._flights.append(_Flight(present, self._all_reduce(flat, bucket.reduce), ()))
             return
         gradients = [filled[w.name] if w.name in filled else self._take(w) for w in present]
         if bucket.scatter:

@@ -21,7 +21,7 @@ from autopar.rules.registry import operator_name
 from autopar.search.found import Found
 from autopar.search.options import Axis, Options
 from autopar.search.search import Search
-from autopar.search.strategies import Storage, Strategy
+from autopar.search.strategies import Storage
 
 Progress = Callable[[str], None]
 SIMPLER = 0.99  # a mesh of more axes must be faster by this much
@@ -97,7 +97,7 @@ def write_down(analysis: Analysis, cluster: Cluster, options: Options, found: Fo
     )
 
 
-def wanted_layouts(analysis: Analysis, nodes: dict[str, NodePlan]) -> dict[fx.Node, list[Layout]]:
+def _wanted_layouts(analysis: Analysis, nodes: dict[str, NodePlan]) -> dict[fx.Node, list[Layout]]:
     """For each tensor the layouts that its readers want and it does not have; the loss is wanted as I."""
     wanted: dict[fx.Node, list[Layout]] = defaultdict(list)
     for node in analysis.graph.nodes:
@@ -113,7 +113,7 @@ def wanted_layouts(analysis: Analysis, nodes: dict[str, NodePlan]) -> dict[fx.No
 
 def _conversions(analysis: Analysis, found: Found, nodes: dict[str, NodePlan]) -> dict[str, dict[str, tuple[Step, ...]]]:
     paths: dict[str, dict[str, tuple[Step, ...]]] = {}
-    for tensor, layouts in wanted_layouts(analysis, nodes).items():
+    for tensor, layouts in _wanted_layouts(analysis, nodes).items():
         value = tensor.meta["val"]
         for layout in layouts:
             steps = found.costs.conversion.path(
@@ -173,6 +173,3 @@ def _uneven(analysis: Analysis, axes: tuple[Axis, ...]) -> Iterator[str]:
             if size % axis.size and math.prod(shape) > 0.05 * total:
                 wide = -(-size // axis.size) * axis.size
                 yield f"{name}: {size} does not divide by {axis.size}, so that no axis of {axis.size} splits it; {wide} would"
-
-
-__all__ = ["Strategy", "best_plan", "fingerprint", "wanted_layouts", "write_down"]
