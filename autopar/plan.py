@@ -14,8 +14,9 @@ from typing import Any
 from autopar.errors import PlanError
 from autopar.layout import Layout, parse, parse_type, show
 
-VERSION = 1
+VERSION = 2
 EXACT_AXES = 2  # on meshes of more axes the search is exact in neighbourhoods only
+SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble")
 BUCKET_BYTES = 25 << 20  # the most that one collective takes of gradients, or of gathered parameters, in a step
 
 Step = tuple[int, str, str]  # one conversion along one axis: (axis, from, to)
@@ -40,18 +41,42 @@ class ParameterPlan:
 
 
 @dataclass(frozen=True)
+class StagePlan:
+    """One part of the model: stage ``i`` of ``n`` runs on pipeline rank ``i % pipeline``.
+
+    Attributes:
+        start: the name of its first node; "" for the first stage.
+        name: what people call it: "model.layers.0 to model.layers.7".
+        seconds: predicted, of one microbatch: "forward", "backward" (which includes "recomputation"), "send" (to the next stage, one way);
+            of a step: "gradient synchronisation", "optimizer".
+        nbytes: predicted peak memory, its part of its device's, by kind.
+        in_flight: microbatches whose activations it holds at most.
+    """
+
+    start: str
+    name: str
+    seconds: dict[str, float]
+    nbytes: dict[str, float]
+    in_flight: int = 1
+
+
+@dataclass(frozen=True)
 class Plan:
     """A distributed program for one model, sample input and cluster.
 
     Attributes:
         fingerprint: a hash of the captured graph; a plan compiles only the graph it was made for.
-        mesh_sizes, mesh_names: the mesh's axes, slowest links first.
+        mesh_sizes, mesh_names: the axes of one stage's mesh, slowest links first. Ranks count stages slowest: the first ``prod(mesh_sizes)``
+            ranks are pipeline rank 0.
+        pipeline: ranks along the pipeline.
+        schedule: how microbatches go through it: one of SCHEDULES.
+        stages: the parts of the model, in its order: ``pipeline`` x chunks of them.
+        recomputed: what is computed again in the backward instead of kept: names of nodes, and of conversions as "name -> layout".
         microbatches: parts that each data-parallel rank's share of the batch is run in, one after the other.
         data_degree: ways the batch is split over ranks.
         nodes, parameters: by node name, and by the parameter's name in the model.
         conversions: for a tensor, by the layout wanted, the steps that convert it.
         seconds: the predicted step time by kind; their sum is :attr:`step_time`.
-        nbytes: the predicted peak memory of one device by kind; their sum is :attr:`peak_memory`.
         gap: proven distance to the best plan of this search space, relative to the step time (0 is optimal); on a mesh of more than
             two axes, to the best of the neighbourhood that was searched last.
         rows: what the report shows of each block and its collectives.
@@ -70,8 +95,11 @@ class Plan:
     parameters: dict[str, ParameterPlan]
     conversions: dict[str, dict[str, tuple[Step, ...]]]
     seconds: dict[str, float]
-    nbytes: dict[str, float]
+    stages: tuple[StagePlan, ...]
     gap: float
+    pipeline: int = 1
+    schedule: str = "1f1b"
+    recomputed: tuple[str, ...] = ()
     rows: dict[str, list[list[Any]]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     timings: dict[str, float] = field(default_factory=dict, compare=False)
@@ -80,8 +108,13 @@ class Plan:
     def __post_init__(self) -> None:
         """ValueError where the parts do not fit together."""
         axes = len(self.mesh_sizes)
-        if math.prod(self.mesh_sizes) != self.world_size or len(self.mesh_names) != axes:
-            raise ValueError(f"a mesh of sizes {self.mesh_sizes} named {self.mesh_names} is none of {self.world_size} ranks")
+        if self.pipeline * math.prod(self.mesh_sizes) != self.world_size or len(self.mesh_names) != axes:
+            mesh = f"a pipeline of {self.pipeline} with a mesh of sizes {self.mesh_sizes} named {self.mesh_names}"
+            raise ValueError(f"{mesh} is none of {self.world_size} ranks")
+        if not self.stages or len(self.stages) % self.pipeline:
+            raise ValueError(f"{len(self.stages)} stages are no multiple of the pipeline's {self.pipeline} ranks")
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule {self.schedule!r} is none of {', '.join(SCHEDULES)}")
         for name, node in self.nodes.items():
             if any(len(layout) != axes for layout in (*node.ins, node.out, node.factors, node.kernels)):
                 raise ValueError(f"node {name!r} has not one type for each of the {axes} mesh axes")
@@ -95,19 +128,34 @@ class Plan:
         return sum(self.seconds.values())
 
     @property
+    def chunks(self) -> int:
+        """Stages on each pipeline rank."""
+        return len(self.stages) // self.pipeline
+
+    @property
+    def memory(self) -> tuple[dict[str, float], ...]:
+        """Predicted peak bytes of a device by kind, for each pipeline rank."""
+        devices: list[dict[str, float]] = [{} for _ in range(self.pipeline)]
+        for i, stage in enumerate(self.stages):
+            device = devices[i % self.pipeline]
+            for kind, nbytes in stage.nbytes.items():
+                device[kind] = device.get(kind, 0.0) + nbytes
+        return tuple(devices)
+
+    @property
     def peak_memory(self) -> tuple[float, ...]:
-        """Predicted bytes for each stage's device."""
-        return (sum(self.nbytes.values()),)
+        """Predicted bytes of a device, for each pipeline rank."""
+        return tuple(sum(device.values()) for device in self.memory)
+
+    @property
+    def nbytes(self) -> dict[str, float]:
+        """Predicted peak bytes by kind of the device that takes most."""
+        return max(self.memory, key=lambda device: sum(device.values()))
 
     @property
     def mesh(self) -> dict[str, int]:
         """Axis sizes by name, slowest links first."""
         return dict(zip(self.mesh_names, self.mesh_sizes, strict=True))
-
-    @property
-    def stages(self) -> int:
-        """Pipeline stages."""
-        return 1
 
     def report(self) -> str:
         """The plan for people: mesh, blocks, collectives, memory, time."""
@@ -148,6 +196,7 @@ def _to_data(plan: Plan) -> dict[str, Any]:
         name: {"in": [show(i) for i in n.ins], "out": show(n.out), "factors": list(n.factors), "kernels": list(n.kernels)}
         for name, n in plan.nodes.items()
     }
+    data["stages"] = [dataclasses.asdict(stage) for stage in plan.stages]
     data["parameters"] = {name: {"stored": show(p.stored), "used": show(p.used)} for name, p in plan.parameters.items()}
     return data
 
@@ -164,5 +213,6 @@ def _from_data(data: dict[str, Any]) -> Plan:
         }
         for name, by_layout in data["conversions"].items()
     }
-    tuples = {key: tuple(data[key]) for key in ("mesh_sizes", "mesh_names", "notes")}
-    return Plan(**{**data, **tuples, "nodes": nodes, "parameters": parameters, "conversions": conversions})
+    tuples = {key: tuple(data[key]) for key in ("mesh_sizes", "mesh_names", "notes", "recomputed")}
+    stages = tuple(StagePlan(**stage) for stage in data["stages"])
+    return Plan(**{**data, **tuples, "stages": stages, "nodes": nodes, "parameters": parameters, "conversions": conversions})

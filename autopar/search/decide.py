@@ -16,7 +16,7 @@ from autopar.cost_model import Cluster
 from autopar.errors import BudgetError, PlanError
 from autopar.graph import operands
 from autopar.layout import I, Layout, show
-from autopar.plan import NodePlan, ParameterPlan, Plan, Step
+from autopar.plan import NodePlan, ParameterPlan, Plan, StagePlan, Step
 from autopar.rules.registry import operator_name
 from autopar.search.found import Found
 from autopar.search.options import Axis, Options
@@ -90,11 +90,17 @@ def write_down(analysis: Analysis, cluster: Cluster, options: Options, found: Fo
         parameters=parameters,
         conversions=_conversions(analysis, found, nodes),
         seconds=found.seconds_by_kind(),
-        nbytes=found.nbytes_by_kind(),
+        stages=(StagePlan("", "", _one_stage(found), found.nbytes_by_kind()),),
         gap=found.gap,
         notes=tuple(_notes(analysis, microbatches, found.axes)),
         timings=dict(timings),
     )
+
+
+def _one_stage(found: Found) -> dict[str, float]:
+    kinds = found.seconds_by_kind()
+    once = {kind: kinds[kind] for kind in ("gradient synchronisation", "optimizer")}
+    return {"forward": kinds["compute"] / 3, "backward": kinds["compute"] * 2 / 3 + kinds["conversions"], "send": 0.0, **once}
 
 
 def _wanted_layouts(analysis: Analysis, nodes: dict[str, NodePlan]) -> dict[fx.Node, list[Layout]]:
