@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from functools import cached_property
 
 import networkx as nx
 import torch.fx as fx
@@ -29,6 +30,21 @@ class Analysis:
         self.inputs = [n for n in nodes if n.op == "placeholder" and kinds[n.name].kind == "input"]
         self.differentiable = needing_grad(nodes, {n for n, i in self.state.items() if captured.state[i.target].requires_grad})
         self.batch = Batch(self.graph, self.rules, self.inputs)
+
+    @cached_property
+    def shared(self) -> frozenset[fx.Node]:
+        """Calls without a gradient that need nothing but inputs, buffers and cheap operators (masks, positions, RoPE tables): what each
+        part of a graph that is cut makes for itself rather than be sent it."""
+        found: set[fx.Node] = set()
+        for node, rule in self.rules.items():
+            cheap = rule is not None and not rule.flops and not rule.writes
+            free = (
+                n in found if n.op == "call_function" else n not in self.state or self.state[n].kind != "parameter"
+                for n in node.all_input_nodes
+            )
+            if cheap and node not in self.differentiable and all(free):
+                found.add(node)
+        return frozenset(found)
 
     @property
     def outputs(self) -> tuple[fx.Node, ...]:
@@ -66,12 +82,14 @@ class Batch:
         roots = {links[(n, 0)] for n, size in heads if size == self.size}
         self._is_batch = {place for place in list(links.parents) if links[place] in roots}
 
+    def holds(self, node: fx.Node, dim: int) -> bool:
+        """Whether ``dim`` of ``node``'s output carries the batch, alone or with others."""
+        return (node, dim) in self._is_batch
+
     def dim(self, node: fx.Node) -> int | None:
         """The dim of ``node``'s output that carries the batch, or None."""
-        for d in range(len(node.meta["val"].shape)) if hasattr(node.meta.get("val"), "shape") else ():
-            if (node, d) in self._is_batch:
-                return d
-        return None
+        dims = range(len(node.meta["val"].shape)) if hasattr(node.meta.get("val"), "shape") else ()
+        return next((d for d in dims if self.holds(node, d)), None)
 
     def factors(self, node: fx.Node) -> frozenset[str]:
         """The factors of ``node``'s rule that are the batch."""

@@ -16,14 +16,15 @@ from autopar.analysis import Analysis
 from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, PlanError, RunError
 from autopar.passes.lower import Lowered, lower
+from autopar.passes.stages import cut_stages
 from autopar.plan import Plan
 from autopar.planner import LossFunction, Planner, analyse, evaluates_as_trained, plain
 from autopar.runtime.agree import together
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.program import Compiled, same_on_all_ranks
 from autopar.runtime.typecheck import check_types
-from autopar.search.decide import fingerprint
 from autopar.search.options import Options
+from autopar.search.schedules import check_schedule
 
 
 def plan(
@@ -88,10 +89,14 @@ def compile(
         plan = _plan_on_rank_0(model, sample, world_size, cluster=cluster, loss_fn=loss_fn, progress=progress, **options)
     same_on_all_ranks(repr(dataclasses.replace(plan, timings={})), "the plan")
     analysis, prologue = together("tracing the model", partial(analyse, model, sample, loss_fn, plan.microbatches))
-    same_on_all_ranks(fingerprint(analysis) + _described(analysis.captured.state), "the model")
-    if (found := fingerprint(analysis)) != plan.fingerprint:
+    found = analysis.captured.fingerprint
+    same_on_all_ranks(found + _described(analysis.captured.state), "the model")
+    if found != plan.fingerprint:
         raise RunError(f"the plan was made for a graph with fingerprint {plan.fingerprint}, this model and sample give {found}: plan again")
-    mesh = Mesh(plan.mesh_sizes, plan.mesh_names, None if device.type == "meta" else device)
+    if len(plan.stages) > 1:
+        check_schedule(plan.schedule, plan.pipeline, plan.chunks, plan.microbatches)
+        analysis = Analysis(cut_stages(analysis.captured, [stage.start for stage in plan.stages[1:]]))
+    mesh = Mesh(plan.mesh_sizes, plan.mesh_names, None if device.type == "meta" else device, pipeline=plan.pipeline)
     lowered = lower(analysis, plan, prologue, mesh.device)
     _check_types(analysis, lowered, mesh)
     trained = analysis.captured if plan.microbatches == 1 else None

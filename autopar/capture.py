@@ -49,6 +49,7 @@ class Captured:
         state: every parameter and buffer of the model under its first name, used or not, and the constants.
         aliases: further names of tied parameters and buffers, each with the name that ``state`` has.
         notes: what a user should know.
+        fingerprint: of the canonical graph of the whole batch, also where this is the graph of a part of it.
     """
 
     graph: fx.Graph
@@ -61,6 +62,7 @@ class Captured:
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    fingerprint: str = ""
 
 
 LossFunction = Callable[[Any, Any], torch.Tensor]

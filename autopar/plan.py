@@ -47,7 +47,8 @@ class StagePlan:
     Attributes:
         start: the name of its first node; "" for the first stage.
         name: what people call it: "model.layers.0 to model.layers.7".
-        seconds: predicted, of one microbatch: "forward", "backward" (which includes "recomputation"), "send" (to the next stage, one way);
+        seconds: predicted, of one microbatch: "forward", "backward" (which includes "recomputation" and, for the zero-bubble schedule, the
+            weights' part "weight": half of the rest where it is not given), "send" (to the next stage, one way);
             of a step: "gradient synchronisation", "optimizer".
         nbytes: predicted peak memory, its part of its device's, by kind.
         in_flight: microbatches whose activations it holds at most.
@@ -66,8 +67,8 @@ class Plan:
 
     Attributes:
         fingerprint: a hash of the captured graph; a plan compiles only the graph it was made for.
-        mesh_sizes, mesh_names: the axes of one stage's mesh, slowest links first. Ranks count stages slowest: the first ``prod(mesh_sizes)``
-            ranks are pipeline rank 0.
+        mesh_sizes, mesh_names: the axes of one stage's mesh, slowest links first. Ranks count stages slowest: the first
+            ``prod(mesh_sizes)`` ranks are pipeline rank 0.
         pipeline: ranks along the pipeline.
         schedule: how microbatches go through it: one of SCHEDULES.
         stages: the parts of the model, in its order: ``pipeline`` x chunks of them.
@@ -163,12 +164,21 @@ class Plan:
 
         return text(self)
 
+    def timeline(self) -> str:
+        """The schedule of a step as text: one row a pipeline rank, one letter a phase."""
+        from autopar.report import timeline
+
+        return timeline(self)
+
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the schedule of a step as a trace for Perfetto or Chrome: the whole file or nothing."""
+        from autopar.report import trace
+
+        _write(path, trace(self))
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON: the whole file or nothing."""
-        path = Path(path)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, suffix=".part", delete=False, encoding="utf-8") as file:
-            json.dump({"version": VERSION, **_to_data(self)}, file, indent=1)
-        os.replace(file.name, path)
+        _write(path, {"version": VERSION, **_to_data(self)}, indent=1)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
@@ -188,6 +198,19 @@ class Plan:
             return _from_data(data)
         except (KeyError, TypeError, ValueError, AttributeError) as e:
             raise PlanError(f"{os.fspath(path)} is a damaged plan: {e!r}. Plan again, or undo the edit") from e
+
+
+def _write(path: str | os.PathLike[str], data: dict[str, Any], indent: int | None = None) -> None:
+    """JSON to a file that is there as a whole or not at all."""
+    text, path = json.dumps(data, indent=indent), Path(path)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, suffix=".part", delete=False, encoding="utf-8") as file:
+        part = Path(file.name)
+        try:
+            file.write(text)
+        except BaseException:
+            part.unlink()
+            raise
+    os.replace(part, path)
 
 
 def _to_data(plan: Plan) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from autopar.errors import PlanError
 
 SCHEMA = 1
 DTYPES = ("float32", "tf32", "bfloat16", "float16", "float64")
+KINDS = ("cpu", "cuda")
 _PRESETS = Path(__file__).parent / "clusters"
 
 
@@ -35,8 +36,11 @@ class Device:
     attention_efficiency: float  # of fused attention
     conv_efficiency: float
     memory_efficiency: float
+    kind: str = "cuda"  # torch's name of such devices: which kernels run, and what these keep for the backward
 
     def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise PlanError(f"device.kind is {self.kind!r}: give {' or '.join(KINDS)}, torch's name of such devices")
         if not isinstance(self.peak, Mapping):
             raise PlanError(f"device.peak is {self.peak!r}: give FLOP/s for each dtype of {', '.join(DTYPES)}")
         if "float32" not in self.peak or not set(self.peak) <= set(DTYPES):

@@ -149,6 +149,11 @@ _FORMULAS = {
 }
 
 
+def point_to_point(nbytes: float, axis: Axis) -> float:
+    """Seconds to send ``nbytes`` to the next rank along ``axis``, over the slowest of the links between neighbours."""
+    return max((hop.latency + nbytes * hop.inner / hop.bandwidth for hop in axis.hops), default=0.0)
+
+
 def received_bytes(kind: str, nbytes: float, n: int) -> float:
     """Bytes that one of ``n`` ranks receives in a bandwidth-optimal collective; ``nbytes`` as in :func:`seconds`."""
     if n == 1:

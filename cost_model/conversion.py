@@ -98,7 +98,7 @@ class Conversions:
 
     def __init__(self, sizes: Sequence[int], cluster: Cluster, stages: int = 1) -> None:
         self.sizes = tuple(sizes)
-        self.axes = axes((stages, *sizes), cluster)[1:]
+        self.pipeline, *self.axes = axes((stages, *sizes), cluster)
         self._copy_bandwidth = cluster.device.memory_bandwidth * cluster.device.memory_efficiency
         self._graphs: dict[tuple[tuple[int, ...], int, bool], _Graph] = {}
         self._tables: dict[tuple[tuple[bool, ...], int, bool], FloatArray] = {}

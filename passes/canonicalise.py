@@ -6,6 +6,7 @@ results; arguments are in the normal form of ``autopar.passes.normal_form``; not
 
 from __future__ import annotations
 
+import hashlib
 import operator
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,7 @@ from autopar.passes.linears import linears
 from autopar.passes.losses import losses
 from autopar.passes.normal_form import normal_form
 from autopar.passes.simplify import simplify, split_to_slices
+from autopar.rules.registry import operator_name
 
 aten = torch.ops.aten
 
@@ -51,7 +53,8 @@ def canonicalise(captured: Captured) -> Captured:
     eliminate_dead_code(graph, keep=_updates_statistics)
     _verify(graph)
     inputs = _drop_unused_state(captured)
-    return replace(captured, graph=_numbered(graph), inputs=inputs, updates=updates, notes=(*captured.notes, *notes))
+    done = replace(captured, graph=_numbered(graph), inputs=inputs, updates=updates, notes=(*captured.notes, *notes))
+    return replace(done, fingerprint=_fingerprint(done))
 
 
 def _trainable(captured: Captured) -> set[fx.Node]:
@@ -129,3 +132,17 @@ def _verify(graph: fx.Graph) -> None:
             raise CaptureError(f"{describe(node)} writes to its operands; use the form that returns its result")
         if node.target is aten.as_strided.default:
             raise CaptureError(f"{describe(node)} reads memory by stride, which a split tensor does not have; use slicing or unfold")
+
+
+def _fingerprint(captured: Captured) -> str:
+    """A hash of the graph: operators, shapes and arguments, and which parameters are trained."""
+    digest = hashlib.sha256()
+    entries = {i.name: i.target for i in captured.inputs if i.kind != "input"}
+    for n in captured.graph.nodes:
+        if n.op == "placeholder" and n.name in entries:
+            digest.update(f"{n.name} {entries[n.name]} {captured.state[entries[n.name]].requires_grad}\n".encode())
+        value = n.meta.get("val")
+        target = n.target if isinstance(n.target, (str, torch._ops.OpOverload)) else operator_name(n.target)
+        kwargs = {k: v for k, v in n.kwargs.items() if k != "device"}  # a plan made on meta is for any device
+        digest.update(f"{n.name} {n.op} {target} {n.args} {kwargs} {getattr(value, 'shape', '')} {getattr(value, 'dtype', '')}\n".encode())
+    return digest.hexdigest()[:16]

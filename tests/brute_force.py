@@ -1,31 +1,87 @@
 """The best assignment of a sharding problem by trying all of them: one vertex after the other, priced as the definition has it.
 
-Assignments that look the same to all later vertices are merged: of those only the cheapest can be part of the best or, where bytes
-count too, those of which no other is better in both. Those that cannot get below a limit are dropped: a bound of what is still to come
-is the same search, run backwards, with each reader of a shared conversion paying its part of it whoever else wants it.
+Assignments that look the same to all later vertices are merged: of those only the cheapest can be part of the best or, where there is a
+budget of bytes, those of which no other is better in both. Those that cannot get below a limit are dropped: a bound of what is still to
+come is the same search, run backwards, with each reader of a shared conversion paying its part of it whoever else wants it.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 
 from autopar.layout import Layout
-from autopar.search.problem import Group, Port, Problem, Vertex
+from autopar.search.problem import Again, Group, Label, Problem, Vertex, Weights
 
-Price = tuple[float, float, float]  # seconds, bytes, and seconds were shared conversions paid in parts
-# What later vertices see of a tensor: its layout once it is made, and the layouts wanted of it, each with the ports that keep it.
-Seen = tuple[Layout | None, frozenset[tuple[Layout, frozenset[Port]]]]
+Price = tuple[float, float]  # cost and bytes, of which the budget is
+Priced = tuple[float, float, float]  # the same, and the cost were conversions paid in parts by those assigned so far
+# What later vertices see of a tensor: its label once it is made, and the labels wanted of it.
+Seen = tuple[int | None, frozenset[Label]]
 State = tuple[tuple[int, Seen], ...]  # by tensor: those of which some vertices are assigned and some are not
 LARGEST = 3_000_000  # elements of a bound's table
 
 
-def cheapest(problem: Problem, limit: float, budget: float = math.inf) -> float:
-    """The least seconds of an assignment within ``budget`` bytes, if there is one below ``limit``; else ``limit``."""
-    return _Walk(problem, limit, budget).run()
+def cheapest(problem: Problem, weights: Weights, limit: float, budget: float = math.inf) -> float:
+    """The least cost of an assignment of one stage within ``budget`` bytes, if there is one below ``limit``; else ``limit``."""
+    return _Walk(problem, weights, limit, budget).run()
+
+
+def possible(problem: Problem, chosen: Sequence[int], again: Collection[tuple[int, Layout]]) -> bool:
+    """Whether all that a backward needs is there: each result that is looked at or converted again, and every conversion may be so."""
+    for g, group in enumerate(problem.groups):
+        source, there = problem.made(group, chosen)
+        for target, needed in problem.wanted(group, chosen).items():
+            s, t = group.sources[source], group.targets[target]
+            if group.moves[s, t] and (g, target) not in again:
+                met = math.isfinite(group.nbytes[t])
+            else:
+                met = there and (not group.moves[s, t] or math.isfinite(group.again[s, t]))
+            if needed and not met:
+                return False
+    return True
+
+
+def again_sets(problem: Problem, chosen: Sequence[int]) -> Iterator[Again]:
+    """All subsets of the conversions that a backward needs."""
+    needed = []
+    for g, group in enumerate(problem.groups):
+        source = problem.made(group, chosen)[0]
+        wanted = problem.wanted(group, chosen).items()
+        needed += [(g, target) for target, need in wanted if need and group.moves[group.sources[source], group.targets[target]]]
+    for size in range(len(needed) + 1):
+        yield from map(frozenset, itertools.combinations(needed, size))
+
+
+def assignments(problem: Problem) -> Iterator[tuple[list[int], Again]]:
+    """All that are possible, plainly; vertices in the graph's order, leaving off where what is chosen already cannot be."""
+    closing: dict[int, list[Group]] = defaultdict(list)
+    for group in problem.groups:
+        closing[max(group.producer, *(v for v, _ in group.ports))].append(group)
+
+    def extend(chosen: list[int]) -> Iterator[list[int]]:
+        v = len(chosen)
+        if v == len(problem.vertices):
+            yield chosen
+            return
+        for k in range(len(problem.vertices[v].choices)):
+            if all(_met(problem, group, [*chosen, k]) for group in closing[v]):
+                yield from extend([*chosen, k])
+
+    for chosen in extend([]):
+        for again in again_sets(problem, chosen):
+            if possible(problem, chosen, again):
+                yield chosen, again
+
+
+def _met(problem: Problem, group: Group, chosen: Sequence[int]) -> bool:
+    """Whether a result that is looked at in the backward is there."""
+    source, there = problem.made(group, chosen)
+    wanted = problem.wanted(group, chosen).items()
+    return there or not any(need and not group.moves[group.sources[source], group.targets[target]] for target, need in wanted)
 
 
 def order(problem: Problem) -> list[int]:
@@ -43,91 +99,117 @@ def order(problem: Problem) -> list[int]:
 
 
 class _Tensor:
-    """One group: what each conversion costs, by layouts."""
+    """One group: what each conversion costs, by labels."""
 
-    def __init__(self, problem: Problem, group: Group, with_bytes: bool) -> None:
-        self.producer, self.count, self.ports = group.producer, group.count, group.ports
-        self.made = {layout: s for s, layout in enumerate(problem.vertices[group.producer].outs)}
-        self.wanted = {port: {layout: t for t, layout in enumerate(problem.vertices[port[0]].ins[port[1]])} for port in group.ports}
-        self.seconds = {port: group.seconds[port].tolist() for port in group.ports}
-        self.nbytes = {port: group.nbytes[port].tolist() for port in group.ports}
-        self.keepers = {port for port in group.ports if with_bytes and group.nbytes[port].any()}
-        self.parts = {port: group.count * group.seconds[port] / len(group.ports) for port in group.ports}
+    def __init__(self, problem: Problem, group: Group, weights: Weights, choices: Sequence[Sequence[int]], with_bytes: bool) -> None:
+        self.group, self.producer, self.ports, self.with_bytes = group, group.producer, group.ports, with_bytes
+        self.made = problem.vertices[group.producer].outs
+        self.wanted = {(v, p): problem.vertices[v].ins[p] for v, p in group.ports}
+        self.second = float(group.count[0] * weights.micro[0])
+        self.byte = float(group.count[0] * weights.flight[0])
+        self.price = float(weights.price[0])
+        self._known: dict[tuple[int, Label], list[Price]] = {}
+        self.parts = {
+            port: np.array([[min([c for c, _ in self.ways(s, t)], default=math.inf) for t in labels] for s in range(len(self.made))])
+            / len(group.ports)
+            for port, labels in self.wanted.items()
+        }
 
-    def price(self, seen: Seen) -> tuple[float, float]:
-        """Each layout wanted is converted to once, and kept if one of its readers keeps it."""
+        used = {int(problem.vertices[self.producer].out_of[k]) for k in choices[self.producer]}
+        layouts = {layout for labels in self.wanted.values() for layout, _ in labels}
+        # Where memory costs nothing it does not matter who needs what.
+        self.matters = any(self.ways(s, (layout, True)) != self.ways(s, (layout, False)) for s in used for layout in layouts)
+
+    def ways(self, made: int, wanted: Label) -> list[Price]:
+        """What it may cost to convert to a layout, and to have it in the backward if that is needed."""
+        if (made, wanted) not in self._known:
+            group, (layout, there) = self.group, self.made[made]
+            s, t = group.sources[layout], group.targets[wanted[0]]
+            seconds, found = self.second * float(group.seconds[s, t]), []
+            if not wanted[1] or (there and not group.moves[s, t]):
+                found.append((seconds, 0.0))
+            elif group.moves[s, t]:
+                nbytes = self.byte * float(group.nbytes[t])
+                if math.isfinite(nbytes):
+                    found.append((seconds + self.price * nbytes, nbytes))
+                if there and math.isfinite(group.again[s, t]):
+                    found.append((seconds + self.second * float(group.again[s, t]), 0.0))
+            self._known[made, wanted] = _best(found) if self.with_bytes else sorted(found)[:1]
+        return self._known[made, wanted]
+
+    def prices(self, seen: Seen) -> list[Price]:
+        """Each layout wanted is converted to once, and kept or made again if one of its readers needs it."""
         made, wanted = seen
-        if made is None:
-            return 0.0, 0.0
-        s = self.made[made]
-        seconds = sum(self._seconds(s, layout) for layout, _ in wanted)
-        nbytes = sum(max((self.nbytes[p][s][self.wanted[p][layout]] for p in keepers), default=0.0) for layout, keepers in wanted)
-        return self.count * seconds, self.count * nbytes
+        assert made is not None
+        each = [self.ways(made, label) for label in wanted]
+        return _best([(sum(c for c, _ in one), sum(b for _, b in one)) for one in itertools.product(*each)])
 
-    def _seconds(self, s: int, layout: Layout) -> float:
-        return next(self.seconds[p][s][columns[layout]] for p, columns in self.wanted.items() if layout in columns)
+    def part(self, seen: Seen, v: int, k: int, vertex: Vertex) -> float:
+        """What choice ``k`` of vertex ``v`` pays for its own part of the conversions it wants."""
+        made = seen[0]
+        return 0.0 if made is None else sum(float(self.parts[p][made, vertex.in_of[p[1]][k]]) for p in self.ports if p[0] == v)
 
-    def part(self, seen: Seen, v: int, ins: Sequence[Layout]) -> float:
-        """What vertex ``v`` pays for its own part of the conversions it wants."""
-        if seen[0] is None:
-            return 0.0
-        return sum(float(self.parts[p][self.made[seen[0]], self.wanted[p][ins[p[1]]]]) for p in self.ports if p[0] == v)
-
-    def with_choice(self, seen: Seen, v: int, out: Layout, ins: Sequence[Layout]) -> Seen:
-        """What is seen once vertex ``v`` makes ``out`` of operands in ``ins``."""
-        made, wanted = out if v == self.producer else seen[0], dict(seen[1])
+    def with_choice(self, seen: Seen, v: int, k: int, vertex: Vertex) -> Seen:
+        """What is seen once vertex ``v`` takes choice ``k``."""
+        made, wanted = int(vertex.out_of[k]) if v == self.producer else seen[0], dict(seen[1])
         for port in self.ports:
             if port[0] == v:
-                layout = ins[port[1]]
-                wanted[layout] = wanted.get(layout, frozenset()) | ({port} & self.keepers)
+                layout, need = vertex.ins[port[1]][vertex.in_of[port[1]][k]]
+                wanted[layout] = wanted.get(layout, False) or (need and self.matters)
         return made, frozenset(wanted.items())
 
 
 class _Bound:
-    """The least that vertices still to come cost, given the layouts of the tensors ``axes`` that exist already."""
+    """The least that vertices still to come cost, given the labels of the tensors ``axes`` that exist already."""
 
     def __init__(self, axes: tuple[int, ...], table: np.ndarray) -> None:
         self.axes, self.table = axes, table
 
-    def __call__(self, tensors: Sequence[_Tensor], seen: dict[int, Seen]) -> float:
-        return float(self.table[tuple(tensors[g].made[seen[g][0]] for g in self.axes)])  # type: ignore[index]
+    def __call__(self, seen: dict[int, Seen]) -> float:
+        return float(self.table[tuple(seen[g][0] for g in self.axes)])  # type: ignore[misc]
 
-    def before(self, vertex: Vertex, v: int, choices: list[int], tensors: Sequence[_Tensor]) -> _Bound:
+    def before(self, vertex: Vertex, v: int, costs: np.ndarray, choices: list[int], tensors: Sequence[_Tensor]) -> _Bound:
         """The bound once ``v`` is to come too."""
         ports = [(g, p) for g, tensor in enumerate(tensors) for p in tensor.ports if p[0] == v]
         makes = [g for g in self.axes if tensors[g].producer == v]
-        after = self._smaller({g for g, _ in ports} | set(makes), tensors)
+        after = self._smaller({g for g, _ in ports}, set(makes), tensors)
         axes = tuple(sorted(({g for g, _ in ports} | set(after.axes)) - set(makes)))
         result = np.full([len(tensors[g].made) for g in axes], np.inf)
         for k in choices:
             s = int(vertex.out_of[k])
             rest = after.table[tuple(s if g in makes else slice(None) for g in after.axes)]
             left = [g for g in after.axes if g not in makes]
-            total = rest.reshape([len(tensors[g].made) if g in left else 1 for g in axes]) + vertex.count * float(vertex.seconds[k])
+            total = rest.reshape([len(tensors[g].made) if g in left else 1 for g in axes]) + float(costs[k])
             for g, p in ports:
                 part = tensors[g].parts[p][:, int(vertex.in_of[p[1]][k])]
                 total = total + part.reshape([-1 if other == g else 1 for other in axes])
             np.minimum(result, total, out=result)
         return _Bound(axes, result)
 
-    def _smaller(self, needed: set[int], tensors: Sequence[_Tensor]) -> _Bound:
-        """A weaker bound, where the table would be too large: of a tensor not asked for, the best layout."""
+    def _smaller(self, ports: set[int], makes: set[int], tensors: Sequence[_Tensor]) -> _Bound:
+        """A weaker bound, where the next table would be too large: of a tensor not asked for, the best label."""
         bound = self
-        while math.prod(len(tensors[g].made) for g in needed | set(bound.axes)) > LARGEST and set(bound.axes) - needed:
-            g = max(set(bound.axes) - needed, key=lambda g: len(tensors[g].made))
+        while math.prod(len(tensors[g].made) for g in ports | set(bound.axes) - makes) > LARGEST and set(bound.axes) - makes - ports:
+            g = max(set(bound.axes) - makes - ports, key=lambda g: len(tensors[g].made))
             place = bound.axes.index(g)
             bound = _Bound(bound.axes[:place] + bound.axes[place + 1 :], bound.table.min(axis=place))
         return bound
 
 
 class _Walk:
-    def __init__(self, problem: Problem, limit: float, budget: float) -> None:
+    def __init__(self, problem: Problem, weights: Weights, limit: float, budget: float) -> None:
+        assert problem.stages == 1
         self.vertices, self.limit, self.budget = problem.vertices, limit, budget
         self.order = order(problem)
         place = {v: i for i, v in enumerate(self.order)}
         with_bytes = budget < math.inf
-        self.tensors = [_Tensor(problem, g, with_bytes) for g in problem.groups]
-        self.choices = [_distinct(v, with_bytes) for v in problem.vertices]
+        self.nbytes = [float(v.count[0]) * (v.state + weights.flight[0] * v.kept) for v in self.vertices]
+        seconds = [weights.micro[0] * (v.forward + v.backward) + weights.step[0] * v.step for v in self.vertices]
+        self.costs = [float(v.count[0]) * s + weights.price[0] * n for v, s, n in zip(self.vertices, seconds, self.nbytes, strict=True)]
+        if not with_bytes:
+            self.nbytes = [np.zeros_like(n) for n in self.nbytes]
+        self.choices = [_distinct(v, c, n) for v, c, n in zip(self.vertices, self.costs, self.nbytes, strict=True)]
+        self.tensors = [_Tensor(problem, g, weights, self.choices, with_bytes) for g in problem.groups]
         self.touched: dict[int, list[int]] = defaultdict(list)
         self.last: list[int] = []
         forward = True  # a tensor of tied blocks may be wanted before it is made; then the bound has none
@@ -140,54 +222,58 @@ class _Walk:
         self.least = [0.0]  # bytes
         self.bounds = [_Bound((), np.zeros(()))]
         for v in reversed(self.order):
-            vertex = problem.vertices[v]
-            self.least.insert(0, self.least[0] + vertex.count * float(min(vertex.nbytes)))
-            self.bounds.insert(0, self.bounds[0].before(vertex, v, self.choices[v], self.tensors if forward else ()))
+            self.least.insert(0, self.least[0] + float(min(self.nbytes[v])))
+            self.bounds.insert(
+                0, self.bounds[0].before(self.vertices[v], v, self.costs[v], self.choices[v], self.tensors if forward else ())
+            )
 
     def run(self) -> float:
-        states: dict[State, list[Price]] = {(): [(0.0, 0.0, 0.0)]}
+        states: dict[State, list[Priced]] = {(): [(0.0, 0.0, 0.0)]}
         for place, v in enumerate(self.order):
-            following: dict[State, list[Price]] = defaultdict(list)
+            following: dict[State, list[Priced]] = defaultdict(list)
             for state, prices in states.items():
                 self._extend(following, dict(state), prices, place, v)
             states = {state: _best(prices) for state, prices in following.items()}
         return min((prices[0][0] for prices in states.values()), default=self.limit)
 
-    def _extend(self, following: dict[State, list[Price]], state: dict[int, Seen], prices: list[Price], place: int, v: int) -> None:
+    def _extend(self, following: dict[State, list[Priced]], state: dict[int, Seen], prices: list[Priced], place: int, v: int) -> None:
         vertex, least = self.vertices[v], self.least[place + 1]
-        before = {g: state.get(g, (None, frozenset())) for g in self.touched[v]}
-        paid = {g: self.tensors[g].price(seen) for g, seen in before.items()}
         for k in self.choices[v]:
-            choice, seen = vertex.choices[k], dict(state)
-            seconds, nbytes = vertex.count * float(vertex.seconds[k]), vertex.count * float(vertex.nbytes[k])
-            part = seconds
-            for g, old in before.items():
-                tensor = self.tensors[g]
-                seen[g] = tensor.with_choice(old, v, choice.out, choice.ins)
-                now = tensor.price(seen[g])
-                seconds, nbytes, part = seconds + now[0] - paid[g][0], nbytes + now[1] - paid[g][1], part + tensor.part(old, v, choice.ins)
-            rest = self.bounds[place + 1](self.tensors, seen)
+            seen, part = dict(state), float(self.costs[v][k])
+            added: list[Price] = [(part, float(self.nbytes[v][k]))]
+            for g in self.touched[v]:
+                tensor, old = self.tensors[g], state.get(g, (None, frozenset()))
+                seen[g] = tensor.with_choice(old, v, k, vertex)
+                part += tensor.part(old, v, k, vertex)
+                if self.last[g] == place:  # now all is known of it
+                    added = [(c + cost, n + nbytes) for c, n in added for cost, nbytes in tensor.prices(seen[g])]
+            rest = self.bounds[place + 1](seen)
             found = [
-                (s + seconds, n + nbytes, p + part)
-                for s, n, p in prices
-                if max(p + part + rest, s + seconds) < self.limit and n + nbytes + least <= self.budget
+                (c + cost, n + nbytes, p + part)
+                for c, n, p in prices
+                for cost, nbytes in added
+                if max(p + part + rest, c + cost) < self.limit and n + nbytes + least <= self.budget
             ]
             if found:
-                following[tuple(sorted((g, x) for g, x in seen.items() if self.last[g] > place))] += found
+                following[tuple(sorted(((g, x) for g, x in seen.items() if self.last[g] > place), key=lambda item: item[0]))] += found
 
 
-def _distinct(vertex: Vertex, with_bytes: bool) -> list[int]:
-    """Of choices that differ in nothing but their price, the cheapest."""
-    if with_bytes:
-        return list(range(len(vertex.choices)))
+def _distinct(vertex: Vertex, costs: np.ndarray, nbytes: np.ndarray) -> list[int]:
+    """Without those choices than which another is better in every respect: it asks no more, gives no less, and costs no more."""
+
+    def better(a: int, b: int) -> bool:
+        one, other = ((costs[k], nbytes[k], not vertex.there[k], *(need[k] for need in vertex.needs)) for k in (a, b))
+        return all(x <= y for x, y in zip(one, other, strict=True)) and (one != other or a < b)
+
     alike: dict[tuple, list[int]] = defaultdict(list)
     for k, c in enumerate(vertex.choices):
         alike[c.ins, c.out].append(k)
-    return [min(ks, key=lambda k: vertex.seconds[k]) for ks in alike.values()]
+    return [k for ks in alike.values() for k in ks if not any(better(other, k) for other in ks)]
 
 
-def _best(prices: list[Price]) -> list[Price]:
-    best: list[Price] = []
+def _best(prices: Iterable[tuple]) -> list:
+    """Those of which no other is better in cost and bytes."""
+    best: list[tuple] = []
     for price in sorted(prices):
         if not best or price[1] < best[-1][1]:
             best.append(price)

@@ -166,6 +166,7 @@ def build(case: str, microbatches: int = 1, *, seed: int = 0, whole: bool = Fals
         train=graph(data, tensor, whole),
         evaluate=graph(data, tensor, whole),
         prologue=None,
+        stages=(),
         state=STATE,
         output_layouts=(parse("I " * len(sizes)), gathered if whole else cut, cut),
         output_batch_dims=(None, 0, 0),

@@ -17,12 +17,16 @@ from autopar.capture import capture
 from autopar.cost_model import Cluster, Compute, Conversions
 from autopar.passes.canonicalise import canonicalise
 from autopar.plan import Plan
+from autopar.saved import saved
+from autopar.search.assemble import stages_of
 from autopar.search.costs import Costs
 from autopar.search.decide import write_down
 from autopar.search.found import Found
 from autopar.search.options import Axis, Options
 from autopar.search.problem import Problem, build
+from autopar.search.recompute import Recompute
 from autopar.search.search import Search
+from autopar.search.shape import Shape
 from autopar.search.solve import Solution
 
 Sample = dict[str, torch.Tensor]
@@ -311,20 +315,23 @@ def analyse(model: nn.Module, sample: Any) -> Analysis:
 class Space:
     """All plans of one graph on one mesh, as the search sees them."""
 
-    def __init__(self, analysis: Analysis, sizes: Sequence[int], cluster: str | Cluster = "cpu", **options: Any) -> None:
+    def __init__(
+        self, analysis: Analysis, sizes: Sequence[int], cluster: str | Cluster = "cpu", recompute: str = "none", **options: Any
+    ) -> None:
         self.analysis, self.axes = analysis, tuple(Axis(f"axis{i}", n) for i, n in enumerate(sizes))
         self.cluster = Cluster.load(cluster) if isinstance(cluster, str) else cluster
-        self.options = Options(int(np.prod(sizes)), **options)
+        self.options = Options(int(np.prod(sizes)), recompute=recompute, **options)
         search = Search(analysis, self.cluster, self.options)
-        self.costs = Costs(analysis, Conversions(sizes, self.cluster), Compute(self.cluster), self.options.optimizer, 1)
+        held = saved(analysis.graph.nodes, analysis.differentiable, self.cluster.device.kind)
+        self.costs = Costs(analysis, held, Conversions(sizes, self.cluster), Compute(self.cluster), self.options.optimizer)
         choices = search.choices.on(self.axes)
-        self.problem: Problem = build(analysis.graph, search.representative, choices, analysis.rules, self.costs)
+        self.problem: Problem = build(analysis.graph, search.representative, choices, analysis.rules, self.costs, Recompute(recompute))
 
     def plan(self, chosen: Sequence[int]) -> Plan:
         """The plan that takes choice ``chosen[v]`` of each vertex."""
-        seconds, nbytes = self.problem.cost(chosen)
-        found = Found(self.axes, self.problem, self.costs, Solution(tuple(chosen), seconds, nbytes, 0.0), 0.0)
-        return write_down(self.analysis, self.cluster, self.options, found, 1, {})
+        solution = Solution(tuple(chosen), frozenset(), self.problem.bill(chosen))
+        found = Found(self.analysis, Shape(1, self.axes, 1), self.problem, self.costs, solution, 0.0, stages_of(self.analysis, 1))
+        return write_down(found, self.cluster, self.options, {})
 
     def random(self, seed: int) -> list[int]:
         """Any choice of each vertex."""

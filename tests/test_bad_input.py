@@ -7,6 +7,7 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -48,22 +49,33 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     (dict(parallel=dict(tensor=dict(size=4, mode="9d"))), r"mode '9d' is not available: the modes are 1d"),
     (dict(parallel=tensor(0)), r"size of at least 1, for example tensor=2"),
     (dict(parallel=dict(expert=4)), r"\['expert'\]: it takes data, tensor and pipeline"),
-    (dict(parallel=dict(data=2, pipeline=2)), r"2 pipeline stages: pipelines cannot be planned yet"),
+    (dict(world_size=8, parallel=dict(data=2, pipeline=2)), r"data 2 x pipeline 2 = 4 ranks, world_size is 8; use data=4"),
+    (dict(world_size=8, parallel=dict(pipeline=4, **tensor(4))), r"tensor size 4 does not divide world_size 8 / pipeline 4"),
+    (dict(parallel=dict(pipeline=3)), r"parallel asks for 3 pipeline ranks, which do not divide world_size 4"),
+    (dict(parallel=dict(pipeline=0)), r"parallel\['pipeline'\]=0: give a size of at least 1, for example pipeline=2"),
+    (dict(parallel=dict(pipeline="2")), r"parallel\['pipeline'\]='2': give a size of at least 1"),
+    (dict(parallel=dict(pipeline=dict(chunks=2))), r"parallel\['pipeline'\]=\{'chunks': 2\}: give a size of at least 1"),
+    (dict(parallel=dict(pipeline=dict(size=2, stages=4))), r"parallel\['pipeline'\] has \['stages'\]: it takes size, chunks and split_before"),
+    (dict(parallel=dict(pipeline=dict(size=2, chunks=0))), r"parallel\['pipeline'\]\['chunks'\]=0: stages on each pipeline rank, a whole number"),
+    (dict(parallel=dict(pipeline=dict(size=2, split_before="body.2"))), r"split_before='body.2': give a list of module names"),
     (dict(parallel="data"), r"parallel='data': give a dict, for example parallel=dict\(data=2\)"),
-    (dict(mesh=(2, 3)), r"mesh=\(2, 3\) has 6 ranks, world_size is 4"),
+    (dict(mesh=(2, 3)), r"mesh=\(2, 3\) has 6 ranks, which do not divide world_size 4"),
     (dict(mesh=(-2, -2)), r"mesh=-2: .* at least 1"),
     (dict(mesh=4), r"mesh=4: give the axis sizes, slowest links first, for example mesh=\(4,\)"),
     (dict(mesh=(2, 2), parallel=dict(data=4)), r"parallel= and mesh= both fix the mesh"),
+    (dict(mesh=(2,), parallel=dict(pipeline=2)), r"parallel= and mesh= both fix the mesh"),
     (dict(world_size=0), r"world_size=0: .* at least 1"),
     (dict(world_size="4"), r"world_size='4': .* whole number"),
     (dict(memory_budget=-1), r"memory_budget=-1: bytes per device"),
     (dict(memory_budget="80GB"), r"memory_budget='80GB': bytes per device, a number"),
     (dict(micro_batch_size=0), r"micro_batch_size=0: samples in a microbatch"),
     (dict(time_limit=0), r"time_limit=0: seconds"),
-    (dict(zero=3), r"zero=3: 0, 1 and 2 can be planned"),
-    (dict(schedule="1f1b"), r"schedule='1f1b': .* leave schedule out"),
+    (dict(zero=4), r"zero=4: give 0, 1, 2 or 3"),
+    (dict(zero="3"), r"zero='3': give 0, 1, 2 or 3"),
+    (dict(schedule="1F1B"), r"schedule='1F1B': give one of gpipe, 1f1b, interleaved-1f1b, zero-bubble"),
     (dict(precision="bf16"), r"precision='bf16': .*model.to\(torch.bfloat16\).* leave precision out"),
-    (dict(recompute="full"), r"recompute='full': .* leave recompute out"),
+    (dict(recompute="all"), r"recompute='all': give one of auto, none, full"),
+    (dict(recompute=True), r"recompute=True: give one of auto, none, full"),
     (dict(optimizer="lion"), r"optimizer='lion' is unknown: give one of sgd, sgd-momentum, adam, adamw"),
     (dict(paralel=dict(data=4)), r"unknown option paralel: the options are parallel, mesh, memory_budget"),
     (dict(cluster="h200"), r"no cluster 'h200': the presets are a100-sxm, cpu, h100-sxm"),
@@ -176,7 +188,7 @@ def test_a_meta_model_and_no_cluster() -> None:
 
 def bytes_named(message: str) -> dict[str, float]:
     """What the error says goes where."""
-    inside = message[message.index("a device (") + len("a device (") : message.index("), on a mesh")]
+    (inside,) = re.findall(r"bytes a device[^(]*\(([^)]*)\), on a mesh", message)
     return {kind: float(n.replace(",", "")) for kind, n in (part.rsplit(" ", 1) for part in inside.split(", "))}
 
 
@@ -188,6 +200,7 @@ def test_a_budget_that_nothing_fits() -> None:
     parameters = 4 * sum(-(-p.numel() * 4 // 512) * 512 for p in zoo.mlp()[0].parameters()) / 4
     assert where["parameters"] == where["gradients"] == parameters
     assert where["optimizer"] == 2 * parameters
+    assert 0 < where["activations"] < parameters
     assert sum(where.values()) == pytest.approx(caught.value.least, abs=4)
     assert "no plan fits the memory_budget of 1,000 bytes" in message
     assert f"least that any needs is {caught.value.least:,.0f} bytes a device" in message
@@ -219,6 +232,66 @@ def test_a_budget_with_microbatches_fixed() -> None:
     both = dict(data=2, **tensor(2))
     with pytest.raises(BudgetError, match=r"in 2 microbatches of 4 samples.*micro_batch_size=1, about \d+.*leaving out parallel="):
         plan(memory_budget=1000, micro_batch_size=2, parallel=both)
+
+
+def test_a_budget_that_no_recomputation_meets() -> None:
+    """The least is that of a plan that recomputes, and says of which stage."""
+    piped: dict[str, Any] = dict(name="llama", world_size=2, parallel=dict(pipeline=2), micro_batch_size=2, memory_budget=1000)
+    leasts = {}
+    for recompute in ("none", "auto"):
+        with pytest.raises(BudgetError, match=r"bytes a device at stage [01] \(.*on a mesh of 1 of each of 2 pipeline ranks in 4 micro") as caught:
+            plan(recompute=recompute, **piped)
+        message, leasts[recompute] = str(caught.value), caught.value.least
+        assert sum(bytes_named(message).values()) == pytest.approx(caught.value.least, abs=8)
+        assert ('recompute="auto", about half of the activations' in message) == (recompute == "none")
+        assert "micro_batch_size=1, about" in message
+    assert leasts["auto"] < 0.95 * leasts["none"]
+    fits = plan(**piped | dict(memory_budget=leasts["auto"]))
+    assert fits.recomputed
+    assert max(fits.peak_memory) <= leasts["auto"]
+
+
+# -- pipelines ----------------------------------------------------------------------------------------------------------------------------
+
+
+def by_hand(*cuts: str, size: int = 2, **more: Any) -> dict[str, Any]:
+    return dict(parallel=dict(pipeline=dict(size=size, split_before=list(cuts), **more)))
+
+
+PIPELINES: list[tuple[dict[str, Any], str]] = [
+    (dict(parallel=dict(pipeline=4)), r"4 pipeline stages \(4 ranks x 1 chunks\) are more than the 3 parts that the model can be cut into"),
+    (dict(parallel=dict(pipeline=dict(size=2, chunks=2))), r"4 pipeline stages \(2 ranks x 2 chunks\) are more than the 3 parts"),
+    (by_hand("body.9"), r"split_before names 'body.9', which is no module that runs; nearest: body"),
+    (by_hand("body.0"), r"split_before names 'body.0', where the model begins: stage 0 would be empty"),
+    (by_hand("body.3", "body.1", "body.6", size=4), r"makes a cycle: 'body.1' runs before 'body.3', .* in the order in which they run"),
+    (by_hand("body.3", "body.3", "body.6", size=4), r"split_before names 'body.3' twice: the stage between would be empty"),
+    (by_hand("body.3", "body.6"), r"split_before names 2 modules, 2 stages \(2 ranks x 1 chunks\) need 1"),
+    (by_hand("body.3", chunks=2), r"split_before names 1 modules, 4 stages \(2 ranks x 2 chunks\) need 3"),
+    (by_hand("body.3", size=1), r"split_before names 1 modules, 1 stages"),
+    (dict(parallel=dict(pipeline=2), micro_batch_size=3), r"micro_batch_size=3: a batch of 8 on 4 ranks .* multiple of 3 x the .* size, 2"),
+    (dict(parallel=dict(pipeline=2), micro_batch_size=4), r'schedule="1f1b" on .* 2 ranks needs at least 2 microbatches, there are 1.*or schedule="gpipe"'),
+    (
+        dict(parallel=dict(pipeline=dict(size=2, chunks=2)), schedule="1f1b"),
+        r"schedule='1f1b' runs one stage on each rank, asked for chunks=2: use chunks=1, schedule=\"interleaved-1f1b\"",
+    ),
+    (dict(parallel=dict(pipeline=dict(size=2, chunks=1)), schedule="interleaved-1f1b"), r"asked for chunks=1: use chunks=2, or schedule=\"1f1b\""),
+    (dict(world_size=1, parallel=dict(pipeline=dict(size=1, chunks=2))), r"chunks=2: stages of one rank need no pipeline; use chunks=1, or"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), PIPELINES, ids=[message[:40] for _, message in PIPELINES])
+def test_pipelines(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan(**options)
+
+
+def test_microbatches_that_a_schedule_does_not_take() -> None:
+    """Says which numbers would do."""
+    model, sample = zoo.mlp(layers=4, batch=10)
+    with pytest.raises(PlanError, match=r"5 microbatches do not divide so: 4 or 6 would, or any multiple of 2"):
+        autopar.plan(
+            model, sample, 2, progress=False, micro_batch_size=2, parallel=dict(pipeline=dict(size=2, chunks=2)), schedule="interleaved-1f1b"
+        )
 
 
 # -- constraints --------------------------------------------------------------------------------------------------------------------------
@@ -254,7 +327,7 @@ def test_plan_files(tmp_path: Path) -> None:
         ("[1]", "is no plan"),
         ("3", "is no plan"),
         ('{"name": "cpu"}', "is no plan: KeyError.'version'"),
-        (json.dumps({**data, "version": 99}), "has plan version 99, this autopar reads 1: plan again"),
+        (json.dumps({**data, "version": 99}), "has plan version 99, this autopar reads 2: plan again"),
         (json.dumps({k: v for k, v in data.items() if k != "nodes"}), "is a damaged plan: KeyError.'nodes'.*undo the edit"),
         (json.dumps({**data, "parameters": stored}), "is a damaged plan: .*'Q' is no type: write I, R, P or S<dim>"),
         (json.dumps({**data, "mesh_sizes": [3]}), r"is a damaged plan: .*a mesh of sizes \(3,\) .* is none of 4 ranks"),

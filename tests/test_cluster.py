@@ -16,7 +16,7 @@ PRESETS = ("a100-sxm", "cpu", "h100-sxm")
 def figures(cluster: Cluster) -> set[str]:
     """The path of each number in a cluster."""
     device = asdict(cluster.device)
-    paths = {f"device.peak.{dtype}" for dtype in device.pop("peak")} | {f"device.{name}" for name in device if name != "name"}
+    paths = {f"device.peak.{dtype}" for dtype in device.pop("peak")} | {f"device.{name}" for name in device if name not in ("name", "kind")}
     return paths | {f"links.{level.name}.{name}" for level in cluster.links for name in ("size", "latency", "bandwidth", "efficiency")}
 
 
@@ -35,6 +35,7 @@ def test_presets_are_those_of_the_datasheets() -> None:
     assert [level.bandwidth for level in a100.links] == [300e9, 8 * 200e9 / 8]
     assert [level.bandwidth for level in h100.links] == [450e9, 8 * 400e9 / 8]
     assert a100.capacity == math.inf
+    assert [Cluster.load(name).device.kind for name in PRESETS] == ["cuda", "cpu", "cuda"]
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -67,6 +68,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
         (lambda d: d["links"][0].pop("latency"), r"missing links\[0\].latency"),
         (lambda d: d["device"].update(speed=1), "unknown device.speed"),
         (lambda d: d["device"].update(memory="80 GB"), "device.memory is '80 GB'"),
+        (lambda d: d["device"].update(kind="gpu"), "device.kind is 'gpu': give cpu or cuda"),
         (lambda d: d["device"].update(memory_efficiency=1.5), "memory_efficiency is 1.5"),
         (lambda d: d["device"]["peak"].pop("float32"), "float32 is required"),
         (lambda d: d["device"].update(peak=3e12), "device.peak is 3"),

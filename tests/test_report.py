@@ -5,29 +5,34 @@ from __future__ import annotations
 import dataclasses
 import random
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.fx as fx
 import transformers as hf
 import zoo
+from pipelines import NBYTES, pipelined
+from small_graphs import Space, analyse
 
 import autopar
 from autopar.analysis import Analysis
-from autopar.capture import capture
-from autopar.cost_model import Cluster
-from autopar.passes.canonicalise import canonicalise
 from autopar.plan import Plan
 from autopar.report import describe
-from autopar.report.text import WIDTH, count, nbytes, seconds
+from autopar.report.table import WIDTH, count, nbytes, seconds
+from autopar.saved import activation_bytes
+from autopar.search.assemble import stages_of
 from autopar.search.decide import write_down
-from autopar.search.options import Options
-from autopar.search.search import Search
-from autopar.search.solve import Solution
+from autopar.search.found import Found
+from autopar.search.problem import Problem, Weights
+from autopar.search.shape import Shape
+from autopar.search.solve import Model, Solution
 
 MIXED = dict(data=2, tensor=dict(size=2, mode="1d"))
+SOLVED = (0.0, 0.5)  # prices of memory: seconds of a step for all bytes of a device
 TENSOR = dict(tensor=dict(size=8, mode="1d"))
 LAYERS, HIDDEN, SEQUENCE, VOCABULARY = 2, 8192, 2048, 32000
 NORM, COLUMN, ROW, SEQUENCE_SHARDED = "rms_norm", ["column-parallel"], ["row-parallel"], ["sequence-sharded"]
@@ -92,16 +97,25 @@ def test_its_collectives_are_those_of_sequence_parallelism(megatron: Plan) -> No
 
 @pytest.fixture(scope="module", params=["llama", "gpt2", "bert"])
 def plans(request: pytest.FixtureRequest) -> tuple[Analysis, list[Plan]]:
-    """The best plan of a mesh of 2 x 2, and plans drawn from everything that is legal on it."""
-    model, sample = getattr(zoo, request.param)()
-    analysis, cluster, options = Analysis(canonicalise(capture(model, sample, None))), Cluster.load("h100-sxm"), Options(4, mesh=(2, 2))
-    found, draw = Search(analysis, cluster, options, microbatches=2).run(options.meshes()[0]), random.Random(0)
+    """The best plans of a mesh of 2 x 2 at SOLVED prices of memory, and plans drawn from everything that is legal on it."""
+    space = Space(analyse(*getattr(zoo, request.param)()), (2, 2), "cpu", recompute="auto")
+    shape, stages = Shape(1, space.axes, 2), stages_of(space.analysis, 1)
+    fastest, draw = Model(space.problem, Weights.alone(2)).solution(60.0), random.Random(0)
+    price = fastest.value / float(fastest.bill.nbytes(Weights.alone())[0])
+    best = [Model(space.problem, Weights.alone(2, price * part)).solution(60.0) for part in SOLVED]
     made = []
-    for _ in range(12):
-        made.append(describe(write_down(analysis, cluster, options, found, 2, {"solve": 1.0}), analysis, found))
-        chosen = tuple(draw.randrange(len(v.choices)) for v in found.problem.vertices)
-        found.solution = Solution(chosen, *found.problem.cost(chosen), bound=0.0)
-    return analysis, made
+    for solution in (*best, *(drawn(space.problem, draw) for _ in range(9))):
+        found = Found(space.analysis, shape, space.problem, space.costs, solution, 0.0, stages)
+        made.append(describe(write_down(found, space.cluster, space.options, {"solve": 1.0}), found))
+    return space.analysis, made
+
+
+def drawn(problem: Problem, draw: random.Random) -> Solution:
+    """Any choice of each vertex whose result is there in the backward, and some of the conversions made again."""
+    chosen = problem.settle([draw.choice(np.flatnonzero(v.there == v.there.any())) for v in problem.vertices])
+    there = [(g, group) for g, group in enumerate(problem.groups) if problem.made(group, chosen)[1]]
+    again = frozenset((g, target) for g, group in there for target in problem.wanted(group, chosen) if draw.random() < 0.5)
+    return Solution(tuple(chosen), again, problem.bill(chosen, again))
 
 
 def test_rows_add_up_to_the_plan(plans: tuple[Analysis, list[Plan]], megatron: Plan) -> None:
@@ -109,6 +123,50 @@ def test_rows_add_up_to_the_plan(plans: tuple[Analysis, list[Plan]], megatron: P
         for part in ("conversions", "gradient synchronisation"):
             total = sum(row[8] for row in plan.rows["collectives"] if row[0] == part)
             assert total == pytest.approx(plan.seconds[part], rel=1e-9, abs=1e-12 * plan.step_time)
+
+
+def test_what_recomputation_frees_and_costs_adds_up(plans: tuple[Analysis, list[Plan]]) -> None:
+    """Against the plan's seconds, and against the bytes that autograd holds, counted tensor by tensor."""
+    freed = []
+    for number, plan in enumerate(plans[1]):
+        rows = plan.rows.get("recomputed", [])
+        assert sum(row[4] for row in rows) == pytest.approx(plan.seconds.get("recomputation", 0.0), rel=1e-9)
+        if number < len(SOLVED):  # of what is drawn some is made again for nothing
+            kept, left = held(plans[0], plan, ()), held(plans[0], plan, plan.recomputed)
+            freed.append(sum(row[3] for row in rows) / kept[0])
+            assert freed[-1] == pytest.approx(1 - left[0] / kept[0], abs=1e-3)
+    assert freed == sorted(freed)
+    assert freed[-1] > 0.1
+
+
+def held(analysis: Analysis, plan: Plan, recomputed: Sequence[str]) -> dict[int, float]:
+    return activation_bytes(analysis, plan.nodes, plan.conversions, plan.mesh_sizes, "cpu", recomputed)
+
+
+def test_a_pipeline_reads_like_one_device() -> None:
+    """Blocks that do the same have one row, whatever their stages; sums are those of the rank with most to do, or of all stages."""
+    model, sample = zoo.llama(layers=8, batch=48)
+    pipeline = {"size": 4, "split_before": [f"model.layers.{i}" for i in (2, 4, 6)]}
+    for recompute in ("none", "full"):
+        options: dict[str, Any] = dict(cluster="cpu", parallel=dict(pipeline=pipeline, data=2), recompute=recompute, progress=False)
+        piped = autopar.plan(model, sample, 8, **options)
+        alone = autopar.plan(model, sample, 2, **options | dict(parallel=dict(data=2)))
+        samples = len(sample["input_ids"])
+        assert len(piped.stages) == 4
+        assert unsized(piped, samples // piped.microbatches) == unsized(alone, samples // alone.microbatches)
+        for part in ("conversions", "gradient synchronisation"):
+            total = sum(row[8] for row in piped.rows["collectives"] if row[0] == part)
+            assert total == pytest.approx(piped.seconds[part], rel=1e-9)
+        took = [stage.seconds.get("recomputation", 0.0) * piped.microbatches for stage in piped.stages]
+        assert sum(row[4] for row in piped.rows.get("recomputed", [])) == pytest.approx(sum(took), rel=1e-9)
+        assert piped.seconds.get("recomputation", 0.0) in took
+        assert max(took) > 0 or recompute == "none"
+        assert max(map(len, piped.report().splitlines())) <= WIDTH
+
+
+def unsized(plan: Plan, samples: int) -> list[list[Any]]:
+    """The rows of blocks, with the samples of a microbatch as "b"."""
+    return [[*row[:4], re.sub(rf"^{samples}x", "bx", row[4]), row[5]] for row in plan.rows["blocks"]]
 
 
 def test_a_loaded_plan_reports_the_same(plans: tuple[Analysis, list[Plan]], tmp_path: Path) -> None:
@@ -209,6 +267,59 @@ def test_mesh_axes_that_do_the_same_share_a_column(megatron: Plan) -> None:
     different = [[*row[:5], ["data-parallel, ZeRO", "sequence-sharded, ZeRO", word]] for *row, (word,) in megatron.rows["blocks"]]
     wide = dataclasses.replace(plan, rows={**megatron.rows, "blocks": different})
     assert max(map(len, wide.report().splitlines())) <= WIDTH
+
+
+def cells(report: str, head: str) -> list[list[str]]:
+    """The rows of the table whose head begins with ``head``."""
+    lines = next(part for part in report.split("\n\n") if part.lstrip().startswith(head)).splitlines()
+    return [re.split(r" {2,}", line.strip()) for line in lines[2:] if "  " in line]
+
+
+def test_a_pipeline_shows_its_stages_and_devices() -> None:
+    plan = pipelined(2, 2, "interleaved-1f1b", 4, {"send": 0.01, "recomputation": 0.5}, recomputed=("relu",))
+    report = plan.report()
+    head = report.splitlines()
+    assert head[1] == "8 devices of h100-sxm, pipeline 2 x mesh data 2 x tensor 2 (slowest links first)"
+    assert head[3] == "schedule interleaved-1f1b on 2 pipeline ranks, 2 stages on each, microbatches: 4"
+    stages = cells(report, "stage")
+    assert stages[1] == ["1", "1", "model.layers.4 to model.layers.7", "1 s", "2 s", "500 ms", "10 ms", "1"]
+    assert [row[1] for row in stages] == ["0", "1", "0", "1"]
+    assert stages[3][-2:] == ["500 ms", "1"]  # the last sends nothing
+    devices = cells(report, "memory of rank")
+    total = nbytes(2 * sum(NBYTES.values()))
+    assert [row[:6] for row in devices] == [[rank, *(nbytes(2 * n) for n in NBYTES.values()), total] for rank in "01"]
+    assert all(0 < float(row[6].rstrip("%")) < 20 for row in devices)
+    assert plan.timeline() in report
+    assert "recomputed in the backward: relu" in report
+    assert "from stage to stage" in report
+
+
+@pytest.mark.parametrize(("p", "c"), [(64, 1), (16, 4)])
+def test_large_pipelines_fit_the_width(p: int, c: int) -> None:
+    plan = pipelined(p, c, "zero-bubble", 2 * p, {"recomputation": 0.1}, recomputed=tuple(f"node_{i}" for i in range(500)))
+    stages = [
+        dataclasses.replace(s, name=f"{s.name} " * 4, nbytes={**s.nbytes, "gathered parameters": 1.0, "buckets": 2.0**33})
+        for s in plan.stages
+    ]
+    report = dataclasses.replace(plan, stages=tuple(stages)).report()
+    assert max(map(len, report.splitlines())) <= WIDTH
+    assert len(report.splitlines()) < 130
+
+
+def test_what_is_recomputed_and_what_it_bought(megatron: Plan) -> None:
+    assert "recomputed" not in megatron.report()
+    found = [["model.layers.*", "mlp: silu", 4, 2.0**30, 0.001], ["", "lm_head -> S1", 1, 2.0**31, 0.002]]
+    plan = dataclasses.replace(megatron, recomputed=("silu", "x -> S1"), rows={**megatron.rows, "recomputed": found})
+    table = cells(plan.report(), "recomputed in the backward")
+    assert table[0] == ["lm_head -> S1", "1", "2 GiB", "2 ms"]  # the most memory first
+    assert table[1] == ["model.layers.*: mlp: silu", "4", "1 GiB", "1 ms"]
+    assert table[2] == ["total", "5", "3 GiB", "3 ms"]
+    many = dataclasses.replace(plan, rows={"recomputed": [["", f"node {i}", 1, 2.0**20, 1e-3] for i in range(40)]})
+    table = cells(many.report(), "recomputed in the backward")
+    assert [row[0] for row in table[-2:]] == ["28 others", "total"]
+    assert table[-1][1:] == ["40", "40 MiB", "40 ms"]
+    kinds = dataclasses.replace(plan, seconds={**plan.seconds, "recomputation": 1e-3, "bubble": 2e-3})
+    assert re.search(r"^bubble +2 ms", kinds.report(), re.M)
 
 
 def test_units() -> None:

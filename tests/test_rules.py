@@ -131,6 +131,8 @@ ROWS = [
     row(aten.to.dtype, i(8, 4, 6), torch.float64),
     row(aten.to.dtype, b(4, 6), torch.float64),
     row(aten.detach.default, n(4, 6)),
+    row(kernels.send, n(4, 6)),
+    row(kernels.send, b(4, 6)),
     row(aten.add.Tensor, n(4, 6), n(4, 6)),
     row(aten.add.Tensor, n(4, 6), n(6), alpha=3),
     row(aten.add.Tensor, n(4, 1, 6), n(2, 1)),

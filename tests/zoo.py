@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -175,6 +176,38 @@ class _Mean(nn.Module):
 def mixer(batch: int, dropout: float, layers: int = 2) -> Made:
     body = nn.Sequential(_Patches(32), *(_Mix(16, 32, dropout) for _ in range(layers)), nn.LayerNorm(32), _Mean())
     return _Classifier(body, nn.Linear(32, CLASSES)), _images(batch)
+
+
+class _Unet(nn.Module):
+    """Skips from the way down to the way up, the longest over everything between."""
+
+    def __init__(self, width: int, levels: int, dropout: float) -> None:
+        super().__init__()
+        sizes = [width * 2**i for i in range(levels + 1)]
+        self.enter = nn.Conv2d(3, width, 3, 1, 1)
+        self.down = nn.ModuleList(self._block(a, b, dropout) for a, b in itertools.pairwise(sizes))
+        self.up = nn.ModuleList(self._block(b + a, a, dropout) for a, b in reversed(list(itertools.pairwise(sizes))))
+        self.leave = nn.Conv2d(width, 3, 1)
+
+    @staticmethod
+    def _block(channels: int, out: int, dropout: float) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(channels, out, 3, 1, 1), nn.GroupNorm(4, out), nn.SiLU(), nn.Dropout(dropout))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = self.enter(x)
+        skips = []
+        for block in self.down:
+            skips.append(h)
+            h = block(F.max_pool2d(h, 2))
+        for block in self.up:
+            h = block(torch.cat((F.interpolate(h, scale_factor=2.0), skips.pop()), 1))
+        prediction = self.leave(h)
+        return {"loss": F.mse_loss(prediction, y), "prediction": prediction}
+
+
+@_seeded
+def unet(batch: int, dropout: float, layers: int = 2) -> Made:
+    return _Unet(8, layers, dropout), {"x": torch.randn(batch, 3, 16, 16), "y": torch.randn(batch, 3, 16, 16)}
 
 
 class _Regressor(nn.Module):

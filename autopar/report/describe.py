@@ -9,60 +9,43 @@
 ``rows["collectives"]``
     [part, collective, axis, phase, block, modules, times, bytes, seconds]: what is sent in a step, largest first. ``part`` is the kind
     of :attr:`Plan.seconds` that it belongs to: the rows of "conversions" and of "gradient synchronisation" add up to these. ``axis`` is
-    the mesh axis's number (-1 for local copies), ``bytes`` and ``seconds`` are one rank's, of all ``times`` together.
+    the mesh axis's number (-1 for local copies), ``bytes`` and ``seconds`` are one rank's (of a pipeline's, the one that has most to
+    do), of all ``times`` together.
+``rows["recomputed"]``
+    [block, what, times, bytes, seconds]: what is made again in the backward, and the bytes that this frees, of all microbatches in
+    flight; in a step, on one device of each stage together. ``seconds`` add up to the stages' "recomputation" of all microbatches. What
+    is kept only to make the others again has a row of negative bytes.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
-from autopar.analysis import Analysis
-from autopar.graph import numel, operands, shape
+from autopar.graph import numel
 from autopar.plan import Plan
+from autopar.report.again import recomputed
+from autopar.report.blocks import Blocks
 from autopar.report.names import Names
 from autopar.report.sent import collectives
-from autopar.report.words import Words, is_loss
 from autopar.search.found import Found
-from autopar.search.problem import Vertex
-from autopar.search.strategies import Storage, Strategy
-
-Row = list[Any]
 
 
-def describe(plan: Plan, analysis: Analysis, found: Found) -> Plan:
+def describe(plan: Plan, found: Found) -> Plan:
     """``plan`` with the rows that its report shows.
 
     Args:
         plan: what the search wrote down.
-        analysis: of the graph it was made for.
         found: the search's answer, with its prices.
     """
-    names, words = Names(analysis, found), Words(analysis)
+    analysis = found.analysis
+    names = Names(analysis)
+    blocks = Blocks(analysis, found, names)
     trainable = [n for n in analysis.state if n in analysis.differentiable]
     rows = {
         "model": [["samples", analysis.batch.size * plan.microbatches], ["parameters", sum(map(numel, trainable))]],
-        "blocks": [row for v in found.problem.vertices if (row := _block(v, found, names, words)) is not None],
-        "collectives": collectives(analysis, found, names),
+        "blocks": blocks.rows(),
+        "collectives": collectives(found, names, blocks),
     }
+    if plan.recomputed:
+        rows["recomputed"] = recomputed(found, names)
     return dataclasses.replace(plan, rows=rows, notes=tuple(dict.fromkeys(plan.notes)))
-
-
-def _block(vertex: Vertex, found: Found, names: Names, words: Words) -> Row | None:
-    """The row of a node, or None for one that a reader does not look for."""
-    node, choice = vertex.node, found.choice(vertex.node)
-    operator = words.operator(node)
-    if operator is None or not isinstance(choice, Strategy):
-        return None
-    weights = words.weights(node)
-    largest = max(weights, key=lambda k: numel(weights[k]), default=None)
-    text = [words.word(node, factor, choice.out[axis].kind) for axis, factor in enumerate(choice.factors)]
-    storage = found.choice(weights[largest]) if largest is not None else None
-    if isinstance(storage, Storage):
-        parts = [s.is_shard and not u.is_shard for s, u in zip(storage.stored, storage.used, strict=True)]
-        text = [f"{word}, ZeRO" if part else word for word, part in zip(text, parts, strict=True)]
-    shown = node if largest is None and not is_loss(node) else operands(node)[largest or 0][0]
-    block, module = names.split(node)
-    if vertex.count == 1:
-        block, module = "", ".".join(filter(None, (block, module))) or "(root)"
-    return [block, vertex.count, module, operator, "x".join(map(str, shape(shown))), text]

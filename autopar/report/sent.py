@@ -2,54 +2,89 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.fx as fx
 
-from autopar.analysis import Analysis
 from autopar.cost_model.conversion import STEP, Term
 from autopar.layout import Layout
+from autopar.report.blocks import Blocks
 from autopar.report.names import Names
 from autopar.search.found import Found
+from autopar.search.recompute import AGAIN
 from autopar.search.strategies import Storage
 
 Row = list[Any]
 
 
-def collectives(analysis: Analysis, found: Found, names: Names) -> list[Row]:
-    rows: dict[tuple, Row] = {}
-    for part, node, term, times in _terms(analysis, found):
-        block, module = names.split(node)
-        key = (part, term.kind, term.axis, term.phase, block or module or "(root)")
-        if term.kind == "copy":
-            key, block = (part, "copy", -1, "", ""), ""
-        row = rows.setdefault(key, [*key, [], 0, 0.0, 0.0])
-        if block and module not in row[5]:
-            row[5].append(module)
-        row[6] += times if term.nbytes else 0
-        row[7] += times * term.nbytes
-        row[8] += times * term.seconds
-    return sorted(rows.values(), key=lambda row: -row[8])
+@dataclass
+class _Sum:
+    """What one row adds up: the numbers of the blocks, the modules in them, how often, bytes and seconds."""
+
+    numbers: set[int] = field(default_factory=set)
+    modules: dict[str, None] = field(default_factory=dict)
+    times: int = 0
+    nbytes: float = 0.0
+    seconds: float = 0.0
 
 
-def _terms(analysis: Analysis, found: Found) -> Iterator[tuple[str, fx.Node, Term, int]]:
-    """Every part of a step's communication: the kind of seconds it counts as, the tensor's node, the term and how often it occurs."""
-    problem, microbatches = found.problem, found.costs.microbatches
-    for v in problem.vertices:
+def collectives(found: Found, names: Names, blocks: Blocks) -> list[Row]:
+    """The rows of one rank: of a pipeline's, the one that has most to do."""
+    sums: dict[tuple, _Sum] = defaultdict(_Sum)
+    for part, nodes, term, each in _terms(found):
+        for node in nodes:
+            instance, module = names.split(node)
+            alike, prefix = (blocks.alike[instance], instance[0]) if instance is not None else (-1, module or "(root)")
+            row = sums[(part, "copy", -1, "", -1, "") if term.kind == "copy" else (part, term.kind, term.axis, term.phase, alike, prefix)]
+            if instance is not None and term.kind != "copy":
+                row.numbers.add(instance[1])
+                row.modules[module] = None
+            row.times += each if term.nbytes else 0
+            row.nbytes += each * term.nbytes
+            row.seconds += each * term.seconds
+    rows: list[Row] = [
+        [*key[:4], names.label(key[5], row.numbers) if row.numbers else key[5], list(row.modules), row.times, row.nbytes, row.seconds]
+        for key, row in sums.items()
+    ]
+    return sorted(rows, key=lambda row: -row[8])
+
+
+def _terms(found: Found) -> Iterator[tuple[str, Sequence[fx.Node], Term, int]]:
+    """Every part of a step's communication: the kind of seconds it counts as, the nodes that it is for, and how often for each of them."""
+    problem, microbatches, rules = found.problem, found.microbatches, found.analysis.rules
+    of_vertex, of_group = _here(found, problem.vertex_of), _here(found, problem.group_of)
+    for i, v in enumerate(problem.vertices):
         choice = found.choice(v.node)
         if isinstance(choice, Storage):
             for term in found.costs.synchronisation(v.node, choice):
-                yield "gradient synchronisation", v.node, term, v.count
+                yield "gradient synchronisation", of_vertex[i], term, 1
         else:
-            for term in found.costs.sent_by_kernel(v.node, analysis.rules.get(v.node), choice):
-                yield "compute", v.node, term, v.count * microbatches
-    for g in problem.groups:
-        node = problem.vertices[g.producer].node
-        for wanted in dict.fromkeys(found.choice(problem.vertices[v].node).ins[p] for v, p in g.ports):
-            for term in _path(found, node, found.choice(node).out, wanted):
-                yield "conversions", node, term, g.count * microbatches
+            for term in found.costs.sent_by_kernel(v.node, rules.get(v.node), choice):
+                yield "compute", of_vertex[i], term, microbatches
+                if v.states[found.solution.chosen[i]] == AGAIN:
+                    yield "recomputation", of_vertex[i], term, microbatches
+    for g, group in enumerate(problem.groups):
+        node = problem.vertices[group.producer].node
+        for wanted, needed in problem.wanted(group, found.solution.chosen).items():
+            source = found.choice(node).out
+            for term in _path(found, node, source, wanted):
+                yield "conversions", of_group[g], term, microbatches
+            if needed and (g, wanted) in found.solution.again and group.moves[group.sources[source], group.targets[wanted]]:
+                for term in _path(found, node, source, wanted):
+                    if term.phase == "forward":
+                        yield "recomputation", of_group[g], term, microbatches
+
+
+def _here(found: Found, places: dict[fx.Node, int]) -> dict[int, list[fx.Node]]:
+    """By number: the nodes of the busiest rank, as often as its stages have them."""
+    nodes: dict[int, list[fx.Node]] = defaultdict(list)
+    for node, number in places.items():
+        nodes[number] += [node] * sum(stage in found.busiest for stage in found.stage_of[node])
+    return nodes
 
 
 def _path(found: Found, node: fx.Node, source: Layout, target: Layout) -> list[Term]:

@@ -7,23 +7,21 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tabulate import MIN_PADDING, tabulate  # the padding of a header that is wider than its column
-
 from autopar.plan import EXACT_AXES, Plan
+from autopar.report.stages import ROWS, devices, recomputed, schedule, stages
+from autopar.report.table import WIDTH, Cells, count, cut, nbytes, seconds, table
+from autopar.report.timeline import timeline
 
-WIDTH = 120
 OPTIMAL = 1e-4  # a relative gap below which a plan counts as optimal
 _SHOWN = 12  # collectives that have a line of their own
 _SHAPE = 24  # columns at most
-_SPACE = 2  # columns between two of a table
 _WHOLE = "(block)"  # what a block does outside its modules
-
-Cells = list[str]
 
 
 def text(plan: Plan) -> str:
     """The plan for people: mesh, time, memory, what each block does, what is sent, and how sure the planner is."""
-    parts = [_header(plan), _times(plan), _memory(plan), _blocks(plan), _collectives(plan), _notes(plan), _planning(plan)]
+    pipelined = [stages(plan), timeline(plan, ROWS), devices(plan)] if len(plan.stages) > 1 else [_memory(plan)]
+    parts = [_header(plan), _times(plan), *pipelined, recomputed(plan), _blocks(plan), _collectives(plan), _notes(plan), _planning(plan)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -31,10 +29,12 @@ def _header(plan: Plan) -> str:
     facts = {str(name): value for name, value in plan.rows.get("model", [])}
     axes = " x ".join(f"{name} {size}" for name, size in plan.mesh.items())
     mesh = f"{axes} (slowest links first)" if len(plan.mesh) > 1 else axes
+    where = f"pipeline {plan.pipeline} x mesh {mesh}" if len(plan.stages) > 1 else f"mesh {mesh}"
     lines = [
         f"Plan for graph {plan.fingerprint}" + (f", {count(facts['parameters'])} parameters" if "parameters" in facts else ""),
-        f"{plan.world_size} device{'s' * (plan.world_size > 1)} of {plan.cluster}, mesh {mesh}",
+        f"{plan.world_size} device{'s' * (plan.world_size > 1)} of {plan.cluster}, {where}",
         _batch(plan, facts.get("samples")),
+        schedule(plan),
         f"predicted: {seconds(plan.step_time)} a step, {nbytes(max(plan.peak_memory))} a device; {_gap(plan)}",
     ]
     return "\n".join(line for raw in lines for line in textwrap.wrap(raw, WIDTH))
@@ -63,7 +63,7 @@ def _memory(plan: Plan) -> str:
 def _shares(title: str, kinds: dict[str, float], unit: Any) -> str:
     total = sum(kinds.values())
     rows = [[kind, unit(value), f"{value / total if total else 0:.1%}"] for kind, value in kinds.items()]
-    return _table([*rows, ["total", unit(total), ""]], [title, "", ""], "lrr")
+    return table([*rows, ["total", unit(total), ""]], [title, "", ""], "lrr")
 
 
 def _blocks(plan: Plan) -> str:
@@ -71,7 +71,7 @@ def _blocks(plan: Plan) -> str:
     axes = _merged_axes(plan)
     for (block, times), members in itertools.groupby(plan.rows.get("blocks", []), key=lambda row: (row[0], row[1])):
         lines = [
-            [modules, operator, _cut(shape, _SHAPE), *(words[columns[0]] for _, columns in axes)]
+            [modules, operator, cut(shape, _SHAPE), *(words[columns[0]] for _, columns in axes)]
             for modules, operator, shape, words in _alike(list(members))
         ]
         title = f"{block} (x{times})"
@@ -82,7 +82,7 @@ def _blocks(plan: Plan) -> str:
             lines = [[title, *line[1:]] for line in lines]
         rows += lines
     headers = ["module", "operator", "shape", *(name for name, _ in axes)]
-    return _table(rows, headers, "l" * len(headers), flexible=(0, 2)) if rows else ""
+    return table(rows, headers, "l" * len(headers), flexible=(0, 2)) if rows else ""
 
 
 def _merged_axes(plan: Plan) -> list[tuple[str, list[int]]]:
@@ -126,9 +126,12 @@ def _collectives(plan: Plan) -> str:
     if rest := found[_SHOWN:]:
         times, total, took = (sum(row[i] for row in rest) for i in (6, 7, 8))
         rows.append([f"{len(rest)} others", "", "", str(times), "", nbytes(total), seconds(took)])
+    if not rows:
+        return "nothing is sent between ranks" if plan.pipeline == 1 else "nothing is sent between ranks but from stage to stage"
     headers = ["sent in a step", "axis", "tensors of", "times", "each", "bytes", "time"]
     legend = "bytes: of one rank's tensor, whole along the axis; of gradients' collectives the backward hides half the time"
-    return _table(rows, headers, "lllrrrr", flexible=(2,)) + "\n" + legend if rows else "nothing is sent between ranks"
+    legend += "; of the pipeline rank with most to do" if plan.pipeline > 1 else ""
+    return table(rows, headers, "lllrrrr", flexible=(2,)) + "\n" + textwrap.fill(legend, WIDTH)
 
 
 def _collective(plan: Plan, row: list[Any]) -> Cells:
@@ -142,6 +145,8 @@ def _collective(plan: Plan, row: list[Any]) -> Cells:
 
 
 def _phase(part: str, phase: str) -> str:
+    if part == "recomputation":
+        return "again"
     if part == "gradient synchronisation":
         return "of parameters" if phase == "forward" else "of gradients"
     return "inside a kernel" if part == "compute" else phase
@@ -155,41 +160,3 @@ def _planning(plan: Plan) -> str:
     total = plan.timings.get("total", sum(plan.timings.values()))
     phases = ", ".join(f"{phase} {seconds(took)}" for phase, took in plan.timings.items() if phase != "total")
     return textwrap.fill(f"planned in {seconds(total)}: {phases}", WIDTH) if phases else ""
-
-
-def _table(rows: list[Cells], headers: Cells, align: str, flexible: Sequence[int] = ()) -> str:
-    """A table; where it would be too wide, the ``flexible`` columns are cut, then all that are long."""
-    everything = [headers, *rows]
-    widths = [max(len(row[i]) for row in everything) for i in range(len(headers))]
-    room = WIDTH - _SPACE * (len(headers) - 1) - sum(max(0, len(h) + MIN_PADDING - w) for h, w in zip(headers, widths, strict=True))
-    for i in (*flexible, *sorted(range(len(headers)), key=lambda i: -widths[i])):
-        if sum(widths) > room:
-            widths[i] = max(min(widths[i], 14), widths[i] - (sum(widths) - room))
-    cells = [[_cut(cell, width) for cell, width in zip(row, widths, strict=True)] for row in everything]
-    names = {"l": "left", "r": "right"}
-    return tabulate(cells[1:], cells[0], "simple", disable_numparse=True, colalign=[names[a] for a in align], preserve_whitespace=True)
-
-
-def _cut(cell: str, width: int) -> str:
-    return cell if len(cell) <= width else cell[: width - 1] + "…"
-
-
-def seconds(value: float) -> str:
-    """A time with three significant digits: ``12.3 ms``."""
-    return _scaled(value, [(1.0, "s"), (1e-3, "ms"), (1e-6, "us")])
-
-
-def nbytes(value: float) -> str:
-    """An amount of memory with three significant digits: ``1.5 GiB``."""
-    return _scaled(value, [(2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B")])
-
-
-def count(value: float) -> str:
-    """A number with three significant digits: ``8.03 billion``."""
-    return _scaled(value, [(1e9, "billion"), (1e6, "million"), (1.0, "")]).strip()
-
-
-def _scaled(value: float, units: list[tuple[float, str]]) -> str:
-    scale, name = next(((s, n) for s, n in units if abs(value) >= s), units[-1])
-    number = value / scale
-    return f"{number:.0f} {name}" if abs(number) >= 100 or number == round(number) else f"{number:.3g} {name}"

@@ -12,6 +12,7 @@ from autopar.graph import operands, shape
 from autopar.layout import P
 from autopar.rules.registry import operator_name
 from autopar.rules.rule import Dim, Rule
+from autopar.runtime.kernels import send
 
 _PASSING = ("aten.to", "aten._to_copy", "aten.clone", "aten.contiguous")  # a weight that went through these is still the weight
 _NORMS = ("aten.layer_norm", "aten.rms_norm", "aten.batch_norm", "aten.group_norm")
@@ -133,9 +134,10 @@ class Words:
 
     def _is_residual(self, node: fx.Node) -> bool:
         """Whether a node adds to a tensor something that weights made of this tensor."""
-        if operator_name(node.target) != "aten.add" or len(inputs := node.all_input_nodes) != 2 or shape(inputs[0]) != shape(inputs[1]):
+        inputs = [_made(n) for n in node.all_input_nodes]
+        if operator_name(node.target) != "aten.add" or len(inputs) != 2 or shape(inputs[0]) != shape(inputs[1]):
             return False
-        return any(len(skip.users) > 1 and self._leads(skip, branch) for skip, branch in (inputs, reversed(inputs)))
+        return any(len(_readers(skip)) > 1 and self._leads(skip, branch) for skip, branch in (inputs, reversed(inputs)))
 
     def _leads(self, start: fx.Node, end: fx.Node) -> bool:
         """Whether ``end`` is made of ``start`` with a product among the steps."""
@@ -157,6 +159,18 @@ class Words:
 def _operands(node: fx.Node, rule: Rule) -> Iterator[tuple[fx.Node, tuple[Dim, ...]]]:
     """Each tensor of a call with its dims' factors, the output last."""
     yield from zip([*(n for n, _ in operands(node)), node], [*rule.operands, rule.output], strict=True)
+
+
+def _made(node: fx.Node) -> fx.Node:
+    """The tensor that a node hands on from stage to stage."""
+    while node.target is send:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _readers(node: fx.Node) -> set[fx.Node]:
+    """Those of a tensor, in whatever stage."""
+    return {reader for user in node.users for reader in (_readers(user) if user.target is send else (user,))}
 
 
 def is_loss(node: fx.Node) -> bool:

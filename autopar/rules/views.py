@@ -70,6 +70,11 @@ def permute(call: Call) -> Rule:
     return call.rule(f"{_names(range(len(order)))} -> {_names(order)}", kind="view")
 
 
+@register_rule("autopar.send")
+def send(call: Call) -> Rule:
+    return call.rule("... -> ...", kind="view")
+
+
 @register_rule("aten.expand")
 def expand(call: Call) -> Rule:
     return call.rule("... -> ...", kind="view", shape_argument="size")

@@ -26,7 +26,7 @@ def redistribute(x: torch.Tensor, mesh: Mesh, axis: int, src: str, dst: str) -> 
     """``x``, of type ``src`` along mesh ``axis``, converted to type ``dst``.
 
     ``src`` and ``dst`` are ``"I"``, ``"R"``, ``"P"`` or ``"S<dim>"``. Integer and boolean tensors convert too, but are never P when
-    boolean. The result is contiguous wherever data moves; otherwise it may be ``x`` itself, and a slice of dim 0 may be a view.
+    boolean. Where data moves the result is contiguous and has memory of its own; otherwise it is ``x`` itself.
     Raises :class:`RunError` for a pair that has no conversion and for a dim that does not divide.
     """
     if src == dst or mesh.sizes[axis] == 1:
@@ -72,7 +72,7 @@ def _keep(x: torch.Tensor, group: str, n: int, place: int, src: int, dst: int) -
 
 
 def _first_only(x: torch.Tensor, group: str, n: int, place: int, src: int, dst: int) -> torch.Tensor:
-    return x if place == 0 else torch.zeros_like(x, memory_format=torch.contiguous_format)
+    return x.clone(memory_format=torch.contiguous_format) if place == 0 else torch.zeros_like(x, memory_format=torch.contiguous_format)
 
 
 def _all_reduce(x: torch.Tensor, group: str, n: int, place: int, src: int, dst: int) -> torch.Tensor:
@@ -81,7 +81,8 @@ def _all_reduce(x: torch.Tensor, group: str, n: int, place: int, src: int, dst: 
 
 def _slice(x: torch.Tensor, group: str, n: int, place: int, src: int, dst: int) -> torch.Tensor:
     size = x.shape[dst] // n
-    return x.narrow(dst, place * size, size).contiguous()
+    # Not a view, which would keep the whole alive for as long as the slice.
+    return x.narrow(dst, place * size, size).clone(memory_format=torch.contiguous_format)
 
 
 def _pad(x: torch.Tensor, group: str, n: int, place: int, src: int, dst: int) -> torch.Tensor:

@@ -163,8 +163,11 @@ class GradientSync:
 
     def clear(self) -> None:
         """Forgets what a backward that failed has left."""
+        self._armed, self._flights = False, []
         for weight in self._weights:
             weight.leaf.grad = None
+        for bucket in self._buckets:
+            bucket.clear()
 
     def begin(self) -> None:
         """From here on, buckets whose gradients are all there start."""

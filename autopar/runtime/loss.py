@@ -21,7 +21,8 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         value = _functional.all_reduce_(share.detach().clone(), "sum", group.group_name)
-        return _functional.wait_tensor(value) if value.is_cuda else value
+        # Another tensor of the same memory: the collective holds on to its own until it is waited for, which would then have the graph.
+        return _functional.wait_tensor(value) if value.is_cuda else value.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
@@ -29,9 +30,12 @@ class _Sum(torch.autograd.Function):
 
 
 class PendingLoss(torch.Tensor):
-    """A loss whose sum over ranks may be under way; every use but ``backward`` and its description waits for it."""
+    """A loss whose sum over ranks may be under way; every use but ``backward`` and its description waits for it.
 
-    _sum: torch.Tensor | None = None
+    ``pending`` is the sum, without a graph, as long as nobody waited for it.
+    """
+
+    pending: torch.Tensor | None = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -44,9 +48,9 @@ class PendingLoss(torch.Tensor):
 
     def wait(self) -> None:
         """Blocks until the sum is there."""
-        if self._sum is not None:
-            _functional.wait_tensor(self._sum)
-            self._sum = None
+        if self.pending is not None:
+            finish(self.pending)
+            self.pending = None
 
 
 _NOT_READING = {
@@ -61,5 +65,10 @@ def total(share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     if value.is_cuda:
         return value
     pending = value.as_subclass(PendingLoss)
-    pending._sum = value.detach()
+    pending.pending = value.detach()
     return pending
+
+
+def finish(value: torch.Tensor) -> None:
+    """Blocks until a sum that may be under way is there."""
+    _functional.wait_tensor(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import combinations
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,16 +14,21 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autopar.errors import RunError
 from autopar.runtime.random import Streams
 
+PIPELINE = "pipeline"  # the axis's name
+
 _MESHES: WeakKeyDictionary[dist.ProcessGroup, dict[tuple, DeviceMesh]] = WeakKeyDictionary()
+_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 class Mesh:
     """A named grid of ranks over the default process group, slowest links first.
 
     Arguments: ``sizes``, the ranks along each axis; ``names``, one for each axis; ``device``, ``"cpu"`` or ``"cuda"`` (free: cuda
-    where the default group runs NCCL, else cpu); ``device_mesh``, a named torch mesh to stand on (part of the world, such as
-    the ranks of one pipeline stage) instead of a new one over the whole world.
+    where the default group runs NCCL, else cpu); ``device_mesh``, a named torch mesh to stand on (part of the world) instead of a new one
+    over the whole world; ``pipeline``, ranks along a pipeline: the world is then that many meshes, and this is the one of this rank.
     Raises :class:`RunError` when the sizes do not multiply to the number of ranks.
+
+    Attributes: ``world``, the torch mesh of all ranks, the pipeline its first axis if there is one; ``pipeline_rank``.
     """
 
     def __init__(
@@ -31,17 +37,28 @@ class Mesh:
         names: Sequence[str],
         device: torch.device | str | None = None,
         device_mesh: DeviceMesh | None = None,
+        pipeline: int = 1,
     ) -> None:
         self.sizes, self.names = tuple(sizes), tuple(names)
         if len(self.sizes) != len(self.names):
             raise RunError(f"a mesh of sizes {self.sizes} needs {len(self.sizes)} axis names, not {len(self.names)}: {self.names}")
-        if device_mesh is None:
+        self.pipeline, self.pipeline_rank = pipeline, 0
+        if pipeline > 1:
+            self.world = _over_the_world((pipeline, *self.sizes), (PIPELINE, *self.names), _device_type(device))
+            self.pipeline_rank = self.world.get_local_rank(PIPELINE)
+            device_mesh = self.world[self.names]
+        elif device_mesh is None:
             device_mesh = _over_the_world(self.sizes, self.names, _device_type(device))
+        if pipeline == 1:
+            self.world = device_mesh
         self.device_mesh = device_mesh
         self.device = _local_device(device_mesh.device_type)
         self.coordinate: tuple[int, ...] = tuple(device_mesh.get_local_rank(axis) for axis in range(len(self.sizes)))
         self.streams = Streams(0, self.device)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        if pipeline > 1:  # stages need different groups, and all ranks must take part in making each
+            for axes in _several([axis for axis, n in enumerate(self.sizes) if n > 1]):
+                self.axes_group(axes)
 
     @classmethod
     def of(cls, device_mesh: DeviceMesh) -> Mesh:
@@ -81,6 +98,39 @@ class Mesh:
         _take_timeout(group)
         return group
 
+    @property
+    def everyone(self) -> dist.ProcessGroup | None:
+        """All ranks of the program; None where there is one."""
+        if self.pipeline > 1:
+            return dist.group.WORLD
+        return self.axes_group(range(len(self.sizes))) if self.size > 1 else None
+
+    def along_pipeline(self, axes: Iterable[int] = ()) -> dist.ProcessGroup:
+        """The ranks that differ from this one along the pipeline and ``axes`` only. All ranks must come here alike."""
+        wide = tuple(self.names[axis] for axis in sorted(axes) if self.sizes[axis] > 1)
+        group = (self.world[(PIPELINE, *wide)]._flatten() if wide else self.world[PIPELINE]).get_group()
+        _take_timeout(group)
+        return group
+
+    def across_pipeline(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """The ranks at this one's place in the meshes of the pipeline's ``ranks``; None for one that is not among them.
+
+        All ranks of the world must come here alike.
+        """
+        if len(ranks) == self.pipeline:
+            return self.along_pipeline()
+        world = dist.group.WORLD
+        assert world is not None
+        known = _GROUPS.setdefault(world, {})
+        for place in range(self.size):
+            members = tuple(rank * self.size + place for rank in ranks)
+            if members not in known:
+                known[members] = dist.new_group(list(members))
+                if dist.get_rank() in members:
+                    _take_timeout(known[members])
+        mine = dist.get_rank() % self.size
+        return known[tuple(rank * self.size + mine for rank in ranks)] if self.pipeline_rank in ranks else None
+
     def index(self, axes: Iterable[int]) -> int:
         """This rank's place in ``axes_group(axes)``: which chunk it holds of a dim that ``axes`` cut; the earlier axis is major."""
         place = 0
@@ -91,6 +141,11 @@ class Mesh:
     def count(self, axes: Iterable[int]) -> int:
         """The number of ranks in ``axes_group(axes)``."""
         return math.prod(self.sizes[axis] for axis in axes)
+
+
+def _several(axes: Sequence[int]) -> list[tuple[int, ...]]:
+    """All sets of two or more."""
+    return [found for count in range(2, len(axes) + 1) for found in combinations(axes, count)]
 
 
 def _device_type(device: torch.device | str | None) -> str:

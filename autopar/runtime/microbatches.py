@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,20 +41,23 @@ class Parts:
 
     def select(self, inputs: list[torch.Tensor], part: int) -> list[torch.Tensor]:
         """Microbatch ``part`` of the whole batch."""
-        return [x if dim is None else self._chunk(x, dim, part) for x, dim in zip(inputs, self._in_dims, strict=True)]
+        return [self.pick(x, place, part) for place, x in enumerate(inputs)]
 
-    def _chunk(self, x: torch.Tensor, dim: int, part: int) -> torch.Tensor:
-        return x.unflatten(dim, (self._degree, self.count, -1)).select(dim + 1, part).flatten(dim, dim + 1)
+    def pick(self, x: torch.Tensor, place: int, part: int) -> torch.Tensor:
+        """Microbatch ``part`` of ``x``, input number ``place``."""
+        dim = self._in_dims[place]
+        return x if dim is None else x.unflatten(dim, (self._degree, self.count, -1)).select(dim + 1, part).flatten(dim, dim + 1)
 
     def join(self, done: list[list[torch.Tensor]]) -> list[torch.Tensor]:
         """The outputs of the whole batch in its order; the losses summed."""
-        results = []
-        for i, (tensors, (dim, ways)) in enumerate(zip(zip(*done, strict=True), self._joins, strict=True)):
-            if i == self._loss:
-                results.append(torch.stack(tensors).sum(0))
-            else:
-                results.append(torch.stack([t.unflatten(dim, (ways, -1)) for t in tensors], dim + 1).flatten(dim, dim + 2))
-        return results
+        return [self.join_one(i, tensors) for i, tensors in enumerate(zip(*done, strict=True))]
+
+    def join_one(self, i: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The same of output ``i`` alone."""
+        if i == self._loss:
+            return torch.stack(tuple(tensors)).sum(0)
+        dim, ways = self._joins[i]
+        return torch.stack([t.unflatten(dim, (ways, -1)) for t in tensors], dim + 1).flatten(dim, dim + 2)
 
 
 class Release(torch.autograd.Function):

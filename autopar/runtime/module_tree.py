@@ -7,19 +7,20 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import nn
 
+Replace = Callable[[str, torch.Tensor], "torch.Tensor | None"]
 
-def copy_tree(model: nn.Module, root: nn.Module, replace: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+
+def copy_tree(model: nn.Module, root: nn.Module, replace: Replace) -> None:
     """Gives ``root`` the children, parameters and buffers of ``model``, in its order and under its names.
 
-    ``replace(name, tensor)`` makes the new tensor; it must return the same object for the same tied tensor. Buffers keep their persistence.
+    ``replace(name, tensor)`` makes the new tensor, None to leave it out; it must return the same object for the same tied tensor. Buffers
+    keep their persistence.
     Modules of ``torch.nn`` keep their class, so that optimizer groups made by class (no weight decay on ``LayerNorm``) come out alike.
     """
     _fill(model, root, "", replace, {})
 
 
-def _fill(
-    source: nn.Module, target: nn.Module, prefix: str, replace: Callable[[str, torch.Tensor], torch.Tensor], done: dict[int, nn.Module]
-) -> None:
+def _fill(source: nn.Module, target: nn.Module, prefix: str, replace: Replace, done: dict[int, nn.Module]) -> None:
     for name, tensor in source._parameters.items():
         target._parameters[name] = None if tensor is None else replace(prefix + name, tensor)  # type: ignore[assignment]
     for name, buffer in source._buffers.items():

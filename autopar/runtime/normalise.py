@@ -58,7 +58,7 @@ def sync_batch_norm(
 class _Normalise(torch.autograd.Function):
     """``weight * (x - mean) / sqrt(var + eps) + bias``, the mean and variance over ``dims`` and over ``axes``.
 
-    Weight and bias broadcast from the right. Saves the normalised input, in the dtype of ``x``, and one number a row.
+    Weight and bias broadcast from the right. Saves ``x`` and two numbers a row, as the operator does.
     """
 
     @staticmethod
@@ -85,7 +85,7 @@ class _Normalise(torch.autograd.Function):
         ctx.count = mesh.count(axes) * (x.numel() // mean.numel())
         if running is not None:
             _update(running, mean.flatten(), var.flatten() * (ctx.count / (ctx.count - 1)))
-        ctx.save_for_backward(normal.to(x.dtype), scale, weight)
+        ctx.save_for_backward(x, mean, scale, weight)
         ctx.dims, ctx.group, ctx.bias_like = dims, group, None if bias is None else (bias.shape, bias.dtype)
         out = normal if weight is None else normal * weight
         return (out if bias is None else out + bias).to(x.dtype)
@@ -93,14 +93,14 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        normal, scale, weight = ctx.saved_tensors
-        wide, normal = grad.to(scale.dtype), normal.to(scale.dtype)
+        x, mean, scale, weight = ctx.saved_tensors
+        wide, normal = grad.to(scale.dtype), (x.to(scale.dtype) - mean) * scale
         weight_grad = None if weight is None else (wide * normal).sum_to_size(weight.shape).to(weight.dtype)
         bias_grad = None if ctx.bias_like is None else wide.sum_to_size(ctx.bias_like[0]).to(ctx.bias_like[1])
         inner = wide if weight is None else wide * weight
         sums = torch.stack((inner.sum(ctx.dims, keepdim=True), (inner * normal).sum(ctx.dims, keepdim=True)))
-        mean, slope = (reduce_over(sums, ctx.group) / ctx.count).unbind(0)
-        result = (inner - mean - normal * slope) * scale
+        shift, slope = (reduce_over(sums, ctx.group) / ctx.count).unbind(0)
+        result = (inner - shift - normal * slope) * scale
         return result.to(grad.dtype), weight_grad, bias_grad, None, None, None, None, None
 
 

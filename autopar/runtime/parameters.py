@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from autopar.runtime.mesh import Mesh
 if TYPE_CHECKING:
     from autopar.capture import Captured
     from autopar.plan import Plan
+    from autopar.runtime.clip import Pipelined
 
 
 @dataclass(eq=False)
@@ -35,13 +36,16 @@ class Weight:
     gathered: tuple[int, ...]  # the mesh axes along which the leaf is put together from the stored parts
     leaf_bytes: int
     version: int = 0  # of the parameter, when last seen
+    pipelined: Pipelined | None = None
 
     def wrap(self, local: torch.Tensor) -> torch.Tensor:
         """``local``, shaped as this rank's part, as what ``parameter.grad`` shall be."""
-        if not isinstance(self.parameter, DTensor):
-            return local
-        # The constructor and not from_local: 2.5 us against 22 us, for every parameter in every step.
-        return DTensor(local, self.parameter._spec, requires_grad=False)  # type: ignore[call-arg]
+        if isinstance(self.parameter, DTensor):
+            # The constructor and not from_local: 2.5 us against 22 us, for every parameter in every step.
+            local = DTensor(local, self.parameter._spec, requires_grad=False)  # type: ignore[call-arg]
+        if self.pipelined is not None:
+            local.pipelined = self.pipelined  # type: ignore[attr-defined]
+        return local
 
     def refresh(self) -> None:
         """Follows what happened to the parameter: a write, another storage, freezing."""
@@ -67,10 +71,13 @@ class State:
 
     ``weights`` has the parameters by their names (tied ones once), ``buffers`` the buffers and constants, whole on each rank. Arguments:
     ``share_leaf``, whether on a single device the parameter may be its own leaf (then autograd fills ``.grad``). Tensors that are meta on
-    rank 0 come out uninitialised, with a warning. Raises :class:`RunError` for a parameter plan that cannot run.
+    rank 0 come out uninitialised, with a warning; ``keep``, the names of those that this rank holds (free: all). Raises :class:`RunError`
+    for a parameter plan that cannot run.
     """
 
-    def __init__(self, captured: Captured, plan: Plan, mesh: Mesh, *, share_leaf: bool = False) -> None:
+    def __init__(
+        self, captured: Captured, plan: Plan, mesh: Mesh, *, share_leaf: bool = False, keep: Collection[str] | None = None
+    ) -> None:
         self._mesh, self._plan = mesh, plan
         names = [name for name in captured.state if name not in captured.aliases]
         kinds = {i.target: i.kind for i in captured.inputs}
@@ -78,8 +85,9 @@ class State:
         parameters = {n for n in names if kinds.get(n) == "parameter" or (n not in kinds and isinstance(captured.state[n], nn.Parameter))}
         self.weights: dict[str, Weight] = {}
         self.buffers: dict[str, torch.Tensor] = {}
-        values = _from_rank_0({name: captured.state[name] for name in names}, {n: self._stored(n) for n in parameters}, mesh)
-        for name in names:
+        kept = names if keep is None else [name for name in names if name in keep]
+        values = _from_rank_0({name: captured.state[name] for name in names}, {n: self._stored(n) for n in parameters}, mesh, set(kept))
+        for name in kept:
             if name in parameters:
                 self.weights[name] = self._weight(name, captured.state[name], values[name], share_leaf)
             else:
@@ -91,10 +99,10 @@ class State:
         weight = self.weights.get(name)
         return self._slices[name] if weight is None else weight.leaf
 
-    def visible(self, name: str, aliases: Mapping[str, str]) -> torch.Tensor:
-        """What the user sees under ``name``."""
+    def visible(self, name: str, aliases: Mapping[str, str]) -> torch.Tensor | None:
+        """What the user sees under ``name``; None where another rank holds it."""
         name = aliases.get(name, name)
-        return self.weights[name].parameter if name in self.weights else self.buffers[name]
+        return self.weights[name].parameter if name in self.weights else self.buffers.get(name)
 
     def _stored(self, name: str) -> Layout:
         plan = self._plan.parameters.get(name)
@@ -148,25 +156,29 @@ def _gathered(name: str, stored: Layout, used: Layout, mesh: Mesh) -> tuple[int,
     return tuple(axes)
 
 
-def _from_rank_0(state: Mapping[str, torch.Tensor], stored: Mapping[str, Layout], mesh: Mesh) -> dict[str, torch.Tensor]:
-    """Each tensor's part in its stored layout (whole if it has none), on the mesh's device, with the value that rank 0 has."""
+def _from_rank_0(
+    state: Mapping[str, torch.Tensor], stored: Mapping[str, Layout], mesh: Mesh, keep: Collection[str]
+) -> dict[str, torch.Tensor]:
+    """Of each tensor in ``keep`` its part in its stored layout (whole if it has none), on the mesh's device, with the value of rank 0."""
     missing = _meta_on_rank_0(state, mesh)
     _warn_of_meta(missing, stored)
     whole = (I,) * len(mesh.sizes)
     result: dict[str, torch.Tensor] = {}
-    for name in missing:
+    for name in filter(keep.__contains__, missing):
         shape = local_shape(state[name].shape, stored.get(name, whole), mesh.sizes)
         result[name] = torch.empty(shape, dtype=state[name].dtype, device=mesh.device)
     for bucket in _by_dtype({name: tensor for name, tensor in state.items() if name not in missing}):
         for name, value in _broadcast({name: state[name] for name in bucket}, mesh).items():
+            if name not in keep:
+                continue
             result[name] = local_part(value, stored.get(name, whole), mesh).clone(memory_format=torch.contiguous_format)
     return result
 
 
 def _meta_on_rank_0(state: Mapping[str, torch.Tensor], mesh: Mesh) -> list[str]:
     flags = torch.tensor([tensor.is_meta for tensor in state.values()], dtype=torch.uint8, device=mesh.device)
-    if mesh.size > 1 and len(flags):
-        dist.broadcast(flags, group=mesh.axes_group(range(len(mesh.sizes))), group_src=0)
+    if (everyone := mesh.everyone) is not None and len(flags):
+        dist.broadcast(flags, group=everyone, group_src=0)
     return [name for name, flag in zip(state, flags.tolist(), strict=True) if flag]
 
 
@@ -198,8 +210,8 @@ def _broadcast(state: Mapping[str, torch.Tensor], mesh: Mesh) -> dict[str, torch
     with torch.no_grad():
         parts = [torch.empty(t.shape, dtype=t.dtype) if t.is_meta else t for t in state.values()]  # meta here, but not on rank 0
         flat = torch.cat([part.detach().to(mesh.device).reshape(-1) for part in parts])
-        if mesh.size > 1 and len(flat):
+        if (everyone := mesh.everyone) is not None and len(flat):
             # As bytes: gloo does not know every dtype.
-            dist.broadcast(flat.view(torch.uint8), group=mesh.axes_group(range(len(mesh.sizes))), group_src=0)
+            dist.broadcast(flat.view(torch.uint8), group=everyone, group_src=0)
     pieces = flat.split([math.prod(tensor.shape) for tensor in state.values()])
     return {name: piece.view(tensor.shape) for (name, tensor), piece in zip(state.items(), pieces, strict=True)}

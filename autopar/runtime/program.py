@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from autopar.errors import RunError
 from autopar.layout import I, Layout, P, S
+from autopar.runtime import recompute
+from autopar.runtime.clip import attend_clipping
 from autopar.runtime.collectives import redistribute
 from autopar.runtime.gather import Gather
 from autopar.runtime.gradients import GradientSync
-from autopar.runtime.loss import PendingLoss, total
+from autopar.runtime.holders import Holders
+from autopar.runtime.loss import PendingLoss, finish, total
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.microbatches import Parts, Release
 from autopar.runtime.module_tree import build_tree, copy_tree
 from autopar.runtime.optimizers import attend_steps
 from autopar.runtime.parameters import State, distribute, local_part
 from autopar.runtime.signature import Results, Signature
+from autopar.runtime.stages import Stages
 
 if TYPE_CHECKING:
     from autopar.capture import Captured
@@ -36,9 +40,9 @@ class Compiled(nn.Module):
     The loss it returns is that of the whole batch on every rank; other outputs are DTensors. Parameters are DTensors that hold this
     rank's part, under the model's names; on a single device they are plain tensors. ``backward`` of the loss synchronises gradients. With
     several microbatches forward and backward run inside the call, unless gradients are off; other outputs have no gradient then, and
-    ``backward`` of the loss releases the gradients.
+    ``backward`` of the loss releases the gradients. So they do under a pipeline, where each rank has the parameters of its own stages.
 
-    Attributes: ``plan``; ``mesh``; ``config``, the model's, if it has one.
+    Attributes: ``plan``; ``mesh``, that of the rank's stages; ``config``, the model's, if it has one.
     """
 
     def __init__(
@@ -49,8 +53,11 @@ class Compiled(nn.Module):
         self._plan, self._mesh, self._lowered = plan, mesh, lowered
         self._signature = Signature(captured, mesh.device, plan.microbatches, lowered.input_batch_dims)
         self._results = Results(captured)
-        self._state = State(captured, plan, mesh, share_leaf=plan.microbatches == 1)
+        holders = Holders(captured, lowered, mesh.pipeline) if lowered.stages else None
+        keep = holders.of(mesh.pipeline_rank) if holders else None
+        self._state = State(captured, plan, mesh, share_leaf=plan.microbatches == 1 and holders is None, keep=keep)
         self._updates = captured.updates
+        self._elsewhere = {name for name in (*captured.state, *captured.aliases) if self._state.visible(name, captured.aliases) is None}
         self._place(captured, model)
         if model is not None:
             self.training = model.training
@@ -58,12 +65,17 @@ class Compiled(nn.Module):
                 self.config = model.config
         shares = [axis for axis, t in enumerate(lowered.output_layouts[self._results.loss]) if t is P and mesh.sizes[axis] > 1]
         self._loss_group = mesh.axes_group(shares) if shares else None
-        self._loss: PendingLoss | None = None  # the last one
+        self._loss: torch.Tensor | None = None  # the last one's sum, not itself: its graph leads here
         weights = [self._state.weights[name] for name in _first_use(lowered) if name in self._state.weights]
         self._gather = Gather(weights, mesh)
-        self._sync = GradientSync(weights, mesh, on_start=self._reopen, on_end=self._settle)
+        self._sync = GradientSync(() if holders else weights, mesh, on_start=self._reopen, on_end=self._settle)  # stages have their own
         self._weights = weights
         self._parts = Parts(plan, lowered, self._results.loss) if plan.microbatches > 1 else None
+        self._trains = any(tensor.requires_grad for tensor in captured.state.values())
+        self._stages: Stages | None = None
+        if holders:
+            self._stages = Stages(plan, lowered, mesh, self._state.weights, self._parts, self._results.loss, holders)
+            attend_clipping(self, self._state.weights.values(), mesh, holders)
         if mesh.size > 1:
             leaves = [weight.leaf for weight in weights]
             attend_steps(self, self.parameters(), lambda: _written(leaves), foreach=mesh.device.type == "cpu")
@@ -74,7 +86,8 @@ class Compiled(nn.Module):
             return
         constants = {i.target for i in captured.inputs if i.kind == "constant"}
         names = [name for name in [*captured.state, *captured.aliases] if name not in constants]
-        build_tree(self, {name: self._state.visible(name, captured.aliases) for name in names}, names)
+        tensors = {name: self._state.visible(name, captured.aliases) for name in names}
+        build_tree(self, {name: tensor for name, tensor in tensors.items() if tensor is not None}, names)
 
     @property
     def plan(self) -> Plan:
@@ -88,8 +101,9 @@ class Compiled(nn.Module):
 
     def print_program(self) -> None:
         """Prints the program of one microbatch on this rank, as Python."""
-        graph = self._lowered.train if self.training else self._lowered.evaluate
-        print(graph.print_readable(print_output=False))
+        programs = self._stages.programs() if self._stages else [(self._lowered.train, self._lowered.evaluate)]
+        for train, evaluate in programs:
+            print((train if self.training else evaluate).print_readable(print_output=False))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a global batch of the sample's shapes, given whole to every rank.
@@ -106,8 +120,10 @@ class Compiled(nn.Module):
         self._settle()
         self._refresh()
         self._gather.open()
+        if self._stages is not None:
+            return self._results.build(self._staged(self._stages, inputs))
         state = [self._state.argument(name) for name in self._lowered.state]
-        parts = [inputs] if self._parts is None else [self._parts.select(inputs, part) for part in range(self._plan.microbatches)]
+        parts = [self._select(inputs, part) for part in range(self._plan.microbatches)]
         extra = self._counted(parts)
         outputs = self._whole(state, inputs, extra) if self._parts is None else self._in_parts(self._parts, state, parts, extra)
         if not any(output.requires_grad for output in outputs):
@@ -121,10 +137,7 @@ class Compiled(nn.Module):
             return []
         # It counts over the whole batch on every rank, so it takes class weights whole, however the graph cuts them.
         placeholders = [n for n in prologue.graph.nodes if n.op == "placeholder"][1:]
-        state = [
-            self._entire(name) if p.users else self._state.argument(name)
-            for name, p in zip(self._lowered.state, placeholders, strict=False)
-        ]
+        state = [self._entire(name) if p.users else None for name, p in zip(self._lowered.state, placeholders, strict=False)]
         with torch.no_grad():
             counts = [prologue(self._mesh, *state, *part) for part in parts]
             return [torch.stack(values).sum(0) for values in zip(*counts, strict=True)]
@@ -138,12 +151,20 @@ class Compiled(nn.Module):
 
     def _run(self, state: list[torch.Tensor], inputs: list[torch.Tensor], extra: list[torch.Tensor]) -> list[torch.Tensor]:
         graph = self._lowered.train if self.training else self._lowered.evaluate
-        flat = graph(self._mesh, *state, *inputs, *extra)
+        flat = self._compute(graph, [*state, *inputs, *extra])
         size = len(self._results.positions)
-        with torch.no_grad():
-            for name, value in zip(self._updates, flat[size:], strict=True):
-                self._state.buffers[name].copy_(value)
+        for i, value in enumerate(flat[size:]):
+            self._update(i, value)
         return list(flat[:size])
+
+    def _compute(self, program: fx.GraphModule, arguments: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Calls a program of this rank, the whole or a stage."""
+        return recompute.run(program, self._mesh, arguments)
+
+    @torch.no_grad()
+    def _update(self, i: int, value: torch.Tensor) -> None:
+        """Gives a buffer the new value that the program returned as number ``i``."""
+        self._state.buffers[self._updates[i]].copy_(value)
 
     def _whole(self, state: list[torch.Tensor], inputs: list[torch.Tensor], extra: list[torch.Tensor]) -> list[torch.Tensor]:
         outputs = self._run(state, inputs, extra)
@@ -178,22 +199,41 @@ class Compiled(nn.Module):
             results[self._results.loss] = Release.apply(anchor, results[self._results.loss], self._sync, gradients)
         return results
 
+    def _staged(self, stages: Stages, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The whole schedule; the gradients wait for the loss's backward."""
+        backward = self._trains and torch.is_grad_enabled()
+        counted = self._lowered.prologue is not None and stages.counts
+        extra = self._counted([self._select(inputs, part) for part in range(self._plan.microbatches)]) if counted else []
+        state = [None if name in self._elsewhere else self._state.argument(name) for name in self._lowered.state]
+        outputs, gradients = stages.run(self._compute, [*state, *inputs, *extra], self._update, self.training, backward)
+        self._gather.close()
+        loss = outputs[self._results.loss]
+        if backward:
+            loss = Release.apply(torch.zeros((), requires_grad=True), loss, self._sync, gradients)
+        return [
+            self._summed(loss, stages.loss_group) if i == self._results.loss else stages.present(output, i)
+            for i, output in enumerate(outputs)
+        ]
+
+    def _select(self, inputs: list[torch.Tensor], part: int) -> list[torch.Tensor]:
+        return inputs if self._parts is None else self._parts.select(inputs, part)
+
     def _presented(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
         layouts = self._lowered.output_layouts
         return [
-            self._total(output) if i == self._results.loss else _as_dtensor(output, layout, self._mesh)
+            self._summed(output, self._loss_group) if i == self._results.loss else _as_dtensor(output, layout, self._mesh)
             for i, (output, layout) in enumerate(zip(outputs, layouts, strict=True))
         ]
 
-    def _total(self, share: torch.Tensor) -> torch.Tensor:
-        loss = share if self._loss_group is None else total(share, self._loss_group)
-        self._loss = loss if isinstance(loss, PendingLoss) else None
+    def _summed(self, share: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        loss = share if group is None else total(share, group)
+        self._loss = loss.pending if isinstance(loss, PendingLoss) else None
         return loss
 
     def _settle(self) -> None:
         """After a step: nothing is under way, and gathered parameters are let go."""
         if self._loss is not None:
-            self._loss.wait()
+            finish(self._loss)
             self._loss = None
         self._gather.close()
 
@@ -209,9 +249,10 @@ class Compiled(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As ``nn.Module.load_state_dict``; values may be whole tensors, the same on every rank, or DTensors. Always copies (the graph
-        holds on to the memory), so ``assign`` has no effect."""
+        holds on to the memory), so ``assign`` has no effect. What other ranks of a pipeline hold is passed over."""
         own = self.state_dict()
-        converted = {name: self._converted(value, own.get(name)) for name, value in state_dict.items()}
+        here = {name: value for name, value in state_dict.items() if name not in self._elsewhere}
+        converted = {name: self._converted(value, own.get(name)) for name, value in here.items()}
         return super().load_state_dict(converted, strict=strict)
 
     def _converted(self, value: Any, own: Any) -> Any:

@@ -130,7 +130,7 @@ def stamp(out: torch.Tensor, types: dict, spec: Sequence[tuple]) -> torch.Tensor
 # -- pointwise and linear ----------------------------------------------------------------------------------------------------------------
 
 
-@type_rule("_to_copy", "to", "contiguous", "alias", "lift_fresh_copy", "clone", "neg", "detach")
+@type_rule("_to_copy", "to", "contiguous", "alias", "lift_fresh_copy", "clone", "neg", "detach", kernels.send)
 def _same(call: Call) -> Any:
     return broadcast(call.out, [call.args[0]], (0,))
 

@@ -21,6 +21,7 @@ from autopar.errors import RunError
 from autopar.layout import I, Layout, S, Type, parse_type, show
 from autopar.runtime.collectives import redistribute
 from autopar.runtime.mesh import Mesh
+from autopar.runtime.recompute import operator_of
 from autopar.runtime.type_rules import Call, cuts, einsum, find_rule, stamp
 
 
@@ -91,16 +92,17 @@ class _Checker(Interpreter):
 
     def _call(self, n: Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        if n.target is redistribute:
+        target = operator_of(n.target)
+        if target is redistribute:
             return self._redistribute(*args, **kwargs)
-        result = _execute(n.target, args, kwargs)
+        result = _execute(target, args, kwargs)
         if not isinstance(result, (torch.Tensor, tuple, list)) or _is_getitem(n):
             return result
         result = tree_map_only(torch.Tensor, _meta, result)
-        rule = find_rule(n.target)
+        rule = find_rule(target)
         if rule is None:
             return self._without_rule(n, args, kwargs, result)
-        typed = rule(Call(n.target, args, kwargs, result, n.meta.get("layout"), self._axes))
+        typed = rule(Call(target, args, kwargs, result, n.meta.get("layout"), self._axes))
         if typed is not result:
             rules.output(result, typed)
         return result

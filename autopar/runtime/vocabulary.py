@@ -52,7 +52,7 @@ def cross_entropy_vocabulary(
 ) -> torch.Tensor:
     """:func:`cross_entropy` of logits whose last dim is cut on ``axes``; target, class weights (all V) and result are I on them.
 
-    Two all-reduces of one or a few numbers a token, none in the backward; the softmax is all it saves (Megatron-LM, arXiv 1909.08053).
+    Two all-reduces of one or a few numbers a token, none in the backward (Megatron-LM, arXiv 1909.08053). Saves the softmax.
     """
     if mesh.count(axes) == 1:
         return cross_entropy(logits, target, weight, ignore_index, label_smoothing)
@@ -73,14 +73,11 @@ class _CrossEntropyVocabulary(torch.autograd.Function):
     ) -> torch.Tensor:
         group, local = mesh.axes_group(axes), logits.shape[-1]
         start, vocabulary = local * mesh.index(axes), local * mesh.count(axes)
-        counted = target != ignore_index
-        classes = target.masked_fill(~counted, 0)
+        counted, classes, mine, column = _targets(target, ignore_index, start, local)
         _check_range(classes, vocabulary, "target")
         x = logits.to(_accumulate(logits.dtype))
         x = x - reduce_over(x.amax(-1, keepdim=True), group, "max")
 
-        mine = counted & (classes >= start) & (classes < start + local)
-        column = (classes - start).clamp_(0, local - 1).unsqueeze(-1)
         parts = [x.gather(-1, column).squeeze(-1).masked_fill_(~mine, 0.0)]
         weights = None if weight is None else weight[start : start + local].to(x.dtype)
         if smoothing:
@@ -96,14 +93,15 @@ class _CrossEntropyVocabulary(torch.autograd.Function):
         if smoothing:
             mass = vocabulary if weight is None else weight.to(x.dtype).sum()
             loss = loss + (mass * log_total - smooth[0]) * scale * (smoothing / vocabulary)
-        ctx.save_for_backward(softmax.to(logits.dtype), classes, counted, mine, column, weight)
-        ctx.smoothing, ctx.start, ctx.vocabulary = smoothing, start, vocabulary
+        ctx.save_for_backward(softmax.to(logits.dtype), target, weight)
+        ctx.smoothing, ctx.start, ctx.vocabulary, ctx.ignore_index = smoothing, start, vocabulary, ignore_index
         return loss.sum()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        softmax, classes, counted, mine, column, weight = ctx.saved_tensors
+        softmax, target, weight = ctx.saved_tensors
+        counted, classes, mine, column = _targets(target, ctx.ignore_index, ctx.start, softmax.shape[-1])
         smooth = ctx.smoothing / ctx.vocabulary
         kind = _accumulate(softmax.dtype)
         scale = counted.to(kind) * grad
@@ -118,6 +116,16 @@ class _CrossEntropyVocabulary(torch.autograd.Function):
             result -= scale.unsqueeze(-1) * shares
         result.scatter_add_(-1, column, -(at_target * mine).unsqueeze(-1))
         return result.to(softmax.dtype), None, None, None, None, None, None
+
+
+def _targets(
+    target: torch.Tensor, ignore_index: int, start: int, size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Which targets count, their classes (0 for the others), which of them are among the ``size`` from ``start``, and there where."""
+    counted = target != ignore_index
+    classes = target.masked_fill(~counted, 0)
+    mine = counted & (classes >= start) & (classes < start + size)
+    return counted, classes, mine, (classes - start).clamp_(0, size - 1).unsqueeze(-1)
 
 
 def _accumulate(dtype: torch.dtype) -> torch.dtype:
@@ -138,10 +146,34 @@ def embedding_vocabulary(
     """
     if scale_grad_by_freq or sparse:
         raise NotImplementedError("an embedding cut along the vocabulary has neither scale_grad_by_freq nor sparse gradients")
-    local = weight.shape[0]
-    _check_range(ids, local * mesh.count(axes), "index")
-    index = ids - local * mesh.index(axes)
-    outside = (index < 0) | (index >= local)
-    padding = -1 if padding_idx is None or padding_idx < 0 else padding_idx - local * mesh.index(axes)
-    rows = torch.embedding(weight, index.masked_fill_(outside, 0), padding if 0 <= padding < local else -1)
-    return rows.masked_fill_(outside.unsqueeze(-1), 0.0)
+    return _EmbeddingVocabulary.apply(weight, ids, padding_idx, mesh, tuple(axes))
+
+
+class _EmbeddingVocabulary(torch.autograd.Function):
+    """Saves nothing but ``ids``."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, ids: torch.Tensor, padding_idx: int | None, mesh: Mesh, axes: Axes) -> torch.Tensor:
+        size = weight.shape[0]
+        ctx.start, ctx.size = size * mesh.index(axes), size
+        _check_range(ids, size * mesh.count(axes), "index")
+        padding = -1 if padding_idx is None or padding_idx < 0 else padding_idx - ctx.start
+        ctx.padding = padding if 0 <= padding < size else -1
+        ctx.save_for_backward(ids)
+        index, outside = _rows(ids, ctx.start, size)
+        return torch.embedding(weight, index).masked_fill_(outside.unsqueeze(-1), 0.0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        (ids,) = ctx.saved_tensors
+        index, outside = _rows(ids, ctx.start, ctx.size)
+        grad = grad.masked_fill(outside.unsqueeze(-1), 0.0)
+        return torch.ops.aten.embedding_dense_backward(grad, index, ctx.size, ctx.padding, False), None, None, None, None
+
+
+def _rows(ids: torch.Tensor, start: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where ``ids`` lie among the ``size`` rows from ``start``, and which do not (at 0 instead)."""
+    index = ids - start
+    outside = (index < 0) | (index >= size)
+    return index.masked_fill_(outside, 0), outside

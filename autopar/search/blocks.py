@@ -45,6 +45,12 @@ def classes(graph: fx.Graph, state: Mapping[str, str], differentiable: Collectio
     return representative
 
 
+def block_of(node: fx.Node) -> str | None:
+    """The block that a node is part of: its module path up to the first number."""
+    match = _BLOCK.match(node.meta.get("module", "")) if node.op == "call_function" else None
+    return match[1] + match[2] if match else None
+
+
 def _signature(block: str, nodes: list[fx.Node], state: Mapping[str, str], kind: Callable[[fx.Node], Any]) -> tuple[Any, ...]:
     place = {node: i for i, node in enumerate(nodes)}
 

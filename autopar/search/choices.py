@@ -28,12 +28,12 @@ class Choices:
         updates = analysis.outputs[analysis.captured.out_spec.num_leaves :]
         self._new_values = {representative[n] for n in updates if isinstance(n, fx.Node)}
 
-    def on(self, axes: Sequence[Axis]) -> dict[fx.Node, list[Choice]]:
-        """Each representative's choices on a mesh."""
+    def on(self, axes: Sequence[Axis], nodes: Sequence[fx.Node] | None = None) -> dict[fx.Node, list[Choice]]:
+        """Each representative's choices on a mesh; or only those of ``nodes``."""
         sizes = tuple(a.size for a in axes)
         whole: Layout = (I,) * len(axes)
         found: dict[fx.Node, list[Choice]] = {}
-        for node in self._analysis.graph.nodes:
+        for node in self._analysis.graph.nodes if nodes is None else nodes:
             if self._representative[node] is not node:
                 continue
             if node.op == "output":  # it reads the loss, as the same number on every rank
@@ -47,14 +47,16 @@ class Choices:
             if node in self._new_values:
                 found[node] = [c for c in found[node] if all(t.kind in "IR" for t in c.out)]
             self._constrain(node, found)
-        self._check_used(axes, found)
+        if nodes is None:
+            self._check_used(axes, found)
         return found
 
     def _check_used(self, axes: Sequence[Axis], found: Mapping[fx.Node, Sequence[Choice]]) -> None:
         """An axis that shall split weights can split one at least."""
         weights = {node: k for node in found if node.op == "call_function" and (k := self._weight(node)) is not None}
         for i, axis in enumerate(axes):
-            if axis.use == "1d" and weights and not any(c.ins[k][i].is_shard for node, k in weights.items() for c in found[node]):
+            asked = axis.use == "1d" and axis.asked and weights
+            if asked and not any(c.ins[k][i].is_shard for node, k in weights.items() for c in found[node]):
                 shapes = dict.fromkeys("x".join(map(str, operands(node)[k][0].meta["val"].shape)) for node, k in weights.items())
                 which = f"no dim of the weights ({', '.join(list(shapes)[:8])}) divides by {axis.size}"
                 raise PlanError(f"tensor={axis.size} can split nothing: {which}; use another tensor size")
@@ -64,8 +66,12 @@ class Choices:
         trainable = node in self._analysis.differentiable
         written = self._is_written(node) or state.target in self._analysis.captured.updates
         return list(
-            storages(shape, trainable, sizes, self._options.zero, state.kind, lambda axis: axes[axis].use != "data" and not written)
+            storages(shape, trainable, sizes, self._options.zero, state.kind, lambda i: not written and self._may_cut(axes[i], trainable))
         )
+
+    def _may_cut(self, axis: Axis, trainable: bool) -> bool:
+        """Whether the graph may see a tensor of the state cut along an axis: along one that splits samples only to gather it there."""
+        return axis.use != "data" or (trainable and self._options.zero in (None, 3))
 
     def _is_written(self, node: fx.Node) -> bool:
         """Whether an operator updates this buffer in place: what it writes to a part or a copy would be lost."""
@@ -90,9 +96,9 @@ class Choices:
 
         def asked(axis: int, option: Option) -> bool:
             """An axis that the user gave a use is used: samples are split, or weights are."""
-            if axes[axis].use == "data" and batch and node in grads:
+            if axes[axis].asked and axes[axis].use == "data" and batch and node in grads:
                 return option.factor in batch
-            if axes[axis].use == "1d" and weight is not None:
+            if axes[axis].asked and axes[axis].use == "1d" and weight is not None:
                 return option.ins[weight].is_shard
             return True
 

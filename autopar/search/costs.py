@@ -3,89 +3,151 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.fx as fx
 
 from autopar.analysis import Analysis
-from autopar.cost_model import Axis, Compute, Conversions, Term, optimizer_traffic, parameter_memory, seconds
+from autopar.cost_model import Axis, Compute, Conversions, Term, optimizer_traffic, parameter_memory, point_to_point, seconds
 from autopar.graph import operands
 from autopar.layout import Layout
 from autopar.plan import BUCKET_BYTES
 from autopar.rules import Rule
+from autopar.runtime.kernels import send
+from autopar.saved import Saved
 from autopar.search.strategies import Storage, Strategy, work_share
 
 # Forward-only and backward work, as multiples of the forward's. Attention's backward recomputes its scores.
 _BACKWARD_FLOPS = {"attention": 2.5}
 _EXPOSED = 0.5  # of gradients' collectives, the part that the backward does not hide: an assumption until a timeline is simulated
 _STATISTIC = 4  # bytes: kernels send their statistics as float32
+_NOTHING = Saved(frozenset(), False, 0.0, None)
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Of each choice of one node, on one rank: seconds of a microbatch's forward and backward, of sending it on to the next stage and its
+    gradient back, and of a step; bytes that last, and bytes of its result and of what else it keeps for the backward of a microbatch."""
+
+    forward: np.ndarray
+    backward: np.ndarray
+    send: np.ndarray
+    step: np.ndarray
+    state: np.ndarray
+    result: np.ndarray
+    internal: np.ndarray
+
+
+class Work(NamedTuple):
+    """Of one kernel: FLOPs, and bytes read and written."""
+
+    kind: str
+    dtype: str
+    flops: float
+    nbytes: float
 
 
 class Costs:
-    """Prices of nodes and conversions on one mesh.
+    """Prices of nodes and conversions on the mesh of one stage."""
 
-    Seconds are those of a whole step: work in a microbatch counts ``microbatches`` times, parameters once. Bytes are one rank's:
-    state with its gradient and optimizer state, and what the backward keeps.
-    """
-
-    def __init__(self, analysis: Analysis, conversions: Conversions, compute: Compute, optimizer: str, microbatches: int) -> None:
-        self.analysis, self.conversion, self.compute = analysis, conversions, compute
-        self.optimizer, self.microbatches = optimizer, microbatches
+    def __init__(
+        self, analysis: Analysis, saved: Mapping[fx.Node, Saved], conversions: Conversions, compute: Compute, optimizer: str
+    ) -> None:
+        self.analysis, self._saved, self.conversion, self.compute = analysis, saved, conversions, compute
+        self.optimizer = optimizer
         self.sizes = conversions.sizes
 
     def differentiable(self, node: fx.Node) -> bool:
         return node in self.analysis.differentiable
 
+    def saved(self, node: fx.Node) -> Saved:
+        return self._saved.get(node, _NOTHING)
+
     def local_bytes(self, node: fx.Node, layouts: Sequence[Layout]) -> np.ndarray:
         """Bytes of one rank's part of ``node``'s tensor in each layout."""
-        total = _bytes(node)
+        total = nbytes(node)
         return np.array([total / self._parts(layout) for layout in layouts])
 
-    def conversions(self, node: fx.Node, sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
-        """Seconds of converting ``node``'s tensor, [source, target]."""
+    def conversions(self, node: fx.Node, sources: Sequence[Layout], targets: Sequence[Layout], backward: bool = True) -> np.ndarray:
+        """Seconds of converting ``node``'s tensor in one microbatch, [source, target]; with or without its gradient's way back."""
         value = node.meta["val"]
         if not isinstance(value, torch.Tensor):
             return np.zeros((len(sources), len(targets)))
         both = list(dict.fromkeys([*sources, *targets]))
         place = {layout: i for i, layout in enumerate(both)}
-        matrix = self.conversion.matrix(tuple(value.shape), value.dtype.itemsize, self.differentiable(node), both)
-        return self.microbatches * matrix[np.ix_([place[s] for s in sources], [place[t] for t in targets])]
+        matrix = self.conversion.matrix(tuple(value.shape), value.dtype.itemsize, backward and self.differentiable(node), both)
+        return matrix[np.ix_([place[s] for s in sources], [place[t] for t in targets])]
 
-    def of_node(self, node: fx.Node, rule: Rule | None, choices: Sequence[Strategy | Storage]) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds and bytes of each choice of one node."""
+    def of_node(self, node: fx.Node, rule: Rule | None, choices: Sequence[Strategy | Storage]) -> Prices:
+        """The prices of each choice of one node."""
+        none = np.zeros(len(choices))
         if isinstance(choices[0], Storage):
-            priced = [self._storage(node, c) for c in choices if isinstance(c, Storage)]
-            return np.array([s for s, _ in priced]), np.array([b for _, b in priced])
+            storages = [c for c in choices if isinstance(c, Storage)]
+            step = [sum(t.seconds for t in self.synchronisation(node, c)) + self.update(node, c) for c in storages]
+            state = [sum(self.state_bytes(node, c).values()) for c in storages]
+            return Prices(none, none, none, np.array(step), np.array(state), none, none)
         strategies = [c for c in choices if isinstance(c, Strategy)]
-        return self._work(node, rule, strategies), self._kept(node, rule, strategies)
+        result = self.local_bytes(node, [s.out for s in strategies])
+        if node.target is send:
+            there = np.array([point_to_point(float(n), self.conversion.pipeline) for n in result])
+            return Prices(none, none, there * (1 + self.differentiable(node)), none, none, result, none)
+        forward, backward = self._work(node, rule, strategies)
+        held = self.saved(node).nbytes
+        internal = held * np.array([work_share(s, self.sizes) for s in strategies]) if held else none
+        return Prices(forward, backward, none, none, none, none if node.op == "placeholder" else result, internal)
 
     def _parts(self, layout: Layout) -> int:
         return math.prod(n for t, n in zip(layout, self.sizes, strict=True) if t.is_shard)
 
-    def _work(self, node: fx.Node, rule: Rule | None, strategies: list[Strategy]) -> np.ndarray:
-        if node.op != "call_function" or (rule is not None and rule.kind == "view") or not isinstance(node.meta["val"], torch.Tensor):
-            return np.zeros(len(strategies))
+    def work(self, node: fx.Node) -> Iterator[Work]:
+        """What a whole node's forward, and its backward, do."""
+        rule = self.analysis.rules.get(node)
+        if not self._works(node, rule):
+            return
+        kind, dtype, flops = _kind(rule), str(node.meta["val"].dtype), rule.flops if rule else 0.0
+        out, ins = nbytes(node), [nbytes(n) for n, _ in operands(node)]
+        yield Work(kind, dtype, flops, float(sum(ins, out)))
+        if self.differentiable(node):
+            grads = [k for k, (n, _) in enumerate(operands(node)) if self.differentiable(n)]
+            yield Work(kind, dtype, flops * self._products(kind, grads), float(sum(ins, out) + out + sum(ins[k] for k in grads)))
+
+    def _works(self, node: fx.Node, rule: Rule | None) -> bool:
+        """Whether a node takes time: inputs do not, nor do views that move nothing."""
+        free = rule is not None and rule.kind == "view" and self.saved(node).alias is not None
+        return node.op == "call_function" and not free and isinstance(node.meta["val"], torch.Tensor)
+
+    @staticmethod
+    def _products(kind: str, grads: Sequence[int]) -> float:
+        """The backward's arithmetic, as a multiple of the forward's; ``grads`` are the operands that have gradients."""
+        return _BACKWARD_FLOPS.get(kind, float(len([k for k in grads if k < 2])))
+
+    def _work(self, node: fx.Node, rule: Rule | None, strategies: list[Strategy]) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds forward and backward."""
+        back = np.zeros(len(strategies))
+        if not self._works(node, rule):
+            return back, back
         tensors = [n for n, _ in operands(node)]
         out = self.local_bytes(node, [s.out for s in strategies])
         ins = [self.local_bytes(t, [s.ins[k] for s in strategies]) for k, t in enumerate(tensors)]
         share = np.array([work_share(s, self.sizes) for s in strategies])
-        kind, dtype = (rule.kind if rule else "elementwise"), node.meta["val"].dtype
+        kind, dtype = _kind(rule), node.meta["val"].dtype
         flops = (rule.flops if rule else 0.0) * share
         traffic = sum(ins, out)
-        total = self.compute.seconds(flops, traffic, kind, str(dtype))
+        there = self.compute.seconds(flops, traffic, kind, str(dtype))
         if self.differentiable(node):
             grads = [k for k, t in enumerate(tensors) if self.differentiable(t)]
-            products = _BACKWARD_FLOPS.get(kind, float(len([k for k in grads if k < 2])))
-            back = traffic + out + sum(ins[k] for k in grads)
-            total = total + self.compute.seconds(flops * products, back, kind, str(dtype))
+            moved = traffic + out + sum(ins[k] for k in grads)
+            back = self.compute.seconds(flops * self._products(kind, grads), moved, kind, str(dtype))
         if rule is not None and rule.communication:
             # Kernels that communicate are composed of several passes over memory, where the operator is one.
             composed = np.array([any(k and f in rule.communication for f, k in zip(s.factors, s.kernels, strict=True)) for s in strategies])
-            total = total * (1 + composed) + np.array([sum(t.seconds for t in self.sent_by_kernel(node, rule, s)) for s in strategies])
-        return self.microbatches * total
+            sent = np.array([sum(t.seconds for t in self.sent_by_kernel(node, rule, s)) for s in strategies])
+            there, back = there * (1 + composed) + sent, back * (1 + composed)
+        return there, back
 
     def sent_by_kernel(self, node: fx.Node, rule: Rule | None, strategy: Strategy) -> list[Term]:
         """What a node's kernels communicate by themselves, in one microbatch."""
@@ -93,22 +155,12 @@ class Costs:
         for axis, factor in enumerate(strategy.factors if rule is not None and rule.communication else ()):
             for sent in rule.communication.get(factor, ()) if rule is not None and factor and strategy.kernels[axis] else ():
                 parts = math.prod(n for f, n in zip(strategy.factors, self.sizes, strict=True) if f in sent.factors)
-                nbytes = sent.elements * _STATISTIC / parts
-                terms.append(Term(sent.collective, axis, nbytes, float(seconds(sent.collective, nbytes, self.axis(axis))), "kernel"))
+                each = sent.elements * _STATISTIC / parts
+                terms.append(Term(sent.collective, axis, each, float(seconds(sent.collective, each, self.axis(axis))), "kernel"))
         return terms
 
     def axis(self, axis: int) -> Axis:
         return self.conversion.axes[axis]
-
-    def _kept(self, node: fx.Node, rule: Rule | None, strategies: list[Strategy]) -> np.ndarray:
-        kept = np.zeros(len(strategies))
-        if rule is None or not self.differentiable(node):
-            return kept
-        if -1 in rule.saves:
-            kept = kept + self.local_bytes(node, [s.out for s in strategies])
-        if rule.saved_bytes:
-            kept = kept + rule.saved_bytes * np.array([work_share(s, self.sizes) for s in strategies])
-        return kept
 
     def synchronisation(self, node: fx.Node, storage: Storage) -> list[Term]:
         """What gathers a parameter and sums its gradient, once a step, where the graph uses it otherwise than it is stored.
@@ -129,12 +181,12 @@ class Costs:
 
     def update(self, node: fx.Node, storage: Storage) -> float:
         """Seconds of a parameter's optimizer step."""
-        stored = _bytes(node) / self._parts(storage.stored)
+        stored = nbytes(node) / self._parts(storage.stored)
         return float(self.compute.optimizer_seconds(optimizer_traffic(stored, self.optimizer))) if self.differentiable(node) else 0.0
 
     def state_bytes(self, node: fx.Node, storage: Storage) -> dict[str, float]:
         """One rank's bytes of a tensor of the state, by kind."""
-        total, itemsize = float(_bytes(node)), node.meta["val"].dtype.itemsize
+        total, itemsize = float(nbytes(node)), node.meta["val"].dtype.itemsize
         elements = math.ceil(total / self._parts(storage.stored) / itemsize)
         kept = parameter_memory(elements, itemsize, self.optimizer, self.differentiable(node))
         gathered = any(s.is_shard and s is not u for s, u in zip(storage.stored, storage.used, strict=True))
@@ -142,11 +194,13 @@ class Costs:
         whole = (2 if self.differentiable(node) else 1) * used if gathered else 0.0
         return {"parameters": kept.parameters, "gradients": kept.gradients, "optimizer": kept.optimizer, "gathered parameters": whole}
 
-    def _storage(self, node: fx.Node, storage: Storage) -> tuple[float, float]:
-        sent = sum(t.seconds for t in self.synchronisation(node, storage))
-        return sent + self.update(node, storage), sum(self.state_bytes(node, storage).values())
+
+def _kind(rule: Rule | None) -> str:
+    """What a node is priced as; a view that copies is elementwise."""
+    return rule.kind if rule and rule.kind != "view" else "elementwise"
 
 
-def _bytes(node: fx.Node) -> int:
-    value = node.meta["val"]
+def nbytes(node: fx.Node) -> int:
+    """The bytes of a node's whole tensor."""
+    value = node.meta.get("val")
     return value.numel() * value.dtype.itemsize if isinstance(value, torch.Tensor) else 0

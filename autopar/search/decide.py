@@ -1,106 +1,112 @@
-"""From options to a plan: enumerate meshes, search each, keep the best, and write down what was decided."""
+"""From what a search found to a plan: everything that was decided, written down."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.fx as fx
 
 from autopar.analysis import Analysis
+from autopar.autograd import Autograd
+from autopar.calls import Program
 from autopar.cost_model import Cluster
-from autopar.errors import BudgetError, PlanError
 from autopar.graph import operands
+from autopar.held import Held
 from autopar.layout import I, Layout, show
 from autopar.plan import NodePlan, ParameterPlan, Plan, StagePlan, Step
-from autopar.rules.registry import operator_name
+from autopar.runtime.kernels import send
+from autopar.search.blocks import block_of
 from autopar.search.found import Found
 from autopar.search.options import Axis, Options
-from autopar.search.search import Search
 from autopar.search.strategies import Storage
 
-Progress = Callable[[str], None]
-SIMPLER = 0.99  # a mesh of more axes must be faster by this much
 
-
-def best_plan(analysis: Analysis, cluster: Cluster, options: Options, microbatches: int, progress: Progress) -> tuple[Plan, Found]:
-    """The fastest plan over the meshes that the options leave.
-
-    Raises:
-        PlanError: no mesh has a plan that fits; the error is that of the one that comes nearest.
-    """
-    search = Search(analysis, cluster, options, microbatches)
-    best: Found | None = None
-    failures: list[PlanError] = []
-    meshes = options.meshes()
-    for i, axes in enumerate(meshes):
-        progress(f"mesh {' x '.join(str(a.size) for a in axes)} ({i + 1} of {len(meshes)})")
-        try:
-            found = search.run(axes)
-        except PlanError as e:
-            failures.append(e)
-            continue
-        if best is None or found.solution.seconds < best.solution.seconds * (SIMPLER if len(axes) > len(best.axes) else 1.0):
-            best = found
-    if best is None:
-        raise min((e for e in failures if isinstance(e, BudgetError)), key=lambda e: e.least, default=failures[0])
-    return write_down(analysis, cluster, options, best, microbatches, search.timings), best
-
-
-def fingerprint(analysis: Analysis) -> str:
-    """A hash of a captured graph: operators, shapes and arguments, and which parameters are trained."""
-    digest = hashlib.sha256()
-    for node, entry in analysis.state.items():
-        digest.update(f"{node.name} {entry.target} {node in analysis.differentiable}\n".encode())
-    for n in analysis.graph.nodes:
-        value = n.meta.get("val")
-        target = n.target if isinstance(n.target, (str, torch._ops.OpOverload)) else operator_name(n.target)
-        kwargs = {k: v for k, v in n.kwargs.items() if k != "device"}  # a plan made on meta is for any device
-        digest.update(f"{n.name} {n.op} {target} {n.args} {kwargs} {getattr(value, 'shape', '')} {getattr(value, 'dtype', '')}\n".encode())
-    return digest.hexdigest()[:16]
-
-
-def write_down(analysis: Analysis, cluster: Cluster, options: Options, found: Found, microbatches: int, timings: dict[str, float]) -> Plan:
+def write_down(found: Found, cluster: Cluster, options: Options, timings: dict[str, float]) -> Plan:
     """The plan that a search found."""
-    nodes: dict[str, NodePlan] = {}
-    parameters: dict[str, ParameterPlan] = {}
-    nothing: tuple[None, ...] = (None,) * len(found.axes)
-    for node in analysis.graph.nodes:
-        if node.op == "output":
-            continue
-        choice = found.choice(node)
-        if isinstance(choice, Storage):
-            parameters[analysis.state[node].target] = ParameterPlan(choice.stored, choice.used)
-            nodes[node.name] = NodePlan((), choice.used, nothing, nothing)
-        else:
-            nodes[node.name] = NodePlan(choice.ins, choice.out, choice.factors, choice.kernels)
+    analysis, shape = found.analysis, found.shape
+    nodes, conversions, recomputed = program_of(found)
     return Plan(
-        fingerprint=fingerprint(analysis),
+        fingerprint=analysis.captured.fingerprint,
         world_size=options.world_size,
         cluster=cluster.name,
-        mesh_sizes=tuple(a.size for a in found.axes),
+        mesh_sizes=shape.sizes,
         mesh_names=_names(found.axes, nodes, analysis),
-        microbatches=microbatches,
+        microbatches=shape.microbatches,
         data_degree=_data_degree(analysis, nodes, found.axes),
         nodes=nodes,
-        parameters=parameters,
-        conversions=_conversions(analysis, found, nodes),
+        parameters={analysis.state[n].target: _parameter(found, n) for n in analysis.state},
+        conversions=conversions,
         seconds=found.seconds_by_kind(),
-        stages=(StagePlan("", "", _one_stage(found), found.nbytes_by_kind()),),
+        stages=tuple(_stages(found)),
         gap=found.gap,
-        notes=tuple(_notes(analysis, microbatches, found.axes)),
+        pipeline=shape.pipeline,
+        schedule=shape.schedule,
+        recomputed=recomputed,
+        notes=tuple(_notes(analysis, shape.microbatches, found.axes)),
         timings=dict(timings),
     )
 
 
-def _one_stage(found: Found) -> dict[str, float]:
-    kinds = found.seconds_by_kind()
-    once = {kind: kinds[kind] for kind in ("gradient synchronisation", "optimizer")}
-    return {"forward": kinds["compute"] / 3, "backward": kinds["compute"] * 2 / 3 + kinds["conversions"], "send": 0.0, **once}
+def program_of(found: Found) -> tuple[dict[str, NodePlan], dict[str, dict[str, tuple[Step, ...]]], tuple[str, ...]]:
+    """How each node runs, the conversions, and what is made again: the part of a plan that is the program."""
+    nothing: tuple[None, ...] = (None,) * len(found.axes)
+    nodes: dict[str, NodePlan] = {}
+    for node in found.analysis.graph.nodes:
+        if node.op != "output":
+            choice = found.choice(node)
+            if isinstance(choice, Storage):
+                nodes[node.name] = NodePlan((), choice.used, nothing, nothing)
+            else:
+                nodes[node.name] = NodePlan(choice.ins, choice.out, choice.factors, choice.kernels)
+    return nodes, _conversions(found.analysis, found, nodes), tuple(_recomputed(found))
+
+
+def accounted(found: Found, autograd: Autograd) -> Found:
+    """With the memory of activations counted storage by storage, and what the backward holds of what it makes again."""
+    nodes, conversions, recomputed = program_of(found)
+    held = Held(Program(found.analysis, nodes, conversions, found.shape.sizes, autograd))
+    kept, again = held.kept(recomputed), held.transient(recomputed) if recomputed else {}
+    stages = range(found.shape.stages)
+    return replace(found, kept=[kept.get(s, 0.0) for s in stages], transient=[again.get(s, 0.0) for s in stages])
+
+
+def _parameter(found: Found, node: fx.Node) -> ParameterPlan:
+    choice = found.choice(node)
+    assert isinstance(choice, Storage)
+    return ParameterPlan(choice.stored, choice.used)
+
+
+def _stages(found: Found) -> Iterator[StagePlan]:
+    calls = [n for n in found.analysis.graph.nodes if n.op == "call_function" and n.target is not send]
+    bill, flights = found.solution.bill, found.shape.flights()
+    for stage in range(found.shape.stages):
+        own = [n for n in calls if n.meta.get("stage", 0) == stage]
+        seconds = {"forward": float(bill.forward[stage]), "backward": float(bill.backward[stage]), "send": found.sends[stage]}
+        if bill.recomputation[stage]:
+            seconds["recomputation"] = float(bill.recomputation[stage])
+        start = own[0].name if stage else ""
+        yield StagePlan(start, _modules(own), seconds | found.once[stage], found.nbytes_by_kind(stage), flights[stage])
+
+
+def _modules(calls: list[fx.Node]) -> str:
+    """The first and the last module that nodes are part of."""
+    paths = list(dict.fromkeys(block_of(n) or n.meta.get("module", "") for n in calls))
+    named = [p for p in paths if p] or [""]
+    return named[0] if named[0] == named[-1] else f"{named[0]} to {named[-1]}"
+
+
+def _recomputed(found: Found) -> Iterator[str]:
+    """Nodes, and conversions as "name -> layout"."""
+    for node in found.analysis.graph.nodes:
+        if node.op == "call_function" and found.recomputed(node):
+            yield node.name
+        g = found.problem.group_of.get(node)
+        if g is not None:
+            yield from (f"{node.name} -> {show(layout)}" for number, layout in sorted(found.solution.again, key=str) if number == g)
 
 
 def _wanted_layouts(analysis: Analysis, nodes: dict[str, NodePlan]) -> dict[fx.Node, list[Layout]]:

@@ -1,53 +1,141 @@
-"""What a search found on one mesh."""
+"""What a search found: the problem with everything decided, its bill, and the timeline that follows."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch.fx as fx
 
+from autopar.analysis import Analysis
+from autopar.cost_model import Timeline, timeline_of
 from autopar.search.costs import Costs
 from autopar.search.options import Axis
 from autopar.search.problem import Choice, Problem
+from autopar.search.recompute import AGAIN
+from autopar.search.shape import Shape
 from autopar.search.solve import Solution
 from autopar.search.strategies import Storage
+
+ONCE = ("gradient synchronisation", "optimizer")
 
 
 @dataclass
 class Found:
-    """The best plan of one mesh: the problem, the solution, and how far it may be from the optimum."""
+    """The best plan of one shape: the graph (cut into its stages), the problem and its solution, and how far it may be from the optimum."""
 
-    axes: tuple[Axis, ...]
+    analysis: Analysis
+    shape: Shape
     problem: Problem
     costs: Costs
     solution: Solution
     gap: float
+    stage_of: dict[fx.Node, tuple[int, ...]]
+    kept: list[float] | None = None  # by stage, of a microbatch: bytes counted storage by storage; the problem's own count where it is None
+    transient: list[float] | None = None  # by stage: bytes that the backward holds beyond, of what it makes again
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        return self.shape.axes
+
+    @property
+    def microbatches(self) -> int:
+        return self.shape.microbatches
 
     def choice(self, node: fx.Node) -> Choice:
         v = self.problem.vertex_of[node]
         return self.problem.vertices[v].choices[self.solution.chosen[v]]
 
-    def seconds_by_kind(self) -> dict[str, float]:
-        """The step time; conversions are what is left of it."""
-        kinds = dict.fromkeys(("compute", "conversions", "gradient synchronisation", "optimizer"), 0.0)
+    def recomputed(self, node: fx.Node) -> bool:
+        v = self.problem.vertex_of[node]
+        return int(self.problem.vertices[v].states[self.solution.chosen[v]]) == AGAIN
+
+    @cached_property
+    def once(self) -> list[dict[str, float]]:
+        """Seconds of a step's end, by stage and kind."""
+        found = [dict.fromkeys(ONCE, 0.0) for _ in range(self.problem.stages)]
         for v, k in zip(self.problem.vertices, self.solution.chosen, strict=True):
             choice = v.choices[k]
             if isinstance(choice, Storage):
-                kinds["gradient synchronisation"] += v.count * sum(t.seconds for t in self.costs.synchronisation(v.node, choice))
-                kinds["optimizer"] += v.count * self.costs.update(v.node, choice)
-            else:
-                kinds["compute"] += v.count * float(v.seconds[k])
-        kinds["conversions"] = self.solution.seconds - sum(kinds.values())
-        return kinds
+                sync = sum(t.seconds for t in self.costs.synchronisation(v.node, choice))
+                update = self.costs.update(v.node, choice)
+                for stage, count in enumerate(v.count):
+                    found[stage]["gradient synchronisation"] += float(count) * sync
+                    found[stage]["optimizer"] += float(count) * update
+        return found
 
-    def nbytes_by_kind(self) -> dict[str, float]:
-        """One device's memory; activations are what is left of it."""
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Of all microbatches."""
+        bill, shape = self.solution.bill, self.shape
+        return timeline_of(
+            shape.schedule, shape.pipeline, shape.chunks, shape.microbatches, list(bill.forward), list(bill.backward), send=self.sends
+        )
+
+    @property
+    def sends(self) -> list[float]:
+        """Seconds from each stage to the next, one way."""
+        ahead = [float(s) / 2 for s in self.solution.bill.send]  # of what a stage receives, there and back
+        return [*ahead[1:], 0.0]
+
+    @cached_property
+    def busiest(self) -> list[int]:
+        """The stages of the rank that has most to do."""
+        bill, shape = self.solution.bill, self.shape
+        ranks = [list(range(r, shape.stages, shape.pipeline)) for r in range(shape.pipeline)]
+        return max(ranks, key=lambda rank: sum(shape.microbatches * float((bill.forward + bill.backward)[i]) + self._end(i) for i in rank))
+
+    def _end(self, stage: int) -> float:
+        return sum(self.once[stage].values())
+
+    def seconds_by_kind(self) -> dict[str, float]:
+        """The step time: what the busiest rank does, and what it waits for."""
+        bill, shape = self.solution.bill, self.shape
+        kinds = {
+            "compute": bill.forward + bill.backward - bill.converting - bill.recomputation,
+            "conversions": bill.converting,
+            "recomputation": bill.recomputation,
+        }
+        seconds = {kind: shape.microbatches * float(each[self.busiest].sum()) for kind, each in kinds.items()}
+        seconds |= {kind: sum(self.once[i][kind] for i in self.busiest) for kind in ONCE}
+        if not seconds["recomputation"]:
+            del seconds["recomputation"]
+        if shape.stages > 1:
+            ends = [sum(self._end(i) for i in range(r, shape.stages, shape.pipeline)) for r in range(shape.pipeline)]
+            total = max(finish[-1] + end for finish, end in zip(self.timeline.ends, ends, strict=True))
+            seconds["bubble"] = max(0.0, total - sum(seconds.values()))
+        return seconds
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return sum(self.seconds_by_kind().values())
+
+    def device_bytes(self) -> list[float]:
+        """Of each pipeline rank."""
+        stages = [sum(self.nbytes_by_kind(stage).values()) for stage in range(self.shape.stages)]
+        return [sum(stages[r :: self.shape.pipeline]) for r in range(self.shape.pipeline)]
+
+    def _outputs(self, stage: int) -> float:
+        """What the model returns besides its loss, of all microbatches: where these run inside the call, it is held to its end."""
+        if self.microbatches == 1 and self.shape.stages == 1:
+            return 0.0
+        outputs = [n for n in self.analysis.outputs[: self.analysis.captured.out_spec.num_leaves] if isinstance(n, fx.Node)]
+        others = [n for n in outputs if n is not self.analysis.loss and n.op == "call_function"]
+        made = [n for n in others if self.stage_of[n][-1] == stage]
+        return self.microbatches * sum(float(self.costs.local_bytes(n, [self.choice(n).out])[0]) for n in made)
+
+    def nbytes_by_kind(self, stage: int) -> dict[str, float]:
+        """A stage's part of its device's memory."""
         kinds: dict[str, float] = defaultdict(float)
         for v, k in zip(self.problem.vertices, self.solution.chosen, strict=True):
             choice = v.choices[k]
-            if isinstance(choice, Storage):
+            if isinstance(choice, Storage) and v.count[stage]:
                 for kind, nbytes in self.costs.state_bytes(v.node, choice).items():
-                    kinds[kind] += v.count * nbytes
-        kinds["activations"] = self.solution.nbytes - sum(kinds.values())
+                    kinds[kind] += float(v.count[stage]) * nbytes
+        kept = float(self.solution.bill.kept[stage]) if self.kept is None else self.kept[stage]
+        kinds["activations"] = kept * self.shape.flights()[stage]
+        kinds["outputs"] = self._outputs(stage)
+        kinds["recomputed at once"] = self.transient[stage] if self.transient else 0.0
         return {kind: n for kind, n in kinds.items() if n}

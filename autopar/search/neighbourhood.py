@@ -8,10 +8,12 @@ at a time, all nodes at once in one ILP; the best of that is the next centre, un
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from autopar.search.problem import Choice, Group, Problem, Vertex
+from autopar.search.problem import Choice, Problem
+from autopar.search.solve import Solution
 from autopar.search.strategies import Storage
 
 ROUNDS = 8
@@ -52,32 +54,20 @@ def near(problem: Problem, centres: Sequence[Sequence[tuple]]) -> list[np.ndarra
 
 def restrict(problem: Problem, keep: Sequence[np.ndarray]) -> Problem:
     """The problem with only these choices of each vertex."""
-    vertices = [
-        Vertex(v.node, v.count, [v.choices[i] for i in kept], v.seconds[kept], v.nbytes[kept])
-        for v, kept in zip(problem.vertices, keep, strict=True)
-    ]
-
-    def part(group: Group, tables: dict[tuple[int, int], np.ndarray]) -> dict[tuple[int, int], np.ndarray]:
-        rows = [problem.vertices[group.producer].outs.index(layout) for layout in vertices[group.producer].outs]
-        parts = {}
-        for (v, p), table in tables.items():
-            columns = [problem.vertices[v].ins[p].index(layout) for layout in vertices[v].ins[p]]
-            parts[(v, p)] = table[np.ix_(rows, columns)]
-        return parts
-
-    groups = [Group(g.producer, g.ports, g.count, part(g, g.seconds), part(g, g.nbytes)) for g in problem.groups]
-    return Problem(vertices, groups, problem.vertex_of)
+    return replace(problem, vertices=[v.only(kept) for v, kept in zip(problem.vertices, keep, strict=True)])
 
 
-def improve(problem: Problem, centres: list[list[tuple]], solve: Callable[[Problem], tuple[list[int], float]]) -> list[int]:
-    """The best choices found from the centres; ``solve`` returns choices and seconds of a restricted problem."""
-    best: list[int] = []
+def improve(problem: Problem, centres: list[list[tuple]], solve: Callable[[Problem], Solution]) -> Solution:
+    """The best solution found from the centres; ``solve`` solves a restricted problem."""
+    best: Solution | None = None
     value = np.inf
     for _ in range(ROUNDS):
         keep = near(problem, centres)
-        chosen, seconds = solve(restrict(problem, keep))
-        if seconds > value * (1 - ENOUGH):
+        found = solve(restrict(problem, keep))
+        if best is not None and found.value > value * (1 - ENOUGH):
             break
-        best, value = [int(kept[c]) for kept, c in zip(keep, chosen, strict=True)], seconds
-        centres = [[key(v.choices[c]) for v, c in zip(problem.vertices, best, strict=True)]]
+        chosen = tuple(int(kept[c]) for kept, c in zip(keep, found.chosen, strict=True))
+        best, value = replace(found, chosen=chosen), found.value
+        centres = [[key(v.choices[c]) for v, c in zip(problem.vertices, chosen, strict=True)]]
+    assert best is not None
     return best

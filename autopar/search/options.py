@@ -10,21 +10,34 @@ from types import NoneType
 from typing import Any
 
 from autopar.errors import PlanError
+from autopar.plan import SCHEDULES
+from autopar.search.recompute import MODES as MODES_OF_RECOMPUTING
 
 MODES = ("1d",)
-LATER = {
-    "schedule": "pipeline schedules",
-    "precision": "mixed precision (convert the model itself: model.to(torch.bfloat16))",
-}
+LATER = {"precision": "mixed precision (convert the model itself: model.to(torch.bfloat16))"}
+LARGE = 16  # ranks of a stage from which on its mesh is searched with axes that split samples, and axes that split anything else
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One mesh axis: its size and what it may do: anything ("free"), split the batch ("data") or anything else ("1d")."""
+    """One mesh axis: its size and what it may do: anything ("free"), split the batch ("data") or anything else ("1d").
+
+    ``asked``: that it shall do so wherever it can.
+    """
 
     name: str
     size: int
     use: str = "free"
+    asked: bool = True
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What is asked of the pipeline; ``size`` ranks with ``chunks`` stages each, cut before the modules ``split_before``."""
+
+    size: int = 1
+    chunks: int | None = None
+    split_before: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -32,11 +45,15 @@ class Options:
     """The options of :func:`autopar.plan`, as given.
 
     Attributes:
-        parallel: sizes by kind: ``dict(data=2, tensor=dict(size=4, mode="1d"))``; one left out is inferred.
-        mesh: axis sizes, slowest links first, each axis's use left free.
+        parallel: sizes by kind: ``dict(data=2, pipeline=2, tensor=dict(size=4, mode="1d"))``; one left out is inferred.
+            ``pipeline=dict(size=2, chunks=2, split_before=["model.layers.8", ...])`` gives each rank two stages, and cuts by hand.
+        mesh: axis sizes inside a pipeline stage, slowest links first, each axis's use left free.
         memory_budget: bytes per device; the cluster's device memory unless given.
-        micro_batch_size: samples per microbatch and data-parallel replica; the fewest microbatches that fit unless given.
-        zero: 0 keeps parameters whole, 1 or 2 shards storage, gradients and optimizer state over data-parallel ranks.
+        micro_batch_size: samples per microbatch and data-parallel replica.
+        schedule: "gpipe", "1f1b", "interleaved-1f1b" (several chunks a rank) or "zero-bubble", of a pipeline.
+        recompute: "none" keeps all that the backward needs, "full" only what leaves each repeated block, "auto" what is worth its memory.
+        zero: 0 keeps parameters whole, 1 or 2 shards storage, gradients and optimizer state over data-parallel ranks, 3 also gathers
+            parameters where they are used, and again in the backward where they are not kept.
         optimizer: "adamw", "adam", "sgd" or "sgd-momentum", for its memory.
         constraints: layouts by pattern of a parameter's name or a module's path: ``{"*.mlp.up_proj.weight": "I S0"}``.
         time_limit: seconds for one solve.
@@ -48,7 +65,7 @@ class Options:
     memory_budget: float | None = None
     micro_batch_size: int | None = None
     schedule: str | None = None
-    recompute: str = "none"
+    recompute: str = "auto"
     zero: int | None = None
     precision: str | None = None
     optimizer: str = "adamw"
@@ -60,10 +77,12 @@ class Options:
         for name, what in LATER.items():
             if getattr(self, name) is not None:
                 raise PlanError(f"{name}={getattr(self, name)!r}: {what} cannot be planned yet; leave {name} out")
-        if self.recompute not in ("none", "auto"):
-            raise PlanError(f"recompute={self.recompute!r}: recomputation cannot be planned yet; leave recompute out")
-        if self.zero not in (None, 0, 1, 2):
-            raise PlanError(f"zero={self.zero!r}: 0, 1 and 2 can be planned; gathering parameters again in the backward (3) cannot yet")
+        if self.recompute not in MODES_OF_RECOMPUTING:
+            raise PlanError(f"recompute={self.recompute!r}: give one of {', '.join(MODES_OF_RECOMPUTING)}")
+        if self.schedule is not None and self.schedule not in SCHEDULES:
+            raise PlanError(f"schedule={self.schedule!r}: give one of {', '.join(SCHEDULES)}")
+        if self.zero not in (None, 0, 1, 2, 3):
+            raise PlanError(f"zero={self.zero!r}: give 0, 1, 2 or 3")
         _positive("memory_budget", 1 if self.memory_budget is None else self.memory_budget, "bytes per device")
         _positive("time_limit", self.time_limit, "seconds for one solve")
         _whole("micro_batch_size", 1 if self.micro_batch_size is None else self.micro_batch_size, "samples in a microbatch of one replica")
@@ -77,46 +96,83 @@ class Options:
         if self.parallel is not None and self.mesh is not None:
             raise PlanError("parallel= and mesh= both fix the mesh: give one of them")
 
-    def data_degrees(self) -> list[int]:
-        """In how many ways the options let ranks split the batch, the finest first."""
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """What is asked of the pipeline; None where it is free."""
         if self.parallel is not None:
-            return [math.prod(a.size for a in self.meshes()[0] if a.use == "data")]
-        return [d for d in range(self.world_size, 0, -1) if self.world_size % d == 0]
+            return _pipeline(self.parallel.get("pipeline", 1), self.world_size)
+        if self.mesh is None:
+            return None
+        ranks = math.prod(self.mesh)
+        if self.world_size % ranks:
+            raise PlanError(f"mesh={tuple(self.mesh)} has {ranks} ranks, which do not divide world_size {self.world_size}")
+        return Pipeline(self.world_size // ranks)
 
-    def meshes(self) -> list[tuple[Axis, ...]]:
-        """The meshes that the options leave, slowest axis first."""
+    def data_degrees(self, pipeline: int) -> list[int]:
+        """In how many ways the options let the ranks of a stage split the batch, the finest first."""
+        if self.parallel is not None:
+            return [math.prod(a.size for a in self.meshes(pipeline)[0] if a.use == "data")]
+        ranks = self.world_size // pipeline
+        return [d for d in range(ranks, 0, -1) if ranks % d == 0]
+
+    def meshes(self, pipeline: int) -> list[tuple[Axis, ...]]:
+        """The meshes of a stage that the options leave, slowest axis first."""
         if self.mesh is not None:
-            if math.prod(self.mesh) != self.world_size:
-                raise PlanError(f"mesh={tuple(self.mesh)} has {math.prod(self.mesh)} ranks, world_size is {self.world_size}")
             return [tuple(Axis(f"axis{i}", n) for i, n in enumerate(self.mesh))]
         if self.parallel is not None:
-            return [_axes(dict(self.parallel), self.world_size)]
-        n = self.world_size
+            return [_axes(dict(self.parallel), self.world_size, pipeline)]
+        n = self.world_size // pipeline
         pairs = [(d, n // d) for d in range(2, n) if n % d == 0]
-        return [tuple(Axis(f"axis{i}", size) for i, size in enumerate(sizes)) for sizes in [(n,), *pairs]]
+        if n < LARGE and pipeline == 1:
+            return [tuple(Axis(f"axis{i}", size) for i, size in enumerate(sizes)) for sizes in [(n,), *pairs]]
+        typed = [[("data", d), ("1d", n // d)] for d in range(1, n + 1) if n % d == 0]
+        return [
+            tuple(Axis("data" if use == "data" else "tensor", size, use, asked=use == "data") for use, size in axes if size > 1)
+            or (Axis("data", 1, "data"),)
+            for axes in typed
+        ]
 
 
-def _axes(parallel: dict[str, Any], world_size: int) -> tuple[Axis, ...]:
+def _axes(parallel: dict[str, Any], world_size: int, pipeline: int) -> tuple[Axis, ...]:
     unknown = set(parallel) - {"data", "tensor", "pipeline"}
     if unknown:
         raise PlanError(f"parallel has {sorted(unknown)}: it takes data, tensor and pipeline")
-    if (stages := _size(parallel.get("pipeline", 1), "pipeline")) != 1:
-        raise PlanError(f"parallel asks for {stages} pipeline stages: pipelines cannot be planned yet; leave pipeline out")
+    ranks = world_size // pipeline
+    of = f" / pipeline {pipeline}" if pipeline > 1 else ""
     tensor = _tensor(parallel["tensor"]) if "tensor" in parallel else None
     data = _size(parallel["data"], "data") if "data" in parallel else None
     if data is None:
-        data, rest = divmod(world_size, tensor or 1)
+        data, rest = divmod(ranks, tensor or 1)
         if rest:
-            raise PlanError(f"parallel={parallel}: tensor size {tensor} does not divide world_size {world_size}")
+            raise PlanError(f"parallel={parallel}: tensor size {tensor} does not divide world_size {world_size}{of}")
     if tensor is None:
         tensor = 1
-    if data * tensor != world_size:
-        fix = f"data={world_size // tensor}" if world_size % tensor == 0 else f"a world_size of {data * tensor}"
-        raise PlanError(
-            f"parallel={parallel}: data {data} x tensor {tensor} = {data * tensor} ranks, world_size is {world_size}; use {fix}"
-        )
+    if data * tensor != ranks:
+        fix = f"data={ranks // tensor}" if ranks % tensor == 0 else f"a world_size of {data * tensor * pipeline}"
+        sizes = {"data": data, "tensor": tensor, "pipeline": pipeline}
+        shown = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "data 1"
+        raise PlanError(f"parallel={parallel}: {shown} = {data * tensor * pipeline} ranks, world_size is {world_size}; use {fix}")
     axes = [Axis("data", data, "data")] * (data > 1) + [Axis("tensor", tensor, "1d")] * (tensor > 1)
     return tuple(axes) or (Axis("data", 1, "data"),)
+
+
+def _pipeline(value: Any, world_size: int) -> Pipeline:
+    if isinstance(value, Mapping) and (unknown := set(value) - {"size", "chunks", "split_before"}):
+        raise PlanError(f"parallel['pipeline'] has {sorted(unknown)}: it takes size, chunks and split_before")
+    given = dict(value) if isinstance(value, Mapping) else {"size": value}
+    size = _size(value, "pipeline")
+    if world_size % size:
+        raise PlanError(f"parallel asks for {size} pipeline ranks, which do not divide world_size {world_size}")
+    chunks = given.get("chunks")
+    if chunks is not None:
+        _whole("parallel['pipeline']['chunks']", chunks, "stages on each pipeline rank")
+    cuts = given.get("split_before", ())
+    if isinstance(cuts, str) or not isinstance(cuts, Sequence) or not all(isinstance(c, str) for c in cuts):
+        raise PlanError(f"split_before={cuts!r}: give a list of module names, one for each stage but the first")
+    if cuts and len(cuts) + 1 != size * (chunks or 1):
+        stages = size * (chunks or 1)
+        raise PlanError(f"split_before names {len(cuts)} modules, {stages} stages ({size} ranks x {chunks or 1} chunks) need {stages - 1}")
+    return Pipeline(size, chunks or (1 if cuts else None), tuple(cuts))
 
 
 def _whole(name: str, value: Any, what: str) -> None:

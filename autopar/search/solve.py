@@ -1,4 +1,4 @@
-"""The ILP: flow of layouts along every edge, solved by HiGHS as an LP first, whose solution is nearly always integral.
+"""The ILP: flow of layouts along every edge, solved as an LP first, whose solution is nearly always integral.
 
 Each edge carries one unit from the layout produced to the layout wanted; its marginals are the strategies chosen at both ends. A
 conversion that several consumers want is one variable, paid once. Before that, vertices that only pass on a layout (one producer, one
@@ -7,60 +7,77 @@ consumer) and vertices that one consumer reads (parameters) are eliminated exact
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-import highspy
 import numpy as np
 
 from autopar.errors import PlanError
-from autopar.search.problem import Port, Problem
+from autopar.search.problem import Again, Bill, Group, Port, Problem, Weights, weighed
+from autopar.search.program import Flows, Solved
 
 
 @dataclass(frozen=True)
 class Solution:
-    """A choice for each vertex, its seconds and bytes, and a proven lower bound of the objective (seconds + price x bytes)."""
+    """A choice for each vertex and the conversions made again, the bill, its cost at the weights solved for, and a proven lower bound."""
 
     chosen: tuple[int, ...]
-    seconds: float
-    nbytes: float
-    bound: float
+    again: Again
+    bill: Bill
+    value: float = math.nan
+    bound: float = -math.inf
 
 
 @dataclass
 class _Edge:
-    """``table[s, t]``: the least cost from layout s of producer u to layout t of a port.
+    """``table[s, t]``: the least cost from label s of producer u to label t of a port; infinite where they do not go together.
 
-    ``shared`` are the parts of it that are paid once for all edges of ``group``, each by a name; with no group the table is this edge's
-    own.
+    ``shared`` are the parts of it that are paid once for all edges of ``group``: for each pair of labels a number that they have in common
+    (-1: nothing is paid) and the price; with no group the table is this edge's own.
     """
 
     producer: int
     port: Port
     table: np.ndarray
     group: int | None = None
-    shared: tuple[tuple[str, np.ndarray], ...] = ()
+    shared: tuple[tuple[np.ndarray, np.ndarray], ...] = ()
 
 
 class Model:
-    """The problem at one price of memory (seconds per byte), reduced."""
+    """The problem at given weights of seconds and bytes, reduced."""
 
-    def __init__(self, problem: Problem, price: float) -> None:
-        self.problem = problem
-        self.cost = [v.count * (v.seconds + price * v.nbytes) for v in problem.vertices]
+    def __init__(self, problem: Problem, weights: Weights) -> None:
+        self.problem, self.weights = problem, weights
+        self.cost = [v.cost(weights) for v in problem.vertices]
+        if not weights.price.any():  # then nothing is better than to keep everything, which Problem.settle puts right
+            self.cost = [np.where(v.there == v.there.any(), c, np.inf) for v, c in zip(problem.vertices, self.cost, strict=True)]
         self.alive = [True] * len(problem.vertices)
         self.edges: list[_Edge] = []
         self.eliminated: list[tuple[int, list[_Edge]]] = []
         for g, group in enumerate(problem.groups):
-            alike = len({price * group.nbytes[port].any() > 0 for port in group.ports}) == 1
             for port in group.ports:
-                time, memory = group.count * group.seconds[port], group.count * price * group.nbytes[port]
-                if len(group.ports) == 1:
-                    self.edges.append(_Edge(group.producer, port, time + memory))
-                    continue
-                # Where some ports keep the tensor for the backward and others do not, its bytes are paid if one of those does.
-                parts = (("both", time + memory),) if alike else (("time", time), ("memory", memory))
-                self.edges.append(_Edge(group.producer, port, time + memory, g, parts))
+                self.edges.append(self._edge(g, group, port))
         self._reduce()
+
+    def _edge(self, g: int, group: Group, port: Port) -> _Edge:
+        made = self.problem.vertices[group.producer].outs
+        wanted = self.problem.vertices[port[0]].ins[port[1]]
+        rows, columns = [group.sources[layout] for layout, _ in made], [group.targets[layout] for layout, _ in wanted]
+        there, need = np.array([flag for _, flag in made])[:, None], np.array([flag for _, flag in wanted])[None, :]
+        micro, _, _, kept, _ = self.weights.of(group.count)
+        time, moves = micro * group.seconds[np.ix_(rows, columns)], group.moves[np.ix_(rows, columns)]
+        made_again = np.where(there, micro * group.again[np.ix_(rows, columns)], np.inf)
+        moved = np.minimum(weighed(kept, group.nbytes[columns])[None, :], made_again)
+        memory = np.where(need, np.where(moves, moved, np.where(there, 0.0, np.inf)), 0.0)
+        table = time + memory
+        if len(group.ports) == 1:
+            return _Edge(group.producer, port, table)
+        width = len(group.targets)
+        column = np.array(columns)[None, :]
+        conversions = np.where(np.isfinite(table) & (time > 0), np.array(rows)[:, None] * width + column, -1)
+        first = len(group.sources) * width
+        held = np.where(np.isfinite(table) & (memory > 0), first + np.arange(len(rows))[:, None] * width + column, -1)
+        return _Edge(group.producer, port, table, g, ((conversions, time), (held, memory)))
 
     def _reduce(self) -> None:
         into: dict[int, list[_Edge]] = {v: [] for v in range(len(self.alive))}
@@ -116,8 +133,7 @@ class Model:
 
     def solve(self, time_limit: float) -> tuple[list[int], float]:
         """The best choice of every vertex, and a proven lower bound of its cost."""
-        lp = _Program(self)
-        chosen, bound = lp.run(time_limit)
+        chosen, bound = _Program(self).solve(time_limit)
         for v, edges in reversed(self.eliminated):
             vertex = self.problem.vertices[v]
             cost = self.cost[v]
@@ -131,103 +147,65 @@ class Model:
             chosen[v] = int(cost.argmin())
         return [chosen[v] for v in range(len(self.alive))], bound
 
+    def solution(self, time_limit: float) -> Solution:
+        """:meth:`solve`, with what it costs."""
+        chosen, bound = self.solve(time_limit)
+        again = self.problem.cheapest_again(chosen, self.weights)
+        chosen = self.problem.settle(chosen, again)
+        again = self.problem.still_needed(again, chosen)
+        bill = self.problem.bill(chosen, again)
+        return Solution(tuple(chosen), again, bill, bill.cost(self.weights), bound)
 
-class _Program:
-    """The reduced model as a linear program in column form."""
+
+class _Program(Flows):
+    """The reduced model as a linear program, as a mixed-integer one where that is needed."""
 
     def __init__(self, model: Model) -> None:
+        super().__init__(model.problem)
         self.model = model
-        self.start: dict[int, int] = {}
-        self.columns = 0
-        self.rows = 0
-        self._cost: list[np.ndarray] = []
-        self._entries: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-        self._bounds: list[tuple[np.ndarray, np.ndarray]] = []
         for v, alive in enumerate(model.alive):
             if alive:
-                self.start[v] = self._add_columns(model.cost[v])
-                k = len(model.cost[v])
-                self._entry(np.full(k, self._add_rows(1, 1.0, 1.0)), self.start[v] + np.arange(k), 1.0)
-        self.scale = 1.0
-        shared: dict[int, dict[tuple, int]] = {}
+                self.add_choices(v, model.cost[v])
+        shared: dict[int, np.ndarray] = {}
         for edge in model.edges:
-            self._flow(edge, shared)
+            self._edge(edge, shared)
 
-    def _flow(self, edge: _Edge, shared: dict[int, dict[tuple, int]]) -> None:
-        vertices = self.model.problem.vertices
-        u, (v, p) = edge.producer, edge.port
-        n, m = edge.table.shape
-        y = self._add_columns(np.zeros(n * m) if edge.group is not None else edge.table.ravel())
-        grid = y + np.arange(n * m).reshape(n, m)
-        for index, layouts, owner, flow in ((vertices[u].out_of, n, u, grid), (vertices[v].in_of[p], m, v, grid.T)):
-            rows = self._add_rows(layouts, 0.0, 0.0)
-            self._entry(np.repeat(rows + np.arange(layouts), flow.shape[1]), flow.ravel(), 1.0)
-            self._entry(rows + index, self.start[owner] + np.arange(len(index)), -1.0)
+    def _edge(self, edge: _Edge, shared: dict[int, np.ndarray]) -> None:
+        possible = np.nonzero(np.isfinite(edge.table))
+        free = edge.group is None
+        flows = self.add_flows(edge.producer, edge.port, possible, edge.table[possible] if free else np.zeros(len(possible[0])))
         if edge.group is None:
             return
-        known = shared.setdefault(edge.group, {})
-        wanted = vertices[v].ins[p]
-        for name, table in edge.shared:
-            for s, t in zip(*np.nonzero(table > 0), strict=True):
-                key = (name, int(s), wanted[t])
-                if key not in known:
-                    known[key] = self._add_columns(table[s, t : t + 1])
-                row = self._add_rows(1, 0.0, np.inf)
-                self._entry(np.array([row, row]), np.array([known[key], grid[s, t]]), np.array([1.0, -1.0]))
+        group = self.problem.groups[edge.group]
+        width = len(group.sources) + len(self.problem.vertices[edge.producer].outs)
+        known = shared.setdefault(edge.group, np.full(width * len(group.targets), -1))
+        for numbers, table in edge.shared:
+            number, price = numbers[possible], table[possible]
+            paid = number >= 0
+            names, first, place = np.unique(number[paid], return_index=True, return_inverse=True)
+            if not len(names):
+                continue
+            fresh = known[names] < 0
+            known[names[fresh]] = self.add_columns(price[paid][first][fresh]) + np.arange(int(fresh.sum()))
+            rows = self.add_rows(len(names), 0.0, np.inf)
+            self.add_entries(rows + np.arange(len(names)), known[names], 1.0)
+            self.add_entries(rows + place, flows[paid], -1.0)
 
-    def _add_columns(self, cost: np.ndarray) -> int:
-        self._cost.append(cost)
-        self.columns += len(cost)
-        return self.columns - len(cost)
-
-    def _add_rows(self, count: int, lower: float, upper: float) -> int:
-        self._bounds.append((np.full(count, lower), np.full(count, upper)))
-        self.rows += count
-        return self.rows - count
-
-    def _entry(self, rows: np.ndarray, columns: np.ndarray, value: float | np.ndarray) -> None:
-        self._entries.append((rows, columns, np.broadcast_to(np.asarray(value, dtype=float), rows.shape)))
-
-    def run(self, time_limit: float) -> tuple[dict[int, int], float]:
+    def solve(self, time_limit: float) -> tuple[dict[int, int], float]:
         if not self.columns:
             return {}, 0.0
-        highs = highspy.Highs()
-        highs.setOptionValue("output_flag", False)
-        highs.setOptionValue("time_limit", time_limit)
-        highs.setOptionValue("threads", 2)
         # HiGHS has absolute tolerances of 1e-7: a plan's seconds are scaled to about 1e4, so that a nanosecond in a second counts.
-        self.scale = 1e4 / max(sum(float(c.min()) for c in self.model.cost) or max(float(c.max()) for c in self._cost), 1e-9)
-        highs.passModel(self._model())
-        highs.run()
-        self._check(highs)
-        x = np.array(highs.getSolution().col_value)
-        bound = highs.getInfo().objective_function_value / self.scale
-        if any(0.01 < value < 0.99 for v, start in self.start.items() for value in x[start : start + len(self.model.cost[v])]):
-            integers = np.concatenate([start + np.arange(len(self.model.cost[v])) for v, start in self.start.items()]).astype(np.int32)
-            highs.changeColsIntegrality(len(integers), integers, np.full(len(integers), highspy.HighsVarType.kInteger))
-            highs.run()
-            self._check(highs)
-            x = np.array(highs.getSolution().col_value)
-            bound = highs.getInfo().mip_dual_bound / self.scale
-        return {v: int(x[start : start + len(self.model.cost[v])].argmax()) for v, start in self.start.items()}, bound
+        self.scale = 1e4 / max(sum(float(c.min()) for c in self.model.cost), 1e-9)
+        highs = self.ready(time_limit)
+        solved = self.run(highs)
+        values = self._found(solved)
+        if any(((values[columns] > 0.01) & (values[columns] < 0.99)).any() for columns in self.integers):
+            self.branch(highs)
+            solved = self.run(highs)
+            values = self._found(solved)
+        return self.chosen(values), solved.bound
 
-    def _model(self) -> highspy.HighsLp:
-        rows, columns, values = (np.concatenate(part) for part in zip(*self._entries, strict=True))
-        order = np.lexsort((rows, columns))
-        lp = highspy.HighsLp()
-        lp.num_col_, lp.num_row_ = self.columns, self.rows
-        lp.col_cost_ = np.concatenate(self._cost) * self.scale
-        lp.col_lower_, lp.col_upper_ = np.zeros(self.columns), np.full(self.columns, np.inf)
-        lp.row_lower_ = np.concatenate([lower for lower, _ in self._bounds])
-        lp.row_upper_ = np.concatenate([upper for _, upper in self._bounds])
-        lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
-        lp.a_matrix_.start_ = np.concatenate([[0], np.cumsum(np.bincount(columns, minlength=self.columns))]).astype(np.int32)
-        lp.a_matrix_.index_ = rows[order].astype(np.int32)
-        lp.a_matrix_.value_ = values[order]
-        return lp
-
-    def _check(self, highs: highspy.Highs) -> None:
-        status = highs.getModelStatus()
-        good = (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kTimeLimit)
-        if status not in good or not highs.getSolution().value_valid:
-            raise PlanError(f"the solver stopped without a plan: {highs.modelStatusToString(status)}; raise time_limit")
+    def _found(self, solved: Solved) -> np.ndarray:
+        if solved.values is None:
+            raise PlanError("the solver found no plan in the time it had: raise time_limit")
+        return solved.values

@@ -101,8 +101,8 @@ def storages(
 ) -> list[Storage]:
     """Every way to keep a tensor of the model's state.
 
-    ``zero``: None leaves sharded storage to the search, 0 forbids it, 1 or 2 asks for it where a dim divides. ``split(axis)`` says
-    whether the axis may split a tensor's use (a data-parallel axis may not).
+    ``zero``: None leaves sharded storage to the search, 0 forbids it, 1 or 2 asks for it where a dim divides, and 3 for a use that is as
+    sharded as the storage. ``split(axis)`` says whether the axis may split a tensor's use.
     """
 
     def per_axis(axis: int) -> list[tuple[Type, Type]]:
@@ -112,13 +112,16 @@ def storages(
             return [(I, I), *((I, s) for _, s in used)]
         if not trainable:
             return [(I, I), *used]
-        gathered = [(s, R) for s in shards] if zero != 0 else []
+        gathered = [(s, R) for s in shards] if zero not in (0, 3) else []
         return [(I, I), *used, *gathered, (I, R)]
 
     found: list[tuple[Layout, Layout]] = [((), ())]
     for axis in range(len(sizes)):
         found = [((*s, a), (*u, b)) for s, u in found for a, b in per_axis(axis)]
     divides = [Storage(s, u) for s, u in found if legal(shape, s, sizes) and legal(shape, u, sizes) and _gathers(s, u)]
+    if zero == 3:
+        cuts = max((sum(t.is_shard for t in s.stored) for s in divides), default=0)
+        return [s for s in divides if sum(t.is_shard for t in s.stored) == cuts]
     if zero and any(s.stored != s.used and any(t.is_shard for t in s.stored) for s in divides):
         lazy = [s for s in divides if any(a is I and b is R for a, b in zip(s.stored, s.used, strict=True))]
         keep = [s for s in divides if s not in lazy]

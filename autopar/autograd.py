@@ -1,0 +1,179 @@
+"""Asks torch what its autograd keeps of a call. No table of operators has to be right.
+
+A call runs once on meta tensors of its operands' shapes and strides, under hooks that see what is saved. Strides matter: a ``reshape``
+of a transposed tensor copies, of another it is a view, and a saved view keeps its whole storage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.fx as fx
+from torch.autograd.graph import saved_tensors_hooks
+
+from autopar import stand_ins
+
+aten = torch.ops.aten
+
+
+class Strided(NamedTuple):
+    """A tensor, as far as torch's choices depend on it."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    grad: bool = False
+
+
+def contiguous(shape: Sequence[int], dtype: torch.dtype, grad: bool = False) -> Strided:
+    """A tensor whose elements lie one after the other."""
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= max(n, 1)
+    return Strided(tuple(shape), tuple(reversed(strides)), dtype, grad)
+
+
+class Result(NamedTuple):
+    """One tensor that a call returns: ``alias`` is the operand whose memory it shares, else it has ``nbytes`` of its own; ``saved`` if the
+    backward reads it."""
+
+    tensor: Strided
+    alias: int | None
+    nbytes: int
+    saved: bool
+
+
+class Answer(NamedTuple):
+    """What torch does with one call: the ``operands`` that the backward reads, and ``nbytes`` that are neither operands nor results.
+
+    ``several`` if it returns a tuple."""
+
+    results: tuple[Result, ...]
+    operands: frozenset[int]
+    nbytes: int
+    several: bool
+
+    @property
+    def value(self) -> Any:
+        """The result, or a tuple of them."""
+        tensors = tuple(r.tensor for r in self.results)
+        return tensors if self.several else tensors[0]
+
+
+class Autograd:
+    """Asks torch, and remembers: blocks of a model are alike.
+
+    ``device_type`` is where the program will run: attention has other kernels on ``"cpu"`` than on ``"cuda"``.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        self._answers: dict[Any, Answer] = {}
+
+    def ask(self, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], val: Any = None) -> Answer:
+        """What one call saves, with :class:`Strided` for its tensors, which ``Strided.grad`` marks as needing a gradient.
+
+        An operator that does not run on meta tensors is taken to keep all its operands and results, which look like ``val``.
+        """
+        key = (target, _frozen(args), _frozen(kwargs))
+        if key not in self._answers:
+            try:
+                self._answers[key] = self._run(target, args, kwargs)
+            except (RuntimeError, NotImplementedError, ValueError):
+                if val is None:
+                    raise
+                self._answers[key] = _all(args, kwargs, val)
+        return self._answers[key]
+
+    def _run(self, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Answer:
+        tensors: list[torch.Tensor] = []
+        made = [_made(a, tensors) for a in args], {k: _made(v, tensors) for k, v in kwargs.items()}
+        if "device" in kwargs:
+            made[1]["device"] = torch.device("meta")
+        own = {_storage(t): k for k, t in reversed(list(enumerate(tensors)))}
+        packed: list[torch.UntypedStorage] = []
+
+        def pack(t: torch.Tensor) -> torch.Tensor:
+            packed.append(t.untyped_storage())  # held, so that its address stays its own
+            return t.detach()
+
+        call = self._stand_in(target)
+        with torch.set_grad_enabled(any(t.requires_grad for t in tensors)), saved_tensors_hooks(pack, lambda t: t):
+            out = call(*made[0], **made[1])
+        several = isinstance(out, (tuple, list))
+        outputs = [t for t in (out if several else [out]) if isinstance(t, torch.Tensor)]
+        saved = {s._cdata: s.nbytes() for s in packed}
+        results = []
+        for t in outputs:
+            alias = own.get(_storage(t))
+            tensor = Strided(tuple(t.shape), t.stride(), t.dtype, t.requires_grad)
+            results.append(Result(tensor, alias, t.untyped_storage().nbytes() if alias is None else 0, _storage(t) in saved))
+        others = saved.keys() - own.keys() - {_storage(t) for t in outputs}
+        kept = frozenset(k for k, t in enumerate(tensors) if _storage(t) in saved)
+        return Answer(tuple(results), kept, sum(saved[s] for s in others), several)
+
+    def _stand_in(self, target: Callable[..., Any]) -> Callable[..., Any]:
+        """What the program runs for ``target``, where meta tensors alone would not show it."""
+        if target is aten.dropout.default:
+            return stand_ins.dropout
+        if target is aten.scaled_dot_product_attention.default:
+            return stand_ins.attention_on_cpu if self._device_type == "cpu" else stand_ins.attention_on_gpu
+        return target
+
+
+def placed(val: Any, grad: bool) -> Any:
+    """An input of the program: parameters and batches lie contiguously."""
+    return contiguous(tuple(val.shape), val.dtype, grad) if isinstance(val, torch.Tensor) else val
+
+
+def with_grad(value: Any, grad: bool) -> Any:
+    """``value``, marked as needing a gradient or not."""
+    return value._replace(grad=grad) if isinstance(value, Strided) and value.grad != grad else value
+
+
+def substituted(node: fx.Node, inputs: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a call with ``inputs`` for its operands, in the order of ``graph.operands``."""
+    left = iter(inputs)
+
+    def put(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [next(left) if isinstance(item, fx.Node) else item for item in value]
+        return next(left) if isinstance(value, fx.Node) else value
+
+    return [put(a) for a in node.args], {k: put(v) for k, v in node.kwargs.items()}
+
+
+def _storage(t: torch.Tensor) -> int:
+    return t.untyped_storage()._cdata
+
+
+def _frozen(value: Any) -> Any:
+    """``value`` as a key. 1, 1.0 and True are equal, but not to torch."""
+    if isinstance(value, Strided):
+        return value
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_frozen, value))
+    if isinstance(value, dict):
+        return tuple((k, _frozen(v)) for k, v in value.items())
+    return (type(value), value)
+
+
+def _made(value: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(value, Strided):
+        t = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta").requires_grad_(value.grad)
+        tensors.append(t)
+        return t
+    return [_made(v, tensors) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def _all(args: Sequence[Any], kwargs: Mapping[str, Any], val: Any) -> Answer:
+    inputs = [v for a in (*args, *kwargs.values()) for v in (a if isinstance(a, list) else [a]) if isinstance(v, Strided)]
+    grad = any(v.grad for v in inputs)
+    several = isinstance(val, (tuple, list))
+    outputs = [placed(t, grad and t.is_floating_point()) for t in (val if several else [val]) if isinstance(t, torch.Tensor)]
+    results = [Result(t, None, math.prod(t.shape) * t.dtype.itemsize, grad) for t in outputs]
+    return Answer(tuple(results), frozenset(range(len(inputs)) if grad else ()), 0, several)

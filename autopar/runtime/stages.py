@@ -1,0 +1,183 @@
+"""One rank's stages of a pipelined program: what they take, what they make, and what ranks of the pipeline share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from autopar.layout import Layout
+from autopar.runtime.collectives import redistribute
+from autopar.runtime.gradients import Gradients, GradientSync
+from autopar.runtime.holders import Holders, Shared
+from autopar.runtime.mesh import Mesh
+from autopar.runtime.microbatches import Parts
+from autopar.runtime.parameters import Weight
+from autopar.runtime.pipeline import Part, Pipeline
+
+if TYPE_CHECKING:
+    from autopar.passes.lower import Lowered
+    from autopar.passes.split_stages import StageGraph
+    from autopar.plan import Plan
+
+
+class Stages:
+    """Runs the stages of this rank for one call of the program.
+
+    ``weights`` are the parameters that this rank holds; ``parts`` cuts the batch (None: there is one microbatch); ``loss`` is its place
+    among the outputs.
+    """
+
+    def __init__(
+        self, plan: Plan, lowered: Lowered, mesh: Mesh, weights: Mapping[str, Weight], parts: Parts | None, loss: int, holders: Holders
+    ) -> None:
+        self._mesh, self._lowered, self._parts, self._loss, self._microbatches = mesh, lowered, parts, loss, plan.microbatches
+        self._own = range(mesh.pipeline_rank, len(plan.stages), mesh.pipeline)
+        graphs = {i: (lowered.stages[i].train, lowered.stages[i].evaluate) for i in self._own}
+        self._programs = {i: tuple(map(_module, pair)) for i, pair in graphs.items()}
+        self._makers = {r: i % mesh.pipeline for i, stage in enumerate(lowered.stages) for r in stage.train.results}
+        self._syncs = self._divide(weights)
+        reached = {lowered.state[i] for stage in lowered.stages for i in stage.train.trained}
+        self._shared = Shared({name: weight for name, weight in weights.items() if name in reached}, mesh, holders)
+        pieces = [Part(i, graphs[i][0].received, graphs[i][0].sent) for i in self._own]
+        self._pipeline = Pipeline(
+            plan.schedule, plan.microbatches, len(plan.stages), pieces, mesh, self._forward, lambda i: self._syncs[i].begin()
+        )
+        shares = [axis for axis, t in enumerate(lowered.output_layouts[loss]) if t.kind == "P" and mesh.sizes[axis] > 1]
+        self.loss_group = mesh.along_pipeline(shares)
+        self._call: _Call | None = None
+
+    @property
+    def counts(self) -> bool:
+        """Whether a stage of this rank must know what is counted over all microbatches."""
+        first = len(self._lowered.state) + len(self._lowered.input_batch_dims)
+        return any(i >= first for stage in self._own for i in self._lowered.stages[stage].train.uses)
+
+    def programs(self) -> list[tuple[fx.GraphModule, ...]]:
+        """To train and to evaluate, of each stage of this rank."""
+        return list(self._programs.values())
+
+    def _divide(self, weights: Mapping[str, Weight]) -> dict[int, GradientSync]:
+        """Each stage synchronises its weights when its last backward runs; one that several stages of the rank use, the last of these."""
+        syncs, taken = {}, set[str]()
+        for i in self._own:
+            graph = self._lowered.stages[i].train
+            names = [n for n in _first_use(graph, self._lowered.state) if n in weights and n not in taken]
+            taken.update(names)
+            syncs[i] = GradientSync([weights[name] for name in names], self._mesh)
+        return syncs
+
+    def run(
+        self,
+        run: Callable[[fx.GraphModule, Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+        values: Sequence[torch.Tensor | None],
+        update: Callable[[int, torch.Tensor], None],
+        training: bool,
+        backward: bool,
+    ) -> tuple[list[torch.Tensor], Gradients]:
+        """One call: the local outputs of the whole batch (of other stages', zeros) and the gradients, if ``backward``.
+
+        ``run`` calls a stage's program; ``values`` are the whole program's arguments; ``update(i, value)`` gives a buffer its new value.
+        """
+        for sync in self._syncs.values():
+            sync.clear()
+        self._call = _Call(run, values, update, training)
+        try:
+            with torch.set_grad_enabled(backward):
+                self._pipeline.run(backward)
+            made = self._call.made
+        except BaseException:
+            for sync in self._syncs.values():
+                sync.clear()
+            raise
+        finally:
+            self._call = None
+        gradients = [pair for sync in self._syncs.values() for pair in sync.finish()] if backward else []
+        return self._results(made), self._shared.add_up(gradients) if backward else []
+
+    def _forward(self, index: int, number: int, received: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        call = self._call
+        assert call is not None
+        stage = self._lowered.stages[index]
+        graph: StageGraph = stage.train if call.training else stage.evaluate
+        self._mesh.streams.microbatch = number
+        arguments = [self._argument(call, i, number) for i in graph.uses]
+        flat = call.run(self._programs[index][0 if call.training else 1], [*arguments, *received])
+        sent, results = flat[: len(graph.sent)], flat[len(graph.sent) :]
+        for i, value in zip(graph.updates, results[len(graph.results) :], strict=True):
+            call.update(i, value)
+        loss = None
+        for i, value in zip(graph.results, results, strict=False):
+            call.made[i].append(value.detach())
+            loss = value if i == self._loss else loss
+        return list(sent), loss
+
+    def _argument(self, call: _Call, i: int, number: int) -> torch.Tensor:
+        value = call.values[i]
+        assert value is not None
+        place = i - len(self._lowered.state)
+        if self._parts is None or not 0 <= place < len(self._lowered.input_batch_dims):
+            return value
+        return self._parts.pick(value, place, number)
+
+    def _results(self, made: Mapping[int, list[torch.Tensor]]) -> list[torch.Tensor]:
+        """The whole batch's outputs; those of other stages take no memory."""
+        outputs = self._lowered.train.graph.output_node().args[0]
+        results = []
+        for i in range(len(self._lowered.output_layouts)):
+            if i in made:
+                results.append(self._parts.join_one(i, made[i]) if self._parts is not None else made[i][0])
+                continue
+            meta = outputs[i].meta  # type: ignore[index, union-attr]
+            shape = list(meta["val"].shape if i == self._loss else meta["local"])
+            dim = self._lowered.output_batch_dims[i]
+            if dim is not None and i != self._loss:
+                shape[dim] *= self._microbatches
+            results.append(torch.zeros((), dtype=meta["val"].dtype, device=self._mesh.device).expand(shape))
+        return results
+
+    def present(self, output: torch.Tensor, i: int) -> torch.Tensor:
+        """Output ``i`` as a DTensor on all ranks: a sum along the pipeline, where only one stage has more than zeros."""
+        layout, mesh = self._lowered.output_layouts[i], self._mesh
+        for axis, t in enumerate(layout):
+            if t.kind == "R":
+                output = redistribute(output, mesh, axis, "R", "I")
+        along: Partial | Replicate = Partial()
+        if output.dtype == torch.bool:  # which cannot be summed
+            sent = output.to(torch.uint8).contiguous()
+            dist.broadcast(sent, group=mesh.along_pipeline(), group_src=self._makers[i])
+            output, along = sent.bool(), Replicate()
+        return DTensor.from_local(output, mesh.world, [along, *_placements(layout)], run_check=False)
+
+
+@dataclasses.dataclass
+class _Call:
+    run: Callable[[fx.GraphModule, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+    values: Sequence[torch.Tensor | None]
+    update: Callable[[int, torch.Tensor], None]
+    training: bool
+    made: dict[int, list[torch.Tensor]] = dataclasses.field(default_factory=lambda: defaultdict(list))
+
+
+def _placements(layout: Layout) -> list[Shard | Partial | Replicate]:
+    return [Shard(t.dim) if t.is_shard else Partial() if t.kind == "P" else Replicate() for t in layout]
+
+
+def _module(graph: StageGraph) -> fx.GraphModule:
+    return fx.GraphModule(nn.Module(), graph.graph, "Stage")
+
+
+def _first_use(stage: StageGraph, state: Sequence[str]) -> list[str]:
+    """The names of the state that a stage takes, in the order in which it uses them."""
+    placeholders = [n for n in stage.graph.nodes if n.op == "placeholder"][1:]
+    names = {n: state[i] for n, i in zip(placeholders, stage.uses, strict=False) if i < len(state)}
+    order: dict[str, None] = {}
+    for node in stage.graph.nodes:
+        order.update((names[n], None) for n in node.all_input_nodes if n in names)
+    return list(order)

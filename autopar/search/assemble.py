@@ -1,0 +1,161 @@
+"""From a draft to the whole: every node of the graph, cut into stages, with what its unit's solution decides, priced exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import torch.fx as fx
+
+from autopar.analysis import Analysis
+from autopar.cost_model import Conversions
+from autopar.layout import Layout
+from autopar.passes.stages import cut_stages
+from autopar.runtime.kernels import send
+from autopar.saved import Saved, saved
+from autopar.search.blocks import classes
+from autopar.search.choices import Choices
+from autopar.search.costs import Costs
+from autopar.search.found import Found
+from autopar.search.problem import Choice, Problem, Weights, build
+from autopar.search.recompute import AGAIN, GONE, KEPT, Recompute
+from autopar.search.search import Draft, Search
+from autopar.search.shape import Shape
+from autopar.search.solve import Model, Solution
+from autopar.search.units import Units
+
+
+def assemble(search: Search, draft: Draft) -> Found:
+    """What ``draft`` comes to on the search's graph, which must be that of one of its microbatches."""
+    place = {n.name: n for n in search.analysis.graph.nodes}
+    return _Assembly(search, draft, staged(search, draft.starts), place).found()
+
+
+def staged(search: Search, starts: Sequence[int]) -> Analysis:
+    """The search's graph, cut before these units (the first of them is where it begins)."""
+    names = [search.units.nodes[u][0].name for u in starts[1:]]
+    return Analysis(cut_stages(search.analysis.captured, names)) if names else search.analysis
+
+
+def costs_of(search: Search, shape: Shape, analysis: Analysis) -> Costs:
+    """Costs of a graph that is cut into the stages of ``shape``."""
+    kept = saved(analysis.graph.nodes, analysis.differentiable, search.cluster.device.kind, search.autograd)
+    conversions = Conversions(shape.sizes, search.cluster, shape.pipeline)
+    return Costs(analysis, kept, conversions, search.compute, search.options.optimizer)
+
+
+class _Assembly:
+    def __init__(self, search: Search, draft: Draft, analysis: Analysis, drafted: dict[str, fx.Node]) -> None:
+        self.search, self.draft, self.analysis, self.drafted = search, draft, analysis, drafted
+        self.stage_of = stages_of(analysis, draft.shape.stages)
+        self.point = self._points(search.units)
+        names = {n.name: i.target for n, i in analysis.state.items()}
+        alike = classes(analysis.graph, names, analysis.differentiable, analysis.batch)
+        first: dict[tuple, fx.Node] = {}
+        self.representative = {
+            n: first.setdefault((alike[n], self.stage_of[n], self.point.get(n), self._again_conversions(n)), n)
+            for n in analysis.graph.nodes
+        }
+
+    def _points(self, units: Units) -> dict[fx.Node, int]:
+        """The solution that each node takes: its unit's; that of a parameter's or a received tensor's first reader."""
+        taken = {n.name: self.draft.taken[u] for u, nodes in enumerate(units.nodes) for n in nodes}
+        found: dict[fx.Node, int] = {}
+        for node in reversed(self.analysis.graph.nodes):
+            if node.name in taken and node.name in self.drafted:
+                found[node] = taken[node.name]
+            else:
+                found[node] = next((found[user] for user in sorted(node.users, key=lambda n: n.name) if user in found), 0)
+        return found
+
+    def _solution(self, node: fx.Node) -> Solution:
+        return self.draft.points[self.point[node]]
+
+    def _decided(self, node: fx.Node) -> tuple[Choice, int] | None:
+        drafted = self.drafted.get(node.name)
+        if drafted is None or node.target is send:
+            return None
+        v = self.draft.problem.vertex_of[drafted]
+        vertex, k = self.draft.problem.vertices[v], self._solution(node).chosen[v]
+        return vertex.choices[k], int(vertex.states[k])
+
+    def _again_conversions(self, node: fx.Node) -> frozenset[Layout]:
+        """The layouts to which the drafted solution converts this tensor again in the backward."""
+        source = node
+        while source.target is send:
+            source = source.args[0]  # type: ignore[assignment]
+        drafted = self.drafted.get(source.name)
+        g = self.draft.problem.group_of.get(drafted) if drafted is not None else None
+        return frozenset(layout for number, layout in self._solution(node).again if number == g)
+
+    def found(self) -> Found:
+        search, shape, analysis = self.search, self.draft.shape, self.analysis
+        costs = costs_of(search, shape, analysis)
+        own = [n for n in analysis.graph.nodes if self.representative[n] is n]
+        free = Choices(analysis, self.representative, search.options).on(shape.axes, [n for n in own if self._decided(n) is None])
+        choices = free | {n: [decided[0]] for n in own if (decided := self._decided(n)) is not None}
+        states = {n: decided[1] for n in own if (decided := self._decided(n)) is not None}
+        problem = build(
+            analysis.graph,
+            self.representative,
+            choices,
+            analysis.rules,
+            costs,
+            _Decided(search.recompute, states),
+            lambda n: self.stage_of[n],
+            shape.stages,
+        )
+        flights = np.array(shape.flights(), dtype=float)
+        ones = np.ones(shape.stages)
+        weights = Weights(ones * shape.microbatches, ones, ones, ones * 0.0, flights)
+        chosen = Model(problem, weights).solve(search.options.time_limit)[0]
+        again = self._again(problem, chosen)
+        chosen = problem.settle(chosen, again)
+        again = problem.still_needed(again, chosen)
+        solution = Solution(tuple(chosen), again, problem.bill(chosen, again))
+        return Found(analysis, shape, problem, costs, solution, self.draft.gap, self.stage_of)
+
+    def _again(self, problem: Problem, chosen: list[int]) -> frozenset[tuple[int, Layout]]:
+        found = set()
+        for node, g in problem.group_of.items():
+            group = problem.groups[g]
+            source, there = problem.made(group, chosen)
+            for target, needed in problem.wanted(group, chosen).items():
+                moves = group.moves[group.sources[source], group.targets[target]]
+                if needed and there and moves and target in self._again_conversions(node):
+                    found.add((g, target))
+        return frozenset(found)
+
+
+class _Decided(Recompute):
+    """What is made again is decided; whether the rest is kept follows from who needs it."""
+
+    def __init__(self, free: Recompute, states: dict[fx.Node, int]) -> None:
+        super().__init__("auto")
+        self._free, self._states = free, states
+
+    def states(self, node: fx.Node, saved: Saved) -> tuple[int, ...]:
+        if self._states.get(node) == AGAIN:
+            return (AGAIN,)
+        return (KEPT,) if saved.output else (KEPT, GONE)
+
+    def conversions(self, node: fx.Node, readers: Collection[fx.Node]) -> tuple[bool, bool]:
+        return True, True
+
+
+def stages_of(analysis: Analysis, stages: int) -> dict[fx.Node, tuple[int, ...]]:
+    """The stages in which each node runs, or is held."""
+    found: dict[fx.Node, tuple[int, ...]] = {}
+    for node in reversed(analysis.graph.nodes):
+        if node.op == "output":
+            found[node] = (stages - 1,)
+        elif node.op == "call_function" and (stage := node.meta.get("stage", 0 if stages == 1 else None)) is not None:
+            found[node] = (stage,)
+        else:
+            wanted = {s for user in node.users for s in (_sender(user) if user.target is send else found[user])}
+            found[node] = tuple(sorted(wanted)) or (0,)
+    return found
+
+
+def _sender(node: fx.Node) -> tuple[int, ...]:
+    return (node.meta["stage"] - 1,)

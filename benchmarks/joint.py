@@ -1,0 +1,153 @@
+"""What it brings to decide sharding and recomputation together: against the best sharding first, then the best recomputation for it.
+
+The models, batches, devices and meshes are those of table 1 of arXiv 2104.04473 (Megatron-LM). Both plans are predictions for the same
+cluster under the same budgets, which are fractions of the memory that the fastest plan takes where memory is free: at all of it both are
+that plan. First and then: every node and parameter is sharded as in that plan, and only what is recomputed is chosen under the budget.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from planning import build
+from tabulate import tabulate
+from tqdm import tqdm
+
+from autopar.analysis import Analysis
+from autopar.cost_model import Cluster
+from autopar.errors import BudgetError
+from autopar.planner import analyse
+from autopar.search.found import Found
+from autopar.search.neighbourhood import restrict
+from autopar.search.options import Options
+from autopar.search.outer import Outer
+from autopar.search.problem import Problem, Vertex
+from autopar.search.search import Search
+from autopar.search.shape import Shape
+
+VOCABULARY, SEQUENCE = 51200, 2048
+UNLIMITED = 1e18
+
+
+@dataclass(frozen=True)
+class Case:
+    """A GPT, the devices of a published run and their mesh; ``micro`` samples in a microbatch of a replica."""
+
+    layers: int
+    hidden: int
+    heads: int
+    batch: int
+    data: int
+    tensor: int
+    pipeline: int
+    micro: int
+
+    @property
+    def devices(self) -> int:
+        return self.data * self.tensor * self.pipeline
+
+    def __str__(self) -> str:
+        axes = f"data {self.data} x tensor {self.tensor}" + f" x pipeline {self.pipeline}" * (self.pipeline > 1)
+        return f"{axes}, {self.batch // self.data // self.micro} microbatches of {self.micro}"
+
+
+CASES = {
+    "gpt-18b": Case(40, 6144, 48, 1024, data=32, tensor=8, pipeline=1, micro=8),
+    "gpt-39b": Case(48, 8192, 64, 1536, data=32, tensor=8, pipeline=2, micro=4),
+    "gpt-76b": Case(60, 10240, 80, 1792, data=32, tensor=8, pipeline=4, micro=4),
+    "gpt-145b": Case(80, 12288, 96, 2304, data=24, tensor=8, pipeline=8, micro=4),
+}
+
+
+class Sharded(Search):
+    """A search in which every node is sharded as in the fastest plan where memory is free."""
+
+    def __init__(self, free: Search, options: Options) -> None:
+        super().__init__(free.analysis, free.cluster, options)
+        self._free = free
+
+    def problem(self, shape: Shape, samples: int) -> Problem:
+        key = shape.pipeline, shape.axes, samples
+        if key not in self._problems:
+            free, fastest = self._free.problem(shape, samples), self._free.prices(shape, samples).at(0.0)
+            same = [_same_choice(v, k) for v, k in zip(free.vertices, fastest.chosen, strict=True)]
+            self._problems[key] = restrict(free, same)
+        return self._problems[key]
+
+
+def _same_choice(vertex: Vertex, k: int) -> np.ndarray:
+    """The strategy of row ``k``, with all that may become of the result."""
+    return np.array([i for i, choice in enumerate(vertex.choices) if choice is vertex.choices[k]])
+
+
+class Given(Outer):
+    """Plans with a search that is there already."""
+
+    def __init__(self, search: Search, samples: int) -> None:
+        super().__init__(lambda microbatches: search.analysis, samples, search.cluster, search.options, lambda what: None)
+        self._search = search
+
+    def search_of(self, microbatches: int) -> Search:
+        return self._search
+
+
+def searches(name: str, cluster: Cluster, budget: float, analysis: Analysis) -> Iterator[Search]:
+    """That of both together, and that of recomputation alone."""
+    case = CASES[name]
+    parallel = dict(data=case.data, pipeline=case.pipeline, tensor=dict(size=case.tensor, mode="1d"))
+    options = Options(case.devices, parallel=parallel, micro_batch_size=case.micro, memory_budget=budget)
+    yield Search(analysis, cluster, options)
+    yield Sharded(Search(analysis, cluster, options), options)
+
+
+def plan(search: Search, samples: int) -> Found | BudgetError:
+    try:
+        return Given(search, samples).run()
+    except BudgetError as e:
+        return e
+
+
+def rows(name: str, cluster: Cluster, fractions: list[float]) -> Iterator[tuple[str, ...]]:
+    case = CASES[name]
+    sizes = dict(n_layer=case.layers, n_embd=case.hidden, n_head=case.heads, vocab_size=VOCABULARY, n_positions=SEQUENCE)
+    off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    model, sample = build("GPT2", sizes | off, case.batch, SEQUENCE)
+    analysis = analyse(model, sample, None, case.batch // case.data // case.micro)[0]
+    free = plan(next(searches(name, cluster, UNLIMITED, analysis)), case.batch)
+    assert isinstance(free, Found)
+    most = max(free.device_bytes())
+    yield (name, str(case), "free", f"{most / 2**30:.1f}", *[f"{seconds(free):.3f}"] * 2, "1.000")
+    for fraction in fractions:
+        joint, apart = (plan(search, case.batch) for search in searches(name, cluster, fraction * most, analysis))
+        ratio = f"{seconds(apart) / seconds(joint):.3f}" if math.isfinite(seconds(joint) + seconds(apart)) else ""
+        yield (name, "", f"{fraction:.0%}", f"{fraction * most / 2**30:.1f}", shown(joint), shown(apart), ratio)
+
+
+def seconds(found: Found | BudgetError) -> float:
+    return sum(found.seconds_by_kind().values()) if isinstance(found, Found) else math.inf
+
+
+def shown(found: Found | BudgetError) -> str:
+    return f"needs {found.least / 2**30:.1f} GiB" if isinstance(found, BudgetError) else f"{seconds(found):.3f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="NAME", help=", ".join(CASES))
+    parser.add_argument(
+        "--fractions", nargs="+", type=float, default=[0.9, 0.75, 0.6, 0.5], help="budgets, of what is taken where memory is free"
+    )
+    parser.add_argument("--cluster", default="a100-sxm")
+    options = parser.parse_args()
+    cluster = Cluster.load(options.cluster)
+    found = [row for name in tqdm(options.cases, "planning", leave=False) for row in rows(name, cluster, options.fractions)]
+    headers = ("model", "mesh", "budget", "GiB", "together s", "first and then s", "ratio")
+    print(f"{options.cluster}, bf16, AdamW, sequence {SEQUENCE}\n\n{tabulate(found, headers=headers, disable_numparse=True)}")
+
+
+if __name__ == "__main__":
+    main()

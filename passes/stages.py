@@ -1,0 +1,166 @@
+"""Cut a captured graph into pipeline stages: marks of what goes from stage to stage.
+
+A tensor that later stages read goes from stage to stage through nodes ``send``, one at each boundary that it crosses. They are operators
+like any other for search and lowering, so that a plan chooses the layout in which a tensor travels, and it is there that ``split_stages``
+splits the lowered graph. What costs next to nothing is not sent: each stage that wants such a node has its own copy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Collection, Sequence
+
+import torch.fx as fx
+
+from autopar.capture import Captured
+from autopar.errors import PlanError
+from autopar.graph import describe, needing_grad, new_node, operands
+from autopar.rules import rule_of
+from autopar.runtime import kernels
+
+
+def cut_stages(captured: Captured, starts: Sequence[str]) -> Captured:
+    """A copy of ``captured`` in which every tensor that crosses from a stage to a later one goes through ``send`` nodes.
+
+    Args:
+        starts: the first node of each stage but the first, in the graph's order.
+
+    Every call has ``meta["stage"]`` afterwards (a ``send`` that of the stage that receives it), None for those that each stage computes for
+    itself: cheap ones that need no gradient and no parameter. The loss goes on to the last stage.
+
+    Raises:
+        PlanError: a start is no call of the graph, or comes out of order.
+    """
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.output(graph.graph_copy(captured.graph, copies))
+    cut = dataclasses.replace(captured, graph=graph)
+    first = _first_nodes(graph, starts)
+    _number(cut, first)
+    _insert_sends(cut, first)
+    return cut
+
+
+def _first_nodes(graph: fx.Graph, starts: Sequence[str]) -> list[fx.Node]:
+    calls = [n for n in graph.nodes if n.op == "call_function"]
+    places = {n.name: i for i, n in enumerate(calls)}
+    found: list[int] = []
+    for stage, name in enumerate(starts, 1):
+        if name not in places:
+            raise PlanError(f"stage {stage} starts at {name!r}, which is no operator of this model's graph: plan again")
+        if found and places[name] <= found[-1]:
+            raise PlanError(f"stage {stage} starts at {name!r}, at or before the start of stage {stage - 1}: give the stages in order")
+        if places[name] == 0:
+            raise PlanError(f"stage {stage} starts at {name!r}, the first operator of all: stage 0 would be empty")
+        found.append(places[name])
+    return [calls[i] for i in found]
+
+
+def _number(captured: Captured, first: Collection[fx.Node]) -> None:
+    """Sets ``meta["stage"]``."""
+    written = {b: w for b, w in _written(captured).items() if w.op == "call_function"}
+    changing: dict[fx.Node, fx.Node] = {}
+    while True:  # a counter that each stage can keep by itself is nobody's, a running mean of activations its stage's
+        free = _free(captured, changing)
+        found = {b: w for b, w in written.items() if w not in free}
+        if len(found) == len(changing):
+            break
+        changing = found
+    stage = 0
+    for node in captured.graph.nodes:
+        stage += node in first
+        if node.op == "call_function" and node.target is operator.getitem:  # what it is taken from is no tensor, which could be sent
+            node.meta["stage"] = node.args[0].meta["stage"]  # type: ignore[union-attr]
+        elif node.op == "call_function":
+            node.meta["stage"] = None if node in free else stage
+    for buffer, writer in changing.items():
+        others = {u.meta["stage"] for u in buffer.users if u.op == "call_function"} - {writer.meta["stage"]}
+        if others:
+            raise PlanError(
+                f"{describe(writer)} in stage {writer.meta['stage']} changes buffer {buffer.name!r}, which stage {min(others)} reads: "
+                "a buffer that changes must be of one stage; cut the model elsewhere"
+            )
+
+
+def _written(captured: Captured) -> dict[fx.Node, fx.Node]:
+    """The buffers that the forward changes, and what makes or writes the new value."""
+    graph = captured.graph
+    placeholders = {n.name: n for n in graph.nodes if n.op == "placeholder"}
+    buffers = {i.target: placeholders[i.name] for i in captured.inputs if i.name in placeholders}
+    outputs: tuple[fx.Node, ...] = graph.output_node().args[0]  # type: ignore[assignment]
+    new_values = outputs[len(outputs) - len(captured.updates) :]
+    written = {buffers[name]: value for name, value in zip(captured.updates, new_values, strict=True) if name in buffers}
+    for node in graph.nodes:
+        rule = rule_of(node)
+        for k in rule.writes if rule is not None else ():
+            written[operands(node)[k][0]] = node
+    return written
+
+
+def _free(captured: Captured, changing: Collection[fx.Node]) -> set[fx.Node]:
+    """The calls that each stage computes for itself, and the placeholders that they may read."""
+    kinds = {i.name: i.kind for i in captured.inputs}
+    needing = needing_grad(captured.graph.nodes, _trained(captured))
+    free: set[fx.Node] = set()
+    for node in captured.graph.nodes:
+        if node.op == "placeholder":
+            is_free = kinds[node.name] != "parameter" and node not in changing
+        else:
+            is_free = node not in needing and _is_cheap(node) and free.issuperset(node.all_input_nodes)
+        if is_free:
+            free.add(node)
+    return free
+
+
+def _trained(captured: Captured) -> set[fx.Node]:
+    """The placeholders that require a gradient."""
+    targets = {i.name: i.target for i in captured.inputs if i.kind in ("parameter", "buffer", "constant")}
+    placeholders = [n for n in captured.graph.nodes if n.op == "placeholder" and n.name in targets]
+    return {n for n in placeholders if captured.state[targets[n.name]].requires_grad}
+
+
+def _is_cheap(node: fx.Node) -> bool:
+    rule = rule_of(node)
+    return rule is not None and not rule.flops and not rule.writes
+
+
+def _insert_sends(captured: Captured, first: Sequence[fx.Node]) -> None:
+    graph = captured.graph
+    loss: fx.Node = graph.output_node().args[0][captured.loss]  # type: ignore[index, assignment]
+    boundaries = [_after_results(node) for node in first]
+    for node in _behind(graph, first):
+        node.args[0].append(node)  # type: ignore[union-attr]
+    staged = [n for n in graph.nodes if n.op == "call_function" and n.meta["stage"] is not None]
+    furthest = {n: max((u.meta["stage"] or 0 for u in n.users if u.op == "call_function"), default=0) for n in staged}
+    furthest[loss] = len(first)
+    passed = {n: n for n in staged}
+    for stage, boundary in enumerate(boundaries, 1):
+        for tensor in staged:
+            if not tensor.meta["stage"] < stage <= furthest[tensor]:
+                continue
+            with graph.inserting_before(boundary):
+                passed[tensor] = new_node(graph, kernels.send, (passed[tensor],), like=tensor, val=tensor.meta["val"])
+            passed[tensor].meta["stage"] = stage
+            for reader in list(tensor.users):
+                if reader.op == "call_function" and reader.target is not kernels.send and reader.meta["stage"] == stage:
+                    reader.replace_input_with(tensor, passed[tensor])
+    output = graph.output_node()
+    output.args = (tuple(passed.get(loss, loss) if i == captured.loss else n for i, n in enumerate(output.args[0])),)  # type: ignore[arg-type]
+
+
+def _behind(graph: fx.Graph, first: Collection[fx.Node]) -> list[fx.Node]:
+    """The nodes that stand behind the end of their stage, the last one first."""
+    found: list[fx.Node] = []
+    position = 0
+    for node in graph.nodes:
+        position += node in first
+        if node.op == "call_function" and node.meta["stage"] not in (None, position):
+            found.insert(0, node)
+    return found
+
+
+def _after_results(node: fx.Node) -> fx.Node:
+    """The first node from ``node`` on that is no result of an operator with several, which will stand before the boundary."""
+    while node.target is operator.getitem:
+        node = node.next
+    return node

@@ -1,0 +1,118 @@
+"""Pipelined plans by hand, a plan for one stage's mesh cut into stages; and whether they compute what one device does."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import zoo
+from equivalence import Double, Step, differences, step, traced_once, worst
+from torch import nn
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+import autopar
+from autopar import planner
+from autopar.analysis import Analysis
+from autopar.capture import Captured
+from autopar.graph import operands
+from autopar.passes.stages import cut_stages
+from autopar.plan import NodePlan, Plan, StagePlan
+from autopar.runtime import kernels
+
+
+def even_starts(captured: Captured, stages: int) -> list[str]:
+    """Cuts that divide the operators which are the first to read a parameter evenly: every stage has some."""
+    parameters = {i.name for i in captured.inputs if i.kind == "parameter"}
+    order = {n: place for place, n in enumerate(captured.graph.nodes)}
+    first = {min(n.users, key=order.__getitem__) for n in order if n.name in parameters}
+    readers = sorted(first, key=order.__getitem__)
+    return [readers[len(readers) * i // stages].name for i in range(1, stages)]
+
+
+def cut_plan(plan: Plan, captured: Captured, starts: Sequence[str], pipeline: int, schedule: str) -> Plan:
+    """``plan`` on each of ``pipeline`` meshes; every tensor that crosses travels as it lies."""
+    nodes, conversions, none = dict(plan.nodes), dict(plan.conversions), (None,) * len(plan.mesh_sizes)
+    for node in cut_stages(captured, starts).graph.nodes:
+        if node.target is kernels.send:
+            ((tensor, _),) = operands(node)
+            layout = nodes[tensor.name].out
+            nodes[node.name] = NodePlan((layout,), layout, none, none)
+            conversions[node.name] = conversions.get(tensor.name, {})
+    return dataclasses.replace(
+        plan,
+        world_size=plan.world_size * pipeline,
+        pipeline=pipeline,
+        schedule=schedule,
+        stages=tuple(StagePlan(start, f"from {start}", plan.stages[0].seconds, plan.stages[0].nbytes) for start in ("", *starts)),
+        nodes=nodes,
+        conversions=conversions,
+    )
+
+
+def staged_plan(
+    model: nn.Module,
+    sample: Any,
+    world_size: int,
+    pipeline: int,
+    schedule: str,
+    *,
+    chunks: int = 1,
+    starts: Sequence[str] | None = None,
+    loss_fn: Any = None,
+    **options: Any,
+) -> Plan:
+    """A plan of ``pipeline`` x ``chunks`` stages, cut at ``starts`` or evenly; ``options`` are those of a stage's mesh."""
+    plan = autopar.plan(model, sample, world_size // pipeline, loss_fn=loss_fn, progress=False, **options)
+    analysis: Analysis = planner.analyse(model, sample, loss_fn, plan.microbatches)[0]
+    if starts is None:
+        starts = even_starts(analysis.captured, pipeline * chunks)
+    return cut_plan(plan, analysis.captured, starts, pipeline, schedule)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A way to run a model: the pipeline, and the options of a stage's mesh."""
+
+    pipeline: int
+    schedule: str
+    chunks: int = 1
+    batch: int = 8
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def own(expected: Step, found: Step) -> Step:
+    """``expected`` without the parameters and buffers that other ranks hold."""
+    return Step(
+        expected.outputs,
+        {name: expected.gradients[name] for name in found.gradients},
+        {name: expected.buffers[name] for name in found.buffers},
+    )
+
+
+def check(name: str, cases: Sequence[Case]) -> list[tuple[tuple[float, str], int, list[str]]]:
+    """For each case the worst error, of what, the microbatches and the parameters that this rank holds; a rank's work."""
+    _clear_sharding_prop_cache()  # it holds meshes of earlier tests, whose groups are gone
+    results = []
+    world, plans = dist.get_world_size(), dict[str, Plan]()
+    for batch in sorted({case.batch for case in cases}):
+        model, sample = getattr(zoo, name)(dtype=torch.float64, batch=batch)
+        with Double(), traced_once():
+            expected = step(copy.deepcopy(model), sample)
+            for case in (case for case in cases if case.batch == batch):
+                try:
+                    alone = f"{case.batch} {case.pipeline} {case.options}"
+                    if alone not in plans:
+                        plans[alone] = autopar.plan(model, sample, world // case.pipeline, progress=False, **case.options)
+                    captured = planner.analyse(model, sample, None, plans[alone].microbatches)[0].captured
+                    starts = even_starts(captured, case.pipeline * case.chunks)
+                    plan = cut_plan(plans[alone], captured, starts, case.pipeline, case.schedule)
+                    compiled = autopar.compile(model, sample, world, plan=plan)
+                    found = step(compiled, sample)
+                except Exception as e:
+                    raise AssertionError(f"{name}, {case}: {e}") from e
+                results.append((worst(differences(found, own(expected, found))), plan.microbatches, list(found.gradients)))
+    return results

@@ -1,0 +1,183 @@
+"""Nothing is faster than what the exact search finds: every cut, strategy and keep-set of small pipelines tried, within budgets."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import brute_force
+import numpy as np
+import pytest
+import small_graphs
+import torch
+import torch.fx as fx
+import zoo
+
+from autopar.cost_model import Action, Cluster, actions, makespans
+from autopar.plan import SCHEDULES
+from autopar.runtime.kernels import send
+from autopar.search.assemble import assemble, costs_of, staged, stages_of
+from autopar.search.choices import Choices
+from autopar.search.exact import exact, least_steps
+from autopar.search.options import Axis, Options
+from autopar.search.problem import Bill, Choice, build
+from autopar.search.search import Search
+from autopar.search.shape import Shape
+
+LETTERS = dict(B=64, S=8, H=64, F=256, G=128, K=16, V=512)
+EXACT = 1e-7
+FLIGHTS = {"1f1b": lambda p, m: [min(p - s, m) for s in range(p)], "gpipe": lambda p, m: [m] * p}
+
+
+def search_of(name: str, axis: int, recompute: str, stages: int) -> Search:
+    model = small_graphs.Small(name, LETTERS, torch.float32)
+    options = Options(axis * stages, recompute=recompute, parallel=dict(pipeline=stages, data=axis))
+    return Search(small_graphs.analyse(model, model.sample), Cluster.load("cpu"), options)
+
+
+def thin(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """Nodes are left with the choice to do nothing and, ``most`` of them, with one or two others."""
+    whole = Choices.on
+
+    def thinned(self: Choices, axes: Sequence[Axis], nodes: Any = None) -> dict[fx.Node, list[Choice]]:
+        found, left = whole(self, axes, nodes), most
+        for node, choices in found.items():
+            others = choices[1:]
+            keep = 2 if node.op == "placeholder" else 1
+            found[node] = choices[:1] + (others[-keep:] if left > 0 else [])
+            left -= bool(others)
+        return found
+
+    monkeypatch.setattr(Choices, "on", thinned)
+
+
+def bills(search: Search, shape: Shape, starts: tuple[int, ...]) -> list[Bill]:
+    """Of all assignments of one cut."""
+    analysis = staged(search, starts)
+    stage_of, own = stages_of(analysis, shape.stages), {n: n for n in analysis.graph.nodes}
+    choices = Choices(analysis, own, search.options).on(shape.axes)
+    costs = costs_of(search, shape, analysis)
+    problem = build(analysis.graph, own, choices, analysis.rules, costs, search.recompute, stage_of.__getitem__, shape.stages)
+    return [problem.bill(chosen, again) for chosen, again in brute_force.assignments(problem)]
+
+
+def steps(found: list[Bill], shape: Shape) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of a step and bytes of the fullest device of each assignment."""
+    kinds = ("forward", "backward", "send", "step", "kept", "state")
+    forward, backward, send, step, kept, state = (np.array([getattr(b, kind) for b in found]).T for kind in kinds)
+    memory = (state + np.array(FLIGHTS[shape.schedule](shape.pipeline, shape.microbatches))[:, None] * kept).max(axis=0)
+    return longest(shape, {"F": forward, "B": backward}, send / 2, step), memory
+
+
+def longest(shape: Shape, took: dict[str, np.ndarray], receiving: np.ndarray, step: np.ndarray) -> np.ndarray:
+    """The longest path through orders and transfers, by recursion; arrays are [stage, assignment]."""
+    orders = actions(shape.schedule, shape.pipeline, 1, shape.microbatches)
+    before = {action: previous for order in orders for previous, action in zip([None, *order], order, strict=False)}
+
+    @functools.cache
+    def end(action: Action | None) -> np.ndarray:
+        if action is None:
+            return np.zeros_like(step[0])
+        kind, stage, microbatch = action
+        neighbour = Action(kind, stage + {"F": -1, "B": 1}[kind], microbatch)
+        start = end(before[action])
+        if neighbour in before:  # torch receives when it wants to run
+            start = np.maximum(start, end(neighbour)) + receiving[max(stage, neighbour.stage)]
+        return start + took[kind][stage]
+
+    return np.max([end(order[-1]) + step[rank] for rank, order in enumerate(orders)], axis=0)
+
+
+def cuts(search: Search, stages: int) -> list[tuple[int, ...]]:
+    return [(0, *rest) for rest in itertools.combinations(range(1, len(search.units.nodes)), stages - 1)]
+
+
+# graph, ranks of a stage, stages, how many nodes have a choice of strategies, recompute
+PIPELINES = [
+    ("deep", 1, 2, 0, "auto"),
+    ("residual", 1, 2, 0, "auto"),
+    ("two losses", 1, 2, 0, "auto"),
+    ("unrolled", 1, 2, 0, "none"),
+    ("deep", 1, 3, 0, "auto"),
+    ("mlp", 2, 2, 3, "auto"),
+    ("deep", 2, 2, 3, "none"),
+    ("tied", 2, 2, 3, "none"),
+    ("shared weight", 2, 2, 3, "auto"),
+]
+
+
+@pytest.mark.parametrize("case", PIPELINES, ids=str)
+def test_nothing_that_fits_is_faster(case: tuple[str, int, int, int, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    name, axis, stages, free, recompute = case
+    thin(monkeypatch, free)
+    search = search_of(name, axis, recompute, stages)
+    axes = (Axis("data", axis, "free", asked=False),)
+    every = {cut: bills(search, Shape(stages, axes, 1), cut) for cut in cuts(search, stages)}
+    used = set()
+    for schedule, microbatches in itertools.product(FLIGHTS, (2, 4)):
+        if schedule == "1f1b" and microbatches < stages:
+            continue
+        shape = Shape(stages, axes, microbatches, schedule=schedule)
+        priced = {cut: steps(found, shape) for cut, found in every.items()}
+        seconds, memory = (np.concatenate(each) for each in zip(*priced.values(), strict=True))
+        assert len(seconds) >= 80
+        least, most = memory.min(), memory[seconds <= seconds.min() * (1 + EXACT)].min()
+        for budget in (least * (1 + 1e-6), *(least + (most - least) * np.array([0.3, 0.7])), most * (1 + 1e-6)):
+            search.options = dataclasses.replace(search.options, memory_budget=float(budget))
+            found = exact(search, shape, search.analysis.batch.size, 60.0)
+            assert found is not None
+            assert max(found.device_bytes()) <= budget
+            assert brute_force.possible(found.problem, found.solution.chosen, found.solution.again)
+            assert sum(found.seconds_by_kind().values()) == pytest.approx(seconds[memory <= budget].min(), rel=EXACT)
+            assert found.gap < 1e-6
+            used.add((found.analysis.graph.find_nodes(op="call_function", target=send)[0].args[0].name, found.solution.chosen))
+        search.options = dataclasses.replace(search.options, memory_budget=float(least) * (1 - 1e-3))
+        assert exact(search, shape, search.analysis.batch.size, 60.0) is None
+    assert len(used) > 1 or recompute == "none"  # cuts, strategies or what is kept differ
+
+
+def test_what_is_known_and_fits_is_not_lost() -> None:
+    """The draft of a pipeline, then the same solved to the end: never slower, nothing made again where memory is ample."""
+    model, sample = zoo.mlp(batch=16, layers=4)
+    analysis = small_graphs.analyse(model, sample)
+    cluster = Cluster.load("cpu")
+    options = Options(2, parallel=dict(pipeline=2), micro_batch_size=16)
+    search = Search(analysis, cluster, options)
+    shape = Shape(2, (Axis("data", 1, "data"),), 4)
+    first = assemble(search, search.draft(shape, 16))
+    known = sum(first.seconds_by_kind().values())
+    found = exact(search, shape, 16, 60.0, first)
+    assert found is not None
+    assert sum(found.seconds_by_kind().values()) <= known
+    assert not any(found.solution.bill.recomputation)
+    again = exact(search, shape, 16, 60.0, found)
+    assert again is found
+    assert again.gap < 1e-6
+    out_of_time = exact(search, shape, 16, 0.0, first)
+    assert out_of_time is first
+
+
+def test_a_cut_by_hand_is_kept() -> None:
+    search = search_of("deep", 1, "auto", 2)
+    shape = Shape(2, (Axis("data", 1, "data"),), 2)
+    for cut in cuts(search, 2):
+        found = exact(search, shape, search.analysis.batch.size, 60.0, starts=cut)
+        assert found is not None
+        first = next(n for n in found.analysis.graph.nodes if n.op == "call_function" and n.meta["stage"] == 1 and n.target is not send)
+        assert first.name == search.units.nodes[cut[1]][0].name
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_no_pipeline_is_faster_than_the_least(schedule: str) -> None:
+    draw = np.random.default_rng(0)
+    for p, m in itertools.product((2, 3, 4), (2, 4, 8)):
+        microbatches = m * p
+        uneven = (1 - 1 / microbatches) ** np.arange(p)[:, None] * draw.uniform(0, 1, 500)
+        random = draw.uniform(0, 1, (p, 500)) ** draw.integers(1, 6, 500)
+        for work in (uneven, random):
+            share = draw.uniform(0, 1, 500)
+            seconds = makespans(schedule, p, 1, microbatches, work * share, work * (1 - share))
+            assert (seconds >= least_steps(Shape(p, (), microbatches, 1, schedule)) * work.sum(axis=0) * (1 - 1e-9)).all()

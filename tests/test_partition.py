@@ -1,0 +1,121 @@
+"""Stage cuts against all of them tried, on random tables."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from autopar.search.partition import Stages
+from autopar.search.tables import KINDS, Tables
+
+
+def tables(seed: int, solutions: int, units: int, kinds: int) -> Tables:
+    """Each solution is slower and leaner than the one before, more so for some units; some units are alike."""
+    draw = np.random.default_rng(seed)
+    alike = np.concatenate([np.arange(kinds), draw.integers(0, kinds, units - kinds)])
+    slower = 1 + np.cumsum(draw.uniform(0, 0.3, (solutions, kinds)), axis=0)
+    leaner = np.cumprod(draw.uniform(0.3, 0.9, (solutions, kinds)), axis=0)
+    made = {
+        "forward": draw.uniform(1, 4, kinds) * slower,
+        "backward": draw.uniform(2, 8, kinds) * slower,
+        "kept": draw.uniform(1, 4, kinds) * leaner,
+        "state": np.tile(draw.uniform(1, 4, kinds), (solutions, 1)),
+        "step": np.zeros((solutions, kinds)),
+    }
+    return Tables(**{kind: made[kind][:, alike] for kind in KINDS}, everywhere={kind: np.zeros(solutions) for kind in KINDS}, alike=alike)
+
+
+def cuts(units: int, stages: int) -> list[tuple[int, ...]]:
+    return [(0, *rest) for rest in itertools.combinations(range(1, units), stages - 1)]
+
+
+def fastest(table: Tables, run: tuple[int, int], flight: float, budget: float) -> float:
+    """Of a run of units: the least seconds of all mixtures of solutions that fit."""
+    a, b = run
+    units = np.arange(a, b)
+    picks = np.array(list(itertools.product(range(len(table.seconds)), repeat=b - a)))
+    seconds, memory = table.seconds[picks, units].sum(axis=1), (table.kept[picks, units] * flight + table.state[picks, units]).sum(axis=1)
+    return float(seconds[memory <= budget].min(initial=math.inf))
+
+
+def step(times: Sequence[float], microbatches: int) -> float:
+    return sum(times) + (microbatches - 1) * max(times)
+
+
+@pytest.mark.parametrize(("units", "stages"), [(5, 1), (6, 2), (8, 3), (9, 4), (6, 6)])
+def test_the_cut_is_the_best_where_memory_is_free(units: int, stages: int) -> None:
+    for seed, microbatches in itertools.product(range(20), (1, 4, 32)):
+        table = tables(seed, 1, units, units)
+        found = Stages(table, [math.inf] * stages, [1.0] * stages, stages).best(microbatches)
+        assert found is not None
+        taking = table.seconds[0]
+        every = {cut: step([taking[a:b].sum() for a, b in itertools.pairwise([*cut, units])], microbatches) for cut in cuts(units, stages)}
+        assert found[1] == pytest.approx(min(every.values()))
+        assert every[found[0]] == pytest.approx(found[1])
+
+
+def budgets(table: Tables, flights: Sequence[float], part: float) -> list[float]:
+    """Between what equal stages take at their leanest and at their fastest."""
+    units, found = table.seconds.shape[1], []
+    for stage, flight in enumerate(flights):
+        a, b = (round(units * i / len(flights)) for i in (stage, stage + 1))
+        memory = (table.kept * flight + table.state)[:, a:b].sum(axis=1)
+        found.append(float(memory[-1] + part * (memory[0] - memory[-1])))
+    return found
+
+
+@pytest.mark.parametrize("part", [0.1, 0.5, 0.9])
+def test_each_unit_takes_what_is_fastest_within_memory(part: float) -> None:
+    mixed = 0
+    for seed in range(10):
+        table, flights = tables(seed, 3, 8, 3), [2.0, 1.0]
+        room = budgets(table, flights, part)
+        stages = Stages(table, room, flights, 2)
+        for cut in cuts(8, 2):
+            runs = list(itertools.pairwise([*cut, 8]))
+            least = [fastest(table, run, flight, budget) for run, flight, budget in zip(runs, flights, room, strict=True)]
+            taken = stages.points(cut)
+            assert (taken is None) == (max(least) == math.inf)
+            for stage, (a, b) in enumerate(runs):
+                estimated = float(stages.seconds(stage, np.array([a]), np.array([b]))[0])
+                assert estimated <= least[stage] * 1.01  # units in part are a relaxation, at prices for the most in flight
+                assert (estimated == math.inf) == (least[stage] == math.inf)
+                if taken is not None:
+                    units = np.arange(a, b)
+                    memory = table.kept * flights[stage] + table.state
+                    assert memory[taken[a:b], units].sum() <= room[stage] * (1 + 1e-6)
+                    assert table.seconds[taken[a:b], units].sum() == pytest.approx(least[stage], rel=1e-3)
+                    mixed += len(set(taken[a:b].tolist())) > 1
+    assert mixed
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("part", [0.2, 0.6])
+def test_the_cut_is_nearly_the_best_within_memory(stages: int, part: float) -> None:
+    """All cuts, each with its units' best mixtures; the search's cut, with the mixtures it takes there."""
+    for seed in range(15):
+        table, flights = tables(seed, 3, 8, 3), [float(stages - s) for s in range(stages)]
+        room = budgets(table, flights, part)
+        every = {
+            cut: step([fastest(table, run, *of) for run, *of in zip(itertools.pairwise([*cut, 8]), flights, room, strict=True)], 8)
+            for cut in cuts(8, stages)
+        }
+        found = Stages(table, room, flights, stages).best(8)
+        assert (found is None) == (min(every.values()) == math.inf)
+        if found is not None:
+            assert every[found[0]] <= min(every.values()) * 1.05
+
+
+def test_nothing_fits() -> None:
+    table = tables(0, 2, 4, 4)
+    stages = Stages(table, [1e-3, 1e-3], [1.0, 1.0], 2)
+    assert stages.best(4) is None
+    assert stages.points((0, 2)) is None
+    stage, state, kept = stages.least()
+    assert stage in (0, 1)
+    assert min(state, kept) > 0
+    assert Stages(table, [math.inf] * 5, [1.0] * 5, 5).best(4) is None  # more stages than units

@@ -1,0 +1,278 @@
+"""What autograd keeps is what the plan says it keeps: asked of real tensors, and measured in runs."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import math
+import operator
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import small_graphs
+import torch
+import torch.distributed as dist
+import zoo
+from by_hand import EMPTY, calls, compiled, one_device, part_of
+from equivalence import loss_of
+from live_bytes import LiveBytes
+from pool import Pools
+from torch import fx, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+import autopar
+from autopar.analysis import Analysis
+from autopar.graph import operands
+from autopar.passes.lower import lower
+from autopar.passes.recompute import recomputable
+from autopar.passes.stages import cut_stages
+from autopar.plan import Plan
+from autopar.runtime import recompute, remake
+from autopar.runtime.mesh import Mesh
+from autopar.runtime.pipeline import _Entry
+from autopar.runtime.program import Compiled
+from autopar.runtime.random import Streams
+from autopar.saved import Saved, activation_bytes, saved, transient_bytes
+
+MODELS = ("gpt2", "llama", "vit", "t5", "bert", "cnn")
+TINY = 64  # bytes that do not count: a bias, two numbers
+
+
+def _analysed(name: str, **options: Any) -> tuple[nn.Module, dict[str, Any], Analysis]:
+    model, sample = getattr(zoo, name)(**options)
+    return model, sample, small_graphs.analyse(model, sample)
+
+
+# -- of each call
+
+
+class _Real(fx.Interpreter):
+    """Runs a graph on real tensors and notes what autograd saves in each call."""
+
+    def __init__(self, analysis: Analysis) -> None:
+        super().__init__(fx.GraphModule(nn.Module(), analysis.graph), graph=analysis.graph)
+        self.differentiable, self.found = set(analysis.differentiable), dict[fx.Node, Saved]()
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op != "call_function":
+            return super().run_node(n)
+        for m, _ in operands(n):
+            if isinstance(self.env[m], torch.Tensor):
+                self.env[m] = self.env[m].detach().requires_grad_({m, n} <= self.differentiable)
+        tensors = [self.env[m] for m, _ in operands(n)]
+        packed: list[torch.UntypedStorage] = []
+        with saved_tensors_hooks(lambda t: packed.append(t.untyped_storage()), lambda _: None):
+            out = super().run_node(n)
+        if n.target is operator.getitem or not isinstance(out, torch.Tensor):
+            return out
+        own, result = [t.untyped_storage()._cdata for t in tensors], out.untyped_storage()._cdata
+        sizes = {s._cdata: s.nbytes() for s in packed}
+        internal = sum(size for s, size in sizes.items() if s not in own and s != result)
+        alias = own.index(result) if result in own else None
+        self.found[n] = Saved(frozenset(k for k, s in enumerate(own) if s in sizes), result in sizes, float(internal), alias)
+        return out.detach()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, torch.float32) for name in zoo.MODELS), ("gpt2", torch.bfloat16), ("cnn", torch.bfloat16)]
+)
+def test_calls_save_what_they_save_on_real_tensors(name: str, dtype: torch.dtype) -> None:
+    _, sample, analysis = _analysed(name, dtype=dtype)
+    names = {i.name: i for i in analysis.captured.inputs}
+    inputs = iter([t for t in sample.values() if isinstance(t, torch.Tensor)])
+    real = _Real(analysis)
+    placeholders = [n for n in analysis.graph.nodes if n.op == "placeholder"]
+    state = analysis.captured.state
+    real.run(*(next(inputs) if names[n.name].kind == "input" else state[names[n.name].target] for n in placeholders))
+    asked = saved(analysis.graph.nodes, analysis.differentiable, "cpu")
+    for node, found in real.found.items():
+        if "norm" in node.name and dtype is torch.bfloat16:  # statistics are bfloat16 on a CPU, float32 on a GPU and on meta
+            assert dataclasses.replace(asked[node], nbytes=asked[node].nbytes / 2) == found
+        else:
+            assert asked[node] == found, node.name
+
+
+def test_a_thousand_calls_are_asked_in_a_second() -> None:
+    _, _, analysis = _analysed("gpt2", layers=24)
+    start = time.perf_counter()
+    asked = saved(analysis.graph.nodes, analysis.differentiable, "cpu")
+    assert len(asked) > 700
+    assert time.perf_counter() - start < 1
+
+
+# -- of a plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Bytes:
+    """Kept by the forward, and at most had beyond that by the backward, gradients aside."""
+
+    kept: float
+    transient: float
+
+
+def predicted(analysis: Analysis, plan: Plan, stage: int = 0) -> Bytes:
+    given = analysis, plan.nodes, plan.conversions, plan.mesh_sizes, "cpu", plan.recomputed
+    return Bytes(activation_bytes(*given)[stage], transient_bytes(*given)[stage])
+
+
+def measured(program: Compiled, sample: dict[str, Any]) -> Bytes:
+    """Of the forward, all that is alive but the loss and gathered parameters; of the backward, what is alive when calls run again."""
+    live = LiveBytes()
+    with live:
+        loss = loss_of(program(**sample))
+    gc.collect()
+    _let_go()
+    gathered = sum(w.leaf.untyped_storage().nbytes() for w in program._state.weights.values() if w.gathered)
+    held = live.alive()
+    most = [held]
+    with _watching(live, most):
+        loss.backward()
+    return Bytes(held - gathered - loss.untyped_storage().nbytes(), max(most) - held)
+
+
+def _let_go() -> None:
+    """Time for gloo's threads, which hold what they sent a little longer."""
+    if dist.get_world_size() > 1:
+        time.sleep(0.002)
+
+
+@contextmanager
+def _watching(live: LiveBytes, found: list[int]) -> Iterator[None]:
+    """Within, notes the bytes alive whenever a call that is made again has returned."""
+    compute, tensors = remake.compute, remake.tensors_in
+
+    def watched(call: Any) -> None:
+        with live:
+            compute(call)
+
+    def noted(out: Any) -> list[torch.Tensor]:
+        _let_go()
+        found.append(live.alive())
+        return tensors(out)
+
+    with mock.patch.object(remake, "compute", watched), mock.patch.object(remake, "tensors_in", noted):
+        yield
+
+
+def one_rank(name: str, dropout: float) -> list[tuple[Bytes, Bytes]]:
+    """Measured and predicted, with nothing, everything and parts recomputed; a rank's work."""
+    model, sample, analysis = _analysed(name, dropout=dropout)
+    names = calls(analysis)
+    found = []
+    for recomputed in ((), tuple(names), *(part_of(names, share, seed) for seed, share in enumerate((0.2, 0.5, 0.8, 0.9)))):
+        plan = one_device(analysis, recomputed=recomputed)
+        found.append((measured(compiled(analysis, plan, copy.deepcopy(model)), sample), predicted(analysis, plan)))
+    return found
+
+
+@pytest.mark.parametrize(("name", "dropout"), [*((name, 0.0) for name in MODELS), ("gpt2", 0.1), ("t5", 0.1)])
+def test_kept_on_one_rank(ranks: Pools, name: str, dropout: float) -> None:
+    (found,) = ranks(1).run(one_rank, name, dropout)
+    for real, said in found:
+        assert real == said
+    nothing, everything = found[0][0], found[1][0]
+    assert everything.kept < 0.01 * nothing.kept
+    assert nothing.transient == 0
+    assert everything.transient >= nothing.kept
+
+
+def random_plans(name: str, sizes: tuple[int, ...], seeds: list[int]) -> list[tuple[Bytes, Bytes]]:
+    _clear_sharding_prop_cache()
+    model, sample = small_graphs.make(name)
+    analysis = small_graphs.analyse(model, sample)
+    space, mesh = small_graphs.Space(analysis, sizes), Mesh(sizes, tuple("ab"[: len(sizes)]), "cpu")
+    found = []
+    for seed in seeds:
+        plan = space.plan(space.random(seed))
+        names = sorted(set(recomputable(lower(analysis, plan).train.graph).values()))
+        plan = dataclasses.replace(plan, recomputed=part_of(names, seed / max(seeds), seed))
+        found.append((measured(compiled(analysis, plan, model, mesh), sample), predicted(analysis, plan)))
+    return found
+
+
+@pytest.mark.parametrize("sizes", [(2,), pytest.param((2, 2), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", small_graphs.MODELS)
+def test_kept_with_random_plans(ranks: Pools, name: str, sizes: tuple[int, ...]) -> None:
+    for each in zip(*ranks(math.prod(sizes)).run(random_plans, name, sizes, list(range(4))), strict=True):
+        said = each[0][1]
+        for real, _ in each:
+            assert abs(real.kept - said.kept) <= TINY
+            # Which of its operands a backward asks for first is up to torch, and so is what is computed again first.
+            assert abs(real.transient - said.transient) <= 0.15 * (said.kept + said.transient)
+
+
+TENSOR = dict(parallel=dict(tensor=dict(size=2, mode="1d")))
+SHARDED = [("gpt2", TENSOR), ("vit", dict(parallel=dict(data=2))), ("cnn", {})]
+MORE = [pytest.param(name, TENSOR, marks=pytest.mark.slow) for name in ("llama", "t5", "bert")]
+
+
+def sharded(name: str, options: dict[str, Any]) -> list[tuple[Bytes, Bytes]]:
+    _clear_sharding_prop_cache()
+    model, sample, analysis = _analysed(name)
+    plan = autopar.plan(model, sample, 2, progress=False, **options)
+    names = sorted(set(recomputable(lower(analysis, plan).train.graph).values()))
+    found = []
+    for recomputed in ((), tuple(names), part_of(names, 0.5, 0)):
+        given = dataclasses.replace(plan, recomputed=recomputed)
+        found.append((measured(compiled(analysis, given, model), sample), predicted(analysis, given)))
+    return found
+
+
+@pytest.mark.parametrize(("name", "options"), [*SHARDED, *MORE])
+def test_kept_when_sharded(ranks: Pools, name: str, options: dict[str, Any]) -> None:
+    for each in ranks(2).run(sharded, name, options):
+        for real, said in each:
+            assert abs(real.kept - said.kept) <= 0.001 * said.kept + TINY
+            assert abs(real.transient - said.transient) <= 0.02 * (said.kept + said.transient)
+
+
+# -- of stages
+
+
+def _entry(t: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+    """No leaf, which autograd would hold on to for itself."""
+    return _Entry.apply(anchor, [], t)[0]
+
+
+def stage_by_stage(analysis: Analysis, plan: Plan, sample: dict[str, Any]) -> list[int]:
+    """The bytes that autograd holds in each stage, run one after the other in this process."""
+    lowered = lower(analysis, plan)
+    arguments = [analysis.captured.state[name].detach() for name in lowered.state]
+    arguments = [t.requires_grad_(analysis.captured.state[n].requires_grad) for n, t in zip(lowered.state, arguments, strict=True)]
+    arguments += [t for t in sample.values() if isinstance(t, torch.Tensor)]
+    sent: list[torch.Tensor] = []
+    found, anchor = [], torch.zeros((), requires_grad=True)
+    for stage in lowered.stages:
+        graph = stage.train
+        program = fx.GraphModule(nn.Module(), graph.graph)
+        with LiveBytes() as live:
+            received = [_entry(t.clone(), anchor) if c.differentiable else t.clone() for t, c in zip(sent, graph.received, strict=True)]
+            flat = recompute.run(program, SimpleNamespace(streams=Streams(0)), [*(arguments[i] for i in graph.uses), *received])
+            edges = [torch.autograd.graph.get_gradient_edge(t) for t in flat if t.requires_grad]
+            sent = [t.detach().clone(memory_format=torch.contiguous_format) for t in flat[: len(graph.sent)]]
+            # What left this process stays alive for the next stage here only.
+            del flat, received
+            found.append(live.alive() - sum(t.untyped_storage().nbytes() for t in sent))
+            del edges
+    return found
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_kept_by_stages(name: str, share: float) -> None:
+    _, sample, whole = _analysed(name)
+    names = calls(whole)
+    starts = [names[len(names) * i // 3] for i in (1, 2)]
+    analysis = Analysis(cut_stages(whole.captured, starts))
+    stages = tuple(dataclasses.replace(EMPTY, start=start) for start in ("", *starts))
+    plan = one_device(analysis, stages=stages, recomputed=part_of(names, share, 0))
+    given = analysis, plan.nodes, plan.conversions, (), "cpu", plan.recomputed
+    assert stage_by_stage(analysis, plan, sample) == list(activation_bytes(*given).values())

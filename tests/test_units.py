@@ -1,0 +1,150 @@
+"""Where models can be cut: between layers and halves of layers, with as little alive as there is; and cuts made by hand."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import small_graphs
+import torch.fx as fx
+import zoo
+
+from autopar.analysis import Analysis
+from autopar.errors import PlanError
+from autopar.search.handmade import cut_before
+from autopar.search.units import Units, units
+
+HEAVY = ("matmul", "conv", "attention")
+MODELS = ["gpt2", "llama", "mixtral", "bert", "vit", "t5", "unet", "cnn", "mixer", "mlp"]
+
+
+def analysed(name: str, layers: int = 2) -> Analysis:
+    return small_graphs.analyse(*getattr(zoo, name)(batch=8, layers=layers))
+
+
+def found(analysis: Analysis) -> Units:
+    return units(analysis, analysis.shared)
+
+
+def calls(analysis: Analysis) -> list[fx.Node]:
+    return [n for n in analysis.graph.nodes if n.op == "call_function" and n not in analysis.shared]
+
+
+def alive(analysis: Analysis, start: fx.Node) -> list[fx.Node]:
+    """The tensors that would be sent to a stage that starts here."""
+    order = calls(analysis)
+    place = {n: i for i, n in enumerate(order)}
+    at = place[start]
+    return [n for n in order[:at] if any(place.get(user, -1) >= at for user in n.users)]
+
+
+def modules(analysis: Analysis) -> list[str]:
+    return [start.meta["module"] for start in found(analysis).starts[1:]]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_units_are_the_graph_in_order(name: str) -> None:
+    """Every call is in one unit, but those that each stage makes for itself; no unit is without work."""
+    analysis = analysed(name)
+    parts = found(analysis)
+    assert [n for unit in parts.nodes for n in unit] == calls(analysis)
+    assert parts.everywhere == analysis.shared
+    for unit in parts.nodes[:-1]:
+        rules = [analysis.rules[n] for n in unit]
+        assert any(rule is not None and rule.kind in HEAVY for rule in rules) or unit is parts.nodes[0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_place_near_by_is_better(name: str) -> None:
+    """A boundary never has all that another one next to it has, and more."""
+    analysis = analysed(name)
+    crossing = [set(alive(analysis, start)) for start in found(analysis).starts[1:]]
+    for one, other in itertools.pairwise(crossing):
+        assert not one < other
+        assert not other < one
+
+
+@pytest.mark.parametrize(
+    ("name", "halves"),
+    [
+        ("gpt2", "transformer.h.{}.ln_1 transformer.h.{}.ln_2"),
+        ("llama", "model.layers.{}.input_layernorm model.layers.{}.post_attention_layernorm"),
+        ("mixtral", "model.layers.{}.input_layernorm model.layers.{}.post_attention_layernorm"),
+    ],
+)
+def test_transformers_are_cut_where_only_the_residual_stream_goes_on(name: str, halves: str) -> None:
+    analysis, layers = analysed(name, 4), 4
+    starts = [half.format(i) for i in range(layers) for half in halves.split()]
+    assert modules(analysis)[: 2 * layers] == starts
+    assert all(len(alive(analysis, start)) == 1 for start in found(analysis).starts[1:])
+    assert len(found(analysis).nodes) == 2 * layers + 2  # the embedding, and the head
+
+
+def test_vit_is_cut_between_its_layers() -> None:
+    analysis = analysed("vit", 4)
+    single = [s.meta["module"] for s in found(analysis).starts[1:] if len(alive(analysis, s)) == 1]
+    halves = [f"vit.layers.{i}.layernorm_{when}" for i in range(1, 4) for when in ("before", "after")]
+    assert set(halves) <= set(single)
+
+
+def test_t5_takes_the_encoders_result_along() -> None:
+    analysis = analysed("t5", 3)
+    places = {s.meta["module"]: alive(analysis, s) for s in found(analysis).starts[1:]}
+    assert {f"encoder.block.{i}.layer.0.layer_norm" for i in range(1, 3)} <= set(places)
+    halves = {f"decoder.block.{i}.layer.{j}.layer_norm" for i in range(1, 3) for j in range(3)}
+    assert halves <= set(places)
+    encoded = next(n for n in reversed(calls(analysis)) if n.meta["module"].startswith("encoder."))
+    for module in halves - {"decoder.block.2.layer.2.layer_norm"}:  # there it has been read for the last time
+        sent = places[module]
+        assert any(n.meta["module"].startswith("encoder.") for n in sent), (module, encoded)
+        assert len(sent) <= 3  # with the decoder's own stream, and the positions' bias while layers still read it
+
+
+def test_a_unet_is_cut_where_few_skips_are_open() -> None:
+    """On the way down skips pile up: it is cut before them and after them, not below, where all of them cross."""
+    analysis = analysed("unet", 3)
+    parts = found(analysis)
+    crossing = {s: alive(analysis, s) for s in parts.starts[1:]}
+    assert all(len(sent) == 1 for sent in crossing.values())
+    assert {s.meta["module"] for s in parts.starts} >= {"enter", "leave"}
+    below = [n for n in calls(analysis) if n.meta["module"].startswith("down.2")]
+    assert not set(below) & set(parts.starts)
+
+
+def test_a_cnn_is_cut_between_its_blocks() -> None:
+    analysis = analysed("cnn", 4)
+    single = [s.meta["module"] for s in found(analysis).starts[1:] if len(alive(analysis, s)) == 1]
+    for block in range(4, 9):  # of the body: after the stem
+        assert any(module.startswith(f"body.{block}") for module in single), (block, single)
+
+
+def test_a_cut_asked_for_is_a_start() -> None:
+    analysis = analysed("gpt2")
+    inside = next(n for n in calls(analysis) if n.meta["module"] == "transformer.h.0.mlp.c_proj")
+    assert inside not in found(analysis).starts
+    parts = units(analysis, analysis.shared, [inside])
+    assert inside in parts.starts
+    assert set(found(analysis).starts) < set(parts.starts)
+
+
+def test_cuts_by_hand() -> None:
+    analysis = analysed("gpt2", 12)
+    cuts = cut_before(analysis, ["transformer.h.1", "transformer.h.10", "transformer.ln_f"])
+    assert [n.meta["module"] for n in cuts] == ["transformer.h.1.ln_1", "transformer.h.10.ln_1", "transformer.ln_f"]
+    assert all(n in found(analysis).starts for n in cuts)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["transformer.h.7"], r"'transformer.h.7', which is no module that runs; nearest: .*transformer.h.1"),
+        (["transformer"], "where the model begins: stage 0 would be empty"),
+        (["transformer.wte"], "where the model begins: stage 0 would be empty"),
+        (["transformer.h.1", "transformer.h.0"], "makes a cycle: 'transformer.h.0' runs before 'transformer.h.1'"),
+        (["transformer.h.1", "transformer.h.1"], "makes a cycle"),
+        (["nonsense"], "which is no module that runs; nearest: "),
+    ],
+)
+def test_bad_cuts_by_hand(names: list[str], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        cut_before(analysed("gpt2"), names)
