@@ -38,13 +38,13 @@ class Analysis:
         found: set[fx.Node] = set()
         for node, rule in self.rules.items():
             cheap = rule is not None and not rule.flops and not rule.writes
-            free = (
-                n in found if n.op == "call_function" else n not in self.state or self.state[n].kind != "parameter"
-                for n in node.all_input_nodes
-            )
-            if cheap and node not in self.differentiable and all(free):
+            if cheap and node not in self.differentiable and all(n in found or self._is_given(n) for n in node.all_input_nodes):
                 found.add(node)
         return frozenset(found)
+
+    def _is_given(self, node: fx.Node) -> bool:
+        """Whether every rank has a tensor without asking: it is an input, a buffer or a constant."""
+        return node.op == "placeholder" and (node not in self.state or self.state[node].kind != "parameter")
 
     @property
     def outputs(self) -> tuple[fx.Node, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import os
 import random
 import statistics
 import sys
@@ -168,6 +169,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = arguments()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells when it starts and stops
     torch.set_num_threads(1)  # the "cpu" cluster's device is one core
     tokens = torch.randint(0, 1024, (options.batch, options.sequence), generator=torch.Generator().manual_seed(1))
     frontier = Frontier(build(options), inputs(tokens), options.batch, options.cluster)

@@ -1,8 +1,9 @@
 """What it brings to decide sharding and recomputation together: against the best sharding first, then the best recomputation for it.
 
-The models, batches, devices and meshes are those of table 1 of arXiv 2104.04473 (Megatron-LM). Both plans are predictions for the same
-cluster under the same budgets, which are fractions of the memory that the fastest plan takes where memory is free: at all of it both are
-that plan. First and then: every node and parameter is sharded as in that plan, and only what is recomputed is chosen under the budget.
+The models, batches, devices and meshes are those of table 1 of arXiv 2104.04473 (Megatron-LM), with microbatches so large that memory
+binds. Both plans are predictions for the same cluster, under the same budgets. First and then: every node and parameter is sharded as in
+the fastest plan where memory is free, and only what is recomputed is chosen under the budget (and the stage cuts, anew). A plan counts for
+all budgets that it fits, so that neither column gets worse where there is more memory.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from autopar.search.search import Search
 from autopar.search.shape import Shape
 
 VOCABULARY, SEQUENCE = 51200, 2048
-UNLIMITED = 1e18
+UNLIMITED = 1e9  # GB
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ class Case:
 
 
 CASES = {
-    "gpt-18b": Case(40, 6144, 48, 1024, data=32, tensor=8, pipeline=1, micro=8),
-    "gpt-39b": Case(48, 8192, 64, 1536, data=32, tensor=8, pipeline=2, micro=4),
+    "gpt-18b": Case(40, 6144, 48, 1024, data=32, tensor=8, pipeline=1, micro=16),
+    "gpt-39b": Case(48, 8192, 64, 1536, data=32, tensor=8, pipeline=2, micro=8),
     "gpt-76b": Case(60, 10240, 80, 1792, data=32, tensor=8, pipeline=4, micro=4),
     "gpt-145b": Case(80, 12288, 96, 2304, data=24, tensor=8, pipeline=8, micro=4),
 }
@@ -111,41 +112,45 @@ def plan(search: Search, samples: int) -> Found | BudgetError:
         return e
 
 
-def rows(name: str, cluster: Cluster, fractions: list[float]) -> Iterator[tuple[str, ...]]:
+def rows(name: str, cluster: Cluster, budgets: list[float]) -> Iterator[tuple[str, ...]]:
+    """Of each budget, in GB, the smallest first; at the end where memory is free."""
     case = CASES[name]
     sizes = dict(n_layer=case.layers, n_embd=case.hidden, n_head=case.heads, vocab_size=VOCABULARY, n_positions=SEQUENCE)
     off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     model, sample = build("GPT2", sizes | off, case.batch, SEQUENCE)
     analysis = analyse(model, sample, None, case.batch // case.data // case.micro)[0]
-    free = plan(next(searches(name, cluster, UNLIMITED, analysis)), case.batch)
-    assert isinstance(free, Found)
-    most = max(free.device_bytes())
-    yield (name, str(case), "free", f"{most / 2**30:.1f}", *[f"{seconds(free):.3f}"] * 2, "1.000")
-    for fraction in fractions:
-        joint, apart = (plan(search, case.batch) for search in searches(name, cluster, fraction * most, analysis))
+    joint: Found | BudgetError | None = None
+    apart: Found | BudgetError | None = None
+    for budget in [*sorted(budgets), UNLIMITED]:
+        both, alone = (plan(search, case.batch) for search in searches(name, cluster, 1e9 * budget, analysis))
+        joint, apart = (better(old, new) for old, new in ((joint, both), (apart, alone)))
         ratio = f"{seconds(apart) / seconds(joint):.3f}" if math.isfinite(seconds(joint) + seconds(apart)) else ""
-        yield (name, "", f"{fraction:.0%}", f"{fraction * most / 2**30:.1f}", shown(joint), shown(apart), ratio)
+        yield (name, str(case), "free" if budget == UNLIMITED else f"{budget:g}", shown(joint), shown(apart), ratio)
+
+
+def better(old: Found | BudgetError | None, new: Found | BudgetError) -> Found | BudgetError:
+    return new if old is None or seconds(new) <= seconds(old) else old
 
 
 def seconds(found: Found | BudgetError) -> float:
-    return sum(found.seconds_by_kind().values()) if isinstance(found, Found) else math.inf
+    return found.seconds if isinstance(found, Found) else math.inf
 
 
 def shown(found: Found | BudgetError) -> str:
-    return f"needs {found.least / 2**30:.1f} GiB" if isinstance(found, BudgetError) else f"{seconds(found):.3f}"
+    if isinstance(found, BudgetError):
+        return f"needs {found.least / 1e9:.1f} GB"
+    return f"{seconds(found):.3f} ({max(found.device_bytes()) / 1e9:.1f} GB)"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="NAME", help=", ".join(CASES))
-    parser.add_argument(
-        "--fractions", nargs="+", type=float, default=[0.9, 0.75, 0.6, 0.5], help="budgets, of what is taken where memory is free"
-    )
+    parser.add_argument("--budgets", nargs="+", type=float, default=[80.0, 60.0, 40.0, 30.0], help="GB a device")
     parser.add_argument("--cluster", default="a100-sxm")
     options = parser.parse_args()
     cluster = Cluster.load(options.cluster)
-    found = [row for name in tqdm(options.cases, "planning", leave=False) for row in rows(name, cluster, options.fractions)]
-    headers = ("model", "mesh", "budget", "GiB", "together s", "first and then s", "ratio")
+    found = [row for name in tqdm(options.cases, "planning", leave=False) for row in reversed(list(rows(name, cluster, options.budgets)))]
+    headers = ("model", "mesh", "budget GB", "together s", "first and then s", "ratio")
     print(f"{options.cluster}, bf16, AdamW, sequence {SEQUENCE}\n\n{tabulate(found, headers=headers, disable_numparse=True)}")
 
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 from tqdm import tqdm
@@ -31,7 +31,7 @@ PEER = {  # (layers, mesh): what the peer took
 }
 TARGET = {(32, (32, 8)): "8 s, 1.5 GiB", (1, (4, 8, 8)): "20 s"}
 LLAMA = dict(num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192)
-WHOLE = {  # name: family, configuration, batch, sequence, devices, what is asked
+WHOLE: dict[str, Any] = {  # name: family, configuration, batch, sequence, devices, what is asked
     "llama-3-8b": (
         "Llama",
         LLAMA | dict(num_hidden_layers=32, hidden_size=4096, num_attention_heads=32, intermediate_size=14336),

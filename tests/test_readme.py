@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import os
 import re
 import socket
@@ -18,8 +19,8 @@ from autopar.search.options import Options
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PLAN, TRAIN, CONSTRAIN = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-UNAVAILABLE = {"schedule", "recompute", "precision"}  # they exist to say that they cannot be planned yet
+PLAN, TRAIN, CONSTRAIN, CUT = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+UNAVAILABLE = {"precision"}  # it exists to say that it cannot be planned yet
 
 
 def first_column(header: str) -> list[str]:
@@ -52,6 +53,12 @@ def test_planning_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     stored = {name: parameter.stored for name, parameter in names["plan"].parameters.items() if name.endswith("mlp.c_fc.weight")}
     assert len(stored) == 12
     assert {repr(layout) for layout in stored.values()} == {"(I, S1)"}
+    exec(CUT, names)
+    assert [stage.name for stage in names["plan"].stages[1:]] == [f"transformer.h.{i} to transformer.h.{i + 2}" for i in (3, 6)] + [
+        "transformer.h.9 to lm_head"
+    ]
+    assert names["plan"].timeline().strip() in capsys.readouterr().out
+    assert json.loads(Path("trace.json").read_text())["traceEvents"]
 
 
 def test_training_code_runs(tmp_path: Path) -> None:

@@ -28,7 +28,5 @@ def attention(call: Call) -> Rule | None:
         sizes={"n": k[1]},
         flops=2.0 * math.prod(q[:3]) * k[2] * (q[3] + v[3]) / (2 if call["is_causal"] else 1),
         kind="attention",
-        saves=(0, 1, 2, -1),
-        saved_bytes=4.0 * math.prod(q[:3]),
         kernels=dict.fromkeys(names, "attention") if call["dropout_p"] else {},
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from autopar.rules.registry import Call, register_rule
 from autopar.rules.rule import Rule
 
@@ -17,12 +15,12 @@ logical_not logical_or logical_xor lt nan_to_num ne remainder round sign trunc""
 
 @register_rule(*(f"aten.{n}" for n in _INPUT.split()))
 def unary_reading_input(call: Call) -> Rule:
-    return call.rule(_nonlinear(call), saves=tuple(range(len(call.inputs))))
+    return call.rule(_nonlinear(call))
 
 
 @register_rule(*(f"aten.{n}" for n in _OUTPUT.split()))
 def unary_reading_output(call: Call) -> Rule:
-    return call.rule(_nonlinear(call), saves=(-1,))
+    return call.rule(_nonlinear(call))
 
 
 @register_rule(*(f"aten.{n}" for n in _NOTHING.split()))
@@ -32,7 +30,7 @@ def reading_nothing(call: Call) -> Rule:
 
 @register_rule("aten.minimum", "aten.maximum", "aten.min", "aten.max", "aten.atan2")
 def comparison(call: Call) -> Rule | None:
-    return call.rule(_nonlinear(call), saves=(0, 1)) if len(call.inputs) == 2 else None
+    return call.rule(_nonlinear(call)) if len(call.inputs) == 2 else None
 
 
 @register_rule("aten.neg", "aten.to", "aten.detach")
@@ -53,8 +51,8 @@ def multiplication(call: Call) -> Rule:
     if len(call.inputs) == 1:
         return call.rule("... -> ...")
     if call.inputs[0] is call.inputs[1]:
-        return call.rule("~..., ~... -> ...", saves=(0,))
-    return call.rule("..., ... -> ...", saves=(0, 1))
+        return call.rule("~..., ~... -> ...")
+    return call.rule("..., ... -> ...")
 
 
 @register_rule("aten.div")
@@ -62,34 +60,34 @@ def division(call: Call) -> Rule:
     if call.arguments.get("rounding_mode") is not None:
         return call.rule(_nonlinear(call))
     if call.node.args[0] is not call.inputs[0]:  # number / tensor
-        return call.rule("~... -> ...", saves=(0, -1))
+        return call.rule("~... -> ...")
     if len(call.inputs) == 1:
         return call.rule("... -> ...")
-    return call.rule("..., ~... -> ...", saves=(0, 1))
+    return call.rule("..., ~... -> ...")
 
 
 @register_rule("aten.where")
 def selection(call: Call) -> Rule:
     if len(call.inputs) == 3:
-        return call.rule("~..., ... + ... -> ...", saves=(0,))
-    return call.rule("~..., ~... -> ..." if len(call.inputs) == 2 else "~... -> ...", saves=(0,))
+        return call.rule("~..., ... + ... -> ...")
+    return call.rule("~..., ~... -> ..." if len(call.inputs) == 2 else "~... -> ...")
 
 
 @register_rule("aten.masked_fill")
 def masked_fill(call: Call) -> Rule:
-    return call.rule(", ".join(["~..."] * len(call.inputs)) + " -> ...", saves=(1,))
+    return call.rule(", ".join(["~..."] * len(call.inputs)) + " -> ...")
 
 
 @register_rule("aten.addcmul", "aten.addcdiv", "aten.lerp")
 def ternary(call: Call) -> Rule:
-    return call.rule(_nonlinear(call), saves=tuple(range(len(call.inputs))))
+    return call.rule(_nonlinear(call))
 
 
 @register_rule("aten.dropout")
 def dropout(call: Call) -> Rule:
     # Every split draws different numbers, so every factor that is split tells the kernel.
     factors = call.rule("... -> ...").sizes
-    return call.rule("... -> ...", saved_bytes=float(math.prod(call.shape)), kernels=dict.fromkeys(factors, "dropout"))
+    return call.rule("... -> ...", kernels=dict.fromkeys(factors, "dropout"))
 
 
 def _nonlinear(call: Call) -> str:

@@ -13,7 +13,7 @@ def embedding(call: Call) -> Rule | None:
     if call["scale_grad_by_freq"] or call["sparse"]:
         return None
     # A split vocabulary looks up what it holds and leaves zeros: a pending sum.
-    return call.rule("v h, ~... -> ... h", kernels={"v": "embedding_vocabulary"}, saves=(1,))
+    return call.rule("v h, ~... -> ... h", kernels={"v": "embedding_vocabulary"})
 
 
 @register_rule("aten.gather", "aten.take_along_dim")
@@ -25,7 +25,7 @@ def gather(call: Call) -> Rule | None:
     index = " ".join(f"d{d}" for d in range(n))
     whole = [f"d{d}" for d in range(n) if source[d] != f"d{d}" and d != dim] + [f for f in source if f[0] == "s"]
     # The source must be whole along the dim looked up; the index need not be.
-    return call.rule(f"{' '.join(source)}, ~{index} -> {index}", whole=whole, saves=(1,))
+    return call.rule(f"{' '.join(source)}, ~{index} -> {index}", whole=whole)
 
 
 @register_rule("aten.index_select")
@@ -33,7 +33,7 @@ def index_select(call: Call) -> Rule:
     n, (dim,) = len(call.shape), call.dims("dim")
     source = " ".join("v" if d == dim else f"d{d}" for d in range(n))
     out = " ".join("i" if d == dim else f"d{d}" for d in range(n))
-    return call.rule(f"{source}, ~i -> {out}", whole="v", saves=(1,))
+    return call.rule(f"{source}, ~i -> {out}", whole="v")
 
 
 @register_rule("aten.index")
@@ -61,7 +61,6 @@ def index(call: Call) -> Rule | None:
         ", ".join([source, *("~" + i for i in indices)]) + f" -> {out}",
         whole=[f"v{d}" for d in places],
         sizes=sizes,
-        saves=tuple(range(1, len(call.inputs))),
     )
 
 

@@ -19,7 +19,7 @@ def cross_entropy(call: Call) -> Rule:
     # The maximum, the target's logit and the sum of exponentials: three numbers a row, forward only.
     sent = Communication("all_reduce", 3.0 * math.prod(call.shapes[1]), tuple(rows))
     vocabulary = Option((S(n - 1), *[I] * (len(call.inputs) - 1)), I, "v", "cross_entropy_vocabulary")
-    return call.rule(spec, whole="v", sums=frozenset(rows), extra=(vocabulary,), communication={"v": (sent,)}, saves=(0,))
+    return call.rule(spec, whole="v", sums=frozenset(rows), extra=(vocabulary,), communication={"v": (sent,)})
 
 
 @register_rule("autopar.target_count")
@@ -36,4 +36,4 @@ poisson_nll_loss smooth_l1_loss soft_margin_loss"""
 @register_rule(*(f"aten.{n}" for n in _ELEMENTWISE.split()))
 def elementwise_loss(call: Call) -> Rule | None:
     """Without reduction; with ``mean`` or ``sum`` the capture writes the reduction as an operator of its own."""
-    return call.rule(", ".join(["~..."] * len(call.inputs)) + " -> ...", saves=(0, 1)) if call["reduction"] == 0 else None
+    return call.rule(", ".join(["~..."] * len(call.inputs)) + " -> ...") if call["reduction"] == 0 else None

@@ -13,8 +13,8 @@ from autopar.rules.rule import Rule
 def linear(call: Call) -> Rule:
     x, w = call.shapes[:2]
     if len(w) == 1:
-        return call.rule("... k, k + 1 -> ...", flops=2.0 * math.prod(x), kind="matmul", saves=(0, 1))
-    return call.rule("... k, n k + n -> ... n", flops=2.0 * math.prod(x) * w[0], kind="matmul", saves=(0, 1))
+        return call.rule("... k, k + 1 -> ...", flops=2.0 * math.prod(x), kind="matmul")
+    return call.rule("... k, n k + n -> ... n", flops=2.0 * math.prod(x) * w[0], kind="matmul")
 
 
 @register_rule("aten.matmul", "aten.bmm", "aten.mv", "aten.dot")
@@ -25,22 +25,20 @@ def matmul(call: Call) -> Rule:
     out = " ".join(["..."] * (a > 2 or b > 2) + ["i"] * (a > 1) + ["j"] * (b > 1))
     if "..." not in out:
         left, right = left.replace("... ", ""), right.replace("... ", "")
-    return call.rule(f"{left}, {right} -> {out}", flops=2.0 * math.prod(call.shape) * call.shapes[0][-1], kind="matmul", saves=(0, 1))
+    return call.rule(f"{left}, {right} -> {out}", flops=2.0 * math.prod(call.shape) * call.shapes[0][-1], kind="matmul")
 
 
 @register_rule("aten.baddbmm")
 def baddbmm(call: Call) -> Rule | None:
     if len(call.shapes[0]) != 3:
         return None
-    return call.rule(
-        "... i j + ... i k, ... k j -> ... i j", flops=2.0 * math.prod(call.shape) * call.shapes[1][-1], kind="matmul", saves=(1, 2)
-    )
+    return call.rule("... i j + ... i k, ... k j -> ... i j", flops=2.0 * math.prod(call.shape) * call.shapes[1][-1], kind="matmul")
 
 
 @register_rule("aten.addmm")
 def addmm(call: Call) -> Rule:
     bias = "i j" if len(call.shapes[0]) == 2 else "j"
-    return call.rule(f"{bias} + i k, k j -> i j", flops=2.0 * math.prod(call.shape) * call.shapes[1][-1], kind="matmul", saves=(1, 2))
+    return call.rule(f"{bias} + i k, k j -> i j", flops=2.0 * math.prod(call.shape) * call.shapes[1][-1], kind="matmul")
 
 
 @register_rule("aten.conv1d", "aten.conv2d", "aten.conv3d")
@@ -60,6 +58,5 @@ def convolution(call: Call) -> Rule | None:
         whole=[*window, *x_space.split(), *y_space.split(), *(["c", "o"] if groups > 1 else [])],  # a group is not split further
         flops=2.0 * math.prod(call.shape) * math.prod(weight[1:]),
         kind="conv",
-        saves=(0, 1),
         localise=fewer_groups if groups > 1 else None,
     )

@@ -11,7 +11,7 @@ def layer_norm(call: Call) -> Rule:
     inner = [f"n{i}" for i in range(len(call["normalized_shape"]))]
     spec = ", ".join(["~... " + " ".join(inner), *(["~" + " ".join(inner)] * (len(call.inputs) - 1))]) + " -> ... " + " ".join(inner)
     rows = tuple(f".{i}" for i in range(len(call.shape) - len(inner)))
-    rule = call.rule(spec, whole=inner, saves=(0,))
+    rule = call.rule(spec, whole=inner)
     if len(inner) > 1:
         return rule
     # The features may be split too: their statistics, two numbers a row each way, are then summed over the axis.
@@ -19,21 +19,21 @@ def layer_norm(call: Call) -> Rule:
     for f in rows:
         count *= rule.sizes.get(f, 1)
     sent = Communication("all_reduce", count, rows)
-    return call.rule(spec, saves=(0,), kernels={"n0": "layer_norm"}, communication={"n0": (sent,)})
+    return call.rule(spec, kernels={"n0": "layer_norm"}, communication={"n0": (sent,)})
 
 
 @register_rule("aten.rms_norm")
 def rms_norm(call: Call) -> Rule:
     inner = [f"n{i}" for i in range(len(call["normalized_shape"]))]
     weight = ["~" + " ".join(inner)] * (len(call.inputs) - 1)
-    return call.rule(", ".join(["~... " + " ".join(inner), *weight]) + " -> ... " + " ".join(inner), whole=inner, saves=(0,))
+    return call.rule(", ".join(["~... " + " ".join(inner), *weight]) + " -> ... " + " ".join(inner), whole=inner)
 
 
 @register_rule("aten.group_norm")
 def group_norm(call: Call) -> Rule:
     dims = ["b", "c", *(f"s{i}" for i in range(len(call.shape) - 2))]
     operands = ["~" + " ".join(dims), *["~c"] * (len(call.inputs) - 1)]
-    return call.rule(f"{', '.join(operands)} -> {' '.join(dims)}", whole=dims[1:], saves=(0,))
+    return call.rule(f"{', '.join(operands)} -> {' '.join(dims)}", whole=dims[1:])
 
 
 @register_rule("aten.batch_norm")
@@ -42,14 +42,13 @@ def batch_norm(call: Call) -> Rule:
     dims = " ".join(["n", "c", *space])
     spec = ", ".join(["~" + dims, *(["~c"] * (len(call.inputs) - 1))]) + f" -> {dims}"
     if not call["training"]:
-        return call.rule(spec, saves=(0,))
+        return call.rule(spec)
     # A split batch or space synchronises its statistics: two numbers a channel each way. Channels stay whole, as every rank updates
     # the running statistics that it keeps.
     sent = Communication("all_reduce", 4.0 * call.shape[1], ("c",))
     return call.rule(
         spec,
         whole="c",
-        saves=(0,),
         writes=tuple(k for k, n in enumerate(call.inputs) if n in (call["running_mean"], call["running_var"])),
         kernels=dict.fromkeys(["n", *space], "batch_norm"),
         communication=dict.fromkeys(["n", *space], (sent,)),

@@ -31,7 +31,7 @@ def mean(call: Call) -> Rule:
 )
 def whole_reduction(call: Call) -> Rule | None:
     dims, spec = _reduced(call)
-    return call.rule("~" + spec, whole=[f"d{d}" for d in dims], saves=(0,))
+    return call.rule("~" + spec, whole=[f"d{d}" for d in dims])
 
 
 @register_rule("aten.linalg_vector_norm", "aten.norm")
@@ -42,7 +42,7 @@ def norm(call: Call) -> Rule | None:
 @register_rule("aten.softmax", "aten.log_softmax")
 def softmax(call: Call) -> Rule:
     names = " ".join(f"d{d}" for d in range(len(call.shape)))
-    return call.rule(f"~{names} -> {names}", whole=[f"d{d}" for d in call.dims("dim")], saves=(-1,))
+    return call.rule(f"~{names} -> {names}", whole=[f"d{d}" for d in call.dims("dim")])
 
 
 @register_rule("aten.max_pool2d", "aten.avg_pool2d", "aten.adaptive_avg_pool2d", "aten.upsample_nearest2d", "aten.upsample_bilinear2d")
@@ -50,4 +50,4 @@ def pooling(call: Call) -> Rule | None:
     if len(call.shape) != 4:
         return None
     linear = "~" if "max" in call.name else ""
-    return call.rule(f"{linear}n c h w -> n c y x", whole="hwyx", saves=(0,))
+    return call.rule(f"{linear}n c h w -> n c y x", whole="hwyx")

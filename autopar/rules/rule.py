@@ -56,8 +56,6 @@ class Rule:
     communication: dict[str, tuple[Communication, ...]] = field(default_factory=dict)
     flops: float = 0.0
     kind: str = "elementwise"
-    saves: tuple[int, ...] = ()  # operands that the backward reads; -1 is the output
-    saved_bytes: float = 0.0  # what else it reads, in bytes of the whole tensor's
     writes: tuple[int, ...] = ()  # operands that it updates in place: buffers, which it must get as they are kept
     shape_argument: str | None = None
     localise: Callable[[dict[str, Any], dict[str, int]], dict[str, Any]] | None = None

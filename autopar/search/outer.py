@@ -102,8 +102,7 @@ class Outer:
             try:
                 analysis = self.graph_of(microbatches)
                 cuts = cut_before(analysis, self.options.pipeline.split_before) if self.options.pipeline else ()
-                self._searches[parts] = Search(analysis, self.cluster, self.options, cuts)
-                self._searches[parts].timings = self.timings
+                self._searches[parts] = Search(analysis, self.cluster, self.options, cuts, self.timings)
             except PlanError as e:
                 self._searches[parts] = e
         found = self._searches[parts]
@@ -246,9 +245,9 @@ class Outer:
         return tuple(found)
 
     def _handicap(self, shape: Shape, best: Shape) -> float:
-        """What must be faster to count as better."""
-        more = len(shape.axes) > len(best.axes) or shape.pipeline > best.pipeline or shape.chunks > best.chunks
-        return SIMPLER if more else 1.0
+        """What must be faster to count as better: the simpler one need only be about as fast."""
+        differ = [a - b for a, b in zip(_complexity(shape), _complexity(best), strict=True)]
+        return SIMPLER if max(differ) > 0 else 1 / SIMPLER if min(differ) < 0 else 1.0
 
     def fitted(self, draft: Draft) -> Found:
         """The draft in full; where it turns out larger than drafted, drafted again with so much less room."""
@@ -299,3 +298,7 @@ class Outer:
                 return found if known is None or found.seconds < known.seconds else known
             reserve = [r + max(0.0, o) for r, o in zip(reserve, over, strict=True)]
         return known
+
+
+def _complexity(shape: Shape) -> tuple[int, ...]:
+    return len(shape.axes), shape.pipeline, shape.chunks

@@ -56,9 +56,16 @@ class Draft:
 class Search:
     """Searches one captured graph, whose batch stands for a microbatch of any size. ``timings`` adds up seconds by phase."""
 
-    def __init__(self, analysis: Analysis, cluster: Cluster, options: Options, cuts: Sequence[fx.Node] = ()) -> None:
+    def __init__(
+        self,
+        analysis: Analysis,
+        cluster: Cluster,
+        options: Options,
+        cuts: Sequence[fx.Node] = (),
+        timings: dict[str, float] | None = None,
+    ) -> None:
         self.analysis, self.cluster, self.options = analysis, cluster, options
-        self.timings: dict[str, float] = {}
+        self.timings: dict[str, float] = {} if timings is None else timings
         start = time.perf_counter()
         names = {n.name: i.target for n, i in analysis.state.items()}
         self.representative = classes(analysis.graph, names, analysis.differentiable, analysis.batch)

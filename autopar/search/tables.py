@@ -53,7 +53,7 @@ class Tabulator:
         self.alike = _numbers([tuple(problem.vertex_of[n] for n in nodes) for nodes in units.nodes])
 
     def of(self, solutions: Sequence[Solution]) -> Tables:
-        found = {kind: [] for kind in KINDS}
+        found: dict[str, list[np.ndarray]] = {kind: [] for kind in KINDS}
         for solution in solutions:
             per_vertex = {
                 kind: np.array([getattr(v, kind)[k] for v, k in zip(self.problem.vertices, solution.chosen, strict=True)]) for kind in KINDS
