@@ -35,7 +35,11 @@ class Saved:
 
 
 def saved(
-    nodes: Iterable[fx.Node], differentiable: Collection[fx.Node], device_type: str, autograd: Autograd | None = None
+    nodes: Iterable[fx.Node],
+    differentiable: Collection[fx.Node],
+    device_type: str,
+    autograd: Autograd | None = None,
+    representative: Mapping[fx.Node, fx.Node] | None = None,
 ) -> dict[fx.Node, Saved]:
     """What autograd keeps of each call of a canonical graph, for the whole (global) operators.
 
@@ -44,7 +48,9 @@ def saved(
         differentiable: those that need a gradient.
         device_type: where the program will run, ``"cpu"`` or ``"cuda"``.
         autograd: what was asked before, for the same device type.
+        representative: for an operand that is not among ``nodes`` one that is, and equal to it.
     """
+    equal = representative or {}
     autograd = autograd or Autograd(device_type)
     values: dict[fx.Node, Any] = {}
     found: dict[fx.Node, Saved] = {}
@@ -52,11 +58,11 @@ def saved(
         if node.op == "placeholder":
             values[node] = placed(node.meta["val"], node in differentiable)
         elif node.target is operator.getitem:
-            values[node] = values[node.args[0]][node.args[1]]  # type: ignore[index]
+            values[node] = values[equal.get(node.args[0], node.args[0])][node.args[1]]  # type: ignore[index]
             found[node] = Saved(frozenset(), False, 0.0, 0)
         elif node.op == "call_function":
             grad = node in differentiable
-            inputs = [with_grad(values[n], grad and n in differentiable) for n, _ in operands(node)]
+            inputs = [with_grad(values[equal.get(n, n)], grad and n in differentiable) for n, _ in operands(node)]
             answer = autograd.ask(node.target, *substituted(node, inputs), node.meta["val"])  # type: ignore[arg-type]
             values[node] = answer.value
             aliases = {r.alias for r in answer.results}

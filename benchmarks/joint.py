@@ -51,6 +51,11 @@ class Case:
     def devices(self) -> int:
         return self.data * self.tensor * self.pipeline
 
+    @property
+    def schedule(self) -> str | None:
+        """The same for both, so that they differ in nothing else."""
+        return "1f1b" if self.pipeline > 1 else None
+
     def __str__(self) -> str:
         axes = f"data {self.data} x tensor {self.tensor}" + f" x pipeline {self.pipeline}" * (self.pipeline > 1)
         return f"{axes}, {self.batch // self.data // self.micro} microbatches of {self.micro}"
@@ -100,7 +105,7 @@ def searches(name: str, cluster: Cluster, budget: float, analysis: Analysis) -> 
     """That of both together, and that of recomputation alone."""
     case = CASES[name]
     parallel = dict(data=case.data, pipeline=case.pipeline, tensor=dict(size=case.tensor, mode="1d"))
-    options = Options(case.devices, parallel=parallel, micro_batch_size=case.micro, memory_budget=budget)
+    options = Options(case.devices, parallel=parallel, micro_batch_size=case.micro, memory_budget=budget, schedule=case.schedule)
     yield Search(analysis, cluster, options)
     yield Sharded(Search(analysis, cluster, options), options)
 

@@ -18,7 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -155,7 +155,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def take_turns(variants: dict[str, Callable[[], float]], repeats: int, label: str) -> Times:
+def take_turns(variants: Mapping[str, Callable[[], float]], repeats: int, label: str) -> Times:
     """Seconds of each variant in each turn; the order alternates."""
     times: Times = {name: [] for name in variants}
     turns = tqdm(range(repeats + 1), label, disable=dist.get_rank() != 0, leave=False, mininterval=0.2 if sys.stderr.isatty() else 10)
@@ -217,7 +217,7 @@ def pipeline_case(options: argparse.Namespace, device: torch.device) -> list[dic
     rows = []
     for kind in steps["compiled"]:
         timers = {name: partial(timed, of[kind], options.steps, device) for name, of in steps.items()}
-        pairs = [("against torch's 1F1B", "by hand", "compiled", 1.0)]
+        pairs: list[tuple[str, str, str, float | None]] = [("against torch's 1F1B", "by hand", "compiled", 1.0)]
         if kind == "forward + backward":
             timers["ideal"] = partial(ideal, by_hand, options, device)
             pairs += [("against the ideal", "ideal", "compiled", None), ("torch's 1F1B against the ideal", "ideal", "by hand", None)]

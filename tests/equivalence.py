@@ -138,17 +138,24 @@ def worst(errors: dict[str, float]) -> tuple[float, str]:
 @contextmanager
 def traced_once() -> Iterator[None]:
     """Within, the one model is traced once for each number of microbatches: that takes longer than all the rest of a test."""
-    analyse = autopar.api.analyse
+    trace, in_parts = autopar.planner._trace, autopar.planner._in_parts
+    traced: dict[int, Any] = {}
     known: dict[int, Any] = {}
 
-    def cached(model: Any, sample: Any, loss_fn: Any, microbatches: int) -> Any:
+    def once(model: Any, sample: Any, loss_fn: Any) -> Any:
+        size = autopar.planner.batch_size(sample)
+        if size not in traced:
+            traced[size] = trace(model, sample, loss_fn)
+        return traced[size]
+
+    def cached(whole: Any, model: Any, sample: Any, loss_fn: Any, microbatches: int) -> Any:
         if microbatches not in known:
-            known[microbatches] = analyse(model, sample, loss_fn, microbatches)
+            known[microbatches] = in_parts(whole, model, sample, loss_fn, microbatches)
         return known[microbatches]
 
     with (
-        mock.patch.object(autopar.api, "analyse", cached),
-        mock.patch.object(autopar.planner, "analyse", cached),
+        mock.patch.object(autopar.planner, "_trace", once),
+        mock.patch.object(autopar.planner, "_in_parts", cached),
         mock.patch.object(autopar.api, "evaluates_as_trained", return_value=True),  # test_evaluation.py has its tests
     ):
         yield

@@ -55,8 +55,14 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     (dict(parallel=dict(pipeline=0)), r"parallel\['pipeline'\]=0: give a size of at least 1, for example pipeline=2"),
     (dict(parallel=dict(pipeline="2")), r"parallel\['pipeline'\]='2': give a size of at least 1"),
     (dict(parallel=dict(pipeline=dict(chunks=2))), r"parallel\['pipeline'\]=\{'chunks': 2\}: give a size of at least 1"),
-    (dict(parallel=dict(pipeline=dict(size=2, stages=4))), r"parallel\['pipeline'\] has \['stages'\]: it takes size, chunks and split_before"),
-    (dict(parallel=dict(pipeline=dict(size=2, chunks=0))), r"parallel\['pipeline'\]\['chunks'\]=0: stages on each pipeline rank, a whole number"),
+    (
+        dict(parallel=dict(pipeline=dict(size=2, stages=4))),
+        r"parallel\['pipeline'\] has \['stages'\]: it takes size, chunks and split_before",
+    ),
+    (
+        dict(parallel=dict(pipeline=dict(size=2, chunks=0))),
+        r"parallel\['pipeline'\]\['chunks'\]=0: stages on each pipeline rank, a whole number",
+    ),
     (dict(parallel=dict(pipeline=dict(size=2, split_before="body.2"))), r"split_before='body.2': give a list of module names"),
     (dict(parallel="data"), r"parallel='data': give a dict, for example parallel=dict\(data=2\)"),
     (dict(mesh=(2, 3)), r"mesh=\(2, 3\) has 6 ranks, which do not divide world_size 4"),
@@ -239,7 +245,9 @@ def test_a_budget_that_no_recomputation_meets() -> None:
     piped: dict[str, Any] = dict(name="llama", world_size=2, parallel=dict(pipeline=2), micro_batch_size=2, memory_budget=1000)
     leasts = {}
     for recompute in ("none", "auto"):
-        with pytest.raises(BudgetError, match=r"bytes a device at stage [01] \(.*on a mesh of 1 of each of 2 pipeline ranks in 4 micro") as caught:
+        with pytest.raises(
+            BudgetError, match=r"bytes a device at stage [01] \(.*on a mesh of 1 of each of 2 pipeline ranks in 4 micro"
+        ) as caught:
             plan(recompute=recompute, **piped)
         message, leasts[recompute] = str(caught.value), caught.value.least
         assert sum(bytes_named(message).values()) == pytest.approx(caught.value.least, abs=8)
@@ -269,13 +277,22 @@ PIPELINES: list[tuple[dict[str, Any], str]] = [
     (by_hand("body.3", chunks=2), r"split_before names 1 modules, 4 stages \(2 ranks x 2 chunks\) need 3"),
     (by_hand("body.3", size=1), r"split_before names 1 modules, 1 stages"),
     (dict(parallel=dict(pipeline=2), micro_batch_size=3), r"micro_batch_size=3: a batch of 8 on 4 ranks .* multiple of 3 x the .* size, 2"),
-    (dict(parallel=dict(pipeline=2), micro_batch_size=4), r'schedule="1f1b" on .* 2 ranks needs at least 2 microbatches, there are 1.*or schedule="gpipe"'),
+    (
+        dict(parallel=dict(pipeline=2), micro_batch_size=4),
+        r'schedule="1f1b" on .* 2 ranks needs at least 2 microbatches, there are 1.*or schedule="gpipe"',
+    ),
     (
         dict(parallel=dict(pipeline=dict(size=2, chunks=2)), schedule="1f1b"),
         r"schedule='1f1b' runs one stage on each rank, asked for chunks=2: use chunks=1, schedule=\"interleaved-1f1b\"",
     ),
-    (dict(parallel=dict(pipeline=dict(size=2, chunks=1)), schedule="interleaved-1f1b"), r"asked for chunks=1: use chunks=2, or schedule=\"1f1b\""),
-    (dict(world_size=1, parallel=dict(pipeline=dict(size=1, chunks=2))), r"chunks=2: stages of one rank need no pipeline; use chunks=1, or"),
+    (
+        dict(parallel=dict(pipeline=dict(size=2, chunks=1)), schedule="interleaved-1f1b"),
+        r"asked for chunks=1: use chunks=2, or schedule=\"1f1b\"",
+    ),
+    (
+        dict(world_size=1, parallel=dict(pipeline=dict(size=1, chunks=2))),
+        r"chunks=2: stages of one rank need no pipeline; use chunks=1, or",
+    ),
 ]
 
 
@@ -290,7 +307,13 @@ def test_microbatches_that_a_schedule_does_not_take() -> None:
     model, sample = zoo.mlp(layers=4, batch=10)
     with pytest.raises(PlanError, match=r"5 microbatches do not divide so: 4 or 6 would, or any multiple of 2"):
         autopar.plan(
-            model, sample, 2, progress=False, micro_batch_size=2, parallel=dict(pipeline=dict(size=2, chunks=2)), schedule="interleaved-1f1b"
+            model,
+            sample,
+            2,
+            progress=False,
+            micro_batch_size=2,
+            parallel=dict(pipeline=dict(size=2, chunks=2)),
+            schedule="interleaved-1f1b",
         )
 
 

@@ -25,14 +25,14 @@ from autopar.search.shape import Shape
 Progress = Callable[[str], None]
 SIMPLER = 0.99  # a mesh of more axes must be faster by this much
 MOST_STAGES = 64
-PER_REPLICA = (1, 2, 4, 8)  # samples of a microbatch that are tried in a pipeline
+PER_REPLICA = (1, 2, 4)  # samples of a microbatch that are tried in a pipeline
 REFITS = 6
 EXACT_TRIES = 3
-HOPEFUL = 1.2  # an estimate of a step may be too high by so much: shapes that are slower even then are not worth a draft
+HOPEFUL = 1.05  # an estimate of a step may be too high by so much: shapes that are slower even then are not worth a draft
 EXACT_SECONDS = 2.0  # for small problems to be solved to the end
 LOOPED = "interleaved-1f1b"
 CHUNKS = (2, 4)  # stages a rank that are tried
-NEAREST = 3
+NEAREST = 2
 MOST_LEAN = 12  # shapes whose least memory is worked out where nothing fits
 
 
@@ -197,15 +197,26 @@ class Outer:
     def _price(self, waiting: list[tuple[float, tuple[Shape, ...]]], best: Draft | None) -> tuple[list[_Priced], list]:
         """An estimate, the least seconds and the shapes of those that may be the best; and those left for later."""
         priced: list[_Priced] = []
+        hopeless: dict[int, float] = {}  # for samples of a replica: ranks over which to cut what is no batch
         limit = math.inf if best is None else best.seconds
         for i, (floor, shapes) in enumerate(waiting):
             if floor >= limit:
                 return priced, waiting[i:] if best is None else []
+            cut, share = self._cut(shapes[0])
+            if cut >= hopeless.get(share, math.inf):
+                continue
             self.progress(str(shapes[0]))
             bound, estimate = self.search_of(shapes[0].microbatches).bound(shapes[0], self.part(shapes[0]))
             priced.append((estimate, bound, shapes))
+            if bound > 2 * limit:  # to cut the same samples' tensors over more ranks sends more and computes in smaller pieces
+                hopeless[share] = min(cut, hopeless.get(share, math.inf))
             limit = min(limit, estimate) if best is None else limit
         return priced, []
+
+    def _cut(self, shape: Shape) -> tuple[int, int]:
+        """Over how many ranks a shape cuts what is no batch, and the samples that such ranks have together."""
+        split = math.prod(a.size for a in shape.axes if a.use == "data")
+        return math.prod(a.size for a in shape.axes if a.use == "1d"), self.part(shape) // split
 
     def _drafts(self, shapes: Sequence[Shape]) -> Iterator[Draft]:
         """Of one shape after the other, until one needs no memory saved."""

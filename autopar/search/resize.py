@@ -15,22 +15,25 @@ from autopar.rules import rule_of
 
 @contextmanager
 def resized(analysis: Analysis, samples: int, nodes: Iterable[fx.Node]) -> Iterator[None]:
-    """Within, the graph's tensors have the shapes that they have in a batch of ``samples``, as have those that calls ask for by number
-    (a ``reshape``), and ``nodes`` have the rules for that."""
+    """Within, ``nodes`` and what they read have the shapes that they have in a batch of ``samples``, as have those that calls ask for by
+    number (a ``reshape``), and ``nodes`` have the rules for that."""
     size = analysis.batch.size
     if samples == size:
         yield
         return
-    values = {n: n.meta["val"] for n in analysis.graph.nodes if "val" in n.meta}
-    arguments = {n: n.args for n in values if n.op == "call_function"}
+    nodes = list(nodes)
+    before: dict[fx.Node, tuple[torch.Tensor, tuple[Any, ...]]] = {}
     rules = {n: analysis.rules[n] for n in nodes if n in analysis.rules}
     try:
-        for node, value in values.items():
+        for node in {*nodes, *(operand for n in nodes for operand in n.all_input_nodes)}:
+            value = node.meta.get("val")
             if isinstance(value, torch.Tensor):
                 shape = [n * samples // size if analysis.batch.holds(node, d) else n for d, n in enumerate(value.shape)]
                 if shape != list(value.shape):
+                    before[node] = value, node.args
                     node.meta["val"] = torch.empty(shape, dtype=value.dtype, device="meta")
-                    node.args = tuple(shape if _asks_for(a, value.shape) else a for a in node.args)
+                    if any(_asks_for(a, value.shape) for a in node.args):
+                        node.args = tuple(shape if _asks_for(a, value.shape) else a for a in node.args)
         analysis.batch.size = samples
         for node in rules:
             analysis.rules[node] = rule_of(node)
@@ -38,10 +41,10 @@ def resized(analysis: Analysis, samples: int, nodes: Iterable[fx.Node]) -> Itera
     finally:
         analysis.batch.size = size
         analysis.rules.update(rules)
-        for node, value in values.items():
+        for node, (value, args) in before.items():
             node.meta["val"] = value
-        for node, args in arguments.items():
-            node.args = args
+            if node.args != args:
+                node.args = args
 
 
 def _asks_for(argument: Any, shape: Sequence[int]) -> bool:

@@ -34,7 +34,7 @@ from autopar.search.tables import Tables, Tabulator
 from autopar.search.units import Units, units
 
 Progress = Callable[[str], None]
-PRICES = 6  # solves of the problem of a pipeline's stages
+PRICES = 4  # solves of the problem of a pipeline's stages
 # Prices of memory at which the cost of saving it is estimated: the first, the factor between them, the last; in steps for a budget.
 FIRST, COARSE, LEAN = 0.05, 3.0, 1e3
 KEPT_ALONE = 1e6  # what a byte that is kept counts for where one that lasts is to count for nothing
@@ -86,7 +86,7 @@ class Search:
         if key not in self._problems:
             start = time.perf_counter()
             with resized(self.analysis, samples, self.nodes):
-                kept = saved(self.analysis.graph.nodes, self.analysis.differentiable, self.cluster.device.kind, self.autograd)
+                kept = saved(self.nodes, self.analysis.differentiable, self.cluster.device.kind, self.autograd, self.representative)
                 conversions = Conversions(shape.sizes, self.cluster, shape.pipeline)
                 costs = Costs(self.analysis, kept, conversions, self.compute, self.options.optimizer)
                 choices = self.choices.on(shape.axes)
@@ -142,7 +142,7 @@ class Search:
         a few prices costs at which memory is enough.
         """
         degree = math.prod(a.size for a in shape.axes if a.use == "data")
-        alone = degree > 1 and len(shape.axes) > 1
+        alone = degree > 1 and len(shape.axes) > 1 and not self.options.constraints  # which name the types of all axes
         if alone:
             rest = tuple(a for a in shape.axes if a.use != "data")
             replicas = self.options.world_size // math.prod(a.size for a in rest)
