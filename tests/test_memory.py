@@ -78,7 +78,7 @@ def measure(plan: Plan) -> None:
     assert abs(warm - said) <= 0.02 * said, (stage, warm, said)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full", "auto"])
+@pytest.mark.parametrize("recompute", ["auto", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("none", "full"))])
 def test_each_stage(ranks: Pools, recompute: str) -> None:
     ranks(4).run(measure, plan(recompute, 4, {}))
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,12 +20,14 @@ from staged import own
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import autopar
+from autopar.search import outer
 
 TOLERANCE = 1e-9
 RUNS = [("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2), ("zero-bubble", 1), ("zero-bubble", 2)]
 RECOMPUTE = ("none", "full", "auto")
 LAYERS = {"gpt2": 4, "llama": 4, "t5": 2, "vit": 4, "unet": 2}
-PARTS = {"unet": 4}  # that it can be cut into; the others into ten and more
+FEW = {"gpt2": 2, "llama": 2, "t5": 1, "vit": 2, "unet": 2}
+PARTS = {"unet": 4}  # that it can be cut into; the others, with LAYERS, into ten and more
 ROOM = 0.3  # of what "none" takes more than "full", the part that "auto" is given
 
 
@@ -65,12 +69,12 @@ class Outcome:
     budget: float | None
 
 
-def check(name: str, batch: int, cases: Sequence[Case]) -> list[Outcome]:
-    """One zoo model in each case; a rank's work."""
+def check(name: str, batch: int, layers: int, cases: Sequence[Case], exactly: bool) -> list[Outcome]:
+    """One zoo model in each case; a rank's work. ``exactly``: small problems are solved to the end, which takes most of the time."""
     _clear_sharding_prop_cache()  # it holds meshes of earlier tests, whose groups are gone
     found = []
-    model, sample = getattr(zoo, name)(dtype=torch.float64, batch=batch, layers=LAYERS[name])
-    with Double(), traced_once():
+    model, sample = getattr(zoo, name)(dtype=torch.float64, batch=batch, layers=layers)
+    with Double(), traced_once(), contextlib.nullcontext() if exactly else mock.patch.object(outer, "exact", return_value=None):
         expected = step(copy.deepcopy(model), sample)
         for case in cases:
             try:
@@ -91,9 +95,9 @@ def tight(model: torch.nn.Module, sample: Any, case: Case, options: dict[str, An
     return least + ROOM * (most - least)
 
 
-def run(ranks: Pools, name: str, batch: int, cases: Sequence[Case], timeout: float) -> None:
+def run(ranks: Pools, name: str, batch: int, layers: int, cases: Sequence[Case], exactly: bool, timeout: float) -> None:
     (world_size,) = {case.world_size for case in cases}
-    everywhere: list[list[Outcome]] = ranks(world_size).run(check, name, batch, cases, timeout=timeout)
+    everywhere: list[list[Outcome]] = ranks(world_size).run(check, name, batch, layers, cases, exactly, timeout=timeout)
     for case, outcomes in zip(cases, zip(*everywhere, strict=True), strict=True):
         assert max(o.worst for o in outcomes) < (TOLERANCE, ""), (case, [o.worst for o in outcomes])
         plan, budget = outcomes[0].plan, outcomes[0].budget
@@ -124,16 +128,17 @@ SOME: list[tuple[str, int, list[Case]]] = [
 
 @pytest.mark.parametrize(("name", "batch", "cases"), SOME, ids=[f"{n} on {c[0].world_size}" for n, _, c in SOME])
 def test_some_plans_equal_one_device(ranks: Pools, name: str, batch: int, cases: list[Case]) -> None:
-    run(ranks, name, batch, cases, timeout=120)
+    run(ranks, name, batch, FEW[name], cases, exactly=name in ("vit", "unet"), timeout=120)
 
 
 def product(name: str, world_size: int) -> dict[int, list[Case]]:
-    """All cases of a model on so many ranks, by batch; microbatches from 1 to 8 in turn, as the schedule takes them."""
+    """All cases of a model on so many ranks, by batch: all that go together, on 8 ranks each with one of RECOMPUTE in turn; microbatches
+    from 1 to 8 in turn, as the schedule takes them."""
     found: dict[int, list[Case]] = {}
     turn = itertools.count()
     grids = [(p, d, t) for p in (2, 4, 8) for d in (1, 2) for t in (1, 2) if p * d * t == world_size]
-    for (pipeline, data, tensor), (schedule, chunks), recompute in itertools.product(grids, RUNS, RECOMPUTE):
-        if pipeline * chunks > PARTS.get(name, 10):
+    for number, ((pipeline, data, tensor), (schedule, chunks), recompute) in enumerate(itertools.product(grids, RUNS, RECOMPUTE)):
+        if pipeline * chunks > PARTS.get(name, 10) or (world_size == 8 and number // 3 % 3 != number % 3):
             continue
         counts = [m for m in range(1, 9) if fits(schedule, pipeline, m)]
         microbatches = counts[next(turn) % len(counts)]
@@ -154,4 +159,4 @@ def fits(schedule: str, pipeline: int, microbatches: int) -> bool:
 @pytest.mark.parametrize("name", LAYERS)
 def test_all_plans_equal_one_device(ranks: Pools, name: str, world_size: int) -> None:
     for batch, cases in product(name, world_size).items():
-        run(ranks, name, batch, cases, timeout=600)
+        run(ranks, name, batch, LAYERS[name], cases, exactly=False, timeout=600)

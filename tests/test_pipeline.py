@@ -71,7 +71,7 @@ def _equal(ranks: Pools, world_size: int, name: str, cases: list[Case]) -> None:
         assert all(len(names) < len(list(model.parameters())) for names in held)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name != "gpt2")])
 def test_two_ranks_equal_one_device(ranks: Pools, name: str) -> None:
     _equal(ranks, 2, name, TWO)
 

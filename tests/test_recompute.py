@@ -74,7 +74,7 @@ def on_one_rank(name: str, microbatches: int) -> list[bool]:
     return [same(run(recomputed), expected) for recomputed in shares(calls(analysis))]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5", "cnn", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["gpt2", "cnn", *(pytest.param(name, marks=pytest.mark.slow) for name in ("t5", "llama"))])
 def test_the_same_numbers(ranks: Pools, name: str) -> None:
     assert all(ranks(1).run(on_one_rank, name, 1)[0])
 

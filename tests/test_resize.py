@@ -31,7 +31,7 @@ def problem_of(analysis: Analysis, samples: int, ranks: int) -> Problem:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("size", "samples"), [(4, 16), (16, 4)])
+@pytest.mark.parametrize(("size", "samples"), [(4, 16), pytest.param(16, 4, marks=pytest.mark.slow)])
 def test_costs_are_those_of_a_captured_batch(name: str, size: int, samples: int) -> None:
     found, expected = problem_of(captured(name, size), samples, 2), problem_of(captured(name, samples), samples, 2)
     assert len(found.vertices) == len(expected.vertices)

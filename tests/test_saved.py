@@ -173,7 +173,15 @@ def one_rank(name: str, dropout: float) -> list[tuple[Bytes, Bytes]]:
     return found
 
 
-@pytest.mark.parametrize(("name", "dropout"), [*((name, 0.0) for name in MODELS), ("gpt2", 0.1), ("t5", 0.1)])
+@pytest.mark.parametrize(
+    ("name", "dropout"),
+    [
+        ("gpt2", 0.1),
+        ("llama", 0.0),
+        *(pytest.param(name, 0.0, marks=pytest.mark.slow) for name in MODELS),
+        pytest.param("t5", 0.1, marks=pytest.mark.slow),
+    ],
+)
 def test_kept_on_one_rank(ranks: Pools, name: str, dropout: float) -> None:
     (found,) = ranks(1).run(one_rank, name, dropout)
     for real, said in found:

@@ -11,7 +11,9 @@ from autopar.search.options import Options
 def failure(failures: Sequence[PlanError], options: Options, samples: int) -> PlanError:
     """The error of a search over shapes that all failed, of a batch of ``samples``."""
     size = options.micro_batch_size
-    if size is None or (failures and str(failures[0]).startswith("micro_batch_size")):
+    if size is None:  # what was wrong with sizes that nobody asked for says least
+        return next((f for f in failures if not str(f).startswith("micro_batch_size")), failures[0])
+    if failures and str(failures[0]).startswith("micro_batch_size"):
         return failures[0]
     ranks, pipeline = options.world_size, options.pipeline
     degrees = " or ".join(map(str, options.data_degrees(pipeline.size if pipeline else 1)))

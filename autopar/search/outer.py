@@ -148,7 +148,7 @@ class Outer:
         """Raises PlanError where no shape has a plan: that of the shape that comes nearest."""
         best: Draft | None = None
         waiting = sorted(self._floors(), key=lambda w: w[0])
-        piped: list[Draft] = []
+        drafted: list[Draft] = []
         while waiting:
             priced, waiting = self._price(waiting, best)
             if not priced:
@@ -156,9 +156,10 @@ class Outer:
             for estimate, bound, shapes in sorted(priced, key=lambda p: p[:2]):
                 if best is None or max(bound, estimate / HOPEFUL) < best.seconds * self._handicap(shapes[0], best.shape):
                     drafts = list(self._drafts(shapes))
-                    piped += [d for d in drafts if d.shape.pipeline > 1]
+                    drafted += drafts
                     best = self._better(best, drafts)
         # Schedules with several stages a rank hold more, and wait less: they are tried for the shapes that came near.
+        piped = [d for d in drafted if d.shape.pipeline > 1]
         for draft in sorted(piped, key=lambda d: d.seconds)[:NEAREST]:
             best = self._better(best, self._drafts(self._possible(list(self._looped(draft.shape)))))
         if best is None:
@@ -168,7 +169,9 @@ class Outer:
         except BudgetError:
             # Drafts may turn out larger than they looked, with more microbatches too.
             shapes = self._possible([replace(best.shape, microbatches=m) for m in self._microbatches(best.shape)])
-            self._short += [(0.0, shape) for shape in shapes]
+            tried = dict.fromkeys((*shapes, *(draft.shape for draft in drafted)))
+            others = [shape for family in self.families() for shape in self._possible(family) if shape not in tried]
+            self._short += [*((0.0, shape) for shape in tried), *((1.0, shape) for shape in others)]
             return self._leanest()
 
     def _leanest(self) -> Found:
@@ -272,7 +275,7 @@ class Outer:
             over = [nbytes - search.budget for nbytes in found.device_bytes()]
             if max(over) <= 0:
                 return self._to_the_end(draft, self._proven(found))
-            reserve = [r + max(0.0, o) * (1 + refit / 2) for r, o in zip(reserve, over, strict=True)]
+            reserve = [r + max(0.0, o) * (1 + refit / 8) for r, o in zip(reserve, over, strict=True)]
             draft = self.drafted(shape, reserve)
         if (fits := self._exact(draft, reserve, None)) is not None:
             return fits

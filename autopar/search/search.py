@@ -37,6 +37,7 @@ Progress = Callable[[str], None]
 PRICES = 4  # solves of the problem of a pipeline's stages
 # Prices of memory at which the cost of saving it is estimated: the first, the factor between them, the last; in steps for a budget.
 FIRST, COARSE, LEAN = 0.05, 3.0, 1e3
+NEARLY = 0.7  # of a device's memory: where equal stages take more of it, the fullest of unequal ones may not fit
 KEPT_ALONE = 1e6  # what a byte that is kept counts for where one that lasts is to count for nothing
 
 
@@ -193,6 +194,12 @@ class Search:
             raise self._over_budget(shape, samples, e.least.bill.state[0], e.nbytes) from None
         finally:
             start = self._add("solve", start)
+        # Stages are unlike: where all fit on average, the fullest may not, and has cheaper ways out than to move the cut.
+        fastest = prices.at(0.0)
+        if shape.stages > 1 and self._worst_bytes(shape, fastest.bill, 1) > NEARLY * room:
+            unit = FIRST * fastest.value / self.budget / float(prices.weights.flight[0])
+            for power in (0, 1, 2):
+                prices.at(unit * COARSE**power)
         points = prices.distinct()
         tables = Tabulator(prices.problem, self.units, once=shape.stages == 1).of(points)
         flights = np.array(shape.flights(), dtype=float)
