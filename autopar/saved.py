@@ -58,7 +58,7 @@ def saved(
         if node.op == "placeholder":
             values[node] = placed(node.meta["val"], node in differentiable)
         elif node.target is operator.getitem:
-            values[node] = values[equal.get(node.args[0], node.args[0])][node.args[1]]  # type: ignore[index]
+            values[node] = values[equal.get(node.all_input_nodes[0], node.all_input_nodes[0])][node.args[1]]
             found[node] = Saved(frozenset(), False, 0.0, 0)
         elif node.op == "call_function":
             grad = node in differentiable

@@ -1,4 +1,4 @@
-"""Planned end to end: pipelines in every schedule, with data and tensor parallelism inside and recomputation, are the model on one device."""
+"""Planned end to end: pipelines in every schedule, with data and tensor parallelism and recomputation, are the model on one device."""
 
 from __future__ import annotations
 
