@@ -80,10 +80,10 @@ def measure(plan: Plan) -> None:
 
 @pytest.mark.parametrize("recompute", ["auto", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("none", "full"))])
 def test_each_stage(ranks: Pools, recompute: str) -> None:
-    ranks(4).run(measure, plan(recompute, 4, {}))
+    ranks(4).run(measure, plan(recompute, 4, {}), timeout=300)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "full", "auto"])
 def test_each_stage_with_tensors_cut(ranks: Pools, recompute: str) -> None:
-    ranks(8).run(measure, plan(recompute, 8, TENSOR))
+    ranks(8).run(measure, plan(recompute, 8, TENSOR), timeout=300)
