@@ -28,6 +28,7 @@ RECOMPUTE = ("none", "full", "auto")
 LAYERS = {"gpt2": 4, "llama": 4, "t5": 2, "vit": 4, "unet": 2}
 FEW = {"gpt2": 2, "llama": 2, "t5": 1, "vit": 2, "unet": 2}
 PARTS = {"unet": 4}  # that it can be cut into; the others, with LAYERS, into ten and more
+MICROBATCHES = {2: range(1, 9), 4: (1, 2, 3, 4, 6, 8), 8: (1, 2, 4, 8)}  # by ranks: each batch is traced anew
 ROOM = 0.3  # of what "none" takes more than "full", the part that "auto" is given
 
 
@@ -132,15 +133,16 @@ def test_some_plans_equal_one_device(ranks: Pools, name: str, batch: int, cases:
 
 
 def product(name: str, world_size: int) -> dict[int, list[Case]]:
-    """All cases of a model on so many ranks, by batch: all that go together, on 8 ranks each with one of RECOMPUTE in turn; microbatches
-    from 1 to 8 in turn, as the schedule takes them."""
+    """All cases of a model on so many ranks, by batch: all that go together, on 4 ranks each with two of RECOMPUTE in turn and on 8 with
+    one; MICROBATCHES in turn, as the schedule takes them."""
     found: dict[int, list[Case]] = {}
     turn = itertools.count()
     grids = [(p, d, t) for p in (2, 4, 8) for d in (1, 2) for t in (1, 2) if p * d * t == world_size]
     for number, ((pipeline, data, tensor), (schedule, chunks), recompute) in enumerate(itertools.product(grids, RUNS, RECOMPUTE)):
-        if pipeline * chunks > PARTS.get(name, 10) or (world_size == 8 and number // 3 % 3 != number % 3):
+        its_turn = number // len(RECOMPUTE) % len(RECOMPUTE) == number % len(RECOMPUTE)
+        if pipeline * chunks > PARTS.get(name, 10) or its_turn is {4: True, 8: False}.get(world_size):
             continue
-        counts = [m for m in range(1, 9) if fits(schedule, pipeline, m)]
+        counts = [m for m in MICROBATCHES[world_size] if fits(schedule, pipeline, m)]
         microbatches = counts[next(turn) % len(counts)]
         batch = 16 if 16 % (2 * microbatches) == 0 else 4 * microbatches
         found.setdefault(batch, []).append(Case(pipeline, schedule, chunks, microbatches, data, tensor, recompute))
