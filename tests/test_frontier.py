@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from equivalence import traced_once
 from frontier import Frontier, Row, peak_bytes, rank_correlation
 from step_time import build, inputs
@@ -25,6 +26,8 @@ def one_core() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+    if dist.is_initialized():  # compile() made a group of one rank, which is not for the tests that follow
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
