@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -22,7 +22,7 @@ from autopar.search.blocks import classes
 from autopar.search.budget import DoesNotFitError, Prices, advice
 from autopar.search.choices import Choices
 from autopar.search.costs import Costs
-from autopar.search.neighbourhood import coarser, improve, lift
+from autopar.search.neighbourhood import coarser, improve, lift, restrict
 from autopar.search.options import Axis, Options
 from autopar.search.partition import Stages
 from autopar.search.problem import Bill, Problem, Weights, build
@@ -109,6 +109,20 @@ class Search:
             solve = None if len(shape.axes) <= EXACT_AXES else partial(self._around_coarser, shape, samples)
             self._prices[key] = Prices(problem, weights, self.options.time_limit, solve)
         return self._prices[key]
+
+    def _sharded_as_fastest(self, prices: Prices) -> list[Solution]:
+        """The solutions at the same prices of memory where the sharding is that of the fastest, and only what is kept is chosen: a
+        stage that has to save some memory may take these from block to block, without another layout at its ends."""
+        fastest = prices.at(0.0)
+
+        def around(problem: Problem, solve: Callable[[Problem], Solution]) -> Solution:
+            chosen = zip(problem.vertices, fastest.chosen, strict=True)
+            same = [np.array([i for i, c in enumerate(v.choices) if c is v.choices[k]]) for v, k in chosen]
+            found = solve(restrict(problem, same))
+            return replace(found, chosen=tuple(int(kept[k]) for kept, k in zip(same, found.chosen, strict=True)))
+
+        alone = Prices(prices.problem, prices.weights, self.options.time_limit, around)
+        return [alone.at(price) for price in sorted(prices.solved) if price]
 
     @property
     def budget(self) -> float:
@@ -200,7 +214,7 @@ class Search:
             unit = FIRST * fastest.value / self.budget / float(prices.weights.flight[0])
             for power in (0, 1, 2):
                 prices.at(unit * COARSE**power)
-        points = prices.distinct()
+        points = prices.distinct(self._sharded_as_fastest(prices))
         tables = Tabulator(prices.problem, self.units, once=shape.stages == 1).of(points)
         flights = np.array(shape.flights(), dtype=float)
         budgets = []
