@@ -39,7 +39,7 @@ def staged(search: Search, starts: Sequence[int]) -> Analysis:
 
 def costs_of(search: Search, shape: Shape, analysis: Analysis) -> Costs:
     """Costs of a graph that is cut into the stages of ``shape``."""
-    kept = saved(analysis.graph.nodes, analysis.differentiable, search.cluster.device.kind, search.autograd)
+    kept = saved(analysis.graph.nodes, analysis.differentiable, search.cluster.device.kind, search.autograd, rules=analysis.rules)
     conversions = Conversions(shape.sizes, search.cluster, shape.pipeline)
     return Costs(analysis, kept, conversions, search.compute, search.options.optimizer)
 

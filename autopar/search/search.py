@@ -87,13 +87,15 @@ class Search:
         if key not in self._problems:
             start = time.perf_counter()
             with resized(self.analysis, samples, self.nodes):
-                kept = saved(self.nodes, self.analysis.differentiable, self.cluster.device.kind, self.autograd, self.representative)
+                analysis = self.analysis
+                kept = saved(
+                    self.nodes, analysis.differentiable, self.cluster.device.kind, self.autograd, self.representative, analysis.rules
+                )
                 conversions = Conversions(shape.sizes, self.cluster, shape.pipeline)
-                costs = Costs(self.analysis, kept, conversions, self.compute, self.options.optimizer)
+                costs = Costs(analysis, kept, conversions, self.compute, self.options.optimizer)
                 choices = self.choices.on(shape.axes)
                 start = self._add("strategies", start)
-                graph, rules = self.analysis.graph, self.analysis.rules
-                self._problems[key] = build(graph, self.representative, choices, rules, costs, self.recompute)
+                self._problems[key] = build(analysis.graph, self.representative, choices, analysis.rules, costs, self.recompute)
             self._add("costs", start)
         return self._problems[key]
 
