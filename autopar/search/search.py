@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,9 +36,10 @@ from autopar.search.units import Units, units
 
 Progress = Callable[[str], None]
 PRICES = 4  # solves of the problem of a pipeline's stages
-# Prices of memory at which the cost of saving it is estimated: the first, the factor between them, the last; in steps for a budget.
-FIRST, COARSE, LEAN = 0.05, 3.0, 1e3
+# Prices of memory at which the cost of saving it is estimated: the first (in steps for a budget), the factor between them, how many.
+FIRST, COARSE, STEPS = 0.05, 3.0, 10
 NEARLY = 0.7  # of a device's memory: where equal stages take more of it, the fullest of unequal ones may not fit
+UNFIT = 10  # how many times longer than its leanest plan a shape is taken to need where that does not fit
 KEPT_ALONE = 1e6  # what a byte that is kept counts for where one that lasts is to count for nothing
 
 
@@ -170,15 +172,21 @@ class Search:
         start = time.perf_counter()
         flights, flight = shape.flights(), float(prices.weights.flight[0])
         relief = self.budget * sum(1.0 / min(flights[r :: shape.pipeline]) for r in range(shape.pipeline))
-        fastest, spread = prices.at(0.0), degree if alone else 1
-        unit = fastest.value / self.budget / flight
-        leaner, price, bound = fastest, FIRST * unit, fastest.bound
-        while self._worst_bytes(shape, leaner.bill, spread) > self.budget and price < LEAN * unit:
-            leaner = prices.at(price)
-            lasting = price * float(leaner.bill.state[0]) if alone else 0.0
-            bound = max(bound, leaner.bound - lasting - price * flight * relief)
-            price *= COARSE
-        estimate = leaner.bill.seconds(prices.weights) * (1 if self._worst_bytes(shape, leaner.bill, spread) <= self.budget else 10)
+        spread = degree if alone else 1
+
+        def fits(price: float) -> bool:
+            return self._worst_bytes(shape, prices.at(price).bill, spread) <= self.budget
+
+        unit = prices.at(0.0).value / self.budget / flight
+        ladder = [0.0, *(FIRST * unit * COARSE**step for step in range(STEPS))]
+        least = 0 if fits(0.0) else bisect_left(ladder, True, lo=1, key=fits)
+        bound = -math.inf
+        for price in (p for p in ladder if p in prices.solved):
+            solution = prices.at(price)
+            lasting = price * float(solution.bill.state[0]) if alone else 0.0
+            bound = max(bound, solution.bound - lasting - price * flight * relief)
+        leaner = prices.at(ladder[min(least, STEPS)])
+        estimate = leaner.bill.seconds(prices.weights) * (1 if least <= STEPS else UNFIT)
         self._add("solve", start)
         return proven * bound, scale * estimate
 
