@@ -252,7 +252,7 @@ class Outer:
             try:
                 check_schedule(shape.schedule, shape.pipeline, shape.chunks, shape.microbatches)
                 self.part(shape)
-                if shape.stages > (units := len(self.search_of(shape.microbatches).units.nodes)):
+                if shape.stages > 1 and shape.stages > (units := len(self.search_of(shape.microbatches).units.nodes)):
                     raise PlanError(
                         f"{shape.stages} pipeline stages ({shape.pipeline} ranks x {shape.chunks} chunks) are more than the {units} parts "
                         "that the model can be cut into: use fewer"
