@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property
 
 import networkx as nx
@@ -31,20 +31,53 @@ class Analysis:
         self.differentiable = needing_grad(nodes, {n for n, i in self.state.items() if captured.state[i.target].requires_grad})
         self.batch = Batch(self.graph, self.rules, self.inputs)
 
-    @cached_property
+    @property
     def shared(self) -> frozenset[fx.Node]:
         """Calls without a gradient that need nothing but inputs, buffers and cheap operators (masks, positions, RoPE tables): what each
         part of a graph that is cut makes for itself rather than be sent it."""
+        return self._shared[0]
+
+    @property
+    def changing(self) -> dict[fx.Node, fx.Node]:
+        """The buffers that the forward changes, each with the call that makes or writes its new value; but for those (a counter) whose
+        new values are ``shared``."""
+        return self._shared[1]
+
+    @cached_property
+    def _shared(self) -> tuple[frozenset[fx.Node], dict[fx.Node, fx.Node]]:
+        written = {buffer: writer for buffer, writer in self._written().items() if writer.op == "call_function"}
+        changing: dict[fx.Node, fx.Node] = {}
+        while True:
+            shared = self._beside(changing)
+            found = {buffer: writer for buffer, writer in written.items() if writer not in shared}
+            if len(found) == len(changing):
+                return shared, changing
+            changing = found
+
+    def _beside(self, changing: Collection[fx.Node]) -> frozenset[fx.Node]:
+        """What would be shared if no one else had these buffers."""
         found: set[fx.Node] = set()
         for node, rule in self.rules.items():
             cheap = rule is not None and not rule.flops and not rule.writes
-            if cheap and node not in self.differentiable and all(n in found or self._is_given(n) for n in node.all_input_nodes):
+            given = (n in found or (n not in changing and self._is_given(n)) for n in node.all_input_nodes)
+            if cheap and node not in self.differentiable and all(given):
                 found.add(node)
         return frozenset(found)
 
     def _is_given(self, node: fx.Node) -> bool:
         """Whether every rank has a tensor without asking: it is an input, a buffer or a constant."""
         return node.op == "placeholder" and (node not in self.state or self.state[node].kind != "parameter")
+
+    def _written(self) -> dict[fx.Node, fx.Node]:
+        """The buffers that the forward changes, and what makes or writes the new value."""
+        buffers = {state.target: node for node, state in self.state.items()}
+        updates = self.captured.updates
+        new_values = zip(updates, self.outputs[len(self.outputs) - len(updates) :], strict=True)
+        written = {buffers[name]: value for name, value in new_values if name in buffers}
+        for node, rule in self.rules.items():
+            for k in rule.writes if rule is not None else ():
+                written[operands(node)[k][0]] = node
+        return written
 
     @property
     def outputs(self) -> tuple[fx.Node, ...]:

@@ -48,13 +48,14 @@ class Result(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What torch does with one call: the ``operands`` that the backward reads, and ``nbytes`` that are neither operands nor results.
+    """What torch does with one call: the ``operands`` that the backward reads, and the bytes of each tensor that it reads and that is
+    neither an operand nor a result.
 
     ``several`` if it returns a tuple."""
 
     results: tuple[Result, ...]
     operands: frozenset[int]
-    nbytes: int
+    internal: tuple[int, ...]
     several: bool
 
     @property
@@ -112,9 +113,10 @@ class Autograd:
             alias = own.get(_storage(t))
             tensor = Strided(tuple(t.shape), t.stride(), t.dtype, t.requires_grad)
             results.append(Result(tensor, alias, t.untyped_storage().nbytes() if alias is None else 0, _storage(t) in saved))
-        others = saved.keys() - own.keys() - {_storage(t) for t in outputs}
+        returned = {_storage(t) for t in outputs}
+        internal = tuple(nbytes for s, nbytes in saved.items() if s not in own and s not in returned)
         kept = frozenset(k for k, t in enumerate(tensors) if _storage(t) in saved)
-        return Answer(tuple(results), kept, sum(saved[s] for s in others), several)
+        return Answer(tuple(results), kept, internal, several)
 
     def _stand_in(self, target: Callable[..., Any]) -> Callable[..., Any]:
         """What the program runs for ``target``, where meta tensors alone would not show it."""
@@ -176,4 +178,4 @@ def _all(args: Sequence[Any], kwargs: Mapping[str, Any], val: Any) -> Answer:
     several = isinstance(val, (tuple, list))
     outputs = [placed(t, grad and t.is_floating_point()) for t in (val if several else [val]) if isinstance(t, torch.Tensor)]
     results = [Result(t, None, math.prod(t.shape) * t.dtype.itemsize, grad) for t in outputs]
-    return Answer(tuple(results), frozenset(range(len(inputs)) if grad else ()), 0, several)
+    return Answer(tuple(results), frozenset(range(len(inputs)) if grad else ()), (), several)

@@ -121,7 +121,7 @@ class Program:
         call.made = [m for m in made if m is not None and m.call is call]
         read = {memories[k] for k in answer.operands} | {m for m, r in zip(made, answer.results, strict=True) if r.saved}
         call.saved = [m for m in read if m is not None]
-        call.internal = answer.nbytes
+        call.internal = sum(answer.internal)
         self.calls.append(call)
 
     def _send(self, node: fx.Node, place: int) -> None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.fx as fx
 
 from autopar.analysis import Analysis
-from autopar.autograd import Autograd, placed, substituted, with_grad
+from autopar.autograd import Answer, Autograd, Strided, placed, substituted, with_grad
 from autopar.calls import Program
 from autopar.graph import operands
 from autopar.held import Held
 from autopar.plan import NodePlan, Step
+from autopar.rules import Rule
 
 
 @dataclass(frozen=True)
@@ -26,12 +27,14 @@ class Saved:
         output: whether it reads what the call returned.
         nbytes: of tensors that are neither: statistics, masks, logsumexp.
         alias: the operand whose memory the result shares (a view), None if it has its own.
+        internal: ``nbytes``, tensor by tensor, with the factors of the call's rule along which it is split with the operands.
     """
 
     operands: frozenset[int]
     output: bool
     nbytes: float
     alias: int | None
+    internal: tuple[tuple[float, frozenset[str]], ...] = field(default=(), compare=False)
 
 
 def saved(
@@ -40,6 +43,7 @@ def saved(
     device_type: str,
     autograd: Autograd | None = None,
     representative: Mapping[fx.Node, fx.Node] | None = None,
+    rules: Mapping[fx.Node, Rule | None] | None = None,
 ) -> dict[fx.Node, Saved]:
     """What autograd keeps of each call of a canonical graph, for the whole (global) operators.
 
@@ -49,6 +53,7 @@ def saved(
         device_type: where the program will run, ``"cpu"`` or ``"cuda"``.
         autograd: what was asked before, for the same device type.
         representative: for an operand that is not among ``nodes`` one that is, and equal to it.
+        rules: of calls; without them nothing is taken to be split.
     """
     equal = representative or {}
     autograd = autograd or Autograd(device_type)
@@ -67,8 +72,31 @@ def saved(
             values[node] = answer.value
             aliases = {r.alias for r in answer.results}
             alias = aliases.pop() if len(aliases) == 1 else None
-            found[node] = Saved(answer.operands, any(r.saved for r in answer.results), float(answer.nbytes), alias)
+            internal = _internal(node, inputs, answer, autograd, (rules or {}).get(node))
+            found[node] = Saved(answer.operands, any(r.saved for r in answer.results), float(sum(answer.internal)), alias, internal)
     return found
+
+
+def _internal(
+    node: fx.Node, inputs: list[Any], answer: Answer, autograd: Autograd, rule: Rule | None
+) -> tuple[tuple[float, frozenset[str]], ...]:
+    """Each tensor that is neither operand nor result, with the factors along which it is split: those that, where operands have but a
+    part of them, make it smaller. A mask that counts for all heads, say, is no smaller on a rank that has some of them."""
+    splits: list[set[str]] = [set() for _ in answer.internal]
+    for factor, size in rule.sizes.items() if rule is not None and answer.internal else ():
+        ways = next((n for n in range(2, size + 1) if size % n == 0), 1)
+        part = [_part(x, dims, factor, ways) for x, dims in zip(inputs, rule.operands, strict=True)]  # type: ignore[union-attr]
+        smaller = autograd.ask(node.target, *substituted(node, part), node.meta["val"]).internal  # type: ignore[arg-type]
+        if len(smaller) == len(answer.internal):  # else the call does not take a part as it is
+            for found, before, after in zip(splits, answer.internal, smaller, strict=True):
+                found |= {factor} if after < before else set()
+    return tuple((float(nbytes), frozenset(found)) for nbytes, found in zip(answer.internal, splits, strict=True))
+
+
+def _part(value: Any, dims: Sequence[Collection[str]], factor: str, ways: int) -> Any:
+    if not isinstance(value, Strided):
+        return value
+    return value._replace(shape=tuple(n // ways if factor in factors else n for n, factors in zip(value.shape, dims, strict=True)))
 
 
 def activation_bytes(

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from autopar.errors import CaptureError
 
@@ -23,7 +24,8 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 def export(traced: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module) -> torch.export.ExportedProgram:
     """``torch.export.export`` of ``traced``; where it fails, a CaptureError that names the module in ``model`` and the line."""
     try:
-        with _no_garbage_collection(), _quiet():
+        # Lazily: a graph's Python code, which export would write anew after each of its passes, is a quarter of the time.
+        with _no_garbage_collection(), _quiet(), _use_lazy_graph_module(True):
             return torch.export.export(traced, args, kwargs, strict=False)
     except Exception as error:
         raise CaptureError(_explain(error, model)) from error

@@ -13,10 +13,10 @@ from collections.abc import Collection, Sequence
 
 import torch.fx as fx
 
+from autopar.analysis import Analysis
 from autopar.capture import Captured
 from autopar.errors import PlanError
-from autopar.graph import describe, needing_grad, new_node, operands
-from autopar.rules import rule_of
+from autopar.graph import describe, new_node
 from autopar.runtime import kernels
 
 
@@ -58,70 +58,21 @@ def _first_nodes(graph: fx.Graph, starts: Sequence[str]) -> list[fx.Node]:
 
 def _number(captured: Captured, first: Collection[fx.Node]) -> None:
     """Sets ``meta["stage"]``."""
-    written = {b: w for b, w in _written(captured).items() if w.op == "call_function"}
-    changing: dict[fx.Node, fx.Node] = {}
-    while True:  # a counter that each stage can keep by itself is nobody's, a running mean of activations its stage's
-        free = _free(captured, changing)
-        found = {b: w for b, w in written.items() if w not in free}
-        if len(found) == len(changing):
-            break
-        changing = found
+    analysis = Analysis(captured)
     stage = 0
     for node in captured.graph.nodes:
         stage += node in first
         if node.op == "call_function" and node.target is operator.getitem:  # what it is taken from is no tensor, which could be sent
             node.meta["stage"] = node.args[0].meta["stage"]  # type: ignore[union-attr]
         elif node.op == "call_function":
-            node.meta["stage"] = None if node in free else stage
-    for buffer, writer in changing.items():
+            node.meta["stage"] = None if node in analysis.shared else stage
+    for buffer, writer in analysis.changing.items():
         others = {u.meta["stage"] for u in buffer.users if u.op == "call_function"} - {writer.meta["stage"]}
         if others:
             raise PlanError(
                 f"{describe(writer)} in stage {writer.meta['stage']} changes buffer {buffer.name!r}, which stage {min(others)} reads: "
                 "a buffer that changes must be of one stage; cut the model elsewhere"
             )
-
-
-def _written(captured: Captured) -> dict[fx.Node, fx.Node]:
-    """The buffers that the forward changes, and what makes or writes the new value."""
-    graph = captured.graph
-    placeholders = {n.name: n for n in graph.nodes if n.op == "placeholder"}
-    buffers = {i.target: placeholders[i.name] for i in captured.inputs if i.name in placeholders}
-    outputs: tuple[fx.Node, ...] = graph.output_node().args[0]  # type: ignore[assignment]
-    new_values = outputs[len(outputs) - len(captured.updates) :]
-    written = {buffers[name]: value for name, value in zip(captured.updates, new_values, strict=True) if name in buffers}
-    for node in graph.nodes:
-        rule = rule_of(node)
-        for k in rule.writes if rule is not None else ():
-            written[operands(node)[k][0]] = node
-    return written
-
-
-def _free(captured: Captured, changing: Collection[fx.Node]) -> set[fx.Node]:
-    """The calls that each stage computes for itself, and the placeholders that they may read."""
-    kinds = {i.name: i.kind for i in captured.inputs}
-    needing = needing_grad(captured.graph.nodes, _trained(captured))
-    free: set[fx.Node] = set()
-    for node in captured.graph.nodes:
-        if node.op == "placeholder":
-            is_free = kinds[node.name] != "parameter" and node not in changing
-        else:
-            is_free = node not in needing and _is_cheap(node) and free.issuperset(node.all_input_nodes)
-        if is_free:
-            free.add(node)
-    return free
-
-
-def _trained(captured: Captured) -> set[fx.Node]:
-    """The placeholders that require a gradient."""
-    targets = {i.name: i.target for i in captured.inputs if i.kind in ("parameter", "buffer", "constant")}
-    placeholders = [n for n in captured.graph.nodes if n.op == "placeholder" and n.name in targets]
-    return {n for n in placeholders if captured.state[targets[n.name]].requires_grad}
-
-
-def _is_cheap(node: fx.Node) -> bool:
-    rule = rule_of(node)
-    return rule is not None and not rule.flops and not rule.writes
 
 
 def _insert_sends(captured: Captured, first: Sequence[fx.Node]) -> None:

@@ -322,7 +322,7 @@ class Space:
         self.cluster = Cluster.load(cluster) if isinstance(cluster, str) else cluster
         self.options = Options(int(np.prod(sizes)), recompute=recompute, **options)
         search = Search(analysis, self.cluster, self.options)
-        held = saved(analysis.graph.nodes, analysis.differentiable, self.cluster.device.kind)
+        held = saved(analysis.graph.nodes, analysis.differentiable, self.cluster.device.kind, rules=analysis.rules)
         self.costs = Costs(analysis, held, Conversions(sizes, self.cluster), Compute(self.cluster), self.options.optimizer)
         choices = search.choices.on(self.axes)
         self.problem: Problem = build(analysis.graph, search.representative, choices, analysis.rules, self.costs, Recompute(recompute))

@@ -16,7 +16,7 @@ from autopar.rules.registry import operator_name
 from autopar.runtime.kernels import send
 from autopar.search.found import Found
 from autopar.search.recompute import AGAIN, KEPT
-from autopar.search.strategies import Strategy, work_share
+from autopar.search.strategies import Strategy
 
 Row = list[Any]
 BESIDES = "kept to make the others again"
@@ -93,7 +93,7 @@ class _Memory:
                 choice = v.choices[k]
                 assert isinstance(choice, Strategy)
                 nbytes = float(v.result[k]) if self._keeps(node) else 0.0
-                nbytes += self._costs.saved(node).nbytes * work_share(choice, self._found.shape.sizes)
+                nbytes += self._costs.internal(node, choice)
                 yield _Item(node, self._name(node), nbytes, float(v.forward[k]))
         for node, target, again, seconds, nbytes in self._conversions():
             if again:

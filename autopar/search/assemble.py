@@ -39,7 +39,7 @@ def staged(search: Search, starts: Sequence[int]) -> Analysis:
 
 def costs_of(search: Search, shape: Shape, analysis: Analysis) -> Costs:
     """Costs of a graph that is cut into the stages of ``shape``."""
-    kept = saved(analysis.graph.nodes, analysis.differentiable, search.cluster.device.kind, search.autograd)
+    kept = saved(analysis.graph.nodes, analysis.differentiable, search.cluster.device.kind, search.autograd, rules=analysis.rules)
     conversions = Conversions(shape.sizes, search.cluster, shape.pipeline)
     return Costs(analysis, kept, conversions, search.compute, search.options.optimizer)
 
@@ -53,7 +53,7 @@ class _Assembly:
         alike = classes(analysis.graph, names, analysis.differentiable, analysis.batch)
         first: dict[tuple, fx.Node] = {}
         self.representative = {
-            n: first.setdefault((alike[n], self.stage_of[n], self.point.get(n), self._again_conversions(n)), n)
+            n: first.setdefault((alike[n], self.stage_of[n], self._points_of(n), self._again_conversions(n)), n)
             for n in analysis.graph.nodes
         }
 
@@ -71,13 +71,20 @@ class _Assembly:
     def _solution(self, node: fx.Node) -> Solution:
         return self.draft.points[self.point[node]]
 
-    def _decided(self, node: fx.Node) -> tuple[Choice, int] | None:
+    def _points_of(self, node: fx.Node) -> tuple[int, ...]:
+        """The solutions that decide on a node: for a parameter that several units read, those of them all."""
+        readers = node.users if node.op == "placeholder" else ()
+        return tuple(sorted({self.point[node], *(self.point[user] for user in readers if user.op == "call_function")}))
+
+    def _decided(self, node: fx.Node) -> dict[Choice, int] | None:
+        """The choices that solutions made, with their states."""
         drafted = self.drafted.get(node.name)
         if drafted is None or node.target is send:
             return None
         v = self.draft.problem.vertex_of[drafted]
-        vertex, k = self.draft.problem.vertices[v], self._solution(node).chosen[v]
-        return vertex.choices[k], int(vertex.states[k])
+        vertex = self.draft.problem.vertices[v]
+        chosen = (self.draft.points[point].chosen[v] for point in self._points_of(node))
+        return {vertex.choices[k]: int(vertex.states[k]) for k in chosen}
 
     def _again_conversions(self, node: fx.Node) -> frozenset[Layout]:
         """The layouts to which the drafted solution converts this tensor again in the backward."""
@@ -92,9 +99,10 @@ class _Assembly:
         search, shape, analysis = self.search, self.draft.shape, self.analysis
         costs = costs_of(search, shape, analysis)
         own = [n for n in analysis.graph.nodes if self.representative[n] is n]
-        free = Choices(analysis, self.representative, search.options).on(shape.axes, [n for n in own if self._decided(n) is None])
-        choices = free | {n: [decided[0]] for n in own if (decided := self._decided(n)) is not None}
-        states = {n: decided[1] for n in own if (decided := self._decided(n)) is not None}
+        decided = {n: found for n in own if (found := self._decided(n)) is not None}
+        free = Choices(analysis, self.representative, search.options).on(shape.axes, [n for n in own if n not in decided])
+        choices = free | {n: list(found) for n, found in decided.items()}
+        states = {n: next(iter(found.values())) for n, found in decided.items() if n.op == "call_function"}
         problem = build(
             analysis.graph,
             self.representative,

@@ -50,9 +50,9 @@ class Prices:
             self.solved[price] = self.around(self.problem, solve) if self.around else solve(self.problem)
         return self.solved[price]
 
-    def distinct(self) -> list[Solution]:
-        """The solutions that differ, fastest first."""
-        found = {(s.chosen, s.again): s for s in sorted(self.solved.values(), key=self.seconds, reverse=True)}
+    def distinct(self, more: Sequence[Solution] = ()) -> list[Solution]:
+        """The solutions that differ, with ``more``, fastest first."""
+        found = {(s.chosen, s.again): s for s in sorted((*self.solved.values(), *more), key=self.seconds, reverse=True)}
         return sorted(found.values(), key=self.seconds)
 
     def nbytes(self, solution: Solution) -> float:

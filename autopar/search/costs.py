@@ -96,9 +96,13 @@ class Costs:
             there = np.array([point_to_point(float(n), self.conversion.pipeline) for n in result])
             return Prices(none, none, there * (1 + self.differentiable(node)), none, none, result, none)
         forward, backward = self._work(node, rule, strategies)
-        held = self.saved(node).nbytes
-        internal = held * np.array([work_share(s, self.sizes) for s in strategies]) if held else none
+        internal = np.array([self.internal(node, s) for s in strategies]) if self.saved(node).nbytes else none
         return Prices(forward, backward, none, none, none, none if node.op == "placeholder" else result, internal)
+
+    def internal(self, node: fx.Node, strategy: Strategy) -> float:
+        """Bytes on one rank of what a node keeps for its backward beside operands and result."""
+        split = list(zip(strategy.factors, self.sizes, strict=True))
+        return sum(nbytes / math.prod(n for f, n in split if f in factors) for nbytes, factors in self.saved(node).internal)
 
     def _parts(self, layout: Layout) -> int:
         return math.prod(n for t, n in zip(layout, self.sizes, strict=True) if t.is_shard)

@@ -101,12 +101,14 @@ def _modules(calls: list[fx.Node]) -> str:
 
 def _recomputed(found: Found) -> Iterator[str]:
     """Nodes, and conversions as "name -> layout"."""
+    layouts: dict[int, list[str]] = defaultdict(list)
+    for g, layout in found.solution.again:
+        layouts[g].append(show(layout))
     for node in found.analysis.graph.nodes:
         if node.op == "call_function" and found.recomputed(node):
             yield node.name
-        g = found.problem.group_of.get(node)
-        if g is not None:
-            yield from (f"{node.name} -> {show(layout)}" for number, layout in sorted(found.solution.again, key=str) if number == g)
+        if (number := found.problem.group_of.get(node)) is not None:
+            yield from (f"{node.name} -> {layout}" for layout in sorted(layouts[number]))
 
 
 def _wanted_layouts(analysis: Analysis, nodes: dict[str, NodePlan]) -> dict[fx.Node, list[Layout]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from autopar.analysis import Analysis
@@ -27,6 +28,7 @@ SIMPLER = 0.99  # a mesh of more axes must be faster by this much
 MOST_STAGES = 64
 PER_REPLICA = (1, 2, 4)  # samples of a microbatch that are tried in a pipeline
 REFITS = 6
+FITTED = 3  # drafts, the fastest first, of which one may fit in full
 EXACT_TRIES = 3
 HOPEFUL = 1.05  # an estimate of a step may be too high by so much: shapes that are slower even then are not worth a draft
 EXACT_SECONDS = 2.0  # for small problems to be solved to the end
@@ -161,18 +163,20 @@ class Outer:
         # Schedules with several stages a rank hold more, and wait less: they are tried for the shapes that came near.
         piped = [d for d in drafted if d.shape.pipeline > 1]
         for draft in sorted(piped, key=lambda d: d.seconds)[:NEAREST]:
-            best = self._better(best, self._drafts(self._possible(list(self._looped(draft.shape)))))
+            looped = list(self._drafts(self._possible(list(self._looped(draft.shape)))))
+            drafted += looped
+            best = self._better(best, looped)
         if best is None:
             return self._leanest()
-        try:
-            return self.fitted(best)
-        except BudgetError:
-            # Drafts may turn out larger than they looked, with more microbatches too.
-            shapes = self._possible([replace(best.shape, microbatches=m) for m in self._microbatches(best.shape)])
-            tried = dict.fromkeys((*shapes, *(draft.shape for draft in drafted)))
-            others = [shape for family in self.families() for shape in self._possible(family) if shape not in tried]
-            self._short += [*((0.0, shape) for shape in tried), *((1.0, shape) for shape in others)]
-            return self._leanest()
+        others = sorted((d for d in drafted if d is not best), key=lambda d: d.seconds)
+        for draft in (best, *others[: FITTED - 1]):  # drafts may turn out larger than they looked
+            with suppress(BudgetError):
+                return self.fitted(draft)
+        shapes = self._possible([replace(best.shape, microbatches=m) for m in self._microbatches(best.shape)])
+        tried = dict.fromkeys((*shapes, *(draft.shape for draft in drafted)))
+        left = [shape for family in self.families() for shape in self._possible(family) if shape not in tried]
+        self._short += [*((0.0, shape) for shape in tried), *((1.0, shape) for shape in left)]
+        return self._leanest()
 
     def _leanest(self) -> Found:
         """The plan that takes least memory of the shapes that come nearest, if that fits."""
@@ -248,7 +252,7 @@ class Outer:
             try:
                 check_schedule(shape.schedule, shape.pipeline, shape.chunks, shape.microbatches)
                 self.part(shape)
-                if shape.stages > (units := len(self.search_of(shape.microbatches).units.nodes)):
+                if shape.stages > 1 and shape.stages > (units := len(self.search_of(shape.microbatches).units.nodes)):
                     raise PlanError(
                         f"{shape.stages} pipeline stages ({shape.pipeline} ranks x {shape.chunks} chunks) are more than the {units} parts "
                         "that the model can be cut into: use fewer"

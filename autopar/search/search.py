@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -22,7 +23,7 @@ from autopar.search.blocks import classes
 from autopar.search.budget import DoesNotFitError, Prices, advice
 from autopar.search.choices import Choices
 from autopar.search.costs import Costs
-from autopar.search.neighbourhood import coarser, improve, lift
+from autopar.search.neighbourhood import coarser, improve, lift, restrict
 from autopar.search.options import Axis, Options
 from autopar.search.partition import Stages
 from autopar.search.problem import Bill, Problem, Weights, build
@@ -35,9 +36,10 @@ from autopar.search.units import Units, units
 
 Progress = Callable[[str], None]
 PRICES = 4  # solves of the problem of a pipeline's stages
-# Prices of memory at which the cost of saving it is estimated: the first, the factor between them, the last; in steps for a budget.
-FIRST, COARSE, LEAN = 0.05, 3.0, 1e3
+# Prices of memory at which the cost of saving it is estimated: the first (in steps for a budget), the factor between them, how many.
+FIRST, COARSE, STEPS = 0.05, 3.0, 10
 NEARLY = 0.7  # of a device's memory: where equal stages take more of it, the fullest of unequal ones may not fit
+UNFIT = 10  # how many times longer than its leanest plan a shape is taken to need where that does not fit
 KEPT_ALONE = 1e6  # what a byte that is kept counts for where one that lasts is to count for nothing
 
 
@@ -87,13 +89,15 @@ class Search:
         if key not in self._problems:
             start = time.perf_counter()
             with resized(self.analysis, samples, self.nodes):
-                kept = saved(self.nodes, self.analysis.differentiable, self.cluster.device.kind, self.autograd, self.representative)
+                analysis = self.analysis
+                kept = saved(
+                    self.nodes, analysis.differentiable, self.cluster.device.kind, self.autograd, self.representative, analysis.rules
+                )
                 conversions = Conversions(shape.sizes, self.cluster, shape.pipeline)
-                costs = Costs(self.analysis, kept, conversions, self.compute, self.options.optimizer)
+                costs = Costs(analysis, kept, conversions, self.compute, self.options.optimizer)
                 choices = self.choices.on(shape.axes)
                 start = self._add("strategies", start)
-                graph, rules = self.analysis.graph, self.analysis.rules
-                self._problems[key] = build(graph, self.representative, choices, rules, costs, self.recompute)
+                self._problems[key] = build(analysis.graph, self.representative, choices, analysis.rules, costs, self.recompute)
             self._add("costs", start)
         return self._problems[key]
 
@@ -109,6 +113,20 @@ class Search:
             solve = None if len(shape.axes) <= EXACT_AXES else partial(self._around_coarser, shape, samples)
             self._prices[key] = Prices(problem, weights, self.options.time_limit, solve)
         return self._prices[key]
+
+    def _sharded_as_fastest(self, prices: Prices) -> list[Solution]:
+        """The solutions at the same prices of memory where the sharding is that of the fastest, and only what is kept is chosen: a
+        stage that has to save some memory may take these from block to block, without another layout at its ends."""
+        fastest = prices.at(0.0)
+
+        def around(problem: Problem, solve: Callable[[Problem], Solution]) -> Solution:
+            chosen = zip(problem.vertices, fastest.chosen, strict=True)
+            same = [np.array([i for i, c in enumerate(v.choices) if c is v.choices[k]]) for v, k in chosen]
+            found = solve(restrict(problem, same))
+            return replace(found, chosen=tuple(int(kept[k]) for kept, k in zip(same, found.chosen, strict=True)))
+
+        alone = Prices(prices.problem, prices.weights, self.options.time_limit, around)
+        return [alone.at(price) for price in sorted(prices.solved) if price]
 
     @property
     def budget(self) -> float:
@@ -154,15 +172,21 @@ class Search:
         start = time.perf_counter()
         flights, flight = shape.flights(), float(prices.weights.flight[0])
         relief = self.budget * sum(1.0 / min(flights[r :: shape.pipeline]) for r in range(shape.pipeline))
-        fastest, spread = prices.at(0.0), degree if alone else 1
-        unit = fastest.value / self.budget / flight
-        leaner, price, bound = fastest, FIRST * unit, fastest.bound
-        while self._worst_bytes(shape, leaner.bill, spread) > self.budget and price < LEAN * unit:
-            leaner = prices.at(price)
-            lasting = price * float(leaner.bill.state[0]) if alone else 0.0
-            bound = max(bound, leaner.bound - lasting - price * flight * relief)
-            price *= COARSE
-        estimate = leaner.bill.seconds(prices.weights) * (1 if self._worst_bytes(shape, leaner.bill, spread) <= self.budget else 10)
+        spread = degree if alone else 1
+
+        def fits(price: float) -> bool:
+            return self._worst_bytes(shape, prices.at(price).bill, spread) <= self.budget
+
+        unit = prices.at(0.0).value / self.budget / flight
+        ladder = [0.0, *(FIRST * unit * COARSE**step for step in range(STEPS))]
+        least = 0 if fits(0.0) else bisect_left(ladder, True, lo=1, key=fits)
+        bound = -math.inf
+        for price in (p for p in ladder if p in prices.solved):
+            solution = prices.at(price)
+            lasting = price * float(solution.bill.state[0]) if alone else 0.0
+            bound = max(bound, solution.bound - lasting - price * flight * relief)
+        leaner = prices.at(ladder[min(least, STEPS)])
+        estimate = leaner.bill.seconds(prices.weights) * (1 if least <= STEPS else UNFIT)
         self._add("solve", start)
         return proven * bound, scale * estimate
 
@@ -200,7 +224,7 @@ class Search:
             unit = FIRST * fastest.value / self.budget / float(prices.weights.flight[0])
             for power in (0, 1, 2):
                 prices.at(unit * COARSE**power)
-        points = prices.distinct()
+        points = prices.distinct(self._sharded_as_fastest(prices))
         tables = Tabulator(prices.problem, self.units, once=shape.stages == 1).of(points)
         flights = np.array(shape.flights(), dtype=float)
         budgets = []
