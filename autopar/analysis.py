@@ -19,11 +19,15 @@ Place = tuple[fx.Node, int]
 class Analysis:
     """What search and lowering both need to know of a captured graph."""
 
-    def __init__(self, captured: Captured) -> None:
+    def __init__(self, captured: Captured, like: Analysis | None = None) -> None:
+        """``like``: that of a graph whose nodes are among these, unchanged, and need not be looked up again."""
+        known = {n.name: rule for n, rule in like.rules.items()} if like is not None else {}
         kinds = {i.name: i for i in captured.inputs}
         nodes = list(captured.graph.nodes)
         self.captured, self.graph = captured, captured.graph
-        self.rules: dict[fx.Node, Rule | None] = {n: rule_of(n) for n in nodes if n.op == "call_function"}
+        self.rules: dict[fx.Node, Rule | None] = {
+            n: known[n.name] if n.name in known else rule_of(n) for n in nodes if n.op == "call_function"
+        }
         self.state = {
             n: kinds[n.name] for n in nodes if n.op == "placeholder" and kinds[n.name].kind in ("parameter", "buffer", "constant")
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from autopar.errors import AutoparError, PlanError, RunError
 from autopar.passes.lower import Lowered, lower
 from autopar.passes.stages import cut_stages
 from autopar.plan import Plan
-from autopar.planner import LossFunction, Planner, analyse, evaluates_as_trained, plain
+from autopar.planner import LossFunction, Planner, Traced
 from autopar.runtime.agree import together
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.program import Compiled, same_on_all_ranks
@@ -53,10 +54,7 @@ def plan(
         CaptureError: the model could not be traced, or has no loss.
         PlanError: no plan meets the options.
     """
-    chosen = Options(world_size, **_known(options))
-    hardware = _cluster(cluster, model)
-    hardware.check(world_size)
-    return Planner(model, plain(sample_input), loss_fn, hardware, chosen, progress).run()
+    return _planned(Traced(model, sample_input, loss_fn), world_size, cluster, progress, options)
 
 
 def compile(
@@ -81,26 +79,26 @@ def compile(
         RunError: the world size is not the process group's, or ranks hold different models or plans.
         CaptureError, PlanError: as :func:`plan`.
     """
-    device, sample = _device(model), plain(sample_input)
+    device, traced = _device(model), Traced(model, sample_input, loss_fn)
     _join_group(world_size, device)
-    together("compile", partial(_check, world_size, device, sample, plan, options))
+    together("compile", partial(_check, world_size, device, traced.sample, plan, options))
     same_on_all_ranks("given" if plan else "to be made", "the plan")
+    together("tracing the model", lambda: traced.whole)
     if plan is None:
-        plan = _plan_on_rank_0(model, sample, world_size, cluster=cluster, loss_fn=loss_fn, progress=progress, **options)
+        plan = _plan_on_rank_0(partial(_planned, traced, world_size, cluster, progress, options))
     same_on_all_ranks(repr(dataclasses.replace(plan, timings={})), "the plan")
-    analysis, prologue = together("tracing the model", partial(analyse, model, sample, loss_fn, plan.microbatches))
+    analysis, prologue = together("tracing a microbatch", partial(traced.analyse, plan.microbatches))
     found = analysis.captured.fingerprint
     same_on_all_ranks(found + _described(analysis.captured.state), "the model")
     if found != plan.fingerprint:
         raise RunError(f"the plan was made for a graph with fingerprint {plan.fingerprint}, this model and sample give {found}: plan again")
     if len(plan.stages) > 1:
         check_schedule(plan.schedule, plan.pipeline, plan.chunks, plan.microbatches)
-        analysis = Analysis(cut_stages(analysis.captured, [stage.start for stage in plan.stages[1:]]))
+        analysis = cut_stages(analysis, [stage.start for stage in plan.stages[1:]])
     mesh = Mesh(plan.mesh_sizes, plan.mesh_names, None if device.type == "meta" else device, pipeline=plan.pipeline)
     lowered = lower(analysis, plan, prologue, mesh.device)
     _check_types(analysis, lowered, mesh)
-    trained = analysis.captured if plan.microbatches == 1 else None
-    evaluates = together("tracing the model in eval()", partial(evaluates_as_trained, model, sample, loss_fn, trained))
+    evaluates = together("tracing the model in eval()", traced.evaluates)
     return Compiled(analysis.captured, plan, lowered, mesh, model=model, evaluates=evaluates)
 
 
@@ -166,6 +164,8 @@ def _check(world_size: int, device: torch.device, sample: Any, plan: Plan | None
         raise RunError(f"compile was asked for world_size={world_size}, the process group has {ranks} ranks: pass world_size={ranks}")
     if plan is not None and plan.world_size != world_size:
         raise RunError(f"the plan is for world_size={plan.world_size}, compile was asked for {world_size}: plan again for {world_size}")
+    if plan is None:
+        Options(world_size, **_known(options))
     if plan is not None and options:
         unused = ", ".join(sorted(options))
         raise PlanError(f"plan= decides everything, so {unused} would have no effect: give the options to autopar.plan")
@@ -180,12 +180,19 @@ def _described(state: dict[str, torch.Tensor]) -> str:
     return repr([(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in state.items()])
 
 
-def _plan_on_rank_0(model: nn.Module, sample: Any, world_size: int, **options: Any) -> Plan:
+def _planned(traced: Traced, world_size: int, cluster: Any, progress: bool, options: dict[str, Any]) -> Plan:
+    chosen = Options(world_size, **_known(options))
+    hardware = _cluster(cluster, traced.model)
+    hardware.check(world_size)
+    return Planner(traced, hardware, chosen, progress).run()
+
+
+def _plan_on_rank_0(planned: Callable[[], Plan]) -> Plan:
     """Planned once, so that all ranks hold one plan; an error is every rank's."""
     outcome: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            outcome = [plan(model, sample, world_size, **options)]
+            outcome = [planned()]
         except AutoparError as e:
             outcome = [e]
         except BaseException as e:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,21 +31,46 @@ from autopar.search.resize import resized
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
 
+class Traced:
+    """A model and a batch; what is asked of them is traced once."""
+
+    def __init__(self, model: nn.Module, sample: Any, loss_fn: LossFunction | None) -> None:
+        self.model, self.sample, self.loss_fn = model, plain(sample), loss_fn
+        self._analyses: dict[int, tuple[Analysis, fx.Graph | None]] = {}
+
+    @cached_property
+    def whole(self) -> Captured:
+        """The graph of the whole batch."""
+        return _trace(self.model, self.sample, self.loss_fn)
+
+    def analyse(self, microbatches: int) -> tuple[Analysis, fx.Graph | None]:
+        """The graph of one microbatch, and the graph of what is counted over the batch before."""
+        if microbatches not in self._analyses:
+            self._analyses[microbatches] = _in_parts(self.whole, self.model, self.sample, self.loss_fn, microbatches)
+        return self._analyses[microbatches]
+
+    def evaluates(self) -> bool:
+        """Whether ``eval()`` changes nothing but dropout and BatchNorm."""
+        modes = {module: module.training for module in self.model.modules()}
+        try:
+            evaluated = canonicalise(capture(self.model.eval(), self.sample, self.loss_fn))
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+        return evaluates_alike(self.whole, evaluated)
+
+
 class Planner:
     """One call of plan(): captures what the search asks for, and searches."""
 
-    def __init__(
-        self, model: nn.Module, sample: Any, loss_fn: LossFunction | None, cluster: Cluster, options: Options, progress: bool
-    ) -> None:
-        self.model, self.sample, self.loss_fn, self.cluster, self.options = model, sample, loss_fn, cluster, options
-        self._whole: Captured | None = None
-        self._graphs: dict[int, Analysis] = {}
+    def __init__(self, traced: Traced, cluster: Cluster, options: Options, progress: bool) -> None:
+        self.traced, self.cluster, self.options = traced, cluster, options
         self.capturing = 0.0
         self.bar = tqdm(desc="planning", unit=" steps", disable=not progress, leave=False)
 
     def run(self) -> Plan:
         start = time.perf_counter()
-        samples = batch_size(self.sample)
+        samples = batch_size(self.traced.sample)
         outer = Outer(self._graph, samples, self.cluster, self.options, self._step)
         with self.bar:
             found = outer.run()
@@ -56,23 +82,15 @@ class Planner:
         return plan
 
     def _graph(self, microbatches: int) -> Analysis:
-        if microbatches not in self._graphs:
-            start = time.perf_counter()
-            self._step(f"capturing ({microbatches} microbatches)" if microbatches > 1 else "capturing")
-            if self._whole is None:
-                self._whole = _trace(self.model, self.sample, self.loss_fn)
-            self._graphs[microbatches] = _in_parts(self._whole, self.model, self.sample, self.loss_fn, microbatches)[0]
-            self.capturing += time.perf_counter() - start
-        return self._graphs[microbatches]
+        start = time.perf_counter()
+        self._step(f"capturing ({microbatches} microbatches)" if microbatches > 1 else "capturing")
+        analysis = self.traced.analyse(microbatches)[0]
+        self.capturing += time.perf_counter() - start
+        return analysis
 
     def _step(self, what: str) -> None:
         self.bar.set_postfix_str(what)
         self.bar.update()
-
-
-def analyse(model: nn.Module, sample: Any, loss_fn: LossFunction | None, microbatches: int) -> tuple[Analysis, fx.Graph | None]:
-    """The graph of one microbatch, and the graph of what is counted over the batch before."""
-    return _in_parts(_trace(model, sample, loss_fn), model, sample, loss_fn, microbatches)
 
 
 def _in_parts(
@@ -86,17 +104,6 @@ def _in_parts(
     restore_batch_constants(captured.graph, whole.graph)
     captured, prologue = accumulate(Analysis(captured), microbatches)
     return Analysis(replace(captured, fingerprint=whole.fingerprint)), prologue
-
-
-def evaluates_as_trained(model: nn.Module, sample: Any, loss_fn: LossFunction | None, trained: Captured | None = None) -> bool:
-    """Whether ``eval()`` changes nothing but dropout and BatchNorm; ``trained`` is the graph of the whole batch, where it is at hand."""
-    modes = {module: module.training for module in model.modules()}
-    try:
-        evaluated = canonicalise(capture(model.eval(), sample, loss_fn))
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-    return evaluates_alike(trained or _trace(model, sample, loss_fn), evaluated)
 
 
 def _trace(model: nn.Module, sample: Any, loss_fn: LossFunction | None) -> Captured:

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from autopar.analysis import Analysis
 from autopar.cost_model import Cluster
 from autopar.errors import BudgetError
-from autopar.planner import analyse
+from autopar.planner import Traced
 from autopar.search.found import Found
 from autopar.search.neighbourhood import restrict
 from autopar.search.options import Options
@@ -123,7 +123,7 @@ def rows(name: str, cluster: Cluster, budgets: list[float]) -> Iterator[tuple[st
     sizes = dict(n_layer=case.layers, n_embd=case.hidden, n_head=case.heads, vocab_size=VOCABULARY, n_positions=SEQUENCE)
     off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     model, sample = build("GPT2", sizes | off, case.batch, SEQUENCE)
-    analysis = analyse(model, sample, None, case.batch // case.data // case.micro)[0]
+    analysis = Traced(model, sample, None).analyse(case.batch // case.data // case.micro)[0]
     joint: Found | BudgetError | None = None
     apart: Found | BudgetError | None = None
     for budget in [*sorted(budgets), UNLIMITED]:

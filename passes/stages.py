@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch.fx as fx
 
@@ -20,8 +20,8 @@ from autopar.graph import describe, new_node
 from autopar.runtime import kernels
 
 
-def cut_stages(captured: Captured, starts: Sequence[str]) -> Captured:
-    """A copy of ``captured`` in which every tensor that crosses from a stage to a later one goes through ``send`` nodes.
+def cut_stages(analysis: Analysis, starts: Sequence[str]) -> Analysis:
+    """That of a copy of the graph in which every tensor that crosses from a stage to a later one goes through ``send`` nodes.
 
     Args:
         starts: the first node of each stage but the first, in the graph's order.
@@ -33,12 +33,13 @@ def cut_stages(captured: Captured, starts: Sequence[str]) -> Captured:
         PlanError: a start is no call of the graph, or comes out of order.
     """
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    graph.output(graph.graph_copy(captured.graph, copies))
-    cut = dataclasses.replace(captured, graph=graph)
+    graph.output(graph.graph_copy(analysis.graph, copies))
+    cut = dataclasses.replace(analysis.captured, graph=graph)
     first = _first_nodes(graph, starts)
-    _number(cut, first)
+    changing = {copies[buffer]: copies[writer] for buffer, writer in analysis.changing.items()}
+    _number(graph, first, {copies[n] for n in analysis.shared}, changing)
     _insert_sends(cut, first)
-    return cut
+    return Analysis(cut, like=analysis)
 
 
 def _first_nodes(graph: fx.Graph, starts: Sequence[str]) -> list[fx.Node]:
@@ -56,17 +57,16 @@ def _first_nodes(graph: fx.Graph, starts: Sequence[str]) -> list[fx.Node]:
     return [calls[i] for i in found]
 
 
-def _number(captured: Captured, first: Collection[fx.Node]) -> None:
+def _number(graph: fx.Graph, first: Collection[fx.Node], shared: Collection[fx.Node], changing: Mapping[fx.Node, fx.Node]) -> None:
     """Sets ``meta["stage"]``."""
-    analysis = Analysis(captured)
     stage = 0
-    for node in captured.graph.nodes:
+    for node in graph.nodes:
         stage += node in first
         if node.op == "call_function" and node.target is operator.getitem:  # what it is taken from is no tensor, which could be sent
             node.meta["stage"] = node.args[0].meta["stage"]  # type: ignore[union-attr]
         elif node.op == "call_function":
-            node.meta["stage"] = None if node in analysis.shared else stage
-    for buffer, writer in analysis.changing.items():
+            node.meta["stage"] = None if node in shared else stage
+    for buffer, writer in changing.items():
         others = {u.meta["stage"] for u in buffer.users if u.op == "call_function"} - {writer.meta["stage"]}
         if others:
             raise PlanError(

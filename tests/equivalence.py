@@ -156,7 +156,7 @@ def traced_once() -> Iterator[None]:
     with (
         mock.patch.object(autopar.planner, "_trace", once),
         mock.patch.object(autopar.planner, "_in_parts", cached),
-        mock.patch.object(autopar.api, "evaluates_as_trained", return_value=True),  # test_evaluation.py has its tests
+        mock.patch.object(autopar.planner.Traced, "evaluates", return_value=True),  # test_evaluation.py has its tests
     ):
         yield
 

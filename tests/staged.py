@@ -36,7 +36,7 @@ def even_starts(captured: Captured, stages: int) -> list[str]:
 def cut_plan(plan: Plan, captured: Captured, starts: Sequence[str], pipeline: int, schedule: str) -> Plan:
     """``plan`` on each of ``pipeline`` meshes; every tensor that crosses travels as it lies."""
     nodes, conversions, none = dict(plan.nodes), dict(plan.conversions), (None,) * len(plan.mesh_sizes)
-    for node in cut_stages(captured, starts).graph.nodes:
+    for node in cut_stages(Analysis(captured), starts).graph.nodes:
         if node.target is kernels.send:
             ((tensor, _),) = operands(node)
             layout = nodes[tensor.name].out
@@ -67,7 +67,7 @@ def staged_plan(
 ) -> Plan:
     """A plan of ``pipeline`` x ``chunks`` stages, cut at ``starts`` or evenly; ``options`` are those of a stage's mesh."""
     plan = autopar.plan(model, sample, world_size // pipeline, loss_fn=loss_fn, progress=False, **options)
-    analysis: Analysis = planner.analyse(model, sample, loss_fn, plan.microbatches)[0]
+    analysis: Analysis = planner.Traced(model, sample, loss_fn).analyse(plan.microbatches)[0]
     if starts is None:
         starts = even_starts(analysis.captured, pipeline * chunks)
     return cut_plan(plan, analysis.captured, starts, pipeline, schedule)
@@ -107,7 +107,7 @@ def check(name: str, cases: Sequence[Case]) -> list[tuple[tuple[float, str], int
                     alone = f"{case.batch} {case.pipeline} {case.options}"
                     if alone not in plans:
                         plans[alone] = autopar.plan(model, sample, world // case.pipeline, progress=False, **case.options)
-                    captured = planner.analyse(model, sample, None, plans[alone].microbatches)[0].captured
+                    captured = planner.Traced(model, sample, None).analyse(plans[alone].microbatches)[0].captured
                     starts = even_starts(captured, case.pipeline * case.chunks)
                     plan = cut_plan(plans[alone], captured, starts, case.pipeline, case.schedule)
                     compiled = autopar.compile(model, sample, world, plan=plan)

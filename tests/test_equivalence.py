@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import product
 from typing import Any
 
 import pytest
@@ -84,9 +85,15 @@ def check_plans(plans: dict[str, autopar.Plan], world_size: int) -> None:
     assert plans["microbatches of 2"].microbatches == 2
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("name", zoo.MODELS)
-@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=["float64", "float32"])
+LONG = ("t5", "qwen3", "llama", "vit", "bert")  # on 4 ranks
+CASES = [
+    pytest.param(dtype, name, ranks, id=f"{str(dtype)[6:]}-{name}-{ranks}", marks=[pytest.mark.slow] * slow)
+    for dtype, name, ranks in product((torch.float64, torch.float32), zoo.MODELS, (2, 4))
+    for slow in [dtype is torch.float32 or (ranks == 4 and name in LONG)]
+]
+
+
+@pytest.mark.parametrize(("dtype", "name", "world_size"), CASES)
 def test_equals_one_device(ranks: Pools, dtype: torch.dtype, name: str, world_size: int) -> None:
     everywhere: list[dict[str, Outcome]] = ranks(world_size).run(check, name, dtype, configurations(name, world_size), timeout=240)
     check_plans({label: outcome.plan for label, outcome in everywhere[0].items()}, world_size)

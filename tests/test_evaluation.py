@@ -10,7 +10,7 @@ import zoo
 from pool import Pools
 
 import autopar
-from autopar.planner import evaluates_as_trained
+from autopar.planner import Traced
 
 
 class Branching(torch.nn.Module):
@@ -26,7 +26,7 @@ class Branching(torch.nn.Module):
 @pytest.mark.parametrize("name", zoo.MODELS)
 def test_dropout_and_batch_norm_are_understood(name: str) -> None:
     model, sample = zoo.MODELS[name](dropout=0.1)
-    assert evaluates_as_trained(model, sample, None)
+    assert Traced(model, sample, None).evaluates()
     assert model.training
 
 

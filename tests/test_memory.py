@@ -78,7 +78,8 @@ def measure(plan: Plan) -> None:
     assert abs(warm - said) <= 0.02 * said, (stage, warm, said)
 
 
-@pytest.mark.parametrize("recompute", ["auto", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("none", "full"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["auto", "none", "full"])
 def test_each_stage(ranks: Pools, recompute: str) -> None:
     ranks(4).run(measure, plan(recompute, 4, {}), timeout=300)
 

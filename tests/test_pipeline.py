@@ -410,7 +410,7 @@ def _errors() -> None:
             loss.backward()
         with pytest.raises(PlanError, match="needs at least 2 microbatches, there are 1"):
             build(model, sample, Case(2, "1f1b"))
-        captured = autopar.planner.analyse(model, sample, None, 1)[0].captured
+        captured = autopar.planner.Traced(model, sample, None).analyse(1)[0].captured
         last = [n.name for n in captured.graph.nodes if n.op == "call_function"][-1]
         with pytest.raises(PlanError, match="rank 1 of 2 would have no parameter"):
             build(model, sample, Case(2, "gpipe"), starts=[last])

@@ -63,7 +63,7 @@ def shares(names: list[str]) -> list[tuple[str, ...]]:
 
 def on_one_rank(name: str, microbatches: int) -> list[bool]:
     model, sample = getattr(zoo, name)(dropout=0.1)
-    analysis, prologue = planner.analyse(model, sample, None, microbatches)
+    analysis, prologue = planner.Traced(model, sample, None).analyse(microbatches)
 
     def run(recomputed: tuple[str, ...]) -> Numbers:
         plan = one_device(analysis, microbatches=microbatches, recomputed=recomputed)
@@ -113,7 +113,7 @@ def sharded(name: str, options: dict[str, Any]) -> list[bool]:
     _clear_sharding_prop_cache()
     model, sample = getattr(zoo, name)(dropout=0.1)
     plan = autopar.plan(model, sample, 2, progress=False, **options)
-    analysis, prologue = planner.analyse(model, sample, None, plan.microbatches)
+    analysis, prologue = planner.Traced(model, sample, None).analyse(plan.microbatches)
 
     def run(recomputed: tuple[str, ...]) -> Numbers:
         given = dataclasses.replace(plan, recomputed=recomputed)
@@ -137,7 +137,7 @@ def pipelined(name: str, schedules: list[tuple[str, int]]) -> list[bool]:
     model, sample = getattr(zoo, name)(dropout=0.1)
     found = []
     with traced_once():
-        analysis = autopar.api.analyse(model, sample, None, 4)[0]
+        analysis = autopar.planner.Traced(model, sample, None).analyse(4)[0]
         names = calls(analysis)
         for schedule, chunks in schedules:
             starts = staged.even_starts(analysis.captured, 2 * chunks)

@@ -279,7 +279,7 @@ def test_kept_by_stages(name: str, share: float) -> None:
     _, sample, whole = _analysed(name)
     names = calls(whole)
     starts = [names[len(names) * i // 3] for i in (1, 2)]
-    analysis = Analysis(cut_stages(whole.captured, starts))
+    analysis = cut_stages(whole, starts)
     stages = tuple(dataclasses.replace(EMPTY, start=start) for start in ("", *starts))
     plan = one_device(analysis, stages=stages, recomputed=part_of(names, share, 0))
     given = analysis, plan.nodes, plan.conversions, (), "cpu", plan.recomputed

@@ -31,6 +31,10 @@ def captured(name: str) -> tuple[Captured, nn.Module, dict[str, Any]]:
         return canonicalise(capture(model, sample)), model, sample
 
 
+def _cut(whole: Captured, starts: list[str]) -> Captured:
+    return cut_stages(Analysis(whole), starts).captured
+
+
 def calls(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in graph.nodes if n.op == "call_function"]
 
@@ -43,7 +47,7 @@ def sends(graph: fx.Graph) -> list[fx.Node]:
 def test_a_cut_graph_computes_the_same(name: str) -> None:
     whole, model, sample = captured(name)
     before = str(whole.graph)
-    cut = cut_stages(whole, even_starts(whole, STAGES))
+    cut = _cut(whole, even_starts(whole, STAGES))
     assert str(whole.graph) == before
     assert [n.name for n in calls(cut.graph) if n.target is not kernels.send] == [n.name for n in calls(whole.graph)]
     assert [n.name for n in sends(cut.graph)] == ["send", *(f"send_{i}" for i in range(1, len(sends(cut.graph))))]
@@ -55,7 +59,7 @@ def test_a_cut_graph_computes_the_same(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_read_in_a_stage_was_sent_there(name: str) -> None:
     whole, _, _ = captured(name)
-    cut = cut_stages(whole, even_starts(whole, STAGES))
+    cut = _cut(whole, even_starts(whole, STAGES))
     for node in calls(cut.graph):
         stage = node.meta["stage"]
         for operand in node.all_input_nodes:
@@ -72,7 +76,7 @@ def test_cheap_tensors_are_not_sent() -> None:
     """Masks and rotary tables: only the hidden state goes from layer to layer, cut between them."""
     whole, _, _ = captured("llama")
     start = next(n for n in calls(whole.graph) if n.meta["module"].startswith("model.layers.1."))
-    cut = cut_stages(whole, [start.name])
+    cut = _cut(whole, [start.name])
     (send,) = sends(cut.graph)
     assert send.meta["val"].shape == (4, zoo.SEQUENCE, 32)
     copied = {str(n.target) for n in calls(cut.graph) if n.meta["stage"] is None}
@@ -84,7 +88,7 @@ def test_a_long_skip_is_relayed() -> None:
     whole, _, _ = captured("unet")
     (_, down), (up, higher) = ([n.name for n in calls(whole.graph) if kind in str(n.target)] for kind in ("max_pool", "upsample"))
     starts = [down, up, higher]
-    cut = cut_stages(whole, starts)
+    cut = _cut(whole, starts)
     widths = [[n.meta["val"].shape[1:3] for n in sends(cut.graph) if n.meta["stage"] == s] for s in (1, 2, 3)]
     assert [len(w) for w in widths] == [2, 3, 2]
     assert all((8, 16) in w for w in widths)  # of the first convolution, read by the last block
@@ -108,11 +112,11 @@ class Several(nn.Module):
 def test_results_stay_with_their_operator() -> None:
     whole = canonicalise(capture(Several(), {"x": torch.randn(4, 8)}))
     starts = [n.name for n in calls(whole.graph) if "getitem" in str(n.target)][1:]
-    cut = cut_stages(whole, starts)
+    cut = _cut(whole, starts)
     assert {n.meta["stage"] for n in calls(cut.graph) if "getitem" in str(n.target)} == {0}
     cut.graph.lint()
     extra = next(n for n in calls(whole.graph) if n.meta["module"] == "b")
-    cut = cut_stages(whole, [extra.name])
+    cut = _cut(whole, [extra.name])
     assert cut.graph.output_node().args[0][cut.loss].target is kernels.send
 
 
@@ -138,10 +142,10 @@ def test_a_buffer_that_changes_is_of_one_stage() -> None:
     whole = canonicalise(capture(Counting(), {"x": torch.randn(4, 8)}))
     second = next(n for n in calls(whole.graph) if n.meta["module"] == "b")
     with pytest.raises(PlanError, match="in stage 1 changes buffer 'b_mean', which stage 0 reads"):
-        cut_stages(whole, [second.name])
+        _cut(whole, [second.name])
     first = next(n for n in calls(whole.graph) if n.meta["module"] == "a")
     division = first.next
-    cut = cut_stages(whole, [division.name])
+    cut = _cut(whole, [division.name])
     assert [n.meta["stage"] for n in calls(cut.graph) if n.name == "add"] == [None]  # the counter
     assert len(sends(cut.graph)) == 1
 
@@ -161,18 +165,18 @@ def test_statistics_are_of_one_stage() -> None:
     whole = canonicalise(capture(Normalised(), {"x": torch.randn(4, 8)}))
     second = next(n for n in calls(whole.graph) if n.meta["module"] == "b")
     with pytest.raises(PlanError, match="changes buffer 'b_norm_running_"):
-        cut_stages(whole, [second.name])
+        _cut(whole, [second.name])
 
 
 def test_wrong_starts() -> None:
     whole, _, _ = captured("gpt2")
     names = [n.name for n in calls(whole.graph)]
     with pytest.raises(PlanError, match="stage 1 starts at 'nothing', which is no operator"):
-        cut_stages(whole, ["nothing"])
+        _cut(whole, ["nothing"])
     with pytest.raises(PlanError, match=r"stage 2 starts at .* at or before the start of stage 1"):
-        cut_stages(whole, [names[9], names[9]])
+        _cut(whole, [names[9], names[9]])
     with pytest.raises(PlanError, match="stage 0 would be empty"):
-        cut_stages(whole, [names[0]])
+        _cut(whole, [names[0]])
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -181,7 +185,7 @@ def test_stages_one_after_the_other_are_the_whole(name: str) -> None:
     with Double():
         single = autopar.plan(model, sample, 1, progress=False)
     plan = cut_plan(single, whole, even_starts(whole, STAGES), STAGES, "gpipe")
-    analysis = Analysis(cut_stages(whole, [stage.start for stage in plan.stages[1:]]))
+    analysis = cut_stages(Analysis(whole), [stage.start for stage in plan.stages[1:]])
     lowered = lower(analysis, plan)
     kinds = {i.target: i for i in whole.inputs}
     assert set(lowered.state) <= set(kinds)

@@ -34,7 +34,7 @@ def assemble(search: Search, draft: Draft) -> Found:
 def staged(search: Search, starts: Sequence[int]) -> Analysis:
     """The search's graph, cut before these units (the first of them is where it begins)."""
     names = [search.units.nodes[u][0].name for u in starts[1:]]
-    return Analysis(cut_stages(search.analysis.captured, names)) if names else search.analysis
+    return cut_stages(search.analysis, names) if names else search.analysis
 
 
 def costs_of(search: Search, shape: Shape, analysis: Analysis) -> Costs:

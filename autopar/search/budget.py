@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -50,7 +50,7 @@ class Prices:
             self.solved[price] = self.around(self.problem, solve) if self.around else solve(self.problem)
         return self.solved[price]
 
-    def distinct(self, more: Sequence[Solution] = ()) -> list[Solution]:
+    def distinct(self, more: Iterable[Solution] = ()) -> list[Solution]:
         """The solutions that differ, with ``more``, fastest first."""
         found = {(s.chosen, s.again): s for s in sorted((*self.solved.values(), *more), key=self.seconds, reverse=True)}
         return sorted(found.values(), key=self.seconds)

@@ -81,6 +81,7 @@ class Search:
         self._work: dict[tuple[str, str], list[tuple[float, float]]] | None = None
         self._problems: dict[tuple, Problem] = {}
         self._prices: dict[tuple, Prices] = {}
+        self._alike: dict[int, Prices] = {}  # by the identity of those of self._prices
         self._add("blocks", start)
 
     def problem(self, shape: Shape, samples: int) -> Problem:
@@ -114,9 +115,9 @@ class Search:
             self._prices[key] = Prices(problem, weights, self.options.time_limit, solve)
         return self._prices[key]
 
-    def _sharded_as_fastest(self, prices: Prices) -> list[Solution]:
-        """The solutions at the same prices of memory where the sharding is that of the fastest, and only what is kept is chosen: a
-        stage that has to save some memory may take these from block to block, without another layout at its ends."""
+    def _sharded_as_fastest(self, prices: Prices) -> Prices:
+        """Solved at the same prices of memory with the sharding of the fastest solution, so that only what is kept is chosen: units that
+        take one of these or another go together without conversions between them."""
         fastest = prices.at(0.0)
 
         def around(problem: Problem, solve: Callable[[Problem], Solution]) -> Solution:
@@ -125,8 +126,10 @@ class Search:
             found = solve(restrict(problem, same))
             return replace(found, chosen=tuple(int(kept[k]) for kept, k in zip(same, found.chosen, strict=True)))
 
-        alone = Prices(prices.problem, prices.weights, self.options.time_limit, around)
-        return [alone.at(price) for price in sorted(prices.solved) if price]
+        alike = self._alike.setdefault(id(prices), Prices(prices.problem, prices.weights, self.options.time_limit, around))
+        for price in prices.solved:
+            alike.at(price)
+        return alike
 
     @property
     def budget(self) -> float:
@@ -199,12 +202,20 @@ class Search:
         held = max(sum(flights[r :: shape.pipeline]) for r in range(shape.pipeline)) / shape.chunks
         return (float(bill.kept[0]) * held + state / replicas + gathered) / shape.pipeline
 
-    def draft(self, shape: Shape, samples: int, reserve: Sequence[float] | None = None, starts: Sequence[int] | None = None) -> Draft:
+    def draft(
+        self,
+        shape: Shape,
+        samples: int,
+        reserve: Sequence[float] | None = None,
+        starts: Sequence[int] | None = None,
+        alike: bool = False,
+    ) -> Draft:
         """The best plan of one shape.
 
         Args:
             reserve: bytes of each stage's device that must stay free.
             starts: the first unit of each stage, where the user cut by hand.
+            alike: all units are sharded as in the fastest solution.
 
         Raises:
             BudgetError: nothing fits the memory, with the least that would.
@@ -224,7 +235,8 @@ class Search:
             unit = FIRST * fastest.value / self.budget / float(prices.weights.flight[0])
             for power in (0, 1, 2):
                 prices.at(unit * COARSE**power)
-        points = prices.distinct(self._sharded_as_fastest(prices))
+        same = self._sharded_as_fastest(prices)
+        points = same.distinct() if alike else prices.distinct(same.solved.values())
         tables = Tabulator(prices.problem, self.units, once=shape.stages == 1).of(points)
         flights = np.array(shape.flights(), dtype=float)
         budgets = []
