@@ -217,7 +217,10 @@ def test_a_budget_that_nothing_fits() -> None:
     assert "leaving out parallel=" in advice
 
 
-@pytest.mark.parametrize("options", [dict(parallel=dict(data=4), zero=0), dict(parallel=tensor(4)), dict(optimizer="sgd")])
+@pytest.mark.parametrize(
+    "options",
+    [dict(parallel=dict(data=4), zero=0), dict(parallel=tensor(4)), pytest.param(dict(optimizer="sgd"), marks=pytest.mark.slow)],
+)
 def test_the_least_budget_is_enough(options: dict[str, Any]) -> None:
     with pytest.raises(BudgetError) as caught:
         plan(memory_budget=1000, **options)

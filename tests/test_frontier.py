@@ -50,6 +50,7 @@ def rows(frontier: Frontier) -> Sequence[Row]:
         return frontier.rows(POINTS)
 
 
+@pytest.mark.slow
 def test_predicted_time_falls_with_memory(rows: Sequence[Row]) -> None:
     *swept, _, blocks = rows
     for less, more in pairwise(swept):
@@ -59,11 +60,13 @@ def test_predicted_time_falls_with_memory(rows: Sequence[Row]) -> None:
     assert blocks.plan.peak_memory[0] >= swept[0].budget
 
 
+@pytest.mark.slow
 def test_half_of_the_memory_is_faster_than_recomputing_whole_blocks(rows: Sequence[Row]) -> None:
     *_, half, blocks = rows
     assert half.plan.step_time < 0.95 * blocks.plan.step_time
 
 
+@pytest.mark.slow
 def test_runs_stay_within_their_budget(frontier: Frontier, rows: Sequence[Row]) -> None:
     with traced_once():
         for row in rows:

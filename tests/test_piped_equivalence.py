@@ -127,7 +127,15 @@ SOME: list[tuple[str, int, list[Case]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "batch", "cases"), SOME, ids=[f"{n} on {c[0].world_size}" for n, _, c in SOME])
+LONG = ("t5 on 4", "vit on 2", "llama on 2")
+
+
+def _param(name: str, batch: int, cases: list[Case]) -> Any:
+    label = f"{name} on {cases[0].world_size}"
+    return pytest.param(name, batch, cases, id=label, marks=[pytest.mark.slow] * (label in LONG))
+
+
+@pytest.mark.parametrize(("name", "batch", "cases"), [_param(*some) for some in SOME])
 def test_some_plans_equal_one_device(ranks: Pools, name: str, batch: int, cases: list[Case]) -> None:
     run(ranks, name, batch, FEW[name], cases, exactly=name in ("vit", "unet"), timeout=120)
 

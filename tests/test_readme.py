@@ -83,6 +83,7 @@ loader = [sample] * 3
     assert 0 < float(out) < 5
 
 
+@pytest.mark.slow
 def test_demo_matches_one_process() -> None:
     pytest.importorskip("transformers")
     sizes = "--ranks 2 --steps 4 --layers 1 --hidden 64 --batch 4 --sequence 16"
