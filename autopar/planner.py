@@ -27,6 +27,7 @@ from autopar.search.decide import write_down
 from autopar.search.options import Options
 from autopar.search.outer import Outer
 from autopar.search.resize import resized
+from autopar.search.searches import Searches
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
@@ -71,12 +72,12 @@ class Planner:
     def run(self) -> Plan:
         start = time.perf_counter()
         samples = batch_size(self.traced.sample)
-        outer = Outer(self._graph, samples, self.cluster, self.options, self._step)
+        searches = Searches(self._graph, samples, self.cluster, self.options, self._step)
         with self.bar:
-            found = outer.run()
+            found = Outer(searches).run()
             self._step("reporting")
             with resized(found.analysis, samples // found.microbatches, found.analysis.rules):
-                plan = describe(write_down(found, self.cluster, self.options, outer.timings), found)
+                plan = describe(write_down(found, self.cluster, self.options, searches.timings), found)
         plan.timings["capture"] = self.capturing
         plan.timings["total"] = time.perf_counter() - start
         return plan

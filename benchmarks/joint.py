@@ -28,6 +28,7 @@ from autopar.search.options import Options
 from autopar.search.outer import Outer
 from autopar.search.problem import Problem, Vertex
 from autopar.search.search import Search
+from autopar.search.searches import Searches
 from autopar.search.shape import Shape
 
 VOCABULARY, SEQUENCE = 51200, 2048
@@ -90,14 +91,14 @@ def _same_choice(vertex: Vertex, k: int) -> np.ndarray:
     return np.array([i for i, choice in enumerate(vertex.choices) if choice is vertex.choices[k]])
 
 
-class Given(Outer):
-    """Plans with a search that is there already."""
+class Given(Searches):
+    """A search that is there already."""
 
     def __init__(self, search: Search, samples: int) -> None:
         super().__init__(lambda microbatches: search.analysis, samples, search.cluster, search.options, lambda what: None)
         self._search = search
 
-    def search_of(self, microbatches: int) -> Search:
+    def of(self, microbatches: int) -> Search:
         return self._search
 
 
@@ -112,7 +113,7 @@ def searches(name: str, cluster: Cluster, budget: float, analysis: Analysis) -> 
 
 def plan(search: Search, samples: int) -> Found | BudgetError:
     try:
-        return Given(search, samples).run()
+        return Outer(Given(search, samples)).run()
     except BudgetError as e:
         return e
 

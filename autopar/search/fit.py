@@ -1,0 +1,87 @@
+"""From a draft to a plan that fits: written down in full, counted, drafted again with less room where it is too large."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.errors import BudgetError
+from autopar.search.assemble import assemble
+from autopar.search.decide import accounted
+from autopar.search.exact import exact
+from autopar.search.found import Found
+from autopar.search.resize import resized
+from autopar.search.search import Draft
+from autopar.search.searches import Searches
+
+REFITS = 6
+EXACT_TRIES = 3
+EXACT_SECONDS = 2.0  # for small problems to be solved to the end
+
+
+def fitted(searches: Searches, draft: Draft) -> Found:
+    """The draft in full. Where its units may be sharded differently, which has a price at their borders that drafts do not see, also
+    with all of them as in the fastest solution; the faster of the two."""
+    reserve = [0.0] * draft.shape.pipeline
+    found: list[Found] = []
+    failures: list[BudgetError] = []
+    for alike in (False, True)[: len(draft.points)]:
+        try:
+            found.append(_refitted(searches, searches.drafted(draft.shape, reserve, alike) if alike else draft, reserve, alike))
+        except BudgetError as e:
+            failures.append(e)
+    if not found:
+        raise failures[0]
+    return _to_the_end(searches, draft, _proven(searches, min(found, key=lambda f: f.seconds)))
+
+
+def _refitted(searches: Searches, draft: Draft, reserve: list[float], alike: bool) -> Found:
+    """The draft in full; where it turns out larger than drafted, drafted again with so much less room, which ``reserve`` notes."""
+    shape = draft.shape
+    searches.progress(f"writing down {shape}")
+    search = searches.of(shape.microbatches)
+    for refit in range(REFITS):
+        with resized(search.analysis, searches.part(shape), search.analysis.rules):
+            found = accounted(assemble(search, draft), search.autograd)
+        over = [nbytes - search.budget for nbytes in found.device_bytes()]
+        if max(over) <= 0:
+            return found
+        reserve[:] = [r + max(0.0, o) * (1 + refit / 8) for r, o in zip(reserve, over, strict=True)]
+        draft = searches.drafted(shape, reserve, alike)
+    if (fits := _exact(searches, draft, reserve, None)) is not None:
+        return fits
+    raise search.too_little(shape, searches.part(shape), found.nbytes_by_kind(max(range(len(over)), key=over.__getitem__)))
+
+
+def _proven(searches: Searches, found: Found) -> Found:
+    """With the gap to what no plan of its shape can beat; of a device alone the draft's gap is that."""
+    if found.shape.stages == 1:
+        return found
+    bound, _ = searches.of(found.microbatches).bound(found.shape, searches.part(found.shape))
+    return replace(found, gap=max(0.0, 1 - bound / found.seconds))
+
+
+def _to_the_end(searches: Searches, draft: Draft, found: Found) -> Found:
+    """A small problem is solved exactly, where one without a price of memory was not that already."""
+    if draft.shape.stages == 1 and len(draft.points) == 1:
+        return found
+    return _exact(searches, draft, [0.0] * draft.shape.pipeline, found) or found
+
+
+def _exact(searches: Searches, draft: Draft, reserve: list[float], known: Found | None) -> Found | None:
+    """The exact solution that fits with all that is counted, if it is found and better than what is known."""
+    shape, search = draft.shape, searches.of(draft.shape.microbatches)
+    by_hand = draft.starts if searches.options.pipeline and searches.options.pipeline.split_before else None
+    seconds = min(EXACT_SECONDS, searches.options.time_limit)
+    least = 0.0  # proven, with all the memory there is
+    for attempt in range(EXACT_TRIES):
+        found = exact(search, shape, searches.part(shape), seconds, known, reserve, by_hand)
+        if found is None or found is known:
+            return found
+        least = least if attempt else found.seconds * (1 - found.gap)
+        with resized(search.analysis, searches.part(shape), search.analysis.rules):
+            found = accounted(replace(found, gap=max(0.0, 1 - least / found.seconds)), search.autograd)
+        over = [nbytes - search.budget for nbytes in found.device_bytes()]
+        if max(over) <= 0:
+            return found if known is None or found.seconds < known.seconds else known
+        reserve = [r + max(0.0, o) for r, o in zip(reserve, over, strict=True)]
+    return known

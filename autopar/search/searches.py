@@ -1,0 +1,79 @@
+"""The searches of one model and batch: that on the graph of the whole batch, and that on a microbatch's of any size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from autopar.analysis import Analysis
+from autopar.cost_model import Cluster
+from autopar.errors import PlanError
+from autopar.search.handmade import cut_before
+from autopar.search.options import Options
+from autopar.search.search import Draft, Search
+from autopar.search.shape import Shape
+
+Progress = Callable[[str], None]
+
+
+class Searches:
+    """Makes a :class:`Search` when one is asked for.
+
+    Args:
+        graph_of: the captured graph of a batch in so many microbatches; a BudgetError or PlanError where there is none.
+        samples: of the whole batch.
+    """
+
+    def __init__(self, graph_of: Callable[[int], Analysis], samples: int, cluster: Cluster, options: Options, progress: Progress) -> None:
+        self.graph_of, self.samples, self.cluster, self.options, self.progress = graph_of, samples, cluster, options, progress
+        self.timings: dict[str, float] = {}
+        self._searches: dict[bool, Search | PlanError] = {}
+
+    def of(self, microbatches: int) -> Search:
+        """The search on the graph of a microbatch, of any size; that of a whole batch is another one, without counts."""
+        parts = microbatches > 1
+        if parts not in self._searches:
+            # A dim of one sample is none that rules see: the graph is that of a larger microbatch.
+            while self.samples // microbatches == 1 and microbatches % 2 == 0 and microbatches > 2:
+                microbatches //= 2
+            try:
+                analysis = self.graph_of(microbatches)
+                cuts = cut_before(analysis, self.options.pipeline.split_before) if self.options.pipeline else ()
+                self._searches[parts] = Search(analysis, self.cluster, self.options, cuts, self.timings)
+            except PlanError as e:
+                self._searches[parts] = e
+        found = self._searches[parts]
+        if isinstance(found, PlanError):
+            raise found
+        return found
+
+    def part(self, shape: Shape) -> int:
+        """The samples of a microbatch.
+
+        Raises:
+            PlanError: the batch does not split like that.
+        """
+        samples, rest = divmod(self.samples, shape.microbatches)
+        degree = math.prod(a.size for a in shape.axes if a.use == "data")
+        if rest or samples % degree:
+            asked = f"a batch of {self.samples}" + (f" in {shape.microbatches} microbatches" if shape.microbatches > 1 else "")
+            raise PlanError(
+                f"{asked} does not split over data={degree}: use a multiple of {degree * shape.microbatches}, or another data size"
+            )
+        if samples == 1 and shape.microbatches > 1:
+            raise PlanError(
+                f"micro_batch_size: a microbatch of a single sample over all ranks cannot be run yet ({shape.microbatches} microbatches); "
+                "use micro_batch_size=2, or split the batch over ranks too"
+            )
+        return samples
+
+    def drafted(self, shape: Shape, reserve: Sequence[float] | None = None, alike: bool = False) -> Draft:
+        search = self.of(shape.microbatches)
+        return search.draft(shape, self.part(shape), reserve, self.by_hand(search), alike)
+
+    def by_hand(self, search: Search) -> list[int] | None:
+        """The first unit of each stage, where the user cut."""
+        if not self.options.pipeline or not self.options.pipeline.split_before:
+            return None
+        cuts = cut_before(search.analysis, self.options.pipeline.split_before)
+        return [0, *(search.units.starts.index(n) for n in cuts)]
