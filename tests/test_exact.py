@@ -21,6 +21,7 @@ from autopar.plan import SCHEDULES
 from autopar.runtime.kernels import send
 from autopar.search.assemble import assemble, costs_of, staged, stages_of
 from autopar.search.choices import Choices
+from autopar.search.draft import outline
 from autopar.search.exact import exact, least_steps
 from autopar.search.options import Axis, Options
 from autopar.search.problem import Bill, Choice, build
@@ -147,7 +148,7 @@ def test_what_is_known_and_fits_is_not_lost() -> None:
     options = Options(2, parallel=dict(pipeline=2), micro_batch_size=16)
     search = Search(analysis, cluster, options)
     shape = Shape(2, (Axis("data", 1, "data"),), 4)
-    first = assemble(search, search.draft(shape, 16))
+    first = assemble(search, outline(search, shape, 16))
     known = sum(first.seconds_by_kind().values())
     found = exact(search, shape, 16, 60.0, first)
     assert found is not None

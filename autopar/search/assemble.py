@@ -16,10 +16,11 @@ from autopar.saved import Saved, saved
 from autopar.search.blocks import classes
 from autopar.search.choices import Choices
 from autopar.search.costs import Costs
+from autopar.search.draft import Draft
 from autopar.search.found import Found
 from autopar.search.problem import Choice, Problem, Weights, build
 from autopar.search.recompute import AGAIN, GONE, KEPT, Recompute
-from autopar.search.search import Draft, Search
+from autopar.search.search import Search
 from autopar.search.shape import Shape
 from autopar.search.solve import Model, Solution
 from autopar.search.units import Units

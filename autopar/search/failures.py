@@ -1,11 +1,14 @@
-"""What to say where no shape has a plan."""
+"""What to say of a shape that has no plan, and where none has."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.errors import PlanError
+from autopar.errors import BudgetError, PlanError
+from autopar.search.budget import advice
 from autopar.search.options import Options
+from autopar.search.search import Search
+from autopar.search.shape import Shape
 
 
 def failure(failures: Sequence[PlanError], options: Options, samples: int) -> PlanError:
@@ -20,3 +23,27 @@ def failure(failures: Sequence[PlanError], options: Options, samples: int) -> Pl
     why = failures[0] if failures else f"the batch must be a multiple of {size} x the data-parallel size, {degrees}"
     asked = f"{size} sample{'s' * (size > 1)} a microbatch"
     return PlanError(f"micro_batch_size={size}: a batch of {samples} on {ranks} ranks has no plan with {asked}: {why}")
+
+
+def too_many_stages(shape: Shape, parts: int) -> PlanError:
+    """The error of a shape with more stages than there are parts of the model."""
+    return PlanError(
+        f"{shape.stages} pipeline stages ({shape.pipeline} ranks x {shape.chunks} chunks) are more than the {parts} parts "
+        "that the model can be cut into: use fewer"
+    )
+
+
+def too_little(search: Search, shape: Shape, samples: int, kinds: dict[str, float], stage: int | None = None) -> BudgetError:
+    """The error of a shape whose least memory, by kind, is more than there is."""
+    options, needed = search.options, sum(kinds.values())
+    where = ", ".join(f"{kind} {nbytes:,.0f}" for kind, nbytes in sorted(kinds.items(), key=lambda item: -item[1]))
+    mesh = " x ".join(str(a.size) for a in shape.axes)
+    piped = f" of each of {shape.pipeline} pipeline ranks" if shape.pipeline > 1 else ""
+    given = "memory_budget" if options.memory_budget else f"memory of a device of {search.cluster.name!r}"
+    at = f" at stage {stage}" if stage is not None and shape.stages > 1 else ""
+    return BudgetError(
+        f"no plan fits the {given} of {search.budget:,.0f} bytes: the least that any needs is {needed:,.0f} bytes a device{at} "
+        f"({where}), on a mesh of {mesh}{piped} in {shape.microbatches} microbatch{'es' * (shape.microbatches > 1)} of {samples} "
+        f"sample{'s' * (samples > 1)}. What would free most: {advice(kinds, options, shape.axes)}",
+        needed,
+    )

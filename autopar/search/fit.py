@@ -7,10 +7,11 @@ from dataclasses import replace
 from autopar.errors import BudgetError
 from autopar.search.assemble import assemble
 from autopar.search.decide import accounted
+from autopar.search.draft import Draft
 from autopar.search.exact import exact
+from autopar.search.failures import too_little
 from autopar.search.found import Found
 from autopar.search.resize import resized
-from autopar.search.search import Draft
 from autopar.search.searches import Searches
 
 REFITS = 6
@@ -49,7 +50,7 @@ def _refitted(searches: Searches, draft: Draft, reserve: list[float], alike: boo
         draft = searches.drafted(shape, reserve, alike)
     if (fits := _exact(searches, draft, reserve, None)) is not None:
         return fits
-    raise search.too_little(shape, searches.part(shape), found.nbytes_by_kind(max(range(len(over)), key=over.__getitem__)))
+    raise too_little(search, shape, searches.part(shape), found.nbytes_by_kind(max(range(len(over)), key=over.__getitem__)))
 
 
 def _proven(searches: Searches, found: Found) -> Found:

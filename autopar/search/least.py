@@ -14,8 +14,9 @@ import numpy as np
 
 from autopar.search.assemble import assemble
 from autopar.search.decide import accounted
+from autopar.search.draft import Draft
 from autopar.search.found import Found
-from autopar.search.search import Draft, Search
+from autopar.search.search import Search
 from autopar.search.shape import Shape
 from autopar.search.tables import Tables, Tabulator
 

@@ -8,13 +8,13 @@ from contextlib import suppress
 from dataclasses import replace
 
 from autopar.errors import BudgetError, PlanError
-from autopar.search.failures import failure
+from autopar.search.draft import Draft
+from autopar.search.failures import failure, too_little, too_many_stages
 from autopar.search.fit import fitted
 from autopar.search.found import Found
 from autopar.search.least import fullest, leanest
 from autopar.search.resize import resized
 from autopar.search.schedules import check_schedule
-from autopar.search.search import Draft
 from autopar.search.searches import Searches
 from autopar.search.shape import Shape
 
@@ -124,7 +124,7 @@ class Outer:
                 rank, kinds = fullest(found)
             if sum(kinds.values()) <= search.budget:
                 return found
-            errors.append(search.too_little(shape, samples, kinds, rank))
+            errors.append(too_little(search, shape, samples, kinds, rank))
         raise min(errors, key=lambda e: e.least)
 
     def _floors(self) -> Iterator[tuple[float, tuple[Shape, ...]]]:
@@ -184,10 +184,7 @@ class Outer:
                 check_schedule(shape.schedule, shape.pipeline, shape.chunks, shape.microbatches)
                 self.searches.part(shape)
                 if shape.stages > 1 and shape.stages > (units := len(self.searches.of(shape.microbatches).units.nodes)):
-                    raise PlanError(
-                        f"{shape.stages} pipeline stages ({shape.pipeline} ranks x {shape.chunks} chunks) are more than the {units} parts "
-                        "that the model can be cut into: use fewer"
-                    )
+                    raise too_many_stages(shape, units)
                 found.append(shape)
             except PlanError as e:
                 self.failures.append(e)

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from autopar.analysis import Analysis
 from autopar.cost_model import Cluster
 from autopar.errors import PlanError
+from autopar.search.draft import Draft, outline
 from autopar.search.handmade import cut_before
 from autopar.search.options import Options
-from autopar.search.search import Draft, Search
+from autopar.search.search import Search
 from autopar.search.shape import Shape
 
 Progress = Callable[[str], None]
@@ -69,7 +70,7 @@ class Searches:
 
     def drafted(self, shape: Shape, reserve: Sequence[float] | None = None, alike: bool = False) -> Draft:
         search = self.of(shape.microbatches)
-        return search.draft(shape, self.part(shape), reserve, self.by_hand(search), alike)
+        return outline(search, shape, self.part(shape), reserve, self.by_hand(search), alike)
 
     def by_hand(self, search: Search) -> list[int] | None:
         """The first unit of each stage, where the user cut."""

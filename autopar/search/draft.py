@@ -1,0 +1,120 @@
+"""A plan of one shape in outline: solutions at a few prices of memory, the stages' cuts, and the solution that each part takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.cost_model import Conversions, point_to_point
+from autopar.errors import BudgetError, PlanError
+from autopar.graph import operands
+from autopar.search.budget import DoesNotFitError
+from autopar.search.failures import too_little, too_many_stages
+from autopar.search.partition import Stages
+from autopar.search.problem import Problem
+from autopar.search.search import COARSE, FIRST, Search
+from autopar.search.shape import Shape
+from autopar.search.solve import Solution
+from autopar.search.tables import Tabulator
+from autopar.search.units import Units
+
+PRICES = 4  # solves of the problem of a pipeline's stages
+NEARLY = 0.7  # of a device's memory: where equal stages take more of it, the fullest of unequal ones may not fit
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A plan in outline: the solutions, the first unit of each stage, the solution that each unit takes; estimated seconds of a step."""
+
+    shape: Shape
+    problem: Problem
+    points: tuple[Solution, ...]
+    starts: tuple[int, ...]
+    taken: tuple[int, ...]
+    seconds: float
+    gap: float
+
+
+def outline(
+    search: Search,
+    shape: Shape,
+    samples: int,
+    reserve: Sequence[float] | None = None,
+    starts: Sequence[int] | None = None,
+    alike: bool = False,
+) -> Draft:
+    """The best plan of one shape.
+
+    Args:
+        reserve: bytes of each stage's device that must stay free.
+        starts: the first unit of each stage, where the user cut by hand.
+        alike: all units are sharded as in the fastest solution.
+
+    Raises:
+        BudgetError: nothing fits the memory, with the least that would.
+    """
+    prices = search.prices(shape, samples)
+    start = time.perf_counter()
+    room = search.budget - max(reserve or (0.0,))
+    try:
+        _, gap = prices.within(room * shape.pipeline, PRICES if shape.stages > 1 else None)
+    except DoesNotFitError as e:
+        raise _over_budget(search, shape, samples, e) from None
+    finally:
+        start = search.spent("solve", start)
+    # Stages are unlike: where all fit on average, the fullest may not, and has cheaper ways out than to move the cut.
+    fastest = prices.at(0.0)
+    if shape.stages > 1 and search.worst_bytes(shape, fastest.bill, 1) > NEARLY * room:
+        unit = FIRST * fastest.value / search.budget / float(prices.weights.flight[0])
+        for power in (0, 1, 2):
+            prices.at(unit * COARSE**power)
+    same = search.sharded_as_fastest(prices)
+    points = same.distinct() if alike else prices.distinct(same.solved.values())
+    tables = Tabulator(prices.problem, search.units, once=shape.stages == 1).of(points)
+    flights = np.array(shape.flights(), dtype=float)
+    budgets = []
+    for stage, flight in enumerate(flights):  # the chunks of a rank share its memory as they need it
+        rank = stage % shape.pipeline
+        budgets.append((search.budget - (reserve[rank] if reserve else 0.0)) * flight / flights[rank :: shape.pipeline].sum())
+    crossing = _crossing(search.units, prices.problem, points[0]) if shape.stages > 1 else 0.0
+    conversions = Conversions(shape.sizes, search.cluster, shape.pipeline)
+    # What crosses is held where it arrives.
+    budgets = [b - f * crossing * (i > 0) for i, (b, f) in enumerate(zip(budgets, flights, strict=True))]
+    stages = Stages(tables, budgets, shape.flights(), shape.pipeline)
+    if starts is None:
+        found = stages.best(shape.microbatches)
+        if found is None:
+            raise _over_cut(search, shape, samples, stages)
+        starts = found[0]
+    taken = stages.points(starts)
+    if taken is None:
+        raise _over_cut(search, shape, samples, stages)
+    seconds = stages.step_seconds(starts, taken, shape.microbatches, shape.schedule, point_to_point(crossing, conversions.pipeline))
+    search.spent("stages", start)
+    return Draft(shape, prices.problem, tuple(points), tuple(starts), tuple(int(t) for t in taken), seconds, gap)
+
+
+def _crossing(units: Units, problem: Problem, solution: Solution) -> float:
+    """Bytes of a microbatch that go from one rank to the next in the middle of the graph."""
+    middle = len(units.nodes) // 2
+    before = {n for nodes in units.nodes[:middle] for n in nodes}
+    crossing = {o for nodes in units.nodes[middle:] for n in nodes for o, _ in operands(n) if o in before}
+    found = ((problem.vertices[v], solution.chosen[v]) for v in (problem.vertex_of[n] for n in crossing))
+    return sum(float(vertex.result[k]) for vertex, k in found)
+
+
+def _over_budget(search: Search, shape: Shape, samples: int, error: DoesNotFitError) -> BudgetError:
+    """The least that any plan needs, and where it goes."""
+    needed, state = error.nbytes / shape.pipeline, float(error.least.bill.state[0]) / shape.pipeline
+    kinds = {"parameters, gradients and optimizer": state, "activations": needed - state}
+    return too_little(search, shape, samples, kinds)
+
+
+def _over_cut(search: Search, shape: Shape, samples: int, stages: Stages) -> PlanError:
+    if shape.stages > stages.units:
+        return too_many_stages(shape, stages.units)
+    stage, state, kept = stages.least()
+    return too_little(search, shape, samples, {"parameters, gradients and optimizer": state, "activations": kept}, stage)
