@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autopar.errors import RunError
+from autopar.runtime.loss import PendingLoss, total
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.program import same_on_all_ranks
 
@@ -254,3 +255,20 @@ def _mesh_without_axes() -> None:
 
 def test_mesh_without_axes(ranks: Pools) -> None:
     ranks(1).run(_mesh_without_axes)
+
+
+def _logged_loss() -> tuple[float, float]:
+    share = torch.tensor(dist.get_rank() + 1.0, requires_grad=True)
+    loss = total(share, dist.group.WORLD)
+    logged = loss.detach()
+    assert isinstance(logged, PendingLoss)
+    assert logged.pending is not None  # nobody has waited
+    assert not logged.requires_grad
+    loss.backward()
+    assert share.grad is not None
+    assert loss.item() == float(logged) == float(2 * logged) / 2
+    return loss.item(), share.grad.item()
+
+
+def test_a_detached_loss_may_still_be_on_its_way(ranks: Pools) -> None:
+    assert ranks(2).run(_logged_loss) == [(3.0, 1.0)] * 2

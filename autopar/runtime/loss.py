@@ -30,7 +30,7 @@ class _Sum(torch.autograd.Function):
 
 
 class PendingLoss(torch.Tensor):
-    """A loss whose sum over ranks may be under way; every use but ``backward`` and its description waits for it.
+    """A loss whose sum over ranks may be under way; every use but ``backward``, ``detach`` and its description waits for it.
 
     ``pending`` is the sum, without a graph, as long as nobody waited for it.
     """
@@ -39,12 +39,20 @@ class PendingLoss(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.detach:  # kept to be logged, often before the optimizer's step, which need not wait
+            return args[0].detached()
         if func not in _NOT_READING:
             for value in tree_iter((args, kwargs)):
                 if isinstance(value, PendingLoss):
                     value.wait()
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+    def detached(self) -> torch.Tensor:
+        """Without a graph, and as much under way."""
+        with torch._C.DisableTorchFunctionSubclass():
+            value = self.detach()
+        return value if self.pending is None else _pending(value, self.pending)
 
     def wait(self) -> None:
         """Blocks until the sum is there."""
@@ -64,9 +72,13 @@ def total(share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     value = _Sum.apply(share, group)
     if value.is_cuda:
         return value
-    pending = value.as_subclass(PendingLoss)
-    pending.pending = value.detach()
-    return pending
+    return _pending(value, value.detach())
+
+
+def _pending(value: torch.Tensor, summed: torch.Tensor) -> PendingLoss:
+    found = value.as_subclass(PendingLoss)
+    found.pending = summed
+    return found
 
 
 def finish(value: torch.Tensor) -> None:
