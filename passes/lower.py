@@ -14,6 +14,7 @@ from autopar.layout import Layout
 from autopar.passes.choose_kernels import choose_kernels
 from autopar.passes.convert import insert_conversions
 from autopar.passes.evaluation import evaluation
+from autopar.passes.join_slices import join_slices
 from autopar.passes.localise import localise
 from autopar.passes.recompute import mark_recomputed
 from autopar.passes.split_stages import StageGraph, split_stages
@@ -75,6 +76,8 @@ def lower(analysis: Analysis, plan: Plan, prologue: fx.Graph | None = None, devi
     evaluate = evaluation(graph, [state.get(name) for name in captured.updates])
     # Only training recomputes; the passes above know operators by their targets.
     mark_recomputed(graph, plan.recomputed, rules, [state[name] for name in captured.updates if name in state])
+    # Only a backward gains by it, and each slice had to have its own name, layout and mark.
+    join_slices(graph)
     return Lowered(
         train=_module(graph, "Train"),
         evaluate=_module(evaluate, "Evaluate"),

@@ -47,8 +47,8 @@ def mark_recomputed(graph: fx.Graph, recomputed: Collection[str], rules: Mapping
 
 
 def recomputable(graph: fx.Graph) -> dict[fx.Node, str]:
-    """The calls of a lowered graph, and how a plan names them."""
-    return {node: _name(node) for node in graph.nodes if node.op == "call_function"}
+    """The calls of a lowered graph that a plan may recompute, and how it names them."""
+    return {node: _name(node) for node in graph.nodes if node.op == "call_function" and not isinstance(node.meta["val"], list)}
 
 
 def _name(node: fx.Node) -> str:

@@ -244,13 +244,15 @@ def _whole_reduction(call: Call) -> Any:
     return _reduce(x, dims_of(call.arg(1, "dim"), x.ndim), call.out.ndim == x.ndim, False, False)
 
 
-@type_rule("softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "sort", "topk", "argsort", "flip", "slice", "glu")
+@type_rule(
+    "softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "sort", "topk", "argsort", "flip", "slice", "glu", "split_with_sizes"
+)
 def _along(call: Call) -> Any:
     x, name = call.args[0], call.target._schema.name.removeprefix("aten::")
-    at = 2 if name == "topk" else 1
-    dims = dims_of(call.arg(at, "dims" if name == "flip" else "dim", 0 if name == "slice" else -1), x.ndim)
+    at = 2 if name in ("topk", "split_with_sizes") else 1
+    dims = dims_of(call.arg(at, "dims" if name == "flip" else "dim", 0 if name in ("slice", "split_with_sizes") else -1), x.ndim)
     term = "".join(letters(x, *dims))
-    typed = einsum([term], term, [x], (0,) if name in ("cumsum", "flip", "slice") else ())
+    typed = einsum([term], term, [x], (0,) if name in ("cumsum", "flip", "slice", "split_with_sizes") else ())
     return (typed,) * len(call.out) if isinstance(call.out, (tuple, list)) else typed
 
 
