@@ -46,7 +46,7 @@ FOUR = [
     Case(4, "1f1b", options=_part(2)),
 ]
 MORE = [
-    *(Case(2, schedule, chunks, options=_part(4, **ZERO)) for schedule, chunks in RUNS),
+    *(Case(2, schedule, chunks, 16, _part(4, **ZERO)) for schedule, chunks in RUNS),
     *(Case(2, schedule, chunks, 16, _part(4, **TENSOR)) for schedule, chunks in RUNS),
     *(Case(4, schedule, chunks, 16, _part(2)) for schedule, chunks in RUNS),
 ]
