@@ -263,6 +263,18 @@ def test_random_numbers_follow_the_layout(ranks: Pools) -> None:
         assert not torch.equal(a, second[0][kind][0])
 
 
+def dropped(sizes: tuple[int, ...]) -> None:
+    mesh, axes = make_mesh(sizes)
+    parts = draw(4, 8, 3)
+    mine = parts[torch.distributed.get_rank()]
+    after = convert(kernels.dropout(mine, 0.5, True, mesh, 0, ()), mesh, range(len(sizes)), "P", "I")
+    close(after, kernels.dropout(parts.sum(0), 0.5, True, mesh, 0, ()))
+
+
+def test_a_pending_sum_is_dropped_alike(ranks: Pools) -> None:
+    run(ranks, (2, 2), dropped)
+
+
 def test_streams_are_functions_of_their_key() -> None:
     streams = Streams(seed=3)
     keys = set()

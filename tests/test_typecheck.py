@@ -107,6 +107,12 @@ def test_accepts_attention_split_by_heads_and_batch(local_heads: int) -> None:
     p.check(p.to(y, 1, "P", "R"), outputs="S0 R")
 
 
+def test_accepts_dropout_of_a_pending_sum() -> None:
+    p = Program(2, 2)
+    x = p.input((4, 8), "S0 P", True)
+    p.check(p.to(p.call(kernels.dropout, x, 0.1, True, p.mesh, 3, (0,)), 1, "P", "I"), outputs="S0 I")
+
+
 def test_accepts_split_vocabulary() -> None:
     p = Program(2, 2)
     ids, table = p.input((4, 8), "I I", dtype=torch.int64), p.input((8, 16), "S0 S0", True)
