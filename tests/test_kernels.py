@@ -267,7 +267,7 @@ def dropped(sizes: tuple[int, ...]) -> None:
     mesh, axes = make_mesh(sizes)
     parts = draw(4, 8, 3)
     mine = parts[torch.distributed.get_rank()]
-    after = convert(kernels.dropout(mine, 0.5, True, mesh, 0, ()), mesh, range(len(sizes)), "P", "I")
+    after = convert(kernels.dropout(mine, 0.5, True, mesh, 0, ()), mesh, axes, "P", "I")
     close(after, kernels.dropout(parts.sum(0), 0.5, True, mesh, 0, ()))
 
 
