@@ -506,7 +506,7 @@ def test_batches_unlike_the_sample(ranks: Pools, microbatches: int) -> None:
 # -- a rank that dies ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ending", ["dies", "hangs"])
+@pytest.mark.parametrize("ending", ["dies", pytest.param("hangs", marks=pytest.mark.slow)])
 def test_the_others_end_with_an_error(ending: str) -> None:
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()

@@ -246,6 +246,7 @@ def fail_on(rank: int, how: str) -> int:
     return torch.distributed.get_rank()
 
 
+@pytest.mark.slow
 def test_pool_reports_a_failing_rank_and_recovers() -> None:
     pool = Pools()(2)
     try:

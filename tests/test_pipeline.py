@@ -390,6 +390,7 @@ def _held(case: Case) -> list[list[int]]:
     return counts
 
 
+@pytest.mark.slow
 def test_a_stage_holds_as_many_microbatches_as_its_schedule_says(ranks: Pools) -> None:
     assert [max(c) for (c,) in ranks(4).run(_held, Case(4, "1f1b", batch=12, options=_part(2)))] == [4, 3, 2, 1]
     assert [max(c) for (c,) in ranks(2).run(_held, Case(2, "gpipe", options=_part(2)))] == [4, 4]

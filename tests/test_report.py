@@ -97,7 +97,7 @@ def test_its_collectives_are_those_of_sequence_parallelism(megatron: Plan) -> No
     }
 
 
-@pytest.fixture(scope="module", params=list(SOLVED))
+@pytest.fixture(scope="module", params=["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in SOLVED if name != "gpt2")])
 def plans(request: pytest.FixtureRequest) -> tuple[Analysis, list[Plan]]:
     """The best plans of a mesh of 2 x 2 at SOLVED prices of memory, and plans drawn from everything that is legal on it."""
     space = Space(analyse(*getattr(zoo, request.param)()), (2, 2), "cpu", recompute="auto")
