@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
 from dataclasses import replace
 
 from autopar.errors import BudgetError
@@ -21,18 +23,24 @@ EXACT_SECONDS = 2.0  # for small problems to be solved to the end
 
 def fitted(searches: Searches, draft: Draft) -> Found:
     """The draft in full. Where its units may be sharded differently, which has a price at their borders that drafts do not see, also
-    with all of them as in the fastest solution; the faster of the two."""
+    with all of them as in the fastest solution, if that may be faster; the faster of the two."""
     reserve = [0.0] * draft.shape.pipeline
-    found: list[Found] = []
-    failures: list[BudgetError] = []
-    for alike in (False, True)[: len(draft.points)]:
-        try:
-            found.append(_refitted(searches, searches.drafted(draft.shape, reserve, alike) if alike else draft, reserve, alike))
-        except BudgetError as e:
-            failures.append(e)
-    if not found:
-        raise failures[0]
-    return _to_the_end(searches, draft, _proven(searches, min(found, key=lambda f: f.seconds)))
+    found: Found | None = None
+    failure: BudgetError | None = None
+    try:
+        found = _refitted(searches, draft, reserve, alike=False)
+    except BudgetError as e:
+        failure = e
+    if len(draft.points) > 1:
+        with suppress(BudgetError):
+            alike = searches.drafted(draft.shape, reserve, alike=True)
+            if found is None or alike.seconds < found.seconds:
+                other = _refitted(searches, alike, reserve, alike=True)
+                found = other if found is None or other.seconds < found.seconds else found
+    if found is None:
+        assert failure is not None
+        raise failure
+    return _to_the_end(searches, draft, _proven(searches, found))
 
 
 def _refitted(searches: Searches, draft: Draft, reserve: list[float], alike: bool) -> Found:
@@ -41,8 +49,10 @@ def _refitted(searches: Searches, draft: Draft, reserve: list[float], alike: boo
     searches.progress(f"writing down {shape}")
     search = searches.of(shape.microbatches)
     for refit in range(REFITS):
+        start = time.perf_counter()
         with resized(search.analysis, searches.part(shape), search.analysis.rules):
             found = accounted(assemble(search, draft), search.autograd)
+        search.spent("fit", start)
         over = [nbytes - search.budget for nbytes in found.device_bytes()]
         if max(over) <= 0:
             return found
