@@ -61,7 +61,14 @@ Memories = tuple[Memory | None, ...]
 
 
 class Program:
-    """One plan's ``calls`` on one rank, in their order, conversions among them. Arguments as in :func:`autopar.saved.activation_bytes`."""
+    """One plan's ``calls`` on one rank, in their order, conversions among them.
+
+    Args:
+        analysis: of the graph of one microbatch; one that is cut into stages says so by ``meta["stage"]``.
+        nodes, conversions: as in a plan.
+        sizes: of the mesh of one stage.
+        autograd: asked for the device type where the program will run.
+    """
 
     def __init__(
         self,

@@ -9,7 +9,10 @@ from autopar.calls import Call, Memory, Program
 
 
 class Held:
-    """What of a program's memory outlives its forward, and what the backward makes again. See :func:`autopar.saved.activation_bytes`."""
+    """What of a program's memory one microbatch's autograd holds between forward and backward, and what the backward makes again.
+
+    ``recomputed`` is that of a plan.
+    """
 
     def __init__(self, program: Program) -> None:
         self._calls = program.calls
@@ -20,7 +23,8 @@ class Held:
         return {stage: float(self._survey(stage, again).nbytes) for stage in self._stages()}
 
     def transient(self, recomputed: Collection[str] = ()) -> dict[int, float]:
-        """Bytes by stage that the backward has beyond :meth:`kept` at its worst."""
+        """Bytes by stage that the backward has beyond :meth:`kept` at its worst, gradients aside: what is kept, less what it is done with,
+        and what was computed again and is still to be read."""
         again = self._again(recomputed)
         return {stage: float(_Replay(self._survey(stage, again)).run(self._of(stage))) for stage in self._stages()}
 

@@ -1,4 +1,4 @@
-"""What autograd keeps between a forward and its backward: of each call, and of a whole plan on one rank."""
+"""What autograd keeps of each call between its forward and its backward. Of a whole plan on one rank: :mod:`autopar.held`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,8 @@ from typing import Any
 
 import torch.fx as fx
 
-from autopar.analysis import Analysis
 from autopar.autograd import Answer, Autograd, Strided, placed, substituted, with_grad
-from autopar.calls import Program
 from autopar.graph import operands
-from autopar.held import Held
-from autopar.plan import NodePlan, Step
 from autopar.rules import Rule
 
 
@@ -97,37 +93,3 @@ def _part(value: Any, dims: Sequence[Collection[str]], factor: str, ways: int) -
     if not isinstance(value, Strided):
         return value
     return value._replace(shape=tuple(n // ways if factor in factors else n for n, factors in zip(value.shape, dims, strict=True)))
-
-
-def activation_bytes(
-    analysis: Analysis,
-    nodes: Mapping[str, NodePlan],
-    conversions: Mapping[str, Mapping[str, tuple[Step, ...]]],
-    sizes: Sequence[int],
-    device_type: str,
-    recomputed: Collection[str] = (),
-) -> dict[int, float]:
-    """Bytes that one rank's autograd holds for one microbatch between its forward and its backward, for each stage.
-
-    Args:
-        analysis: of the graph of one microbatch; one that is cut into stages says so by ``meta["stage"]``.
-        nodes, conversions, recomputed: as in a plan.
-        sizes: of the mesh of one stage.
-        device_type: where the program will run.
-    """
-    return Held(Program(analysis, nodes, conversions, sizes, Autograd(device_type))).kept(recomputed)
-
-
-def transient_bytes(
-    analysis: Analysis,
-    nodes: Mapping[str, NodePlan],
-    conversions: Mapping[str, Mapping[str, tuple[Step, ...]]],
-    sizes: Sequence[int],
-    device_type: str,
-    recomputed: Collection[str] = (),
-) -> dict[int, float]:
-    """Bytes that the backward of one microbatch holds at its worst beyond :func:`activation_bytes`, gradients aside, for each stage.
-
-    The most that what is kept, less what the backward is done with, and what was computed again and is still to be read, come to.
-    """
-    return Held(Program(analysis, nodes, conversions, sizes, Autograd(device_type))).transient(recomputed)

@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 from planning import build
 from tabulate import tabulate
 from tqdm import tqdm
@@ -23,10 +22,10 @@ from autopar.cost_model import Cluster
 from autopar.errors import BudgetError
 from autopar.planner import Traced
 from autopar.search.found import Found
-from autopar.search.neighbourhood import restrict
+from autopar.search.neighbourhood import as_chosen, restrict
 from autopar.search.options import Options
 from autopar.search.outer import Outer
-from autopar.search.problem import Problem, Vertex
+from autopar.search.problem import Problem
 from autopar.search.search import Search
 from autopar.search.searches import Searches
 from autopar.search.shape import Shape
@@ -81,14 +80,8 @@ class Sharded(Search):
         key = shape.pipeline, shape.axes, samples
         if key not in self._problems:
             free, fastest = self._free.problem(shape, samples), self._free.prices(shape, samples).at(0.0)
-            same = [_same_choice(v, k) for v, k in zip(free.vertices, fastest.chosen, strict=True)]
-            self._problems[key] = restrict(free, same)
+            self._problems[key] = restrict(free, as_chosen(free, fastest.chosen))
         return self._problems[key]
-
-
-def _same_choice(vertex: Vertex, k: int) -> np.ndarray:
-    """The strategy of row ``k``, with all that may become of the result."""
-    return np.array([i for i, choice in enumerate(vertex.choices) if choice is vertex.choices[k]])
 
 
 class Given(Searches):

@@ -20,10 +20,12 @@ from small_graphs import Space, analyse
 
 import autopar
 from autopar.analysis import Analysis
+from autopar.autograd import Autograd
+from autopar.calls import Program
+from autopar.held import Held
 from autopar.plan import Plan
 from autopar.report import describe
 from autopar.report.table import WIDTH, count, nbytes, seconds
-from autopar.saved import activation_bytes
 from autopar.search.assemble import stages_of
 from autopar.search.decide import write_down
 from autopar.search.found import Found
@@ -142,7 +144,7 @@ def test_what_recomputation_frees_and_costs_adds_up(plans: tuple[Analysis, list[
 
 
 def held(analysis: Analysis, plan: Plan, recomputed: Sequence[str]) -> dict[int, float]:
-    return activation_bytes(analysis, plan.nodes, plan.conversions, plan.mesh_sizes, "cpu", recomputed)
+    return Held(Program(analysis, plan.nodes, plan.conversions, plan.mesh_sizes, Autograd("cpu"))).kept(recomputed)
 
 
 def test_a_pipeline_reads_like_one_device() -> None:

@@ -29,7 +29,10 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import autopar
 from autopar.analysis import Analysis
+from autopar.autograd import Autograd
+from autopar.calls import Program
 from autopar.graph import operands
+from autopar.held import Held
 from autopar.passes.lower import lower
 from autopar.passes.recompute import recomputable
 from autopar.passes.stages import cut_stages
@@ -39,7 +42,7 @@ from autopar.runtime.mesh import Mesh
 from autopar.runtime.pipeline import _Entry
 from autopar.runtime.program import Compiled
 from autopar.runtime.random import Streams
-from autopar.saved import Saved, activation_bytes, saved, transient_bytes
+from autopar.saved import Saved, saved
 
 MODELS = ("gpt2", "llama", "vit", "t5", "bert", "cnn")
 TINY = 64  # bytes that do not count: a bias, two numbers
@@ -118,9 +121,13 @@ class Bytes:
     transient: float
 
 
+def held_by(analysis: Analysis, plan: Plan) -> Held:
+    return Held(Program(analysis, plan.nodes, plan.conversions, plan.mesh_sizes, Autograd("cpu")))
+
+
 def predicted(analysis: Analysis, plan: Plan, stage: int = 0) -> Bytes:
-    given = analysis, plan.nodes, plan.conversions, plan.mesh_sizes, "cpu", plan.recomputed
-    return Bytes(activation_bytes(*given)[stage], transient_bytes(*given)[stage])
+    held = held_by(analysis, plan)
+    return Bytes(held.kept(plan.recomputed)[stage], held.transient(plan.recomputed)[stage])
 
 
 def measured(program: Compiled, sample: dict[str, Any]) -> Bytes:
@@ -282,5 +289,4 @@ def test_kept_by_stages(name: str, share: float) -> None:
     analysis = cut_stages(whole, starts)
     stages = tuple(dataclasses.replace(EMPTY, start=start) for start in ("", *starts))
     plan = one_device(analysis, stages=stages, recomputed=part_of(names, share, 0))
-    given = analysis, plan.nodes, plan.conversions, (), "cpu", plan.recomputed
-    assert stage_by_stage(analysis, plan, sample) == list(activation_bytes(*given).values())
+    assert stage_by_stage(analysis, plan, sample) == list(held_by(analysis, plan).kept(plan.recomputed).values())

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from autopar.search.neighbourhood import as_chosen, solve_within
 from autopar.search.options import Axis, Options
 from autopar.search.problem import Problem, Weights
 from autopar.search.solve import Model, Solution
@@ -39,6 +40,7 @@ class Prices:
         """``around(problem, solve)`` solves a problem that is too large as it is, by way of smaller ones."""
         self.problem, self.weights, self.time_limit, self.around = problem, weights, time_limit, around
         self.solved: dict[float, Solution] = {}
+        self._alike: Prices | None = None
 
     def at(self, price: float) -> Solution:
         if price not in self.solved:
@@ -54,6 +56,16 @@ class Prices:
         """The solutions that differ, with ``more``, fastest first."""
         found = {(s.chosen, s.again): s for s in sorted((*self.solved.values(), *more), key=self.seconds, reverse=True)}
         return sorted(found.values(), key=self.seconds)
+
+    def sharded_as_fastest(self) -> Prices:
+        """Solved at the same prices with the sharding of the fastest solution, so that only what is kept is chosen: units that take one of
+        these or another go together without conversions between them."""
+        if self._alike is None:
+            same = as_chosen(self.problem, self.at(0.0).chosen)
+            self._alike = Prices(self.problem, self.weights, self.time_limit, lambda problem, solve: solve_within(problem, same, solve))
+        for price in self.solved:
+            self._alike.at(price)
+        return self._alike
 
     def nbytes(self, solution: Solution) -> float:
         return float(solution.bill.nbytes(self.weights)[0])

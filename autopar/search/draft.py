@@ -71,7 +71,7 @@ def outline(
         unit = FIRST * fastest.value / search.budget / float(prices.weights.flight[0])
         for power in (0, 1, 2):
             prices.at(unit * COARSE**power)
-    same = search.sharded_as_fastest(prices)
+    same = prices.sharded_as_fastest()
     points = same.distinct() if alike else prices.distinct(same.solved.values())
     tables = Tabulator(prices.problem, search.units, once=shape.stages == 1).of(points)
     flights = np.array(shape.flights(), dtype=float)

@@ -57,17 +57,26 @@ def restrict(problem: Problem, keep: Sequence[np.ndarray]) -> Problem:
     return replace(problem, vertices=[v.only(kept) for v, kept in zip(problem.vertices, keep, strict=True)])
 
 
+def as_chosen(problem: Problem, chosen: Sequence[int]) -> list[np.ndarray]:
+    """For each vertex the strategy that was chosen, with all that may become of its result."""
+    return [np.array([i for i, c in enumerate(v.choices) if c is v.choices[k]]) for v, k in zip(problem.vertices, chosen, strict=True)]
+
+
+def solve_within(problem: Problem, keep: Sequence[np.ndarray], solve: Callable[[Problem], Solution]) -> Solution:
+    """The solution with only these choices of each vertex, numbered as the problem numbers them."""
+    found = solve(restrict(problem, keep))
+    return replace(found, chosen=tuple(int(kept[c]) for kept, c in zip(keep, found.chosen, strict=True)))
+
+
 def improve(problem: Problem, centres: list[list[tuple]], solve: Callable[[Problem], Solution]) -> Solution:
     """The best solution found from the centres; ``solve`` solves a restricted problem."""
     best: Solution | None = None
     value = np.inf
     for _ in range(ROUNDS):
-        keep = near(problem, centres)
-        found = solve(restrict(problem, keep))
+        found = solve_within(problem, near(problem, centres), solve)
         if best is not None and found.value > value * (1 - ENOUGH):
             break
-        chosen = tuple(int(kept[c]) for kept, c in zip(keep, found.chosen, strict=True))
-        best, value = replace(found, chosen=chosen), found.value
-        centres = [[key(v.choices[c]) for v, c in zip(problem.vertices, chosen, strict=True)]]
+        best, value = found, found.value
+        centres = [[key(v.choices[c]) for v, c in zip(problem.vertices, found.chosen, strict=True)]]
     assert best is not None
     return best

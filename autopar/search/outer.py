@@ -183,6 +183,7 @@ class Outer:
             try:
                 check_schedule(shape.schedule, shape.pipeline, shape.chunks, shape.microbatches)
                 self.searches.part(shape)
+                # To count the parts of a microbatch it is traced, which a device alone may never need.
                 if shape.stages > 1 and shape.stages > (units := len(self.searches.of(shape.microbatches).units.nodes)):
                     raise too_many_stages(shape, units)
                 found.append(shape)

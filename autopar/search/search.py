@@ -6,7 +6,6 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -21,7 +20,7 @@ from autopar.search.blocks import classes
 from autopar.search.budget import Prices
 from autopar.search.choices import Choices
 from autopar.search.costs import Costs
-from autopar.search.neighbourhood import coarser, improve, lift, restrict
+from autopar.search.neighbourhood import coarser, improve, lift
 from autopar.search.options import Axis, Options
 from autopar.search.problem import Bill, Problem, Weights, build
 from autopar.search.recompute import Recompute
@@ -62,7 +61,6 @@ class Search:
         self._work: dict[tuple[str, str], list[tuple[float, float]]] | None = None
         self._problems: dict[tuple, Problem] = {}
         self._prices: dict[tuple, Prices] = {}
-        self._alike: dict[int, Prices] = {}  # by the identity of those of self._prices
         self.spent("blocks", start)
 
     def problem(self, shape: Shape, samples: int) -> Problem:
@@ -95,22 +93,6 @@ class Search:
             solve = None if len(shape.axes) <= EXACT_AXES else partial(self._around_coarser, shape, samples)
             self._prices[key] = Prices(problem, weights, self.options.time_limit, solve)
         return self._prices[key]
-
-    def sharded_as_fastest(self, prices: Prices) -> Prices:
-        """Solved at the same prices of memory with the sharding of the fastest solution, so that only what is kept is chosen: units that
-        take one of these or another go together without conversions between them."""
-        fastest = prices.at(0.0)
-
-        def around(problem: Problem, solve: Callable[[Problem], Solution]) -> Solution:
-            chosen = zip(problem.vertices, fastest.chosen, strict=True)
-            same = [np.array([i for i, c in enumerate(v.choices) if c is v.choices[k]]) for v, k in chosen]
-            found = solve(restrict(problem, same))
-            return replace(found, chosen=tuple(int(kept[k]) for kept, k in zip(same, found.chosen, strict=True)))
-
-        alike = self._alike.setdefault(id(prices), Prices(prices.problem, prices.weights, self.options.time_limit, around))
-        for price in prices.solved:
-            alike.at(price)
-        return alike
 
     @property
     def budget(self) -> float:
