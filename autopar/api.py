@@ -19,7 +19,7 @@ from autopar.errors import AutoparError, PlanError, RunError
 from autopar.passes.lower import Lowered, lower
 from autopar.passes.stages import cut_stages
 from autopar.plan import Plan
-from autopar.planner import LossFunction, Planner, Traced
+from autopar.planner import LossFunction, Planner, Traced, batch_size
 from autopar.runtime.agree import together
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.program import Compiled, same_on_all_ranks
@@ -87,6 +87,9 @@ def compile(
     if plan is None:
         plan = _plan_on_rank_0(partial(_planned, traced, world_size, cluster, progress, options))
     same_on_all_ranks(repr(dataclasses.replace(plan, timings={})), "the plan")
+    if plan.microbatches > 1 and batch_size(traced.sample) == plan.microbatches:
+        alone = f"{plan.microbatches} microbatches of a single sample over all ranks of a stage can be priced, but not run yet"
+        raise PlanError(f"{alone}: plan with micro_batch_size=2, or split the batch over ranks too")
     analysis, prologue = together("tracing a microbatch", partial(traced.analyse, plan.microbatches))
     found = analysis.captured.fingerprint
     same_on_all_ranks(found + _described(analysis.captured.state), "the model")

@@ -15,6 +15,7 @@ import torch.fx as fx
 from torch.autograd.graph import saved_tensors_hooks
 
 from autopar import stand_ins
+from autopar.launches import Launch, Recorder, storage
 
 aten = torch.ops.aten
 
@@ -49,7 +50,7 @@ class Result(NamedTuple):
 
 class Answer(NamedTuple):
     """What torch does with one call: the ``operands`` that the backward reads, and the bytes of each tensor that it reads and that is
-    neither an operand nor a result.
+    neither an operand nor a result; the kernels that ``forward`` and ``backward`` launch.
 
     ``several`` if it returns a tuple."""
 
@@ -57,6 +58,8 @@ class Answer(NamedTuple):
     operands: frozenset[int]
     internal: tuple[int, ...]
     several: bool
+    forward: tuple[Launch, ...] = ()
+    backward: tuple[Launch, ...] = ()
 
     @property
     def value(self) -> Any:
@@ -95,7 +98,7 @@ class Autograd:
         made = [_made(a, tensors) for a in args], {k: _made(v, tensors) for k, v in kwargs.items()}
         if "device" in kwargs:
             made[1]["device"] = torch.device("meta")
-        own = {_storage(t): k for k, t in reversed(list(enumerate(tensors)))}
+        own = {storage(t): k for k, t in reversed(list(enumerate(tensors)))}
         packed: list[torch.UntypedStorage] = []
 
         def pack(t: torch.Tensor) -> torch.Tensor:
@@ -103,20 +106,23 @@ class Autograd:
             return t.detach()
 
         call = self._stand_in(target)
-        with torch.set_grad_enabled(any(t.requires_grad for t in tensors)), saved_tensors_hooks(pack, lambda t: t):
+        grad = any(t.requires_grad for t in tensors)
+        with torch.set_grad_enabled(grad), saved_tensors_hooks(pack, lambda t: t), Recorder() as ran:
             out = call(*made[0], **made[1])
         several = isinstance(out, (tuple, list))
         outputs = [t for t in (out if several else [out]) if isinstance(t, torch.Tensor)]
         saved = {s._cdata: s.nbytes() for s in packed}
         results = []
         for t in outputs:
-            alias = own.get(_storage(t))
+            alias = own.get(storage(t))
             tensor = Strided(tuple(t.shape), t.stride(), t.dtype, t.requires_grad)
-            results.append(Result(tensor, alias, t.untyped_storage().nbytes() if alias is None else 0, _storage(t) in saved))
-        returned = {_storage(t) for t in outputs}
+            results.append(Result(tensor, alias, t.untyped_storage().nbytes() if alias is None else 0, storage(t) in saved))
+        returned = {storage(t) for t in outputs}
+        places = {storage(t): -1 - j for j, t in enumerate(outputs)} | own
+        backward = _backward(tensors, [t for t in outputs if t.requires_grad], places)
         internal = tuple(nbytes for s, nbytes in saved.items() if s not in own and s not in returned)
-        kept = frozenset(k for k, t in enumerate(tensors) if _storage(t) in saved)
-        return Answer(tuple(results), kept, internal, several)
+        kept = frozenset(k for k, t in enumerate(tensors) if storage(t) in saved)
+        return Answer(tuple(results), kept, internal, several, ran.launches(places), backward)
 
     def _stand_in(self, target: Callable[..., Any]) -> Callable[..., Any]:
         """What the program runs for ``target``, where meta tensors alone would not show it."""
@@ -149,8 +155,21 @@ def substituted(node: fx.Node, inputs: Sequence[Any]) -> tuple[list[Any], dict[s
     return [put(a) for a in node.args], {k: put(v) for k, v in node.kwargs.items()}
 
 
-def _storage(t: torch.Tensor) -> int:
-    return t.untyped_storage()._cdata
+def _backward(tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], places: dict[int, int]) -> tuple[Launch, ...]:
+    """The kernels that a backward launches. Of what has none on meta tensors: one, that reads the gradient and all operands and writes
+    their gradients."""
+    inputs = [t for t in tensors if t.requires_grad]
+    if not outputs or not inputs:
+        return ()
+    arriving = [torch.empty_like(t) for t in outputs]
+    try:
+        with Recorder() as ran:
+            gradients = torch.autograd.grad(outputs, inputs, arriving, allow_unused=True)
+    except (RuntimeError, NotImplementedError):
+        nbytes = [(places[storage(t)], t.numel() * t.dtype.itemsize) for t in (*outputs, *tensors, *inputs)]
+        return (Launch("backward", "elementwise", tuple(nbytes), places[storage(inputs[0])]),)
+    places = places | {storage(g): places[storage(t)] for g, t in zip(gradients, inputs, strict=True) if g is not None}
+    return ran.launches(places | {storage(g): places[storage(t)] for g, t in zip(arriving, outputs, strict=True)})
 
 
 def _frozen(value: Any) -> Any:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -185,3 +187,19 @@ def describe(node: fx.Node) -> str:
 def numel(node: fx.Node) -> int:
     """The number of elements of a node that holds one tensor."""
     return math.prod(shape(node))
+
+
+def covers(slices: Sequence[fx.Node], length: int) -> bool:
+    """Whether these slices of one tensor along one dim, of ``length``, leave nothing out and do not overlap."""
+    bounds = sorted((arguments(n)["start"], arguments(n)["end"]) for n in slices)
+    whole = bounds[0][0] == 0 and min(bounds[-1][1], length) == length
+    return len(slices) > 1 and whole and all(a[1] == b[0] for a, b in pairwise(bounds))
+
+
+def slices_of(source: fx.Node) -> list[list[fx.Node]]:
+    """The slices that take a tensor apart, each list along one dim."""
+    found: dict[int, list[fx.Node]] = defaultdict(list)
+    for node in source.users:
+        if node.target is torch.ops.aten.slice.Tensor and node.args[0] is source and arguments(node)["step"] == 1:
+            found[arguments(node)["dim"]].append(node)
+    return [slices for dim, slices in found.items() if covers(slices, source.meta["val"].shape[dim])]

@@ -6,12 +6,12 @@ import dataclasses
 import json
 import math
 import os
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from autopar.errors import PlanError
+from autopar.files import write_json
 from autopar.layout import Layout, parse, parse_type, show
 
 VERSION = 2
@@ -174,11 +174,11 @@ class Plan:
         """Write the schedule of a step as a trace for Perfetto or Chrome: the whole file or nothing."""
         from autopar.report import trace
 
-        _write(path, trace(self))
+        write_json(path, trace(self))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON: the whole file or nothing."""
-        _write(path, {"version": VERSION, **_to_data(self)}, indent=1)
+        write_json(path, {"version": VERSION, **_to_data(self)}, indent=1)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
@@ -198,19 +198,6 @@ class Plan:
             return _from_data(data)
         except (KeyError, TypeError, ValueError, AttributeError) as e:
             raise PlanError(f"{os.fspath(path)} is a damaged plan: {e!r}. Plan again, or undo the edit") from e
-
-
-def _write(path: str | os.PathLike[str], data: dict[str, Any], indent: int | None = None) -> None:
-    """JSON to a file that is there as a whole or not at all."""
-    text, path = json.dumps(data, indent=indent), Path(path)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, suffix=".part", delete=False, encoding="utf-8") as file:
-        part = Path(file.name)
-        try:
-            file.write(text)
-        except BaseException:
-            part.unlink()
-            raise
-    os.replace(part, path)
 
 
 def _to_data(plan: Plan) -> dict[str, Any]:

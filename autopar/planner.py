@@ -100,7 +100,8 @@ def _in_parts(
     if microbatches == 1:
         return Analysis(whole), None
     size = batch_size(sample)
-    part = tree_map(lambda x: x[: size // microbatches] if isinstance(x, torch.Tensor) and x.ndim and x.shape[0] == size else x, sample)
+    samples = max(size // microbatches, min(2, size))  # rules see no dim of one sample; costs are worked out for any number of them
+    part = tree_map(lambda x: x[:samples] if isinstance(x, torch.Tensor) and x.ndim and x.shape[0] == size else x, sample)
     captured = _trace(model, part, loss_fn)
     restore_batch_constants(captured.graph, whole.graph)
     captured, prologue = accumulate(Analysis(captured), microbatches)

@@ -11,6 +11,7 @@ import torch.fx as fx
 
 from autopar.autograd import Answer, Autograd, Strided, placed, substituted, with_grad
 from autopar.graph import operands
+from autopar.launches import Launch
 from autopar.rules import Rule
 
 
@@ -24,6 +25,7 @@ class Saved:
         nbytes: of tensors that are neither: statistics, masks, logsumexp.
         alias: the operand whose memory the result shares (a view), None if it has its own.
         internal: ``nbytes``, tensor by tensor, with the factors of the call's rule along which it is split with the operands.
+        forward, backward: the kernels that it launches.
     """
 
     operands: frozenset[int]
@@ -31,6 +33,8 @@ class Saved:
     nbytes: float
     alias: int | None
     internal: tuple[tuple[float, frozenset[str]], ...] = field(default=(), compare=False)
+    forward: tuple[Launch, ...] = field(default=(), compare=False)
+    backward: tuple[Launch, ...] = field(default=(), compare=False)
 
 
 def saved(
@@ -69,7 +73,15 @@ def saved(
             aliases = {r.alias for r in answer.results}
             alias = aliases.pop() if len(aliases) == 1 else None
             internal = _internal(node, inputs, answer, autograd, (rules or {}).get(node))
-            found[node] = Saved(answer.operands, any(r.saved for r in answer.results), float(sum(answer.internal)), alias, internal)
+            found[node] = Saved(
+                answer.operands,
+                any(r.saved for r in answer.results),
+                float(sum(answer.internal)),
+                alias,
+                internal,
+                answer.forward,
+                answer.backward,
+            )
     return found
 
 

@@ -8,83 +8,31 @@ from __future__ import annotations
 import json
 import math
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from autopar.cost_model.device import Device, Level, Tile
 from autopar.errors import PlanError
+from autopar.files import write_json
 
-SCHEMA = 1
-DTYPES = ("float32", "tf32", "bfloat16", "float16", "float64")
-KINDS = ("cpu", "cuda")
+SCHEMA = 2
 _PRESETS = Path(__file__).parent / "clusters"
 
 
 @dataclass(frozen=True)
-class Device:
-    """One accelerator (or one CPU rank). Efficiencies are fractions of the datasheet's figure that kernels reach."""
-
-    name: str
-    peak: Mapping[str, float] = field(hash=False)  # FLOP/s by dtype name; "tf32" is float32 data on tensor cores
-    memory_bandwidth: float  # B/s
-    memory: int  # bytes
-    launch: float  # seconds from the start of one kernel to the start of the next, however small it is
-    matmul_efficiency: float  # of a large matmul
-    matmul_half: float  # FLOPs at which a matmul reaches half of that
-    attention_efficiency: float  # of fused attention
-    conv_efficiency: float
-    memory_efficiency: float
-    kind: str = "cuda"  # torch's name of such devices: which kernels run, and what these keep for the backward
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise PlanError(f"device.kind is {self.kind!r}: give {' or '.join(KINDS)}, torch's name of such devices")
-        if not isinstance(self.peak, Mapping):
-            raise PlanError(f"device.peak is {self.peak!r}: give FLOP/s for each dtype of {', '.join(DTYPES)}")
-        if "float32" not in self.peak or not set(self.peak) <= set(DTYPES):
-            raise PlanError(
-                f"device {self.name!r} gives peak FLOP/s for {sorted(self.peak)}: float32 is required, the others known are {DTYPES}"
-            )
-        for dtype, value in self.peak.items():
-            _positive(f"device.peak.{dtype}", value)
-        for name in ("memory_bandwidth", "memory"):
-            _positive(f"device.{name}", getattr(self, name))
-        for name in ("launch", "matmul_half"):
-            _positive(f"device.{name}", getattr(self, name), zero=True)
-        for name in ("matmul_efficiency", "attention_efficiency", "conv_efficiency", "memory_efficiency"):
-            _fraction(f"device.{name}", getattr(self, name))
-
-
-@dataclass(frozen=True)
-class Level:
-    """Links that connect ``size`` consecutive devices (None: any number). Where ``shared``, ``bandwidth`` is of one unit of the level
-    below (a node's NICs together) and divided among the groups that use it; else it is each device's own. B/s in one direction."""
-
-    name: str
-    size: int | None
-    latency: float  # seconds for one message
-    bandwidth: float
-    efficiency: float = 1.0  # the fraction of it that collectives reach
-    shared: bool = False
-
-    def __post_init__(self) -> None:
-        if self.size is not None and (isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1):
-            raise PlanError(f"links.{self.name}.size is {self.size!r}: give how many consecutive devices it connects, null for any number")
-        _positive(f"links.{self.name}.latency", self.latency, zero=True)
-        _positive(f"links.{self.name}.bandwidth", self.bandwidth)
-        _fraction(f"links.{self.name}.efficiency", self.efficiency)
-
-
-@dataclass(frozen=True)
 class Cluster:
-    """Devices of one kind and their links, fastest level first. ``sources`` says for each figure where it comes from."""
+    """Devices of one kind and their links, fastest level first.
+
+    ``sources`` says for each figure where it comes from, ``machine`` of a profile what was measured.
+    """
 
     name: str
     device: Device
     links: tuple[Level, ...]
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+    machine: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         if not self.links:
@@ -110,6 +58,20 @@ class Cluster:
         if world_size > self.capacity:
             asked = f"world_size={world_size} needs {world_size} devices"
             raise PlanError(f"{asked}, cluster {self.name!r} has {self.capacity}: lower world_size or give another cluster=")
+
+    @classmethod
+    def measure(cls, path: str | os.PathLike[str] = "cluster.json", device: str | None = None, progress: bool = True) -> Cluster:
+        """Measure this machine and write what was found to ``path``: kernels in several sizes and dtypes, memory, collectives.
+
+        Call it in each rank under torchrun, which then compute at once as they do in training; alone it measures one device. It takes
+        under two minutes. A profile that was interrupted goes on where it was.
+
+        Raises:
+            RunError: there is no such device.
+        """
+        from autopar.profile import measured  # which opens devices: nothing else of the cost model does
+
+        return measured(Path(path), device, progress)
 
     @staticmethod
     def presets() -> tuple[str, ...]:
@@ -148,25 +110,18 @@ class Cluster:
         if found != SCHEMA:
             raise PlanError(f"its schema is {found!r}, this version reads {SCHEMA}: write it again with this version")
         values = _checked(cls, "", {key: value for key, value in data.items() if key != "schema"})
-        device = Device(**_checked(Device, "device.", values["device"]))
+        given = dict(_checked(Device, "device.", values["device"]))
+        tiles = [Tile(**_checked(Tile, f"device.tiles[{i}].", tile)) for i, tile in enumerate(given.pop("tiles", ()))]
+        curves = {name: _points(curve) for name, curve in given.pop("efficiency").items()}
+        device = Device(**given, efficiency=curves, tiles=tuple(tiles))
         if not isinstance(values["links"], list):
             raise PlanError(f"links is {type(values['links']).__name__}: give a list of levels, fastest first")
-        links = tuple(Level(**_checked(Level, f"links[{i}].", level)) for i, level in enumerate(values["links"]))
-        return cls(values["name"], device, links, values.get("sources", {}))
+        links = tuple(_level(_checked(Level, f"links[{i}].", level)) for i, level in enumerate(values["links"]))
+        return cls(values["name"], device, links, values.get("sources", {}), values.get("machine", {}))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file that :meth:`load` reads; ``path`` is replaced at once, or kept as it was where writing fails."""
-        target = Path(path)
-        text = json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2) + "\n"
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            Path(temporary).chmod(0o644)  # mkstemp's 0600 would keep a shared file from others
-            os.replace(temporary, target)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        write_json(path, {"schema": SCHEMA, **asdict(self)}, indent=2)
 
 
 def _checked(cls: type, prefix: str, data: Any) -> dict[str, Any]:
@@ -183,13 +138,10 @@ def _checked(cls: type, prefix: str, data: Any) -> dict[str, Any]:
     return data
 
 
-def _positive(name: str, value: Any, zero: bool = False) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (number and math.isfinite(value) and (value >= 0 if zero else value > 0)):
-        raise PlanError(f"{name} is {value!r}: give a number {'of at least' if zero else 'above'} 0")
+def _level(data: dict[str, Any]) -> Level:
+    curves = {kind: {ranks: _points(c) for ranks, c in by_ranks.items()} for kind, by_ranks in data.get("measured", {}).items()}
+    return Level(**{**data, "measured": curves})
 
 
-def _fraction(name: str, value: Any) -> None:
-    _positive(name, value)
-    if value > 1:
-        raise PlanError(f"{name} is {value!r}: give a fraction of the peak, at most 1")
+def _points(data: Any) -> Any:
+    return tuple(map(tuple, data)) if isinstance(data, list) and all(isinstance(point, list) for point in data) else data

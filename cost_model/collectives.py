@@ -8,14 +8,15 @@ each node, then inside each node.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import overload
 
 import numpy as np
 import numpy.typing as npt
 
-from autopar.cost_model.cluster import Cluster, Level
+from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.device import Curve, Level
 
 FloatArray = npt.NDArray[np.float64]
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
@@ -30,6 +31,8 @@ class Hop:
     inner: int
     latency: float  # seconds for one message
     bandwidth: float  # B/s into one unit, for one group
+    startup: float = 0.0  # seconds before the first message
+    measured: Mapping[str, Curve] = field(default_factory=dict, hash=False)  # of a collective: (bytes, seconds)
 
 
 @dataclass(frozen=True)
@@ -93,8 +96,9 @@ def _sharing(unit: npt.NDArray[np.int64]) -> int:
 
 
 def _hop(level: Level, ways: int, inner: int, groups: int) -> Hop:
-    bandwidth = level.bandwidth * level.efficiency
-    return Hop(level.name, ways, inner, level.latency, bandwidth / groups if level.shared else bandwidth * inner)
+    bandwidth = level.by_ranks.get(str(ways), level.bandwidth) * level.efficiency
+    measured = {kind: by_ranks[str(ways)] for kind, by_ranks in level.measured.items() if inner == 1 and str(ways) in by_ranks}
+    return Hop(level.name, ways, inner, level.latency, bandwidth / groups if level.shared else bandwidth * inner, level.startup, measured)
 
 
 @overload
@@ -110,10 +114,21 @@ def seconds(kind: str, nbytes: float | FloatArray, axis: Axis) -> float | FloatA
             ends with and a reduce-scatter begins with. A number or an array.
         axis: where it runs.
     """
-    total = np.zeros_like(nbytes, dtype=np.float64)
-    for hop in axis.hops:
-        total = total + _FORMULAS[kind](np.asarray(nbytes, dtype=np.float64), hop, axis.size)
+    amount = np.asarray(nbytes, dtype=np.float64)
+    if len(axis.hops) == 1 and kind in axis.hops[0].measured:
+        total = _between(axis.hops[0].measured[kind], amount)
+    else:
+        total = np.full_like(amount, max((hop.startup for hop in axis.hops), default=0.0))  # one kernel for all levels
+        for hop in axis.hops:
+            total = total + _FORMULAS[kind](amount, hop, axis.size)
     return total if isinstance(nbytes, np.ndarray) else float(total)
+
+
+def _between(points: Curve, nbytes: FloatArray) -> FloatArray:
+    """Between measured points straight where bytes and seconds are logarithms; less takes as long as the first, more in proportion."""
+    known = np.log(np.array(points))
+    seconds = np.exp(np.interp(np.log(np.maximum(nbytes, 1.0)), known[:, 0], known[:, 1]))
+    return seconds * np.maximum(nbytes / points[-1][0], 1.0)
 
 
 def _gather(nbytes: FloatArray, hop: Hop, n: int) -> FloatArray:
@@ -151,7 +166,9 @@ _FORMULAS = {
 
 def point_to_point(nbytes: float, axis: Axis) -> float:
     """Seconds to send ``nbytes`` to the next rank along ``axis``, over the slowest of the links between neighbours."""
-    return max((hop.latency + nbytes * hop.inner / hop.bandwidth for hop in axis.hops), default=0.0)
+    if len(axis.hops) == 1 and "send" in axis.hops[0].measured:
+        return float(_between(axis.hops[0].measured["send"], np.asarray(nbytes)))
+    return max((hop.startup + hop.latency + nbytes * hop.inner / hop.bandwidth for hop in axis.hops), default=0.0)
 
 
 def received_bytes(kind: str, nbytes: float, n: int) -> float:

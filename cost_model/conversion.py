@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import FloatArray, axes, seconds
+from autopar.cost_model.compute import Compute
 from autopar.errors import PlanError
 from autopar.layout import I, Layout, P, R, S, Type, legal, show
 
@@ -99,7 +100,7 @@ class Conversions:
     def __init__(self, sizes: Sequence[int], cluster: Cluster, stages: int = 1) -> None:
         self.sizes = tuple(sizes)
         self.pipeline, *self.axes = axes((stages, *sizes), cluster)
-        self._copy_bandwidth = cluster.device.memory_bandwidth * cluster.device.memory_efficiency
+        self._compute = Compute(cluster)
         self._graphs: dict[tuple[tuple[int, ...], int, bool], _Graph] = {}
         self._tables: dict[tuple[tuple[bool, ...], int, bool], FloatArray] = {}
 
@@ -151,7 +152,7 @@ class Conversions:
         pairs = zip(COLLECTIVES, counts, strict=True)
         result = [Term(kind, axis, nbytes, seconds(kind, nbytes, self.axes[axis]), phase) for kind, count in pairs if count]
         if copy:
-            result.append(Term("copy", axis, copy * nbytes, copy * nbytes / self._copy_bandwidth, phase))
+            result.append(Term("copy", axis, copy * nbytes, copy * float(self._copying(nbytes)), phase))
         return result
 
     def _bytes(self, shape: Sequence[int], itemsize: int, states: list[Layout], axis: int) -> FloatArray:
@@ -184,7 +185,11 @@ class Conversions:
 
     def _prices(self, nbytes: FloatArray, axis: int) -> FloatArray:
         """[term, state]: seconds of each term of a step."""
-        return np.stack([*(seconds(kind, nbytes, self.axes[axis]) for kind in COLLECTIVES), nbytes / self._copy_bandwidth])
+        return np.stack([*(seconds(kind, nbytes, self.axes[axis]) for kind in COLLECTIVES), self._copying(nbytes)])
+
+    def _copying(self, nbytes: FloatArray | float) -> FloatArray:
+        """Seconds to move bytes from memory to memory, in passing."""
+        return nbytes / self._compute.peak("copy", "float32", nbytes)
 
     def _table(self, leading: tuple[bool, ...], axis: int, differentiable: bool) -> FloatArray:
         """[from type, to type, term]: how many of each term a step has, forward and backward."""

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from itertools import pairwise
 
 import torch
 import torch.fx as fx
 
-from autopar.graph import arguments
+from autopar.graph import arguments, covers
 
 aten = torch.ops.aten
 
@@ -26,10 +25,9 @@ def join_slices(graph: fx.Graph) -> None:
             found[node.args[0], arguments(node)["dim"], node.meta.get("stage")].append(node)
     for (source, dim, _), slices in found.items():
         pieces = sorted(slices, key=lambda n: arguments(n)["start"])
-        bounds = [(arguments(n)["start"], arguments(n)["end"]) for n in pieces]
-        whole = (0, source.meta["local"][dim])
-        if len(pieces) < 2 or (bounds[0][0], bounds[-1][1]) != whole or any(a[1] != b[0] for a, b in pairwise(bounds)):
+        if not covers(pieces, source.meta["local"][dim]):
             continue
+        bounds = [(arguments(n)["start"], arguments(n)["end"]) for n in pieces]
         with graph.inserting_before(slices[0]):
             split = graph.call_function(aten.split_with_sizes.default, (source, [end - start for start, end in bounds], dim))
         split.meta = {key: slices[0].meta[key] for key in ("stage", "module", "source") if key in slices[0].meta}

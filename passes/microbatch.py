@@ -32,11 +32,6 @@ def accumulate(analysis: Analysis, microbatches: int) -> tuple[Captured, fx.Grap
         PlanError: an operator mixes samples in a way that does not add up.
     """
     captured = analysis.captured
-    if analysis.batch.size == 1:  # rules do not see a dim of size 1, so nothing tells samples apart
-        raise PlanError(
-            f"micro_batch_size: a microbatch of a single sample over all ranks cannot be planned yet ({microbatches} microbatches); "
-            "use micro_batch_size=2, or split the batch over ranks too"
-        )
     counts = [n for n in captured.graph.nodes if n.target is kernels.target_count]
     prologue = _prologue(captured, counts) if counts else None
     types = _types(analysis, set(counts), microbatches)

@@ -10,14 +10,21 @@ import pytest
 from autopar.cost_model import Cluster, Level
 from autopar.errors import PlanError
 
-PRESETS = ("a100-sxm", "cpu", "h100-sxm")
+PRESETS = ("a100-sxm", "cpu", "h100-sxm", "h200-sxm", "v100-sxm2")
 
 
 def figures(cluster: Cluster) -> set[str]:
     """The path of each number in a cluster."""
     device = asdict(cluster.device)
-    paths = {f"device.peak.{dtype}" for dtype in device.pop("peak")} | {f"device.{name}" for name in device if name not in ("name", "kind")}
-    return paths | {f"links.{level.name}.{name}" for level in cluster.links for name in ("size", "latency", "bandwidth", "efficiency")}
+    paths = {f"device.{name}.{key}" for name in ("peak", "efficiency") for key in device.pop(name)}
+    if not cluster.device.tiles:
+        paths -= {"device.tiles"}
+        device = {name: value for name, value in device.items() if name not in ("units", "tiles", "inner")}
+    paths |= {f"device.{name}" for name in device if name not in ("name", "kind")}
+    for level in cluster.links:
+        paths |= {f"links.{level.name}.{name}" for name in ("size", "latency", "bandwidth", "efficiency", "startup")}
+        paths |= {f"links.{level.name}.{name}" for name in ("by_ranks", "measured") if getattr(level, name)}
+    return paths
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -35,7 +42,7 @@ def test_presets_are_those_of_the_datasheets() -> None:
     assert [level.bandwidth for level in a100.links] == [300e9, 8 * 200e9 / 8]
     assert [level.bandwidth for level in h100.links] == [450e9, 8 * 400e9 / 8]
     assert a100.capacity == math.inf
-    assert [Cluster.load(name).device.kind for name in PRESETS] == ["cuda", "cpu", "cuda"]
+    assert [Cluster.load(name).device.kind for name in PRESETS] == ["cuda", "cpu", "cuda", "cuda", "cuda"]
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -62,14 +69,20 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d.update(schema=0), "schema is 0, this version reads 1"),
+        (lambda d: d.update(schema=0), "schema is 0, this version reads 2"),
         (lambda d: d.pop("schema"), "schema is None"),
         (lambda d: d["device"].pop("memory_bandwidth"), "missing device.memory_bandwidth"),
         (lambda d: d["links"][0].pop("latency"), r"missing links\[0\].latency"),
         (lambda d: d["device"].update(speed=1), "unknown device.speed"),
         (lambda d: d["device"].update(memory="80 GB"), "device.memory is '80 GB'"),
         (lambda d: d["device"].update(kind="gpu"), "device.kind is 'gpu': give cpu or cuda"),
-        (lambda d: d["device"].update(memory_efficiency=1.5), "memory_efficiency is 1.5"),
+        (lambda d: d["device"].update(overlap=1.5), "device.overlap is 1.5"),
+        (lambda d: d["device"]["efficiency"].pop("matmul"), "give points for matmul and elementwise at least"),
+        (lambda d: d["device"]["efficiency"].update({"conv.int8": [[1, 1]]}), "device.efficiency.conv.int8: give a kind of kernel"),
+        (lambda d: d["device"]["efficiency"].update(conv=[[1, 2, 3]]), "device.efficiency.conv is .* give a list of points"),
+        (lambda d: d["device"]["efficiency"].update(conv=[[2, 0.1], [1, 0.2]]), "the work of its points must grow"),
+        (lambda d: d["device"]["efficiency"].update(conv=[[1, 99]]), "device.efficiency.conv at 1 is 99: at most 20"),
+        (lambda d: d["links"][0].update(measured={"all_reduce": {"2": []}}), "measured.all_reduce.2 is"),
         (lambda d: d["device"]["peak"].pop("float32"), "float32 is required"),
         (lambda d: d["device"].update(peak=3e12), "device.peak is 3"),
         (lambda d: d["links"][0].update(bandwidth=0), "links.loopback.bandwidth is 0"),

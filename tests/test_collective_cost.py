@@ -6,12 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autopar.cost_model import Cluster, Level, axes, received_bytes, seconds
+from autopar.cost_model import Cluster, Level, axes, point_to_point, received_bytes, seconds
 from autopar.cost_model.collectives import KINDS, Axis, Hop
 from autopar.errors import PlanError
 
 GB = 1e9
-A100 = Cluster.load("a100-sxm")
+PRESET = Cluster.load("a100-sxm")
+A100 = replace(PRESET, links=tuple(replace(level, startup=0.0) for level in PRESET.links))
 NVLINK = 300e9 * A100.links[0].efficiency
 NIC = 200e9 * A100.links[1].efficiency
 LATENCY, NETWORK_LATENCY = (level.latency for level in A100.links)
@@ -116,3 +117,30 @@ def test_three_levels() -> None:
 def test_too_few_devices() -> None:
     with pytest.raises(PlanError, match="has 8"):
         axes((2, 8), replace(A100, links=A100.links[:1]))
+
+
+def test_a_collective_starts_once_and_a_message_too() -> None:
+    (nvlink, network) = PRESET.links
+    for sizes in ((8,), (2,), (16,)):
+        (plain,), (started,) = axes(sizes, A100), axes(sizes, PRESET)
+        for kind in KINDS:
+            assert seconds(kind, GB, started) - seconds(kind, GB, plain) == pytest.approx(max(nvlink.startup, network.startup))
+        assert point_to_point(GB, started) > point_to_point(GB, plain)
+
+
+def test_what_was_measured_comes_before_the_formulas() -> None:
+    """Between two points straight in logarithms, below the first as long as that, above the last in proportion."""
+    curve = ((1e4, 1e-4), (1e6, 1e-3))
+    level = replace(PRESET.links[0], measured={"all_reduce": {"4": curve}})
+    measured = replace(PRESET, links=(level, PRESET.links[1]))
+    (axis,), (other,) = axes((4,), measured), axes((8,), measured)
+    assert [seconds("all_reduce", n, axis) for n in (1.0, 1e4, 1e5, 1e6, 1e7)] == pytest.approx([1e-4, 1e-4, 10**-3.5, 1e-3, 1e-2])
+    assert seconds("all_gather", GB, axis) == seconds("all_gather", GB, axes((4,), PRESET)[0])
+    assert seconds("all_reduce", GB, other) == seconds("all_reduce", GB, axes((8,), PRESET)[0])
+
+
+def test_links_that_join_some_pairs_only() -> None:
+    v100 = Cluster.load("v100-sxm2")
+    taken = {n: seconds("all_gather", GB, axes((n,), v100)[0]) * n / (n - 1) for n in (2, 4, 8)}
+    assert taken[2] / taken[4] == pytest.approx(4, rel=0.01)
+    assert taken[4] / taken[8] == pytest.approx(1.5, rel=0.01)

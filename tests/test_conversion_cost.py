@@ -153,7 +153,7 @@ def test_megatron_and_zero_are_conversions() -> None:
 
 def test_chunks_of_an_inner_dim_are_copied() -> None:
     conversions = Conversions((8,), H100)
-    bandwidth = H100.device.memory_bandwidth * H100.device.memory_efficiency
+    bandwidth = H100.device.memory_bandwidth * H100.device.efficiency["elementwise"][0][1]
     outer, inner = (conversions.matrix((64, 4096), 2, False, [(S(dim),), (R,)])[0, 1] for dim in (0, 1))
     assert inner - outer == pytest.approx(2 * 64 * 4096 * 2 / bandwidth)
     first = conversions.matrix((1, 4096), 2, False, [(S(1),), (R,)])[0, 1]  # nothing lies before it

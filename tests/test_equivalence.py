@@ -17,7 +17,8 @@ from autopar.cost_model.cluster import Level
 
 # Slow at arithmetic and quick to start and send: even tiny models are worth splitting.
 _CPU = autopar.Cluster.load("cpu")
-_SLOW = dataclasses.replace(_CPU.device, peak=dict.fromkeys(_CPU.device.peak, 1e9), memory_bandwidth=1e9, launch=0.0, matmul_half=0.0)
+_IDEAL = {"matmul": ((1.0, 1.0),), "elementwise": ((1.0, 1.0),)}
+_SLOW = dataclasses.replace(_CPU.device, peak=dict.fromkeys(_CPU.device.peak, 1e9), memory_bandwidth=1e9, launch=0.0, efficiency=_IDEAL)
 FAST = autopar.Cluster("fast", _SLOW, (Level("links", None, latency=1e-7, bandwidth=2e10),))
 FREE = autopar.Cluster("free", _SLOW, (Level("links", None, latency=0.0, bandwidth=1e18),))
 

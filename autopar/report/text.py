@@ -129,7 +129,7 @@ def _collectives(plan: Plan) -> str:
     if not rows:
         return "nothing is sent between ranks" if plan.pipeline == 1 else "nothing is sent between ranks but from stage to stage"
     headers = ["sent in a step", "axis", "tensors of", "times", "each", "bytes", "time"]
-    legend = "bytes: of one rank's tensor, whole along the axis; of gradients' collectives the backward hides half the time"
+    legend = "bytes: of one rank's tensor, whole along the axis; times of gradients' collectives: what the last backward does not hide"
     legend += "; of the pipeline rank with most to do" if plan.pipeline > 1 else ""
     return table(rows, headers, "lllrrrr", flexible=(2,)) + "\n" + textwrap.fill(legend, WIDTH)
 

@@ -13,17 +13,17 @@ import torch.fx as fx
 
 from autopar.analysis import Analysis
 from autopar.cost_model import Axis, Compute, Conversions, Term, optimizer_traffic, parameter_memory, point_to_point, seconds
-from autopar.graph import operands
+from autopar.graph import slices_of
+from autopar.launches import Launch
 from autopar.layout import Layout
 from autopar.plan import BUCKET_BYTES
 from autopar.rules import Rule
 from autopar.runtime.kernels import send
 from autopar.saved import Saved
-from autopar.search.strategies import Storage, Strategy, work_share
+from autopar.search.strategies import Storage, Strategy
+from autopar.search.work import Shards
+from autopar.search.work import seconds as seconds_of
 
-# Forward-only and backward work, as multiples of the forward's. Attention's backward recomputes its scores.
-_BACKWARD_FLOPS = {"attention": 2.5}
-_EXPOSED = 0.5  # of gradients' collectives, the part that the backward does not hide: an assumption until a timeline is simulated
 _STATISTIC = 4  # bytes: kernels send their statistics as float32
 _NOTHING = Saved(frozenset(), False, 0.0, None)
 
@@ -45,6 +45,7 @@ class Prices:
 class Work(NamedTuple):
     """Of one kernel: FLOPs, and bytes read and written."""
 
+    operator: str
     kind: str
     dtype: str
     flops: float
@@ -108,44 +109,34 @@ class Costs:
         return math.prod(n for t, n in zip(layout, self.sizes, strict=True) if t.is_shard)
 
     def work(self, node: fx.Node) -> Iterator[Work]:
-        """What a whole node's forward, and its backward, do."""
-        rule = self.analysis.rules.get(node)
-        if not self._works(node, rule):
+        """What a whole node's kernels do, forward and backward."""
+        for _, launch in self.launches(node):
+            yield Work(launch.operator, launch.kind, str(node.meta["val"].dtype), launch.flops, float(launch.nbytes))
+
+    def launches(self, node: fx.Node) -> Iterator[tuple[bool, Launch]]:
+        """The kernels of a node, with whether they are the backward's. The gradients of a result that several read are added up there."""
+        if node.op != "call_function" or not isinstance(node.meta["val"], torch.Tensor):
             return
-        kind, dtype, flops = _kind(rule), str(node.meta["val"].dtype), rule.flops if rule else 0.0
-        out, ins = nbytes(node), [nbytes(n) for n, _ in operands(node)]
-        yield Work(kind, dtype, flops, float(sum(ins, out)))
+        yield from ((False, launch) for launch in self.saved(node).forward)
+        if node.target is torch.ops.aten.slice.Tensor and (pieces := _pieces(node)):
+            # Lowering joins them into one split, whose backward joins their gradients (passes/join_slices.py).
+            if node is pieces[0] and self.differentiable(node):
+                yield True, Launch("cat", "copy", ((0, nbytes(node.all_input_nodes[0])),) * 2, 0)
+        else:
+            yield from ((True, launch) for launch in self.saved(node).backward)
         if self.differentiable(node):
-            grads = [k for k, (n, _) in enumerate(operands(node)) if self.differentiable(n)]
-            yield Work(kind, dtype, flops * self._products(kind, grads), float(sum(ins, out) + out + sum(ins[k] for k in grads)))
-
-    def _works(self, node: fx.Node, rule: Rule | None) -> bool:
-        """Whether a node takes time: inputs do not, nor do views that move nothing."""
-        free = rule is not None and rule.kind == "view" and self.saved(node).alias is not None
-        return node.op == "call_function" and not free and isinstance(node.meta["val"], torch.Tensor)
-
-    @staticmethod
-    def _products(kind: str, grads: Sequence[int]) -> float:
-        """The backward's arithmetic, as a multiple of the forward's; ``grads`` are the operands that have gradients."""
-        return _BACKWARD_FLOPS.get(kind, float(len([k for k in grads if k < 2])))
+            readers = [user for user in node.users if user.op == "call_function" and self.differentiable(user)]
+            joined = sum(len(pieces) - 1 for pieces in slices_of(node))
+            yield from ((True, Launch("add", "elementwise", ((-1, nbytes(node)),) * 3, -1)) for _ in range(len(readers) - joined - 1))
 
     def _work(self, node: fx.Node, rule: Rule | None, strategies: list[Strategy]) -> tuple[np.ndarray, np.ndarray]:
         """Seconds forward and backward."""
-        back = np.zeros(len(strategies))
-        if not self._works(node, rule):
-            return back, back
-        tensors = [n for n, _ in operands(node)]
-        out = self.local_bytes(node, [s.out for s in strategies])
-        ins = [self.local_bytes(t, [s.ins[k] for s in strategies]) for k, t in enumerate(tensors)]
-        share = np.array([work_share(s, self.sizes) for s in strategies])
-        kind, dtype = _kind(rule), node.meta["val"].dtype
-        flops = (rule.flops if rule else 0.0) * share
-        traffic = sum(ins, out)
-        there = self.compute.seconds(flops, traffic, kind, str(dtype))
-        if self.differentiable(node):
-            grads = [k for k, t in enumerate(tensors) if self.differentiable(t)]
-            moved = traffic + out + sum(ins[k] for k in grads)
-            back = self.compute.seconds(flops * self._products(kind, grads), moved, kind, str(dtype))
+        launches = list(self.launches(node))
+        if not launches:
+            return np.zeros(len(strategies)), np.zeros(len(strategies))
+        shards, dtype = Shards(node, rule, strategies, self.sizes), str(node.meta["val"].dtype)
+        there = seconds_of(self.compute, [launch for late, launch in launches if not late], shards, dtype, backward=False)
+        back = seconds_of(self.compute, [launch for late, launch in launches if late], shards, dtype, backward=True)
         if rule is not None and rule.communication:
             # Kernels that communicate are composed of several passes over memory, where the operator is one.
             composed = np.array([any(k and f in rule.communication for f, k in zip(s.factors, s.kernels, strict=True)) for s in strategies])
@@ -180,7 +171,7 @@ class Costs:
         if term.kind == "copy":
             return term.seconds
         bucket = max(term.nbytes, BUCKET_BYTES)
-        exposed = _EXPOSED if term.phase == "backward" else 1.0
+        exposed = self.compute.exposed if term.phase == "backward" else 1.0
         return exposed * float(seconds(term.kind, bucket, self.axis(term.axis))) * term.nbytes / bucket
 
     def update(self, node: fx.Node, storage: Storage) -> float:
@@ -199,12 +190,12 @@ class Costs:
         return {"parameters": kept.parameters, "gradients": kept.gradients, "optimizer": kept.optimizer, "gathered parameters": whole}
 
 
-def _kind(rule: Rule | None) -> str:
-    """What a node is priced as; a view that copies is elementwise."""
-    return rule.kind if rule and rule.kind != "view" else "elementwise"
-
-
 def nbytes(node: fx.Node) -> int:
     """The bytes of a node's whole tensor."""
     value = node.meta.get("val")
     return value.numel() * value.dtype.itemsize if isinstance(value, torch.Tensor) else 0
+
+
+def _pieces(node: fx.Node) -> list[fx.Node] | None:
+    """The slices of which ``node`` is one, if they take their tensor apart."""
+    return next((pieces for pieces in slices_of(node.all_input_nodes[0]) if node in pieces), None)

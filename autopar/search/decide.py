@@ -168,6 +168,8 @@ def _names(axes: tuple[Axis, ...], nodes: dict[str, NodePlan], analysis: Analysi
 
 def _notes(analysis: Analysis, microbatches: int, axes: tuple[Axis, ...]) -> list[str]:
     notes: dict[str, Any] = dict.fromkeys(analysis.captured.notes)
+    if microbatches > 1 and analysis.batch.size == 1:
+        notes["microbatches of a single sample over all ranks of a stage are priced, but cannot be run yet"] = None
     for node, rule in analysis.rules.items():
         if rule is None and "getitem" not in str(node.target):
             notes[f"{node.target} has no sharding rule and runs whole on every rank (register_rule gives it one)"] = None

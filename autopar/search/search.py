@@ -58,7 +58,7 @@ class Search:
         self.recompute = Recompute(options.recompute)
         self.autograd = Autograd(cluster.device.kind)
         self.compute = Compute(cluster)
-        self._work: dict[tuple[str, str], list[tuple[float, float]]] | None = None
+        self._work: dict[tuple[str, str, str], list[tuple[float, float]]] | None = None
         self._problems: dict[tuple, Problem] = {}
         self._prices: dict[tuple, Prices] = {}
         self.spent("blocks", start)
@@ -105,12 +105,12 @@ class Search:
             costs = Costs(self.analysis, held, Conversions((), self.cluster), self.compute, self.options.optimizer)
             for work in (w for n in self.analysis.graph.nodes for w in costs.work(n)):
                 self._work = self._work or {}
-                self._work.setdefault((work.kind, work.dtype), []).append((work.flops, work.nbytes))
+                self._work.setdefault((work.operator, work.kind, work.dtype), []).append((work.flops, work.nbytes))
         share = samples / self.analysis.batch.size / math.prod(shape.sizes)
         micro = 0.0
-        for (kind, dtype), amounts in (self._work or {}).items():
+        for (operator, kind, dtype), amounts in (self._work or {}).items():
             flops, nbytes = np.array(amounts).T
-            micro += float(self.compute.seconds(flops * share, nbytes * share, kind, dtype).sum())
+            micro += float(self.compute.seconds(kind, dtype, flops * share, nbytes * share, operator=operator).sum())
         return least_steps(shape) * micro
 
     @staticmethod

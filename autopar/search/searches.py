@@ -34,9 +34,6 @@ class Searches:
         """The search on the graph of a microbatch, of any size; that of a whole batch is another one, without counts."""
         parts = microbatches > 1
         if parts not in self._searches:
-            # A dim of one sample is none that rules see: the graph is that of a larger microbatch.
-            while self.samples // microbatches == 1 and microbatches % 2 == 0 and microbatches > 2:
-                microbatches //= 2
             try:
                 analysis = self.graph_of(microbatches)
                 cuts = cut_before(analysis, self.options.pipeline.split_before) if self.options.pipeline else ()
@@ -61,11 +58,8 @@ class Searches:
             raise PlanError(
                 f"{asked} does not split over data={degree}: use a multiple of {degree * shape.microbatches}, or another data size"
             )
-        if samples == 1 and shape.microbatches > 1:
-            raise PlanError(
-                f"micro_batch_size: a microbatch of a single sample over all ranks cannot be run yet ({shape.microbatches} microbatches); "
-                "use micro_batch_size=2, or split the batch over ranks too"
-            )
+        if samples == 1 and shape.microbatches > 1 and self.options.micro_batch_size is None:
+            raise PlanError(f"{shape.microbatches} microbatches of a single sample over all ranks, which can be priced but not run yet")
         return samples
 
     def drafted(self, shape: Shape, reserve: Sequence[float] | None = None, alike: bool = False) -> Draft:

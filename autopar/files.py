@@ -1,0 +1,23 @@
+"""Files that are there as a whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+def write_json(path: str | os.PathLike[str], data: Any, indent: int | None = None) -> None:
+    """Replaces ``path`` at once; it stays as it was where writing fails."""
+    text, target = json.dumps(data, indent=indent) + "\n", Path(path)
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        Path(temporary).chmod(0o644)  # mkstemp's 0600 would keep a shared file from others
+        os.replace(temporary, target)
+    except BaseException:
+        os.unlink(temporary)
+        raise

@@ -1,0 +1,5 @@
+"""Measures a machine into a cluster description. The only part that opens devices and process groups to learn numbers."""
+
+from autopar.profile.profiler import NoisyMeasurement, measured
+
+__all__ = ["NoisyMeasurement", "measured"]

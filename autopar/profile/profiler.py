@@ -1,0 +1,282 @@
+"""Measures this machine: its kernels, its memory and its collectives, into a cluster file.
+
+Alone, or in each rank under ``torchrun``: all ranks then compute at once, as they do in training, and their collectives are measured. What
+was measured is kept beside the file after each step, so that a profile that was interrupted goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate, product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from autopar.cost_model.cluster import SCHEMA, Cluster
+from autopar.cost_model.compute import ARITHMETIC
+from autopar.cost_model.device import MOST_EFFICIENT, Curve, Device, Level
+from autopar.errors import RunError
+from autopar.files import write_json
+from autopar.launches import Launch
+from autopar.profile.messages import COLLECTIVES
+from autopar.profile.probes import launches
+from autopar.profile.timing import Timing, reading, replay, summary, timed
+
+NOISY = 0.5  # a spread from which on a measurement is told to be noisy
+BUDGET = 0.04  # seconds for one kernel of one size
+MESSAGE_BUDGET = 0.1  # the same for one collective
+READINGS = (5, 40)  # of a collective, at least and at most
+MESSAGES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 26)  # bytes
+LARGE = 1 << 26  # bytes that no cache holds
+Job = tuple[str, Callable[[], Timing]]
+
+
+def measured(path: Path, device: str | None, progress: bool) -> Cluster:
+    """See :meth:`Cluster.measure`."""
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if kind == "cuda" and torch.cuda.device_count() <= local:
+        raise RunError(
+            f"rank {local} of this machine has no GPU of its own: {torch.cuda.device_count()} are here; start fewer, or --device cpu"
+        )
+    place = torch.device(kind, local) if kind == "cuda" else torch.device("cpu")
+    if kind == "cuda":
+        torch.cuda.set_device(place)
+    own = not dist.is_initialized() and "RANK" in os.environ
+    if own:
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    try:
+        return Profiler(path, place, progress).run()
+    finally:
+        if own:
+            dist.destroy_process_group()
+
+
+class NoisyMeasurement(UserWarning):
+    """Readings of one measurement differ by much; their median was kept."""
+
+
+def machine(device: torch.device, backend: str, ranks: int) -> dict[str, str]:
+    """What a profile is of: it holds for the same device, software and number of ranks."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    return {"device": name, "ranks": str(ranks), "backend": backend, "torch": torch.__version__, "threads": str(torch.get_num_threads())}
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    model = next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor() or platform.machine()
+    )
+    return f"{model}, {os.cpu_count()} cores"
+
+
+class Profiler:
+    """One profile of this machine, to be written to ``path``."""
+
+    def __init__(self, path: Path, device: torch.device, progress: bool = True) -> None:
+        self.device, self.progress = device, progress
+        self.ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.machine = machine(device, dist.get_backend() if dist.is_initialized() else "none", self.ranks)
+        self.path, self.part = path, path.with_suffix(path.suffix + ".part")
+        self.done = self._resumed()
+        self._groups: dict[int, dist.ProcessGroup] = {}
+
+    def run(self) -> Cluster:
+        """The cluster, which is also written."""
+        jobs = list(self._jobs())
+        left = [job for job in jobs if job[0] not in self.done]
+        bar = tqdm(total=len(jobs), initial=len(jobs) - len(left), desc="profiling", disable=not self.progress or self.rank > 0)
+        with bar, torch.no_grad():
+            for name, measure in left:
+                bar.set_postfix_str(name)
+                self._barrier()
+                self.done[name] = self._agreed(measure())
+                bar.update()
+                if self.rank == 0:
+                    write_json(self.part, {"schema": SCHEMA, "machine": self.machine, "measured": self.done})
+        cluster = self._cluster([name for name, _ in jobs])
+        if self.rank == 0:
+            self._warn()
+            cluster.save(self.path)
+            self.part.unlink(missing_ok=True)
+        return cluster
+
+    def _resumed(self) -> dict[str, Timing]:
+        """What an interrupted profile of the same machine has measured, as rank 0 reads it."""
+        found: list[Any] = [{}]
+        if self.rank == 0 and self.part.exists():
+            try:
+                data = json.loads(self.part.read_text(encoding="utf-8"))
+                if data["schema"] == SCHEMA and data["machine"] == self.machine:
+                    found = [{name: Timing(*map(float, timing)) for name, timing in data["measured"].items()}]
+            except (ValueError, KeyError, TypeError):
+                warnings.warn(f"{self.part} cannot be read: measuring from the start", stacklevel=2)
+        if self.ranks > 1:
+            dist.broadcast_object_list(found, src=0)
+        return dict(found[0])
+
+    # What is measured
+
+    def _jobs(self) -> Iterator[Job]:
+        yield "launch", lambda: self._timed(lambda: tiny.add(1.0))
+        yield "memory", lambda: self._timed(lambda: large.add(1.0))
+        tiny, large = (torch.ones(n // 4, device=self.device) for n in (16, LARGE))
+        for dtype in (torch.float32, torch.bfloat16, *([torch.float16] if self.device.type == "cuda" else [])):
+            for name, launch in self._kernels(dtype).items():
+                yield name, partial(self._replayed, launch)
+        for ranks in (n for n in range(2, self.ranks + 1) if self.ranks % n == 0):
+            self._groups[ranks] = dist.new_subgroups(ranks)[0]
+            for kind, nbytes in product(COLLECTIVES, MESSAGES):
+                yield f"{kind} of {ranks} ranks, {nbytes}", partial(self._collective, kind, nbytes, ranks)
+        if self.ranks > 1:
+            yield "computing beside a collective", self._hidden
+
+    def _kernels(self, dtype: torch.dtype) -> dict[str, Launch]:
+        """By a name that holds what is needed later: operator, dtype, kind and work."""
+        found = {}
+        for launch in launches(self.device.type, dtype):
+            work = launch.flops if launch.kind in ARITHMETIC else launch.nbytes
+            found[f"{launch.operator}.{str(dtype).removeprefix('torch.')} {launch.kind} {work:.6g}"] = launch
+        return found
+
+    def _timed(self, call: Callable[[], Any]) -> Timing:
+        return timed(call, self.device, BUDGET)
+
+    def _replayed(self, launch: Launch) -> Timing:
+        """0 for what does not run here: torch knows fewer kernels on real tensors of some dtypes than on meta tensors."""
+        assert launch.call is not None
+        try:
+            return self._timed(replay(launch.call, self.device))
+        except (RuntimeError, NotImplementedError):
+            return Timing(0.0, 0.0)
+
+    def _collective(self, kind: str, nbytes: int, ranks: int) -> Timing:
+        """In the groups of so many neighbours, all at once."""
+        return self._in_step(COLLECTIVES[kind](nbytes, ranks, self._groups[ranks], self.device))
+
+    def _in_step(self, call: Callable[[], Any]) -> Timing:
+        """Of what all ranks must call equally often."""
+        for _ in range(2):
+            call()
+        once = max(self._gathered(reading(call, 1, self.device)))
+        readings = [reading(call, 1, self.device) for _ in range(min(max(round(MESSAGE_BUDGET / once), READINGS[0]), READINGS[1]))]
+        return summary(readings)
+
+    def _hidden(self) -> Timing:
+        """What part of the shorter of both the work of a kernel and a collective save when they run at once; no time, but a number."""
+        group, whole = self._groups[self.ranks], torch.ones(LARGE // 8, device=self.device)
+        side = torch.ones(768, 768, device=self.device)
+        sent = self._in_step(lambda: dist.all_reduce(whole, group=group)).seconds
+        times = max(1, round(sent / self._in_step(lambda: side @ side).seconds))
+        times = round(max(self._gathered(times)))
+        computed = self._in_step(lambda: [side @ side for _ in range(times)]).seconds
+
+        def both() -> None:
+            work = dist.all_reduce(whole, group=group, async_op=True)
+            for _ in range(times):
+                side @ side
+            work.wait()
+
+        found = self._in_step(both)
+        return Timing(min(1.0, max(0.0, (sent + computed - found.seconds) / min(sent, computed))), found.spread)
+
+    # Ranks together
+
+    def _barrier(self) -> None:
+        if self.ranks > 1:
+            dist.barrier()
+
+    def _gathered(self, value: Any) -> list[Any]:
+        found = [value] * self.ranks
+        if self.ranks > 1:
+            dist.all_gather_object(found, value)
+        return found
+
+    def _agreed(self, own: Timing) -> Timing:
+        """The ranks' median, and the largest spread."""
+        every = self._gathered(own)
+        return Timing(statistics.median(t.seconds for t in every), max(t.spread for t in every))
+
+    def _warn(self) -> None:
+        noisy = sorted(((t.spread, name) for name, t in self.done.items() if t.spread > NOISY), reverse=True)
+        if noisy:
+            worst = "; ".join(f"{name}: {100 * spread:.0f} %" for spread, name in noisy[:3])
+            what = f"{len(noisy)} of {len(self.done)} measurements are noisy (distance between quartiles, of the median: {worst})"
+            warnings.warn(f"{what}; the medians were kept. Measure again while nothing else runs", NoisyMeasurement, stacklevel=3)
+
+    # What it comes to
+
+    def _cluster(self, names: Sequence[str]) -> Cluster:
+        launch, bandwidth = self.done["launch"].seconds, 2 * LARGE / self.done["memory"].seconds
+        points: dict[tuple[str, str, str], list[tuple[float, float]]] = defaultdict(list)
+        for name in names:
+            if len(parts := name.split(" ")) == 3 and "." in parts[0] and self.done[name].seconds:
+                operator, _, dtype = parts[0].rpartition(".")
+                taken = self.done[name].seconds - (0.0 if self.device.type == "cuda" else launch)
+                points[operator, dtype, parts[1]].append((float(parts[2]), max(taken, 0.05 * launch)))
+        peak = {
+            dtype: max(
+                work / seconds for (_, d, kind), found in points.items() if d == dtype and kind == "matmul" for work, seconds in found
+            )
+            for dtype in {dtype for _, dtype, _ in points}
+        }
+        device = Device(
+            name=self.machine["device"],
+            peak=peak,
+            memory_bandwidth=bandwidth,
+            memory=self._memory(),
+            launch=launch,
+            efficiency=_curves(points, peak, bandwidth),
+            kind=self.device.type,
+            overlap=self.done["computing beside a collective"].seconds if self.ranks > 1 else 0.0,
+        )
+        return Cluster(self.path.stem, device, (self._level(),), {"": "measured by autopar profile"}, self.machine)
+
+    def _memory(self) -> int:
+        if self.device.type == "cuda":
+            return int(torch.cuda.get_device_properties(self.device).total_memory)
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // self.ranks
+
+    def _level(self) -> Level:
+        """The links between this machine's devices; latency and bandwidth are for sizes that were not measured."""
+        if self.ranks == 1:
+            return Level("alone", 1, 0.0, 1.0)
+        measured: dict[str, dict[str, Curve]] = defaultdict(dict)
+        for kind, ranks in product(COLLECTIVES, self._groups):
+            curve = [(float(n), self.done[f"{kind} of {ranks} ranks, {n}"].seconds) for n in MESSAGES]
+            measured[kind][str(ranks)] = tuple(zip((n for n, _ in curve), accumulate((s for _, s in curve), max), strict=True))
+        n = self.ranks
+        (_, short), *_, (nbytes, long) = measured["all_gather"][str(n)]
+        bandwidth = (n - 1) / n * nbytes / max(long - short, 1e-9)
+        return Level("machine", n, short / (n - 1), bandwidth, measured=dict(measured))
+
+
+def _curves(points: dict[tuple[str, str, str], list[tuple[float, float]]], peak: dict[str, float], bandwidth: float) -> dict[str, Curve]:
+    """For each operator, and for each kind of kernels together, in each dtype: what part of the peak is reached."""
+    together: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for (operator, dtype, kind), found in points.items():
+        for work, seconds in found:
+            for name in (f"{operator}.{dtype}", f"{kind}.{dtype}", *([kind] if dtype == "float32" else [])):
+                together[name][work].append(seconds)
+    curves = {}
+    for name, by_work in together.items():
+        kind = next(k for o, d, k in points if name in (f"{o}.{d}", f"{k}.{d}", k))
+        top = peak[name.rpartition(".")[2] if "." in name else "float32"] if kind in ARITHMETIC else bandwidth
+        works = sorted(by_work)
+        seconds = accumulate((statistics.geometric_mean(by_work[w]) for w in works), max)  # more work takes no less time
+        curves[name] = tuple((w, float(f"{min(w / s / top, MOST_EFFICIENT):.4g}")) for w, s in zip(works, seconds, strict=True))
+    return curves

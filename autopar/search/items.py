@@ -1,0 +1,81 @@
+"""What the seconds of a plan add up from: each kernel and each collective of one microbatch, and of a step's end, on each stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.fx as fx
+
+from autopar.cost_model import Term
+from autopar.layout import Layout
+from autopar.search.found import Found
+from autopar.search.recompute import AGAIN
+from autopar.search.strategies import Storage, Strategy
+from autopar.search.work import Shards
+
+FORWARD, BACKWARD, AGAIN_FORWARD, STEP = "forward", "backward", "recomputation", "step"
+
+
+@dataclass(frozen=True)
+class Item:
+    """One kernel, or one collective or copy (then ``term`` is given), of a node.
+
+    Attributes:
+        phase: "forward", "backward", "recomputation" (of one microbatch) or "step".
+        count: how often it runs, by stage.
+        operator, kind, dtype, flops, nbytes, product: of a kernel, on one rank, as :meth:`Compute.seconds` takes them.
+    """
+
+    node: fx.Node
+    phase: str
+    count: tuple[float, ...]
+    kind: str
+    operator: str = ""
+    dtype: str = ""
+    flops: float = 0.0
+    nbytes: float = 0.0
+    product: tuple[float, ...] | None = None
+    term: Term | None = None
+
+
+def items(found: Found) -> Iterator[Item]:
+    """Of a plan in full; within ``resized`` to its microbatch."""
+    problem = found.problem
+    for v, k in zip(problem.vertices, found.solution.chosen, strict=True):
+        choice, again = v.choices[k], v.states[k] == AGAIN
+        count = tuple(float(n) for n in v.count)
+        if isinstance(choice, Storage):
+            yield from (Item(v.node, STEP, count, t.kind, nbytes=t.nbytes, term=t) for t in found.costs.synchronisation(v.node, choice))
+        elif isinstance(choice, Strategy) and v.node.op == "call_function":
+            yield from _kernels(found, v.node, choice, count, again)
+    for g, group in enumerate(problem.groups):
+        node, count = problem.vertices[group.producer].node, tuple(float(n) for n in group.count)
+        source = problem.made(group, found.solution.chosen)[0]
+        for target in problem.wanted(group, found.solution.chosen):
+            for term in _terms(found, node, source, target):
+                yield Item(node, term.phase, count, term.kind, nbytes=term.nbytes, term=term)
+                if term.phase == FORWARD and (g, target) in found.solution.again:
+                    yield Item(node, AGAIN_FORWARD, count, term.kind, nbytes=term.nbytes, term=term)
+
+
+def _kernels(found: Found, node: fx.Node, choice: Strategy, count: tuple[float, ...], again: bool) -> Iterator[Item]:
+    costs, rule = found.costs, found.analysis.rules.get(node)
+    shards = Shards(node, rule, [choice], costs.sizes)
+    for backward, launch in costs.launches(node):
+        sizes = shards.product(launch, backward) if launch.kind == "matmul" else None
+        product = tuple(float(n[0]) for n in sizes) if sizes else None
+        amount = float(launch.flops * shards.work[0]), float(shards.nbytes(launch)[0])
+        for phase in [BACKWARD] if backward else [FORWARD, AGAIN_FORWARD] if again else [FORWARD]:
+            yield Item(node, phase, count, launch.kind, launch.operator, str(node.meta["val"].dtype), *amount, product)
+    for term in costs.sent_by_kernel(node, rule, choice):
+        for phase in [FORWARD, AGAIN_FORWARD] if again else [FORWARD]:
+            yield Item(node, phase, count, term.kind, nbytes=term.nbytes, term=term)
+
+
+def _terms(found: Found, node: fx.Node, source: Layout, target: Layout) -> list[Term]:
+    value = node.meta["val"]
+    if source == target or not isinstance(value, torch.Tensor):
+        return []
+    return found.costs.conversion.terms(tuple(value.shape), value.dtype.itemsize, found.costs.differentiable(node), source, target)
