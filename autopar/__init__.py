@@ -7,6 +7,7 @@ from autopar.plan import Plan
 from autopar.rules import register_rule
 from autopar.runtime.clip import clip_grad_norm_
 from autopar.runtime.program import Compiled
+from autopar.sweep import Sweep, sweep
 
 __all__ = [
     "AutoparError",
@@ -16,8 +17,10 @@ __all__ = [
     "Plan",
     "PlanError",
     "RunError",
+    "Sweep",
     "clip_grad_norm_",
     "compile",
     "plan",
     "register_rule",
+    "sweep",
 ]

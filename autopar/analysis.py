@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
+from typing import Any, TypeVar
 
 import networkx as nx
+import torch
 import torch.fx as fx
 
 from autopar.capture import Captured
@@ -14,6 +16,8 @@ from autopar.graph import needing_grad, operands
 from autopar.rules import Rule, rule_of
 
 Place = tuple[fx.Node, int]
+T = TypeVar("T")
+Form = tuple[torch.Tensor, tuple[Any, ...]]  # a node's value and arguments
 
 
 class Analysis:
@@ -34,6 +38,16 @@ class Analysis:
         self.inputs = [n for n in nodes if n.op == "placeholder" and kinds[n.name].kind == "input"]
         self.differentiable = needing_grad(nodes, {n for n, i in self.state.items() if captured.state[i.target].requires_grad})
         self.batch = Batch(self.graph, self.rules, self.inputs)
+        # By the sizes from and to: what search.resize has found for a batch of another size.
+        self.resized: dict[tuple[int, int], tuple[dict[fx.Node, Form | None], dict[fx.Node, Rule | None]]] = {}
+        self._once: dict[tuple[Any, int], Any] = {}
+
+    def once(self, make: Callable[[Analysis], T]) -> T:
+        """What ``make`` makes of this alone, made once for each size that the batch takes."""
+        key = make, self.batch.size
+        if key not in self._once:
+            self._once[key] = make(self)
+        return self._once[key]
 
     @property
     def shared(self) -> frozenset[fx.Node]:

@@ -54,7 +54,7 @@ def plan(
         CaptureError: the model could not be traced, or has no loss.
         PlanError: no plan meets the options.
     """
-    return _planned(Traced(model, sample_input, loss_fn), world_size, cluster, progress, options)
+    return planned(Traced(model, sample_input, loss_fn), world_size, cluster, progress, options)
 
 
 def compile(
@@ -85,7 +85,7 @@ def compile(
     same_on_all_ranks("given" if plan else "to be made", "the plan")
     together("tracing the model", lambda: traced.whole)
     if plan is None:
-        plan = _plan_on_rank_0(partial(_planned, traced, world_size, cluster, progress, options))
+        plan = _plan_on_rank_0(partial(planned, traced, world_size, cluster, progress, options))
     same_on_all_ranks(repr(dataclasses.replace(plan, timings={})), "the plan")
     if plan.microbatches > 1 and batch_size(traced.sample) == plan.microbatches:
         alone = f"{plan.microbatches} microbatches of a single sample over all ranks of a stage can be priced, but not run yet"
@@ -118,9 +118,10 @@ def _check_types(analysis: Analysis, lowered: Lowered, mesh: Mesh) -> None:
     check_types(lowered.train, mesh, values, layouts)
 
 
-def _known(options: dict[str, Any]) -> dict[str, Any]:
+def known_options(options: dict[str, Any]) -> dict[str, Any]:
+    """``options``, if they are options; PlanError where one is not."""
     names = [n for n in Options.__dataclass_fields__ if n != "world_size"]
-    if unknown := sorted(set(options) - set(names)):
+    if unknown := sorted(map(str, set(options) - set(names))):
         raise PlanError(f"unknown option {', '.join(unknown)}: the options are {', '.join(names)}")
     return options
 
@@ -132,7 +133,8 @@ def _device(model: nn.Module) -> torch.device:
     return next(iter(found.values()), torch.device("cpu"))
 
 
-def _cluster(cluster: Any, model: nn.Module) -> Cluster:
+def cluster_of(cluster: Any, model: nn.Module) -> Cluster:
+    """The cluster that was asked for; the CPU's for a model that lies there."""
     if isinstance(cluster, Cluster):
         return cluster
     if cluster is None:
@@ -168,7 +170,7 @@ def _check(world_size: int, device: torch.device, sample: Any, plan: Plan | None
     if plan is not None and plan.world_size != world_size:
         raise RunError(f"the plan is for world_size={plan.world_size}, compile was asked for {world_size}: plan again for {world_size}")
     if plan is None:
-        Options(world_size, **_known(options))
+        Options(world_size, **known_options(options))
     if plan is not None and options:
         unused = ", ".join(sorted(options))
         raise PlanError(f"plan= decides everything, so {unused} would have no effect: give the options to autopar.plan")
@@ -183,9 +185,10 @@ def _described(state: dict[str, torch.Tensor]) -> str:
     return repr([(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in state.items()])
 
 
-def _planned(traced: Traced, world_size: int, cluster: Any, progress: bool, options: dict[str, Any]) -> Plan:
-    chosen = Options(world_size, **_known(options))
-    hardware = _cluster(cluster, traced.model)
+def planned(traced: Traced, world_size: int, cluster: Any, progress: bool, options: dict[str, Any]) -> Plan:
+    """:func:`plan`, of a model that may be traced already."""
+    chosen = Options(world_size, **known_options(options))
+    hardware = cluster_of(cluster, traced.model)
     hardware.check(world_size)
     return Planner(traced, hardware, chosen, progress).run()
 

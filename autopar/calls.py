@@ -12,7 +12,7 @@ import torch
 import torch.fx as fx
 
 from autopar.analysis import Analysis
-from autopar.autograd import Autograd, Strided, contiguous, placed, substituted, with_grad
+from autopar.autograd import Autograd, Strided, contiguous, substituted, with_grad
 from autopar.graph import arguments, operands, signature
 from autopar.layout import Layout, local_shape, parse_type, show
 from autopar.plan import NodePlan, Step
@@ -99,8 +99,9 @@ class Program:
     def _visit(self, node: fx.Node, place: int) -> None:
         if node.op == "placeholder":
             val, self._last_placeholder = node.meta["val"], place
-            local = val.new_empty(self._local(node)) if isinstance(val, torch.Tensor) else val
-            self._values[node], self._memories[node] = placed(local, node in self._analysis.differentiable), (None,)
+            grad = node in self._analysis.differentiable
+            self._values[node] = contiguous(self._local(node), val.dtype, grad) if isinstance(val, torch.Tensor) else val
+            self._memories[node] = (None,)
         elif node.target is operator.getitem:
             source, index = node.args
             self._values[node], self._memories[node] = self._values[source][index], (self._memories[source][index],)  # type: ignore

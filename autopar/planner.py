@@ -24,6 +24,7 @@ from autopar.passes.microbatch import accumulate
 from autopar.plan import Plan
 from autopar.report import describe
 from autopar.search.decide import write_down
+from autopar.search.known import Known
 from autopar.search.options import Options
 from autopar.search.outer import Outer
 from autopar.search.resize import resized
@@ -38,6 +39,7 @@ class Traced:
     def __init__(self, model: nn.Module, sample: Any, loss_fn: LossFunction | None) -> None:
         self.model, self.sample, self.loss_fn = model, plain(sample), loss_fn
         self._analyses: dict[int, tuple[Analysis, fx.Graph | None]] = {}
+        self._known: dict[tuple[bool, Cluster], Known] = {}
 
     @cached_property
     def whole(self) -> Captured:
@@ -49,6 +51,15 @@ class Traced:
         if microbatches not in self._analyses:
             self._analyses[microbatches] = _in_parts(self.whole, self.model, self.sample, self.loss_fn, microbatches)
         return self._analyses[microbatches]
+
+    def known(self, microbatches: int, cluster: Cluster) -> Known:
+        """What is known for a search of this many microbatches: the graph of a microbatch stands for one of any size, so that of the first
+        that was asked for serves them all. An option that changes the captured graph belongs into the key."""
+        key = microbatches > 1, cluster
+        if key not in self._known:
+            known = next((k for (parts, _), k in self._known.items() if parts == key[0]), None)
+            self._known[key] = Known(known.analysis if known else self.analyse(microbatches)[0], cluster)
+        return self._known[key]
 
     def evaluates(self) -> bool:
         """Whether ``eval()`` changes nothing but dropout and BatchNorm."""
@@ -72,7 +83,7 @@ class Planner:
     def run(self) -> Plan:
         start = time.perf_counter()
         samples = batch_size(self.traced.sample)
-        searches = Searches(self._graph, samples, self.cluster, self.options, self._step)
+        searches = Searches(self._known, samples, self.options, self._step)
         with self.bar:
             found = Outer(searches).run()
             self._step("reporting")
@@ -82,12 +93,12 @@ class Planner:
         plan.timings["total"] = time.perf_counter() - start
         return plan
 
-    def _graph(self, microbatches: int) -> Analysis:
+    def _known(self, microbatches: int) -> Known:
         start = time.perf_counter()
         self._step(f"capturing ({microbatches} microbatches)" if microbatches > 1 else "capturing")
-        analysis = self.traced.analyse(microbatches)[0]
+        known = self.traced.known(microbatches, self.cluster)
         self.capturing += time.perf_counter() - start
-        return analysis
+        return known
 
     def _step(self, what: str) -> None:
         self.bar.set_postfix_str(what)

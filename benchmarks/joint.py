@@ -77,18 +77,18 @@ class Sharded(Search):
         self._free = free
 
     def problem(self, shape: Shape, samples: int) -> Problem:
-        key = shape.pipeline, shape.axes, samples
-        if key not in self._problems:
-            free, fastest = self._free.problem(shape, samples), self._free.prices(shape, samples).at(0.0)
-            self._problems[key] = restrict(free, as_chosen(free, fastest.chosen))
-        return self._problems[key]
+        return self.known.problems.of((shape.pipeline, shape.axes, samples), lambda: self._sharded(shape, samples))
+
+    def _sharded(self, shape: Shape, samples: int) -> Problem:
+        free, fastest = self._free.problem(shape, samples), self._free.prices(shape, samples).at(0.0)
+        return restrict(free, as_chosen(free, fastest.chosen))
 
 
 class Given(Searches):
     """A search that is there already."""
 
     def __init__(self, search: Search, samples: int) -> None:
-        super().__init__(lambda microbatches: search.analysis, samples, search.cluster, search.options, lambda what: None)
+        super().__init__(lambda microbatches: search.known, samples, search.options, lambda what: None)
         self._search = search
 
     def of(self, microbatches: int) -> Search:

@@ -103,6 +103,7 @@ class Conversions:
         self._compute = Compute(cluster)
         self._graphs: dict[tuple[tuple[int, ...], int, bool], _Graph] = {}
         self._tables: dict[tuple[tuple[bool, ...], int, bool], FloatArray] = {}
+        self._known: dict[tuple[tuple[int, ...], int, bool, Layout, Layout], list[Term]] = {}
 
     def matrix(self, shape: Sequence[int], itemsize: int, differentiable: bool, layouts: Sequence[Layout]) -> FloatArray:
         """Seconds of the cheapest conversion between each two of ``layouts``, as [from, to].
@@ -135,6 +136,12 @@ class Conversions:
 
     def terms(self, shape: Sequence[int], itemsize: int, differentiable: bool, src: Layout, dst: Layout) -> list[Term]:
         """The parts of the price of :meth:`path`, in the order they run; each of the steps costs STEP besides."""
+        key = tuple(shape), itemsize, differentiable, src, dst
+        if key not in self._known:
+            self._known[key] = self._along(*key)
+        return self._known[key]
+
+    def _along(self, shape: tuple[int, ...], itemsize: int, differentiable: bool, src: Layout, dst: Layout) -> list[Term]:
         forward: list[Term] = []
         backward: list[Term] = []
         layout = src

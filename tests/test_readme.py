@@ -19,7 +19,7 @@ from autopar.search.options import Options
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PLAN, TRAIN, CONSTRAIN, CUT = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+PLAN, TRAIN, CONSTRAIN, CUT, SWEEP = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 UNAVAILABLE = {"precision"}  # it exists to say that it cannot be planned yet
 
 
@@ -59,6 +59,9 @@ def test_planning_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     ]
     assert names["plan"].timeline().strip() in capsys.readouterr().out
     assert json.loads(Path("trace.json").read_text())["traceEvents"]
+    exec(SWEEP, names)
+    assert str(names["found"]).strip() in capsys.readouterr().out
+    assert autopar.Plan.load("plan.json") == names["found"].best
 
 
 def test_training_code_runs(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ class Blocks:
     """The blocks of a plan's graph. ``alike`` numbers them: those that do the same have one number."""
 
     def __init__(self, analysis: Analysis, found: Found, names: Names) -> None:
-        self._names, words = names, Words(analysis)
+        self._names, words = names, analysis.once(Words)
         shown = [_shown(v, found, words) for v in found.problem.vertices]
         inside: dict[Instance, list[_Line]] = defaultdict(list)
         self._order: list[Instance | _Line] = []  # a block where its lines begin

@@ -38,7 +38,7 @@ def describe(plan: Plan, found: Found) -> Plan:
         found: the search's answer, with its prices.
     """
     analysis = found.analysis
-    names = Names(analysis)
+    names = analysis.once(Names)
     blocks = Blocks(analysis, found, names)
     trainable = [n for n in analysis.state if n in analysis.differentiable]
     rows = {

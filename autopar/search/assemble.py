@@ -8,16 +8,15 @@ import numpy as np
 import torch.fx as fx
 
 from autopar.analysis import Analysis
-from autopar.cost_model import Conversions
 from autopar.layout import Layout
 from autopar.passes.stages import cut_stages
 from autopar.runtime.kernels import send
 from autopar.saved import Saved, saved
-from autopar.search.blocks import classes
 from autopar.search.choices import Choices
 from autopar.search.costs import Costs
 from autopar.search.draft import Draft
 from autopar.search.found import Found
+from autopar.search.known import Cut, representatives
 from autopar.search.problem import Choice, Problem, Weights, build
 from autopar.search.recompute import AGAIN, GONE, KEPT, Recompute
 from autopar.search.search import Search
@@ -29,7 +28,13 @@ from autopar.search.units import Units
 def assemble(search: Search, draft: Draft) -> Found:
     """What ``draft`` comes to on the search's graph, which must be that of one of its microbatches."""
     place = {n.name: n for n in search.analysis.graph.nodes}
-    return _Assembly(search, draft, staged(search, draft.starts), place).found()
+    cut = search.known.cuts.of((search.units.starts, draft.starts, search.analysis.batch.size), lambda: _cut(search, draft.starts))
+    return _Assembly(search, draft, cut, place).found()
+
+
+def _cut(search: Search, starts: Sequence[int]) -> Cut:
+    analysis = staged(search, starts)
+    return Cut(analysis, stages_of(analysis, len(starts)), representatives(analysis), saved_by(search, analysis))
 
 
 def staged(search: Search, starts: Sequence[int]) -> Analysis:
@@ -40,22 +45,27 @@ def staged(search: Search, starts: Sequence[int]) -> Analysis:
 
 def costs_of(search: Search, shape: Shape, analysis: Analysis) -> Costs:
     """Costs of a graph that is cut into the stages of ``shape``."""
-    kept = saved(analysis.graph.nodes, analysis.differentiable, search.cluster.device.kind, search.autograd, rules=analysis.rules)
-    conversions = Conversions(shape.sizes, search.cluster, shape.pipeline)
-    return Costs(analysis, kept, conversions, search.compute, search.options.optimizer)
+    return _costs(search, shape, analysis, saved_by(search, analysis))
+
+
+def saved_by(search: Search, analysis: Analysis) -> dict[fx.Node, Saved]:
+    """What autograd keeps of each call of a graph that is cut."""
+    return saved(analysis.graph.nodes, analysis.differentiable, search.cluster.device.kind, search.autograd, rules=analysis.rules)
+
+
+def _costs(search: Search, shape: Shape, analysis: Analysis, kept: dict[fx.Node, Saved]) -> Costs:
+    return Costs(analysis, kept, search.known.conversions(shape.sizes, shape.pipeline), search.compute, search.options.optimizer)
 
 
 class _Assembly:
-    def __init__(self, search: Search, draft: Draft, analysis: Analysis, drafted: dict[str, fx.Node]) -> None:
-        self.search, self.draft, self.analysis, self.drafted = search, draft, analysis, drafted
-        self.stage_of = stages_of(analysis, draft.shape.stages)
+    def __init__(self, search: Search, draft: Draft, cut: Cut, drafted: dict[str, fx.Node]) -> None:
+        self.search, self.draft, self.cut, self.drafted = search, draft, cut, drafted
+        self.analysis, self.stage_of = cut.analysis, cut.stage_of
         self.point = self._points(search.units)
-        names = {n.name: i.target for n, i in analysis.state.items()}
-        alike = classes(analysis.graph, names, analysis.differentiable, analysis.batch)
         first: dict[tuple, fx.Node] = {}
         self.representative = {
-            n: first.setdefault((alike[n], self.stage_of[n], self._points_of(n), self._again_conversions(n)), n)
-            for n in analysis.graph.nodes
+            n: first.setdefault((cut.alike[n], self.stage_of[n], self._points_of(n), self._again_conversions(n)), n)
+            for n in self.analysis.graph.nodes
         }
 
     def _points(self, units: Units) -> dict[fx.Node, int]:
@@ -98,7 +108,7 @@ class _Assembly:
 
     def found(self) -> Found:
         search, shape, analysis = self.search, self.draft.shape, self.analysis
-        costs = costs_of(search, shape, analysis)
+        costs = _costs(search, shape, analysis, self.cut.saved)
         own = [n for n in analysis.graph.nodes if self.representative[n] is n]
         decided = {n: found for n in own if (found := self._decided(n)) is not None}
         free = Choices(analysis, self.representative, search.options).on(shape.axes, [n for n in own if n not in decided])

@@ -19,6 +19,7 @@ PASSING = ("activations", "outputs", "recomputed at once")  # kinds of memory th
 
 
 Around = Callable[[Problem, Callable[[Problem], Solution]], Solution]
+Known = Callable[[float, Callable[[], Solution]], Solution]
 
 
 class DoesNotFitError(Exception):
@@ -36,21 +37,28 @@ class Prices:
     solved objective less price x budget is a lower bound for all that fits.
     """
 
-    def __init__(self, problem: Problem, weights: Weights, time_limit: float, around: Around | None = None) -> None:
-        """``around(problem, solve)`` solves a problem that is too large as it is, by way of smaller ones."""
+    def __init__(
+        self, problem: Problem, weights: Weights, time_limit: float, around: Around | None = None, known: Known | None = None
+    ) -> None:
+        """``around(problem, solve)`` solves a problem that is too large as it is, by way of smaller ones; ``known(price, solve)`` is the
+        solution at a price, solved where nobody has."""
         self.problem, self.weights, self.time_limit, self.around = problem, weights, time_limit, around
+        self.known: Known = known or (lambda price, solve: solve())
         self.solved: dict[float, Solution] = {}
         self._alike: Prices | None = None
 
     def at(self, price: float) -> Solution:
         if price not in self.solved:
-            weights = replace(self.weights, price=np.array([price]))
-
-            def solve(problem: Problem) -> Solution:
-                return Model(problem, weights).solution(self.time_limit)
-
-            self.solved[price] = self.around(self.problem, solve) if self.around else solve(self.problem)
+            self.solved[price] = self.known(price, lambda: self._solve(price))
         return self.solved[price]
+
+    def _solve(self, price: float) -> Solution:
+        weights = replace(self.weights, price=np.array([price]))
+
+        def solve(problem: Problem) -> Solution:
+            return Model(problem, weights).solution(self.time_limit)
+
+        return self.around(self.problem, solve) if self.around else solve(self.problem)
 
     def distinct(self, more: Iterable[Solution] = ()) -> list[Solution]:
         """The solutions that differ, with ``more``, fastest first."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.cost_model import Conversions, point_to_point
+from autopar.cost_model import point_to_point
 from autopar.errors import BudgetError, PlanError
 from autopar.graph import operands
 from autopar.search.budget import DoesNotFitError
@@ -80,7 +80,7 @@ def outline(
         rank = stage % shape.pipeline
         budgets.append((search.budget - (reserve[rank] if reserve else 0.0)) * flight / flights[rank :: shape.pipeline].sum())
     crossing = _crossing(search.units, prices.problem, points[0]) if shape.stages > 1 else 0.0
-    conversions = Conversions(shape.sizes, search.cluster, shape.pipeline)
+    conversions = search.known.conversions(shape.sizes, shape.pipeline)
     # What crosses is held where it arrives.
     budgets = [b - f * crossing * (i > 0) for i, (b, f) in enumerate(zip(budgets, flights, strict=True))]
     stages = Stages(tables, budgets, shape.flights(), shape.pipeline)

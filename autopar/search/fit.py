@@ -52,15 +52,16 @@ def _refitted(searches: Searches, draft: Draft, reserve: list[float], alike: boo
         start = time.perf_counter()
         with resized(search.analysis, searches.part(shape), search.analysis.rules):
             found = accounted(assemble(search, draft), search.autograd)
+            over = [nbytes - search.budget for nbytes in found.device_bytes()]
+            kinds = found.nbytes_by_kind(max(range(len(over)), key=over.__getitem__))
         search.spent("fit", start)
-        over = [nbytes - search.budget for nbytes in found.device_bytes()]
         if max(over) <= 0:
             return found
         reserve[:] = [r + max(0.0, o) * (1 + refit / 8) for r, o in zip(reserve, over, strict=True)]
         draft = searches.drafted(shape, reserve, alike)
     if (fits := _exact(searches, draft, reserve, None)) is not None:
         return fits
-    raise too_little(search, shape, searches.part(shape), found.nbytes_by_kind(max(range(len(over)), key=over.__getitem__)))
+    raise too_little(search, shape, searches.part(shape), kinds)
 
 
 def _proven(searches: Searches, found: Found) -> Found:
@@ -91,7 +92,7 @@ def _exact(searches: Searches, draft: Draft, reserve: list[float], known: Found 
         least = least if attempt else found.seconds * (1 - found.gap)
         with resized(search.analysis, searches.part(shape), search.analysis.rules):
             found = accounted(replace(found, gap=max(0.0, 1 - least / found.seconds)), search.autograd)
-        over = [nbytes - search.budget for nbytes in found.device_bytes()]
+            over = [nbytes - search.budget for nbytes in found.device_bytes()]
         if max(over) <= 0:
             return found if known is None or found.seconds < known.seconds else known
         reserve = [r + max(0.0, o) for r, o in zip(reserve, over, strict=True)]

@@ -31,7 +31,7 @@ def leanest(search: Search, shape: Shape, samples: int, starts: Sequence[int] | 
     found = [_leanest(search, shape, samples, starts)]
     if search.options.recompute == "auto":  # what is priced apart does not see how much is made again at once; blocks bound it
         cuts = [search.units.nodes[u][0] for u in (starts or [0])[1:]]
-        blocks = Search(search.analysis, search.cluster, replace(search.options, recompute="full"), cuts)
+        blocks = Search(search.analysis, search.cluster, replace(search.options, recompute="full"), cuts, known=search.known)
         found.append(_leanest(blocks, shape, samples, starts))
     return min(found, key=lambda f: max(f.device_bytes()))
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from autopar.analysis import Analysis
+from autopar.analysis import Analysis, Form
 from autopar.rules import rule_of
 
 
@@ -22,21 +22,23 @@ def resized(analysis: Analysis, samples: int, nodes: Iterable[fx.Node]) -> Itera
         yield
         return
     nodes = list(nodes)
-    before: dict[fx.Node, tuple[torch.Tensor, tuple[Any, ...]]] = {}
+    before: dict[fx.Node, Form] = {}
     rules = {n: analysis.rules[n] for n in nodes if n in analysis.rules}
+    forms, known = analysis.resized.setdefault((size, samples), ({}, {}))
     try:
         for node in {*nodes, *(operand for n in nodes for operand in n.all_input_nodes)}:
-            value = node.meta.get("val")
-            if isinstance(value, torch.Tensor):
-                shape = [n * samples // size if analysis.batch.holds(node, d) else n for d, n in enumerate(value.shape)]
-                if shape != list(value.shape):
-                    before[node] = value, node.args
-                    node.meta["val"] = torch.empty(shape, dtype=value.dtype, device="meta")
-                    if any(_asks_for(a, value.shape) for a in node.args):
-                        node.args = tuple(shape if _asks_for(a, value.shape) else a for a in node.args)
+            if node not in forms:
+                forms[node] = _form(analysis, node, samples)
+            if (form := forms[node]) is not None:
+                before[node] = node.meta["val"], node.args
+                node.meta["val"] = form[0]
+                if form[1] is not node.args:
+                    node.args = form[1]
         analysis.batch.size = samples
         for node in rules:
-            analysis.rules[node] = rule_of(node)
+            if node not in known:
+                known[node] = rule_of(node)
+            analysis.rules[node] = known[node]
         yield
     finally:
         analysis.batch.size = size
@@ -45,6 +47,19 @@ def resized(analysis: Analysis, samples: int, nodes: Iterable[fx.Node]) -> Itera
             node.meta["val"] = value
             if node.args != args:
                 node.args = args
+
+
+def _form(analysis: Analysis, node: fx.Node, samples: int) -> Form | None:
+    """A node's value and arguments in a batch of ``samples``; None where they are the same."""
+    value, size = node.meta.get("val"), analysis.batch.size
+    if not isinstance(value, torch.Tensor):
+        return None
+    shape = [n * samples // size if analysis.batch.holds(node, d) else n for d, n in enumerate(value.shape)]
+    if shape == list(value.shape):
+        return None
+    asks = any(_asks_for(a, value.shape) for a in node.args)
+    args = tuple(shape if _asks_for(a, value.shape) else a for a in node.args) if asks else node.args
+    return torch.empty(shape, dtype=value.dtype, device="meta"), args
 
 
 def _asks_for(argument: Any, shape: Sequence[int]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -12,14 +13,13 @@ import numpy as np
 import torch.fx as fx
 
 from autopar.analysis import Analysis
-from autopar.autograd import Autograd
-from autopar.cost_model import Cluster, Compute, Conversions
+from autopar.cost_model import Cluster, Conversions
 from autopar.plan import EXACT_AXES
 from autopar.saved import saved
-from autopar.search.blocks import classes
 from autopar.search.budget import Prices
 from autopar.search.choices import Choices
 from autopar.search.costs import Costs
+from autopar.search.known import Known, Work
 from autopar.search.neighbourhood import coarser, improve, lift
 from autopar.search.options import Axis, Options
 from autopar.search.problem import Bill, Problem, Weights, build
@@ -27,7 +27,6 @@ from autopar.search.recompute import Recompute
 from autopar.search.resize import resized
 from autopar.search.shape import Shape, least_steps
 from autopar.search.solve import Solution
-from autopar.search.units import Units, units
 
 Progress = Callable[[str], None]
 # Prices of memory at which the cost of saving it is estimated: the first (in steps for a budget), the factor between them, how many.
@@ -37,7 +36,10 @@ KEPT_ALONE = 1e6  # what a byte that is kept counts for where one that lasts is 
 
 
 class Search:
-    """Searches one captured graph, whose batch stands for a microbatch of any size. ``timings`` adds up seconds by phase."""
+    """Searches one captured graph, whose batch stands for a microbatch of any size.
+
+    ``timings`` adds up seconds by phase; ``known`` is what other searches of the same graph on the same cluster have worked out.
+    """
 
     def __init__(
         self,
@@ -46,40 +48,36 @@ class Search:
         options: Options,
         cuts: Sequence[fx.Node] = (),
         timings: dict[str, float] | None = None,
+        known: Known | None = None,
     ) -> None:
         self.analysis, self.cluster, self.options = analysis, cluster, options
         self.timings: dict[str, float] = {} if timings is None else timings
         start = time.perf_counter()
-        names = {n.name: i.target for n, i in analysis.state.items()}
-        self.representative = classes(analysis.graph, names, analysis.differentiable, analysis.batch)
-        self.nodes = [n for n in analysis.graph.nodes if self.representative[n] is n]
+        self.known = known or Known(analysis, cluster)
+        self.representative, self.nodes = self.known.representative, self.known.nodes
+        self.autograd, self.compute = self.known.autograd, self.known.compute
         self.choices = Choices(analysis, self.representative, options)
-        self.units: Units = units(analysis, analysis.shared, cuts)
+        self.units = self.known.units(cuts)
         self.recompute = Recompute(options.recompute)
-        self.autograd = Autograd(cluster.device.kind)
-        self.compute = Compute(cluster)
-        self._work: dict[tuple[str, str, str], list[tuple[float, float]]] | None = None
-        self._problems: dict[tuple, Problem] = {}
+        # What problems depend on beside the mesh and the microbatch.
+        self._asked = options.zero, options.recompute, options.optimizer, tuple(options.constraints.items())
         self._prices: dict[tuple, Prices] = {}
         self.spent("blocks", start)
 
     def problem(self, shape: Shape, samples: int) -> Problem:
         """Sharding and recomputation on the mesh of ``shape``, for a microbatch of ``samples``."""
-        key = shape.pipeline, shape.axes, samples
-        if key not in self._problems:
-            start = time.perf_counter()
-            with resized(self.analysis, samples, self.nodes):
-                analysis = self.analysis
-                kept = saved(
-                    self.nodes, analysis.differentiable, self.cluster.device.kind, self.autograd, self.representative, analysis.rules
-                )
-                conversions = Conversions(shape.sizes, self.cluster, shape.pipeline)
-                costs = Costs(analysis, kept, conversions, self.compute, self.options.optimizer)
-                choices = self.choices.on(shape.axes)
-                start = self.spent("strategies", start)
-                self._problems[key] = build(analysis.graph, self.representative, choices, analysis.rules, costs, self.recompute)
-            self.spent("costs", start)
-        return self._problems[key]
+        return self.known.problems.of((self._asked, shape.pipeline, shape.axes, samples), lambda: self._build(shape, samples))
+
+    def _build(self, shape: Shape, samples: int) -> Problem:
+        start, analysis = time.perf_counter(), self.analysis
+        with resized(analysis, samples, self.nodes):
+            conversions = self.known.conversions(shape.sizes, shape.pipeline)
+            costs = Costs(analysis, self.known.saved(samples), conversions, self.compute, self.options.optimizer)
+            choices = self.choices.on(shape.axes)
+            start = self.spent("strategies", start)
+            problem = build(analysis.graph, self.representative, choices, analysis.rules, costs, self.recompute)
+        self.spent("costs", start)
+        return problem
 
     def prices(self, shape: Shape, samples: int, alone: bool = False) -> Prices:
         """The problem's solutions at prices of memory, for all schedules; ``alone``: of one microbatch and nothing else."""
@@ -91,8 +89,12 @@ class Search:
             weights.step[:] = 0.0 if alone else 1.0 / shape.pipeline
             problem = self.problem(shape, samples)
             solve = None if len(shape.axes) <= EXACT_AXES else partial(self._around_coarser, shape, samples)
-            self._prices[key] = Prices(problem, weights, self.options.time_limit, solve)
+            depends = *key, self._asked, self.options.time_limit
+            self._prices[key] = Prices(problem, weights, self.options.time_limit, solve, partial(self._solved, depends))
         return self._prices[key]
+
+    def _solved(self, depends: tuple, price: float, solve: Callable[[], Solution]) -> Solution:
+        return self.known.solutions.of((depends, price), solve)
 
     @property
     def budget(self) -> float:
@@ -100,18 +102,19 @@ class Search:
 
     def floor(self, shape: Shape, samples: int) -> float:
         """Seconds of a step that no plan can beat, known without solving anything: every node evenly spread over all devices."""
-        if self._work is None:
-            held = saved(self.analysis.graph.nodes, self.analysis.differentiable, self.cluster.device.kind, self.autograd)
-            costs = Costs(self.analysis, held, Conversions((), self.cluster), self.compute, self.options.optimizer)
-            for work in (w for n in self.analysis.graph.nodes for w in costs.work(n)):
-                self._work = self._work or {}
-                self._work.setdefault((work.operator, work.kind, work.dtype), []).append((work.flops, work.nbytes))
         share = samples / self.analysis.batch.size / math.prod(shape.sizes)
         micro = 0.0
-        for (operator, kind, dtype), amounts in (self._work or {}).items():
-            flops, nbytes = np.array(amounts).T
+        for (operator, kind, dtype), (flops, nbytes) in self.known.work.of("all", self._work).items():
             micro += float(self.compute.seconds(kind, dtype, flops * share, nbytes * share, operator=operator).sum())
         return least_steps(shape) * micro
+
+    def _work(self) -> Work:
+        held = saved(self.analysis.graph.nodes, self.analysis.differentiable, self.cluster.device.kind, self.autograd)
+        costs = Costs(self.analysis, held, Conversions((), self.cluster), self.compute, self.options.optimizer)
+        found: dict[tuple[str, str, str], list[tuple[float, float]]] = defaultdict(list)
+        for work in (w for n in self.analysis.graph.nodes for w in costs.work(n)):
+            found[work.operator, work.kind, work.dtype].append((work.flops, work.nbytes))
+        return {key: np.array(amounts).T for key, amounts in found.items()}
 
     @staticmethod
     def _filled(shape: Shape, micro: float) -> float:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from autopar.analysis import Analysis
-from autopar.cost_model import Cluster
 from autopar.errors import PlanError
 from autopar.search.draft import Draft, outline
 from autopar.search.handmade import cut_before
+from autopar.search.known import Known
 from autopar.search.options import Options
 from autopar.search.search import Search
 from autopar.search.shape import Shape
@@ -21,12 +20,12 @@ class Searches:
     """Makes a :class:`Search` when one is asked for.
 
     Args:
-        graph_of: the captured graph of a batch in so many microbatches; a BudgetError or PlanError where there is none.
+        known_of: what is known of the graph of a batch in so many microbatches, of any size; a PlanError where there is none.
         samples: of the whole batch.
     """
 
-    def __init__(self, graph_of: Callable[[int], Analysis], samples: int, cluster: Cluster, options: Options, progress: Progress) -> None:
-        self.graph_of, self.samples, self.cluster, self.options, self.progress = graph_of, samples, cluster, options, progress
+    def __init__(self, known_of: Callable[[int], Known], samples: int, options: Options, progress: Progress) -> None:
+        self.known_of, self.samples, self.options, self.progress = known_of, samples, options, progress
         self.timings: dict[str, float] = {}
         self._searches: dict[bool, Search | PlanError] = {}
 
@@ -35,9 +34,9 @@ class Searches:
         parts = microbatches > 1
         if parts not in self._searches:
             try:
-                analysis = self.graph_of(microbatches)
-                cuts = cut_before(analysis, self.options.pipeline.split_before) if self.options.pipeline else ()
-                self._searches[parts] = Search(analysis, self.cluster, self.options, cuts, self.timings)
+                known = self.known_of(microbatches)
+                cuts = cut_before(known.analysis, self.options.pipeline.split_before) if self.options.pipeline else ()
+                self._searches[parts] = Search(known.analysis, known.cluster, self.options, cuts, self.timings, known)
             except PlanError as e:
                 self._searches[parts] = e
         found = self._searches[parts]
