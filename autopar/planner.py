@@ -22,6 +22,7 @@ from autopar.passes.canonicalise import canonicalise
 from autopar.passes.evaluation import evaluates_alike
 from autopar.passes.microbatch import accumulate
 from autopar.plan import Plan
+from autopar.precision import dtype_of
 from autopar.report import describe
 from autopar.search.decide import write_down
 from autopar.search.options import Options
@@ -35,26 +36,26 @@ LossFunction = Callable[[Any, Any], torch.Tensor]
 class Traced:
     """A model and a batch; what is asked of them is traced once."""
 
-    def __init__(self, model: nn.Module, sample: Any, loss_fn: LossFunction | None) -> None:
-        self.model, self.sample, self.loss_fn = model, plain(sample), loss_fn
+    def __init__(self, model: nn.Module, sample: Any, loss_fn: LossFunction | None, precision: str | None = None) -> None:
+        self.model, self.sample, self.loss_fn, self.precision = model, plain(sample), loss_fn, precision
         self._analyses: dict[int, tuple[Analysis, fx.Graph | None]] = {}
 
     @cached_property
     def whole(self) -> Captured:
         """The graph of the whole batch."""
-        return _trace(self.model, self.sample, self.loss_fn)
+        return _trace(self.model, self.sample, self.loss_fn, self.precision)
 
     def analyse(self, microbatches: int) -> tuple[Analysis, fx.Graph | None]:
         """The graph of one microbatch, and the graph of what is counted over the batch before."""
         if microbatches not in self._analyses:
-            self._analyses[microbatches] = _in_parts(self.whole, self.model, self.sample, self.loss_fn, microbatches)
+            self._analyses[microbatches] = _in_parts(self.whole, self.model, self.sample, self.loss_fn, microbatches, self.precision)
         return self._analyses[microbatches]
 
     def evaluates(self) -> bool:
         """Whether ``eval()`` changes nothing but dropout and BatchNorm."""
         modes = {module: module.training for module in self.model.modules()}
         try:
-            evaluated = canonicalise(capture(self.model.eval(), self.sample, self.loss_fn))
+            evaluated = canonicalise(capture(self.model.eval(), self.sample, self.loss_fn, dtype_of(self.precision)))
         finally:
             for module, mode in modes.items():
                 module.training = mode
@@ -95,24 +96,24 @@ class Planner:
 
 
 def _in_parts(
-    whole: Captured, model: nn.Module, sample: Any, loss_fn: LossFunction | None, microbatches: int
+    whole: Captured, model: nn.Module, sample: Any, loss_fn: LossFunction | None, microbatches: int, precision: str | None
 ) -> tuple[Analysis, fx.Graph | None]:
     if microbatches == 1:
         return Analysis(whole), None
     size = batch_size(sample)
     part = tree_map(lambda x: x[: size // microbatches] if isinstance(x, torch.Tensor) and x.ndim and x.shape[0] == size else x, sample)
-    captured = _trace(model, part, loss_fn)
+    captured = _trace(model, part, loss_fn, precision)
     restore_batch_constants(captured.graph, whole.graph)
     captured, prologue = accumulate(Analysis(captured), microbatches)
     return Analysis(replace(captured, fingerprint=whole.fingerprint)), prologue
 
 
-def _trace(model: nn.Module, sample: Any, loss_fn: LossFunction | None) -> Captured:
+def _trace(model: nn.Module, sample: Any, loss_fn: LossFunction | None, precision: str | None) -> Captured:
     modes = {module: module.training for module in model.modules()}
     try:
         if not model.training:  # what is planned is training; eval() is a pass
             model.train()
-        return canonicalise(capture(model, sample, loss_fn))
+        return canonicalise(capture(model, sample, loss_fn, dtype_of(precision)))
     finally:
         for module, mode in modes.items():
             module.training = mode

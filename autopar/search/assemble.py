@@ -11,6 +11,7 @@ from autopar.analysis import Analysis
 from autopar.cost_model import Conversions
 from autopar.layout import Layout
 from autopar.passes.stages import cut_stages
+from autopar.precision import dtype_of
 from autopar.runtime.kernels import send
 from autopar.saved import Saved, saved
 from autopar.search.blocks import classes
@@ -42,7 +43,8 @@ def costs_of(search: Search, shape: Shape, analysis: Analysis) -> Costs:
     """Costs of a graph that is cut into the stages of ``shape``."""
     kept = saved(analysis.graph.nodes, analysis.differentiable, search.cluster.device.kind, search.autograd, rules=analysis.rules)
     conversions = Conversions(shape.sizes, search.cluster, shape.pipeline)
-    return Costs(analysis, kept, conversions, search.compute, search.options.optimizer)
+    options = search.options
+    return Costs(analysis, kept, conversions, search.compute, options.optimizer, dtype_of(options.summed_in), shape.microbatches)
 
 
 class _Assembly:

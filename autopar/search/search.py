@@ -15,6 +15,7 @@ from autopar.analysis import Analysis
 from autopar.autograd import Autograd
 from autopar.cost_model import Cluster, Compute, Conversions
 from autopar.plan import EXACT_AXES
+from autopar.precision import dtype_of
 from autopar.saved import saved
 from autopar.search.blocks import classes
 from autopar.search.budget import Prices
@@ -74,7 +75,8 @@ class Search:
                     self.nodes, analysis.differentiable, self.cluster.device.kind, self.autograd, self.representative, analysis.rules
                 )
                 conversions = Conversions(shape.sizes, self.cluster, shape.pipeline)
-                costs = Costs(analysis, kept, conversions, self.compute, self.options.optimizer)
+                options = self.options
+                costs = Costs(analysis, kept, conversions, self.compute, options.optimizer, dtype_of(options.summed_in), shape.microbatches)
                 choices = self.choices.on(shape.axes)
                 start = self.spent("strategies", start)
                 self._problems[key] = build(analysis.graph, self.representative, choices, analysis.rules, costs, self.recompute)
