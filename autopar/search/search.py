@@ -37,6 +37,13 @@ UNFIT = 10  # how many times longer than its leanest plan a shape is taken to ne
 KEPT_ALONE = 1e6  # what a byte that is kept counts for where one that lasts is to count for nothing
 
 
+class _TensorCores(Compute):
+    """Prices of local work whose float32 products run on tensor cores."""
+
+    def peak(self, kind: str, dtype: str) -> float:
+        return super().peak(kind, "tf32" if dtype == "torch.float32" else dtype)
+
+
 class Search:
     """Searches one captured graph, whose batch stands for a microbatch of any size. ``timings`` adds up seconds by phase."""
 
@@ -58,7 +65,7 @@ class Search:
         self.units: Units = units(analysis, analysis.shared, cuts)
         self.recompute = Recompute(options.recompute)
         self.autograd = Autograd(cluster.device.kind)
-        self.compute = Compute(cluster)
+        self.compute = _TensorCores(cluster) if options.precision == "tf32" else Compute(cluster)
         self._work: dict[tuple[str, str], list[tuple[float, float]]] | None = None
         self._problems: dict[tuple, Problem] = {}
         self._prices: dict[tuple, Prices] = {}
