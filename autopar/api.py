@@ -20,9 +20,9 @@ from autopar.passes.lower import Lowered, lower
 from autopar.passes.stages import cut_stages
 from autopar.plan import Plan
 from autopar.planner import LossFunction, Planner, Traced, batch_size
-from autopar.runtime.agree import together
+from autopar.runtime.agree import same_on_all_ranks, together
 from autopar.runtime.mesh import Mesh
-from autopar.runtime.program import Compiled, same_on_all_ranks
+from autopar.runtime.program import Compiled
 from autopar.runtime.typecheck import check_types
 from autopar.search.options import Options
 from autopar.search.schedules import check_schedule
@@ -54,7 +54,7 @@ def plan(
         CaptureError: the model could not be traced, or has no loss.
         PlanError: no plan meets the options.
     """
-    return planned(Traced(model, sample_input, loss_fn), world_size, cluster, progress, options)
+    return planned(Traced(model, sample_input, loss_fn, options.get("precision")), world_size, cluster, progress, options)
 
 
 def compile(
@@ -79,7 +79,8 @@ def compile(
         RunError: the world size is not the process group's, or ranks hold different models or plans.
         CaptureError, PlanError: as :func:`plan`.
     """
-    device, traced = _device(model), Traced(model, sample_input, loss_fn)
+    device, precision = _device(model), plan.precision if plan else options.get("precision")
+    traced = Traced(model, sample_input, loss_fn, precision)
     _join_group(world_size, device)
     together("compile", partial(_check, world_size, device, traced.sample, plan, options))
     same_on_all_ranks("given" if plan else "to be made", "the plan")

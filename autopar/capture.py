@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.errors import CaptureError
 from autopar.graph import describe
+from autopar.precision import computing_in, differs
 from autopar.tracing import export, source_of
 
 
@@ -49,6 +50,9 @@ class Captured:
         state: every parameter and buffer of the model under its first name, used or not, and the constants.
         aliases: further names of tied parameters and buffers, each with the name that ``state`` has.
         notes: what a user should know.
+        compute: the dtype that was asked for; None where the graph has the model's own dtypes.
+        stored: by placeholder, the dtype of a tensor that the graph has in ``compute`` instead; empty once the graph is canonical, when
+            only parameters are left, whose placeholders have it as ``meta["stored"]``.
         fingerprint: of the canonical graph of the whole batch, also where this is the graph of a part of it.
     """
 
@@ -62,13 +66,15 @@ class Captured:
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    compute: torch.dtype | None = None
+    stored: dict[str, torch.dtype] = field(default_factory=dict)
     fingerprint: str = ""
 
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
 
-def capture(model: nn.Module, sample_input: Any, loss_fn: LossFunction | None = None) -> Captured:
+def capture(model: nn.Module, sample_input: Any, loss_fn: LossFunction | None = None, dtype: torch.dtype | None = None) -> Captured:
     """Trace ``model`` on ``sample_input``; neither is changed, and nothing is computed or allocated.
 
     Args:
@@ -78,6 +84,7 @@ def capture(model: nn.Module, sample_input: Any, loss_fn: LossFunction | None = 
         loss_fn: ``loss_fn(output, batch) -> scalar``, where ``batch`` has the structure of ``sample_input``. Keywords (or trailing
             positional arguments) that the model's forward does not take, such as labels, are given to ``loss_fn`` alone. The
             captured output is then ``dict(loss=..., output=...)``. Without it, the model's own output must have a ``loss``.
+        dtype: that of floating-point parameters, buffers and inputs in the graph; as they are unless given.
 
     Raises:
         CaptureError: the model cannot be traced, has no loss, or has shapes that depend on data.
@@ -94,9 +101,12 @@ def capture(model: nn.Module, sample_input: Any, loss_fn: LossFunction | None = 
         traced, prefix = _WithLoss(model, loss_fn, type(sample_input), extra), "model."
     elif extra:
         kwargs = {**kwargs, **extra}
-    args, kwargs = pytree.tree_map_only(torch.Tensor, _blank(_device(model)), (args, kwargs))
-    program = export(traced, args, kwargs, model)
-    return _unlift(program, model, prefix, in_spec, notes)
+    args, kwargs = pytree.tree_map_only(torch.Tensor, _blank(_device(model), dtype), (args, kwargs))
+    with computing_in(model, dtype):
+        program = export(traced, args, kwargs, model)
+    captured = _unlift(program, model, prefix, in_spec, notes)
+    given = dict(zip(_input_paths(in_spec), pytree.tree_leaves(_arguments(sample_input)), strict=False))
+    return replace(captured, compute=dtype, stored=_stored(captured, given))
 
 
 def _arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -121,13 +131,21 @@ def _device(model: nn.Module) -> torch.device | None:
     return next((t.device for t in (*model.parameters(), *model.buffers())), None)
 
 
-def _blank(device: torch.device | None) -> Callable[[torch.Tensor], torch.Tensor]:
+def _blank(device: torch.device | None, dtype: torch.dtype | None) -> Callable[[torch.Tensor], torch.Tensor]:
     """A tensor like the sample's on the model's device, with a memory of its own: export takes one tensor given twice for one input."""
 
     def make(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(tensor, device=device or tensor.device, requires_grad=tensor.requires_grad)
+        kind = dtype if differs(tensor, dtype) else tensor.dtype
+        return torch.empty_like(tensor, dtype=kind, device=device or tensor.device, requires_grad=tensor.requires_grad)
 
     return make
+
+
+def _stored(captured: Captured, given: dict[str, Any]) -> dict[str, torch.dtype]:
+    """The placeholders whose tensors have another dtype than the graph, and that dtype; ``given`` are the user's inputs."""
+    tensors = {i.name: given[i.target] if i.kind == "input" else captured.state[i.target] for i in captured.inputs}
+    placeholders = captured.graph.find_nodes(op="placeholder")
+    return {n.name: tensors[n.name].dtype for n in placeholders if tensors[n.name].dtype != n.meta["val"].dtype}
 
 
 class _WithLoss(nn.Module):

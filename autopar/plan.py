@@ -13,8 +13,9 @@ from typing import Any
 from autopar.errors import PlanError
 from autopar.files import write_json
 from autopar.layout import Layout, parse, parse_type, show
+from autopar.precision import COMPUTE, REDUCE
 
-VERSION = 2
+VERSION = 3
 EXACT_AXES = 2  # on meshes of more axes the search is exact in neighbourhoods only
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble")
 BUCKET_BYTES = 25 << 20  # the most that one collective takes of gradients, or of gathered parameters, in a step
@@ -75,6 +76,8 @@ class Plan:
         recomputed: what is computed again in the backward instead of kept: names of nodes, and of conversions as "name -> layout".
         microbatches: parts that each data-parallel rank's share of the batch is run in, one after the other.
         data_degree: ways the batch is split over ranks.
+        precision: the dtype that the graph computes in, by its name in ``autopar.precision``; None for the model's own.
+        reduce_dtype: that in which gradients of parameters are summed over ranks; None for the one in which they are made.
         nodes, parameters: by node name, and by the parameter's name in the model.
         conversions: for a tensor, by the layout wanted, the steps that convert it.
         seconds: the predicted step time by kind; their sum is :attr:`step_time`.
@@ -101,6 +104,8 @@ class Plan:
     pipeline: int = 1
     schedule: str = "1f1b"
     recomputed: tuple[str, ...] = ()
+    precision: str | None = None
+    reduce_dtype: str | None = None
     rows: dict[str, list[list[Any]]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     timings: dict[str, float] = field(default_factory=dict, compare=False)
@@ -116,6 +121,9 @@ class Plan:
             raise ValueError(f"{len(self.stages)} stages are no multiple of the pipeline's {self.pipeline} ranks")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule {self.schedule!r} is none of {', '.join(SCHEDULES)}")
+        for what, value, known in (("precision", self.precision, COMPUTE), ("reduce_dtype", self.reduce_dtype, REDUCE)):
+            if value is not None and value not in known:
+                raise ValueError(f"{what} {value!r} is none of {', '.join(known)}")
         for name, node in self.nodes.items():
             if any(len(layout) != axes for layout in (*node.ins, node.out, node.factors, node.kernels)):
                 raise ValueError(f"node {name!r} has not one type for each of the {axes} mesh axes")

@@ -22,6 +22,7 @@ from autopar.passes.canonicalise import canonicalise
 from autopar.passes.evaluation import evaluates_alike
 from autopar.passes.microbatch import accumulate
 from autopar.plan import Plan
+from autopar.precision import dtype_of
 from autopar.report import describe
 from autopar.search.decide import write_down
 from autopar.search.known import Known
@@ -36,36 +37,36 @@ LossFunction = Callable[[Any, Any], torch.Tensor]
 class Traced:
     """A model and a batch; what is asked of them is traced once."""
 
-    def __init__(self, model: nn.Module, sample: Any, loss_fn: LossFunction | None) -> None:
-        self.model, self.sample, self.loss_fn = model, plain(sample), loss_fn
+    def __init__(self, model: nn.Module, sample: Any, loss_fn: LossFunction | None, precision: str | None = None) -> None:
+        self.model, self.sample, self.loss_fn, self.precision = model, plain(sample), loss_fn, precision
         self._analyses: dict[int, tuple[Analysis, fx.Graph | None]] = {}
         self._known: dict[tuple[bool, Cluster], Known] = {}
 
     @cached_property
     def whole(self) -> Captured:
         """The graph of the whole batch."""
-        return _trace(self.model, self.sample, self.loss_fn)
+        return _trace(self.model, self.sample, self.loss_fn, self.precision)
 
     def analyse(self, microbatches: int) -> tuple[Analysis, fx.Graph | None]:
         """The graph of one microbatch, and the graph of what is counted over the batch before."""
         if microbatches not in self._analyses:
-            self._analyses[microbatches] = _in_parts(self.whole, self.model, self.sample, self.loss_fn, microbatches)
+            self._analyses[microbatches] = _in_parts(self.whole, self.model, self.sample, self.loss_fn, microbatches, self.precision)
         return self._analyses[microbatches]
 
     def known(self, microbatches: int, cluster: Cluster) -> Known:
         """What is known for a search of this many microbatches: the graph of a microbatch stands for one of any size, so that of the first
-        that was asked for serves them all. An option that changes the captured graph belongs into the key."""
+        that was asked for serves them all."""
         key = microbatches > 1, cluster
         if key not in self._known:
             known = next((k for (parts, _), k in self._known.items() if parts == key[0]), None)
-            self._known[key] = Known(known.analysis if known else self.analyse(microbatches)[0], cluster)
+            self._known[key] = Known(known.analysis if known else self.analyse(microbatches)[0], cluster, self.precision == "tf32")
         return self._known[key]
 
     def evaluates(self) -> bool:
         """Whether ``eval()`` changes nothing but dropout and BatchNorm."""
         modes = {module: module.training for module in self.model.modules()}
         try:
-            evaluated = canonicalise(capture(self.model.eval(), self.sample, self.loss_fn))
+            evaluated = canonicalise(capture(self.model.eval(), self.sample, self.loss_fn, dtype_of(self.precision)))
         finally:
             for module, mode in modes.items():
                 module.training = mode
@@ -106,25 +107,25 @@ class Planner:
 
 
 def _in_parts(
-    whole: Captured, model: nn.Module, sample: Any, loss_fn: LossFunction | None, microbatches: int
+    whole: Captured, model: nn.Module, sample: Any, loss_fn: LossFunction | None, microbatches: int, precision: str | None
 ) -> tuple[Analysis, fx.Graph | None]:
     if microbatches == 1:
         return Analysis(whole), None
     size = batch_size(sample)
     samples = max(size // microbatches, min(2, size))  # rules see no dim of one sample; costs are worked out for any number of them
     part = tree_map(lambda x: x[:samples] if isinstance(x, torch.Tensor) and x.ndim and x.shape[0] == size else x, sample)
-    captured = _trace(model, part, loss_fn)
+    captured = _trace(model, part, loss_fn, precision)
     restore_batch_constants(captured.graph, whole.graph)
     captured, prologue = accumulate(Analysis(captured), microbatches)
     return Analysis(replace(captured, fingerprint=whole.fingerprint)), prologue
 
 
-def _trace(model: nn.Module, sample: Any, loss_fn: LossFunction | None) -> Captured:
+def _trace(model: nn.Module, sample: Any, loss_fn: LossFunction | None, precision: str | None) -> Captured:
     modes = {module: module.training for module in model.modules()}
     try:
         if not model.training:  # what is planned is training; eval() is a pass
             model.train()
-        return canonicalise(capture(model, sample, loss_fn))
+        return canonicalise(capture(model, sample, loss_fn, dtype_of(precision)))
     finally:
         for module, mode in modes.items():
             module.training = mode

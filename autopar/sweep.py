@@ -50,9 +50,12 @@ def sweep(
     if any("cluster" not in each for each in asked):
         common = cluster_of(cluster, model)
         asked = tuple({"cluster": common, **each} for each in asked)
-    traced = Traced(model, sample_input, loss_fn)
-    _ = traced.whole  # what cannot be traced has no plan at all
-    outcomes = [_outcome(traced, each) for each in tqdm(asked, "sweep", unit=" plans", disable=not progress, leave=False)]
+    precisions = dict.fromkeys(each.get("precision") for each in asked)  # each has a graph of its own
+    traced = {precision: Traced(model, sample_input, loss_fn, precision) for precision in precisions}
+    _ = traced[asked[0].get("precision")].whole  # what cannot be traced has no plan at all
+    outcomes = [
+        _outcome(traced[each.get("precision")], each) for each in tqdm(asked, "sweep", unit=" plans", disable=not progress, leave=False)
+    ]
     return Sweep(asked, tuple(outcomes))
 
 

@@ -40,10 +40,9 @@ def predictions(measured: Sequence[Run], cluster: Cluster) -> dict[Run, float]:
             model = GPT(group[0].hidden, group[0].heads, group[0].layers, group[0].sequence)
             tokens = torch.zeros(group[0].batch, group[0].sequence, dtype=torch.long)
         sample = {"tokens": tokens, "labels": tokens}
-        mixed = dict(precision="fp16", reduce_dtype="fp16")
-        plans = autopar.sweep(model, sample, [options(run) for run in group], cluster=cluster, progress=False, **mixed)
+        plans = autopar.sweep(model, sample, [options(run) for run in group], cluster=cluster, progress=False)
         for run, plan in zip(group, plans, strict=True):
-            if isinstance(plan, autopar.PlanError):
+            if not isinstance(plan, autopar.Plan):
                 raise plan
             found[run] = plan.step_time
     return found
@@ -79,7 +78,9 @@ def vtrain(folder: Path) -> None:
         "single node, the others": ([r for r in single if r not in fitted], one, PUBLISHED_ERROR["single"]),
         "multi-node": (multi, many, PUBLISHED_ERROR["multi"]),
     }
-    rows: list[tuple[object, ...]] = [(name, len(rs), *errors([by[r] for r in rs], [r.seconds for r in rs]), best) for name, (rs, by, best) in scored.items()]
+    rows: list[tuple[object, ...]] = [
+        (name, len(rs), *errors([by[r] for r in rs], [r.seconds for r in rs]), best) for name, (rs, by, best) in scored.items()
+    ]
     headers: tuple[str, ...] = ("GPT on A100s", "runs", "mean %", "median %", "worst %", "bias %", "vTrain's %")
     print(tabulate(rows, headers=headers, disable_numparse=True))
     rows = []

@@ -126,7 +126,7 @@ def priced(groups: Iterable[Sequence[Run]], cluster: Cluster) -> Iterator[tuple[
         traced = Traced(model, {"tokens": tokens, "labels": tokens}, None)
         for run in group:
             chosen = Options(**options(run))
-            found = Outer(Searches(lambda n: traced.analyse(n)[0], run.batch, cluster, chosen, lambda _: None)).run()  # noqa: B023
+            found = Outer(Searches(lambda n: traced.known(n, cluster), run.batch, chosen, lambda _: None)).run()  # noqa: B023
             with resized(found.analysis, run.batch // found.microbatches, found.analysis.rules):
                 yield run, found
 

@@ -90,6 +90,8 @@ def options(run: Run) -> dict[str, Any]:
         micro_batch_size=run.microbatch,
         schedule="1f1b" if run.batch // run.data // run.microbatch >= run.pipeline else "gpipe",  # the same where there are so few
         recompute="full",
+        precision="fp16",
+        reduce_dtype="fp16",
         zero=0,
         constraints=constraints(run.data, run.tensor),
         memory_budget=1e15,  # they ran: whether they fit is not the question

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-_COLUMNS = ("gpus", "batch", "microbatch", "hidden", "heads", "layers", "sequence", "tensor", "data", "pipeline", "milliseconds")
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,12 @@ def runs(path: Path) -> list[Run]:
     """Of a file of vTrain's."""
     with path.open(newline="") as file:
         rows = list(csv.reader(file))[1:]
-    return [Run(*(int(float(x)) for x in row[-11:-1]), float(row[-1]) / 1e3) for row in rows]
+    found = []
+    for row in rows:
+        gpus, batch, microbatch, hidden, heads, layers, sequence, tensor, data, pipeline = (int(float(x)) for x in row[-11:-1])
+        sizes = batch, microbatch, hidden, heads, layers, sequence
+        found.append(Run(gpus, *sizes, tensor, data, pipeline, seconds=float(row[-1]) / 1e3))
+    return found
 
 
 def by_model(found: Iterable[Run]) -> Iterator[list[Run]]:

@@ -16,10 +16,10 @@ ARITHMETIC = WORK[:3]  # kinds whose work is FLOPs; of the others it is bytes
 
 
 class Compute:
-    """Prices of local work on one device of a cluster."""
+    """Prices of local work on one device of a cluster; ``tf32``: float32 products run on tensor cores."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._device = cluster.device
+    def __init__(self, cluster: Cluster, tf32: bool = False) -> None:
+        self._device, self._tf32 = cluster.device, tf32
 
     @property
     def overhead(self) -> float:
@@ -35,6 +35,7 @@ class Compute:
         """FLOP/s, or B/s, that kernels of a kind with so much ``work`` reach. A dtype without a figure (integers) computes as float32."""
         name = dtype.removeprefix("torch.")
         if kind in ARITHMETIC:
+            name = "tf32" if self._tf32 and name == "float32" else name
             return self._device.peak.get(name, self._device.peak["float32"]) * _at(self._curve(kind, name, operator), work)
         return self._device.memory_bandwidth * _at(self._curve(kind, name, operator), work)
 

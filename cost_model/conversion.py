@@ -1,6 +1,8 @@
 """Seconds to convert a tensor between layouts, forward and backward, by the cheapest path of single-axis steps.
 
-A step's backward is the step between the duals, the other way round, so one table of forward steps prices both. For one tensor all
+A step's backward is the step between the duals, the other way round, so one table of forward steps prices both. Gradients
+of parameters may be summed in another dtype than the rest moves in: where a step sums in the backward, ``summed`` is the bytes of one
+element there. For one tensor all
 pairs of layouts are solved at once (Floyd and Warshall over the legal layouts), since a search asks for nearly all of them.
 """
 
@@ -101,11 +103,13 @@ class Conversions:
         self.sizes = tuple(sizes)
         self.pipeline, *self.axes = axes((stages, *sizes), cluster)
         self._compute = Compute(cluster)
-        self._graphs: dict[tuple[tuple[int, ...], int, bool], _Graph] = {}
+        self._graphs: dict[tuple[tuple[int, ...], int, bool, int], _Graph] = {}
         self._tables: dict[tuple[tuple[bool, ...], int, bool], FloatArray] = {}
-        self._known: dict[tuple[tuple[int, ...], int, bool, Layout, Layout], list[Term]] = {}
+        self._known: dict[tuple[tuple[int, ...], int, bool, Layout, Layout, int | None], list[Term]] = {}
 
-    def matrix(self, shape: Sequence[int], itemsize: int, differentiable: bool, layouts: Sequence[Layout]) -> FloatArray:
+    def matrix(
+        self, shape: Sequence[int], itemsize: int, differentiable: bool, layouts: Sequence[Layout], summed: int | None = None
+    ) -> FloatArray:
         """Seconds of the cheapest conversion between each two of ``layouts``, as [from, to].
 
         Args:
@@ -113,17 +117,20 @@ class Conversions:
             itemsize: bytes of one element.
             differentiable: whether it has a gradient, whose conversion is then part of the price.
             layouts: the rows and columns. Paths may pass through any other legal layout.
+            summed: bytes of one element where the gradient is summed; ``itemsize`` unless given.
 
         Raises:
             PlanError: a layout that the shape does not allow.
         """
-        graph = self._graph(shape, itemsize, differentiable)
+        graph = self._graph(shape, itemsize, differentiable, summed)
         positions = [graph.position(layout) for layout in layouts]
         return graph.distance[np.ix_(positions, positions)]
 
-    def path(self, shape: Sequence[int], itemsize: int, differentiable: bool, src: Layout, dst: Layout) -> tuple[Step, ...]:
+    def path(
+        self, shape: Sequence[int], itemsize: int, differentiable: bool, src: Layout, dst: Layout, summed: int | None = None
+    ) -> tuple[Step, ...]:
         """The steps (axis, from, to) of the cheapest conversion; of equally cheap ones the shortest, then the earliest axis first."""
-        graph = self._graph(shape, itemsize, differentiable)
+        graph = self._graph(shape, itemsize, differentiable, summed)
         at, end = graph.position(src), graph.position(dst)
         steps: list[Step] = []
         while at != end:
@@ -134,23 +141,28 @@ class Conversions:
             at = following
         return tuple(steps)
 
-    def terms(self, shape: Sequence[int], itemsize: int, differentiable: bool, src: Layout, dst: Layout) -> list[Term]:
+    def terms(
+        self, shape: Sequence[int], itemsize: int, differentiable: bool, src: Layout, dst: Layout, summed: int | None = None
+    ) -> list[Term]:
         """The parts of the price of :meth:`path`, in the order they run; each of the steps costs STEP besides."""
-        key = tuple(shape), itemsize, differentiable, src, dst
+        key = tuple(shape), itemsize, differentiable, src, dst, summed
         if key not in self._known:
             self._known[key] = self._along(*key)
         return self._known[key]
 
-    def _along(self, shape: tuple[int, ...], itemsize: int, differentiable: bool, src: Layout, dst: Layout) -> list[Term]:
+    def _along(
+        self, shape: tuple[int, ...], itemsize: int, differentiable: bool, src: Layout, dst: Layout, summed: int | None
+    ) -> list[Term]:
         forward: list[Term] = []
         backward: list[Term] = []
         layout = src
         leading = _leading(shape)
-        for axis, before, after in self.path(shape, itemsize, differentiable, src, dst):
+        for axis, before, after in self.path(shape, itemsize, differentiable, src, dst, summed):
             nbytes = float(self._bytes(shape, itemsize, [layout], axis)[0])
             forward += self._terms(before, after, axis, nbytes, leading, "forward")
             if differentiable:
-                backward = self._terms(after.dual, before.dual, axis, nbytes, leading, "backward") + backward
+                back = float(self._bytes(shape, summed or itemsize, [layout], axis)[0]) if after is R else nbytes
+                backward = self._terms(after.dual, before.dual, axis, back, leading, "backward") + backward
             layout = (*layout[:axis], after, *layout[axis + 1 :])
         return forward + backward
 
@@ -169,13 +181,13 @@ class Conversions:
         parts: FloatArray = np.divide(math.prod(shape) * itemsize, cuts.prod(axis=1))
         return parts
 
-    def _graph(self, shape: Sequence[int], itemsize: int, differentiable: bool) -> _Graph:
-        key = tuple(shape), itemsize, differentiable
+    def _graph(self, shape: Sequence[int], itemsize: int, differentiable: bool, summed: int | None) -> _Graph:
+        key = tuple(shape), itemsize, differentiable, summed or itemsize
         if key not in self._graphs:
             self._graphs[key] = self._build(*key)
         return self._graphs[key]
 
-    def _build(self, shape: tuple[int, ...], itemsize: int, differentiable: bool) -> _Graph:
+    def _build(self, shape: tuple[int, ...], itemsize: int, differentiable: bool, summed: int) -> _Graph:
         types = (I, R, P, *map(S, range(len(shape))))
         states = [state for state in itertools.product(types, repeat=len(self.sizes)) if legal(shape, state, self.sizes)]
         order = {t: i for i, t in enumerate(types)}
@@ -186,6 +198,10 @@ class Conversions:
             table = self._table(_leading(shape), axis, differentiable)
             nbytes = self._bytes(shape, itemsize, states, axis)
             price = np.einsum("stk,ks->st", table[numbers[:, axis]], self._prices(nbytes, axis)) + STEP
+            if differentiable and summed != itemsize:  # the gradient of R is a pending sum
+                sums = (table - self._table(_leading(shape), axis, False))[numbers[:, axis], order[R]]
+                more = self._prices(nbytes * summed / itemsize, axis) - self._prices(nbytes, axis)
+                price[:, order[R]] += np.einsum("sk,ks->s", sums, more)
             to.append(following)
             costs.append(np.where(possible, price, np.inf))
         return _Graph(states, np.concatenate(to, axis=1), np.concatenate(costs, axis=1))

@@ -23,6 +23,7 @@ from autopar.passes.functionalise import functionalise
 from autopar.passes.inline import drop_checks, inline_regions, stop_gradients
 from autopar.passes.linears import linears
 from autopar.passes.losses import losses
+from autopar.passes.mixed_precision import mixed_precision
 from autopar.passes.normal_form import normal_form
 from autopar.passes.simplify import simplify, split_to_slices
 from autopar.rules.registry import operator_name
@@ -45,6 +46,9 @@ def canonicalise(captured: Captured) -> Captured:
     written = functionalise(graph, trainable, _scalars(captured))  # before anything drops views or copies
     updates, notes = _return_updates(captured, written)
     stop_gradients(graph, trainable)
+    notes += mixed_precision(
+        captured, written
+    )  # before simplify and losses: they drop casts that are none, and know a loss by its operands
     simplify(graph, trainable)  # before linears and losses, which look for reshapes next to each other
     constants(graph)  # after simplify, which leaves index ranges short
     linears(graph)
@@ -53,7 +57,7 @@ def canonicalise(captured: Captured) -> Captured:
     eliminate_dead_code(graph, keep=_updates_statistics)
     _verify(graph)
     inputs = _drop_unused_state(captured)
-    done = replace(captured, graph=_numbered(graph), inputs=inputs, updates=updates, notes=(*captured.notes, *notes))
+    done = replace(captured, graph=_numbered(graph), inputs=inputs, updates=updates, notes=(*captured.notes, *notes), stored={})
     return replace(done, fingerprint=_fingerprint(done))
 
 
@@ -140,7 +144,8 @@ def _fingerprint(captured: Captured) -> str:
     entries = {i.name: i.target for i in captured.inputs if i.kind != "input"}
     for n in captured.graph.nodes:
         if n.op == "placeholder" and n.name in entries:
-            digest.update(f"{n.name} {entries[n.name]} {captured.state[entries[n.name]].requires_grad}\n".encode())
+            trained, stored = captured.state[entries[n.name]].requires_grad, n.meta.get("stored")
+            digest.update(f"{n.name} {entries[n.name]} {trained}{f' {stored}' if stored else ''}\n".encode())
         value = n.meta.get("val")
         target = n.target if isinstance(n.target, (str, torch._ops.OpOverload)) else operator_name(n.target)
         kwargs = {k: v for k, v in n.kwargs.items() if k != "device"}  # a plan made on meta is for any device

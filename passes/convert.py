@@ -5,12 +5,14 @@ Consumers that want the same layout, or layouts on the way to it, share the step
 
 from __future__ import annotations
 
+import torch
 import torch.fx as fx
 
 from autopar.errors import PlanError
 from autopar.graph import operands, set_operand
 from autopar.layout import I, Layout, P, parse_type, show
 from autopar.plan import Plan, Step
+from autopar.precision import dtype_of
 from autopar.runtime.collectives import redistribute
 
 
@@ -59,12 +61,18 @@ class _Converter:
             key = (tensor, tuple(steps[: i + 1]))
             if key not in self.made:
                 with self.graph.inserting_after(self._last(current)):
-                    node = self.graph.call_function(redistribute, (current, self.mesh, axis, src, dst))
+                    node = self.graph.call_function(redistribute, (current, self.mesh, axis, src, dst, *self._summed_in(tensor, dst)))
                 kept = {k: v for k, v in tensor.meta.items() if k not in ("plan", "plan_name")}  # those are of the operator
                 node.meta = {**kept, "layout": tuple(layout), "consumer": consumer}
                 self.made[key] = node
             current = self.made[key]
         return current
+
+    def _summed_in(self, tensor: fx.Node, dst: str) -> tuple[torch.dtype, ...]:
+        """Where the gradient of a parameter is a pending sum: the dtype that the plan wants it summed in, if it is not its own."""
+        dtype, own = dtype_of(self.plan.reduce_dtype), tensor.meta["val"].dtype
+        sums = tensor.op == "placeholder" and own.is_floating_point and dst == "R"
+        return (dtype,) if sums and dtype not in (None, own) else ()  # type: ignore[return-value]
 
     @staticmethod
     def _last(node: fx.Node) -> fx.Node:

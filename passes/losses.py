@@ -132,3 +132,5 @@ _RULES: dict[Any, Any] = {
         _elementwise,
     ),
 }
+
+LOSSES = frozenset(_RULES)

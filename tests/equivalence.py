@@ -139,19 +139,20 @@ def worst(errors: dict[str, float]) -> tuple[float, str]:
 def traced_once() -> Iterator[None]:
     """Within, the one model is traced once for each number of microbatches: that takes longer than all the rest of a test."""
     trace, in_parts = autopar.planner._trace, autopar.planner._in_parts
-    traced: dict[int, Any] = {}
-    known: dict[int, Any] = {}
+    traced: dict[Any, Any] = {}
+    known: dict[Any, Any] = {}
 
-    def once(model: Any, sample: Any, loss_fn: Any) -> Any:
-        size = autopar.planner.batch_size(sample)
-        if size not in traced:
-            traced[size] = trace(model, sample, loss_fn)
-        return traced[size]
+    def once(model: Any, sample: Any, loss_fn: Any, precision: str | None) -> Any:
+        key = autopar.planner.batch_size(sample), precision
+        if key not in traced:
+            traced[key] = trace(model, sample, loss_fn, precision)
+        return traced[key]
 
-    def cached(whole: Any, model: Any, sample: Any, loss_fn: Any, microbatches: int) -> Any:
-        if microbatches not in known:
-            known[microbatches] = in_parts(whole, model, sample, loss_fn, microbatches)
-        return known[microbatches]
+    def cached(whole: Any, model: Any, sample: Any, loss_fn: Any, microbatches: int, precision: str | None) -> Any:
+        key = microbatches, precision
+        if key not in known:
+            known[key] = in_parts(whole, model, sample, loss_fn, microbatches, precision)
+        return known[key]
 
     with (
         mock.patch.object(autopar.planner, "_trace", once),

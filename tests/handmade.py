@@ -159,7 +159,9 @@ def build(case: str, microbatches: int = 1, *, seed: int = 0, whole: bool = Fals
     for axis in data:
         degree *= sizes[axis]
     layouts = {name: ParameterPlan(*(parse(text) for text in pair)) for name, pair in parameters.items()}
-    plan = SimpleNamespace(mesh_sizes=sizes, microbatches=microbatches, data_degree=degree, parameters=layouts, world_size=4)
+    plan = SimpleNamespace(
+        mesh_sizes=sizes, microbatches=microbatches, data_degree=degree, parameters=layouts, world_size=4, precision=None, reduce_dtype=None
+    )
     cut: Layout = parse(" ".join("S0" if axis in data else "I" for axis in range(len(sizes))))
     gathered = parse(" ".join("R" if axis in data else "I" for axis in range(len(sizes))))
     lowered = SimpleNamespace(

@@ -51,15 +51,19 @@ def moves(layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> lis
     return result
 
 
-def graph(conversions: Conversions, shape: tuple[int, ...], itemsize: int, differentiable: bool, step: float = STEP) -> nx.DiGraph:
+def graph(
+    conversions: Conversions, shape: tuple[int, ...], itemsize: int, differentiable: bool, step: float = STEP, summed: int | None = None
+) -> nx.DiGraph:
     sizes = conversions.sizes
     result = nx.DiGraph()
     for layout in layouts(shape, sizes):
         for axis, target, after in moves(layout, shape, sizes):
             whole = (*layout[:axis], I, *layout[axis + 1 :])
-            nbytes = float(math.prod(local_shape(shape, whole, sizes)) * itemsize)
-            used = STEPS[layout[axis].kind, target.kind][: 1 + differentiable]
-            price = step + sum(seconds(kind, nbytes, conversions.axes[axis]) for kind in used if kind)
+            elements = math.prod(local_shape(shape, whole, sizes))
+            sums = target is R  # its gradient is a pending sum
+            bytes_each = (itemsize, summed if summed and sums else itemsize)[: 1 + differentiable]
+            used = zip(STEPS[layout[axis].kind, target.kind], bytes_each, strict=False)
+            price = step + sum(seconds(kind, float(elements * n), conversions.axes[axis]) for kind, n in used if kind)
             result.add_edge(layout, after, weight=price)
     return result
 
@@ -95,6 +99,25 @@ def test_paths_are_legal_and_cost_what_the_matrix_says(sizes: tuple[int, ...], s
         terms = conversions.terms(shape, 4, differentiable, states[i], states[j])
         assert sum(term.seconds for term in terms) + len(path) * STEP == pytest.approx(prices[i, j], rel=1e-9, abs=0)
         assert differentiable or all(term.phase == "forward" for term in terms)
+
+
+@pytest.mark.parametrize("summed", [4, 1])
+@pytest.mark.parametrize(("sizes", "shape"), CASES[:4])
+def test_a_gradient_summed_in_another_dtype(sizes: tuple[int, ...], shape: tuple[int, ...], summed: int) -> None:
+    conversions = Conversions(sizes, NO_COPIES)
+    states = layouts(shape, sizes)
+    found = conversions.matrix(shape, 2, True, states, summed)
+    distances = dict(nx.all_pairs_dijkstra_path_length(graph(conversions, shape, 2, True, summed=summed)))
+    expected = np.array([[distances[src][dst] for dst in states] for src in states])
+    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=0)
+    np.testing.assert_array_equal(conversions.matrix(shape, 2, True, states, 2), conversions.matrix(shape, 2, True, states))
+    conversions = Conversions(sizes, H100)  # with copies
+    prices = conversions.matrix(shape, 2, True, states, summed)
+    pairs = list(itertools.product(range(len(states)), repeat=2))
+    for i, j in random.Random(0).sample(pairs, min(200, len(pairs))):
+        steps = len(conversions.path(shape, 2, True, states[i], states[j], summed))
+        terms = conversions.terms(shape, 2, True, states[i], states[j], summed)
+        assert sum(term.seconds for term in terms) + steps * STEP == pytest.approx(prices[i, j], rel=1e-9, abs=0)
 
 
 def test_of_equally_cheap_paths_the_shortest() -> None:

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autopar.errors import RunError
+from autopar.runtime.agree import same_on_all_ranks
 from autopar.runtime.loss import PendingLoss, total
 from autopar.runtime.mesh import Mesh
-from autopar.runtime.program import same_on_all_ranks
 
 # torch saves no AdamW state for a parameter that never had a gradient, and asks for it when loading.
 _PARTIAL = partial(DefaultLoadPlanner, allow_partial_load=True)

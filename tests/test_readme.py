@@ -20,7 +20,6 @@ from autopar.search.options import Options
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PLAN, TRAIN, CONSTRAIN, CUT, SWEEP = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-UNAVAILABLE = {"precision"}  # it exists to say that it cannot be planned yet
 
 
 def first_column(header: str) -> list[str]:
@@ -101,7 +100,7 @@ def test_demo_matches_one_process() -> None:
 def test_options_are_the_ones_there_are() -> None:
     own = set(inspect.signature(autopar.plan).parameters) - {"model", "sample_input", "world_size", "options"}
     searched = {field.name for field in dataclasses.fields(Options)} - {"world_size"}
-    assert set(first_column("option")) == (own | searched) - UNAVAILABLE
+    assert set(first_column("option")) == own | searched
 
 
 def test_errors_are_the_ones_there_are() -> None:

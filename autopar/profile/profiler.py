@@ -277,6 +277,6 @@ def _curves(points: dict[tuple[str, str, str], list[tuple[float, float]]], peak:
         kind = next(k for o, d, k in points if name in (f"{o}.{d}", f"{k}.{d}", k))
         top = peak[name.rpartition(".")[2] if "." in name else "float32"] if kind in ARITHMETIC else bandwidth
         works = sorted(by_work)
-        seconds = accumulate((statistics.geometric_mean(by_work[w]) for w in works), max)  # more work takes no less time
-        curves[name] = tuple((w, float(f"{min(w / s / top, MOST_EFFICIENT):.4g}")) for w, s in zip(works, seconds, strict=True))
+        taken = accumulate((statistics.geometric_mean(by_work[w]) for w in works), max)  # more work takes no less time
+        curves[name] = tuple((w, float(f"{min(w / s / top, MOST_EFFICIENT):.4g}")) for w, s in zip(works, taken, strict=True))
     return curves

@@ -27,7 +27,8 @@ def timed(call: Callable[[], Any], device: torch.device, budget: float) -> Timin
         call()
     once = reading(call, 1, device)
     several = max(1, min(1000, round(LEAST / max(once, 1e-7))))
-    readings, end = [], time.perf_counter() + budget
+    readings: list[float] = []
+    end = time.perf_counter() + budget
     while len(readings) < READINGS or (time.perf_counter() < end and len(readings) < 200):
         readings.append(reading(call, several, device))
     return summary(readings)

@@ -89,9 +89,7 @@ def _here(found: Found, places: dict[fx.Node, int]) -> dict[int, list[fx.Node]]:
 
 def _path(found: Found, node: fx.Node, source: Layout, target: Layout) -> list[Term]:
     """The terms of a conversion, with what its steps cost besides as a copy of nothing."""
-    value = node.meta["val"]
-    if source == target or not isinstance(value, torch.Tensor):
+    if source == target or not isinstance(node.meta["val"], torch.Tensor):
         return []
-    tensor = (tuple(value.shape), value.dtype.itemsize, found.costs.differentiable(node), source, target)
-    steps = len(found.costs.conversion.path(*tensor))
-    return [*found.costs.conversion.terms(*tensor), Term("copy", -1, 0.0, steps * STEP, "forward")]
+    steps = len(found.costs.path(node, source, target))
+    return [*found.costs.terms(node, source, target), Term("copy", -1, 0.0, steps * STEP, "forward")]

@@ -35,9 +35,16 @@ def _header(plan: Plan) -> str:
         f"{plan.world_size} device{'s' * (plan.world_size > 1)} of {plan.cluster}, {where}",
         _batch(plan, facts.get("samples")),
         schedule(plan),
+        _precision(plan),
         f"predicted: {seconds(plan.step_time)} a step, {nbytes(max(plan.peak_memory))} a device; {_gap(plan)}",
     ]
     return "\n".join(line for raw in lines for line in textwrap.wrap(raw, WIDTH))
+
+
+def _precision(plan: Plan) -> str:
+    computed = f"computed in {plan.precision}" if plan.precision else ""
+    summed = f"gradients summed over ranks in {plan.reduce_dtype}" if plan.reduce_dtype else ""
+    return ", ".join(part for part in (computed, summed) if part)
 
 
 def _batch(plan: Plan, samples: int | None) -> str:

@@ -1,7 +1,8 @@
-"""Steps that all ranks take together: where one fails, all end with an error and none waits for the others."""
+"""What all ranks do together: where one fails, or has something else, all end with an error and none waits for the others."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -30,3 +31,16 @@ def together(what: str, work: Callable[[], T]) -> T:
         if error is not None:
             raise RunError(f"{what} failed on rank {rank} of {len(told)}: {error}")
     return result
+
+
+def same_on_all_ranks(fingerprint: str, what: str, group: dist.ProcessGroup | None = None) -> None:
+    """Raises :class:`RunError`, on every rank, unless all ranks of ``group`` (free: all) give the same ``fingerprint`` of ``what``."""
+    digest = hashlib.sha256(fingerprint.encode()).hexdigest()
+    digests: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(digests, digest, group=group)
+    unlike = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if unlike:
+        raise RunError(
+            f"{what} is not the same on all ranks: rank {', '.join(map(str, unlike))} of {len(digests)} differ from rank 0; "
+            "build the same model with the same seed-independent options everywhere, or save the plan on one rank and load it on the others"
+        )

@@ -22,29 +22,30 @@ _functional = torch.ops._c10d_functional
 _wait = _functional.wait_tensor
 
 
-def redistribute(x: torch.Tensor, mesh: Mesh, axis: int, src: str, dst: str) -> torch.Tensor:
+def redistribute(x: torch.Tensor, mesh: Mesh, axis: int, src: str, dst: str, summed_in: torch.dtype | None = None) -> torch.Tensor:
     """``x``, of type ``src`` along mesh ``axis``, converted to type ``dst``.
 
     ``src`` and ``dst`` are ``"I"``, ``"R"``, ``"P"`` or ``"S<dim>"``. Integer and boolean tensors convert too, but are never P when
-    boolean. Where data moves the result is contiguous and has memory of its own; otherwise it is ``x`` itself.
+    boolean. Where data moves the result is contiguous and has memory of its own; otherwise it is ``x`` itself. ``summed_in``: the dtype
+    in which its gradient is converted (free: the gradient's own).
     Raises :class:`RunError` for a pair that has no conversion and for a dim that does not divide.
     """
     if src == dst or mesh.sizes[axis] == 1:
         return x
     if torch.is_grad_enabled() and x.requires_grad:
-        return _Redistribute.apply(x, mesh, axis, src, dst)
+        return _Redistribute.apply(x, mesh, axis, src, dst, summed_in)
     return _move(x, mesh, axis, src, dst)
 
 
 class _Redistribute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mesh: Mesh, axis: int, src: str, dst: str) -> torch.Tensor:
-        ctx.conversion = mesh, axis, _dual(dst), _dual(src)
+    def forward(ctx: Any, x: torch.Tensor, mesh: Mesh, axis: int, src: str, dst: str, summed_in: torch.dtype | None) -> torch.Tensor:
+        ctx.conversion, ctx.summed_in = (mesh, axis, _dual(dst), _dual(src)), summed_in
         return _move(x, mesh, axis, src, dst)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        return redistribute(grad, *ctx.conversion), None, None, None, None
+        return redistribute(grad.to(ctx.summed_in or grad.dtype), *ctx.conversion).to(grad.dtype), None, None, None, None, None
 
 
 @cache

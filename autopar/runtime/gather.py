@@ -1,4 +1,5 @@
-"""Parameters that lie cut between steps and whole during one (ZeRO): gathered into their leaves when a step starts, let go after it."""
+"""Parameters that lie otherwise between steps than during one: cast to the dtype of the graph, and gathered where they are cut (ZeRO),
+into their leaves when a step starts, let go after it."""
 
 from __future__ import annotations
 
@@ -57,14 +58,16 @@ def buckets(weights: Iterable[Weight], key: Callable[[Weight], Hashable], limit_
 
 
 class Gather:
-    """The parameters among ``weights`` whose leaf is larger than what is stored.
+    """The parameters among ``weights`` whose leaf is another tensor than what is stored.
 
-    Between :meth:`open` and :meth:`close` their leaves hold the whole value; outside they hold nothing.
+    Between :meth:`open` and :meth:`close` their leaves hold the whole value, in the dtype of the graph; outside they hold nothing.
     """
 
     def __init__(self, weights: Iterable[Weight], mesh: Mesh, bucket_bytes: int = BUCKET_BYTES) -> None:
         self._mesh = mesh
-        self._buckets = buckets((w for w in weights if w.gathered), lambda w: (w.gathered, w.local.dtype), bucket_bytes)
+        copied = [w for w in weights if w.copied]
+        self._cast = [w for w in copied if not w.gathered]
+        self._buckets = buckets((w for w in copied if w.gathered), lambda w: (w.gathered, w.leaf.dtype), bucket_bytes)
         for bucket in self._buckets:
             mesh.axes_group(bucket[0].gathered)  # made while all ranks are here
         self.is_open = False
@@ -73,6 +76,8 @@ class Gather:
     def open(self) -> None:
         """Gathers the current values."""
         flights = [self._launch(bucket) for bucket in self._buckets]
+        for weight in self._cast:
+            weight.leaf.data = weight.local.to(weight.leaf.dtype)
         for bucket, flight in zip(self._buckets, flights, strict=True):
             sizes = [self._mesh.sizes[axis] for axis in bucket[0].gathered]
             whole = _functional.wait_tensor(flight).view(math.prod(sizes), -1)
@@ -83,13 +88,13 @@ class Gather:
 
     def _launch(self, bucket: list[Weight]) -> torch.Tensor:
         group = self._mesh.axes_group(bucket[0].gathered)
-        flat = torch.cat([weight.local.reshape(-1) for weight in bucket])
+        flat = torch.cat([weight.local.to(weight.leaf.dtype).reshape(-1) for weight in bucket])  # cast first: that much less is sent
         return _functional.all_gather_into_tensor(flat, group.size(), group.group_name)
 
     def close(self) -> None:
         """Lets go of the gathered values; a graph that is kept may open again before its backward."""
-        for bucket in self._buckets:
-            nothing = bucket[0].local.new_empty(0)
+        for bucket in filter(None, (self._cast, *self._buckets)):
+            nothing = bucket[0].leaf.new_empty(0)
             for weight in bucket:
                 weight.leaf.data = nothing
-        self.is_open = not self._buckets
+        self.is_open = not (self._cast or self._buckets)

@@ -13,6 +13,9 @@ I        S(d)     this rank's slice
 ======== ======== =====================================
 
 The loss is the loss of the whole batch on every rank, so gradients are sums and never averages.
+
+Where the graph computes in another dtype than a parameter has, so does its gradient come. Microbatches add up in the parameter's dtype,
+ranks in the one that is asked for, and what is delivered has the parameter's.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ class _Bucket:
     weights: list[Weight]
     scatter: tuple[int, ...]  # axes of a reduce-scatter
     reduce: tuple[int, ...]  # axes of an all-reduce, after it
+    dtype: torch.dtype  # in which it sums
     expected: set[str] = field(default_factory=set)  # parameters that got a gradient in the last round; all of them at first
     missing: set[str] = field(default_factory=set)  # those of them that have none yet in this round
     flat: torch.Tensor | None = None  # what goes into an all-reduce, filled as gradients come
@@ -47,16 +51,16 @@ class _Bucket:
 
     def put(self, weight: Weight) -> None:
         """Moves a gradient into the bucket while it is still in the cache, and frees it for the next ones."""
-        gradient = weight.leaf.grad
+        gradient = weight.gradient
         if gradient is None or gradient.is_sparse or self.scatter or weight.gathered or weight.name not in self.expected:
             return
         if self.flat is None:
             inside = [w for w in self.weights if w.name in self.expected]
-            self.flat = gradient.new_empty(sum(w.leaf.numel() for w in inside))
+            self.flat = gradient.new_empty(sum(w.leaf.numel() for w in inside), dtype=self.dtype)
             pieces = self.flat.split([w.leaf.numel() for w in inside])
             self.places = {w.name: piece.view(w.leaf.shape) for w, piece in zip(inside, pieces, strict=True)}
         self.filled[weight.name] = self.places[weight.name].copy_(gradient)
-        weight.leaf.grad = None
+        weight.drop_gradient()
 
     def clear(self) -> None:
         """Ready for another round."""
@@ -78,7 +82,8 @@ class GradientSync:
     A round is one backward: :meth:`begin`, the backward (whose hooks start the collectives of full buckets, in the same order on all
     ranks), :meth:`finish`, which waits, and :meth:`deliver`, which adds to ``parameter.grad``. :meth:`watch` does all of this for
     whatever backward reaches a tensor. A parameter that got no gradient keeps ``grad`` as it was. Arguments: ``bucket_bytes``, the most
-    that goes into one collective; ``on_start``, ``on_end``, called around a watched backward.
+    that goes into one collective; ``dtype``, in which ranks' gradients are summed (None: as they come); ``on_start``, ``on_end``, called
+    around a watched backward; ``always``, also where no parameter needs anything.
     """
 
     def __init__(
@@ -87,46 +92,55 @@ class GradientSync:
         mesh: Mesh,
         *,
         bucket_bytes: int = BUCKET_BYTES,
+        dtype: torch.dtype | None = None,
+        always: bool = False,
         on_start: Callable[[], None] = lambda: None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        self._mesh, self._on_start, self._on_end = mesh, on_start, on_end
+        self._mesh, self._on_start, self._on_end, self._always = mesh, on_start, on_end, always
         # Where autograd accumulates into the parameter itself there is nothing to do.
         backward_order = [w for w in weights if w.leaf is not w.parameter and (w.leaf.is_floating_point() or w.leaf.is_complex())][::-1]
         self._weights = backward_order
         self._local = [w for w in backward_order if not any(self._communication(w)) and not w.gathered]
         others = [w for w in backward_order if any(self._communication(w)) or w.gathered]
-        grouped = buckets(others, lambda w: (self._communication(w), w.leaf.dtype), bucket_bytes)
-        self._buckets = [_Bucket(group, *self._communication(group[0]), expected={w.name for w in group}) for group in grouped]
-        for bucket in self._buckets:
-            self._prepare(bucket)
+        grouped = buckets(others, lambda w: (self._communication(w), w.leaf.dtype, w.local.dtype), bucket_bytes)
+        self._buckets = [self._bucket(group, dtype) for group in grouped]
+        for weight in self._local:
+            if weight.cast:
+                _on_gradient(weight, Weight.add_up)
         self._armed = False
         self._next = 0
         self._flights: list[_Flight] = []
         self._task = -1
 
-    def _prepare(self, bucket: _Bucket) -> None:
-        for axes in (bucket.scatter, bucket.reduce):
+    def _bucket(self, group: list[Weight], dtype: torch.dtype | None) -> _Bucket:
+        scatter, reduce = self._communication(group[0])
+        own = group[0].leaf.dtype if scatter or reduce else group[0].local.dtype
+        bucket = _Bucket(group, scatter, reduce, dtype if dtype and (scatter or reduce) else own, expected={w.name for w in group})
+        for axes in (scatter, reduce):
             if axes:
                 self._mesh.axes_group(axes)  # made while all ranks are here
-        for weight in bucket.weights:
-            trains = weight.leaf.requires_grad
-            weight.leaf.requires_grad_(True).register_post_accumulate_grad_hook(self._hook(bucket, weight))
-            weight.leaf.requires_grad_(trains)
+        me, its = weakref.ref(self), weakref.ref(bucket)  # the garbage collector does not see a tensor's hooks
 
-    def _hook(self, bucket: _Bucket, weight: Weight) -> Callable[[torch.Tensor], None]:
-        me, its, mine = weakref.ref(self), weakref.ref(bucket), weakref.ref(weight)  # the garbage collector does not see a tensor's hooks
+        def arrived(weight: Weight) -> None:
+            sync, into = me(), its()
+            if sync is not None and into is not None:
+                sync._arrived(into, weight)
 
-        def arrived(_: torch.Tensor) -> None:
-            sync, into, arriving = me(), its(), mine()
-            if sync is not None and into is not None and arriving is not None and sync._armed:
-                if arriving.name in into.missing:
-                    with torch.no_grad():
-                        into.put(arriving)
-                    into.missing.discard(arriving.name)
-                sync._launch_full()
+        for weight in group:
+            _on_gradient(weight, arrived)
+        return bucket
 
-        return arrived
+    def _arrived(self, bucket: _Bucket, weight: Weight) -> None:
+        if weight.cast and (not self._armed or weight.summed is not None):
+            weight.add_up()
+        if not self._armed:
+            return
+        if weight.name in bucket.missing:
+            with torch.no_grad():
+                bucket.put(weight)
+            bucket.missing.discard(weight.name)
+        self._launch_full()
 
     def _communication(self, weight: Weight) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The axes of the reduce-scatter and of the all-reduce."""
@@ -137,8 +151,8 @@ class GradientSync:
 
     @property
     def idle(self) -> bool:
-        """Whether no parameter needs anything."""
-        return not self._buckets and not self._local
+        """Whether there is nothing to do."""
+        return not (self._buckets or self._local or self._always)
 
     def watch(self, output: torch.Tensor) -> None:
         """Begins a round when a backward reaches ``output`` and delivers at its end."""
@@ -165,7 +179,7 @@ class GradientSync:
         """Forgets what a backward that failed has left."""
         self._armed, self._flights = False, []
         for weight in self._weights:
-            weight.leaf.grad = None
+            weight.drop_gradient()
         for bucket in self._buckets:
             bucket.clear()
 
@@ -184,7 +198,7 @@ class GradientSync:
     def _launch(self, bucket: _Bucket) -> None:
         filled, flat = bucket.filled, bucket.flat
         bucket.filled, bucket.flat, bucket.places = {}, None, {}  # from here on it lives as long as the gradients
-        present = [w for w in bucket.weights if w.name in filled or w.leaf.grad is not None]
+        present = [w for w in bucket.weights if w.name in filled or w.gradient is not None]
         if not present:
             return
         if flat is not None and len(filled) == len(present) == len(bucket.expected):  # the usual case
@@ -193,21 +207,21 @@ class GradientSync:
         gradients = [filled[w.name] if w.name in filled else self._take(w) for w in present]
         if bucket.scatter:
             group = self._mesh.axes_group(bucket.scatter)
-            flat = torch.cat([g.reshape(group.size(), -1) for g in gradients], dim=1).view(-1)
+            flat = torch.cat([g.reshape(group.size(), -1) for g in gradients], dim=1).view(-1).to(bucket.dtype)
             flat = _functional.reduce_scatter_tensor(flat, "sum", group.size(), group.group_name)
             self._flights.append(_Flight(present, flat, bucket.reduce))
             return
         flat = gradients[0].reshape(-1) if len(gradients) == 1 else torch.cat([g.reshape(-1) for g in gradients])
-        self._flights.append(_Flight(present, self._all_reduce(flat.contiguous(), bucket.reduce), ()))
+        self._flights.append(_Flight(present, self._all_reduce(flat.contiguous().to(bucket.dtype), bucket.reduce), ()))
 
     def _all_reduce(self, flat: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
         return _functional.all_reduce_(flat, "sum", self._mesh.axes_group(axes).group_name) if axes else flat
 
     def _take(self, weight: Weight) -> torch.Tensor:
         """The leaf's gradient, cut along the axes on which it was gathered: shape (ranks of the reduce-scatter..., *local)."""
-        gradient = weight.leaf.grad
+        gradient = weight.gradient
         assert gradient is not None
-        weight.leaf.grad = None
+        weight.drop_gradient()
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         if not weight.gathered:
@@ -221,7 +235,7 @@ class GradientSync:
 
     @torch.no_grad()
     def finish(self) -> Gradients:
-        """Starts what did not start by itself, waits for all, and returns this rank's part of each gradient."""
+        """Starts what did not start by itself, waits for all, and returns this rank's part of each gradient, in the parameter's dtype."""
         self._armed = False
         for bucket in self._buckets[self._next :]:
             self._launch(bucket)
@@ -230,9 +244,10 @@ class GradientSync:
         for flight in self._flights:
             if flight.reduce:
                 flight.flat = self._all_reduce(_functional.wait_tensor(flight.flat), flight.reduce)
-        gradients = [(w, self._take(w)) for w in self._local if w.leaf.grad is not None]
+        gradients = [(w, self._take(w)) for w in self._local if w.gradient is not None]
         for flight in self._flights:
-            pieces = _functional.wait_tensor(flight.flat).split([w.local.numel() for w in flight.weights])
+            whole = _functional.wait_tensor(flight.flat).to(flight.weights[0].local.dtype)  # a bucket's parameters are of one dtype
+            pieces = whole.split([w.local.numel() for w in flight.weights])
             gradients += [(w, piece.view(w.local.shape)) for w, piece in zip(flight.weights, pieces, strict=True)]
         self._learn()
         self._flights = []
@@ -260,3 +275,16 @@ class GradientSync:
                 old.to_local().add_(value)
             else:
                 old.add_(value)
+
+
+def _on_gradient(weight: Weight, arrived: Callable[[Weight], None]) -> None:
+    """Calls ``arrived`` whenever autograd has added to the leaf's gradient."""
+    mine = weakref.ref(weight)
+
+    def hook(_: torch.Tensor) -> None:
+        if (arriving := mine()) is not None:
+            arrived(arriving)
+
+    trains = weight.leaf.requires_grad
+    weight.leaf.requires_grad_(True).register_post_accumulate_grad_hook(hook)
+    weight.leaf.requires_grad_(trains)

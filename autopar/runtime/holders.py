@@ -80,9 +80,11 @@ def _nearest(name: str, used: Mapping[str, set[int]]) -> int:
 
 
 class Shared:
-    """Parameters among ``weights`` that several pipeline ranks hold: each has one of its own, and all get the sum of the gradients."""
+    """Parameters among ``weights`` that several pipeline ranks hold: each has one of its own, and all get the sum of the gradients, added
+    up in ``dtype`` (None: as they are)."""
 
-    def __init__(self, weights: Mapping[str, Weight], mesh: Mesh, holders: Holders) -> None:
+    def __init__(self, weights: Mapping[str, Weight], mesh: Mesh, holders: Holders, dtype: torch.dtype | None = None) -> None:
+        self._dtype = dtype
         together: dict[tuple[int, ...], list[Weight]] = defaultdict(list)
         for name, weight in weights.items():
             if len(holders.ranks(name)) > 1:
@@ -109,7 +111,8 @@ class Shared:
                     by_dtype[weight.local.dtype].append(weight)
             for trained in by_dtype.values():
                 flat = torch.cat([own.get(w.name, torch.zeros_like(w.local)).reshape(-1) for w in trained])
+                flat = flat.to(self._dtype or flat.dtype)
                 dist.all_reduce(flat, group=group)
-                pieces = flat.split([w.local.numel() for w in trained])
+                pieces = flat.to(trained[0].local.dtype).split([w.local.numel() for w in trained])
                 result += [(w, piece.view(w.local.shape)) for w, piece in zip(trained, pieces, strict=True)]
         return result

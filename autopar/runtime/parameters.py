@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from autopar.errors import RunError
 from autopar.layout import I, Layout, local_shape, movable, show
+from autopar.runtime.collectives import redistribute
 from autopar.runtime.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -32,11 +33,39 @@ class Weight:
     used: Layout
     parameter: nn.Parameter  # a DTensor, or a plain tensor on one device
     local: torch.Tensor  # shares the parameter's memory
-    leaf: torch.Tensor  # shares it too, unless gathered
+    leaf: torch.Tensor  # shares it too, unless it is a copy; has the dtype that the graph computes in
     gathered: tuple[int, ...]  # the mesh axes along which the leaf is put together from the stored parts
     leaf_bytes: int
     version: int = 0  # of the parameter, when last seen
     pipelined: Pipelined | None = None
+    summed: torch.Tensor | None = None  # the gradient of the microbatches so far, in the parameter's dtype, where that is not the leaf's
+
+    @property
+    def cast(self) -> bool:
+        """Whether the graph computes in another dtype than the parameter has."""
+        return self.leaf.dtype != self.local.dtype
+
+    @property
+    def copied(self) -> bool:
+        """Whether the leaf has memory of its own, for the length of a step."""
+        return bool(self.gathered) or self.cast
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """What the backward has left so far."""
+        return self.leaf.grad if self.summed is None else self.summed
+
+    @torch.no_grad()
+    def add_up(self) -> None:
+        """Moves the leaf's gradient to what is summed in the parameter's dtype."""
+        gradient, self.leaf.grad = self.leaf.grad, None
+        if gradient is not None:
+            gradient = gradient.to(self.local.dtype)
+            self.summed = gradient if self.summed is None else self.summed.add_(gradient)
+
+    def drop_gradient(self) -> None:
+        """Forgets what the backward has left."""
+        self.leaf.grad = self.summed = None
 
     def wrap(self, local: torch.Tensor) -> torch.Tensor:
         """``local``, shaped as this rank's part, as what ``parameter.grad`` shall be."""
@@ -55,7 +84,7 @@ class Weight:
         local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
         if local.data_ptr() != self.local.data_ptr():
             self.local = local
-            if not self.gathered:
+            if not self.copied:
                 self.leaf.data = local
         if self.version != parameter._version:
             # A DTensor counts the writes to it, its local tensor does not. Counted, autograd refuses the backward of a graph that saved
@@ -81,6 +110,8 @@ class State:
         self._mesh, self._plan = mesh, plan
         names = [name for name in captured.state if name not in captured.aliases]
         kinds = {i.target: i.kind for i in captured.inputs}
+        placeholders = zip(captured.inputs, captured.graph.find_nodes(op="placeholder"), strict=True)
+        self._computes_in: dict[str, torch.dtype] = {i.target: n.meta["val"].dtype for i, n in placeholders if i.kind == "parameter"}
         # A parameter that the graph does not use has no placeholder.
         parameters = {n for n in names if kinds.get(n) == "parameter" or (n not in kinds and isinstance(captured.state[n], nn.Parameter))}
         self.weights: dict[str, Weight] = {}
@@ -117,11 +148,13 @@ class State:
         placed = local if mesh.size == 1 else distribute(local, stored, mesh)
         parameter = nn.Parameter(placed, requires_grad=trains)
         inside = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
-        if share_leaf and mesh.size == 1:
+        dtype = self._computes_in.get(name, inside.dtype)
+        if share_leaf and mesh.size == 1 and dtype == inside.dtype:
             leaf: torch.Tensor = parameter
         else:
-            leaf = (inside.new_empty(0) if gathered else inside.detach()).requires_grad_(trains)
-        size = local.numel() * local.element_size() * mesh.count(gathered)
+            copied = gathered or dtype != inside.dtype
+            leaf = (inside.new_empty(0, dtype=dtype) if copied else inside.detach()).requires_grad_(trains)
+        size = local.numel() * dtype.itemsize * mesh.count(gathered)
         return Weight(name, stored, used, parameter, inside, leaf, gathered, size)
 
     def _slice(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
@@ -133,6 +166,15 @@ def distribute(local: torch.Tensor, layout: Layout, mesh: Mesh) -> DTensor:
     """This rank's part ``local`` of a tensor in ``layout`` (types I, R and S) as a DTensor."""
     placements = [Shard(t.dim) if t.is_shard else Replicate() for t in layout]
     return DTensor.from_local(local, mesh.device_mesh, placements, run_check=False)
+
+
+def as_dtensor(local: torch.Tensor, layout: Layout, mesh: Mesh) -> torch.Tensor:
+    """A tensor that the graph made, in ``layout`` (any types), as a DTensor."""
+    for axis, t in enumerate(layout):
+        if t.kind == "R":  # a DTensor's gradient is whole on each rank: R would count it once for every rank
+            local = redistribute(local, mesh, axis, "R", "I")
+    placements = [Shard(t.dim) if t.is_shard else Partial() if t.kind == "P" else Replicate() for t in layout]
+    return DTensor.from_local(local, mesh.device_mesh, placements or [Replicate()], run_check=False)
 
 
 def local_part(whole: torch.Tensor, layout: Layout, mesh: Mesh) -> torch.Tensor:

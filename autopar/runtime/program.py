@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import fx, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from autopar.errors import RunError
-from autopar.layout import I, Layout, P, S
+from autopar.layout import I, P, S
+from autopar.precision import dtype_of
 from autopar.runtime import recompute
 from autopar.runtime.clip import attend_clipping
-from autopar.runtime.collectives import redistribute
 from autopar.runtime.gather import Gather
 from autopar.runtime.gradients import GradientSync
 from autopar.runtime.holders import Holders
@@ -24,9 +23,10 @@ from autopar.runtime.mesh import Mesh
 from autopar.runtime.microbatches import Parts, Release
 from autopar.runtime.module_tree import build_tree, copy_tree
 from autopar.runtime.optimizers import attend_steps
-from autopar.runtime.parameters import State, distribute, local_part
+from autopar.runtime.parameters import State, as_dtensor, distribute, local_part
 from autopar.runtime.signature import Results, Signature
 from autopar.runtime.stages import Stages
+from autopar.runtime.tensor_cores import TensorCores
 
 if TYPE_CHECKING:
     from autopar.capture import Captured
@@ -57,6 +57,7 @@ class Compiled(nn.Module):
         keep = holders.of(mesh.pipeline_rank) if holders else None
         self._state = State(captured, plan, mesh, share_leaf=plan.microbatches == 1 and holders is None, keep=keep)
         self._updates = captured.updates
+        self._tensor_cores = TensorCores(plan.precision == "tf32")
         self._elsewhere = {name for name in (*captured.state, *captured.aliases) if self._state.visible(name, captured.aliases) is None}
         self._place(captured, model)
         if model is not None:
@@ -68,7 +69,14 @@ class Compiled(nn.Module):
         self._loss: torch.Tensor | None = None  # the last one's sum, not itself: its graph leads here
         weights = [self._state.weights[name] for name in _first_use(lowered) if name in self._state.weights]
         self._gather = Gather(weights, mesh)
-        self._sync = GradientSync(() if holders else weights, mesh, on_start=self._reopen, on_end=self._settle)  # stages have their own
+        self._sync = GradientSync(
+            () if holders else weights,  # stages have their own
+            mesh,
+            dtype=dtype_of(plan.reduce_dtype),
+            always=self._tensor_cores.wanted,
+            on_start=self._reopen,
+            on_end=self._settle,
+        )
         self._weights = weights
         self._parts = Parts(plan, lowered, self._results.loss) if plan.microbatches > 1 else None
         self._trains = any(tensor.requires_grad for tensor in captured.state.values())
@@ -118,6 +126,10 @@ class Compiled(nn.Module):
         inputs = self._signature.bind(args, kwargs)
         self._mesh.streams.next_step()
         self._settle()
+        with self._tensor_cores:
+            return self._step(inputs)
+
+    def _step(self, inputs: list[torch.Tensor]) -> Any:
         self._refresh()
         self._gather.open()
         if self._stages is not None:
@@ -143,10 +155,11 @@ class Compiled(nn.Module):
             return [torch.stack(values).sum(0) for values in zip(*counts, strict=True)]
 
     def _entire(self, name: str) -> torch.Tensor:
-        """A tensor of the state, whole."""
+        """A tensor of the state, whole, as the graph takes it."""
         if name in self._state.buffers:
             return self._state.buffers[name]
-        parameter = self._state.weights[name].parameter.detach()
+        weight = self._state.weights[name]
+        parameter = weight.parameter.detach().to(weight.leaf.dtype)
         return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
     def _run(self, state: list[torch.Tensor], inputs: list[torch.Tensor], extra: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -221,7 +234,7 @@ class Compiled(nn.Module):
     def _presented(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
         layouts = self._lowered.output_layouts
         return [
-            self._summed(output, self._loss_group) if i == self._results.loss else _as_dtensor(output, layout, self._mesh)
+            self._summed(output, self._loss_group) if i == self._results.loss else as_dtensor(output, layout, self._mesh)
             for i, (output, layout) in enumerate(zip(outputs, layouts, strict=True))
         ]
 
@@ -231,7 +244,8 @@ class Compiled(nn.Module):
         return loss
 
     def _settle(self) -> None:
-        """After a step: nothing is under way, and gathered parameters are let go."""
+        """After a step, also one that failed: nothing is under way, and gathered parameters are let go."""
+        self._tensor_cores.close()
         if self._loss is not None:
             finish(self._loss)
             self._loss = None
@@ -243,6 +257,7 @@ class Compiled(nn.Module):
 
     def _reopen(self) -> None:
         """Before a backward."""
+        self._tensor_cores.open()
         self._refresh()
         if not self._gather.is_open:
             self._gather.open()
@@ -288,24 +303,3 @@ def _first_use(lowered: Lowered) -> list[str]:
     for node in lowered.train.graph.nodes:
         order.update((names[argument], None) for argument in node.all_input_nodes if argument in names)
     return list(order) + [name for name in lowered.state if name not in order]
-
-
-def _as_dtensor(local: torch.Tensor, layout: Layout, mesh: Mesh) -> torch.Tensor:
-    for axis, t in enumerate(layout):
-        if t.kind == "R":  # a DTensor's gradient is whole on each rank: R would count it once for every rank
-            local = redistribute(local, mesh, axis, "R", "I")
-    placements = [Shard(t.dim) if t.is_shard else Partial() if t.kind == "P" else Replicate() for t in layout]
-    return DTensor.from_local(local, mesh.device_mesh, placements or [Replicate()], run_check=False)
-
-
-def same_on_all_ranks(fingerprint: str, what: str, group: dist.ProcessGroup | None = None) -> None:
-    """Raises :class:`RunError`, on every rank, unless all ranks of ``group`` (free: all) give the same ``fingerprint`` of ``what``."""
-    digest = hashlib.sha256(fingerprint.encode()).hexdigest()
-    digests: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(digests, digest, group=group)
-    unlike = [rank for rank, other in enumerate(digests) if other != digests[0]]
-    if unlike:
-        raise RunError(
-            f"{what} is not the same on all ranks: rank {', '.join(map(str, unlike))} of {len(digests)} differ from rank 0; "
-            "build the same model with the same seed-independent options everywhere, or save the plan on one rank and load it on the others"
-        )

@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from autopar.layout import Layout
+from autopar.precision import dtype_of
 from autopar.runtime.collectives import redistribute
 from autopar.runtime.gradients import Gradients, GradientSync
 from autopar.runtime.holders import Holders, Shared
@@ -38,13 +39,14 @@ class Stages:
         self, plan: Plan, lowered: Lowered, mesh: Mesh, weights: Mapping[str, Weight], parts: Parts | None, loss: int, holders: Holders
     ) -> None:
         self._mesh, self._lowered, self._parts, self._loss, self._microbatches = mesh, lowered, parts, loss, plan.microbatches
+        self._reduce_dtype = dtype_of(plan.reduce_dtype)
         self._own = range(mesh.pipeline_rank, len(plan.stages), mesh.pipeline)
         graphs = {i: (lowered.stages[i].train, lowered.stages[i].evaluate) for i in self._own}
         self._programs = {i: tuple(map(_module, pair)) for i, pair in graphs.items()}
         self._makers = {r: i % mesh.pipeline for i, stage in enumerate(lowered.stages) for r in stage.train.results}
         self._syncs = self._divide(weights)
         reached = {lowered.state[i] for stage in lowered.stages for i in stage.train.trained}
-        self._shared = Shared({name: weight for name, weight in weights.items() if name in reached}, mesh, holders)
+        self._shared = Shared({name: weight for name, weight in weights.items() if name in reached}, mesh, holders, self._reduce_dtype)
         pieces = [Part(i, graphs[i][0].received, graphs[i][0].sent) for i in self._own]
         self._pipeline = Pipeline(
             plan.schedule, plan.microbatches, len(plan.stages), pieces, mesh, self._forward, lambda i: self._syncs[i].begin()
@@ -70,7 +72,7 @@ class Stages:
             graph = self._lowered.stages[i].train
             names = [n for n in _first_use(graph, self._lowered.state) if n in weights and n not in taken]
             taken.update(names)
-            syncs[i] = GradientSync([weights[name] for name in names], self._mesh)
+            syncs[i] = GradientSync([weights[name] for name in names], self._mesh, dtype=self._reduce_dtype)
         return syncs
 
     def run(

@@ -107,7 +107,9 @@ class _Checker(Interpreter):
             rules.output(result, typed)
         return result
 
-    def _redistribute(self, x: torch.Tensor, mesh: Mesh, axis: int, src: str, dst: str) -> torch.Tensor:
+    def _redistribute(
+        self, x: torch.Tensor, mesh: Mesh, axis: int, src: str, dst: str, summed_in: torch.dtype | None = None
+    ) -> torch.Tensor:
         source, target, n = parse_type(src), parse_type(dst), mesh.sizes[axis]
         shape = list(x.shape)
         if source.is_shard:

@@ -10,6 +10,7 @@ import torch.fx as fx
 from autopar.analysis import Analysis
 from autopar.layout import Layout
 from autopar.passes.stages import cut_stages
+from autopar.precision import dtype_of
 from autopar.runtime.kernels import send
 from autopar.saved import Saved, saved
 from autopar.search.choices import Choices
@@ -54,7 +55,8 @@ def saved_by(search: Search, analysis: Analysis) -> dict[fx.Node, Saved]:
 
 
 def _costs(search: Search, shape: Shape, analysis: Analysis, kept: dict[fx.Node, Saved]) -> Costs:
-    return Costs(analysis, kept, search.known.conversions(shape.sizes, shape.pipeline), search.compute, search.options.optimizer)
+    conversions, options = search.known.conversions(shape.sizes, shape.pipeline), search.options
+    return Costs(analysis, kept, conversions, search.compute, options.optimizer, dtype_of(options.summed_in), shape.microbatches)
 
 
 class _Assembly:

@@ -24,7 +24,9 @@ def classes(graph: fx.Graph, state: Mapping[str, str], differentiable: Collectio
 
     def kind(node: fx.Node) -> Any:
         value = node.meta.get("val")
-        return (tuple(value.shape), value.dtype, node in differentiable, batch.dim(node)) if isinstance(value, torch.Tensor) else None
+        if not isinstance(value, torch.Tensor):
+            return None
+        return tuple(value.shape), value.dtype, node.meta.get("stored"), node in differentiable, batch.dim(node)
 
     blocks: dict[str, list[fx.Node]] = defaultdict(list)
     pattern: dict[str, str] = {}

@@ -13,6 +13,7 @@ import torch.fx as fx
 
 from autopar.analysis import Analysis
 from autopar.cost_model import Axis, Compute, Conversions, Term, optimizer_traffic, parameter_memory, point_to_point, seconds
+from autopar.cost_model.conversion import Step
 from autopar.graph import slices_of
 from autopar.launches import Launch
 from autopar.layout import Layout
@@ -56,10 +57,18 @@ class Costs:
     """Prices of nodes and conversions on the mesh of one stage."""
 
     def __init__(
-        self, analysis: Analysis, saved: Mapping[fx.Node, Saved], conversions: Conversions, compute: Compute, optimizer: str
+        self,
+        analysis: Analysis,
+        saved: Mapping[fx.Node, Saved],
+        conversions: Conversions,
+        compute: Compute,
+        optimizer: str,
+        summed_in: torch.dtype | None = None,
+        microbatches: int = 1,
     ) -> None:
+        """``summed_in``: in which ranks sum gradients of parameters; None for that in which they are made."""
         self.analysis, self._saved, self.conversion, self.compute = analysis, saved, conversions, compute
-        self.optimizer = optimizer
+        self.optimizer, self._summed_in, self._microbatches = optimizer, summed_in, microbatches
         self.sizes = conversions.sizes
 
     def differentiable(self, node: fx.Node) -> bool:
@@ -80,8 +89,25 @@ class Costs:
             return np.zeros((len(sources), len(targets)))
         both = list(dict.fromkeys([*sources, *targets]))
         place = {layout: i for i, layout in enumerate(both)}
-        matrix = self.conversion.matrix(tuple(value.shape), value.dtype.itemsize, backward and self.differentiable(node), both)
+        differentiable = backward and self.differentiable(node)
+        matrix = self.conversion.matrix(tuple(value.shape), value.dtype.itemsize, differentiable, both, self._summed(node))
         return matrix[np.ix_([place[s] for s in sources], [place[t] for t in targets])]
+
+    def path(self, node: fx.Node, source: Layout, target: Layout) -> tuple[Step, ...]:
+        """The steps that convert ``node``'s tensor."""
+        value = node.meta["val"]
+        return self.conversion.path(tuple(value.shape), value.dtype.itemsize, self.differentiable(node), source, target, self._summed(node))
+
+    def terms(self, node: fx.Node, source: Layout, target: Layout) -> list[Term]:
+        """The parts of the price of that."""
+        value = node.meta["val"]
+        return self.conversion.terms(
+            tuple(value.shape), value.dtype.itemsize, self.differentiable(node), source, target, self._summed(node)
+        )
+
+    def _summed(self, node: fx.Node) -> int | None:
+        """Bytes of one element where ranks sum ``node``'s gradient, if that has a dtype of its own: a parameter's may."""
+        return self._summed_in.itemsize if self._summed_in is not None and node in self.analysis.state else None
 
     def of_node(self, node: fx.Node, rule: Rule | None, choices: Sequence[Strategy | Storage]) -> Prices:
         """The prices of each choice of one node."""
@@ -163,9 +189,7 @@ class Costs:
         They go in buckets: a collective costs its share of one that is full. Gradients go during the last backward, parameters before
         the forward, when there is nothing to hide behind.
         """
-        value = node.meta["val"]
-        terms = self.conversion.terms(tuple(value.shape), value.dtype.itemsize, self.differentiable(node), storage.stored, storage.used)
-        return [replace(t, seconds=self._bucketed(t)) for t in terms]
+        return [replace(t, seconds=self._bucketed(t)) for t in self.terms(node, storage.stored, storage.used)]
 
     def _bucketed(self, term: Term) -> float:
         if term.kind == "copy":
@@ -175,19 +199,31 @@ class Costs:
         return exposed * float(seconds(term.kind, bucket, self.axis(term.axis))) * term.nbytes / bucket
 
     def update(self, node: fx.Node, storage: Storage) -> float:
-        """Seconds of a parameter's optimizer step."""
-        stored = nbytes(node) / self._parts(storage.stored)
-        return float(self.compute.optimizer_seconds(optimizer_traffic(stored, self.optimizer))) if self.differentiable(node) else 0.0
+        """Seconds of a parameter's optimizer step, and of casting it to the dtype that the graph computes in."""
+        elements, dtype = node.meta["val"].numel() / self._parts(storage.stored), _stored(node)
+        traffic = optimizer_traffic(elements * dtype.itemsize, self.optimizer) if self.differentiable(node) else 0.0
+        if dtype != node.meta["val"].dtype:
+            traffic += elements * (dtype.itemsize + node.meta["val"].dtype.itemsize)
+        return float(self.compute.optimizer_seconds(traffic)) if traffic else 0.0
 
     def state_bytes(self, node: fx.Node, storage: Storage) -> dict[str, float]:
         """One rank's bytes of a tensor of the state, by kind."""
-        total, itemsize = float(nbytes(node)), node.meta["val"].dtype.itemsize
-        elements = math.ceil(total / self._parts(storage.stored) / itemsize)
-        kept = parameter_memory(elements, itemsize, self.optimizer, self.differentiable(node))
-        gathered = any(s.is_shard and s is not u for s, u in zip(storage.stored, storage.used, strict=True))
-        used = total / self._parts(storage.used)
-        whole = (2 if self.differentiable(node) else 1) * used if gathered else 0.0
-        return {"parameters": kept.parameters, "gradients": kept.gradients, "optimizer": kept.optimizer, "gathered parameters": whole}
+        elements, trains, stored = node.meta["val"].numel(), self.differentiable(node), _stored(node)
+        kept = parameter_memory(math.ceil(elements / self._parts(storage.stored)), stored.itemsize, self.optimizer, trains)
+        kinds = {"parameters": float(kept.parameters), "gradients": float(kept.gradients), "optimizer": float(kept.optimizer)}
+        used, computed = elements / self._parts(storage.used), node.meta["val"].dtype
+        if any(s.is_shard and s is not u for s, u in zip(storage.stored, storage.used, strict=True)):
+            gradient = stored if self._microbatches > 1 else computed  # microbatches add up in the parameter's dtype
+            kinds["gathered parameters"] = used * (computed.itemsize + trains * gradient.itemsize)
+        elif stored != computed:
+            kinds["compute copies"] = used * computed.itemsize
+        return kinds
+
+
+def _stored(node: fx.Node) -> torch.dtype:
+    """The dtype in which a tensor of the state lies between steps; its node has the one that the graph computes in."""
+    dtype: torch.dtype = node.meta.get("stored", node.meta["val"].dtype)
+    return dtype
 
 
 def nbytes(node: fx.Node) -> int:

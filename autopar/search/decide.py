@@ -46,6 +46,8 @@ def write_down(found: Found, cluster: Cluster, options: Options, timings: dict[s
         pipeline=shape.pipeline,
         schedule=shape.schedule,
         recomputed=recomputed,
+        precision=options.precision,
+        reduce_dtype=options.summed_in,
         notes=tuple(_notes(analysis, shape.microbatches, found.axes)),
         timings=dict(timings),
     )
@@ -128,11 +130,8 @@ def _wanted_layouts(analysis: Analysis, nodes: dict[str, NodePlan]) -> dict[fx.N
 def _conversions(analysis: Analysis, found: Found, nodes: dict[str, NodePlan]) -> dict[str, dict[str, tuple[Step, ...]]]:
     paths: dict[str, dict[str, tuple[Step, ...]]] = {}
     for tensor, layouts in _wanted_layouts(analysis, nodes).items():
-        value = tensor.meta["val"]
         for layout in layouts:
-            steps = found.costs.conversion.path(
-                tuple(value.shape), value.dtype.itemsize, found.costs.differentiable(tensor), nodes[tensor.name].out, layout
-            )
+            steps = found.costs.path(tensor, nodes[tensor.name].out, layout)
             paths.setdefault(tensor.name, {})[show(layout)] = tuple((a, repr(s), repr(t)) for a, s, t in steps)
     return paths
 

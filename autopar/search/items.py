@@ -78,4 +78,4 @@ def _terms(found: Found, node: fx.Node, source: Layout, target: Layout) -> list[
     value = node.meta["val"]
     if source == target or not isinstance(value, torch.Tensor):
         return []
-    return found.costs.conversion.terms(tuple(value.shape), value.dtype.itemsize, found.costs.differentiable(node), source, target)
+    return found.costs.terms(node, source, target)

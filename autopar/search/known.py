@@ -26,7 +26,7 @@ MOST = 32  # of each kind: of a large graph one may take megabytes
 SOLUTIONS = 1024
 
 Value = TypeVar("Value")
-Work = dict[tuple[str, str], np.ndarray]  # by kind and dtype: [FLOPs or bytes, kernel]
+Work = dict[tuple[str, str, str], np.ndarray]  # by operator, kind and dtype: [FLOPs or bytes, kernel]
 
 
 class Recent(Generic[Value]):
@@ -56,13 +56,13 @@ class Cut:
 
 
 class Known:
-    """Of one captured graph, whose batch stands for a microbatch of any size, on one cluster."""
+    """Of one captured graph, whose batch stands for a microbatch of any size, on one cluster; ``tf32`` as for :class:`Compute`."""
 
-    def __init__(self, analysis: Analysis, cluster: Cluster) -> None:
+    def __init__(self, analysis: Analysis, cluster: Cluster, tf32: bool = False) -> None:
         self.analysis, self.cluster = analysis, cluster
         self.representative = representatives(analysis)
         self.nodes = [n for n in analysis.graph.nodes if self.representative[n] is n]
-        self.autograd, self.compute = Autograd(cluster.device.kind), Compute(cluster)
+        self.autograd, self.compute = Autograd(cluster.device.kind), Compute(cluster, tf32)
         self.work, self.cuts = Recent[Work](), Recent[Cut]()
         self.problems, self.solutions = Recent[Problem](), Recent[Solution](SOLUTIONS)
         self._saved, self._units, self._conversions = Recent[dict[fx.Node, Saved]](), Recent[Units](), Recent[Conversions]()

@@ -11,10 +11,10 @@ from typing import Any
 
 from autopar.errors import PlanError
 from autopar.plan import SCHEDULES
+from autopar.precision import COMPUTE, REDUCE, summed_in
 from autopar.search.recompute import MODES as MODES_OF_RECOMPUTING
 
 MODES = ("1d",)
-LATER = {"precision": "mixed precision (convert the model itself: model.to(torch.bfloat16))"}
 LARGE = 16  # ranks of a stage from which on its mesh is searched with axes that split samples, and axes that split anything else
 
 
@@ -54,6 +54,11 @@ class Options:
         recompute: "none" keeps all that the backward needs, "full" only what leaves each repeated block, "auto" what is worth its memory.
         zero: 0 keeps parameters whole, 1 or 2 shards storage, gradients and optimizer state over data-parallel ranks, 3 also gathers
             parameters where they are used, and again in the backward where they are not kept.
+        precision: the dtype that the graph computes in: "bf16", "fp16", "fp32", or "tf32" (float32 whose matrix products may round their
+            operands on tensor cores). Parameters, optimizer state and checkpoints keep the model's dtype; the loss is computed in
+            float32. None computes in the model's dtypes.
+        reduce_dtype: in what gradients of parameters are summed over ranks: "fp32" (what None means under "bf16" and "fp16"), "bf16" or
+            "fp16"; None otherwise sums them as they were computed.
         optimizer: "adamw", "adam", "sgd" or "sgd-momentum", for its memory.
         constraints: layouts by pattern of a parameter's name or a module's path: ``{"*.mlp.up_proj.weight": "I S0"}``.
         time_limit: seconds for one solve.
@@ -68,15 +73,16 @@ class Options:
     recompute: str = "auto"
     zero: int | None = None
     precision: str | None = None
+    reduce_dtype: str | None = None
     optimizer: str = "adamw"
     constraints: Mapping[str, str] = field(default_factory=dict)
     time_limit: float = 60.0
 
     def __post_init__(self) -> None:
         _whole("world_size", self.world_size, "the number of ranks")
-        for name, what in LATER.items():
-            if getattr(self, name) is not None:
-                raise PlanError(f"{name}={getattr(self, name)!r}: {what} cannot be planned yet; leave {name} out")
+        for name, known in (("precision", COMPUTE), ("reduce_dtype", REDUCE)):
+            if (value := getattr(self, name)) is not None and not (isinstance(value, str) and value in known):
+                raise PlanError(f"{name}={value!r}: give one of {', '.join(known)}, or leave it out")
         if self.recompute not in MODES_OF_RECOMPUTING:
             raise PlanError(f"recompute={self.recompute!r}: give one of {', '.join(MODES_OF_RECOMPUTING)}")
         if self.schedule is not None and self.schedule not in SCHEDULES:
@@ -95,6 +101,11 @@ class Options:
                 raise PlanError(f"{name}={getattr(self, name)!r}: give a dict, for example {name}={example}")
         if self.parallel is not None and self.mesh is not None:
             raise PlanError("parallel= and mesh= both fix the mesh: give one of them")
+
+    @property
+    def summed_in(self) -> str | None:
+        """The name of the dtype in which gradients are summed over ranks; None for that in which they are made."""
+        return summed_in(self.precision, self.reduce_dtype)
 
     @property
     def pipeline(self) -> Pipeline | None:

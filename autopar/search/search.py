@@ -15,6 +15,7 @@ import torch.fx as fx
 from autopar.analysis import Analysis
 from autopar.cost_model import Cluster, Conversions
 from autopar.plan import EXACT_AXES
+from autopar.precision import dtype_of
 from autopar.saved import saved
 from autopar.search.budget import Prices
 from autopar.search.choices import Choices
@@ -60,19 +61,21 @@ class Search:
         self.units = self.known.units(cuts)
         self.recompute = Recompute(options.recompute)
         # What problems depend on beside the mesh and the microbatch.
-        self._asked = options.zero, options.recompute, options.optimizer, tuple(options.constraints.items())
+        self._asked = options.zero, options.recompute, options.optimizer, options.summed_in, tuple(options.constraints.items())
         self._prices: dict[tuple, Prices] = {}
         self.spent("blocks", start)
 
     def problem(self, shape: Shape, samples: int) -> Problem:
         """Sharding and recomputation on the mesh of ``shape``, for a microbatch of ``samples``."""
-        return self.known.problems.of((self._asked, shape.pipeline, shape.axes, samples), lambda: self._build(shape, samples))
+        # The gradients of several microbatches are added up, which takes memory.
+        key = self._asked, shape.pipeline, shape.axes, samples, shape.microbatches > 1
+        return self.known.problems.of(key, lambda: self._build(shape, samples))
 
     def _build(self, shape: Shape, samples: int) -> Problem:
-        start, analysis = time.perf_counter(), self.analysis
+        start, analysis, options = time.perf_counter(), self.analysis, self.options
         with resized(analysis, samples, self.nodes):
-            conversions = self.known.conversions(shape.sizes, shape.pipeline)
-            costs = Costs(analysis, self.known.saved(samples), conversions, self.compute, self.options.optimizer)
+            conversions, kept = self.known.conversions(shape.sizes, shape.pipeline), self.known.saved(samples)
+            costs = Costs(analysis, kept, conversions, self.compute, options.optimizer, dtype_of(options.summed_in), shape.microbatches)
             choices = self.choices.on(shape.axes)
             start = self.spent("strategies", start)
             problem = build(analysis.graph, self.representative, choices, analysis.rules, costs, self.recompute)
