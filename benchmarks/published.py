@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
-
 @dataclass(frozen=True)
 class Run:
     """One measured run of a GPT; ``seconds`` a step."""
