@@ -1,9 +1,8 @@
 """Seconds to convert a tensor between layouts, forward and backward, by the cheapest path of single-axis steps.
 
-A step's backward is the step between the duals, the other way round, so one table of forward steps prices both. Gradients
-of parameters may be summed in another dtype than the rest moves in: where a step sums in the backward, ``summed`` is the bytes of one
-element there. For one tensor all
-pairs of layouts are solved at once (Floyd and Warshall over the legal layouts), since a search asks for nearly all of them.
+A step's backward is the step between the duals, the other way round, so one table of forward steps prices both. Gradients of parameters may
+be summed in another dtype than the rest moves in: ``summed`` is the bytes of one element where a step sums in the backward. For one tensor
+all pairs of layouts are solved at once (Floyd and Warshall over the legal layouts), since a search asks for nearly all of them.
 """
 
 from __future__ import annotations
