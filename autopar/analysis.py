@@ -126,8 +126,11 @@ class Batch:
                 for d, factors in enumerate(dims):
                     if factors:
                         place = (tensor, d)
-                        places.setdefault(factors[0], place)
-                        links.union(places[factors[0]], place)
+                        first = places.setdefault(factors[0], place)
+                        if first is place:
+                            links[place]  # known from now on
+                        else:
+                            links.union(first, place)
         heads = [(n, n.meta["val"].shape[0]) for n in inputs if len(n.meta["val"].shape)]
         self.size = int(Counter(size for _, size in heads).most_common(1)[0][0]) if heads else 1
         roots = {links[(n, 0)] for n, size in heads if size == self.size}
