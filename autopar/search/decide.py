@@ -40,7 +40,7 @@ def write_down(found: Found, cluster: Cluster, options: Options, timings: dict[s
         nodes=nodes,
         parameters={analysis.state[n].target: _parameter(found, n) for n in analysis.state},
         conversions=conversions,
-        seconds=found.seconds_by_kind(),
+        seconds=_with_overhead(found, found.seconds_by_kind()),
         stages=tuple(_stages(found)),
         gap=found.gap,
         pipeline=shape.pipeline,
@@ -91,7 +91,13 @@ def _stages(found: Found) -> Iterator[StagePlan]:
         if bill.recomputation[stage]:
             seconds["recomputation"] = float(bill.recomputation[stage])
         start = own[0].name if stage else ""
-        yield StagePlan(start, _modules(own), seconds | found.once[stage], found.nbytes_by_kind(stage), flights[stage])
+        once = found.once[stage] if stage >= found.shape.pipeline else _with_overhead(found, found.once[stage])  # once on each rank
+        yield StagePlan(start, _modules(own), seconds | once, found.nbytes_by_kind(stage), flights[stage])
+
+
+def _with_overhead(found: Found, seconds: dict[str, float]) -> dict[str, float]:
+    """With what a step takes besides its kernels, as part of the optimizer's: no choice changes it, so that none is made by it."""
+    return seconds | {"optimizer": seconds["optimizer"] + found.costs.compute.overhead}
 
 
 def _modules(calls: list[fx.Node]) -> str:

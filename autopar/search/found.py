@@ -63,8 +63,6 @@ class Found:
                 for stage, count in enumerate(v.count):
                     found[stage]["gradient synchronisation"] += float(count) * sync
                     found[stage]["optimizer"] += float(count) * update
-        for stage in range(min(self.shape.pipeline, self.problem.stages)):  # once on each rank
-            found[stage]["optimizer"] += self.costs.compute.overhead
         return found
 
     @cached_property
