@@ -16,8 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-from megatron import GPT, options
+from megatron import batch, configuration, gpt, options, searched
 from published import Run, all_reduces, by_model, runs
 from scipy.stats import kendalltau
 from tabulate import tabulate
@@ -25,10 +24,20 @@ from tqdm import tqdm
 
 import autopar
 from autopar.cost_model import Cluster, axes, seconds
+from autopar.planner import Traced
+from autopar.search.found import Found
+from autopar.search.items import BACKWARD, FORWARD, STEP, items
 
 FITTED = slice(None, None, 3)  # of the single-node runs, in the order of the file
 RUNS = Path(__file__).with_name("a100-megatron-deepspeed.json")  # written by fit_a100.py
 MULTI_NODE = 800e9 / 8  # B/s of a node's NICs in the multi-node runs
+SELENE = (  # parameters, heads, hidden, layers, tensor, pipeline, GPUs, batch, TFLOP/s a GPU
+    ("1.7B", 24, 2304, 24, 1, 1, 32, 512, 137),
+    ("7.5B", 32, 4096, 36, 4, 1, 128, 512, 142),
+    ("39.1B", 64, 8192, 48, 8, 2, 512, 1536, 138),
+    ("145.6B", 96, 12288, 80, 8, 8, 1536, 2304, 148),
+    ("529.6B", 128, 20480, 105, 8, 35, 2520, 2520, 163),
+)
 PUBLISHED_ERROR = {"single": 8.37, "multi": 14.73}  # %, of vTrain's own simulator, which profiles each kernel on the GPU
 
 
@@ -36,10 +45,8 @@ def predictions(measured: Sequence[Run], cluster: Cluster) -> dict[Run, float]:
     """Seconds of a step of each run."""
     found: dict[Run, float] = {}
     for group in tqdm(list(by_model(measured)), desc="planning"):
-        with torch.device("meta"):
-            model = GPT(group[0].hidden, group[0].heads, group[0].layers, group[0].sequence)
-            tokens = torch.zeros(group[0].batch, group[0].sequence, dtype=torch.long)
-        sample = {"tokens": tokens, "labels": tokens}
+        hidden, heads, layers, sequence, size = group[0].model
+        model, sample = gpt(hidden, heads, layers, sequence), batch(size, sequence)
         plans = autopar.sweep(model, sample, [options(run) for run in group], cluster=cluster, progress=False)
         for run, plan in zip(group, plans, strict=True):
             if not isinstance(plan, autopar.Plan):
@@ -105,14 +112,80 @@ def nccl(folder: Path) -> None:
     print(tabulate(rows, headers=("NCCL all-reduce", "ranks", "sizes", "mean %", "median %", "worst %", "bias %"), disable_numparse=True))
 
 
+def layer(folder: Path) -> None:
+    """A layer of Megatron's 22B model, arXiv 2205.05198 table 4: forward and backward on 8 A100s."""
+    hidden, heads, sequence, microbatch = 6144, 64, 2048, 4
+    measured = {  # ms: forward, backward
+        "baseline": (7.7, 11.9),
+        "sequence parallel": (7.2, 11.8),
+        "full recomputation": (7.7, 19.5),
+        "selective": (7.7, 13.2),
+        "sequence parallel + selective": (7.2, 13.1),
+    }
+    traced = Traced(gpt(hidden, heads, 1, sequence), batch(microbatch, sequence), None, "fp16")
+    rows, off = [], []
+    for name, seen in measured.items():
+        asked = configuration(8, 1, 1, microbatch, "sequence" in name) | dict(recompute="full" if "full" in name else "none")
+        with searched(traced, microbatch, Cluster.load("a100-sxm"), **asked) as found:
+            predicted = _layer(found, selective="selective" in name)
+        off += [100 * (p / m - 1) for p, m in zip(predicted, seen, strict=True)]
+        rows.append((name, *(f"{x:.1f}" for x in (*predicted, *seen)), f"{off[-2]:+.1f}", f"{off[-1]:+.1f}"))
+    headers = ("22B layer, ms", "forward", "backward", "measured", "measured", "error %", "error %")
+    print(tabulate(rows, headers=headers, disable_numparse=True))
+    print(f"mean error {statistics.mean(map(abs, off)):.1f} %, worst {max(map(abs, off)):.1f} %; fitted: nothing")
+
+
+def _layer(found: Found, selective: bool) -> tuple[float, float]:
+    """Milliseconds of the first layer, with what is between its attention's scores and its context made again."""
+    compute, times = found.costs.compute, dict.fromkeys((FORWARD, BACKWARD), 0.0)
+    for item in items(found):
+        module = item.node.meta.get("module", "")
+        if not module.startswith("layers.0") or item.phase == STEP:
+            continue
+        taken = item.term.seconds if item.term else float(compute.seconds(*item.work))
+        late = item.phase != FORWARD
+        times[BACKWARD if late else FORWARD] += taken
+        if selective and not late and module in ("layers.0", "layers.0.dropout") and item.kind in ("matmul", "normalisation", "random"):
+            times[BACKWARD] += taken
+    return 1e3 * times[FORWARD], 1e3 * times[BACKWARD]
+
+
+def throughput(folder: Path) -> None:
+    """Megatron-LM on Selene, arXiv 2104.04473 table 1. It does not say the microbatch and the stages of a rank: the best ones count."""
+    rows, off = [], []
+    cluster = Cluster.load(RUNS)
+    for name, heads, hidden, layers, tensor, pipeline, gpus, size, seen in SELENE:
+        data, sequence, vocabulary = gpus // tensor // pipeline, 2048, 51200
+        asked = []
+        for microbatch in (1, 2, 4, 8):
+            fixed = configuration(tensor, pipeline, data, microbatch)
+            for chunks in [c for c in (1, 2, 3, 4) if layers % (pipeline * c) == 0] if pipeline > 1 else [1]:
+                schedule = "interleaved-1f1b" if chunks > 1 else "1f1b"
+                sizes = {**fixed["parallel"], "pipeline": dict(size=pipeline, chunks=chunks)}
+                if size % (data * microbatch) == 0 and size // data // microbatch >= pipeline:
+                    asked.append(fixed | dict(parallel=sizes, schedule=schedule))
+        best = autopar.sweep(gpt(hidden, heads, layers, sequence, vocabulary), batch(size, sequence), asked, cluster=cluster).best
+        flops = 96 * size * sequence * layers * hidden**2 * (1 + sequence / (6 * hidden) + vocabulary / (16 * layers * hidden))
+        predicted = flops / best.step_time / gpus / 1e12
+        off.append(100 * (predicted / seen - 1))
+        rows.append((name, gpus, size // data // best.microbatches, best.chunks, f"{predicted:.0f}", seen, f"{off[-1]:+.1f}"))
+    headers = ("Megatron-LM on Selene", "GPUs", "microbatch", "stages a rank", "TFLOP/s a GPU", "measured", "error %")
+    print(tabulate(rows, headers=headers, disable_numparse=True))
+    print(f"mean error {statistics.mean(map(abs, off)):.1f} %, worst {max(map(abs, off)):.1f} %; fitted: nothing")
+
+
+PUBLISHED = {"nccl": nccl, "vtrain": vtrain, "layer": layer, "throughput": throughput}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--published", type=Path, help="folder with the published measurements")
+    parser.add_argument("--only", choices=PUBLISHED, help="one of the tables")
     arguments = parser.parse_args()
-    if arguments.published:
-        nccl(arguments.published)
-        print()
-        vtrain(arguments.published)
+    for name, table in PUBLISHED.items() if arguments.published else ():
+        if arguments.only in (None, name):
+            table(arguments.published)
+            print()
 
 
 if __name__ == "__main__":

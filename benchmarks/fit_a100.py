@@ -18,8 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch
-from megatron import GPT, options
+from megatron import batch, gpt, options, searched
 from published import Run, by_model, runs
 from scipy.optimize import least_squares
 from tabulate import tabulate
@@ -30,10 +29,6 @@ from autopar.cost_model.device import Tile
 from autopar.planner import Traced
 from autopar.search.found import Found
 from autopar.search.items import FORWARD, STEP, items
-from autopar.search.options import Options
-from autopar.search.outer import Outer
-from autopar.search.resize import resized
-from autopar.search.searches import Searches
 from autopar.search.shape import Shape
 
 NOISE = 0.08  # what a run may differ from the model and count in full; beyond this it counts less (soft L1)
@@ -120,14 +115,10 @@ class Repriced:
 def priced(groups: Iterable[Sequence[Run]], cluster: Cluster) -> Iterator[tuple[Run, Found]]:
     """The plans that runs are runs of."""
     for group in groups:
-        with torch.device("meta"):
-            model = GPT(group[0].hidden, group[0].heads, group[0].layers, group[0].sequence).half()
-            tokens = torch.zeros(group[0].batch, group[0].sequence, dtype=torch.long)
-        traced = Traced(model, {"tokens": tokens, "labels": tokens}, None)
+        hidden, heads, layers, sequence, size = group[0].model
+        traced = Traced(gpt(hidden, heads, layers, sequence), batch(size, sequence), None, "fp16")
         for run in group:
-            chosen = Options(**options(run))
-            found = Outer(Searches(lambda n: traced.known(n, cluster), run.batch, chosen, lambda _: None)).run()  # noqa: B023
-            with resized(found.analysis, run.batch // found.microbatches, found.analysis.rules):
+            with searched(traced, run.batch, cluster, **options(run)) as found:
                 yield run, found
 
 

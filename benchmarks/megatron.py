@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from published import Run
 from torch import nn
+
+from autopar.cost_model import Cluster
+from autopar.planner import Traced
+from autopar.search.found import Found
+from autopar.search.options import Options
+from autopar.search.outer import Outer
+from autopar.search.resize import resized
+from autopar.search.searches import Searches
 
 VOCABULARY = 50304  # 50257, padded as Megatron pads it so that it splits
 
@@ -76,23 +86,49 @@ def constraints(data: int, tensor: int, sequence_parallel: bool = False) -> dict
     }
 
 
+def batch(size: int, sequence: int) -> dict[str, torch.Tensor]:
+    """A sample of the inputs, without memory."""
+    tokens = torch.zeros(size, sequence, dtype=torch.long, device="meta")
+    return {"tokens": tokens, "labels": tokens}
+
+
+def gpt(hidden: int, heads: int, layers: int, sequence: int, vocabulary: int = VOCABULARY) -> GPT:
+    """The model without memory."""
+    with torch.device("meta"):
+        return GPT(hidden, heads, layers, sequence, vocabulary)
+
+
 def options(run: Run) -> dict[str, Any]:
-    """Plan's options for a published run."""
-    parallel: dict[str, Any] = {"data": run.data, "pipeline": run.pipeline}
-    if run.pipeline > 1:
-        cuts = [f"layers.{i * run.layers // run.pipeline}" for i in range(1, run.pipeline)]
-        parallel["pipeline"] = dict(size=run.pipeline, split_before=cuts)
-    if run.tensor > 1:
-        parallel["tensor"] = dict(size=run.tensor, mode="1d")
+    """Plan's options for a published run of vTrain's."""
+    cuts = [f"layers.{i * run.layers // run.pipeline}" for i in range(1, run.pipeline)]
+    fixed = configuration(run.tensor, run.pipeline, run.data, run.microbatch)
+    if cuts:
+        fixed["parallel"]["pipeline"] = dict(size=run.pipeline, split_before=cuts)
+    schedule = "1f1b" if run.batch // run.data // run.microbatch >= run.pipeline else "gpipe"  # the same where there are so few
+    return fixed | dict(schedule=schedule, reduce_dtype="fp16")
+
+
+def configuration(tensor: int, pipeline: int, data: int, microbatch: int, sequence_parallel: bool = False) -> dict[str, Any]:
+    """Plan's options for Megatron's layouts, everything recomputed, Adam without ZeRO."""
+    parallel: dict[str, Any] = {"data": data, "pipeline": pipeline}
+    if tensor > 1:
+        parallel["tensor"] = dict(size=tensor, mode="1d")
     return dict(
-        world_size=run.gpus,
+        world_size=tensor * data * pipeline,
         parallel=parallel,
-        micro_batch_size=run.microbatch,
-        schedule="1f1b" if run.batch // run.data // run.microbatch >= run.pipeline else "gpipe",  # the same where there are so few
+        micro_batch_size=microbatch,
         recompute="full",
         precision="fp16",
-        reduce_dtype="fp16",
         zero=0,
-        constraints=constraints(run.data, run.tensor),
+        constraints=constraints(data, tensor, sequence_parallel),
         memory_budget=1e15,  # they ran: whether they fit is not the question
     )
+
+
+@contextmanager
+def searched(traced: Traced, samples: int, cluster: Cluster, **options: Any) -> Iterator[Found]:
+    """What a search finds, its graph within as large as a microbatch."""
+    chosen = Options(**options)
+    found = Outer(Searches(lambda n: traced.known(n, cluster), samples, chosen, lambda _: None)).run()
+    with resized(found.analysis, samples // found.microbatches, found.analysis.rules):
+        yield found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -38,6 +39,11 @@ class Item:
     nbytes: float = 0.0
     product: tuple[float, ...] | None = None
     term: Term | None = None
+
+    @property
+    def work(self) -> tuple[Any, ...]:
+        """Of a kernel: the arguments of :meth:`Compute.seconds`."""
+        return self.kind, self.dtype, self.flops, self.nbytes, self.product, self.operator
 
 
 def items(found: Found) -> Iterator[Item]:
