@@ -20,6 +20,7 @@ from autopar.passes.lower import Lowered, lower
 from autopar.passes.stages import cut_stages
 from autopar.plan import Plan
 from autopar.planner import LossFunction, Planner, Traced, batch_size
+from autopar.profile import check_machine
 from autopar.runtime.agree import same_on_all_ranks, together
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.program import Compiled
@@ -86,7 +87,7 @@ def compile(
     same_on_all_ranks("given" if plan else "to be made", "the plan")
     together("tracing the model", lambda: traced.whole)
     if plan is None:
-        plan = _plan_on_rank_0(partial(planned, traced, world_size, cluster, progress, options))
+        plan = _plan_on_rank_0(partial(_planned_here, traced, device, world_size, cluster, progress, options))
     same_on_all_ranks(repr(dataclasses.replace(plan, timings={})), "the plan")
     if plan.microbatches > 1 and batch_size(traced.sample) == plan.microbatches:
         alone = f"{plan.microbatches} microbatches of a single sample over all ranks of a stage can be priced, but not run yet"
@@ -192,6 +193,13 @@ def planned(traced: Traced, world_size: int, cluster: Any, progress: bool, optio
     hardware = cluster_of(cluster, traced.model)
     hardware.check(world_size)
     return Planner(traced, hardware, chosen, progress).run()
+
+
+def _planned_here(traced: Traced, device: torch.device, world_size: int, cluster: Any, progress: bool, options: dict[str, Any]) -> Plan:
+    """Planned where it will run: a profile must be of this machine."""
+    hardware = cluster_of(cluster, traced.model)
+    check_machine(hardware, device)
+    return planned(traced, world_size, hardware, progress, options)
 
 
 def _plan_on_rank_0(planned: Callable[[], Plan]) -> Plan:

@@ -23,6 +23,7 @@ from autopar.passes.evaluation import evaluates_alike
 from autopar.passes.microbatch import accumulate
 from autopar.plan import Plan
 from autopar.precision import dtype_of
+from autopar.profile.missing import Missing
 from autopar.report import describe
 from autopar.search.decide import write_down
 from autopar.search.known import Known
@@ -40,7 +41,7 @@ class Traced:
     def __init__(self, model: nn.Module, sample: Any, loss_fn: LossFunction | None, precision: str | None = None) -> None:
         self.model, self.sample, self.loss_fn, self.precision = model, plain(sample), loss_fn, precision
         self._analyses: dict[int, tuple[Analysis, fx.Graph | None]] = {}
-        self._known: dict[tuple[bool, Cluster], Known] = {}
+        self._known: dict[tuple[bool, Cluster, bool], Known] = {}
 
     @cached_property
     def whole(self) -> Captured:
@@ -53,13 +54,14 @@ class Traced:
             self._analyses[microbatches] = _in_parts(self.whole, self.model, self.sample, self.loss_fn, microbatches, self.precision)
         return self._analyses[microbatches]
 
-    def known(self, microbatches: int, cluster: Cluster) -> Known:
+    def known(self, microbatches: int, cluster: Cluster, profile_missing: bool = False) -> Known:
         """What is known for a search of this many microbatches: the graph of a microbatch stands for one of any size, so that of the first
         that was asked for serves them all."""
-        key = microbatches > 1, cluster
+        key = microbatches > 1, cluster, profile_missing
         if key not in self._known:
-            known = next((k for (parts, _), k in self._known.items() if parts == key[0]), None)
-            self._known[key] = Known(known.analysis if known else self.analyse(microbatches)[0], cluster, self.precision == "tf32")
+            known = next((k for (parts, *_), k in self._known.items() if parts == key[0]), None)
+            analysis = known.analysis if known else self.analyse(microbatches)[0]
+            self._known[key] = Known(analysis, cluster, self.precision == "tf32", Missing(cluster) if profile_missing else None)
         return self._known[key]
 
     def evaluates(self) -> bool:
@@ -97,7 +99,7 @@ class Planner:
     def _known(self, microbatches: int) -> Known:
         start = time.perf_counter()
         self._step(f"capturing ({microbatches} microbatches)" if microbatches > 1 else "capturing")
-        known = self.traced.known(microbatches, self.cluster)
+        known = self.traced.known(microbatches, self.cluster, self.options.profile_missing)
         self.capturing += time.perf_counter() - start
         return known
 

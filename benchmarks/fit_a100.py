@@ -32,7 +32,9 @@ from autopar.search.items import FORWARD, STEP, items
 from autopar.search.shape import Shape
 
 NOISE = 0.08  # what a run may differ from the model and count in full; beyond this it counts less (soft L1)
-BYTES = 28.0  # that Adam moves for an element: parameter, gradient and two moments in float32 are read, all but the gradient written
+BYTES = (
+    34.0  # that Adam moves for an element: float32 parameter, gradient and two moments are read, all but the gradient written; and the cast
+)
 TILES = (Tile(64, 64),)  # cuBLAS chooses between many sizes: what is left over is as if all were small
 RUNS = Path(__file__).with_name("a100-megatron-deepspeed.json")
 PRESET = Path(__file__).parent.parent / "cost_model" / "clusters" / "a100-sxm.json"

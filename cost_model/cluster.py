@@ -57,7 +57,8 @@ class Cluster:
         """PlanError where ``world_size`` devices are more than there are."""
         if world_size > self.capacity:
             asked = f"world_size={world_size} needs {world_size} devices"
-            raise PlanError(f"{asked}, cluster {self.name!r} has {self.capacity}: lower world_size or give another cluster=")
+            more = f", or measure as many: torchrun --nproc-per-node {world_size} -m autopar profile" if self.machine else ""
+            raise PlanError(f"{asked}, cluster {self.name!r} has {self.capacity}: lower world_size or give another cluster={more}")
 
     @classmethod
     def measure(cls, path: str | os.PathLike[str] = "cluster.json", device: str | None = None, progress: bool = True) -> Cluster:
@@ -108,7 +109,8 @@ class Cluster:
             raise PlanError(f"expected an object with schema, name, device and links, found {type(data).__name__}")
         found = data.get("schema")
         if found != SCHEMA:
-            raise PlanError(f"its schema is {found!r}, this version reads {SCHEMA}: write it again with this version")
+            renew = "measure it again with: python -m autopar profile -o FILE (under torchrun for several ranks)"
+            raise PlanError(f"its schema is {found!r}, this version reads {SCHEMA}: {renew}")
         values = _checked(cls, "", {key: value for key, value in data.items() if key != "schema"})
         given = dict(_checked(Device, "device.", values["device"]))
         tiles = [Tile(**_checked(Tile, f"device.tiles[{i}].", tile)) for i, tile in enumerate(given.pop("tiles", ()))]

@@ -73,7 +73,7 @@ class Compute:
 
     def optimizer_seconds(self, nbytes: float) -> float:
         """Seconds that a fused optimizer takes to read and write ``nbytes`` in all (:func:`memory.optimizer_traffic`)."""
-        return float(nbytes / self.peak("elementwise", "float32", nbytes))
+        return float(nbytes / self.peak("elementwise", "float32", nbytes, "optimizer"))
 
     def _curve(self, kind: str, dtype: str, operator: str) -> Curve:
         curves, other = self._device.efficiency, "matmul" if kind in ARITHMETIC else "elementwise"

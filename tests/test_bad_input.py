@@ -112,7 +112,6 @@ SPLITS: list[tuple[dict[str, Any], str]] = [
     (dict(world_size=3, parallel=tensor(3)), r"tensor=3 can split nothing: no dim of the weights \(32x32, 16x32\) divides by 3"),
     (dict(micro_batch_size=3), r"micro_batch_size=3: a batch of 8 on 4 ranks .* multiple of 3 x the data-parallel size, 4 or 2 or 1"),
     (dict(parallel=dict(data=4), micro_batch_size=4), r"micro_batch_size=4: a batch of 8 on 4 ranks .* multiple of 4 x the .* size, 4"),
-    (dict(world_size=2, parallel=tensor(2), micro_batch_size=1), r"a single sample over all ranks .* use micro_batch_size=2"),
 ]
 
 
@@ -120,6 +119,15 @@ SPLITS: list[tuple[dict[str, Any], str]] = [
 def test_a_batch_that_cannot_be_split_as_asked(options: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         plan(**options)
+
+
+def test_single_samples_are_priced_but_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    priced = plan(1, micro_batch_size=1)
+    assert any("cannot be run yet" in note for note in priced.notes)
+    with pytest.raises(PlanError, match=r"8 microbatches of a single sample .* plan with micro_batch_size=2, or split the batch"):
+        autopar.compile(*zoo.mlp(), 1, plan=priced, progress=False)
+    dist.destroy_process_group()
 
 
 class Comparing(nn.Module):

@@ -8,31 +8,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+_functional = torch.ops._c10d_functional  # as programs call them
+_wait = _functional.wait_tensor
 Call = Callable[[], Any]
 
 
 def _all_reduce(nbytes: int, ranks: int, group: dist.ProcessGroup, device: torch.device) -> Call:
     whole = _whole(nbytes, ranks, device)
-    return lambda: dist.all_reduce(whole, group=group)
+    return lambda: _wait(_functional.all_reduce(whole, "sum", group.group_name))
 
 
 def _all_gather(nbytes: int, ranks: int, group: dist.ProcessGroup, device: torch.device) -> Call:
-    whole = _whole(nbytes, ranks, device)
-    part = whole[: len(whole) // ranks].clone()
-    return lambda: dist.all_gather_into_tensor(whole, part, group=group)
+    part = _whole(nbytes // ranks, 1, device)
+    return lambda: _wait(_functional.all_gather_into_tensor(part, ranks, group.group_name))
 
 
 def _reduce_scatter(nbytes: int, ranks: int, group: dist.ProcessGroup, device: torch.device) -> Call:
     whole = _whole(nbytes, ranks, device)
-    part = whole[: len(whole) // ranks].clone()
-    return lambda: dist.reduce_scatter_tensor(part, whole, group=group)
+    return lambda: _wait(_functional.reduce_scatter_tensor(whole, "sum", ranks, group.group_name))
 
 
 def _all_to_all(nbytes: int, ranks: int, group: dist.ProcessGroup, device: torch.device) -> Call:
     """Each rank has a part of the whole, of which it sends parts."""
-    part = _whole(max(nbytes // ranks, 4 * ranks), ranks, device)
-    received = torch.empty_like(part)
-    return lambda: dist.all_to_all_single(received, part, group=group)
+    part = _whole(nbytes // ranks, ranks, device)
+    sizes = [len(part) // ranks] * ranks
+    return lambda: _wait(_functional.all_to_all_single(part, sizes, sizes, group.group_name))
 
 
 def _send(nbytes: int, ranks: int, group: dist.ProcessGroup, device: torch.device) -> Call:

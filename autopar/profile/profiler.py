@@ -25,7 +25,7 @@ from tqdm import tqdm
 from autopar.cost_model.cluster import SCHEMA, Cluster
 from autopar.cost_model.compute import ARITHMETIC
 from autopar.cost_model.device import MOST_EFFICIENT, Curve, Device, Level
-from autopar.errors import RunError
+from autopar.errors import PlanError, RunError
 from autopar.files import write_json
 from autopar.launches import Launch
 from autopar.profile.messages import COLLECTIVES
@@ -37,6 +37,8 @@ BUDGET = 0.04  # seconds for one kernel of one size
 MESSAGE_BUDGET = 0.1  # the same for one collective
 READINGS = (5, 40)  # of a collective, at least and at most
 MESSAGES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 26)  # bytes
+CHAIN = 50
+ADAM = 28  # bytes that AdamW moves for an element
 LARGE = 1 << 26  # bytes that no cache holds
 Job = tuple[str, Callable[[], Timing]]
 
@@ -68,11 +70,31 @@ class NoisyMeasurement(UserWarning):
 
 def machine(device: torch.device, backend: str, ranks: int) -> dict[str, str]:
     """What a profile is of: it holds for the same device, software and number of ranks."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
-    return {"device": name, "ranks": str(ranks), "backend": backend, "torch": torch.__version__, "threads": str(torch.get_num_threads())}
+    return {
+        "device": device_name(device),
+        "ranks": str(ranks),
+        "backend": backend,
+        "torch": torch.__version__,
+        "threads": str(torch.get_num_threads()),
+    }
 
 
-def _processor() -> str:
+def check_machine(cluster: Cluster, device: torch.device) -> None:
+    """PlanError where a profile is of another machine or other software than this: what differs, and how to renew it. What was not
+    measured, a preset say, is of no machine."""
+    here = machine(device, dist.get_backend() if dist.is_initialized() else "none", dist.get_world_size() if dist.is_initialized() else 1)
+    one = cluster.machine.get("ranks") == "1"  # which has no collectives, and no backend to differ
+    asked = {name: value for name, value in cluster.machine.items() if name != "ranks" and not (one and name == "backend")}
+    differ = [f"{name} {value!r} there, {here[name]!r} here" for name, value in asked.items() if here.get(name, value) != value]
+    if differ:
+        renew = f"torchrun --nproc-per-node {here['ranks']} -m autopar profile -o {cluster.name}.json"
+        raise PlanError(f"the profile {cluster.name!r} is of another machine ({'; '.join(differ)}): measure this one with {renew}")
+
+
+def device_name(device: torch.device) -> str:
+    """Of a GPU, or of the processor with its number of cores."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -132,9 +154,12 @@ class Profiler:
     # What is measured
 
     def _jobs(self) -> Iterator[Job]:
-        yield "launch", lambda: self._timed(lambda: tiny.add(1.0))
-        yield "memory", lambda: self._timed(lambda: large.add(1.0))
         tiny, large = (torch.ones(n // 4, device=self.device) for n in (16, LARGE))
+        yield "call", lambda: self._timed(lambda: tiny.add(1.0))
+        yield "launch", self._launch
+        yield "memory", lambda: self._timed(lambda: large.add(1.0))
+        for elements in (1 << 18, 1 << 22):
+            yield f"optimizer.float32 elementwise {ADAM * elements:.6g}", partial(self._optimizer, elements)
         for dtype in (torch.float32, torch.bfloat16, *([torch.float16] if self.device.type == "cuda" else [])):
             for name, launch in self._kernels(dtype).items():
                 yield name, partial(self._replayed, launch)
@@ -155,6 +180,27 @@ class Profiler:
 
     def _timed(self, call: Callable[[], Any]) -> Timing:
         return timed(call, self.device, BUDGET)
+
+    def _launch(self) -> Timing:
+        """Of one of many tiny kernels, half of them an autograd's backward: what each takes on the host in a training step."""
+        start = torch.ones(4, device=self.device, requires_grad=True)
+
+        def chain() -> None:
+            with torch.enable_grad():
+                x = start
+                for _ in range(CHAIN):
+                    x = x.sin()
+                x.sum().backward()
+
+        found = self._timed(chain)
+        return Timing(found.seconds / (2 * CHAIN), found.spread)
+
+    def _optimizer(self, elements: int) -> Timing:
+        """A fused AdamW's step, of 16 parameters."""
+        parameters = [torch.ones(elements // 16, device=self.device, requires_grad=True) for _ in range(16)]
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        return self._timed(torch.optim.AdamW(parameters, fused=True).step)
 
     def _replayed(self, launch: Launch) -> Timing:
         """0 for what does not run here: torch knows fewer kernels on real tensors of some dtypes than on meta tensors."""
@@ -221,13 +267,13 @@ class Profiler:
     # What it comes to
 
     def _cluster(self, names: Sequence[str]) -> Cluster:
-        launch, bandwidth = self.done["launch"].seconds, 2 * LARGE / self.done["memory"].seconds
+        call, bandwidth = self.done["call"].seconds, 2 * LARGE / self.done["memory"].seconds
         points: dict[tuple[str, str, str], list[tuple[float, float]]] = defaultdict(list)
         for name in names:
             if len(parts := name.split(" ")) == 3 and "." in parts[0] and self.done[name].seconds:
                 operator, _, dtype = parts[0].rpartition(".")
-                taken = self.done[name].seconds - (0.0 if self.device.type == "cuda" else launch)
-                points[operator, dtype, parts[1]].append((float(parts[2]), max(taken, 0.05 * launch)))
+                taken = self.done[name].seconds - (0.0 if self.device.type == "cuda" else call)
+                points[operator, dtype, parts[1]].append((float(parts[2]), max(taken, 0.05 * call)))
         peak = {
             dtype: max(
                 work / seconds for (_, d, kind), found in points.items() if d == dtype and kind == "matmul" for work, seconds in found
@@ -239,7 +285,7 @@ class Profiler:
             peak=peak,
             memory_bandwidth=bandwidth,
             memory=self._memory(),
-            launch=launch,
+            launch=self.done["launch"].seconds,
             efficiency=_curves(points, peak, bandwidth),
             kind=self.device.type,
             overlap=self.done["computing beside a collective"].seconds if self.ranks > 1 else 0.0,

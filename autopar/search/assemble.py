@@ -10,7 +10,6 @@ import torch.fx as fx
 from autopar.analysis import Analysis
 from autopar.layout import Layout
 from autopar.passes.stages import cut_stages
-from autopar.precision import dtype_of
 from autopar.runtime.kernels import send
 from autopar.saved import Saved, saved
 from autopar.search.choices import Choices
@@ -55,8 +54,8 @@ def saved_by(search: Search, analysis: Analysis) -> dict[fx.Node, Saved]:
 
 
 def _costs(search: Search, shape: Shape, analysis: Analysis, kept: dict[fx.Node, Saved]) -> Costs:
-    conversions, options = search.known.conversions(shape.sizes, shape.pipeline), search.options
-    return Costs(analysis, kept, conversions, search.compute, options.optimizer, dtype_of(options.summed_in), shape.microbatches)
+    conversions = search.known.conversions(shape.sizes, shape.pipeline)
+    return search.costs(analysis, kept, conversions, shape.microbatches)
 
 
 class _Assembly:

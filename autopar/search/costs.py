@@ -12,6 +12,7 @@ import torch
 import torch.fx as fx
 
 from autopar.analysis import Analysis
+from autopar.autograd import Autograd
 from autopar.cost_model import Axis, Compute, Conversions, Term, optimizer_traffic, parameter_memory, point_to_point, seconds
 from autopar.cost_model.conversion import Step
 from autopar.graph import slices_of
@@ -22,7 +23,7 @@ from autopar.rules import Rule
 from autopar.runtime.kernels import send
 from autopar.saved import Saved
 from autopar.search.strategies import Storage, Strategy
-from autopar.search.work import Shards
+from autopar.search.work import OnTheSpot, Shards
 from autopar.search.work import seconds as seconds_of
 
 _STATISTIC = 4  # bytes: kernels send their statistics as float32
@@ -65,10 +66,14 @@ class Costs:
         optimizer: str,
         summed_in: torch.dtype | None = None,
         microbatches: int = 1,
+        spot: OnTheSpot | None = None,
+        autograd: Autograd | None = None,
     ) -> None:
-        """``summed_in``: in which ranks sum gradients of parameters; None for that in which they are made."""
+        """``summed_in``: in which ranks sum gradients of parameters; None for that in which they are made. ``spot`` measures kernels, of
+        which ``autograd`` says how they are on one rank."""
         self.analysis, self._saved, self.conversion, self.compute = analysis, saved, conversions, compute
         self.optimizer, self._summed_in, self._microbatches = optimizer, summed_in, microbatches
+        self._spot, self._autograd = spot, autograd
         self.sizes = conversions.sizes
 
     def differentiable(self, node: fx.Node) -> bool:
@@ -160,9 +165,11 @@ class Costs:
         launches = list(self.launches(node))
         if not launches:
             return np.zeros(len(strategies)), np.zeros(len(strategies))
-        shards, dtype = Shards(node, rule, strategies, self.sizes), str(node.meta["val"].dtype)
-        there = seconds_of(self.compute, [launch for late, launch in launches if not late], shards, dtype, backward=False)
-        back = seconds_of(self.compute, [launch for late, launch in launches if late], shards, dtype, backward=True)
+        shards, dtype = Shards(node, rule, strategies, self.sizes, self._autograd), str(node.meta["val"].dtype)
+        there, back = (
+            seconds_of(self.compute, [launch for late, launch in launches if late is backward], shards, dtype, backward, self._spot)
+            for backward in (False, True)
+        )
         if rule is not None and rule.communication:
             # Kernels that communicate are composed of several passes over memory, where the operator is one.
             composed = np.array([any(k and f in rule.communication for f, k in zip(s.factors, s.kernels, strict=True)) for s in strategies])

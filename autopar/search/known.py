@@ -21,6 +21,7 @@ from autopar.search.blocks import classes
 from autopar.search.problem import Problem
 from autopar.search.solve import Solution
 from autopar.search.units import Units, units
+from autopar.search.work import OnTheSpot
 
 MOST = 32  # of each kind: of a large graph one may take megabytes
 SOLUTIONS = 1024
@@ -56,10 +57,11 @@ class Cut:
 
 
 class Known:
-    """Of one captured graph, whose batch stands for a microbatch of any size, on one cluster; ``tf32`` as for :class:`Compute`."""
+    """Of one captured graph, whose batch stands for a microbatch of any size, on one cluster; ``tf32`` as for :class:`Compute`.
+    ``spot`` measures what the cluster has no curve of."""
 
-    def __init__(self, analysis: Analysis, cluster: Cluster, tf32: bool = False) -> None:
-        self.analysis, self.cluster = analysis, cluster
+    def __init__(self, analysis: Analysis, cluster: Cluster, tf32: bool = False, spot: OnTheSpot | None = None) -> None:
+        self.analysis, self.cluster, self.spot = analysis, cluster, spot
         self.representative = representatives(analysis)
         self.nodes = [n for n in analysis.graph.nodes if self.representative[n] is n]
         self.autograd, self.compute = Autograd(cluster.device.kind), Compute(cluster, tf32)

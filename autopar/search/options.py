@@ -62,6 +62,7 @@ class Options:
         optimizer: "adamw", "adam", "sgd" or "sgd-momentum", for its memory.
         constraints: layouts by pattern of a parameter's name or a module's path: ``{"*.mlp.up_proj.weight": "I S0"}``.
         time_limit: seconds for one solve.
+        profile_missing: measure on this machine the kernels of which the cluster has no curve; what was measured is remembered.
     """
 
     world_size: int
@@ -77,6 +78,7 @@ class Options:
     optimizer: str = "adamw"
     constraints: Mapping[str, str] = field(default_factory=dict)
     time_limit: float = 60.0
+    profile_missing: bool = False
 
     def __post_init__(self) -> None:
         _whole("world_size", self.world_size, "the number of ranks")
@@ -87,6 +89,8 @@ class Options:
             raise PlanError(f"recompute={self.recompute!r}: give one of {', '.join(MODES_OF_RECOMPUTING)}")
         if self.schedule is not None and self.schedule not in SCHEDULES:
             raise PlanError(f"schedule={self.schedule!r}: give one of {', '.join(SCHEDULES)}")
+        if not isinstance(self.profile_missing, bool):
+            raise PlanError(f"profile_missing={self.profile_missing!r}: give True or False")
         if self.zero not in (None, 0, 1, 2, 3):
             raise PlanError(f"zero={self.zero!r}: give 0, 1, 2 or 3")
         _positive("memory_budget", 1 if self.memory_budget is None else self.memory_budget, "bytes per device")

@@ -69,11 +69,13 @@ class Outer:
         degrees = [math.prod(fixed)] if all(a.use != "free" for a in shape.axes) else [d for d in range(1, world + 1) if world % d == 0]
         if size is not None:
             return sorted({self.searches.samples // (d * size) for d in degrees if self.searches.samples % (d * size) == 0})
-        divisors = [m for m in (2**i for i in range(self.searches.samples.bit_length())) if self.searches.samples % m == 0]
+        samples = self.searches.samples
+        # A microbatch of a single sample over all ranks can be priced where it is asked for, but not run yet.
+        divisors = [m for m in (2**i for i in range(samples.bit_length())) if samples % m == 0 and (m < samples or m == 1)]
         if shape.stages == 1:
             return divisors
-        least = [self.searches.samples // (degrees[0] * b) for b in PER_REPLICA if self.searches.samples % (degrees[0] * b) == 0]
-        return [m for m in least if m >= min(2, self.searches.samples)] or divisors[-1:]
+        least = [samples // (degrees[0] * b) for b in PER_REPLICA if samples % (degrees[0] * b) == 0]
+        return [m for m in least if min(2, samples) <= m < max(2, samples)] or divisors[-1:]
 
     # All of it
 

@@ -6,7 +6,7 @@ import math
 import time
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -16,7 +16,7 @@ from autopar.analysis import Analysis
 from autopar.cost_model import Cluster, Conversions
 from autopar.plan import EXACT_AXES
 from autopar.precision import dtype_of
-from autopar.saved import saved
+from autopar.saved import Saved, saved
 from autopar.search.budget import Prices
 from autopar.search.choices import Choices
 from autopar.search.costs import Costs
@@ -71,11 +71,16 @@ class Search:
         key = self._asked, shape.pipeline, shape.axes, samples, shape.microbatches > 1
         return self.known.problems.of(key, lambda: self._build(shape, samples))
 
+    def costs(self, analysis: Analysis, kept: Mapping[fx.Node, Saved], conversions: Conversions, microbatches: int) -> Costs:
+        """Of a graph, of which autograd keeps ``kept``."""
+        summed, known = dtype_of(self.options.summed_in), self.known
+        return Costs(analysis, kept, conversions, self.compute, self.options.optimizer, summed, microbatches, known.spot, self.autograd)
+
     def _build(self, shape: Shape, samples: int) -> Problem:
-        start, analysis, options = time.perf_counter(), self.analysis, self.options
+        start, analysis = time.perf_counter(), self.analysis
         with resized(analysis, samples, self.nodes):
             conversions, kept = self.known.conversions(shape.sizes, shape.pipeline), self.known.saved(samples)
-            costs = Costs(analysis, kept, conversions, self.compute, options.optimizer, dtype_of(options.summed_in), shape.microbatches)
+            costs = self.costs(analysis, kept, conversions, shape.microbatches)
             choices = self.choices.on(shape.axes)
             start = self.spent("strategies", start)
             problem = build(analysis.graph, self.representative, choices, analysis.rules, costs, self.recompute)
@@ -105,6 +110,8 @@ class Search:
 
     def floor(self, shape: Shape, samples: int) -> float:
         """Seconds of a step that no plan can beat, known without solving anything: every node evenly spread over all devices."""
+        if self.known.spot is not None:  # curves say nothing of what is measured
+            return 0.0
         share = samples / self.analysis.batch.size / math.prod(shape.sizes)
         micro = 0.0
         for (operator, kind, dtype), (flops, nbytes) in self.known.work.of("all", self._work).items():
@@ -113,7 +120,7 @@ class Search:
 
     def _work(self) -> Work:
         held = saved(self.analysis.graph.nodes, self.analysis.differentiable, self.cluster.device.kind, self.autograd)
-        costs = Costs(self.analysis, held, Conversions((), self.cluster), self.compute, self.options.optimizer)
+        costs = self.costs(self.analysis, held, Conversions((), self.cluster), 1)
         found: dict[tuple[str, str, str], list[tuple[float, float]]] = defaultdict(list)
         for work in (w for n in self.analysis.graph.nodes for w in costs.work(n)):
             found[work.operator, work.kind, work.dtype].append((work.flops, work.nbytes))

@@ -57,8 +57,6 @@ class Searches:
             raise PlanError(
                 f"{asked} does not split over data={degree}: use a multiple of {degree * shape.microbatches}, or another data size"
             )
-        if samples == 1 and shape.microbatches > 1 and self.options.micro_batch_size is None:
-            raise PlanError(f"{shape.microbatches} microbatches of a single sample over all ranks, which can be priced but not run yet")
         return samples
 
     def drafted(self, shape: Shape, reserve: Sequence[float] | None = None, alike: bool = False) -> Draft:

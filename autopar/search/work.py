@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 import torch.fx as fx
 
+from autopar.autograd import Autograd, contiguous, substituted
 from autopar.cost_model import Compute
 from autopar.graph import operands
 from autopar.launches import OTHER, Launch
-from autopar.layout import Layout
+from autopar.layout import Layout, local_shape
 from autopar.rules import Rule
 from autopar.search.strategies import Strategy, work_share
 
@@ -22,7 +24,9 @@ Product = tuple[frozenset[str], frozenset[str], frozenset[str], frozenset[str]] 
 class Shards:
     """How much of a node's tensors and of its products one rank has, under each of ``strategies``."""
 
-    def __init__(self, node: fx.Node, rule: Rule | None, strategies: Sequence[Strategy], sizes: Sequence[int]) -> None:
+    def __init__(
+        self, node: fx.Node, rule: Rule | None, strategies: Sequence[Strategy], sizes: Sequence[int], autograd: Autograd | None = None
+    ) -> None:
         self.rule, self.sizes = rule, sizes
         self.work = np.array([work_share(s, sizes) for s in strategies])
         tensors = [n for n, _ in operands(node)]
@@ -30,7 +34,22 @@ class Shards:
         self._result = self._share([s.out for s in strategies])
         largest = max(range(len(tensors)), key=lambda k: _elements(tensors[k]), default=-1)
         self._other = self._shares[largest] if largest >= 0 and _elements(tensors[largest]) > _elements(node) else self._result
-        self._strategies = strategies
+        self._node, self._strategies, self._autograd = node, strategies, autograd
+
+    def local(self, strategy: int, number: int, backward: bool) -> Launch | None:
+        """A kernel of the node as it is on one rank; None where the call does not take a part of its operands as they are."""
+        if self._autograd is None:
+            return None
+        inputs = []
+        for (tensor, _), layout in zip(operands(self._node), self._strategies[strategy].ins, strict=True):
+            value = tensor.meta["val"]
+            inputs.append(contiguous(local_shape(value.shape, layout, self.sizes), value.dtype, value.is_floating_point()))
+        try:
+            answer = self._autograd.ask(self._node.target, *substituted(self._node, inputs))  # type: ignore[arg-type]
+        except (RuntimeError, NotImplementedError, ValueError):
+            return None
+        found = answer.backward if backward else answer.forward
+        return found[number] if number < len(found) else None
 
     def _share(self, layouts: Iterable[Layout]) -> np.ndarray:
         return np.array([1 / math.prod(n for t, n in zip(layout, self.sizes, strict=True) if t.is_shard) for layout in layouts])
@@ -61,12 +80,26 @@ class Shards:
         return whole / np.array(ways, dtype=np.float64)
 
 
-def seconds(compute: Compute, launches: Iterable[Launch], shards: Shards, dtype: str, backward: bool) -> np.ndarray:
+class OnTheSpot(Protocol):
+    """Measures kernels that the cluster has no curve of; None for one that does not run here."""
+
+    def __contains__(self, launch: Launch) -> bool: ...
+    def seconds(self, launch: Launch) -> float | None: ...
+
+
+def seconds(
+    compute: Compute, launches: Sequence[Launch], shards: Shards, dtype: str, backward: bool, spot: OnTheSpot | None = None
+) -> np.ndarray:
     """Seconds of a node's kernels, for each strategy."""
     total = np.zeros(len(shards.work))
-    for launch in launches:
+    for number, launch in enumerate(launches):
         product = shards.product(launch, backward) if launch.kind == "matmul" else None
-        total += compute.seconds(launch.kind, dtype, launch.flops * shards.work, shards.nbytes(launch), product, launch.operator)
+        taken = compute.seconds(launch.kind, dtype, launch.flops * shards.work, shards.nbytes(launch), product, launch.operator)
+        if spot is not None and launch in spot:
+            local = [shards.local(k, number, backward) for k in range(len(taken))]
+            found = [spot.seconds(each) if each is not None else None for each in local]
+            taken = np.array([t if measured is None else measured for t, measured in zip(taken, found, strict=True)])
+        total += taken
     return total
 
 

@@ -1,0 +1,225 @@
+"""Profiles of this machine: measured, interrupted, resumed, told apart; and kernels measured on the spot."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import zoo
+from pool import Pools
+
+import autopar
+from autopar import cli
+from autopar.autograd import Autograd, contiguous
+from autopar.cost_model import Cluster, axes, seconds
+from autopar.errors import PlanError, RunError
+from autopar.launches import Launch
+from autopar.profile import NoisyMeasurement, check_machine, measured, profiler
+from autopar.profile.missing import Missing
+from autopar.profile.probes import launches
+from autopar.profile.timing import Timing, replay, timed
+
+CPU = torch.device("cpu")
+aten = torch.ops.aten
+
+
+def few(device_type: str, dtype: torch.dtype) -> Iterator[Launch]:
+    """Some of the kernels that a profile measures."""
+    autograd = Autograd(device_type)
+    for rows in (64, 512):
+        x, w = contiguous((rows, 128), dtype, True), contiguous((128, 128), dtype, True)
+        for answer in (autograd.ask(aten.linear.default, (x, w), {}), autograd.ask(aten.gelu.default, (x,), {})):
+            yield from (*answer.forward, *answer.backward)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    _quick(monkeypatch)
+
+
+def _quick(monkeypatch: Any) -> None:
+    monkeypatch.setattr(profiler, "launches", few)
+    monkeypatch.setattr(profiler, "LARGE", 1 << 20)
+    monkeypatch.setattr(profiler, "MESSAGES", (1 << 10, 1 << 16))
+    for name, budget in (("BUDGET", 0.003), ("MESSAGE_BUDGET", 0.003)):
+        monkeypatch.setattr(profiler, name, budget)
+    monkeypatch.setattr(profiler, "NOISY", 1e9)
+
+
+def test_a_call_takes_as_long_as_it_takes() -> None:
+    found = timed(lambda: time.sleep(0.004), CPU, 0.05)
+    assert 0.004 <= found.seconds < 0.008
+
+
+def test_noted_calls_run_on_real_tensors() -> None:
+    """Every kernel that a profile measures, at its smallest: the same shapes come out as were noted."""
+    seen: dict[str, int] = {}
+    for launch in launches("cpu", torch.float32):
+        if launch.nbytes < 1e6 and seen.setdefault(launch.operator, launch.nbytes) == launch.nbytes:
+            assert launch.call is not None
+            noted, real = launch.call[0](*launch.call[1], **launch.call[2]), replay(launch.call, CPU)()
+            for a, b in zip(*(x if isinstance(x, (tuple, list)) else [x] for x in (noted, real)), strict=True):
+                if isinstance(a, torch.Tensor):
+                    assert (a.shape, a.dtype) == (b.shape, b.dtype), launch.operator
+    assert {"addmm", "mm", "bmm", "convolution_backward", "native_layer_norm", "nll_loss_backward"} <= set(seen)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_profile_of_one_device(tmp_path: Path) -> None:
+    path = tmp_path / "here.json"
+    cluster = measured(path, "cpu", progress=False)
+    assert [p.name for p in tmp_path.iterdir()] == ["here.json"]
+    assert Cluster.load(path) == cluster
+    assert cluster.machine["torch"] == torch.__version__
+    assert cluster.capacity == 1
+    assert {"mm.float32", "gelu.float32", "gelu_backward.bfloat16", "matmul", "transcendental.float32"} <= set(cluster.device.efficiency)
+    assert all(work > 0 and value > 0 for curve in cluster.device.efficiency.values() for work, value in curve)
+    plan = autopar.plan(*zoo.mlp(), 1, cluster=path, progress=False)
+    assert plan.step_time > 0
+    with pytest.raises(PlanError, match=r"has 1: .* or measure as many: torchrun --nproc-per-node 2 -m autopar profile"):
+        autopar.plan(*zoo.mlp(), 2, cluster=path, progress=False)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_profile_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, calls = tmp_path / "here.json", 0
+    plain = profiler.timed
+
+    def interrupted(*args: Any) -> Timing:
+        nonlocal calls
+        calls += 1
+        if calls == 6:
+            raise KeyboardInterrupt
+        return plain(*args)
+
+    monkeypatch.setattr(profiler, "timed", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        measured(path, "cpu", progress=False)
+    assert [p.name for p in tmp_path.iterdir()] == ["here.json.part"]
+    before = json.loads((tmp_path / "here.json.part").read_text())["measured"]
+    assert len(before) == 5
+    jobs = len(list(profiler.Profiler(path, CPU, progress=False)._jobs()))
+    calls = 100
+    measured(path, "cpu", progress=False)
+    assert calls == 100 + jobs - 5
+    assert [p.name for p in tmp_path.iterdir()] == ["here.json"]
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("left", ["no JSON", json.dumps({"schema": 2, "machine": {"device": "another"}, "measured": {"call": [1, 0]}})])
+def test_what_is_left_of_another_profile_is_not_used(left: str, tmp_path: Path) -> None:
+    (tmp_path / "here.json.part").write_text(left)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert not profiler.Profiler(tmp_path / "here.json", CPU, progress=False).done
+    assert len(told) == (left == "no JSON")
+
+
+@pytest.mark.usefixtures("quick")
+def test_noise_is_told_and_the_median_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiler, "NOISY", 0.5)
+    monkeypatch.setattr(profiler, "timed", lambda *args: Timing(1e-3, 0.8))
+    with pytest.warns(NoisyMeasurement, match=r"measurements are noisy .*: 80 %.* the medians were kept. Measure again"):
+        cluster = measured(tmp_path / "here.json", "cpu", progress=False)
+    assert cluster.device.memory_bandwidth == pytest.approx(2 * (1 << 20) / 1e-3)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_kernel_that_does_not_run_here_has_no_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(call: Any, device: torch.device) -> Any:
+        if "gelu" in str(call[0]):
+            raise NotImplementedError
+        return replay(call, device)
+
+    monkeypatch.setattr(profiler, "replay", absent)
+    cluster = measured(tmp_path / "here.json", "cpu", progress=False)
+    assert not [name for name in cluster.device.efficiency if "gelu" in name]
+    assert "mm.float32" in cluster.device.efficiency
+
+
+def _measure_together(folder: str) -> tuple[Cluster, float]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        _quick(monkeypatch)
+        cluster = measured(Path(folder) / "two.json", "cpu", progress=False)
+    whole = torch.ones((1 << 16) // 4)
+    dist.all_reduce(whole)
+    start = time.perf_counter()
+    for _ in range(20):
+        dist.all_reduce(whole)
+    return cluster, (time.perf_counter() - start) / 20
+
+
+def test_ranks_measure_their_collectives(ranks: Pools, tmp_path: Path) -> None:
+    (mine, taken), (other, _) = ranks(2).run(_measure_together, str(tmp_path))
+    assert mine == other == Cluster.load(tmp_path / "two.json")
+    assert (mine.capacity, mine.machine["backend"], mine.machine["ranks"]) == (2, "gloo", "2")
+    assert set(mine.links[0].measured) == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"}
+    assert 0 <= mine.device.overlap <= 1
+    (axis,) = axes((2,), mine)
+    assert seconds("all_reduce", float(1 << 16), axis) == pytest.approx(taken, rel=3)  # the same thing, on a machine that others use too
+
+
+def test_a_profile_of_another_machine(tmp_path: Path) -> None:
+    cpu = Cluster.load("cpu")
+    check_machine(cpu, CPU)  # a preset is of no machine
+    here = profiler.machine(CPU, "none", 1)
+    check_machine(replace(cpu, machine=here), CPU)
+    with pytest.raises(
+        PlanError, match=r"'cpu' is of another machine \(device 'abacus' there, .* here; torch '1.0' there.*measure this one"
+    ):
+        check_machine(replace(cpu, machine=here | {"device": "abacus", "torch": "1.0"}), CPU)
+    with pytest.raises(PlanError, match="backend 'nccl' there, 'none' here"):
+        check_machine(replace(cpu, machine=here | {"backend": "nccl", "ranks": "8"}), CPU)
+    data = json.loads((Path(autopar.cost_model.__file__).parent / "clusters" / "cpu.json").read_text())
+    (tmp_path / "old.json").write_text(json.dumps(data | {"schema": 1}))
+    with pytest.raises(PlanError, match="its schema is 1, this version reads 2: measure it again with: python -m autopar profile -o"):
+        Cluster.load(tmp_path / "old.json")
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "cluster.json"
+    assert cli.main(["profile", "-o", str(path), "--device", "cpu", "--no-progress"]) == 0
+    assert "1 rank" in capsys.readouterr().out
+    assert Cluster.load(path).name == "cluster"
+    if not torch.cuda.is_available():
+        assert cli.main(["profile", "-o", str(path), "--device", "cuda"]) == 1
+        assert "rank 0 of this machine has no GPU of its own: 0 are here" in capsys.readouterr().err
+        with pytest.raises(RunError):
+            measured(path, "cuda", progress=False)
+
+
+def test_what_no_curve_covers_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (launch,) = Autograd("cpu").ask(aten.gelu.default, (contiguous((64, 64), torch.float32),), {}).forward
+    cpu, times = Cluster.load("cpu"), []
+    monkeypatch.setattr("autopar.profile.missing.timed", lambda *args: times.append(1) or Timing(3.0, 0.0))
+    for _ in range(2):
+        spot = Missing(cpu)
+        assert launch in spot
+        assert spot.seconds(launch) == 3.0
+    assert len(times) == 1
+    covered = replace(cpu.device, efficiency={**cpu.device.efficiency, "gelu.float32": ((1.0, 1.0),)})
+    assert launch not in Missing(replace(cpu, device=covered))
+    (tmp_path / "autopar" / "kernels.json").write_text("no JSON")
+    with pytest.warns(UserWarning, match="cannot be read .* measured again"):
+        Missing(cpu)
+
+
+def test_planning_measures_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All kernels take a second: a plan is as slow as it has kernels."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("autopar.profile.missing.timed", lambda *args: Timing(1.0, 0.0))
+    given = dict(parallel=dict(data=2), progress=False)
+    assert autopar.plan(*zoo.mlp(), 2, **given).step_time < 1
+    assert autopar.plan(*zoo.mlp(), 2, **given, profile_missing=True).step_time > 5
+    with pytest.raises(PlanError, match="profile_missing=1: give True or False"):
+        autopar.plan(*zoo.mlp(), 2, profile_missing=1, progress=False)
