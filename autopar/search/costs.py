@@ -146,7 +146,7 @@ class Costs:
 
     def launches(self, node: fx.Node) -> Iterator[tuple[bool, Launch]]:
         """The kernels of a node, with whether they are the backward's. The gradients of a result that several read are added up there."""
-        if node.op != "call_function" or not isinstance(node.meta["val"], torch.Tensor):
+        if node.op != "call_function" or node.target is send or not isinstance(node.meta["val"], torch.Tensor):
             return
         yield from ((False, launch) for launch in self.saved(node).forward)
         if node.target is torch.ops.aten.slice.Tensor and (pieces := _pieces(node)):
