@@ -27,9 +27,9 @@ class Compute:
         return self._device.overhead
 
     @property
-    def exposed(self) -> float:
-        """The part of the gradients' collectives that the last backward does not hide."""
-        return 1 - self._device.overlap
+    def overlap(self) -> float:
+        """The part of a collective that costs nothing beside other work."""
+        return self._device.overlap
 
     def peak(self, kind: str, dtype: str, work: FloatArray | float, operator: str = "") -> FloatArray:
         """FLOP/s, or B/s, that kernels of a kind with so much ``work`` reach. A dtype without a figure (integers) computes as float32."""

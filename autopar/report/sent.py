@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from autopar.cost_model.conversion import STEP, Term
 from autopar.layout import Layout
 from autopar.report.blocks import Blocks
 from autopar.report.names import Names
+from autopar.search.ends import SYNC, step_ends
 from autopar.search.found import Found
 from autopar.search.recompute import AGAIN
 from autopar.search.strategies import Storage
@@ -57,11 +58,13 @@ def _terms(found: Found) -> Iterator[tuple[str, Sequence[fx.Node], Term, int]]:
     """Every part of a step's communication: the kind of seconds it counts as, the nodes that it is for, and how often for each of them."""
     problem, microbatches, rules = found.problem, found.microbatches, found.analysis.rules
     of_vertex, of_group = _here(found, problem.vertex_of), _here(found, problem.group_of)
+    counted, exposed = (sum(ends[stage][SYNC] for stage in found.busiest) for ends in (found.once, step_ends(found)))
+    scale = exposed / counted if counted else 1.0
     for i, v in enumerate(problem.vertices):
         choice = found.choice(v.node)
         if isinstance(choice, Storage):
             for term in found.costs.synchronisation(v.node, choice):
-                yield "gradient synchronisation", of_vertex[i], term, 1
+                yield SYNC, of_vertex[i], replace(term, seconds=scale * term.seconds), 1
         else:
             for term in found.costs.sent_by_kernel(v.node, rules.get(v.node), choice):
                 yield "compute", of_vertex[i], term, microbatches

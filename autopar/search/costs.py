@@ -26,6 +26,7 @@ from autopar.search.strategies import Storage, Strategy
 from autopar.search.work import OnTheSpot, Shards
 from autopar.search.work import seconds as seconds_of
 
+_LEAST_EXPOSED = 0.05  # of gradients' collectives: what is sent is never for nothing
 _STATISTIC = 4  # bytes: kernels send their statistics as float32
 _NOTHING = Saved(frozenset(), False, 0.0, None)
 
@@ -202,7 +203,7 @@ class Costs:
         if term.kind == "copy":
             return term.seconds
         bucket = max(term.nbytes, BUCKET_BYTES)
-        exposed = self.compute.exposed if term.phase == "backward" else 1.0
+        exposed = max(1 - self.compute.overlap, _LEAST_EXPOSED) if term.phase == "backward" else 1.0
         return exposed * float(seconds(term.kind, bucket, self.axis(term.axis))) * term.nbytes / bucket
 
     def update(self, node: fx.Node, storage: Storage) -> float:

@@ -20,6 +20,7 @@ from autopar.layout import I, Layout, show
 from autopar.plan import NodePlan, ParameterPlan, Plan, StagePlan, Step
 from autopar.runtime.kernels import send
 from autopar.search.blocks import block_of
+from autopar.search.ends import step_ends
 from autopar.search.found import Found
 from autopar.search.options import Axis, Options
 from autopar.search.strategies import Storage
@@ -40,7 +41,7 @@ def write_down(found: Found, cluster: Cluster, options: Options, timings: dict[s
         nodes=nodes,
         parameters={analysis.state[n].target: _parameter(found, n) for n in analysis.state},
         conversions=conversions,
-        seconds=_with_overhead(found, found.seconds_by_kind()),
+        seconds=found.seconds_by_kind(step_ends(found)),
         stages=tuple(_stages(found)),
         gap=found.gap,
         pipeline=shape.pipeline,
@@ -84,20 +85,14 @@ def _parameter(found: Found, node: fx.Node) -> ParameterPlan:
 
 def _stages(found: Found) -> Iterator[StagePlan]:
     calls = [n for n in found.analysis.graph.nodes if n.op == "call_function" and n.target is not send]
-    bill, flights = found.solution.bill, found.shape.flights()
+    bill, flights, ends = found.solution.bill, found.shape.flights(), step_ends(found)
     for stage in range(found.shape.stages):
         own = [n for n in calls if n.meta.get("stage", 0) == stage]
         seconds = {"forward": float(bill.forward[stage]), "backward": float(bill.backward[stage]), "send": found.sends[stage]}
         if bill.recomputation[stage]:
             seconds["recomputation"] = float(bill.recomputation[stage])
         start = own[0].name if stage else ""
-        once = found.once[stage] if stage >= found.shape.pipeline else _with_overhead(found, found.once[stage])  # once on each rank
-        yield StagePlan(start, _modules(own), seconds | once, found.nbytes_by_kind(stage), flights[stage])
-
-
-def _with_overhead(found: Found, seconds: dict[str, float]) -> dict[str, float]:
-    """With what a step takes besides its kernels, as part of the optimizer's: no choice changes it, so that none is made by it."""
-    return seconds | {"optimizer": seconds["optimizer"] + found.costs.compute.overhead}
+        yield StagePlan(start, _modules(own), seconds | ends[stage], found.nbytes_by_kind(stage), flights[stage])
 
 
 def _modules(calls: list[fx.Node]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -89,8 +90,9 @@ class Found:
     def _end(self, stage: int) -> float:
         return sum(self.once[stage].values())
 
-    def seconds_by_kind(self) -> dict[str, float]:
-        """The step time: what the busiest rank does, and what it waits for."""
+    def seconds_by_kind(self, ends: Sequence[dict[str, float]] | None = None) -> dict[str, float]:
+        """The step time: what the busiest rank does, and what it waits for; with other ``ends`` of a step than :attr:`once`."""
+        once = ends or self.once
         bill, shape = self.solution.bill, self.shape
         kinds = {
             "compute": bill.forward + bill.backward - bill.converting - bill.recomputation,
@@ -98,12 +100,12 @@ class Found:
             "recomputation": bill.recomputation,
         }
         seconds = {kind: shape.microbatches * float(each[self.busiest].sum()) for kind, each in kinds.items()}
-        seconds |= {kind: sum(self.once[i][kind] for i in self.busiest) for kind in ONCE}
+        seconds |= {kind: sum(once[i][kind] for i in self.busiest) for kind in ONCE}
         if not seconds["recomputation"]:
             del seconds["recomputation"]
         if shape.stages > 1:
-            ends = [sum(self._end(i) for i in range(r, shape.stages, shape.pipeline)) for r in range(shape.pipeline)]
-            total = max(finish[-1] + end for finish, end in zip(self.timeline.ends, ends, strict=True))
+            last = [sum(sum(stage.values()) for stage in once[r :: shape.pipeline]) for r in range(shape.pipeline)]
+            total = max(finish[-1] + end for finish, end in zip(self.timeline.ends, last, strict=True))
             seconds["bubble"] = max(0.0, total - sum(seconds.values()))
         return seconds
 

@@ -1,0 +1,54 @@
+"""What a step takes besides its microbatches, as it runs: gradients go in buckets during the last backward, then the optimizer.
+
+The search counts a fixed part of the gradients' collectives as hidden and a bucket's latency by shares, so that each parameter has a price
+of its own. Once a plan is chosen, its buckets are counted: the last one has nothing left to hide behind, nor has what takes longer than the
+last backward. Computing beside a collective slows both down: ``Device.overlap`` is the part that is saved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+from autopar.cost_model import seconds
+from autopar.plan import BUCKET_BYTES
+from autopar.search.found import Found
+from autopar.search.strategies import Storage
+
+SYNC, OPTIMIZER = "gradient synchronisation", "optimizer"
+
+
+def step_ends(found: Found) -> list[dict[str, float]]:
+    """Seconds by stage and kind, as :attr:`Found.once` has them by shares."""
+    ends = [dict(once) for once in found.once]
+    for rank in range(found.shape.pipeline):
+        own = range(rank, found.shape.stages, found.shape.pipeline)
+        counted = sum(found.once[stage][SYNC] for stage in own)
+        exposed = _exposed(found, own)
+        for stage in own:
+            ends[stage][SYNC] = exposed * found.once[stage][SYNC] / counted if counted else 0.0
+        ends[rank][OPTIMIZER] += found.costs.compute.overhead
+    return ends
+
+
+def _exposed(found: Found, stages: range) -> float:
+    """Seconds that one rank waits for its parameters and gradients."""
+    nbytes: dict[tuple[str, str, int], float] = defaultdict(float)
+    copies = 0.0
+    for v, k in zip(found.problem.vertices, found.solution.chosen, strict=True):
+        choice, count = v.choices[k], float(sum(v.count[stage] for stage in stages))
+        for term in found.costs.synchronisation(v.node, choice) if isinstance(choice, Storage) and count else ():
+            if term.kind == "copy":
+                copies += count * term.seconds
+            else:
+                nbytes[term.phase, term.kind, term.axis] += count * term.nbytes
+    sums = dict.fromkeys(("forward", "backward"), 0.0)
+    last = 0.0
+    for (phase, kind, axis), total in nbytes.items():
+        buckets = math.ceil(total / BUCKET_BYTES)
+        each = float(seconds(kind, total / buckets, found.costs.axis(axis)))
+        sums[phase] += buckets * each
+        last = max(last, each) if phase == "backward" else last
+    backward = sum(float(found.solution.bill.backward[stage]) for stage in stages)
+    hidden = found.costs.compute.overlap * min(sums["backward"] - last, backward)
+    return copies + sums["forward"] + sums["backward"] - hidden

@@ -1,0 +1,80 @@
+"""The end of a step: what of the gradients' sum the last backward can hide, by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from megatron import batch, configuration, gpt, searched
+
+import autopar
+from autopar.cost_model import Cluster, axes, seconds
+from autopar.plan import BUCKET_BYTES
+from autopar.planner import Traced
+from autopar.search.ends import OPTIMIZER, SYNC, step_ends
+from autopar.search.found import Found
+
+A100 = Cluster.load("a100-sxm")
+
+
+def ends(hidden: int, overlap: float, overhead: float = 0.0, network: float = 1.0) -> tuple[dict[str, float], Found, Cluster]:
+    """Of two replicas, whose links are ``network`` times as fast."""
+    device = replace(A100.device, overlap=overlap, overhead=overhead)
+    links = tuple(replace(level, bandwidth=level.bandwidth * network) for level in A100.links)
+    cluster = replace(A100, device=device, links=links)
+    traced = Traced(gpt(hidden, 4, 2, 32, 512), batch(8, 32), None)
+    asked = configuration(1, 1, 2, 4) | dict(recompute="none", precision=None)
+    with searched(traced, 8, cluster, **asked) as found:
+        (end,) = step_ends(found)
+    return end, found, cluster
+
+
+def gradient_bytes(found: Found) -> float:
+    return float(sum(4 * n.meta["val"].numel() for n in found.analysis.state if n in found.analysis.differentiable))
+
+
+def bucket(found: Found, cluster: Cluster) -> tuple[int, float]:
+    """How many there are, and the seconds of one."""
+    count = math.ceil(gradient_bytes(found) / BUCKET_BYTES)
+    return count, seconds("all_reduce", gradient_bytes(found) / count, axes((2,), cluster)[0])
+
+
+@pytest.mark.parametrize("overlap", [0.0, 1.0])
+def test_a_single_bucket_has_nothing_to_hide_behind(overlap: float) -> None:
+    end, found, cluster = ends(64, overlap)
+    count, each = bucket(found, cluster)
+    assert count == 1
+    assert end[SYNC] == pytest.approx(each)
+    assert found.once[0][SYNC] < each or overlap == 0.0  # as the search counts it
+
+
+def test_all_but_the_last_bucket_hides_behind_a_long_backward() -> None:
+    end, found, cluster = ends(1024, 1.0)
+    count, each = bucket(found, cluster)
+    assert count > 3
+    assert float(found.solution.bill.backward[0]) > count * each
+    assert end[SYNC] == pytest.approx(each)
+    halfway, _, _ = ends(1024, 0.5)
+    assert halfway[SYNC] == pytest.approx(count * each - (count - 1) * each / 2)
+    nothing, _, _ = ends(1024, 0.0)
+    assert nothing[SYNC] == pytest.approx(count * each)
+
+
+def test_what_takes_longer_than_the_backward_is_waited_for() -> None:
+    end, found, cluster = ends(1024, 1.0, network=1e-3)
+    count, each = bucket(found, cluster)
+    backward = float(found.solution.bill.backward[0])
+    assert (count - 1) * each > backward
+    assert end[SYNC] == pytest.approx(count * each - backward)
+
+
+def test_a_plan_says_so_and_its_rows_add_up() -> None:
+    cluster = replace(A100, device=replace(A100.device, overhead=1.0))
+    parallel = dict(data=2, pipeline=dict(size=2, chunks=1))
+    options = configuration(1, 2, 2, 2) | dict(recompute="none", precision=None, parallel=parallel)
+    plan = autopar.plan(gpt(64, 4, 2, 32, 512), batch(8, 32), cluster=cluster, progress=False, **options)
+    assert plan.seconds["optimizer"] > 1.0
+    assert [stage.seconds[OPTIMIZER] > 1.0 for stage in plan.stages] == [True, True]
+    rows = [row for row in plan.rows["collectives"] if row[0] == SYNC]
+    assert sum(row[8] for row in rows) == pytest.approx(plan.seconds[SYNC])
