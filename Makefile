@@ -49,12 +49,13 @@ format: $(STAMP) ## rewrite the sources in the style that check asks for
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-bench: $(STAMP) ## planning time and memory; overhead of a step; time against memory; what planning all together brings; a sweep
+bench: $(STAMP) ## planning time and memory; overhead of a step; time against memory; what planning all together brings; a sweep; accuracy
 	$(BIN)/python benchmarks/planning.py
 	$(BIN)/python benchmarks/step_time.py
 	$(BIN)/python benchmarks/frontier.py
 	$(BIN)/python benchmarks/joint.py
 	$(BIN)/python benchmarks/sweep.py
+	$(BIN)/python benchmarks/accuracy.py --published --here
 
 clean: ## remove what was built, .venv included
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

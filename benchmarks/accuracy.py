@@ -1,7 +1,7 @@
 """How far predictions are from measurements.
 
-    python benchmarks/accuracy.py --published ../shared/validation    # GPUs: published runs, priced without one
-    python benchmarks/accuracy.py --here                              # this machine: profiled, planned, run, compared
+    python benchmarks/accuracy.py --published    # GPUs: published runs, priced without one
+    python benchmarks/accuracy.py --here         # this machine: profiled, planned, run, compared
 
 Which rows fitted which constant is said with each table. ``fit_a100.py`` fits the A100's preset to every third single-node run, and to
 nothing else of what is scored here.
@@ -15,7 +15,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from here import everything
 from megatron import batch, configuration, gpt, options, searched
 from published import Run, all_reduces, by_model, runs
 from scipy.stats import kendalltau
@@ -29,6 +31,7 @@ from autopar.search.found import Found
 from autopar.search.items import BACKWARD, FORWARD, STEP, items
 
 FITTED = slice(None, None, 3)  # of the single-node runs, in the order of the file
+VALIDATION = Path(__file__).parent / "validation"
 RUNS = Path(__file__).with_name("a100-megatron-deepspeed.json")  # written by fit_a100.py
 MULTI_NODE = 800e9 / 8  # B/s of a node's NICs in the multi-node runs
 SELENE = (  # parameters, heads, hidden, layers, tensor, pipeline, GPUs, batch, TFLOP/s a GPU
@@ -174,18 +177,39 @@ def throughput(folder: Path) -> None:
     print(f"mean error {statistics.mean(map(abs, off)):.1f} %, worst {max(map(abs, off)):.1f} %; fitted: nothing")
 
 
+def here() -> None:
+    """This machine, on 1, 2 and 4 ranks; each number of ranks profiled before, and nothing fitted to what is predicted."""
+    found = everything()
+    rows = [(r["ranks"], r["model"], r["plan"], *(f"{1e3 * r[k]:.1f}" for k in ("predicted", "measured")), _percent(r)) for r in found]
+    headers = ("ranks", "model", "plan", "predicted ms", "measured ms", "error %")
+    print(tabulate(rows, headers=headers, disable_numparse=True))
+    for n in sorted({r["ranks"] for r in found}):
+        some = [r for r in found if r["ranks"] == n]
+        print(f"{n} ranks: mean, median, worst, bias: {', '.join(errors([r['predicted'] for r in some], [r['measured'] for r in some]))} %")
+    print(f"all: mean, median, worst, bias: {', '.join(errors([r['predicted'] for r in found], [r['measured'] for r in found]))} %")
+
+
+def _percent(row: dict[str, Any]) -> str:
+    return f"{100 * (row['predicted'] / row['measured'] - 1):+.1f}"
+
+
 PUBLISHED = {"nccl": nccl, "vtrain": vtrain, "layer": layer, "throughput": throughput}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--published", type=Path, help="folder with the published measurements")
-    parser.add_argument("--only", choices=PUBLISHED, help="one of the tables")
+    parser.add_argument("--published", action="store_true", help="published runs on GPUs")
+    parser.add_argument("--only", choices=PUBLISHED, help="one table of published runs")
+    parser.add_argument("--here", action="store_true", help="this machine; nothing else should run on it")
     arguments = parser.parse_args()
-    for name, table in PUBLISHED.items() if arguments.published else ():
-        if arguments.only in (None, name):
-            table(arguments.published)
+    for name, table in PUBLISHED.items():
+        if arguments.only == name or (arguments.published and arguments.only is None):
+            table(VALIDATION)
             print()
+    if arguments.here:
+        here()
+    if not (arguments.published or arguments.only or arguments.here):
+        parser.error("give --published, --here, or both")
 
 
 if __name__ == "__main__":

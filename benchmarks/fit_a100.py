@@ -1,6 +1,6 @@
 """Fits what no datasheet says of an A100, and of Megatron-DeepSpeed on it, to a third of vTrain's single-node runs.
 
-    python benchmarks/fit_a100.py ../shared/validation --write
+    python benchmarks/fit_a100.py --write
 
 writes the preset ``a100-sxm`` and, with what is that software's and not the device's (the time between two launches, a step's overhead,
 nothing of the gradients' sum hidden since it did not go in buckets), ``benchmarks/a100-megatron-deepspeed.json``.
@@ -36,6 +36,7 @@ BYTES = (
     34.0  # that Adam moves for an element: float32 parameter, gradient and two moments are read, all but the gradient written; and the cast
 )
 TILES = (Tile(64, 64),)  # cuBLAS chooses between many sizes: what is left over is as if all were small
+VALIDATION = Path(__file__).parent / "validation"
 RUNS = Path(__file__).with_name("a100-megatron-deepspeed.json")
 PRESET = Path(__file__).parent.parent / "cost_model" / "clusters" / "a100-sxm.json"
 # name: (value, standard deviation of its logarithm, where the value is from)
@@ -139,11 +140,10 @@ def fitted(repriced: Repriced, base: Cluster) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="with vtrain_a100_single_node.csv")
     parser.add_argument("--write", action="store_true", help="write both files")
     arguments = parser.parse_args()
     base = Cluster.load("a100-sxm")
-    groups = list(by_model(runs(arguments.folder / "vtrain_a100_single_node.csv")[::3]))
+    groups = list(by_model(runs(VALIDATION / "vtrain_a100_single_node.csv")[::3]))
     repriced = Repriced(priced(tqdm(groups, desc="planning"), base))
     values = fitted(repriced, base)
     off = repriced.seconds(cluster_of(base, values)) / np.array([run.seconds for run in repriced.runs]) - 1
