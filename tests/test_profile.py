@@ -23,6 +23,7 @@ from autopar.cost_model import Cluster, axes, seconds
 from autopar.errors import PlanError, RunError
 from autopar.launches import Launch
 from autopar.profile import NoisyMeasurement, check_machine, measured, profiler
+from autopar.profile.machine import machine
 from autopar.profile.missing import Missing
 from autopar.profile.probes import launches
 from autopar.profile.timing import Timing, replay, timed
@@ -170,7 +171,7 @@ def test_ranks_measure_their_collectives(ranks: Pools, tmp_path: Path) -> None:
 def test_a_profile_of_another_machine(tmp_path: Path) -> None:
     cpu = Cluster.load("cpu")
     check_machine(cpu, CPU)  # a preset is of no machine
-    here = profiler.machine(CPU, "none", 1)
+    here = machine(CPU, "none", 1)
     check_machine(replace(cpu, machine=here), CPU)
     with pytest.raises(
         PlanError, match=r"'cpu' is of another machine \(device 'abacus' there, .* here; torch '1.0' there.*measure this one"

@@ -14,7 +14,8 @@ from autopar.cost_model import Cluster
 from autopar.errors import PlanError
 from autopar.files import write_json
 from autopar.launches import Launch
-from autopar.profile.profiler import BUDGET, device_name
+from autopar.profile.machine import device_name
+from autopar.profile.profiler import BUDGET
 from autopar.profile.timing import replay, timed
 
 SCHEMA = 1

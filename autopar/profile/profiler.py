@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import statistics
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import accumulate, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +22,13 @@ from tqdm import tqdm
 
 from autopar.cost_model.cluster import SCHEMA, Cluster
 from autopar.cost_model.compute import ARITHMETIC
-from autopar.cost_model.device import MOST_EFFICIENT, Curve, Device, Level
-from autopar.errors import PlanError, RunError
+from autopar.errors import RunError
 from autopar.files import write_json
 from autopar.launches import Launch
+from autopar.profile.machine import machine
 from autopar.profile.messages import COLLECTIVES
 from autopar.profile.probes import launches
+from autopar.profile.summary import CALL, HIDDEN, KERNEL, LAUNCH, MEMORY, MESSAGE, cluster_of, noisy
 from autopar.profile.timing import Timing, reading, replay, summary, timed
 
 NOISY = 0.5  # a spread from which on a measurement is told to be noisy
@@ -68,43 +67,6 @@ class NoisyMeasurement(UserWarning):
     """Readings of one measurement differ by much; their median was kept."""
 
 
-def machine(device: torch.device, backend: str, ranks: int) -> dict[str, str]:
-    """What a profile is of: it holds for the same device, software and number of ranks."""
-    return {
-        "device": device_name(device),
-        "ranks": str(ranks),
-        "backend": backend,
-        "torch": torch.__version__,
-        "threads": str(torch.get_num_threads()),
-    }
-
-
-def check_machine(cluster: Cluster, device: torch.device) -> None:
-    """PlanError where a profile is of another machine or other software than this: what differs, and how to renew it. What was not
-    measured, a preset say, is of no machine."""
-    here = machine(device, dist.get_backend() if dist.is_initialized() else "none", dist.get_world_size() if dist.is_initialized() else 1)
-    one = cluster.machine.get("ranks") == "1"  # which has no collectives, and no backend to differ
-    asked = {name: value for name, value in cluster.machine.items() if name != "ranks" and not (one and name == "backend")}
-    differ = [f"{name} {value!r} there, {here[name]!r} here" for name, value in asked.items() if here.get(name, value) != value]
-    if differ:
-        renew = f"torchrun --nproc-per-node {here['ranks']} -m autopar profile -o {cluster.name}.json"
-        raise PlanError(f"the profile {cluster.name!r} is of another machine ({'; '.join(differ)}): measure this one with {renew}")
-
-
-def device_name(device: torch.device) -> str:
-    """Of a GPU, or of the processor with its number of cores."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    model = next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor() or platform.machine()
-    )
-    return f"{model}, {os.cpu_count()} cores"
-
-
 class Profiler:
     """One profile of this machine, to be written to ``path``."""
 
@@ -130,7 +92,8 @@ class Profiler:
                 bar.update()
                 if self.rank == 0:
                     write_json(self.part, {"schema": SCHEMA, "machine": self.machine, "measured": self.done})
-        cluster = self._cluster([name for name, _ in jobs])
+        wanted = {name: self.done[name] for name, _ in jobs}
+        cluster = cluster_of(self.path.stem, self.machine, self.device, wanted, LARGE)
         if self.rank == 0:
             self._warn()
             cluster.save(self.path)
@@ -155,27 +118,29 @@ class Profiler:
 
     def _jobs(self) -> Iterator[Job]:
         tiny, large = (torch.ones(n // 4, device=self.device) for n in (16, LARGE))
-        yield "call", lambda: self._timed(lambda: tiny.add(1.0))
-        yield "launch", self._launch
-        yield "memory", lambda: self._timed(lambda: large.add(1.0))
+        yield CALL, lambda: self._timed(lambda: tiny.add(1.0))
+        yield LAUNCH, self._launch
+        yield MEMORY, lambda: self._timed(lambda: large.add(1.0))
         for elements in (1 << 18, 1 << 22):
-            yield f"optimizer.float32 elementwise {ADAM * elements:.6g}", partial(self._optimizer, elements)
+            name = KERNEL.format(operator="optimizer", dtype="float32", kind="elementwise", work=ADAM * elements)
+            yield name, partial(self._optimizer, elements)
         for dtype in (torch.float32, torch.bfloat16, *([torch.float16] if self.device.type == "cuda" else [])):
             for name, launch in self._kernels(dtype).items():
                 yield name, partial(self._replayed, launch)
         for ranks in (n for n in range(2, self.ranks + 1) if self.ranks % n == 0):
             self._groups[ranks] = dist.new_subgroups(ranks)[0]
             for kind, nbytes in product(COLLECTIVES, MESSAGES):
-                yield f"{kind} of {ranks} ranks, {nbytes}", partial(self._collective, kind, nbytes, ranks)
+                yield MESSAGE.format(kind=kind, ranks=ranks, nbytes=nbytes), partial(self._collective, kind, nbytes, ranks)
         if self.ranks > 1:
-            yield "computing beside a collective", self._hidden
+            yield HIDDEN, self._hidden
 
     def _kernels(self, dtype: torch.dtype) -> dict[str, Launch]:
-        """By a name that holds what is needed later: operator, dtype, kind and work."""
+        """By a name that says what is needed later."""
         found = {}
         for launch in launches(self.device.type, dtype):
             work = launch.flops if launch.kind in ARITHMETIC else launch.nbytes
-            found[f"{launch.operator}.{str(dtype).removeprefix('torch.')} {launch.kind} {work:.6g}"] = launch
+            name = str(dtype).removeprefix("torch.")
+            found[KERNEL.format(operator=launch.operator, dtype=name, kind=launch.kind, work=work)] = launch
         return found
 
     def _timed(self, call: Callable[[], Any]) -> Timing:
@@ -258,71 +223,8 @@ class Profiler:
         return Timing(statistics.median(t.seconds for t in every), max(t.spread for t in every))
 
     def _warn(self) -> None:
-        noisy = sorted(((t.spread, name) for name, t in self.done.items() if t.spread > NOISY), reverse=True)
-        if noisy:
-            worst = "; ".join(f"{name}: {100 * spread:.0f} %" for spread, name in noisy[:3])
-            what = f"{len(noisy)} of {len(self.done)} measurements are noisy (distance between quartiles, of the median: {worst})"
+        worst = noisy(self.done, NOISY)
+        if worst:
+            shown = "; ".join(f"{name}: {100 * spread:.0f} %" for spread, name in list(worst)[:3])
+            what = f"{len(worst)} of {len(self.done)} measurements are noisy (distance between quartiles, of the median: {shown})"
             warnings.warn(f"{what}; the medians were kept. Measure again while nothing else runs", NoisyMeasurement, stacklevel=3)
-
-    # What it comes to
-
-    def _cluster(self, names: Sequence[str]) -> Cluster:
-        call, bandwidth = self.done["call"].seconds, 2 * LARGE / self.done["memory"].seconds
-        points: dict[tuple[str, str, str], list[tuple[float, float]]] = defaultdict(list)
-        for name in names:
-            if len(parts := name.split(" ")) == 3 and "." in parts[0] and self.done[name].seconds:
-                operator, _, dtype = parts[0].rpartition(".")
-                taken = self.done[name].seconds - (0.0 if self.device.type == "cuda" else call)
-                points[operator, dtype, parts[1]].append((float(parts[2]), max(taken, 0.05 * call)))
-        peak = {
-            dtype: max(
-                work / seconds for (_, d, kind), found in points.items() if d == dtype and kind == "matmul" for work, seconds in found
-            )
-            for dtype in {dtype for _, dtype, _ in points}
-        }
-        device = Device(
-            name=self.machine["device"],
-            peak=peak,
-            memory_bandwidth=bandwidth,
-            memory=self._memory(),
-            launch=self.done["launch"].seconds,
-            efficiency=_curves(points, peak, bandwidth),
-            kind=self.device.type,
-            overlap=self.done["computing beside a collective"].seconds if self.ranks > 1 else 0.0,
-        )
-        return Cluster(self.path.stem, device, (self._level(),), {"": "measured by autopar profile"}, self.machine)
-
-    def _memory(self) -> int:
-        if self.device.type == "cuda":
-            return int(torch.cuda.get_device_properties(self.device).total_memory)
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // self.ranks
-
-    def _level(self) -> Level:
-        """The links between this machine's devices; latency and bandwidth are for sizes that were not measured."""
-        if self.ranks == 1:
-            return Level("alone", 1, 0.0, 1.0)
-        measured: dict[str, dict[str, Curve]] = defaultdict(dict)
-        for kind, ranks in product(COLLECTIVES, self._groups):
-            curve = [(float(n), self.done[f"{kind} of {ranks} ranks, {n}"].seconds) for n in MESSAGES]
-            measured[kind][str(ranks)] = tuple(zip((n for n, _ in curve), accumulate((s for _, s in curve), max), strict=True))
-        n = self.ranks
-        (_, short), *_, (nbytes, long) = measured["all_gather"][str(n)]
-        bandwidth = (n - 1) / n * nbytes / max(long - short, 1e-9)
-        return Level("machine", n, short / (n - 1), bandwidth, measured=dict(measured))
-
-
-def _curves(points: dict[tuple[str, str, str], list[tuple[float, float]]], peak: dict[str, float], bandwidth: float) -> dict[str, Curve]:
-    """For each operator, and for each kind of kernels together, in each dtype: what part of the peak is reached."""
-    together: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for (operator, dtype, kind), found in points.items():
-        for work, seconds in found:
-            for name in (f"{operator}.{dtype}", f"{kind}.{dtype}", *([kind] if dtype == "float32" else [])):
-                together[name][work].append(seconds)
-    curves = {}
-    for name, by_work in together.items():
-        kind = next(k for o, d, k in points if name in (f"{o}.{d}", f"{k}.{d}", k))
-        top = peak[name.rpartition(".")[2] if "." in name else "float32"] if kind in ARITHMETIC else bandwidth
-        works = sorted(by_work)
-        taken = accumulate((statistics.geometric_mean(by_work[w]) for w in works), max)  # more work takes no less time
-        curves[name] = tuple((w, float(f"{min(w / s / top, MOST_EFFICIENT):.4g}")) for w, s in zip(works, taken, strict=True))
-    return curves

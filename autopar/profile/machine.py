@@ -1,0 +1,50 @@
+"""Which machine a profile is of."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from autopar.cost_model import Cluster
+from autopar.errors import PlanError
+
+
+def machine(device: torch.device, backend: str, ranks: int) -> dict[str, str]:
+    """What a profile is of: it holds for the same device, software and number of ranks."""
+    return {
+        "device": device_name(device),
+        "ranks": str(ranks),
+        "backend": backend,
+        "torch": torch.__version__,
+        "threads": str(torch.get_num_threads()),
+    }
+
+
+def check_machine(cluster: Cluster, device: torch.device) -> None:
+    """PlanError where a profile is of another machine or other software than this: what differs, and how to renew it. What was not
+    measured, a preset say, is of no machine."""
+    here = machine(device, dist.get_backend() if dist.is_initialized() else "none", dist.get_world_size() if dist.is_initialized() else 1)
+    one = cluster.machine.get("ranks") == "1"  # which has no collectives, and no backend to differ
+    asked = {name: value for name, value in cluster.machine.items() if name != "ranks" and not (one and name == "backend")}
+    differ = [f"{name} {value!r} there, {here[name]!r} here" for name, value in asked.items() if here.get(name, value) != value]
+    if differ:
+        renew = f"torchrun --nproc-per-node {here['ranks']} -m autopar profile -o {cluster.name}.json"
+        raise PlanError(f"the profile {cluster.name!r} is of another machine ({'; '.join(differ)}): measure this one with {renew}")
+
+
+def device_name(device: torch.device) -> str:
+    """Of a GPU, or of the processor with its number of cores."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    model = next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor() or platform.machine()
+    )
+    return f"{model}, {os.cpu_count()} cores"

@@ -1,0 +1,104 @@
+"""What measurements come to: a cluster's figures."""
+
+from __future__ import annotations
+
+import os
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from itertools import accumulate
+
+import torch
+
+from autopar.cost_model import Cluster
+from autopar.cost_model.compute import ARITHMETIC
+from autopar.cost_model.device import MOST_EFFICIENT, Curve, Device, Level
+from autopar.profile.timing import Timing
+
+SMALLEST = 0.05  # of a call: what a kernel takes at least, beside what the call itself does
+KERNEL, MESSAGE = "{operator}.{dtype} {kind} {work:.6g}", "{kind} of {ranks} ranks, {nbytes}"  # names of measurements
+CALL, LAUNCH, MEMORY, HIDDEN = "call", "launch", "memory", "computing beside a collective"
+_KERNEL, _MESSAGE = re.compile(r"(\w+)\.(\w+) (\w+) (\S+)"), re.compile(r"(\w+) of (\d+) ranks, (\d+)")
+Points = dict[tuple[str, str, str], list[tuple[float, float]]]  # by operator, dtype and kind of a kernel: work and seconds
+
+
+def cluster_of(name: str, machine: Mapping[str, str], device: torch.device, found: Mapping[str, Timing], large: int) -> Cluster:
+    """The cluster that was measured; ``large`` bytes were read, and as many written, for its memory."""
+    ranks = int(machine["ranks"])
+    own = 0.0 if device.type == "cuda" else found[CALL].seconds
+    points: Points = defaultdict(list)
+    for job, timing in found.items():
+        if (kernel := _KERNEL.fullmatch(job)) and timing.seconds:
+            operator, dtype, kind, work = kernel.groups()
+            points[operator, dtype, kind].append((float(work), max(timing.seconds - own, SMALLEST * own)))
+    peak = _peaks(points)
+    bandwidth = 2 * large / found[MEMORY].seconds
+    described = Device(
+        name=machine["device"],
+        peak=peak,
+        memory_bandwidth=bandwidth,
+        memory=_memory(device, ranks),
+        launch=found[LAUNCH].seconds,
+        efficiency=_curves(points, peak, bandwidth),
+        kind=device.type,
+        overlap=found[HIDDEN].seconds if ranks > 1 else 0.0,
+    )
+    return Cluster(name, described, (_level(found, ranks),), {"": "measured by autopar profile"}, machine)
+
+
+def _memory(device: torch.device, ranks: int) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
+
+
+def _peaks(points: Points) -> dict[str, float]:
+    """FLOP/s of the fastest product of each dtype."""
+    found: dict[str, float] = {}
+    for (_, dtype, kind), measured in points.items():
+        if kind == "matmul":
+            found[dtype] = max(found.get(dtype, 0.0), *(work / seconds for work, seconds in measured))
+    return found
+
+
+def _curves(points: Points, peak: Mapping[str, float], bandwidth: float) -> dict[str, Curve]:
+    """For each operator, and for each kind of kernels together, in each dtype: what part of the peak is reached."""
+    tops: dict[str, float] = {}
+    together: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for (operator, dtype, kind), measured in points.items():
+        for name in (f"{operator}.{dtype}", f"{kind}.{dtype}", *([kind] if dtype == "float32" else [])):
+            tops[name] = peak[dtype] if kind in ARITHMETIC else bandwidth
+            for work, seconds in measured:
+                together[name][work].append(seconds)
+    curves = {}
+    for name, by_work in together.items():
+        taken = _growing({work: statistics.geometric_mean(seconds) for work, seconds in by_work.items()})
+        curves[name] = tuple((work, float(f"{min(work / s / tops[name], MOST_EFFICIENT):.4g}")) for work, s in taken)
+    return curves
+
+
+def _level(found: Mapping[str, Timing], ranks: int) -> Level:
+    """The links between this machine's devices; latency and bandwidth are for sizes that were not measured."""
+    if ranks == 1:
+        return Level("alone", 1, 0.0, 1.0)
+    by_size: dict[str, dict[str, dict[float, float]]] = defaultdict(lambda: defaultdict(dict))
+    for job, timing in found.items():
+        if message := _MESSAGE.fullmatch(job):
+            kind, some, nbytes = message.groups()
+            by_size[kind][some][float(nbytes)] = timing.seconds
+    measured = {kind: {n: _growing(sizes) for n, sizes in by_ranks.items()} for kind, by_ranks in by_size.items()}
+    (_, short), *_, (nbytes, long) = measured["all_gather"][str(ranks)]
+    bandwidth = (ranks - 1) / ranks * float(nbytes) / max(long - short, 1e-9)
+    return Level("machine", ranks, short / (ranks - 1), bandwidth, measured=measured)
+
+
+def _growing(by_work: Mapping[float, float]) -> Curve:
+    """Points in order; more work takes no less time."""
+    works = sorted(by_work)
+    return tuple(zip(works, accumulate((by_work[w] for w in works), max), strict=True))
+
+
+def noisy(found: Mapping[str, Timing], spread: float) -> Collection[tuple[float, str]]:
+    """Those measurements whose readings differ by more, the worst first."""
+    return sorted(((timing.spread, name) for name, timing in found.items() if timing.spread > spread), reverse=True)
