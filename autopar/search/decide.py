@@ -90,6 +90,8 @@ def _stages(found: Found) -> Iterator[StagePlan]:
         seconds = {"forward": float(bill.forward[stage]), "backward": float(bill.backward[stage]), "send": found.sends[stage]}
         if bill.recomputation[stage]:
             seconds["recomputation"] = float(bill.recomputation[stage])
+        if bill.converting[stage]:
+            seconds["conversions"] = float(bill.converting[stage])
         start = own[0].name if stage else ""
         once = found.once[stage] if stage >= found.shape.pipeline else _with_overhead(found, found.once[stage])  # once on each rank
         yield StagePlan(start, _modules(own), seconds | once, found.nbytes_by_kind(stage), flights[stage])
