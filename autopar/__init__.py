@@ -4,6 +4,7 @@ from autopar.api import compile, plan
 from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, CaptureError, PlanError, RunError
 from autopar.plan import Plan
+from autopar.report.compare import Comparison
 from autopar.rules import register_rule
 from autopar.runtime.clip import clip_grad_norm_
 from autopar.runtime.program import Compiled
@@ -13,6 +14,7 @@ __all__ = [
     "AutoparError",
     "CaptureError",
     "Cluster",
+    "Comparison",
     "Compiled",
     "Plan",
     "PlanError",

@@ -1,4 +1,4 @@
-"""The command line: ``autopar profile -o cluster.json``, alone or under torchrun."""
+"""The command line: ``autopar profile -o cluster.json``, alone or under torchrun; ``--calibrate`` measures nothing and corrects a file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autopar.cost_model import Cluster
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, PlanError
+from autopar.report.compare import Comparison
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,14 +21,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     profile.add_argument("-o", "--output", type=Path, default=Path("cluster.json"), help="the file to write (cluster.json)")
     profile.add_argument("--device", choices=("cpu", "cuda"), help="what to measure; a GPU where there is one")
     profile.add_argument("--no-progress", dest="progress", action="store_false", help="show no progress bar")
+    profile.add_argument("--calibrate", type=Path, metavar="COMPARISON", help="measure nothing: correct a cluster by a saved compare()")
+    profile.add_argument("--cluster", help="with --calibrate: what the plan was for, a preset's name or a file (the name in the plan)")
     given = parser.parse_args(arguments)
+    if given.cluster is not None and given.calibrate is None:
+        profile.error("--cluster is what --calibrate corrects: give a comparison, or leave it out")
     try:
-        cluster = Cluster.measure(given.output, device=given.device, progress=given.progress)
+        cluster = _calibrated(given) if given.calibrate else Cluster.measure(given.output, device=given.device, progress=given.progress)
     except AutoparError as error:
         print(f"autopar: {error}", file=sys.stderr)
         return 1
     print(f"{given.output}: {cluster.device.name}, {cluster.capacity} ranks" if _first() else "", end="\n" if _first() else "")
     return 0
+
+
+def _calibrated(given: argparse.Namespace) -> Cluster:
+    comparison = Comparison.load(given.calibrate)
+    if given.cluster is None and comparison.cluster not in Cluster.presets():
+        known = f"the plan was for cluster {comparison.cluster!r}, which is no preset"
+        raise PlanError(f"{known}: give its file with --cluster, such as --cluster {comparison.cluster}.json")
+    cluster = Cluster.load(given.cluster or comparison.cluster).calibrated(comparison, given.output.stem)
+    cluster.save(given.output)
+    return cluster
 
 
 def _first() -> bool:

@@ -48,8 +48,8 @@ class StagePlan:
     Attributes:
         start: the name of its first node; "" for the first stage.
         name: what people call it: "model.layers.0 to model.layers.7".
-        seconds: predicted, of one microbatch: "forward", "backward" (which includes "recomputation" and, for the zero-bubble schedule, the
-            weights' part "weight": half of the rest where it is not given), "send" (to the next stage, one way);
+        seconds: predicted, of one microbatch: "forward", "backward" (which includes "recomputation", "conversions" both ways and, for the
+            zero-bubble schedule, the weights' part "weight": half of the rest where it is not given), "send" (to the next stage, one way);
             of a step: "gradient synchronisation", "optimizer".
         nbytes: predicted peak memory, its part of its device's, by kind.
         in_flight: microbatches whose activations it holds at most.

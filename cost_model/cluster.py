@@ -13,6 +13,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from autopar.cost_model.calibrate import Compared, calibrated
 from autopar.cost_model.device import Device, Level, Tile
 from autopar.errors import PlanError
 from autopar.files import write_json
@@ -73,6 +74,15 @@ class Cluster:
         from autopar.profile import measured  # which opens devices: nothing else of the cost model does
 
         return measured(Path(path), device, progress)
+
+    def calibrated(self, comparison: Compared, name: str | None = None) -> Cluster:
+        """This cluster with the speeds that a run had, which :meth:`Compiled.compare` found: kernels and links each take so many times as
+        long, and what a step took besides is the device's overhead. ``name``: of the new cluster (free: this one's and "-calibrated").
+
+        Raises:
+            PlanError: the comparison is with another cluster, or with nothing like this one.
+        """
+        return calibrated(self, comparison, name or f"{self.name}-calibrated")
 
     @staticmethod
     def presets() -> tuple[str, ...]:

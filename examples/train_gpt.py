@@ -23,6 +23,7 @@ from tqdm import tqdm
 import autopar
 
 Batch = dict[str, torch.Tensor]
+MEASURED = 6  # steps after which what the plan predicted can be compared with what was measured
 
 
 def arguments() -> argparse.Namespace:
@@ -41,7 +42,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--dtype", choices=("float32", "float64", "bfloat16"), default="float32", help="of the parameters")
     parser.add_argument("--text", type=Path, default=Path(os.__file__).parent, help="a file, or a folder whose *.py are read")
-    parser.add_argument("--save", type=Path, help="folder for plan.json and a torch.distributed.checkpoint of the trained model")
+    parser.add_argument("--save", type=Path, help="folder for the plan, its comparison with the run, and a torch.distributed.checkpoint")
     options = parser.parse_args()
     for name in ("ranks", "steps", "layers", "hidden", "batch", "sequence"):
         if getattr(options, name) < 1:
@@ -149,6 +150,7 @@ def work(options: argparse.Namespace, text: torch.Tensor) -> None:
     if rank == 0:
         print(f"\n{compiled.plan.report().strip()}\n", flush=True)
     losses, seconds = train(compiled, data, options.lr, f"{world_size} ranks", quiet=rank != 0)
+    comparison = compiled.compare(data[0]) if options.steps >= MEASURED else None  # on every rank
     if options.save:
         save(compiled, options.save, rank)
     dist.barrier()
@@ -162,8 +164,12 @@ def work(options: argparse.Namespace, text: torch.Tensor) -> None:
     differences = [abs(a - b) for a, b in zip(losses, alone, strict=True)]
     print(f"largest difference in the first ten steps: {max(differences[:10]):.1e}, at any step: {max(differences):.1e}")
     print(f"(it starts as {options.dtype} rounding, since sums run in another order, and training amplifies it)")
+    if comparison is not None:
+        print(f"\n{comparison}")
+        if options.save:
+            comparison.save(options.save / "comparison.json")
     if options.save:
-        print(f"saved {options.save / 'plan.json'} and {options.save / 'checkpoint'}")
+        print(f"saved in {options.save}: {', '.join(sorted(path.name for path in options.save.iterdir()))}")
 
 
 def main() -> None:

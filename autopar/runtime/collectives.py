@@ -65,7 +65,10 @@ def _move(x: torch.Tensor, mesh: Mesh, axis: int, src: str, dst: str) -> torch.T
     n = mesh.sizes[axis]
     if target.dim >= 0 and x.shape[target.dim] % n:
         raise RunError(f"{src} -> {dst}: dim {target.dim} of shape {tuple(x.shape)} does not divide by {n} (axis {mesh.names[axis]!r})")
-    return movement(x, mesh.group(axis).group_name, n, mesh.coordinate[axis], source.dim, target.dim)
+    since = mesh.recorder.mark()
+    moved = movement(x, mesh.group(axis).group_name, n, mesh.coordinate[axis], source.dim, target.dim)
+    mesh.recorder.converted(since)
+    return moved
 
 
 def _keep(x: torch.Tensor, group: str, n: int, place: int, src: int, dst: int) -> torch.Tensor:

@@ -75,6 +75,7 @@ class Gather:
     @torch.no_grad()
     def open(self) -> None:
         """Gathers the current values."""
+        since = self._mesh.recorder.mark()
         flights = [self._launch(bucket) for bucket in self._buckets]
         for weight in self._cast:
             weight.leaf.data = weight.local.to(weight.leaf.dtype)
@@ -85,6 +86,8 @@ class Gather:
             for weight, part in zip(bucket, parts, strict=True):
                 weight.leaf.data = join(part, sizes, [weight.stored[axis].dim for axis in weight.gathered], weight.local.shape)
         self.is_open = True
+        if self._buckets:
+            self._mesh.recorder.add("gradient synchronisation", since)  # as which the cost model counts ZeRO's gathers too
 
     def _launch(self, bucket: list[Weight]) -> torch.Tensor:
         group = self._mesh.axes_group(bucket[0].gathered)

@@ -32,6 +32,7 @@ from autopar.plan import BUCKET_BYTES
 from autopar.runtime.gather import buckets, cut
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.parameters import Weight
+from autopar.runtime.watch import BackwardWatch
 
 _functional = torch.ops._c10d_functional
 Gradients = list[tuple[Weight, torch.Tensor]]
@@ -111,7 +112,7 @@ class GradientSync:
         self._armed = False
         self._next = 0
         self._flights: list[_Flight] = []
-        self._task = -1
+        self._watch = BackwardWatch(self._start, self._end)
 
     def _bucket(self, group: list[Weight], dtype: torch.dtype | None) -> _Bucket:
         scatter, reduce = self._communication(group[0])
@@ -157,17 +158,12 @@ class GradientSync:
     def watch(self, output: torch.Tensor) -> None:
         """Begins a round when a backward reaches ``output`` and delivers at its end."""
         if not self.idle:
-            output.register_hook(self._start)
+            self._watch.watch(output)
 
-    def _start(self, _: torch.Tensor) -> None:
-        task = torch._C._current_graph_task_id()
-        if task == self._task:  # the same backward came here through another output
-            return
-        self._task = task
+    def _start(self) -> None:
         self._on_start()
         self.clear()
         self.begin()
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
 
     def _end(self) -> None:
         self.deliver(self.finish())
@@ -236,6 +232,7 @@ class GradientSync:
     @torch.no_grad()
     def finish(self) -> Gradients:
         """Starts what did not start by itself, waits for all, and returns this rank's part of each gradient, in the parameter's dtype."""
+        since = self._mesh.recorder.mark()
         self._armed = False
         for bucket in self._buckets[self._next :]:
             self._launch(bucket)
@@ -251,6 +248,7 @@ class GradientSync:
             gradients += [(w, piece.view(w.local.shape)) for w, piece in zip(flight.weights, pieces, strict=True)]
         self._learn()
         self._flights = []
+        self._mesh.recorder.add("gradient synchronisation", since)
         return gradients
 
     def _learn(self) -> None:

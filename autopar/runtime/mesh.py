@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.errors import RunError
 from autopar.runtime.random import Streams
+from autopar.runtime.recorder import Recorder
 
 PIPELINE = "pipeline"  # the axis's name
 
@@ -55,6 +56,7 @@ class Mesh:
         self.device = _local_device(device_mesh.device_type)
         self.coordinate: tuple[int, ...] = tuple(device_mesh.get_local_rank(axis) for axis in range(len(self.sizes)))
         self.streams = Streams(0, self.device)
+        self.recorder = Recorder(self.device)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         if pipeline > 1:  # stages need different groups, and all ranks must take part in making each
             for axes in _several([axis for axis, n in enumerate(self.sizes) if n > 1]):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from autopar.errors import RunError
-from autopar.layout import I, Layout, local_shape, movable, show
+from autopar.layout import I, Layout, S, local_shape, movable, show
 from autopar.runtime.collectives import redistribute
 from autopar.runtime.mesh import Mesh
 
@@ -257,3 +257,23 @@ def _broadcast(state: Mapping[str, torch.Tensor], mesh: Mesh) -> dict[str, torch
             dist.broadcast(flat.view(torch.uint8), group=everyone, group_src=0)
     pieces = flat.split([math.prod(tensor.shape) for tensor in state.values()])
     return {name: piece.view(tensor.shape) for (name, tensor), piece in zip(state.items(), pieces, strict=True)}
+
+
+def laid_like(own: Any, value: Any, mesh: Mesh) -> Any:
+    """``value``, if it is a whole tensor and ``own`` a DTensor of its shape, as such a DTensor."""
+    if not isinstance(own, DTensor) or isinstance(value, DTensor) or not isinstance(value, torch.Tensor) or value.shape != own.shape:
+        return value
+    layout = tuple(S(p.dim) if isinstance(p, Shard) else I for p in own.placements)
+    return distribute(local_part(value.to(mesh.device), layout, mesh).contiguous(), layout, mesh)
+
+
+def stays(parameters: Iterable[torch.Tensor], device: torch.device, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """RunError if ``fn`` would give a parameter another dtype or device."""
+    for dtype in {p.dtype for p in parameters}:
+        probe = torch.empty(1, dtype=dtype, device=device)
+        moved = fn(probe)
+        if moved.device != probe.device or moved.dtype != dtype:
+            raise RunError(
+                f"a compiled program stays {dtype} on {probe.device}, asked for {moved.dtype} on {moved.device}: "
+                "convert or move the model before compiling it"
+            )

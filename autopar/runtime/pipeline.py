@@ -81,8 +81,10 @@ class Pipeline:
             kind: Any = _SINGLE[self._name] if one else _SEVERAL[self._name]
             self._schedule = kind(stages[0] if one else stages, self._microbatches, loss_fn=lambda loss, _: loss, scale_grads=False)
         step = self._schedule.step if backward else self._schedule.eval
+        since = self._mesh.recorder.mark()
         try:
             step(target=self._targets, return_outputs=False)
+            self._mesh.recorder.add("schedule", since)
         except BaseException:
             self._failed, self._schedule = True, None
             raise
@@ -122,7 +124,7 @@ class _Stage(PipelineStage):
         group = mesh.along_pipeline()
         super().__init__(nn.Module(), part.index, stages, mesh.device, input_args=(), output_args=(), group=group)
         self._part, self._forward, self._before_last, self._all = part, forward, before_last, microbatches
-        self._group = group
+        self._group, self._recorder = group, mesh.recorder
         self._previous, self._next = (dist.get_global_rank(group, (part.index + step) % group.size()) for step in (-1, 1))
         self._returned = [crossing for crossing in part.received if crossing.differentiable]
         self._expected = [crossing for crossing in part.sent if crossing.differentiable]
@@ -184,7 +186,9 @@ class _Stage(PipelineStage):
             received = [next(entered) if c.differentiable else x for x, c in zip(received, self._part.received, strict=True)]
             inputs = [get_gradient_edge(x) for x, c in zip(received, self._part.received, strict=True) if c.differentiable]
             del entering, entered
+        since = self._recorder.enter("forward", self.stage_index)
         sent, loss = self._forward(self.stage_index, fwd_chunk_id, received)
+        self._recorder.leave(since)
         del received
         self._leaving[fwd_chunk_id] = [x.detach().contiguous() for x in sent]
         if self.has_backward:
@@ -197,6 +201,7 @@ class _Stage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False) -> None:
         if not self.has_backward:
             return
+        since = self._recorder.enter("backward", self.stage_index)
         pending = self._pending[bwd_chunk_id]
         if full_backward:
             self._whole(self._pending.pop(bwd_chunk_id))
@@ -210,16 +215,19 @@ class _Stage(PipelineStage):
             for g, c in zip(pending.inbox, self._returned, strict=True)
         ]
         pending.inbox.clear()
+        self._recorder.leave(since)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if not self.has_backward:
             return
+        since = self._recorder.enter("backward", self.stage_index)
         pending = self._pending.pop(bwd_chunk_id)
         if pending.split is None:
             self._whole(pending)
         else:
             self._count()
             pending.split.leaves()
+        self._recorder.leave(since)
 
     def _whole(self, pending: _Pending) -> None:
         self._count()

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import fx, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
-from autopar.layout import I, P, S
+from autopar.layout import P
 from autopar.precision import dtype_of
 from autopar.runtime import recompute
+from autopar.runtime.agree import together
 from autopar.runtime.clip import attend_clipping
 from autopar.runtime.gather import Gather
 from autopar.runtime.gradients import GradientSync
@@ -23,15 +24,18 @@ from autopar.runtime.mesh import Mesh
 from autopar.runtime.microbatches import Parts, Release
 from autopar.runtime.module_tree import build_tree, copy_tree
 from autopar.runtime.optimizers import attend_steps
-from autopar.runtime.parameters import State, as_dtensor, distribute, local_part
+from autopar.runtime.parameters import State, as_dtensor, laid_like, stays
+from autopar.runtime.peak import step_bytes
+from autopar.runtime.recorder import TimedBackward, on_all_ranks
 from autopar.runtime.signature import Results, Signature
-from autopar.runtime.stages import Stages
+from autopar.runtime.stages import Stages, first_use
 from autopar.runtime.tensor_cores import TensorCores
 
 if TYPE_CHECKING:
     from autopar.capture import Captured
     from autopar.passes.lower import Lowered
     from autopar.plan import Plan
+    from autopar.report.compare import Comparison
 
 
 class Compiled(nn.Module):
@@ -67,7 +71,8 @@ class Compiled(nn.Module):
         shares = [axis for axis, t in enumerate(lowered.output_layouts[self._results.loss]) if t is P and mesh.sizes[axis] > 1]
         self._loss_group = mesh.axes_group(shares) if shares else None
         self._loss: torch.Tensor | None = None  # the last one's sum, not itself: its graph leads here
-        weights = [self._state.weights[name] for name in _first_use(lowered) if name in self._state.weights]
+        used = first_use(lowered.train.graph, dict(enumerate(lowered.state)))
+        weights = [self._state.weights[name] for name in dict.fromkeys((*used, *lowered.state)) if name in self._state.weights]
         self._gather = Gather(weights, mesh)
         self._sync = GradientSync(
             () if holders else weights,  # stages have their own
@@ -77,6 +82,7 @@ class Compiled(nn.Module):
             on_start=self._reopen,
             on_end=self._settle,
         )
+        self._timed = TimedBackward(mesh.recorder)
         self._weights = weights
         self._parts = Parts(plan, lowered, self._results.loss) if plan.microbatches > 1 else None
         self._trains = any(tensor.requires_grad for tensor in captured.state.values())
@@ -84,9 +90,7 @@ class Compiled(nn.Module):
         if holders:
             self._stages = Stages(plan, lowered, mesh, self._state.weights, self._parts, self._results.loss, holders)
             attend_clipping(self, self._state.weights.values(), mesh, holders)
-        if mesh.size > 1:
-            leaves = [weight.leaf for weight in weights]
-            attend_steps(self, self.parameters(), lambda: _written(leaves), foreach=mesh.device.type == "cpu")
+        attend_steps(self, self.parameters(), [weight.leaf for weight in weights], mesh)
 
     def _place(self, captured: Captured, model: nn.Module | None) -> None:
         if model is not None:
@@ -107,6 +111,23 @@ class Compiled(nn.Module):
         """Where it runs."""
         return self._mesh
 
+    def compare(self, sample: Any = None) -> Comparison:
+        """What the steps so far took beside what the plan predicted, by kind, stage and device; the same on every rank. All ranks must
+        call it, after six or more calls of an ordinary training loop. The step that is under way does not count.
+
+        On a GPU its memory is the most that torch's allocator held in a step. A CPU keeps no such count: given a ``sample`` (a batch, in
+        the form of the sample input), one forward and backward more runs under torch's profiler, and all is as before.
+
+        Raises :class:`RunError` on every rank where one has seen too few steps.
+        """
+        from autopar.report.compare import compare
+
+        peak = None
+        if sample is not None and self._mesh.device.type == "cpu":
+            peak = together("a step for its memory", lambda: step_bytes(self, self._mesh, self._results.loss_of, sample))
+        own = range(self._mesh.pipeline_rank, len(self._plan.stages), self._mesh.pipeline)
+        return compare(self._plan, on_all_ranks(self._mesh.recorder.times(self._mesh.pipeline_rank, own, peak)))
+
     def print_program(self) -> None:
         """Prints the program of one microbatch on this rank, as Python."""
         programs = self._stages.programs() if self._stages else [(self._lowered.train, self._lowered.evaluate)]
@@ -125,6 +146,7 @@ class Compiled(nn.Module):
             )
         inputs = self._signature.bind(args, kwargs)
         self._mesh.streams.next_step()
+        self._mesh.recorder.begin(self.training and self._trains and torch.is_grad_enabled())
         self._settle()
         with self._tensor_cores:
             return self._step(inputs)
@@ -180,9 +202,12 @@ class Compiled(nn.Module):
         self._state.buffers[self._updates[i]].copy_(value)
 
     def _whole(self, state: list[torch.Tensor], inputs: list[torch.Tensor], extra: list[torch.Tensor]) -> list[torch.Tensor]:
+        since = self._mesh.recorder.enter("forward")
         outputs = self._run(state, inputs, extra)
+        self._mesh.recorder.leave(since)
         for output in outputs:
             if output.requires_grad:
+                self._timed.watch(output)
                 self._sync.watch(output)
         return outputs
 
@@ -195,13 +220,17 @@ class Compiled(nn.Module):
         self._sync.clear()
         for number, part in enumerate(parts):
             self._mesh.streams.microbatch = number
+            since = self._mesh.recorder.enter("forward")
             outputs = self._run(state, part, extra)
+            self._mesh.recorder.leave(since)
             loss = outputs[self._results.loss]
             trains = loss.requires_grad
             if trains:
                 if number == len(parts) - 1:
                     self._sync.begin()
+                since = self._mesh.recorder.enter("backward")
                 loss.backward()
+                self._mesh.recorder.leave(since)
             done.append([output.detach() for output in outputs])
             del outputs, loss
         results = joining.join(done)
@@ -267,39 +296,10 @@ class Compiled(nn.Module):
         holds on to the memory), so ``assign`` has no effect. What other ranks of a pipeline hold is passed over."""
         own = self.state_dict()
         here = {name: value for name, value in state_dict.items() if name not in self._elsewhere}
-        converted = {name: self._converted(value, own.get(name)) for name, value in here.items()}
+        converted = {name: laid_like(own.get(name), value, self._mesh) for name, value in here.items()}
         return super().load_state_dict(converted, strict=strict)
-
-    def _converted(self, value: Any, own: Any) -> Any:
-        if not isinstance(own, DTensor) or isinstance(value, DTensor) or not isinstance(value, torch.Tensor) or value.shape != own.shape:
-            return value
-        layout = tuple(S(p.dim) if isinstance(p, Shard) else I for p in own.placements)
-        return distribute(local_part(value.to(self._mesh.device), layout, self._mesh).contiguous(), layout, self._mesh)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Compiled:
         """Called by ``to``, ``half``, ``cuda`` and their like."""
-        for dtype in {p.dtype for p in self.parameters()}:
-            probe = torch.empty(1, dtype=dtype, device=self._mesh.device)
-            moved = fn(probe)
-            if moved.device != probe.device or moved.dtype != dtype:
-                raise RunError(
-                    f"a compiled program stays {dtype} on {probe.device}, asked for {moved.dtype} on {moved.device}: "
-                    "convert or move the model before compiling it"
-                )
+        stays(self.parameters(), self._mesh.device, fn)
         return self
-
-
-def _written(leaves: list[torch.Tensor]) -> None:
-    """Fused and foreach kernels count no writes to DTensors; counted, autograd refuses the backward of a graph that saved old values."""
-    for leaf in leaves:
-        torch.autograd.graph.increment_version(leaf)
-
-
-def _first_use(lowered: Lowered) -> list[str]:
-    """The names of ``lowered.state`` in the order in which the graph uses them."""
-    placeholders = [node for node in lowered.train.graph.nodes if node.op == "placeholder"][1:]
-    names = dict(zip(placeholders, lowered.state, strict=False))
-    order: dict[str, None] = {}
-    for node in lowered.train.graph.nodes:
-        order.update((names[argument], None) for argument in node.all_input_nodes if argument in names)
-    return list(order) + [name for name in lowered.state if name not in order]

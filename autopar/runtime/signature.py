@@ -117,6 +117,10 @@ class Results:
         self.positions = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, torch.fx.Node)]
         self.loss = self.positions.index(captured.loss)  # among the tensors
 
+    def loss_of(self, output: Any) -> torch.Tensor:
+        """The loss in what :meth:`build` made."""
+        return tree_flatten(output)[0][self.positions[self.loss]]
+
     def build(self, tensors: Iterable[torch.Tensor]) -> Any:
         """The model's output with these tensors, one for each of the graph's user outputs."""
         leaves = list(self._leaves)

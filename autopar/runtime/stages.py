@@ -70,7 +70,9 @@ class Stages:
         syncs, taken = {}, set[str]()
         for i in self._own:
             graph = self._lowered.stages[i].train
-            names = [n for n in _first_use(graph, self._lowered.state) if n in weights and n not in taken]
+            state = self._lowered.state
+            used = first_use(graph.graph, {place: state[i] for place, i in enumerate(graph.uses) if i < len(state)})
+            names = [n for n in used if n in weights and n not in taken]
             taken.update(names)
             syncs[i] = GradientSync([weights[name] for name in names], self._mesh, dtype=self._reduce_dtype)
         return syncs
@@ -101,7 +103,10 @@ class Stages:
         finally:
             self._call = None
         gradients = [pair for sync in self._syncs.values() for pair in sync.finish()] if backward else []
-        return self._results(made), self._shared.add_up(gradients) if backward else []
+        since = self._mesh.recorder.mark()
+        gradients = self._shared.add_up(gradients) if backward else []
+        self._mesh.recorder.add("gradient synchronisation", since)
+        return self._results(made), gradients
 
     def _forward(self, index: int, number: int, received: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         call = self._call
@@ -175,11 +180,11 @@ def _module(graph: StageGraph) -> fx.GraphModule:
     return fx.GraphModule(nn.Module(), graph.graph, "Stage")
 
 
-def _first_use(stage: StageGraph, state: Sequence[str]) -> list[str]:
-    """The names of the state that a stage takes, in the order in which it uses them."""
-    placeholders = [n for n in stage.graph.nodes if n.op == "placeholder"][1:]
-    names = {n: state[i] for n, i in zip(placeholders, stage.uses, strict=False) if i < len(state)}
+def first_use(graph: fx.Graph, state: Mapping[int, str]) -> list[str]:
+    """The names of the state that a program takes, by place among its arguments, in the order in which it uses them."""
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"][1:]
+    names = {n: state[i] for i, n in enumerate(placeholders) if i in state}
     order: dict[str, None] = {}
-    for node in stage.graph.nodes:
+    for node in graph.nodes:
         order.update((names[n], None) for n in node.all_input_nodes if n in names)
     return list(order)

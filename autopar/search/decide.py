@@ -91,6 +91,8 @@ def _stages(found: Found) -> Iterator[StagePlan]:
         seconds = {"forward": float(bill.forward[stage]), "backward": float(bill.backward[stage]), "send": found.sends[stage]}
         if bill.recomputation[stage]:
             seconds["recomputation"] = float(bill.recomputation[stage])
+        if bill.converting[stage]:
+            seconds["conversions"] = float(bill.converting[stage])
         start = own[0].name if stage else ""
         yield StagePlan(start, _modules(own), seconds | ends[stage], found.nbytes_by_kind(stage), flights[stage])
 

@@ -1,0 +1,53 @@
+"""The memory that a step takes on a CPU, which keeps no count of its own: torch's profiler is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.runtime.mesh import Mesh
+
+
+def peak_bytes(step: Callable[[], None]) -> int:
+    """The most bytes that torch's CPU allocator held while ``step`` ran, beyond those it held before."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    results = profile.profiler.kineto_results  # type: ignore[union-attr]
+    changes = sorted((e.start_ns(), i, e.nbytes()) for i, e in enumerate(results.events()) if e.name() == "[memory]")
+    return max(0, *accumulate(nbytes for _, _, nbytes in changes), 0)
+
+
+@contextmanager
+def _unchanged(model: nn.Module, mesh: Mesh) -> Iterator[None]:
+    """Within, it trains and parameters have no gradients; after, gradients, buffers and random numbers are as they were."""
+    gradients = {p: p.grad for p in model.parameters()}
+    buffers = {b: b.detach().clone() for b in model.buffers()}
+    streams, step, microbatch = mesh.streams, mesh.streams.step, mesh.streams.microbatch
+    training = model.training
+    model.training = True
+    for p in gradients:
+        p.grad = None
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        model.training = training
+        streams.step, streams.microbatch = step, microbatch
+        with torch.no_grad():
+            for p, gradient in gradients.items():
+                p.grad = gradient
+            for b, value in buffers.items():
+                b.copy_(value)
+
+
+def step_bytes(model: nn.Module, mesh: Mesh, loss_of: Callable[[Any], torch.Tensor], batch: Any) -> int:
+    """The most bytes of a step of a program on the CPU: those that last, and what one forward and backward of ``batch`` takes."""
+    args, kwargs = ((), batch) if isinstance(batch, dict) else (batch if isinstance(batch, tuple) else (batch,), {})
+    with _unchanged(model, mesh), mesh.recorder.paused():
+        taken = peak_bytes(lambda: loss_of(model(*args, **kwargs)).backward())
+    return mesh.recorder.lasting_bytes([*model.parameters(), *model.buffers()]) + taken
