@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except AutoparError as error:
         print(f"autopar: {error}", file=sys.stderr)
         return 1
-    print(f"{given.output}: {cluster.device.name}, {cluster.capacity} ranks" if _first() else "", end="\n" if _first() else "")
+    if _first():
+        ranks = "any number of ranks" if math.isinf(cluster.capacity) else f"{cluster.capacity} ranks"
+        print(f"{given.output}: {cluster.device.name}, {ranks}")
     return 0
 
 

@@ -19,7 +19,7 @@ from autopar.search.options import Options
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PLAN, TRAIN, CONSTRAIN, CUT, SWEEP = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+PLAN, TRAIN, COMPARE, CONSTRAIN, CUT, SWEEP = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def first_column(header: str) -> list[str]:
@@ -71,18 +71,18 @@ world_size, tokens = 1, torch.arange(32).view(2, 16)
 sample = {"input_ids": tokens, "labels": tokens}
 model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=16))
 autopar.plan(model, sample, world_size, progress=False).save("plan.json")
-loader = [sample] * 3
+loader = [sample] * 7
 """
     pytest.importorskip("transformers")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     script = tmp_path / "script.py"
-    script.write_text(
-        f"import os\nos.chdir({str(tmp_path)!r})\n{setup}\n{TRAIN}\nprint(float(loss))\ntorch.distributed.destroy_process_group()\n"
-    )
+    end = "print(float(loss))\ntorch.distributed.destroy_process_group()\n"
+    script.write_text(f"import os\nos.chdir({str(tmp_path)!r})\n{setup}\n{TRAIN}\n{COMPARE}\n{end}")
     out = run([str(script)], RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    assert 0 < float(out) < 5
+    assert 0 < float(out.splitlines()[-1]) < 5
+    assert str(autopar.Comparison.load(tmp_path / "comparison.json")).strip() in out
 
 
 @pytest.mark.slow

@@ -48,6 +48,12 @@ def _unchanged(model: nn.Module, mesh: Mesh) -> Iterator[None]:
 def step_bytes(model: nn.Module, mesh: Mesh, loss_of: Callable[[Any], torch.Tensor], batch: Any) -> int:
     """The most bytes of a step of a program on the CPU: those that last, and what one forward and backward of ``batch`` takes."""
     args, kwargs = ((), batch) if isinstance(batch, dict) else (batch if isinstance(batch, tuple) else (batch,), {})
+
+    def step() -> None:
+        loss = loss_of(model(*args, **kwargs))
+        loss.backward()
+        loss.item()  # its sum over ranks may be under way
+
     with _unchanged(model, mesh), mesh.recorder.paused():
-        taken = peak_bytes(lambda: loss_of(model(*args, **kwargs)).backward())
+        taken = peak_bytes(step)
     return mesh.recorder.lasting_bytes([*model.parameters(), *model.buffers()]) + taken

@@ -66,9 +66,7 @@ class _Step:
 
 class Recorder:
     """Records steps on one device. A step goes from one call that trains to the next; it counts if its loss was propagated back and
-    nothing else was called in between.
-
-    """
+    nothing else was called in between. Of a loop that calls several times before it updates parameters, every call is a step."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
