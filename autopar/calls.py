@@ -175,7 +175,7 @@ class Program:
         self.calls.append(call)
 
     def _ask(self, node: fx.Node, rule: Rule | None, chosen: NodePlan, tensors: list[Any]) -> Answer:
-        if any(chosen.kernels):
+        if any(chosen.kernels) and not _RANDOM.intersection(chosen.kernels):
             target, args = kernel_call(node, chosen, self._mesh)
             left = iter(tensors)
             return self._autograd.ask(target, [next(left) if isinstance(a, fx.Node) else a for a in args], {}, self._like(node))
@@ -283,6 +283,9 @@ class Program:
 
     def _nbytes(self, value: Strided) -> int:
         return self._autograd.allocated(math.prod(value.shape) * value.dtype.itemsize)
+
+
+_RANDOM = {"dropout", "attention"}  # kernels that are the operator, its numbers drawn from a stream
 
 
 class _Converted(NamedTuple):

@@ -74,6 +74,7 @@ class Body:
             for memory in call.reads:
                 self._reads[memory] += 1
         self.edges = self._edges()
+        self.path = self._path()
 
     @property
     def sent(self) -> list[Memory]:
@@ -121,7 +122,7 @@ class Body:
     def _edges(self) -> dict[Slot, int]:
         """How many gradients come to each slot."""
         found: dict[Slot, int] = defaultdict(int)
-        for slot in self._roots():
+        for slot in self.roots():
             found[slot] += 1
         for call in reversed(self.calls):
             pieces = self.joined(call)
@@ -133,7 +134,17 @@ class Body:
                         found[into] += 1
         return found
 
-    def _roots(self) -> list[Slot]:
+    def _path(self) -> set[Slot]:
+        """The slots through which gradients flow to what the stage received."""
+        found = {a.slot for a in self.arrivals if a.slot is not None}
+        for call in self.calls:
+            leads = (gradient is not None and into in found for gradient, into in zip(call.flow.gradients, call.into, strict=False))
+            if any(leads):
+                found.update(call.slots)
+        return found
+
+    def roots(self) -> list[Slot]:
+        """Where the backward begins."""
         ends = [a.source for a in self.departures] if self.departures else [self.loss]
         return [slot for slot in ends if slot is not None]
 
@@ -164,25 +175,63 @@ class Backward:
         self._holders, self._missing = dict(body.survey.holders), set(body.survey.remade)
         self._kind = dict.fromkeys(body.survey.kept, ACTIVATIONS)
         self._done: set[Call] = set()
+        self._split, self._received = False, list[Grad]()
+        self._waiting: dict[Call, list[Grad | None]] = {}  # gradients of results, for the second part of a backward in two
 
     def run(self) -> int:
         """Leaves in the ledger the gradients that go back to the stage before, whose bytes it returns."""
-        body, ledger = self._body, self._ledger
-        received = [Grad(a.memory.nbytes) for a in body.departures if a.source is not None]
-        for root, grad in zip(body._roots(), received or [Grad(4)], strict=True):
-            ledger.add(TRANSIENT, grad.nbytes)
+        received = self._begin()
+        for call in reversed(self._body.calls):
+            self._call(call)
+        back = self._back()
+        for grad in received:
+            self._release(grad)
+        return back
+
+    def inputs(self) -> int:
+        """The part of a backward in two (``runtime.split_backward``) that the stage before waits for: lets go of nothing that was saved."""
+        self._received, self._split = self._begin(), True
+        for call in reversed(self._body.calls):
+            if any(slot in self._body.path for slot in call.slots):
+                self._call(call)
+        self._split = False
+        return self._back()
+
+    def weights(self, ledger: Ledger) -> None:
+        """The other part, with a ledger of its own."""
+        self._ledger = ledger
+        for call, arriving in self._waiting.items():
+            path = [into in self._body.path for into in call.into]
+            for grad in arriving:
+                if grad is not None:
+                    grad.refs += 1
+            if arriving:
+                self._share(call, arriving, [not on_path for on_path in path])
+        for call in reversed(self._body.calls):
+            if call not in self._waiting:
+                self._call(call)
+        for call, arriving in self._waiting.items():
+            self._forget(call)
+            for grad in arriving:
+                if grad is not None:
+                    self._release(grad)
+        for grad in self._received:
+            self._release(grad)
+
+    def _begin(self) -> list[Grad]:
+        received = [Grad(a.memory.nbytes) for a in self._body.departures if a.source is not None]
+        for root, grad in zip(self._body.roots(), received or [Grad(4)], strict=True):
+            self._ledger.add(TRANSIENT, grad.nbytes)
             grad.refs += bool(received)  # held by whoever started the backward, to its end
             self._come(root, grad, grad.nbytes)
-        for call in reversed(body.calls):
-            self._call(call)
-        for arrival in body.arrivals:
+        return received
+
+    def _back(self) -> int:
+        for arrival in self._body.arrivals:
             if arrival.slot is not None and arrival.slot not in self._slots:  # what has no gradient is sent zeros
                 self._slots[arrival.slot] = Grad(arrival.memory.nbytes)
-                ledger.add(TRANSIENT, arrival.memory.nbytes)
-        back = {self._slots[a.slot] for a in body.arrivals if a.slot is not None}
-        for grad in received or []:
-            self._release(grad)
-        return sum(grad.nbytes for grad in back)
+                self._ledger.add(TRANSIENT, arrival.memory.nbytes)
+        return sum(grad.nbytes for grad in {self._slots[a.slot] for a in self._body.arrivals if a.slot is not None})
 
     def _call(self, call: Call) -> None:
         body, ledger = self._body, self._ledger
@@ -197,11 +246,28 @@ class Backward:
                 missing = arriving.count(None) * whole // len(pieces)
                 ledger.touch(whole + missing)
                 self._send(call, arriving, [whole], [Gradient(0, whole, True)])
+            elif self._split:
+                pairs = list(zip(call.flow.gradients, call.into, strict=True))
+                exits = any(gradient is not None and into is not None and into not in body.path for gradient, into in pairs)
+                self._waiting[call] = arriving if exits else []
+                for grad in self._waiting[call]:
+                    if grad is not None:
+                        grad.refs += 1
+                self._share(call, arriving, [into in body.path for into in call.into])
             else:
                 ledger.touch(call.flow.backward)
                 self._send(call, arriving, call.flow.made, call.flow.gradients)
         for piece in pieces or [call]:
             self._forget(piece)
+
+    def _share(self, call: Call, arriving: list[Grad | None], wanted: Sequence[bool]) -> None:
+        """The gradients of some operands only; the others are not computed."""
+        flow = call.flow
+        gradients = [gradient if want else None for gradient, want in zip(flow.gradients, wanted, strict=True)]
+        sources = {gradient.source for gradient in gradients if gradient is not None}
+        made = [nbytes if place in sources else 0 for place, nbytes in enumerate(flow.made)]
+        self._ledger.touch(max(flow.backward - sum(flow.made) + sum(made), 0))
+        self._send(call, arriving, made, gradients)
 
     def _send(self, call: Call, arriving: list[Grad | None], made: Sequence[int], gradients: Sequence[Gradient | None]) -> None:
         """On to the operands' slots."""
@@ -247,8 +313,8 @@ class Backward:
     # What was saved, and what is made again
 
     def _forget(self, call: Call) -> None:
-        """What the call saved; once."""
-        if call in self._done:
+        """Lets go of what the call saved, once."""
+        if self._split or call in self._done:
             return
         self._done.add(call)
         for memory in call.saved:

@@ -16,14 +16,16 @@ from dataclasses import dataclass, field
 import torch
 
 from autopar.analysis import Analysis
+from autopar.autograd import Autograd
 from autopar.calls import Program
 from autopar.cost_model.memory import allocated, optimizer_temporaries, parameter_memory
-from autopar.cost_model.schedule import BACKWARD, FORWARD, WEIGHT, Action, actions
+from autopar.cost_model.schedule import BACKWARD, FORWARD, SINGLE, WEIGHT, Action, actions
 from autopar.held import Held
 from autopar.layout import I, local_shape
 from autopar.leaves import Leaf, Leaves, gathering
 from autopar.liveness import TRANSIENT, Backward, Body, Ledger
-from autopar.plan import ParameterPlan
+from autopar.plan import ParameterPlan, Plan
+from autopar.precision import dtype_of
 
 OUTPUTS = "outputs"  # what the model returns besides its loss, of the microbatches that are done
 
@@ -119,7 +121,9 @@ class Peak:
             self._lasting(stage, own, walk)
         self._open(own, walk)
         done: Counter[tuple[str, int]] = Counter()
-        for action in order:
+        for before, action in zip([None, *order], order, strict=False):
+            if before is None or before.kind != action.kind or self._run.schedule not in SINGLE:
+                walk.arrive()
             done[action.kind, action.stage] += 1
             count = done[action.kind, action.stage]
             walk.act(action.stage, self._effect(action, count == 1, count == self._run.microbatches))
@@ -173,15 +177,25 @@ class Peak:
             ledger = Ledger()
             if action.kind == FORWARD:
                 leaving = self._forward(stage, ledger)
-            elif action.kind == BACKWARD:
-                if last:
-                    stage.leaves.begin()
-                leaving = Backward(stage.body, ledger, lambda name, grad: stage.leaves.arrive(name, grad, ledger)).run()
             else:
-                assert action.kind == WEIGHT
-                leaving = 0
+                leaving = self._backward(stage, action.kind, last, ledger)
             stage.effects[key] = _Effect(dict(ledger.now), ledger.most, ledger.at, leaving)
         return stage.effects[key]
+
+    def _backward(self, stage: _Stage, kind: str, last: bool, ledger: Ledger) -> int:
+        """Of a schedule that cuts backwards in two the one part or the other. A stage that sends nothing back has all in the second."""
+        split = self._run.schedule == "zero-bubble" and self._run.stages > 1
+        whole = not split or not stage.body.path
+        if last and kind == (WEIGHT if split else BACKWARD):
+            stage.leaves.begin()
+        if split and whole and kind == BACKWARD:
+            return 0
+        first = Ledger() if kind == WEIGHT and not whole else ledger
+        backward = Backward(stage.body, first, lambda name, grad: stage.leaves.arrive(name, grad, ledger))
+        leaving = backward.run() if whole else backward.inputs()
+        if kind == WEIGHT and not whole:
+            backward.weights(ledger)
+        return leaving if kind == BACKWARD else 0
 
     def _forward(self, stage: _Stage, ledger: Ledger) -> int:
         body, several = stage.body, self._run.microbatches > 1 or self._run.stages > 1
@@ -242,6 +256,14 @@ class Peak:
         )
 
 
+def peak_of(analysis: Analysis, plan: Plan, optimizer: str, autograd: Autograd) -> Peak:
+    """That of a plan. ``analysis`` is of one microbatch, and cut into the plan's stages."""
+    summed_in = dtype_of(plan.reduce_dtype)
+    program = Program(analysis, plan.nodes, plan.conversions, plan.mesh_sizes, autograd, summed_in)
+    run = Run(plan.pipeline, len(plan.stages), plan.schedule, plan.microbatches, optimizer, summed_in, autograd.device_type)
+    return Peak(analysis, program, plan.mesh_sizes, plan.parameters, plan.recomputed, run)
+
+
 class _Walk:
     """A rank's memory from action to action; ``at``, by stage and kind when there was most."""
 
@@ -258,26 +280,29 @@ class _Walk:
         self._total += nbytes
 
     def act(self, stage: int, effect: _Effect) -> None:
-        """One action of a stage. What the one before has sent is gone when this is done."""
+        """One action of a stage. What the one before has sent is gone when this is done, if not before."""
         if self._total + effect.most >= self._most:
             self._most = self._total + effect.most
             self.at = {s: dict(kinds) for s, kinds in self.now.items()}
             for kind, nbytes in effect.at.items():
                 self.at[stage][kind] = self.at[stage].get(kind, 0) + nbytes
         self._leave(stage, effect.left, 1)
-        gone, self._leaving = self._leaving, [(stage, effect.leaving)]
-        for there, nbytes in gone:
+        self.arrive()
+        self._leaving = [(stage, effect.leaving)]
+
+    def arrive(self) -> None:
+        """What was sent is there: schedules wait for it before they go from forwards to backwards or back, others always."""
+        for there, nbytes in self._leaving:
             self._leave(there, {TRANSIENT: nbytes}, -1)
+        self._leaving = []
 
     def close(self) -> None:
         """Lets go of what was sent, of outputs, and of copies of parameters."""
+        self.arrive()
         stage, copies = self.copies
         self._leave(stage, copies, -1)
-        for there, nbytes in self._leaving:
-            self._leave(there, {TRANSIENT: nbytes}, -1)
         for there, kinds in self.now.items():
             self._leave(there, {OUTPUTS: kinds[OUTPUTS]}, -1)
-        self._leaving = []
 
     def _leave(self, stage: int, kinds: Mapping[str, int], sign: int) -> None:
         for kind, nbytes in kinds.items():

@@ -204,6 +204,7 @@ class Compiled(nn.Module):
             done.append([output.detach() for output in outputs])
             del outputs, loss
         results = joining.join(done)
+        del done
         if trains:
             gradients = self._sync.finish()
             self._gather.close()
