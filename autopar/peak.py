@@ -121,9 +121,14 @@ class Peak:
             self._lasting(stage, own, walk)
         self._open(own, walk)
         done: Counter[tuple[str, int]] = Counter()
-        for before, action in zip([None, *order], order, strict=False):
+        for before, action, after in zip([None, *order], order, [*order[1:], None], strict=False):
             if before is None or before.kind != action.kind or self._run.schedule not in SINGLE:
                 walk.arrive()
+            if self._run.schedule == "1f1b" and before is not None and after is not None:
+                if walk.held is None and action.kind == FORWARD and before.kind == FORWARD and after.kind == BACKWARD:
+                    walk.hold(action.stage)
+                elif action.kind == before.kind == BACKWARD:
+                    walk.let_go()
             done[action.kind, action.stage] += 1
             count = done[action.kind, action.stage]
             walk.act(action.stage, self._effect(action, count == 1, count == self._run.microbatches))
@@ -273,6 +278,7 @@ class _Walk:
         self.copies: tuple[int, dict[str, int]] = own[0], {}
         self._total = self._most = 0
         self._leaving: list[tuple[int, int]] = []
+        self.held: tuple[int, int] | None = None
 
     def lasts(self, stage: int, kind: str, nbytes: int) -> None:
         """What is there from the start."""
@@ -290,6 +296,17 @@ class _Walk:
         self.arrive()
         self._leaving = [(stage, effect.leaving)]
 
+    def hold(self, stage: int) -> None:
+        """torch's 1F1B holds on to what it sent by itself last, before the first backward, until it does so again, after the last forward."""
+        self.held = stage, sum(nbytes for _, nbytes in self._leaving)
+        self._leaving = []
+
+    def let_go(self) -> None:
+        """Of that."""
+        if self.held is not None:
+            self._leave(self.held[0], {TRANSIENT: self.held[1]}, -1)
+            self.held = self.held[0], 0
+
     def arrive(self) -> None:
         """What was sent is there: schedules wait for it before they go from forwards to backwards or back, others always."""
         for there, nbytes in self._leaving:
@@ -299,6 +316,7 @@ class _Walk:
     def close(self) -> None:
         """Lets go of what was sent, of outputs, and of copies of parameters."""
         self.arrive()
+        self.let_go()
         stage, copies = self.copies
         self._leave(stage, copies, -1)
         for there, kinds in self.now.items():

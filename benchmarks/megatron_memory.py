@@ -22,6 +22,7 @@ from autopar.passes.stages import cut_stages
 from autopar.peak import peak_of
 from autopar.plan import Plan
 from autopar.planner import Traced
+from autopar.search.resize import resized
 
 SEQUENCE, VOCABULARY, TENSOR = 2048, 51200, 8
 GIB = 2.0**30
@@ -79,8 +80,9 @@ def planned(model: Published, sequence_parallel: bool) -> Plan:
         return plan
     analysis, _ = work.analyse(plan.microbatches)
     plan = dataclasses.replace(plan, recomputed=selective(analysis.graph, plan))
-    analysis = cut_stages(analysis, [stage.start for stage in plan.stages[1:]]) if len(plan.stages) > 1 else analysis
-    peak = peak_of(analysis, plan, "adam", Autograd("cuda"))
+    with resized(analysis, model.microbatch, analysis.rules):
+        cut = cut_stages(analysis, [stage.start for stage in plan.stages[1:]]) if len(plan.stages) > 1 else analysis
+        peak = peak_of(cut, plan, "adam", Autograd("cuda"))
     stages = [dataclasses.replace(s, kept=k, nbytes=n) for s, k, n in zip(plan.stages, peak.kept, peak.by_kind(), strict=True)]
     return dataclasses.replace(plan, stages=tuple(stages))
 
@@ -104,8 +106,7 @@ def row(model: Published) -> list[Any]:
     everything, sparing = (planned(model, sequence_parallel) for sequence_parallel in (False, True))
     held = everything.memory[0]
     state = 2 * held["parameters"] + held["optimizer"] + held["compute copies"]  # a gradient for every parameter, as the figure has it
-    first = [[s for i, s in enumerate(plan.stages) if i % plan.pipeline == 0] for plan in (everything, sparing)]
-    kept = [sum(stage.kept * stage.in_flight for stage in stages) for stages in first]
+    kept = [plan.memory[0]["activations"] for plan in (everything, sparing)]
     for found, published in zip((state, *kept), (model.state, model.everything, model.selective), strict=True):
         cells += [f"{found / GIB:.2f}", f"{published:.2f}", f"{100 * (found / GIB / published - 1):+.1f}"]
     return [*cells, f"{everything.peak_memory[0] / GIB:.1f}", f"{sparing.peak_memory[0] / GIB:.1f}"]
