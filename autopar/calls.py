@@ -71,7 +71,7 @@ class Call:
     made: list[Memory] = field(default_factory=list)
     later: list[Call] = field(default_factory=list)
     read: bool = True
-    flow: Flow = Flow()
+    flow: Flow = field(default_factory=Flow)
     into: list[Slot | None] = field(default_factory=list)
     slots: list[Slot] = field(default_factory=list)
     pieces: list[Call] = field(default_factory=list)
@@ -176,9 +176,9 @@ class Program:
 
     def _ask(self, node: fx.Node, rule: Rule | None, chosen: NodePlan, tensors: list[Any]) -> Answer:
         if any(chosen.kernels) and not _RANDOM.intersection(chosen.kernels):
-            target, args = kernel_call(node, chosen, self._mesh)
+            target, given = kernel_call(node, chosen, self._mesh)
             left = iter(tensors)
-            return self._autograd.ask(target, [next(left) if isinstance(a, fx.Node) else a for a in args], {}, self._like(node))
+            return self._autograd.ask(target, [next(left) if isinstance(a, fx.Node) else a for a in given], {}, self._like(node))
         args, kwargs = self._localised(node, rule, chosen, *substituted(node, tensors))
         return self._autograd.ask(node.target, args, kwargs, self._like(node))  # type: ignore[arg-type]
 
@@ -212,7 +212,7 @@ class Program:
             return self._values[node], memories[0] if alone else None, slots[0] if alone else None
         steps, layout = self._conversions[node.name][show(wanted)], list(found)
         at = _Converted(self._values[node], memories[0], slots[0], None)
-        for i, (axis, src, dst) in enumerate(steps):
+        for i, (axis, _, dst) in enumerate(steps):
             layout[axis] = parse_type(dst)
             key = (node, tuple(steps[: i + 1]))
             if key not in self._converted:

@@ -212,9 +212,8 @@ class Backward:
                 self._call(call)
         for call, arriving in self._waiting.items():
             self._forget(call)
-            for grad in arriving:
-                if grad is not None:
-                    self._release(grad)
+            for kept in filter(None, arriving):
+                self._release(kept)
         for grad in self._received:
             self._release(grad)
 
@@ -250,9 +249,8 @@ class Backward:
                 pairs = list(zip(call.flow.gradients, call.into, strict=True))
                 exits = any(gradient is not None and into is not None and into not in body.path for gradient, into in pairs)
                 self._waiting[call] = arriving if exits else []
-                for grad in self._waiting[call]:
-                    if grad is not None:
-                        grad.refs += 1
+                for kept in filter(None, self._waiting[call]):
+                    kept.refs += 1
                 self._share(call, arriving, [into in body.path for into in call.into])
             else:
                 ledger.touch(call.flow.backward)
@@ -278,14 +276,13 @@ class Backward:
         onward = []
         for gradient, into in zip(gradients, call.into, strict=False):
             if gradient is not None and into is not None:
-                grad = own[gradient.source] if gradient.source >= 0 else arriving[-1 - gradient.source]
-                if grad is not None:
-                    grad.refs += 1
-                    grad.dense &= gradient.dense
-                    onward.append((into, grad, gradient.nbytes))
-        for grad in (*own, *arriving):
-            if grad is not None:
-                self._release(grad)
+                source = own[gradient.source] if gradient.source >= 0 else arriving[-1 - gradient.source]
+                if source is not None:
+                    source.refs += 1
+                    source.dense &= gradient.dense
+                    onward.append((into, source, gradient.nbytes))
+        for done in filter(None, (*own, *arriving)):
+            self._release(done)
         for into, grad, nbytes in onward:
             self._come(into, grad, nbytes)
 

@@ -297,7 +297,7 @@ class _Walk:
         self._leaving = [(stage, effect.leaving)]
 
     def hold(self, stage: int) -> None:
-        """torch's 1F1B holds on to what it sent by itself last, before the first backward, until it does so again, after the last forward."""
+        """torch's 1F1B holds on to what it sent by itself last before the first backward, until it does so again after the last forward."""
         self.held = stage, sum(nbytes for _, nbytes in self._leaving)
         self._leaving = []
 

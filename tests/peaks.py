@@ -55,9 +55,7 @@ def cnn(batch: int) -> tuple[nn.Module, dict[str, Any]]:
     return zoo.cnn(batch=batch, layers=3)
 
 
-MODELS: dict[str, Callable[[int], tuple[nn.Module, dict[str, Any]]]] = {
-    f.__name__: f for f in (gpt2, gpt2_with_dropout, llama, vit, cnn)
-}
+MODELS: dict[str, Callable[[int], tuple[nn.Module, dict[str, Any]]]] = {f.__name__: f for f in (gpt2, gpt2_with_dropout, llama, vit, cnn)}
 
 
 def made(name: str, batch: int) -> tuple[nn.Module, dict[str, Any]]:

@@ -76,9 +76,7 @@ def kept(layers: int, tensor: int, sequence_parallel: bool, recompute: str) -> f
         (1, False, "full", 2 * S * B * H, 0),
     ],
 )
-def test_a_layer_keeps_what_the_paper_says(
-    tensor: int, sequence_parallel: bool, recompute: str, formula: float, statistics: float
-) -> None:
+def test_a_layer_keeps_what_the_paper_says(tensor: int, sequence_parallel: bool, recompute: str, formula: float, statistics: float) -> None:
     found = [kept(layers, tensor, sequence_parallel, recompute) for layers in (2, 3)]
     assert found[1] - found[0] == formula + statistics
 
