@@ -9,7 +9,7 @@ the allocator reserves memory: ``torch.cuda.max_memory_allocated`` is what is pr
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -23,11 +23,11 @@ from autopar.cost_model.schedule import BACKWARD, FORWARD, SINGLE, WEIGHT, Actio
 from autopar.held import Held
 from autopar.layout import I, local_shape
 from autopar.leaves import Leaf, Leaves, gathering
-from autopar.liveness import TRANSIENT, Backward, Body, Ledger
+from autopar.live_backward import Backward
+from autopar.liveness import OUTPUTS, TRANSIENT, Body, Ledger
 from autopar.plan import ParameterPlan, Plan
 from autopar.precision import dtype_of
-
-OUTPUTS = "outputs"  # what the model returns besides its loss, of the microbatches that are done
+from autopar.walk import Effect, Walk
 
 
 @dataclass(frozen=True)
@@ -57,24 +57,13 @@ class Run:
 
 
 @dataclass
-class _Effect:
-    """What one action does to a rank's memory: bytes by kind that it leaves, the most that it has beyond what was there, of which kinds
-    then, and how much of what it leaves is on its way to another rank and gone soon."""
-
-    left: dict[str, int]
-    most: int
-    at: dict[str, int]
-    leaving: int = 0
-
-
-@dataclass
 class _Stage:
     """One stage of a rank: its effects, by action and whether it is the first, the last or another one."""
 
     body: Body
     leaves: Leaves
     weights: list[Leaf]
-    effects: dict[tuple[str, bool, bool], _Effect] = field(default_factory=dict)
+    effects: dict[tuple[str, bool, bool], Effect] = field(default_factory=dict)
 
 
 class Peak:
@@ -116,7 +105,7 @@ class Peak:
     # A rank's step
 
     def _rank(self, own: range, order: list[Action]) -> dict[int, dict[str, int]]:
-        walk = _Walk(own)
+        walk = Walk(own)
         for stage in own:
             self._lasting(stage, own, walk)
         self._open(own, walk)
@@ -135,7 +124,7 @@ class Peak:
         self._end(own, walk)
         return walk.at
 
-    def _lasting(self, stage: int, own: range, walk: _Walk) -> None:
+    def _lasting(self, stage: int, own: range, walk: Walk) -> None:
         """Parameters, buffers, the optimizer's state and the batch."""
         seen = {leaf for other in own if other < stage for leaf in self._used(other)}
         for name in self._used(stage):
@@ -152,30 +141,30 @@ class Peak:
                 times = self._run.microbatches if self._analysis.batch.dim(node) is not None else 1
                 walk.lasts(stage, "inputs", self._allocated(val.numel() * val.dtype.itemsize * times))
 
-    def _open(self, own: range, walk: _Walk) -> None:
+    def _open(self, own: range, walk: Walk) -> None:
         weights = list({leaf.name: leaf for stage in own for leaf in self._stages[stage].weights}.values())
         copies, gathered, more = gathering(weights)
         left = {"compute copies": copies, "gathered parameters": gathered}
-        walk.act(own[0], _Effect(left, copies + gathered + more, {**left, TRANSIENT: more}))
+        walk.act(own[0], Effect(left, copies + gathered + more, {**left, TRANSIENT: more}))
         walk.copies = own[0], left
 
-    def _end(self, own: range, walk: _Walk) -> None:
+    def _end(self, own: range, walk: Walk) -> None:
         """What comes after the last backward."""
         for stage in own:
             if outputs := walk.now[stage].get(OUTPUTS, 0):
-                walk.act(stage, _Effect({}, outputs, {OUTPUTS: outputs}))  # put together
+                walk.act(stage, Effect({}, outputs, {OUTPUTS: outputs}))  # put together
             ledger = Ledger()
             self._stages[stage].leaves.finish(ledger)
-            walk.act(stage, _Effect(dict(ledger.now), ledger.most, ledger.at))
+            walk.act(stage, Effect(dict(ledger.now), ledger.most, ledger.at))
         shared = sum(leaf.stored_bytes for stage in own for leaf in self._stages[stage].weights if self._shared(leaf.name))
-        walk.act(own[0], _Effect({}, shared, {TRANSIENT: shared}))
+        walk.act(own[0], Effect({}, shared, {TRANSIENT: shared}))
         walk.close()
         sizes = [leaf.stored_bytes for stage in own for leaf in self._stages[stage].weights if leaf.trains]
         together = math.prod(self._sizes) > 1 or self._run.device_type == "cuda"
         more = optimizer_temporaries(sizes, self._run.optimizer, together)
-        walk.act(own[0], _Effect({}, more, {"optimizer": more}))
+        walk.act(own[0], Effect({}, more, {"optimizer": more}))
 
-    def _effect(self, action: Action, first: bool, last: bool) -> _Effect:
+    def _effect(self, action: Action, first: bool, last: bool) -> Effect:
         stage = self._stages[action.stage]
         key = action.kind, first, last
         if key not in stage.effects:
@@ -184,7 +173,7 @@ class Peak:
                 leaving = self._forward(stage, ledger)
             else:
                 leaving = self._backward(stage, action.kind, last, ledger)
-            stage.effects[key] = _Effect(dict(ledger.now), ledger.most, ledger.at, leaving)
+            stage.effects[key] = Effect(dict(ledger.now), ledger.most, ledger.at, leaving)
         return stage.effects[key]
 
     def _backward(self, stage: _Stage, kind: str, last: bool, ledger: Ledger) -> int:
@@ -267,62 +256,3 @@ def peak_of(analysis: Analysis, plan: Plan, optimizer: str, autograd: Autograd) 
     program = Program(analysis, plan.nodes, plan.conversions, plan.mesh_sizes, autograd, summed_in)
     run = Run(plan.pipeline, len(plan.stages), plan.schedule, plan.microbatches, optimizer, summed_in, autograd.device_type)
     return Peak(analysis, program, plan.mesh_sizes, plan.parameters, plan.recomputed, run)
-
-
-class _Walk:
-    """A rank's memory from action to action; ``at``, by stage and kind when there was most."""
-
-    def __init__(self, own: range) -> None:
-        self.now: dict[int, dict[str, int]] = {stage: defaultdict(int) for stage in own}
-        self.at: dict[int, dict[str, int]] = {stage: {} for stage in own}
-        self.copies: tuple[int, dict[str, int]] = own[0], {}
-        self._total = self._most = 0
-        self._leaving: list[tuple[int, int]] = []
-        self.held: tuple[int, int] | None = None
-
-    def lasts(self, stage: int, kind: str, nbytes: int) -> None:
-        """What is there from the start."""
-        self.now[stage][kind] += nbytes
-        self._total += nbytes
-
-    def act(self, stage: int, effect: _Effect) -> None:
-        """One action of a stage. What the one before has sent is gone when this is done, if not before."""
-        if self._total + effect.most >= self._most:
-            self._most = self._total + effect.most
-            self.at = {s: dict(kinds) for s, kinds in self.now.items()}
-            for kind, nbytes in effect.at.items():
-                self.at[stage][kind] = self.at[stage].get(kind, 0) + nbytes
-        self._leave(stage, effect.left, 1)
-        self.arrive()
-        self._leaving = [(stage, effect.leaving)]
-
-    def hold(self, stage: int) -> None:
-        """torch's 1F1B holds on to what it sent by itself last before the first backward, until it does so again after the last forward."""
-        self.held = stage, sum(nbytes for _, nbytes in self._leaving)
-        self._leaving = []
-
-    def let_go(self) -> None:
-        """Of that."""
-        if self.held is not None:
-            self._leave(self.held[0], {TRANSIENT: self.held[1]}, -1)
-            self.held = self.held[0], 0
-
-    def arrive(self) -> None:
-        """What was sent is there: schedules wait for it before they go from forwards to backwards or back, others always."""
-        for there, nbytes in self._leaving:
-            self._leave(there, {TRANSIENT: nbytes}, -1)
-        self._leaving = []
-
-    def close(self) -> None:
-        """Lets go of what was sent, of outputs, and of copies of parameters."""
-        self.arrive()
-        self.let_go()
-        stage, copies = self.copies
-        self._leave(stage, copies, -1)
-        for there, kinds in self.now.items():
-            self._leave(there, {OUTPUTS: kinds[OUTPUTS]}, -1)
-
-    def _leave(self, stage: int, kinds: Mapping[str, int], sign: int) -> None:
-        for kind, nbytes in kinds.items():
-            self.now[stage][kind] += sign * nbytes
-            self._total += sign * nbytes

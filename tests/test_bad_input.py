@@ -213,7 +213,7 @@ def test_a_budget_that_nothing_fits() -> None:
     assert f"least that any needs is {caught.value.least:,.0f} bytes a device" in message
     advice = message[message.index("What would free most") :]
     assert f"zero=2, about {5 * parameters * 3 / 4:,.0f}" in advice
-    assert f'optimizer="sgd", if you train with it, {2 * parameters:,.0f}' in advice
+    assert f'optimizer="sgd", if you train with it, {3 * parameters:,.0f}' in advice
     assert "world_size=8" in advice
     assert "leaving out parallel=" in advice
 
