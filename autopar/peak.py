@@ -19,7 +19,7 @@ from autopar.analysis import Analysis
 from autopar.autograd import Autograd
 from autopar.calls import Program
 from autopar.cost_model.memory import allocated, optimizer_temporaries, parameter_memory
-from autopar.cost_model.schedule import BACKWARD, FORWARD, SINGLE, WEIGHT, Action, actions
+from autopar.cost_model.schedule import BACKWARD, FORWARD, LOOPED, WEIGHT, Action, actions
 from autopar.held import Held
 from autopar.layout import I, local_shape
 from autopar.leaves import Leaf, Leaves, gathering
@@ -105,13 +105,13 @@ class Peak:
     # A rank's step
 
     def _rank(self, own: range, order: list[Action]) -> dict[int, dict[str, int]]:
-        walk = Walk(own)
+        walk = Walk(own, keeps=self._run.schedule in LOOPED and self._run.stages > 1)
         for stage in own:
             self._lasting(stage, own, walk)
         self._open(own, walk)
         done: Counter[tuple[str, int]] = Counter()
         for before, action, after in zip([None, *order], order, [*order[1:], None], strict=False):
-            if before is None or before.kind != action.kind or self._run.schedule not in SINGLE:
+            if before is None or before.kind != action.kind:
                 walk.arrive()
             if self._run.schedule == "1f1b" and before is not None and after is not None:
                 if walk.held is None and action.kind == FORWARD and before.kind == FORWARD and after.kind == BACKWARD:
@@ -189,7 +189,12 @@ class Peak:
         leaving = backward.run() if whole else backward.inputs()
         if kind == WEIGHT and not whole:
             backward.weights(ledger)
-        return leaving if kind == BACKWARD else 0
+        leaving = leaving if kind == BACKWARD else 0
+        if self._run.schedule in LOOPED and kind == (WEIGHT if split else BACKWARD):  # autograd lets go, but not who sent it
+            again = sum(m.nbytes for m in {*stage.body.sent} if m in stage.body.survey.kept)
+            ledger.add(TRANSIENT, again)
+            leaving += again
+        return leaving
 
     def _forward(self, stage: _Stage, ledger: Ledger) -> int:
         body, several = stage.body, self._run.microbatches > 1 or self._run.stages > 1

@@ -21,9 +21,13 @@ class Effect:
 
 
 class Walk:
-    """A rank's memory from action to action; ``at``, by stage and kind when there was most."""
+    """A rank's memory from action to action; ``at``, by stage and kind when there was most.
 
-    def __init__(self, own: range) -> None:
+    ``keeps``: what is sent stays to the end of the step, as torch's schedules of several stages a rank hold on to their messages.
+    """
+
+    def __init__(self, own: range, keeps: bool) -> None:
+        self._keeps = keeps
         self.now: dict[int, dict[str, int]] = {stage: defaultdict(int) for stage in own}
         self.at: dict[int, dict[str, int]] = {stage: {} for stage in own}
         self.copies: tuple[int, dict[str, int]] = own[0], {}
@@ -45,7 +49,7 @@ class Walk:
                 self.at[stage][kind] = self.at[stage].get(kind, 0) + nbytes
         self._leave(stage, effect.left, 1)
         self.arrive()
-        self._leaving = [(stage, effect.leaving)]
+        self._leaving.append((stage, effect.leaving))
 
     def hold(self, stage: int) -> None:
         """torch's 1F1B holds on to what it sent by itself last before the first backward, until it does so again after the last forward."""
@@ -58,15 +62,17 @@ class Walk:
             self._leave(self.held[0], {TRANSIENT: self.held[1]}, -1)
             self.held = self.held[0], 0
 
-    def arrive(self) -> None:
-        """What was sent is there: schedules wait for it before they go from forwards to backwards or back, others always."""
+    def arrive(self, end: bool = False) -> None:
+        """What was sent is there: 1F1B and GPipe wait for it before they go from forwards to backwards or back."""
+        if self._keeps and not end:
+            return
         for there, nbytes in self._leaving:
             self._leave(there, {TRANSIENT: nbytes}, -1)
         self._leaving = []
 
     def close(self) -> None:
         """Lets go of what was sent, of outputs, and of copies of parameters."""
-        self.arrive()
+        self.arrive(end=True)
         self.let_go()
         stage, copies = self.copies
         self._leave(stage, copies, -1)

@@ -34,6 +34,7 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "data x tensor": (4, dict(parallel=dict(data=2, tensor=TENSOR))),
     "pipeline of 4": (4, dict(parallel=dict(pipeline=4), **PIPE)),
     "pipeline x tensor": (4, dict(parallel=dict(pipeline=2, tensor=TENSOR), **PIPE)),
+    "interleaved": (2, dict(parallel=dict(pipeline=dict(size=2, chunks=2)), micro_batch_size=2, schedule="interleaved-1f1b")),
     "zero-bubble": (2, dict(parallel=dict(pipeline=2), micro_batch_size=2, schedule="zero-bubble")),
 }
 FAST = [("gpt2", "one"), ("llama", "full"), ("vit", "data, microbatches"), ("cnn", "data"), ("gpt2", "tensor"), ("gpt2", "pipeline")]

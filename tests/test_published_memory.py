@@ -81,6 +81,7 @@ def test_a_layer_keeps_what_the_paper_says(tensor: int, sequence_parallel: bool,
     assert found[1] - found[0] == formula + statistics
 
 
+@pytest.mark.slow
 def test_figure_1() -> None:
     """The 22B model to 2 %: the figure has no embedding, logits and statistics, which are counted here."""
     model = megatron_memory.FIGURE[0]
