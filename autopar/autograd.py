@@ -15,6 +15,8 @@ import torch.fx as fx
 from torch.autograd.graph import saved_tensors_hooks
 
 from autopar import stand_ins
+from autopar.cost_model.memory import allocated
+from autopar.flow import Flow, flow_of, unknown
 from autopar.launches import Launch, Recorder, storage
 
 aten = torch.ops.aten
@@ -50,7 +52,7 @@ class Result(NamedTuple):
 
 class Answer(NamedTuple):
     """What torch does with one call: the ``operands`` that the backward reads, and the bytes of each tensor that it reads and that is
-    neither an operand nor a result; the kernels that ``forward`` and ``backward`` launch.
+    neither an operand nor a result; the kernels that ``forward`` and ``backward`` launch; what it takes while it runs.
 
     ``several`` if it returns a tuple."""
 
@@ -60,6 +62,7 @@ class Answer(NamedTuple):
     several: bool
     forward: tuple[Launch, ...] = ()
     backward: tuple[Launch, ...] = ()
+    flow: Flow = Flow()
 
     @property
     def value(self) -> Any:
@@ -71,11 +74,13 @@ class Answer(NamedTuple):
 class Autograd:
     """Asks torch, and remembers: blocks of a model are alike.
 
-    ``device_type`` is where the program will run: attention has other kernels on ``"cpu"`` than on ``"cuda"``.
+    ``device_type`` is where the program will run: attention has other kernels on ``"cpu"`` than on ``"cuda"``, and the allocator of the
+    latter hands out memory in multiples, so that bytes of a tensor are those that it is given.
     """
 
     def __init__(self, device_type: str) -> None:
-        self._device_type = device_type
+        self.device_type = device_type
+        self.allocated = allocated if device_type == "cuda" else int
         self._answers: dict[Any, Answer] = {}
 
     def ask(self, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], val: Any = None) -> Answer:
@@ -90,14 +95,13 @@ class Autograd:
             except (RuntimeError, NotImplementedError, ValueError):
                 if val is None:
                     raise
-                self._answers[key] = _all(args, kwargs, val)
+                self._answers[key] = self._all(args, kwargs, val)
         return self._answers[key]
 
     def _run(self, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Answer:
         tensors: list[torch.Tensor] = []
         made = [_made(a, tensors) for a in args], {k: _made(v, tensors) for k, v in kwargs.items()}
-        if "device" in kwargs:
-            made[1]["device"] = torch.device("meta")
+        made[1].update(_placed_on_meta(kwargs))
         own = {storage(t): k for k, t in reversed(list(enumerate(tensors)))}
         packed: list[torch.UntypedStorage] = []
 
@@ -111,25 +115,40 @@ class Autograd:
             out = call(*made[0], **made[1])
         several = isinstance(out, (tuple, list))
         outputs = [t for t in (out if several else [out]) if isinstance(t, torch.Tensor)]
-        saved = {s._cdata: s.nbytes() for s in packed}
+        saved = {s._cdata: self.allocated(s.nbytes()) for s in packed}
         results = []
         for t in outputs:
             alias = own.get(storage(t))
             tensor = Strided(tuple(t.shape), t.stride(), t.dtype, t.requires_grad)
-            results.append(Result(tensor, alias, t.untyped_storage().nbytes() if alias is None else 0, storage(t) in saved))
+            results.append(Result(tensor, alias, self._bytes(t) if alias is None else 0, storage(t) in saved))
         returned = {storage(t) for t in outputs}
         places = {storage(t): -1 - j for j, t in enumerate(outputs)} | own
         backward = _backward(tensors, [t for t in outputs if t.requires_grad], places)
         internal = tuple(nbytes for s, nbytes in saved.items() if s not in own and s not in returned)
         kept = frozenset(k for k, t in enumerate(tensors) if storage(t) in saved)
-        return Answer(tuple(results), kept, internal, several, ran.launches(places), backward)
+        again: list[torch.Tensor] = []  # on fresh operands, as nothing that was recorded is let go
+        given = [_made(a, again) for a in args], {**{k: _made(v, again) for k, v in kwargs.items()}, **_placed_on_meta(kwargs)}
+        flow = flow_of(call, *given, again, self.allocated)
+        return Answer(tuple(results), kept, internal, several, ran.launches(places), backward, flow)
+
+    def _bytes(self, t: torch.Tensor) -> int:
+        return self.allocated(t.untyped_storage().nbytes())
+
+    def _all(self, args: Sequence[Any], kwargs: Mapping[str, Any], val: Any) -> Answer:
+        inputs = [v for a in (*args, *kwargs.values()) for v in (a if isinstance(a, list) else [a]) if isinstance(v, Strided)]
+        grad = any(v.grad for v in inputs)
+        several = isinstance(val, (tuple, list))
+        outputs = [placed(t, grad and t.is_floating_point()) for t in (val if several else [val]) if isinstance(t, torch.Tensor)]
+        results = [Result(t, None, self.allocated(math.prod(t.shape) * t.dtype.itemsize), grad) for t in outputs]
+        flow = unknown(sum(r.nbytes for r in results), inputs if grad else [], self.allocated)
+        return Answer(tuple(results), frozenset(range(len(inputs)) if grad else ()), (), several, flow=flow)
 
     def _stand_in(self, target: Callable[..., Any]) -> Callable[..., Any]:
         """What the program runs for ``target``, where meta tensors alone would not show it."""
         if target is aten.dropout.default:
             return stand_ins.dropout
         if target is aten.scaled_dot_product_attention.default:
-            return stand_ins.attention_on_cpu if self._device_type == "cpu" else stand_ins.attention_on_gpu
+            return stand_ins.attention_on_cpu if self.device_type == "cpu" else stand_ins.attention_on_gpu
         return target
 
 
@@ -191,10 +210,5 @@ def _made(value: Any, tensors: list[torch.Tensor]) -> Any:
     return [_made(v, tensors) for v in value] if isinstance(value, (list, tuple)) else value
 
 
-def _all(args: Sequence[Any], kwargs: Mapping[str, Any], val: Any) -> Answer:
-    inputs = [v for a in (*args, *kwargs.values()) for v in (a if isinstance(a, list) else [a]) if isinstance(v, Strided)]
-    grad = any(v.grad for v in inputs)
-    several = isinstance(val, (tuple, list))
-    outputs = [placed(t, grad and t.is_floating_point()) for t in (val if several else [val]) if isinstance(t, torch.Tensor)]
-    results = [Result(t, None, math.prod(t.shape) * t.dtype.itemsize, grad) for t in outputs]
-    return Answer(tuple(results), frozenset(range(len(inputs)) if grad else ()), (), several)
+def _placed_on_meta(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {"device": torch.device("meta")} if "device" in kwargs else {}

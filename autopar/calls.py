@@ -1,4 +1,5 @@
-"""The calls of a plan on one rank: what memory each reads, makes, and saves for its backward. The plan is not lowered for it."""
+"""The calls of a plan on one rank: what memory each reads, makes, and saves for its backward, and where its gradients go. The plan is not
+lowered for it, but kernels and conversions are those of the runtime, run on meta tensors."""
 
 from __future__ import annotations
 
@@ -6,19 +7,22 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
 
 from autopar.analysis import Analysis
-from autopar.autograd import Autograd, Strided, contiguous, substituted, with_grad
-from autopar.graph import arguments, operands, signature
+from autopar.autograd import Answer, Autograd, Strided, contiguous, substituted, with_grad
+from autopar.flow import Flow
+from autopar.graph import arguments, operands, signature, slices_of
 from autopar.layout import Layout, local_shape, parse_type, show
+from autopar.passes.choose_kernels import kernel_call
 from autopar.plan import NodePlan, Step
 from autopar.rules import Rule
+from autopar.runtime.collectives import redistribute
 from autopar.runtime.kernels import send
-from autopar.stand_ins import cross_entropy_vocabulary
+from autopar.stand_ins import AnyMesh
 
 
 @dataclass(eq=False)
@@ -27,6 +31,14 @@ class Memory:
 
     nbytes: int
     call: Call
+
+
+@dataclass(eq=False)
+class Slot:
+    """Where the gradients of one tensor come together: of a result of ``call``, or of the ``parameter`` of this name."""
+
+    call: Call | None = None
+    parameter: str = ""
 
 
 @dataclass(eq=False)
@@ -43,10 +55,14 @@ class Call:
         made: its results' memory.
         later: conversions that go on from this one.
         read: whether anything but a further conversion reads it.
+        flow: what it takes while it runs.
+        into: where the gradients of its operands go, None where they have none.
+        slots: its results'.
+        pieces: slices, this one among them, that lowering joins into one split unless one of them is computed again.
     """
 
     name: str
-    order: tuple[int, int]
+    order: tuple[float, int]
     stage: int | None
     reads: list[Memory] = field(default_factory=list)
     saved: list[Memory] = field(default_factory=list)
@@ -55,19 +71,37 @@ class Call:
     made: list[Memory] = field(default_factory=list)
     later: list[Call] = field(default_factory=list)
     read: bool = True
+    flow: Flow = field(default_factory=Flow)
+    into: list[Slot | None] = field(default_factory=list)
+    slots: list[Slot] = field(default_factory=list)
+    pieces: list[Call] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A tensor that a stage is sent by the one before: what lies there, and here, and where the gradients of both come together."""
+
+    stage: int
+    sent: Memory | None
+    memory: Memory
+    source: Slot | None
+    slot: Slot | None
 
 
 Memories = tuple[Memory | None, ...]
 
 
 class Program:
-    """One plan's ``calls`` on one rank, in their order, conversions among them.
+    """One plan's ``calls`` on one rank, in their order, conversions among them; the ``arrivals`` at each stage; ``outputs``, the memory of
+    what it returns, the loss first; where the gradient of the ``loss`` begins; the parameters that stages use, in the order of first
+    ``uses``.
 
     Args:
         analysis: of the graph of one microbatch; one that is cut into stages says so by ``meta["stage"]``.
         nodes, conversions: as in a plan.
         sizes: of the mesh of one stage.
         autograd: asked for the device type where the program will run.
+        summed_in: in which ranks sum gradients of parameters, None for that in which they are made.
     """
 
     def __init__(
@@ -77,14 +111,20 @@ class Program:
         conversions: Mapping[str, Mapping[str, tuple[Step, ...]]],
         sizes: Sequence[int],
         autograd: Autograd,
+        summed_in: torch.dtype | None = None,
     ) -> None:
         self._analysis, self._nodes, self._conversions, self._sizes, self._autograd = analysis, nodes, conversions, sizes, autograd
+        self._mesh, self._summed_in = AnyMesh(tuple(sizes)), summed_in
         self._values: dict[fx.Node, Any] = {}
         self._memories: dict[fx.Node, Memories] = {}
-        self._converted: dict[tuple[fx.Node, tuple[Step, ...]], tuple[Strided, Memory | None, Call]] = {}
-        self._chains: dict[int, list[Call]] = {}  # conversions, by the place of what they convert
+        self._slots: dict[fx.Node, tuple[Slot | None, ...]] = {}
+        self._converted: dict[tuple[fx.Node, tuple[Step, ...]], _Converted] = {}
+        self._chains: dict[float, list[Call]] = {}  # conversions, by the place after which they stand
+        self._call_of: dict[fx.Node, Call] = {}
         self._place = {node: place for place, node in enumerate(analysis.graph.nodes)}
         self.calls: list[Call] = []
+        self.arrivals: list[Arrival] = []
+        self.uses: dict[tuple[int | None, str], None] = {}
         updates = analysis.outputs[analysis.captured.out_spec.num_leaves :]
         names = {i.target: n for n, i in analysis.state.items()}
         self._written = {names[target] for target, new in zip(analysis.captured.updates, updates, strict=True) if target in names}
@@ -95,16 +135,22 @@ class Program:
                 call.order = call.order[0], number
                 self.calls.append(call)
         self.calls.sort(key=lambda call: call.order)
+        self._join_slices()
+        tensors = [n for n in analysis.outputs[: analysis.captured.out_spec.num_leaves] if isinstance(n, fx.Node)]
+        others = [n for n in tensors if n is not analysis.loss]
+        self.outputs = [self._memories[n][0] for n in (analysis.loss, *others)]
+        self.loss = self._slots[analysis.loss][0]
 
     def _visit(self, node: fx.Node, place: int) -> None:
         if node.op == "placeholder":
-            val, self._last_placeholder = node.meta["val"], place
-            grad = node in self._analysis.differentiable
+            val, grad = node.meta["val"], node in self._analysis.differentiable
             self._values[node] = contiguous(self._local(node), val.dtype, grad) if isinstance(val, torch.Tensor) else val
             self._memories[node] = (None,)
+            self._slots[node] = (Slot(parameter=self._analysis.state[node].target) if grad else None,)
         elif node.target is operator.getitem:
             source, index = node.args
             self._values[node], self._memories[node] = self._values[source][index], (self._memories[source][index],)  # type: ignore
+            self._slots[node] = (self._slots[source][index],)  # type: ignore[index]
         elif node.target is send:
             self._send(node, place)
         elif node.op == "call_function":
@@ -112,82 +158,110 @@ class Program:
 
     def _call(self, node: fx.Node, place: int) -> None:
         chosen, grad, rule = self._nodes[node.name], node in self._analysis.differentiable, self._analysis.rules.get(node)
-        call = Call(node.name, (place, 0), self._stage(node))
+        call = self._call_of[node] = Call(node.name, (place, 0), self._stage(node))
         tensors, memories = [], []
         for k, (operand, _) in enumerate(operands(node)):
-            value, memory = self._operand(operand, chosen.ins[k])
+            value, memory, slot = self._operand(operand, chosen.ins[k], node)
             tensors.append(with_grad(value, grad and operand in self._analysis.differentiable))
             memories.append(memory)
+            call.into.append(slot if tensors[-1] is not value or grad else None)
             if operand in self._written or (rule is not None and k in rule.writes):
-                call.cloned += _nbytes(value)
-        args, kwargs = self._localised(node, rule, chosen, *substituted(node, tensors))
-        target = cross_entropy_vocabulary if "cross_entropy_vocabulary" in chosen.kernels else node.target
-        answer = self._autograd.ask(target, args, kwargs, self._like(node))  # type: ignore[arg-type]
+                call.cloned += self._nbytes(value)
+        answer = self._ask(node, rule, chosen, tensors)
         made = [memories[r.alias] if r.alias is not None else Memory(r.nbytes, call) for r in answer.results]
         self._values[node], self._memories[node] = answer.value, tuple(made)
+        self._slots[node] = tuple(Slot(call) if r.tensor.grad else None for r in answer.results)
+        self._fill(call, answer, memories, made, self._slots[node])
+        self.calls.append(call)
+
+    def _ask(self, node: fx.Node, rule: Rule | None, chosen: NodePlan, tensors: list[Any]) -> Answer:
+        if any(chosen.kernels) and not _RANDOM.intersection(chosen.kernels):
+            target, given = kernel_call(node, chosen, self._mesh)
+            left = iter(tensors)
+            return self._autograd.ask(target, [next(left) if isinstance(a, fx.Node) else a for a in given], {}, self._like(node))
+        args, kwargs = self._localised(node, rule, chosen, *substituted(node, tensors))
+        return self._autograd.ask(node.target, args, kwargs, self._like(node))  # type: ignore[arg-type]
+
+    @staticmethod
+    def _fill(
+        call: Call, answer: Answer, memories: Sequence[Memory | None], made: Sequence[Memory | None], slots: Sequence[Slot | None]
+    ) -> None:
         call.reads = [m for m in memories if m is not None]
         call.made = [m for m in made if m is not None and m.call is call]
         read = {memories[k] for k in answer.operands} | {m for m, r in zip(made, answer.results, strict=True) if r.saved}
         call.saved = [m for m in read if m is not None]
-        call.internal = sum(answer.internal)
-        self.calls.append(call)
+        call.internal, call.flow = sum(answer.internal), answer.flow
+        call.slots = [slot if slot is not None else Slot(call) for slot in slots]
 
     def _send(self, node: fx.Node, place: int) -> None:
         """What arrives in a stage is memory of its own there, and kept like any other that is there to start with."""
-        value, _ = self._operand(node.all_input_nodes[0], self._nodes[node.name].ins[0])
-        arrived = Memory(_nbytes(value), Call(node.name, (place, 0), self._stage(node)))
+        value, sent, source = self._operand(node.all_input_nodes[0], self._nodes[node.name].ins[0], node)
+        arrived = Memory(self._nbytes(value), Call(node.name, (place, 0), self._stage(node)))
+        slot = Slot(arrived.call) if value.grad else None
         self._values[node], self._memories[node] = contiguous(value.shape, value.dtype, value.grad), (arrived,)
+        self._slots[node] = (slot,)
+        self.arrivals.append(Arrival(self._stage(node) or 0, sent, arrived, source if value.grad else None, slot))
 
-    def _operand(self, node: fx.Node, wanted: Layout) -> tuple[Any, Memory | None]:
+    def _operand(self, node: fx.Node, wanted: Layout, reader: fx.Node) -> tuple[Any, Memory | None, Slot | None]:
         found = self._nodes[node.name].out
-        memories = self._memories[node]
+        memories, slots = self._memories[node], self._slots[node]
+        if node in self._analysis.state:
+            self.uses[self._stage(reader), self._analysis.state[node].target] = None
         if wanted == found or not isinstance(self._values[node], Strided):
-            return self._values[node], memories[0] if len(memories) == 1 else None
+            alone = len(memories) == 1
+            return self._values[node], memories[0] if alone else None, slots[0] if alone else None
         steps, layout = self._conversions[node.name][show(wanted)], list(found)
-        at: tuple[Strided, Memory | None, Call | None] = self._values[node], memories[0], None
-        for i, (axis, src, dst) in enumerate(steps):
+        at = _Converted(self._values[node], memories[0], slots[0], None)
+        for i, (axis, _, dst) in enumerate(steps):
             layout[axis] = parse_type(dst)
             key = (node, tuple(steps[: i + 1]))
             if key not in self._converted:
-                moves = self._sizes[axis] > 1 and {src, dst} != {"I", "R"}
-                self._converted[key] = self._conversion(node, tuple(layout), *at, moves)
+                self._converted[key] = self._conversion(node, tuple(layout), at, steps[i], reader)
             at = self._converted[key]
-        value, memory, last = at
-        if last is not None:
-            last.read = True
-        return value, memory
+        if at.call is not None:
+            at.call.read = True
+        return at.value, at.memory, at.slot
 
-    def _conversion(
-        self, node: fx.Node, layout: Layout, value: Strided, memory: Memory | None, before: Call | None, moves: bool
-    ) -> tuple[Strided, Memory | None, Call]:
-        """One step, and what it makes: what moves has memory of its own."""
-        # Each step stands right behind what it converts, all first steps of inputs behind the last input: before those made so far.
-        place = max(self._place[node], self._last_placeholder)
+    def _conversion(self, node: fx.Node, layout: Layout, at: _Converted, step: Step, reader: fx.Node) -> _Converted:
+        """One step, and what it makes."""
+        # It stands right behind what it converts, before those made so far; what converts an input, before its first reader.
+        before = at.call
+        place = before.order[0] if before is not None else self._place[reader] - 0.5 if node.op == "placeholder" else self._place[node]
         chain = self._chains.setdefault(place, [])
         call = Call(f"{node.name} -> {show(layout)}", (place, 0), self._stage(node), read=False)
-        chain.insert(chain.index(before) + 1 if before is not None else 0, call)
+        first = len(chain) if node.op == "placeholder" else 0
+        chain.insert(chain.index(before) + 1 if before is not None else first, call)
         if before is not None:
             before.later.append(call)
-        if not moves:
-            return value, memory, call
-        moved = contiguous(local_shape(node.meta["val"].shape, layout, self._sizes), value.dtype, value.grad)
-        call.made = [Memory(_nbytes(moved), call)]
-        call.reads = [memory] if memory is not None else []
-        return moved, call.made[0], call
+        sums = node.op == "placeholder" and step[2] == "R" and at.value.dtype.is_floating_point
+        args = [at.value, self._mesh, *step, self._summed_in if sums else None]
+        answer = self._autograd.ask(redistribute, args, {})
+        (result,) = answer.results
+        memory = at.memory if result.alias is not None else Memory(result.nbytes, call)
+        slot = Slot(call) if result.tensor.grad else None
+        call.into = [at.slot]
+        self._fill(call, answer, [at.memory], [memory], [slot])
+        return _Converted(answer.value, memory, slot, call)
+
+    def _join_slices(self) -> None:
+        """Notes the slices that lowering makes one split of (``passes.join_slices``): those of one tensor, converted alike."""
+        for node in self._analysis.graph.nodes:
+            for pieces in slices_of(node) if node.op == "call_function" else ():
+                calls = [self._call_of[piece] for piece in pieces]
+                if len({self._nodes[piece.name].ins[0] for piece in pieces}) == 1 and len({call.stage for call in calls}) == 1:
+                    for call in calls:
+                        call.pieces = sorted(calls, key=lambda c: c.order)
 
     def _localised(
         self, node: fx.Node, rule: Rule | None, chosen: NodePlan, args: list[Any], kwargs: dict[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments of one rank's part of an operator (``localise``); a kernel saves what the operator saves on that part."""
+        """The arguments of one rank's part of an operator, as ``passes.localise`` makes them."""
         if rule is None or all(f is None for f in chosen.factors):
             return args, kwargs
         new: dict[str, Any] = {}
         if rule.shape_argument:
             new[rule.shape_argument] = list(self._local(node))
-        kernel = next((k for k in chosen.kernels if k), None)
-        if kernel == "layer_norm":
-            new["normalized_shape"] = list(args[0].shape[len(args[0].shape) - len(args[1]) :])
-        elif rule.localise and kernel is None:
+        if rule.localise:
             splits = [(f, math.prod(n for g, n in zip(chosen.factors, self._sizes, strict=True) if g == f)) for f in chosen.factors if f]
             new.update(rule.localise(arguments(node), dict(splits)))
         for place, (name, _, keyword_only) in enumerate(signature(node.target)):  # type: ignore[arg-type]
@@ -207,6 +281,17 @@ class Program:
     def _stage(self, node: fx.Node) -> int | None:
         return node.meta.get("stage", 0) if node.op == "call_function" else None
 
+    def _nbytes(self, value: Strided) -> int:
+        return self._autograd.allocated(math.prod(value.shape) * value.dtype.itemsize)
 
-def _nbytes(value: Strided) -> int:
-    return math.prod(value.shape) * value.dtype.itemsize
+
+_RANDOM = {"dropout", "attention"}  # kernels that are the operator, its numbers drawn from a stream
+
+
+class _Converted(NamedTuple):
+    """A tensor in another layout, and the conversion that made it, if any."""
+
+    value: Strided
+    memory: Memory | None
+    slot: Slot | None
+    call: Call | None

@@ -19,16 +19,16 @@ class Held:
 
     def kept(self, recomputed: Collection[str] = ()) -> dict[int, float]:
         """Bytes by stage."""
-        again = self._again(recomputed)
-        return {stage: float(self._survey(stage, again).nbytes) for stage in self._stages()}
+        again = self.again(recomputed)
+        return {stage: float(self.survey(self._of(stage), again).nbytes) for stage in self._stages()}
 
     def transient(self, recomputed: Collection[str] = ()) -> dict[int, float]:
         """Bytes by stage that the backward has beyond :meth:`kept` at its worst, gradients aside: what is kept, less what it is done with,
         and what was computed again and is still to be read."""
-        again = self._again(recomputed)
-        return {stage: float(_Replay(self._survey(stage, again)).run(self._of(stage))) for stage in self._stages()}
+        again = self.again(recomputed)
+        return {stage: float(_Replay(self.survey(self._of(stage), again)).run(self._of(stage))) for stage in self._stages()}
 
-    def _again(self, recomputed: Collection[str]) -> set[Call]:
+    def again(self, recomputed: Collection[str]) -> set[Call]:
         """The calls that ``recomputed`` names, and the steps on the way to a conversion that it names."""
         names = set(recomputed)
         again = {call for call in self._calls if call.name in names}
@@ -37,9 +37,10 @@ class Held:
                 again.add(call)
         return again
 
-    def _survey(self, stage: int, again: Collection[Call]) -> _Survey:
-        found, waiting = _Survey(), list[Memory]()
-        for call in self._of(stage):
+    def survey(self, calls: Sequence[Call], again: Collection[Call]) -> Survey:
+        """What one stage's ``calls`` keep where ``again`` is made again."""
+        found, waiting = Survey(), list[Memory]()
+        for call in calls:
             remade = call in again
             found.internal += 0 if remade else call.internal
             for memory in call.saved:
@@ -63,7 +64,7 @@ class Held:
 
 
 @dataclass(eq=False)
-class _Survey:
+class Survey:
     """What one stage keeps: ``kept`` memory, ``internal`` bytes, and buffers of the calls ``remade``. ``holders`` counts who waits for a
     memory: calls whose backward reads it, and calls that are made again from it."""
 
@@ -92,7 +93,7 @@ class _Survey:
 class _Replay:
     """A stage's backward, gradients aside: calls in reverse, each making again, once, what it reads and is not there."""
 
-    def __init__(self, survey: _Survey) -> None:
+    def __init__(self, survey: Survey) -> None:
         self._holders, self._missing = dict(survey.holders), set(survey.remade)
         self._start = self._alive = self._most = survey.nbytes
 

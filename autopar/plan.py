@@ -51,8 +51,9 @@ class StagePlan:
         seconds: predicted, of one microbatch: "forward", "backward" (which includes "recomputation", "conversions" both ways and, for the
             zero-bubble schedule, the weights' part "weight": half of the rest where it is not given), "send" (to the next stage, one way);
             of a step: "gradient synchronisation", "optimizer".
-        nbytes: predicted peak memory, its part of its device's, by kind.
+        nbytes: predicted, its part of what its device has where that is most, by kind.
         in_flight: microbatches whose activations it holds at most.
+        kept: bytes that one microbatch keeps between its forward and its backward.
     """
 
     start: str
@@ -60,6 +61,7 @@ class StagePlan:
     seconds: dict[str, float]
     nbytes: dict[str, float]
     in_flight: int = 1
+    kept: float = 0.0
 
 
 @dataclass(frozen=True)

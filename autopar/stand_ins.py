@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
+
+from autopar.runtime.recorder import Recorder
 
 aten = torch.ops.aten
 
@@ -16,18 +20,43 @@ def dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     return torch.native_dropout(x, p, True)[0] if train and p else x
 
 
-class _VocabularyCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        ctx.save_for_backward(torch.empty_like(logits), target, weight)
-        return logits.new_empty(())
+@dataclass(frozen=True)
+class AnyMesh:
+    """A mesh of these sizes without processes: kernels and conversions run on it on meta tensors, as its first rank."""
+
+    sizes: tuple[int, ...]
+    recorder: Recorder = field(default_factory=lambda: Recorder(torch.device("cpu")), compare=False, repr=False)  # of no step
+
+    @property
+    def coordinate(self) -> tuple[int, ...]:
+        return (0,) * len(self.sizes)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(map(str, range(len(self.sizes))))
+
+    def count(self, axes: Iterable[int]) -> int:
+        return math.prod(self.sizes[axis] for axis in axes)
+
+    def index(self, axes: Iterable[int]) -> int:
+        return 0
+
+    def group(self, axis: int) -> AnyGroup:
+        return self.axes_group((axis,))
+
+    def axes_group(self, axes: Iterable[int]) -> AnyGroup:
+        return AnyGroup(self.count(axes))
 
 
-def cross_entropy_vocabulary(
-    logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, label_smoothing: float
-) -> torch.Tensor:
-    """Saves what the kernel of that name saves, which communicates."""
-    return _VocabularyCrossEntropy.apply(logits, target, weight)
+@dataclass(frozen=True)
+class AnyGroup:
+    """A group of that many ranks without processes."""
+
+    ranks: int
+    group_name: str = "none"
+
+    def size(self) -> int:
+        return self.ranks
 
 
 def attention_on_cpu(

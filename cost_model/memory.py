@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autopar.errors import PlanError
@@ -38,7 +39,9 @@ class ParameterMemory:
         return ParameterMemory(self.parameters + other.parameters, self.gradients + other.gradients, self.optimizer + other.optimizer)
 
 
-def parameter_memory(elements: int, itemsize: int, optimizer: str, trainable: bool = True) -> ParameterMemory:
+def parameter_memory(
+    elements: int, itemsize: int, optimizer: str, trainable: bool = True, rounded: Callable[[int], int] = allocated
+) -> ParameterMemory:
     """What one parameter takes.
 
     Args:
@@ -46,9 +49,10 @@ def parameter_memory(elements: int, itemsize: int, optimizer: str, trainable: bo
         itemsize: bytes of one element; gradient and optimizer state have the parameter's dtype, as torch's optimizers do.
         optimizer: a name in STATE_COPIES.
         trainable: whether it has a gradient.
+        rounded: what the allocator makes of a size.
     """
     copies = state_copies(optimizer)
-    nbytes = allocated(elements * itemsize)
+    nbytes = rounded(elements * itemsize)
     return ParameterMemory(nbytes, nbytes, copies * nbytes) if trainable else ParameterMemory(nbytes, 0, 0)
 
 
@@ -56,3 +60,16 @@ def optimizer_traffic(nbytes: float, optimizer: str) -> float:
     """Bytes that a fused optimizer step moves for parameters of ``nbytes``: it reads parameter, gradient and state, and writes
     parameter and state."""
     return (3 + 2 * state_copies(optimizer)) * nbytes
+
+
+def optimizer_temporaries(nbytes: Sequence[int], optimizer: str, together: bool) -> int:
+    """The most that a step of torch's optimizer takes beyond its state.
+
+    Args:
+        nbytes: of each parameter.
+        optimizer: a name in STATE_COPIES. Adam and AdamW make the denominator of all parameters at once where they take them ``together``
+            (``foreach``), else twice that of one.
+    """
+    if state_copies(optimizer) < 2 or not nbytes:
+        return 0
+    return sum(nbytes) if together else 2 * max(nbytes)

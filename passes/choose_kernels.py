@@ -9,6 +9,7 @@ import torch
 import torch.fx as fx
 
 from autopar.graph import arguments
+from autopar.plan import NodePlan
 from autopar.runtime import kernels
 
 aten = torch.ops.aten
@@ -30,6 +31,12 @@ def choose_kernels(graph: fx.Graph) -> None:
             node.target, node.args, node.kwargs = target, args, {}
         elif _is_random(node):
             node.target, node.args = kernels.drawn, (node.target, mesh, number, *node.args)
+
+
+def kernel_call(node: fx.Node, chosen: NodePlan, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel that ``chosen`` names for a node of the global graph, and its arguments."""
+    name = next(k for k in chosen.kernels if k)
+    return _BUILDERS[name](arguments(node), mesh, 0, tuple(a for a, k in enumerate(chosen.kernels) if k))
 
 
 def _always(node: fx.Node) -> str | None:

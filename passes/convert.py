@@ -5,6 +5,8 @@ Consumers that want the same layout, or layouts on the way to it, share the step
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.fx as fx
 
@@ -60,7 +62,7 @@ class _Converter:
             layout[axis] = parse_type(dst)
             key = (tensor, tuple(steps[: i + 1]))
             if key not in self.made:
-                with self.graph.inserting_after(self._last(current)):
+                with self._place(current, consumer):
                     node = self.graph.call_function(redistribute, (current, self.mesh, axis, src, dst, *self._summed_in(tensor, dst)))
                 kept = {k: v for k, v in tensor.meta.items() if k not in ("plan", "plan_name")}  # those are of the operator
                 node.meta = {**kept, "layout": tuple(layout), "consumer": consumer}
@@ -74,9 +76,7 @@ class _Converter:
         sums = tensor.op == "placeholder" and own.is_floating_point and dst == "R"
         return (dtype,) if sums and dtype not in (None, own) else ()  # type: ignore[return-value]
 
-    @staticmethod
-    def _last(node: fx.Node) -> fx.Node:
-        """Where a node that reads ``node`` may stand: after it, and after all placeholders."""
-        while node.op == "placeholder" and node.next.op == "placeholder":
-            node = node.next
-        return node
+    def _place(self, current: fx.Node, consumer: fx.Node) -> Any:
+        """Where a conversion stands: after what it converts; of an input before its first reader, so that what is gathered of a parameter
+        is not there earlier than it is used."""
+        return self.graph.inserting_before(consumer) if current.op == "placeholder" else self.graph.inserting_after(current)

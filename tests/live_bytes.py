@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -27,7 +28,7 @@ class LiveBytes(TorchDispatchMode):
         there = {storage._cdata for storage in map(_storage, tree_leaves((args, kwargs))) if storage is not None}
         out = func(*args, **kwargs)
         for t in tree_leaves(out):
-            if (storage := _storage(t)) is not None and storage._cdata not in there:
+            if (storage := _storage(t)) is not None and storage._cdata not in there and storage.device.type != "meta":  # as in tracing
                 self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         if self._peaks:
             self.peak = max(self.peak, self.alive())
@@ -45,6 +46,8 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _storage(value: Any) -> torch.UntypedStorage | None:
+    if isinstance(value, DTensor):  # which has no memory but its local tensor's
+        value = value._local_tensor
     if isinstance(value, torch.UntypedStorage):  # an operand of set_
         return value
     return value.untyped_storage() if isinstance(value, torch.Tensor) else None

@@ -82,7 +82,7 @@ def measure(plan: Plan) -> None:
         with live:
             compiled(**sample).backward()
     stage = dist.get_rank() // (plan.world_size // STAGES)
-    said = plan.stages[stage].nbytes["activations"]
+    said = plan.stages[stage].kept * plan.stages[stage].in_flight
     # Before the first backward there are no gradients yet: just what the microbatches in flight keep.
     warm = held[plan.stages[stage].in_flight - 1]
     assert abs(warm - said) <= 0.02 * said, (stage, warm, said)

@@ -30,7 +30,7 @@ CONFIGURATIONS: list[dict[str, Any]] = [
     dict(world_size=8, parallel=dict(data=2, tensor=TENSOR, pipeline=2), micro_batch_size=1, schedule="1f1b", zero=2, recompute="none"),
     dict(world_size=8, parallel=dict(data=2, tensor=TENSOR, pipeline=2), micro_batch_size=2, schedule="gpipe", zero=3, recompute="full"),
     dict(world_size=4, parallel=dict(data=2, pipeline=dict(size=2, chunks=2)), micro_batch_size=1, schedule="interleaved-1f1b"),
-    dict(world_size=4, parallel=dict(data=2, tensor=TENSOR), cluster="a100-sxm", memory_budget=400_000, micro_batch_size=1),
+    dict(world_size=4, parallel=dict(data=2, tensor=TENSOR), cluster="a100-sxm", memory_budget=480_000, micro_batch_size=1),
     dict(world_size=4, parallel=dict(data=4), memory_budget=1_000, micro_batch_size=2),  # too little
     dict(world_size=4, parallel=dict(data=2, pipeline=2), memory_budget=9_000, recompute="none"),  # too little for a stage
     dict(world_size=4, parallel=dict(data=4), micro_batch_size=3),  # does not divide

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Mapping
 from typing import Any
 
 from autopar.plan import Plan
@@ -10,6 +11,14 @@ from autopar.report.table import WIDTH, Cells, ends, nbytes, seconds, table
 from autopar.report.timeline import simulated
 
 _SHOWN = 12  # rows of what is recomputed
+_TOGETHER = {  # kinds of memory that have one column
+    "parameters": ("parameters", "compute copies", "gathered parameters"),
+    "gradients": ("gradients",),
+    "optimizer": ("optimizer",),
+    "activations": ("activations",),
+    "transient": ("transient", "recomputed"),
+    "in, out": ("inputs", "outputs"),
+}
 ROWS = 32  # stages and ranks that have a row
 
 
@@ -39,15 +48,21 @@ def stages(plan: Plan) -> str:
 def devices(plan: Plan) -> str:
     """A row for each pipeline rank: its memory by kind, and how much of the schedule it waits."""
     line = simulated(plan)
-    kinds = list(dict.fromkeys(kind for device in plan.memory for kind in device))
+    kinds = [kind for kind in _TOGETHER if any(_of(device, kind) for device in plan.memory)]
     rows: list[Cells] = []
     for rank, device in enumerate(plan.memory):
         waits = line.bubble[rank] / line.seconds if line.seconds else 0.0
-        memory = [nbytes(device.get(kind, 0.0)) for kind in kinds]
+        memory = [nbytes(_of(device, kind)) for kind in kinds]
         rows.append([str(rank), *memory, nbytes(sum(device.values())), f"{waits:.1%}"])
     headers = ["memory of rank", *kinds, "total", "waits"]
-    legend = "waits: for other ranks and their tensors, of the time from the first forward to the last backward"
+    legend = "memory: when it is most; parameters: with copies in other forms; transient: with what is recomputed;\n"
+    legend += "in, out: the batch, and what the model returns besides its loss;\n"
+    legend += "waits: for other ranks and their tensors, of the time from the first forward to the last backward"
     return table(ends(rows, ROWS), headers, "r" * len(headers)) + "\n" + legend
+
+
+def _of(device: Mapping[str, float], kind: str) -> float:
+    return sum(device.get(each, 0.0) for each in _TOGETHER[kind])
 
 
 def recomputed(plan: Plan) -> str:

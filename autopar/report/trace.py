@@ -25,7 +25,7 @@ def _named(kind: str, rank: int, name: str) -> dict[str, Any]:
 
 
 def _events(plan: Plan, rank: int, row: list[Span]) -> Iterator[dict[str, Any]]:
-    kept = [stage.nbytes.get("activations", 0.0) / max(stage.in_flight, 1) for stage in plan.stages]
+    kept = [stage.kept for stage in plan.stages]
     for span in row:
         name, args = ONCE.get(span.letter, ""), {}
         if span.stage is not None:

@@ -144,5 +144,4 @@ def reduce_over(x: torch.Tensor, group: dist.ProcessGroup, op: str = "sum") -> t
 
 def gather_from(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Every rank's ``x`` stacked along a new dim 0, in the group's order; has no gradient."""
-    n = dist.get_world_size(group)
-    return _wait(_functional.all_gather_into_tensor(x.contiguous().unsqueeze(0), n, group.group_name))
+    return _wait(_functional.all_gather_into_tensor(x.contiguous().unsqueeze(0), group.size(), group.group_name))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -43,10 +44,20 @@ def _order(dims: Sequence[int], ndim: int) -> list[int]:
     return order
 
 
-def buckets(weights: Iterable[Weight], key: Callable[[Weight], Hashable], limit_bytes: int) -> list[list[Weight]]:
+class Sized(Protocol):
+    """What goes into buckets."""
+
+    @property
+    def leaf_bytes(self) -> int: ...
+
+
+T = TypeVar("T", bound=Sized)
+
+
+def buckets(weights: Iterable[T], key: Callable[[T], Hashable], limit_bytes: int) -> list[list[T]]:
     """``weights`` in their order, put together while ``key(weight)`` agrees and the leaves' bytes stay under the limit."""
-    filling: dict[Hashable, list[Weight]] = {}
-    result: list[list[Weight]] = []
+    filling: dict[Hashable, list[T]] = {}
+    result: list[list[T]] = []
     for weight in weights:
         kind = key(weight)
         bucket = filling.get(kind)
@@ -79,9 +90,10 @@ class Gather:
         flights = [self._launch(bucket) for bucket in self._buckets]
         for weight in self._cast:
             weight.leaf.data = weight.local.to(weight.leaf.dtype)
-        for bucket, flight in zip(self._buckets, flights, strict=True):
+        flights.reverse()
+        for bucket in self._buckets:
             sizes = [self._mesh.sizes[axis] for axis in bucket[0].gathered]
-            whole = _functional.wait_tensor(flight).view(math.prod(sizes), -1)
+            whole = _functional.wait_tensor(flights.pop()).view(math.prod(sizes), -1)  # gone when its parts are copied
             parts = whole.split([weight.local.numel() for weight in bucket], dim=1)
             for weight, part in zip(bucket, parts, strict=True):
                 weight.leaf.data = join(part, sizes, [weight.stored[axis].dim for axis in weight.gathered], weight.local.shape)

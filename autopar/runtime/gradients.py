@@ -242,12 +242,13 @@ class GradientSync:
             if flight.reduce:
                 flight.flat = self._all_reduce(_functional.wait_tensor(flight.flat), flight.reduce)
         gradients = [(w, self._take(w)) for w in self._local if w.gradient is not None]
-        for flight in self._flights:
+        self._learn()
+        flights, self._flights = self._flights[::-1], []
+        while flights:
+            flight = flights.pop()  # what is cast goes at once
             whole = _functional.wait_tensor(flight.flat).to(flight.weights[0].local.dtype)  # a bucket's parameters are of one dtype
             pieces = whole.split([w.local.numel() for w in flight.weights])
             gradients += [(w, piece.view(w.local.shape)) for w, piece in zip(flight.weights, pieces, strict=True)]
-        self._learn()
-        self._flights = []
         self._mesh.recorder.add("gradient synchronisation", since)
         return gradients
 

@@ -135,6 +135,7 @@ class _Stage(PipelineStage):
         self._leaving: dict[int, list[torch.Tensor]] = {}
         self._pending: dict[int, _Pending] = {}
         self._answers: dict[int, list[torch.Tensor]] = {}
+        self._messages: list[dist.P2POp] = []
         self._done = 0
 
     # torch prepares buffers here and asks other ranks for shapes; there is nothing to prepare.
@@ -154,14 +155,25 @@ class _Stage(PipelineStage):
 
     def _receive(self, crossings: Sequence[Crossing], peer: int) -> tuple[list[torch.Tensor], list[dist.P2POp]]:
         buffers = [torch.empty(c.shape, dtype=c.dtype, device=self.device) for c in crossings]
-        return buffers, [dist.P2POp(dist.irecv, buffer, peer, self._group) for buffer in buffers]
+        return buffers, self._noted([dist.P2POp(dist.irecv, buffer, peer, self._group) for buffer in buffers])
+
+    def _noted(self, messages: list[dist.P2POp]) -> list[dist.P2POp]:
+        self._messages += messages
+        return messages
+
+    def _let_go(self) -> None:
+        """Work begins: all messages so far are on their way, and who sends them holds what they carry as long as he must. Schedules keep
+        the descriptions of messages until the next ones of their kind, with their tensors, unless these are taken away."""
+        for message in self._messages:
+            del message.tensor
+        self._messages = []
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         self._arriving[fwd_chunk_id], ops = self._receive(self._part.received, self._previous)
         return ops
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return [dist.P2POp(dist.isend, x, self._next, self._group) for x in self._leaving.pop(fwd_chunk_id)]
+        return self._noted([dist.P2POp(dist.isend, x, self._next, self._group) for x in self._leaving.pop(fwd_chunk_id)])
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.has_backward or self.is_last:
@@ -172,11 +184,12 @@ class _Stage(PipelineStage):
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.has_backward or self.is_first:
             return []
-        return [dist.P2POp(dist.isend, x, self._previous, self._group) for x in self._answers.pop(bwd_chunk_id)]
+        return self._noted([dist.P2POp(dist.isend, x, self._previous, self._group) for x in self._answers.pop(bwd_chunk_id)])
 
     # Work
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._let_go()
         received = self._arriving.pop(fwd_chunk_id, [])
         inbox: list[torch.Tensor | None] = [None] * len(self._returned)
         inputs: list[GradientEdge] = []
@@ -202,6 +215,7 @@ class _Stage(PipelineStage):
         if not self.has_backward:
             return
         since = self._recorder.enter("backward", self.stage_index)
+        self._let_go()
         pending = self._pending[bwd_chunk_id]
         if full_backward:
             self._whole(self._pending.pop(bwd_chunk_id))

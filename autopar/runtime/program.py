@@ -157,14 +157,13 @@ class Compiled(nn.Module):
         if self._stages is not None:
             return self._results.build(self._staged(self._stages, inputs))
         state = [self._state.argument(name) for name in self._lowered.state]
-        parts = [self._select(inputs, part) for part in range(self._plan.microbatches)]
-        extra = self._counted(parts)
-        outputs = self._whole(state, inputs, extra) if self._parts is None else self._in_parts(self._parts, state, parts, extra)
+        extra = self._counted(inputs)
+        outputs = self._whole(state, inputs, extra) if self._parts is None else self._in_parts(self._parts, state, inputs, extra)
         if not any(output.requires_grad for output in outputs):
             self._gather.close()
         return self._results.build(self._presented(outputs))
 
-    def _counted(self, parts: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    def _counted(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """What each microbatch must know of all of them."""
         prologue = self._lowered.prologue
         if prologue is None:
@@ -173,7 +172,7 @@ class Compiled(nn.Module):
         placeholders = [n for n in prologue.graph.nodes if n.op == "placeholder"][1:]
         state = [self._entire(name) if p.users else None for name, p in zip(self._lowered.state, placeholders, strict=False)]
         with torch.no_grad():
-            counts = [prologue(self._mesh, *state, *part) for part in parts]
+            counts = [prologue(self._mesh, *state, *self._select(inputs, part)) for part in range(self._plan.microbatches)]
             return [torch.stack(values).sum(0) for values in zip(*counts, strict=True)]
 
     def _entire(self, name: str) -> torch.Tensor:
@@ -212,21 +211,21 @@ class Compiled(nn.Module):
         return outputs
 
     def _in_parts(
-        self, joining: Parts, state: list[torch.Tensor], parts: list[list[torch.Tensor]], extra: list[torch.Tensor]
+        self, joining: Parts, state: list[torch.Tensor], inputs: list[torch.Tensor], extra: list[torch.Tensor]
     ) -> list[torch.Tensor]:
         """Forward and backward of one microbatch after another; the gradients wait for the loss's backward."""
         done: list[list[torch.Tensor]] = []
         trains = False
         self._sync.clear()
-        for number, part in enumerate(parts):
+        for number in range(joining.count):
             self._mesh.streams.microbatch = number
             since = self._mesh.recorder.enter("forward")
-            outputs = self._run(state, part, extra)
+            outputs = self._run(state, joining.select(inputs, number), extra)
             self._mesh.recorder.leave(since)
             loss = outputs[self._results.loss]
             trains = loss.requires_grad
             if trains:
-                if number == len(parts) - 1:
+                if number == joining.count - 1:
                     self._sync.begin()
                 since = self._mesh.recorder.enter("backward")
                 loss.backward()
@@ -234,6 +233,7 @@ class Compiled(nn.Module):
             done.append([output.detach() for output in outputs])
             del outputs, loss
         results = joining.join(done)
+        del done
         if trains:
             gradients = self._sync.finish()
             self._gather.close()
@@ -245,7 +245,7 @@ class Compiled(nn.Module):
         """The whole schedule; the gradients wait for the loss's backward."""
         backward = self._trains and torch.is_grad_enabled()
         counted = self._lowered.prologue is not None and stages.counts
-        extra = self._counted([self._select(inputs, part) for part in range(self._plan.microbatches)]) if counted else []
+        extra = self._counted(inputs) if counted else []
         state = [None if name in self._elsewhere else self._state.argument(name) for name in self._lowered.state]
         outputs, gradients = stages.run(self._compute, [*state, *inputs, *extra], self._update, self.training, backward)
         self._gather.close()

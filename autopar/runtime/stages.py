@@ -133,13 +133,15 @@ class Stages:
             return value
         return self._parts.pick(value, place, number)
 
-    def _results(self, made: Mapping[int, list[torch.Tensor]]) -> list[torch.Tensor]:
-        """The whole batch's outputs; those of other stages take no memory."""
+    def _results(self, made: dict[int, list[torch.Tensor]]) -> list[torch.Tensor]:
+        """The whole batch's outputs; those of other stages take no memory. Lets go of the microbatches' in ``made``."""
         outputs = self._lowered.train.graph.output_node().args[0]
         results = []
         for i in range(len(self._lowered.output_layouts)):
             if i in made:
-                results.append(self._parts.join_one(i, made[i]) if self._parts is not None else made[i][0])
+                tensors = made.pop(i)
+                results.append(self._parts.join_one(i, tensors) if self._parts is not None else tensors[0])
+                del tensors
                 continue
             meta = outputs[i].meta  # type: ignore[index, union-attr]
             shape = list(meta["val"].shape if i == self._loss else meta["local"])

@@ -15,7 +15,14 @@ from autopar.search.solve import Model, Solution
 
 ENOUGH = 1e-3  # relative gap at which the price is good enough
 SOLVES = 10
-PASSING = ("activations", "outputs", "recomputed at once", "compute copies")  # kinds of memory that do not last from step to step
+PASSING = (
+    "inputs",
+    "activations",
+    "transient",
+    "outputs",
+    "recomputed",
+    "compute copies",
+)  # kinds of memory that do not last from step to step
 
 
 Around = Callable[[Problem, Callable[[Problem], Solution]], Solution]

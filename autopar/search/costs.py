@@ -73,7 +73,7 @@ class Costs:
         """``summed_in``: in which ranks sum gradients of parameters; None for that in which they are made. ``spot`` measures kernels, of
         which ``autograd`` says how they are on one rank."""
         self.analysis, self._saved, self.conversion, self.compute = analysis, saved, conversions, compute
-        self.optimizer, self._summed_in, self._microbatches = optimizer, summed_in, microbatches
+        self.optimizer, self.summed_in, self._microbatches = optimizer, summed_in, microbatches
         self._spot, self._autograd = spot, autograd
         self.sizes = conversions.sizes
 
@@ -113,7 +113,7 @@ class Costs:
 
     def _summed(self, node: fx.Node) -> int | None:
         """Bytes of one element where ranks sum ``node``'s gradient, if that has a dtype of its own: a parameter's may."""
-        return self._summed_in.itemsize if self._summed_in is not None and node in self.analysis.state else None
+        return self.summed_in.itemsize if self.summed_in is not None and node in self.analysis.state else None
 
     def of_node(self, node: fx.Node, rule: Rule | None, choices: Sequence[Strategy | Storage]) -> Prices:
         """The prices of each choice of one node."""

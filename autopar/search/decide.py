@@ -15,8 +15,8 @@ from autopar.autograd import Autograd
 from autopar.calls import Program
 from autopar.cost_model import Cluster
 from autopar.graph import operands
-from autopar.held import Held
 from autopar.layout import I, Layout, show
+from autopar.peak import Peak, Run
 from autopar.plan import NodePlan, ParameterPlan, Plan, StagePlan, Step
 from autopar.runtime.kernels import send
 from autopar.search.blocks import block_of
@@ -69,12 +69,14 @@ def program_of(found: Found) -> tuple[dict[str, NodePlan], dict[str, dict[str, t
 
 
 def accounted(found: Found, autograd: Autograd) -> Found:
-    """With the memory of activations counted storage by storage, and what the backward holds of what it makes again."""
+    """With the memory of a step counted storage by storage, from beginning to end."""
     nodes, conversions, recomputed = program_of(found)
-    held = Held(Program(found.analysis, nodes, conversions, found.shape.sizes, autograd))
-    kept, again = held.kept(recomputed), held.transient(recomputed) if recomputed else {}
-    stages = range(found.shape.stages)
-    return replace(found, kept=[kept.get(s, 0.0) for s in stages], transient=[again.get(s, 0.0) for s in stages])
+    costs, shape = found.costs, found.shape
+    program = Program(found.analysis, nodes, conversions, shape.sizes, autograd, costs.summed_in)
+    parameters = {state.target: _parameter(found, n) for n, state in found.analysis.state.items()}
+    run = Run(shape.pipeline, shape.stages, shape.schedule, shape.microbatches, costs.optimizer, costs.summed_in, autograd.device_type)
+    peak = Peak(found.analysis, program, shape.sizes, parameters, recomputed, run)
+    return replace(found, kept=peak.kept, nbytes=peak.by_kind())
 
 
 def _parameter(found: Found, node: fx.Node) -> ParameterPlan:
@@ -94,7 +96,8 @@ def _stages(found: Found) -> Iterator[StagePlan]:
         if bill.converting[stage]:
             seconds["conversions"] = float(bill.converting[stage])
         start = own[0].name if stage else ""
-        yield StagePlan(start, _modules(own), seconds | ends[stage], found.nbytes_by_kind(stage), flights[stage])
+        kept = found.kept[stage] if found.kept else float(bill.kept[stage])
+        yield StagePlan(start, _modules(own), seconds | ends[stage], found.nbytes_by_kind(stage), flights[stage], kept)
 
 
 def _modules(calls: list[fx.Node]) -> str:

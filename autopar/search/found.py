@@ -33,8 +33,9 @@ class Found:
     solution: Solution
     gap: float
     stage_of: dict[fx.Node, tuple[int, ...]]
-    kept: list[float] | None = None  # by stage, of a microbatch: bytes counted storage by storage; the problem's own count where it is None
-    transient: list[float] | None = None  # by stage: bytes that the backward holds beyond, of what it makes again
+    # Counted storage by storage, by stage: what a microbatch keeps, and the peak by kind; where they are None the problem's own count.
+    kept: list[float] | None = None
+    nbytes: list[dict[str, float]] | None = None
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -130,14 +131,14 @@ class Found:
 
     def nbytes_by_kind(self, stage: int) -> dict[str, float]:
         """A stage's part of its device's memory."""
+        if self.nbytes is not None:
+            return self.nbytes[stage]
         kinds: dict[str, float] = defaultdict(float)
         for v, k in zip(self.problem.vertices, self.solution.chosen, strict=True):
             choice = v.choices[k]
             if isinstance(choice, Storage) and v.count[stage]:
                 for kind, nbytes in self.costs.state_bytes(v.node, choice).items():
                     kinds[kind] += float(v.count[stage]) * nbytes
-        kept = float(self.solution.bill.kept[stage]) if self.kept is None else self.kept[stage]
-        kinds["activations"] = kept * self.shape.flights()[stage]
+        kinds["activations"] = float(self.solution.bill.kept[stage]) * self.shape.flights()[stage]
         kinds["outputs"] = self._outputs(stage)
-        kinds["recomputed at once"] = self.transient[stage] if self.transient else 0.0
         return {kind: n for kind, n in kinds.items() if n}

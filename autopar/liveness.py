@@ -1,0 +1,161 @@
+"""What is alive while a microbatch of one stage runs, storage by storage: here its forward. Its backward: :mod:`autopar.live_backward`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.calls import Arrival, Call, Memory, Program, Slot
+from autopar.held import Held
+
+ACTIVATIONS, REMADE, GRADIENTS = "activations", "recomputed", "gradients"
+OUTPUTS = "outputs"  # what the model returns besides its loss, of the microbatches that are done
+TRANSIENT = "transient"  # gradients of activations, what nothing reads again, temporaries, what is sent and received
+
+
+class Ledger:
+    """Bytes alive by kind, the ``most`` that there were at once, and of which kinds they were, ``at`` that time."""
+
+    def __init__(self) -> None:
+        self.now: dict[str, int] = defaultdict(int)
+        self.total = self.most = 0
+        self.at: dict[str, int] = {}
+
+    def add(self, kind: str, nbytes: int) -> None:
+        """Allocates, or with a negative number frees."""
+        self.now[kind] += nbytes
+        self.total += nbytes
+        if self.total > self.most:
+            self._note(0)
+
+    def touch(self, nbytes: int) -> None:
+        """So much more for a moment."""
+        if self.total + nbytes > self.most:
+            self._note(nbytes)
+
+    def move(self, nbytes: int, source: str, target: str) -> None:
+        """Counts bytes as of another kind."""
+        self.now[source] -= nbytes
+        self.now[target] += nbytes
+
+    def _note(self, more: int) -> None:
+        self.most, self.at = self.total + more, {**self.now, TRANSIENT: self.now[TRANSIENT] + more}
+
+
+@dataclass(eq=False)
+class Grad:
+    """Memory of a gradient, and how many gradients and calls have it."""
+
+    nbytes: int
+    dense: bool = True
+    refs: int = 1
+
+
+class Body:
+    """One stage's calls, for any microbatch; ``again`` are the calls that the backward makes again."""
+
+    def __init__(self, program: Program, held: Held, stage: int, again: set[Call]) -> None:
+        self.arrivals = [a for a in program.arrivals if a.stage == stage]
+        self.departures = [a for a in program.arrivals if a.stage == stage + 1]
+        own = [call for call in program.calls if call.stage == stage]
+        makes = {memory for call in own for memory in call.made} | {a.memory for a in self.arrivals}
+        self.outputs = [m for m in program.outputs if m is None or m in makes]
+        self.last = not self.departures
+        self.calls = _needed(program.calls, stage, self.departures)
+        self.survey, self.again = held.survey(self.calls, again), again
+        self.loss = program.loss
+        self._reads: dict[Memory, int] = defaultdict(int)
+        for call in self.calls:
+            for memory in call.reads:
+                self._reads[memory] += 1
+        self.edges = self._edges()
+        self.path = self._path()
+
+    @property
+    def sent(self) -> list[Memory]:
+        """What goes on to the next stage."""
+        return [a.sent for a in self.departures if a.sent is not None]
+
+    def forward(self, ledger: Ledger, keeps_outputs: bool) -> None:
+        """Leaves in the ledger what autograd keeps, what is sent, and with ``keeps_outputs`` what is returned."""
+        reads, there = dict(self._reads), set[Memory]()
+        for memory in (*self.outputs, *self.sent):
+            if memory is not None:
+                reads[memory] = reads.get(memory, 0) + 1
+
+        def appear(memory: Memory) -> None:
+            there.add(memory)
+            ledger.add(ACTIVATIONS if memory in self.survey.kept else TRANSIENT, memory.nbytes)
+
+        def leave(memory: Memory) -> None:
+            if memory in there and not reads.get(memory) and memory not in self.survey.kept:
+                there.remove(memory)
+                ledger.add(TRANSIENT, -memory.nbytes)
+
+        for arrival in self.arrivals:
+            reads[arrival.memory] = reads.get(arrival.memory, 0) + 1  # in the arguments until the program returns
+            appear(arrival.memory)
+        for call in self.calls:
+            remade = call in self.survey.remade
+            ledger.add(ACTIVATIONS, call.cloned if remade else 0)
+            ledger.touch(call.flow.forward)
+            for memory in call.made:
+                appear(memory)
+            ledger.add(ACTIVATIONS, 0 if remade or call in self.again else call.internal)
+            for memory in call.reads:
+                reads[memory] -= 1
+            for memory in {*call.reads, *call.made}:
+                leave(memory)
+        for arrival in self.arrivals:
+            reads[arrival.memory] -= 1
+            leave(arrival.memory)
+        for memory in [] if keeps_outputs else self.outputs:
+            if memory is not None:
+                reads[memory] -= 1
+                leave(memory)
+
+    def _edges(self) -> dict[Slot, int]:
+        """How many gradients come to each slot."""
+        found: dict[Slot, int] = defaultdict(int)
+        for slot in self.roots():
+            found[slot] += 1
+        for call in reversed(self.calls):
+            pieces = self.joined(call)
+            if pieces and call is not pieces[0]:
+                continue
+            if any(slot in found for piece in pieces or [call] for slot in piece.slots):
+                for gradient, into in zip(call.flow.gradients, call.into, strict=False):
+                    if gradient is not None and into is not None:
+                        found[into] += 1
+        return found
+
+    def _path(self) -> set[Slot]:
+        """The slots through which gradients flow to what the stage received."""
+        found = {a.slot for a in self.arrivals if a.slot is not None}
+        for call in self.calls:
+            leads = (gradient is not None and into in found for gradient, into in zip(call.flow.gradients, call.into, strict=False))
+            if any(leads):
+                found.update(call.slots)
+        return found
+
+    def roots(self) -> list[Slot]:
+        """Where the backward begins."""
+        ends = [a.source for a in self.departures] if self.departures else [self.loss]
+        return [slot for slot in ends if slot is not None]
+
+    def joined(self, call: Call) -> list[Call]:
+        """The slices that are one split in the program."""
+        return [] if any(piece in self.again for piece in call.pieces) else call.pieces
+
+
+def _needed(calls: Sequence[Call], stage: int, departures: Sequence[Arrival]) -> list[Call]:
+    """The stage's own, and what each stage makes for itself if one of them needs it."""
+    found, memories = list[Call](), {a.sent for a in departures}
+    slots = {a.source for a in departures}
+    for call in reversed(calls):
+        if call.stage == stage or (call.stage is None and (memories.intersection(call.made) or slots.intersection(call.slots))):
+            found.append(call)
+            memories.update(call.reads)
+            slots.update(call.into)
+    return found[::-1]

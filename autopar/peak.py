@@ -1,0 +1,263 @@
+"""The most memory that a device has at once in a training step: of the usual loop (call, ``backward``, ``step``, ``zero_grad``), from its
+second round on, when the optimizer has its state and gradients are made anew.
+
+Counted are the bytes that tensors take from torch's allocator, which rounds each up on a GPU. Not counted is what a kernel takes for
+itself while it runs (workspaces of cuBLAS and of collectives), what the CUDA context takes, and the free parts of the segments in which
+the allocator reserves memory: ``torch.cuda.max_memory_allocated`` is what is predicted, not ``max_memory_reserved``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from autopar.analysis import Analysis
+from autopar.autograd import Autograd
+from autopar.calls import Program
+from autopar.cost_model.memory import allocated, optimizer_temporaries, parameter_memory
+from autopar.cost_model.schedule import BACKWARD, FORWARD, LOOPED, WEIGHT, Action, actions
+from autopar.held import Held
+from autopar.layout import I, local_shape
+from autopar.leaves import Leaf, Leaves, gathering
+from autopar.live_backward import Backward
+from autopar.liveness import OUTPUTS, TRANSIENT, Body, Ledger
+from autopar.plan import ParameterPlan, Plan
+from autopar.precision import dtype_of
+from autopar.walk import Effect, Walk
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a program is run.
+
+    Attributes:
+        pipeline, stages, schedule, microbatches: as in a plan.
+        optimizer: its name.
+        summed_in: in which ranks sum gradients of parameters, None for that in which they are made.
+        device_type: where.
+    """
+
+    pipeline: int
+    stages: int
+    schedule: str
+    microbatches: int
+    optimizer: str
+    summed_in: torch.dtype | None
+    device_type: str
+
+    def order(self) -> list[list[Action]]:
+        """Of each pipeline rank."""
+        if self.stages == 1:
+            return [[Action(kind, 0, m) for m in range(self.microbatches) for kind in (FORWARD, BACKWARD)]]
+        return actions(self.schedule, self.pipeline, self.stages // self.pipeline, self.microbatches)
+
+
+@dataclass
+class _Stage:
+    """One stage of a rank: its effects, by action and whether it is the first, the last or another one."""
+
+    body: Body
+    leaves: Leaves
+    weights: list[Leaf]
+    effects: dict[tuple[str, bool, bool], Effect] = field(default_factory=dict)
+
+
+class Peak:
+    """The peak of each pipeline rank of a program.
+
+    ``parameters`` and ``recomputed`` are those of a plan.
+    """
+
+    def __init__(
+        self,
+        analysis: Analysis,
+        program: Program,
+        sizes: tuple[int, ...],
+        parameters: Mapping[str, ParameterPlan],
+        recomputed: Collection[str],
+        run: Run,
+    ) -> None:
+        self._analysis, self._program, self._sizes, self._parameters, self._run = analysis, program, sizes, parameters, run
+        self._allocated = allocated if run.device_type == "cuda" else int
+        self._held = Held(program)
+        self._again = self._held.again(recomputed)
+        self._alone = math.prod(sizes) == run.microbatches == run.stages == 1
+        self._nodes = {state.target: node for node, state in analysis.state.items()}
+        self._stages = [self._stage(number) for number in range(run.stages)]
+
+    @property
+    def kept(self) -> list[float]:
+        """By stage, what one microbatch keeps between its forward and its backward."""
+        return [float(stage.body.survey.nbytes) for stage in self._stages]
+
+    def by_kind(self) -> list[dict[str, float]]:
+        """By stage, its part of its device's peak: bytes by kind."""
+        found: list[dict[str, float]] = [{} for _ in self._stages]
+        for rank, order in enumerate(self._run.order()):
+            for stage, kinds in self._rank(range(rank, self._run.stages, self._run.pipeline), order).items():
+                found[stage] = {kind: float(n) for kind, n in kinds.items() if n}
+        return found
+
+    # A rank's step
+
+    def _rank(self, own: range, order: list[Action]) -> dict[int, dict[str, int]]:
+        walk = Walk(own, keeps=self._run.schedule in LOOPED and self._run.stages > 1)
+        for stage in own:
+            self._lasting(stage, own, walk)
+        self._open(own, walk)
+        done: Counter[tuple[str, int]] = Counter()
+        for before, action, after in zip([None, *order], order, [*order[1:], None], strict=False):
+            if before is None or before.kind != action.kind:
+                walk.arrive()
+            if self._run.schedule == "1f1b" and before is not None and after is not None:
+                if walk.held is None and action.kind == FORWARD and before.kind == FORWARD and after.kind == BACKWARD:
+                    walk.hold(action.stage)
+                elif action.kind == before.kind == BACKWARD:
+                    walk.let_go()
+            done[action.kind, action.stage] += 1
+            count = done[action.kind, action.stage]
+            walk.act(action.stage, self._effect(action, count == 1, count == self._run.microbatches))
+        self._end(own, walk)
+        return walk.at
+
+    def _lasting(self, stage: int, own: range, walk: Walk) -> None:
+        """Parameters, buffers, the optimizer's state and the batch."""
+        seen = {leaf for other in own if other < stage for leaf in self._used(other)}
+        for name in self._used(stage):
+            if name not in seen:
+                node, trains = self._nodes[name], self._nodes[name] in self._analysis.differentiable
+                plan, dtype = self._parameters[name], self._stored(name)
+                elements = math.prod(local_shape(node.meta["val"].shape, plan.stored, self._sizes))
+                held = parameter_memory(elements, dtype.itemsize, self._run.optimizer, trains, self._allocated)
+                walk.lasts(stage, "parameters", held.parameters)
+                walk.lasts(stage, "optimizer", held.optimizer)
+        if stage == own[0]:
+            for node in self._analysis.inputs:
+                val = node.meta["val"]
+                times = self._run.microbatches if self._analysis.batch.dim(node) is not None else 1
+                walk.lasts(stage, "inputs", self._allocated(val.numel() * val.dtype.itemsize * times))
+
+    def _open(self, own: range, walk: Walk) -> None:
+        weights = list({leaf.name: leaf for stage in own for leaf in self._stages[stage].weights}.values())
+        copies, gathered, more = gathering(weights)
+        left = {"compute copies": copies, "gathered parameters": gathered}
+        walk.act(own[0], Effect(left, copies + gathered + more, {**left, TRANSIENT: more}))
+        walk.copies = own[0], left
+
+    def _end(self, own: range, walk: Walk) -> None:
+        """What comes after the last backward."""
+        for stage in own:
+            if outputs := walk.now[stage].get(OUTPUTS, 0):
+                walk.act(stage, Effect({}, outputs, {OUTPUTS: outputs}))  # put together
+            ledger = Ledger()
+            self._stages[stage].leaves.finish(ledger)
+            walk.act(stage, Effect(dict(ledger.now), ledger.most, ledger.at))
+        shared = sum(leaf.stored_bytes for stage in own for leaf in self._stages[stage].weights if self._shared(leaf.name))
+        walk.act(own[0], Effect({}, shared, {TRANSIENT: shared}))
+        walk.close()
+        sizes = [leaf.stored_bytes for stage in own for leaf in self._stages[stage].weights if leaf.trains]
+        together = math.prod(self._sizes) > 1 or self._run.device_type == "cuda"
+        more = optimizer_temporaries(sizes, self._run.optimizer, together)
+        walk.act(own[0], Effect({}, more, {"optimizer": more}))
+
+    def _effect(self, action: Action, first: bool, last: bool) -> Effect:
+        stage = self._stages[action.stage]
+        key = action.kind, first, last
+        if key not in stage.effects:
+            ledger = Ledger()
+            if action.kind == FORWARD:
+                leaving = self._forward(stage, ledger)
+            else:
+                leaving = self._backward(stage, action.kind, last, ledger)
+            stage.effects[key] = Effect(dict(ledger.now), ledger.most, ledger.at, leaving)
+        return stage.effects[key]
+
+    def _backward(self, stage: _Stage, kind: str, last: bool, ledger: Ledger) -> int:
+        """Of a schedule that cuts backwards in two the one part or the other. A stage that sends nothing back has all in the second."""
+        split = self._run.schedule == "zero-bubble" and self._run.stages > 1
+        whole = not split or not stage.body.path
+        if last and kind == (WEIGHT if split else BACKWARD):
+            stage.leaves.begin()
+        if split and whole and kind == BACKWARD:
+            return 0
+        first = Ledger() if kind == WEIGHT and not whole else ledger
+        backward = Backward(stage.body, first, lambda name, grad: stage.leaves.arrive(name, grad, ledger))
+        leaving = backward.run() if whole else backward.inputs()
+        if kind == WEIGHT and not whole:
+            backward.weights(ledger)
+        leaving = leaving if kind == BACKWARD else 0
+        if self._run.schedule in LOOPED and kind == (WEIGHT if split else BACKWARD):  # autograd lets go, but not who sent it
+            again = sum(m.nbytes for m in {*stage.body.sent} if m in stage.body.survey.kept)
+            ledger.add(TRANSIENT, again)
+            leaving += again
+        return leaving
+
+    def _forward(self, stage: _Stage, ledger: Ledger) -> int:
+        body, several = stage.body, self._run.microbatches > 1 or self._run.stages > 1
+        body.forward(ledger, keeps_outputs=several)
+        kept = body.survey.kept
+        if several:
+            outputs = sum(m.nbytes for m in {*body.outputs} if m is not None and m not in kept)
+            ledger.move(outputs, TRANSIENT, OUTPUTS)
+        return sum(m.nbytes for m in {*body.sent} if m not in kept)
+
+    # What a stage is
+
+    def _stage(self, number: int) -> _Stage:
+        body = Body(self._program, self._held, number, self._again)
+        reached = {slot.parameter for slot in body.edges if slot.parameter}
+        earlier = {name for stage in range(number % self._run.pipeline, number, self._run.pipeline) for name in self._used(stage)}
+        weights = [self._leaf(name, name in reached) for name in self._used(number) if self._is_parameter(name) and name not in earlier]
+        return _Stage(body, Leaves(weights, self._alone, self._run.summed_in), weights)
+
+    def _used(self, stage: int) -> list[str]:
+        """The names of the state that a stage takes, in the order of first use; what none takes is where the first is."""
+        used = [name for at, name in self._program.uses if at == stage]
+        shared = [name for at, name in self._program.uses if at is None and name not in used]
+        elsewhere = {name for _, name in self._program.uses}
+        return used + shared + ([name for name in self._nodes if name not in elsewhere] if stage == 0 else [])
+
+    def _shared(self, name: str) -> bool:
+        """Whether several ranks of the pipeline have it."""
+        return len({at % self._run.pipeline for at, used in self._program.uses if used == name and at is not None}) > 1
+
+    def _is_parameter(self, name: str) -> bool:
+        return self._analysis.state[self._nodes[name]].kind == "parameter"
+
+    def _stored(self, name: str) -> torch.dtype:
+        node = self._nodes[name]
+        dtype: torch.dtype = node.meta.get("stored", node.meta["val"].dtype)
+        return dtype
+
+    def _leaf(self, name: str, trains: bool) -> Leaf:
+        val, plan, sizes = self._nodes[name].meta["val"], self._parameters[name], self._sizes
+        wide = [(axis, *pair) for axis, pair in enumerate(zip(plan.stored, plan.used, strict=True)) if sizes[axis] > 1]
+        pending = [(axis, stored) for axis, stored, used in wide if used.kind == "R"]
+        scatter = tuple(axis for axis, stored in pending if stored.is_shard)
+        reduce = tuple(axis for axis, stored in pending if stored == I)
+        gathered = tuple(axis for axis, stored, used in wide if stored != used and stored.is_shard)
+        return Leaf(
+            name,
+            math.prod(local_shape(val.shape, plan.used, sizes)),
+            val.dtype,
+            math.prod(local_shape(val.shape, plan.stored, sizes)),
+            self._stored(name),
+            math.prod(sizes[axis] for axis in scatter),
+            bool(reduce),
+            gathered,
+            tuple(plan.stored[axis].dim for axis in gathered),
+            (scatter, reduce),
+            trains,
+        )
+
+
+def peak_of(analysis: Analysis, plan: Plan, optimizer: str, autograd: Autograd) -> Peak:
+    """That of a plan. ``analysis`` is of one microbatch, and cut into the plan's stages."""
+    summed_in = dtype_of(plan.reduce_dtype)
+    program = Program(analysis, plan.nodes, plan.conversions, plan.mesh_sizes, autograd, summed_in)
+    run = Run(plan.pipeline, len(plan.stages), plan.schedule, plan.microbatches, optimizer, summed_in, autograd.device_type)
+    return Peak(analysis, program, plan.mesh_sizes, plan.parameters, plan.recomputed, run)

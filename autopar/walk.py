@@ -1,0 +1,85 @@
+"""A rank's memory from action to action of its schedule."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.liveness import OUTPUTS, TRANSIENT
+
+
+@dataclass
+class Effect:
+    """What one action does to a rank's memory: bytes by kind that it leaves, the most that it has beyond what was there, of which kinds
+    then, and how much of what it leaves is on its way to another rank and gone soon."""
+
+    left: dict[str, int]
+    most: int
+    at: dict[str, int]
+    leaving: int = 0
+
+
+class Walk:
+    """A rank's memory from action to action; ``at``, by stage and kind when there was most.
+
+    ``keeps``: what is sent stays to the end of the step, as torch's schedules of several stages a rank hold on to their messages.
+    """
+
+    def __init__(self, own: range, keeps: bool) -> None:
+        self._keeps = keeps
+        self.now: dict[int, dict[str, int]] = {stage: defaultdict(int) for stage in own}
+        self.at: dict[int, dict[str, int]] = {stage: {} for stage in own}
+        self.copies: tuple[int, dict[str, int]] = own[0], {}
+        self._total = self._most = 0
+        self._leaving: list[tuple[int, int]] = []
+        self.held: tuple[int, int] | None = None
+
+    def lasts(self, stage: int, kind: str, nbytes: int) -> None:
+        """What is there from the start."""
+        self.now[stage][kind] += nbytes
+        self._total += nbytes
+
+    def act(self, stage: int, effect: Effect) -> None:
+        """One action of a stage. What the one before has sent is gone when this is done, if not before."""
+        if self._total + effect.most >= self._most:
+            self._most = self._total + effect.most
+            self.at = {s: dict(kinds) for s, kinds in self.now.items()}
+            for kind, nbytes in effect.at.items():
+                self.at[stage][kind] = self.at[stage].get(kind, 0) + nbytes
+        self._leave(stage, effect.left, 1)
+        self.arrive()
+        self._leaving.append((stage, effect.leaving))
+
+    def hold(self, stage: int) -> None:
+        """torch's 1F1B holds on to what it sent by itself last before the first backward, until it does so again after the last forward."""
+        self.held = stage, sum(nbytes for _, nbytes in self._leaving)
+        self._leaving = []
+
+    def let_go(self) -> None:
+        """Of that."""
+        if self.held is not None:
+            self._leave(self.held[0], {TRANSIENT: self.held[1]}, -1)
+            self.held = self.held[0], 0
+
+    def arrive(self, end: bool = False) -> None:
+        """What was sent is there: 1F1B and GPipe wait for it before they go from forwards to backwards or back."""
+        if self._keeps and not end:
+            return
+        for there, nbytes in self._leaving:
+            self._leave(there, {TRANSIENT: nbytes}, -1)
+        self._leaving = []
+
+    def close(self) -> None:
+        """Lets go of what was sent, of outputs, and of copies of parameters."""
+        self.arrive(end=True)
+        self.let_go()
+        stage, copies = self.copies
+        self._leave(stage, copies, -1)
+        for there, kinds in self.now.items():
+            self._leave(there, {OUTPUTS: kinds[OUTPUTS]}, -1)
+
+    def _leave(self, stage: int, kinds: Mapping[str, int], sign: int) -> None:
+        for kind, nbytes in kinds.items():
+            self.now[stage][kind] += sign * nbytes
+            self._total += sign * nbytes

@@ -1,0 +1,127 @@
+"""What this planner says a GPU holds of Megatron-LM's models, beside figure 1 of arXiv 2205.05198: python benchmarks/megatron_memory.py
+
+The figure has parameters with all that goes with them (16-bit copies, gradients, Adam's state), and what is kept between forward and
+backward of layers alone: no embedding, logits, or statistics of layer norms, which are counted here too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron import GPT, constraints
+from tabulate import tabulate
+
+import autopar
+from autopar.autograd import Autograd
+from autopar.passes.stages import cut_stages
+from autopar.peak import peak_of
+from autopar.plan import Plan
+from autopar.planner import Traced
+from autopar.search.resize import resized
+
+SEQUENCE, VOCABULARY, TENSOR = 2048, 51200, 8
+GIB = 2.0**30
+
+
+@dataclass(frozen=True)
+class Published:
+    """A model of the figure: its sizes, and GiB a GPU of parameters and optimizer, of activations with nothing recomputed, and of
+    activations with sequence parallelism and selective recomputation."""
+
+    name: str
+    hidden: int
+    heads: int
+    layers: int
+    microbatch: int
+    pipeline: int
+    chunks: int
+    state: float
+    everything: float
+    selective: float
+
+
+FIGURE = (
+    Published("22B", 6144, 64, 48, 4, 1, 1, 45.56, 59.25, 9.56),
+    Published("530B", 20480, 128, 105, 1, 35, 3, 31.64, 114.02, 23.08),
+)
+
+
+def traced(model: Published) -> tuple[Traced, dict[str, Any]]:
+    """The model, on no device, with the options of a plan for it."""
+    batch = model.microbatch * (8 * model.pipeline if model.pipeline > 1 else 1)
+    with torch.device("meta"):
+        gpt = GPT(model.hidden, model.heads, model.layers, SEQUENCE, VOCABULARY)
+        tokens = torch.zeros(batch, SEQUENCE, dtype=torch.long)
+    parallel: dict[str, Any] = dict(tensor=dict(size=TENSOR, mode="1d"), data=1)
+    options: dict[str, Any] = {}
+    if model.pipeline > 1:
+        stages = model.pipeline * model.chunks
+        cuts = [f"layers.{i * model.layers // stages}" for i in range(1, stages)]
+        parallel["pipeline"] = dict(size=model.pipeline, chunks=model.chunks, split_before=cuts)
+        options["schedule"] = "interleaved-1f1b"
+    sample = dict(tokens=tokens, labels=tokens.clone())
+    return Traced(gpt, sample, None, "fp16"), dict(parallel=parallel, micro_batch_size=model.microbatch, **options)
+
+
+def planned(model: Published, sequence_parallel: bool) -> Plan:
+    """Nothing recomputed; with sequence parallelism as in the paper, attention's insides and what is gathered for a product are."""
+    work, options = traced(model)
+    layouts = constraints(1, TENSOR, sequence_parallel)
+    fixed: dict[str, Any] = dict(cluster="a100-sxm", precision="fp16", reduce_dtype="fp16", zero=0, recompute="none", memory_budget=1e15)
+    plan = autopar.plan(
+        work.model, work.sample, TENSOR * model.pipeline, constraints=layouts, optimizer="adam", progress=False, **fixed, **options
+    )
+    if not sequence_parallel:
+        return plan
+    analysis, _ = work.analyse(plan.microbatches)
+    plan = dataclasses.replace(plan, recomputed=selective(analysis.graph, plan))
+    with resized(analysis, model.microbatch, analysis.rules):
+        cut = cut_stages(analysis, [stage.start for stage in plan.stages[1:]]) if len(plan.stages) > 1 else analysis
+        peak = peak_of(cut, plan, "adam", Autograd("cuda"))
+    stages = [dataclasses.replace(s, kept=k, nbytes=n) for s, k, n in zip(plan.stages, peak.kept, peak.by_kind(), strict=True)]
+    return dataclasses.replace(plan, stages=tuple(stages))
+
+
+def selective(graph: torch.fx.Graph, plan: Plan) -> tuple[str, ...]:
+    """The names of attention's scores, softmax, dropout and context, and of what is gathered of layer norms."""
+    inside = [n.name for n in graph.nodes if n.op == "call_function" and _inside_attention(n)]
+    gathered = [f"{name} -> {layout}" for name, ways in plan.conversions.items() if name.startswith("layer_norm") for layout in ways]
+    return (*inside, *gathered)
+
+
+def _inside_attention(node: torch.fx.Node) -> bool:
+    return bool(re.match(r"(matmul|softmax)\b", node.target.__name__)) or (  # type: ignore[union-attr]
+        str(node.target).startswith("aten.dropout") and str(node.args[0]).startswith("softmax")
+    )
+
+
+def row(model: Published) -> list[Any]:
+    """Of the GPUs of the first stage: each prediction beside what was published, with the error in %."""
+    cells: list[Any] = [model.name]
+    everything, sparing = (planned(model, sequence_parallel) for sequence_parallel in (False, True))
+    held = everything.memory[0]
+    state = 2 * held["parameters"] + held["optimizer"] + held["compute copies"]  # a gradient for every parameter, as the figure has it
+    # Of the chunks of a pipeline together; where there is most in the optimizer's step, when nothing is kept, that of the one stage.
+    kept = [max(plan.memory[0].get("activations", 0.0), plan.stages[0].kept) for plan in (everything, sparing)]
+    for found, published in zip((state, *kept), (model.state, model.everything, model.selective), strict=True):
+        cells += [f"{found / GIB:.2f}", f"{published:.2f}", f"{100 * (found / GIB / published - 1):+.1f}"]
+    return [*cells, f"{everything.peak_memory[0] / GIB:.1f}", f"{sparing.peak_memory[0] / GIB:.1f}"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=[model.name for model in FIGURE], help="22B, 530B")
+    wanted = parser.parse_args().models
+    columns = [c for what in ("parameters and optimizer", "activations", "sequence + selective") for c in (what, "published", "error %")]
+    rows = [row(model) for model in FIGURE if model.name in wanted]
+    print("GiB a GPU of the first stage")
+    print(tabulate(rows, ["model", *columns, "peak", "peak, selective"], disable_numparse=True, stralign="right"))
+
+
+if __name__ == "__main__":
+    main()

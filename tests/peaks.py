@@ -1,0 +1,89 @@
+"""The peak of the bytes that tensors hold in a training step, measured in real processes, and models in which it matters what is counted:
+tiny, but with a vocabulary that is large against the width, so that logits count."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers as hf
+import zoo
+from equivalence import loss_of
+from live_bytes import LiveBytes
+from torch import nn
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+import autopar
+from autopar.plan import Plan
+
+SEQUENCE, VOCABULARY, WIDTH, LAYERS = 64, 512, 64, 4
+STEPS = 4
+_TOKENS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+
+
+def _text(batch: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(1, VOCABULARY, (batch, SEQUENCE))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def gpt2(batch: int, dropout: float = 0.0) -> tuple[nn.Module, dict[str, Any]]:
+    drops = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": 0.0}
+    sizes = dict(vocab_size=VOCABULARY, n_positions=SEQUENCE, n_embd=WIDTH, n_layer=LAYERS, n_head=4)
+    return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, **drops, **_TOKENS, use_cache=False)), _text(batch)
+
+
+def gpt2_with_dropout(batch: int) -> tuple[nn.Module, dict[str, Any]]:
+    return gpt2(batch, 0.1)
+
+
+def llama(batch: int) -> tuple[nn.Module, dict[str, Any]]:
+    sizes = dict(vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=3 * WIDTH, num_hidden_layers=LAYERS, num_attention_heads=4)
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, num_key_value_heads=2, **_TOKENS, use_cache=False)), _text(batch)
+
+
+def vit(batch: int) -> tuple[nn.Module, dict[str, Any]]:
+    sizes = dict(hidden_size=WIDTH, intermediate_size=4 * WIDTH, num_hidden_layers=LAYERS, num_attention_heads=4)
+    config = hf.ViTConfig(**sizes, image_size=32, patch_size=4, num_labels=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    images = torch.randn(batch, 3, 32, 32)
+    return hf.ViTForImageClassification(config), {"pixel_values": images, "labels": torch.randint(16, (batch,))}
+
+
+def cnn(batch: int) -> tuple[nn.Module, dict[str, Any]]:
+    return zoo.cnn(batch=batch, layers=3)
+
+
+MODELS: dict[str, Callable[[int], tuple[nn.Module, dict[str, Any]]]] = {f.__name__: f for f in (gpt2, gpt2_with_dropout, llama, vit, cnn)}
+
+
+def made(name: str, batch: int) -> tuple[nn.Module, dict[str, Any]]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model, sample = MODELS[name](batch)
+    return model.train(), sample
+
+
+def measured(plan: Plan, name: str, batch: int, slow: float = 0.0) -> float:
+    """Of this rank's steps from the second one on, the least: gloo's threads may let go of what they sent late, so that one step may have
+    more than another."""
+    _clear_sharding_prop_cache()
+    gc.collect()
+    model, sample = made(name, batch)
+    peaks = []
+    with LiveBytes() as live:
+        sample = {key: value.clone() for key, value in sample.items()}
+        compiled = autopar.compile(model, sample, plan.world_size, plan=plan, progress=False)
+        optimizer = torch.optim.AdamW(compiled.parameters(), lr=1e-3)
+        for _ in range(STEPS):
+            live.start()
+            loss = loss_of(compiled(**sample))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            loss.item()
+            del loss
+            peaks.append(live.peak)
+            time.sleep(0.01)
+    return min(peaks[1:])

@@ -1,0 +1,87 @@
+"""The peak that a plan predicts is the peak of a training step that is run: to 2 % on every rank, whatever is cut and recomputed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import peaks
+import pytest
+from pool import Pools
+
+import autopar
+from autopar.plan import Plan
+
+BATCH = 16
+TENSOR = dict(size=2, mode="1d")
+PIPE = dict(micro_batch_size=2, schedule="1f1b")
+SEQUENCE = {
+    "gpt2": {"transformer.h.*.ln_1": "S1", "transformer.h.*.ln_2": "S1"},
+    "llama": {"model.layers.*.input_layernorm": "S1", "model.layers.*.post_attention_layernorm": "S1"},
+}
+WAYS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "full": (1, dict(recompute="full")),
+    "microbatches": (1, dict(micro_batch_size=2)),
+    "data": (2, dict(parallel=dict(data=2))),
+    "data, full": (2, dict(parallel=dict(data=2), recompute="full")),
+    "data, microbatches": (2, dict(parallel=dict(data=2), micro_batch_size=2)),
+    "zero 1": (2, dict(parallel=dict(data=2), zero=1)),
+    "zero 3": (2, dict(parallel=dict(data=2), zero=3)),
+    "tensor": (2, dict(parallel=dict(tensor=TENSOR))),
+    "tensor, full": (2, dict(parallel=dict(tensor=TENSOR), recompute="full")),
+    "pipeline": (2, dict(parallel=dict(pipeline=2), **PIPE)),
+    "pipeline, full": (2, dict(parallel=dict(pipeline=2), recompute="full", **PIPE)),
+    "data x tensor": (4, dict(parallel=dict(data=2, tensor=TENSOR))),
+    "pipeline of 4": (4, dict(parallel=dict(pipeline=4), **PIPE)),
+    "pipeline x tensor": (4, dict(parallel=dict(pipeline=2, tensor=TENSOR), **PIPE)),
+    "interleaved": (2, dict(parallel=dict(pipeline=dict(size=2, chunks=2)), micro_batch_size=2, schedule="interleaved-1f1b")),
+    "zero-bubble": (2, dict(parallel=dict(pipeline=2), micro_batch_size=2, schedule="zero-bubble")),
+}
+FAST = [("gpt2", "one"), ("llama", "full"), ("vit", "data, microbatches"), ("cnn", "data"), ("gpt2", "tensor"), ("gpt2", "pipeline")]
+
+
+def planned(name: str, world: int, **options: Any) -> Plan:
+    model, sample = peaks.made(name, BATCH)
+    return autopar.plan(model, sample, world, progress=False, **options)
+
+
+def check(ranks: Pools, plan: Plan, name: str) -> None:
+    found = ranks(plan.world_size).run(peaks.measured, plan, name, BATCH, timeout=240)
+    each = plan.world_size // plan.pipeline
+    for rank, real in enumerate(found):
+        said = plan.peak_memory[rank // each]
+        print(f"{name}: rank {rank} of {plan.world_size}: predicted {said:,.0f} bytes, measured {real:,}, ratio {said / real:.4f}")
+        assert abs(said - real) <= 0.02 * real, (rank, said, real, plan.memory[rank // each])
+
+
+ALL = [(name, way) for name in peaks.MODELS for way in WAYS]
+
+
+@pytest.mark.parametrize(("name", "way"), [*FAST, *(pytest.param(*c, marks=pytest.mark.slow) for c in ALL if c not in FAST)])
+def test_the_peak_is_the_predicted_one(ranks: Pools, name: str, way: str) -> None:
+    world, options = WAYS[way]
+    check(ranks, planned(name, world, **options), name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SEQUENCE)
+def test_with_the_sequence_cut(ranks: Pools, name: str) -> None:
+    check(ranks, planned(name, 2, parallel=dict(tensor=TENSOR), constraints=SEQUENCE[name]), name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", peaks.MODELS)
+def test_with_parts_recomputed_within_a_budget(ranks: Pools, name: str) -> None:
+    budget = 0.8 * max(planned(name, 1, recompute="none").peak_memory)
+    plan = planned(name, 1, memory_budget=budget)
+    assert plan.recomputed
+    assert max(plan.peak_memory) <= budget
+    check(ranks, plan, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_in_bfloat16(ranks: Pools, name: str) -> None:
+    """Copies in the dtype of the graph, gradients summed in another than they come in."""
+    for reduce_dtype in ("fp32", "bf16"):
+        check(ranks, planned(name, 2, parallel=dict(data=2), precision="bf16", reduce_dtype=reduce_dtype), name)
