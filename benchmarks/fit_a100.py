@@ -71,6 +71,7 @@ class Repriced:
         self.kernels: dict[tuple[str, str, bool], list[tuple[float, ...]]] = defaultdict(list)
         self.sent: list[list[tuple[int, int, float, str, float, int]]] = []
         self.elements: list[list[float]] = []
+        self.shared: list[list[tuple[list[int], float]]] = []
         for i, (run, f) in enumerate(found):
             self.runs.append(run)
             self.shapes.append(f.shape)
@@ -89,6 +90,7 @@ class Repriced:
                 if v.node.op == "placeholder" and f.costs.differentiable(v.node):
                     stored += v.count * f.costs.local_bytes(v.node, [v.choices[k].out])[0] / v.node.meta["val"].dtype.itemsize
             self.elements.append(stored.tolist())
+            self.shared.append([(stages, term.nbytes) for stages, term in f.shared.values()])
         self.tables = {key: np.array(rows) for key, rows in self.kernels.items()}
 
     def seconds(self, cluster: Cluster) -> np.ndarray:
@@ -111,6 +113,9 @@ class Repriced:
         for elements in self.elements[i]:
             end = compute.optimizer_seconds(elements * BYTES) + compute.overhead
             ends.append(end + (seconds("all_reduce", 2 * elements, links[1]) if run.data > 1 else 0.0))
+        for stages, nbytes in self.shared[i]:
+            for stage in stages:
+                ends[stage] += 2 * (len(stages) - 1) * point_to_point(nbytes / len(stages), links[0])
         span = makespans(shape.schedule, shape.pipeline, 1, shape.microbatches, forward, backward, send=np.full_like(forward, send))
         return float(span[0]) + max(ends)
 

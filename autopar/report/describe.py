@@ -9,8 +9,8 @@
 ``rows["collectives"]``
     [part, collective, axis, phase, block, modules, times, bytes, seconds]: what is sent in a step, largest first. ``part`` is the kind
     of :attr:`Plan.seconds` that it belongs to: the rows of "conversions" and of "gradient synchronisation" add up to these. ``axis`` is
-    the mesh axis's number (-1 for local copies), ``bytes`` and ``seconds`` are one rank's (of a pipeline's, the one that has most to
-    do), of all ``times`` together.
+    the mesh axis's number (-1 for local copies, one past the last for the pipeline), ``bytes`` and ``seconds`` are one rank's (of a
+    pipeline's, the one that has most to do), of all ``times`` together.
 ``rows["recomputed"]``
     [block, what, times, bytes, seconds]: what is made again in the backward, and the bytes that this frees, of all microbatches in
     flight; in a step, on one device of each stage together. ``seconds`` add up to the stages' "recomputation" of all microbatches. What

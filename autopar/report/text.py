@@ -147,7 +147,7 @@ def _collective(plan: Plan, row: list[Any]) -> Cells:
         what, where = "copies on each rank", "to join and cut parts" if part == "conversions" else part
     else:
         what, where = f"{kind.replace('_', '-')} {_phase(part, phase)}", f"{block}: {_listed(modules)}" if any(modules) else block
-    name = plan.mesh_names[axis] if axis >= 0 else ""
+    name = (*plan.mesh_names, "pipeline")[axis] if axis >= 0 else ""
     return [what, name, where, str(times), nbytes(total / times) if times else "", nbytes(total), seconds(took)]
 
 

@@ -206,6 +206,13 @@ class Costs:
         exposed = max(1 - self.compute.overlap, _LEAST_EXPOSED) if term.phase == "backward" else 1.0
         return exposed * float(seconds(term.kind, bucket, self.axis(term.axis))) * term.nbytes / bucket
 
+    def shared(self, node: fx.Node, storage: Storage, ranks: int) -> Term:
+        """The sum of a parameter's gradient over that many ranks of the pipeline which hold it, once a step: a ring of theirs."""
+        gradient = self.summed_in or _stored(node)
+        nbytes = node.meta["val"].numel() / self._parts(storage.stored) * gradient.itemsize
+        taken = 2 * (ranks - 1) * point_to_point(nbytes / ranks, self.conversion.pipeline)
+        return Term("all_reduce", len(self.sizes), nbytes, taken, "backward")
+
     def update(self, node: fx.Node, storage: Storage) -> float:
         """Seconds of a parameter's optimizer step, and of casting it to the dtype that the graph computes in."""
         elements, dtype = node.meta["val"].numel() / self._parts(storage.stored), _stored(node)

@@ -2,7 +2,8 @@
 
 The search counts a fixed part of the gradients' collectives as hidden and a bucket's latency by shares, so that each parameter has a price
 of its own. Once a plan is chosen, its buckets are counted: the last one has nothing left to hide behind, nor has what takes longer than the
-last backward. Computing beside a collective slows both down: ``Device.overlap`` is the part that is saved.
+last backward, nor what ranks of the pipeline share. Computing beside a collective slows both down: ``Device.overlap`` is the part that is
+saved.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def step_ends(found: Found) -> list[dict[str, float]]:
     for rank in range(found.shape.pipeline):
         own = range(rank, found.shape.stages, found.shape.pipeline)
         counted = sum(found.once[stage][SYNC] for stage in own)
-        exposed = _exposed(found, own)
+        exposed = _exposed(found, own) + sum(term.seconds for stages, term in found.shared.values() for stage in stages if stage in own)
         for stage in own:
             ends[stage][SYNC] = exposed * found.once[stage][SYNC] / counted if counted else 0.0
         ends[rank][OPTIMIZER] += found.costs.compute.overhead

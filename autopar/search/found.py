@@ -10,7 +10,7 @@ from functools import cached_property
 import torch.fx as fx
 
 from autopar.analysis import Analysis
-from autopar.cost_model import Timeline, timeline_of
+from autopar.cost_model import Term, Timeline, timeline_of
 from autopar.search.costs import Costs
 from autopar.search.options import Axis
 from autopar.search.problem import Choice, Problem
@@ -54,6 +54,18 @@ class Found:
         return int(self.problem.vertices[v].states[self.solution.chosen[v]]) == AGAIN
 
     @cached_property
+    def shared(self) -> dict[fx.Node, tuple[list[int], Term]]:
+        """Parameters that several ranks of the pipeline hold: the first stage of each, and the sum of their gradients, whose axis is the
+        one past the mesh's."""
+        found, pipeline = {}, self.shape.pipeline
+        for node in self.analysis.state if pipeline > 1 else ():
+            first = {stage % pipeline: stage for stage in sorted(self.stage_of[node], reverse=True)}
+            choice = self.choice(node)
+            if len(first) > 1 and self.costs.differentiable(node) and isinstance(choice, Storage):
+                found[node] = sorted(first.values()), self.costs.shared(node, choice, len(first))
+        return found
+
+    @cached_property
     def once(self) -> list[dict[str, float]]:
         """Seconds of a step's end, by stage and kind."""
         found = [dict.fromkeys(ONCE, 0.0) for _ in range(self.problem.stages)]
@@ -65,6 +77,9 @@ class Found:
                 for stage, count in enumerate(v.count):
                     found[stage]["gradient synchronisation"] += float(count) * sync
                     found[stage]["optimizer"] += float(count) * update
+        for stages, term in self.shared.values():
+            for stage in stages:
+                found[stage]["gradient synchronisation"] += term.seconds
         return found
 
     @cached_property
