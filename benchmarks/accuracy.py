@@ -19,6 +19,7 @@ from typing import Any
 
 from here import everything
 from megatron import batch, configuration, gpt, options, searched
+from megatron_memory import FIGURE, row
 from published import Run, all_reduces, by_model, runs
 from scipy.stats import kendalltau
 from tabulate import tabulate
@@ -177,6 +178,20 @@ def throughput(folder: Path) -> None:
     print(f"mean error {statistics.mean(map(abs, off)):.1f} %, worst {max(map(abs, off)):.1f} %; fitted: nothing")
 
 
+def memory(folder: Path) -> None:
+    """Megatron-LM's 22B and 530B, arXiv 2205.05198 figure 1."""
+    rows, off = [], []
+    for model in FIGURE:
+        pairs = row(model)
+        off += [100 * (predicted / seen - 1) for predicted, seen in pairs]
+        rows.append(
+            (model.name, *(cell for (p, m), x in zip(pairs, off[-3:], strict=True) for cell in (f"{p:.2f}", f"{m:.2f}", f"{x:+.1f}")))
+        )
+    headers = [h for what in ("parameters, optimizer", "activations", "selective") for h in (what, "published", "error %")]
+    print(tabulate(rows, headers=("first stage, GiB a GPU", *headers), disable_numparse=True, stralign="right"))
+    print(f"mean error {statistics.mean(map(abs, off)):.1f} %, worst {max(map(abs, off)):.1f} %; fitted: nothing")
+
+
 def here() -> None:
     """This machine, on 1, 2 and 4 ranks; each number of ranks profiled before, and nothing fitted to what is predicted."""
     found = everything()
@@ -193,7 +208,7 @@ def _percent(row: dict[str, Any]) -> str:
     return f"{100 * (row['predicted'] / row['measured'] - 1):+.1f}"
 
 
-PUBLISHED = {"nccl": nccl, "vtrain": vtrain, "layer": layer, "throughput": throughput}
+PUBLISHED = {"nccl": nccl, "vtrain": vtrain, "layer": layer, "throughput": throughput, "memory": memory}
 
 
 def main() -> None:

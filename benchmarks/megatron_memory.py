@@ -1,4 +1,4 @@
-"""What this planner says a GPU holds of Megatron-LM's models, beside figure 1 of arXiv 2205.05198: python benchmarks/megatron_memory.py
+"""What a GPU holds of Megatron-LM's models by plan, beside figure 1 of arXiv 2205.05198.
 
 The figure has parameters with all that goes with them (16-bit copies, gradients, Adam's state), and what is kept between forward and
 backward of layers alone: no embedding, logits, or statistics of layer norms, which are counted here too.
@@ -6,7 +6,6 @@ backward of layers alone: no embedding, logits, or statistics of layer norms, wh
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import re
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from typing import Any
 
 import torch
 from megatron import GPT, constraints
-from tabulate import tabulate
 
 import autopar
 from autopar.autograd import Autograd
@@ -100,28 +98,12 @@ def _inside_attention(node: torch.fx.Node) -> bool:
     )
 
 
-def row(model: Published) -> list[Any]:
-    """Of the GPUs of the first stage: each prediction beside what was published, with the error in %."""
-    cells: list[Any] = [model.name]
+def row(model: Published) -> list[tuple[float, float]]:
+    """GiB of the GPUs of the first stage, predicted and published, of each of the figure's three bars."""
     everything, sparing = (planned(model, sequence_parallel) for sequence_parallel in (False, True))
     held = everything.memory[0]
     state = 2 * held["parameters"] + held["optimizer"] + held["compute copies"]  # a gradient for every parameter, as the figure has it
     # Of the chunks of a pipeline together; where there is most in the optimizer's step, when nothing is kept, that of the one stage.
     kept = [max(plan.memory[0].get("activations", 0.0), plan.stages[0].kept) for plan in (everything, sparing)]
-    for found, published in zip((state, *kept), (model.state, model.everything, model.selective), strict=True):
-        cells += [f"{found / GIB:.2f}", f"{published:.2f}", f"{100 * (found / GIB / published - 1):+.1f}"]
-    return [*cells, f"{everything.peak_memory[0] / GIB:.1f}", f"{sparing.peak_memory[0] / GIB:.1f}"]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", default=[model.name for model in FIGURE], help="22B, 530B")
-    wanted = parser.parse_args().models
-    columns = [c for what in ("parameters and optimizer", "activations", "sequence + selective") for c in (what, "published", "error %")]
-    rows = [row(model) for model in FIGURE if model.name in wanted]
-    print("GiB a GPU of the first stage")
-    print(tabulate(rows, ["model", *columns, "peak", "peak, selective"], disable_numparse=True, stralign="right"))
-
-
-if __name__ == "__main__":
-    main()
+    published = (model.state, model.everything, model.selective)
+    return [(found / GIB, seen) for found, seen in zip((state, *kept), published, strict=True)]
