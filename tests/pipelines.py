@@ -8,6 +8,7 @@ from autopar.plan import Plan, StagePlan
 
 SECONDS = {"forward": 1.0, "backward": 2.0, "send": 0.0, "gradient synchronisation": 1.0, "optimizer": 1.0}
 NBYTES = {"parameters": 2.0**30, "gradients": 2.0**30, "optimizer": 2.0**31, "activations": 2.0**29}
+KEPT = 2.0**27
 
 
 def pipelined(pipeline: int, chunks: int, schedule: str, microbatches: int, took: dict[str, float] | None = None, **options: Any) -> Plan:
@@ -15,7 +16,7 @@ def pipelined(pipeline: int, chunks: int, schedule: str, microbatches: int, took
     layers = [f"model.layers.{4 * i} to model.layers.{4 * i + 3}" for i in range(pipeline * chunks)]
     flight = [min(pipeline - i % pipeline, microbatches) for i in range(pipeline * chunks)]
     stages = [
-        StagePlan(f"node_{i}" if i else "", layers[i], {**SECONDS, **(took or {})}, dict(NBYTES), flight[i])
+        StagePlan(f"node_{i}" if i else "", layers[i], {**SECONDS, **(took or {})}, dict(NBYTES), flight[i], KEPT)
         for i in range(pipeline * chunks)
     ]
     return Plan(

@@ -146,16 +146,22 @@ def test_a_kernel_that_does_not_run_here_has_no_curve(tmp_path: Path, monkeypatc
     assert "mm.float32" in cluster.device.efficiency
 
 
-def _measure_together(folder: str) -> tuple[Cluster, float]:
+def _measure_together(folder: str) -> tuple[Cluster, list[float]]:
+    """The profile, and the seconds of an all-reduce of 64 KiB before and after."""
+    whole, taken = torch.ones((1 << 16) // 4), []
+
+    def reduce() -> None:
+        for _ in range(20):
+            start = time.perf_counter()
+            dist.all_reduce(whole)
+            taken.append(time.perf_counter() - start)
+
+    reduce()
     with pytest.MonkeyPatch.context() as monkeypatch:
         _quick(monkeypatch)
         cluster = measured(Path(folder) / "two.json", "cpu", progress=False)
-    whole = torch.ones((1 << 16) // 4)
-    dist.all_reduce(whole)
-    start = time.perf_counter()
-    for _ in range(20):
-        dist.all_reduce(whole)
-    return cluster, (time.perf_counter() - start) / 20
+    reduce()
+    return cluster, taken
 
 
 def test_ranks_measure_their_collectives(ranks: Pools, tmp_path: Path) -> None:
@@ -165,7 +171,7 @@ def test_ranks_measure_their_collectives(ranks: Pools, tmp_path: Path) -> None:
     assert set(mine.links[0].measured) == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"}
     assert 0 <= mine.device.overlap <= 1
     (axis,) = axes((2,), mine)
-    assert seconds("all_reduce", float(1 << 16), axis) == pytest.approx(taken, rel=3)  # the same thing, on a machine that others use too
+    assert min(taken) / 3 < seconds("all_reduce", float(1 << 16), axis) < 3 * max(taken)  # the same thing, on a machine that others use too
 
 
 def test_a_profile_of_another_machine(tmp_path: Path) -> None:

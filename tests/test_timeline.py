@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from pipelines import SECONDS, pipelined
+from pipelines import KEPT, SECONDS, pipelined
 
 from autopar.cost_model import actions
 from autopar.errors import PlanError
@@ -120,8 +120,7 @@ def test_trace_is_what_perfetto_reads(schedule: str, tmp_path: Path) -> None:
     for e in simulated(plan).events:
         found = computed[e.rank, f"{e.action.kind}{e.action.microbatch} stage {e.action.stage}"]
         assert (found["ts"], found["dur"]) == pytest.approx((e.start * 1e6, (e.end - e.start) * 1e6))
-        kept = round(2**29 / plan.stages[e.action.stage].in_flight)
-        assert found["args"] == {"microbatch": e.action.microbatch, "stage": e.action.stage, "bytes": kept}
+        assert found["args"] == {"microbatch": e.action.microbatch, "stage": e.action.stage, "bytes": KEPT}
     assert [e["name"] for e in events if not e["args"]] == ["gradient synchronisation", "optimizer"] * 2
 
 
