@@ -58,6 +58,7 @@ pow sin cos mish mish_backward softplus softplus_backward log_sigmoid_forward lo
 _KIND = {name: kind for kind, names in _KINDS.items() for name in names.split()}
 _PICKS = {"embedding", "gather", "index", "index_select"}
 _ATTENTION_BACKWARD = 2.5  # products of a flash attention's backward, which computes the scores again, to those of its forward
+_CPU_BLOCK = 512  # keys: of those that are masked, the CPU's flash attention leaves out whole blocks (FlashAttentionKernel.cpp)
 _NOTHING = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_fused_sdp_choice"}
 
 
@@ -125,4 +126,8 @@ def _flops(name: str, function: Any, args: Sequence[Any], made: Sequence[torch.T
         return 2.0 * out.numel() * math.prod(given["weight"].shape[1:]) * gradients
     q, k, v = (given[key] for key in ("query", "key", "value"))
     products = 2.0 * math.prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1])
-    return products * (0.5 if given.get("is_causal") else 1.0) * (_ATTENTION_BACKWARD if name.endswith("backward") else 1.0)
+    part = 0.5 if given.get("is_causal") else 1.0
+    if part < 1 and "for_cpu" in name:
+        blocks = math.ceil(k.shape[-2] / _CPU_BLOCK)
+        part = (blocks + 1) / (2 * blocks)
+    return products * part * (_ATTENTION_BACKWARD if name.endswith("backward") else 1.0)

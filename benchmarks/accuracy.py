@@ -195,17 +195,20 @@ def memory(folder: Path) -> None:
 def here() -> None:
     """This machine, on 1, 2 and 4 ranks; each number of ranks profiled before, and nothing fitted to what is predicted."""
     found = everything()
-    rows = [(r["ranks"], r["model"], r["plan"], *(f"{1e3 * r[k]:.1f}" for k in ("predicted", "measured")), _percent(r)) for r in found]
-    headers = ("ranks", "model", "plan", "predicted ms", "measured ms", "error %")
-    print(tabulate(rows, headers=headers, disable_numparse=True))
-    for n in sorted({r["ranks"] for r in found}):
-        some = [r for r in found if r["ranks"] == n]
-        print(f"{n} ranks: mean, median, worst, bias: {', '.join(errors([r['predicted'] for r in some], [r['measured'] for r in some]))} %")
-    print(f"all: mean, median, worst, bias: {', '.join(errors([r['predicted'] for r in found], [r['measured'] for r in found]))} %")
+    rows = [(r["ranks"], r["model"], r["plan"], *_pair(r, "", 1e3), *_pair(r, "_bytes", 2.0**-20)) for r in found]
+    headers = ("ranks", "model", "plan", *("ms: predicted", "measured", "error %"), *("MiB: predicted", "measured", "error %"))
+    print(tabulate(rows, headers=headers, disable_numparse=True, stralign="right"))
+    for name, kind in (("time of a step", ""), ("peak memory", "_bytes")):
+        rows = []
+        for n in (*sorted({r["ranks"] for r in found}), "all"):
+            some = [r for r in found if n in (r["ranks"], "all")]
+            rows.append((n, len(some), *errors([r["predicted" + kind] for r in some], [r["measured" + kind] for r in some])))
+        print("\n" + tabulate(rows, headers=(f"{name}: ranks", "plans", "mean %", "median %", "worst %", "bias %"), disable_numparse=True))
 
 
-def _percent(row: dict[str, Any]) -> str:
-    return f"{100 * (row['predicted'] / row['measured'] - 1):+.1f}"
+def _pair(row: dict[str, Any], kind: str, unit: float) -> tuple[str, str, str]:
+    predicted, measured = row["predicted" + kind], row["measured" + kind]
+    return f"{unit * predicted:.1f}", f"{unit * measured:.1f}", f"{100 * (predicted / measured - 1):+.1f}"
 
 
 PUBLISHED = {"nccl": nccl, "vtrain": vtrain, "layer": layer, "throughput": throughput, "memory": memory}

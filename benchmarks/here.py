@@ -17,9 +17,11 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.cost_model import Cluster
+from autopar.runtime.peak import peak_bytes
 
 RANKS = (1, 2, 4)
 WARM, STEPS = 3, 9
@@ -106,22 +108,40 @@ def _norms(model: str, layout: str) -> dict[str, str]:
 
 
 def run(case: Case, cluster: Cluster, ranks: int) -> dict[str, Any]:
-    """Predicted and measured seconds of a step."""
+    """Predicted and measured: seconds of a step, and the peak memory in bytes of the rank whose prediction is the worst."""
     torch.manual_seed(0)
     model, sample = MODELS[case.model]()
     compiled = autopar.compile(model, sample, ranks, cluster=cluster, progress=False, **case.options)
-    optimizer = torch.optim.AdamW(compiled.parameters(), lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(compiled.parameters(), lr=1e-4)
+
+    def step() -> None:
+        out = compiled(**sample)
+        loss = out if isinstance(out, torch.Tensor) else out["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+
     taken = []
     for _ in range(WARM + STEPS):
         dist.barrier()
         start = time.perf_counter()
-        out = compiled(**sample)
-        (out if isinstance(out, torch.Tensor) else out["loss"]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step()
         dist.barrier()
         taken.append(time.perf_counter() - start)
-    return dict(model=case.model, plan=case.name, ranks=ranks, predicted=compiled.plan.step_time, measured=statistics.median(taken[WARM:]))
+    lasting = [*compiled.parameters(), *compiled.buffers(), *sample.values()]
+    lasting += [t for state in optimizer.state.values() for t in state.values() if t.ndim]
+    each = ranks // compiled.plan.pipeline
+    said, held = compiled.plan.peak_memory[dist.get_rank() // each], peak_bytes(step)
+    pairs: list[Any] = [None] * ranks
+    dist.all_gather_object(pairs, (said, sum(_local(t).nbytes for t in lasting) + held))
+    worst = max(pairs, key=lambda pair: abs(pair[0] / pair[1] - 1))
+    found = dict(model=case.model, plan=case.name, ranks=ranks, predicted=compiled.plan.step_time, measured=statistics.median(taken[WARM:]))
+    return found | dict(predicted_bytes=worst[0], measured_bytes=worst[1])
+
+
+def _local(t: torch.Tensor) -> torch.Tensor:
+    return t.to_local() if isinstance(t, DTensor) else t
 
 
 def worker(folder: Path, profile: Path | None) -> None:

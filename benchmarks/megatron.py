@@ -119,6 +119,7 @@ def configuration(tensor: int, pipeline: int, data: int, microbatch: int, sequen
         micro_batch_size=microbatch,
         recompute="full",
         precision="fp16",
+        optimizer="fused-adam",
         zero=0,
         constraints=constraints(data, tensor, sequence_parallel),
         memory_budget=1e15,  # they ran: whether they fit is not the question

@@ -72,7 +72,7 @@ def planned(model: Published, sequence_parallel: bool) -> Plan:
     layouts = constraints(1, TENSOR, sequence_parallel)
     fixed: dict[str, Any] = dict(cluster="a100-sxm", precision="fp16", reduce_dtype="fp16", zero=0, recompute="none", memory_budget=1e15)
     plan = autopar.plan(
-        work.model, work.sample, TENSOR * model.pipeline, constraints=layouts, optimizer="adam", progress=False, **fixed, **options
+        work.model, work.sample, TENSOR * model.pipeline, constraints=layouts, optimizer="fused-adam", progress=False, **fixed, **options
     )
     if not sequence_parallel:
         return plan
@@ -80,7 +80,7 @@ def planned(model: Published, sequence_parallel: bool) -> Plan:
     plan = dataclasses.replace(plan, recomputed=selective(analysis.graph, plan))
     with resized(analysis, model.microbatch, analysis.rules):
         cut = cut_stages(analysis, [stage.start for stage in plan.stages[1:]]) if len(plan.stages) > 1 else analysis
-        peak = peak_of(cut, plan, "adam", Autograd("cuda"))
+        peak = peak_of(cut, plan, "fused-adam", Autograd("cuda"))
     stages = [dataclasses.replace(s, kept=k, nbytes=n) for s, k, n in zip(plan.stages, peak.kept, peak.by_kind(), strict=True)]
     return dataclasses.replace(plan, stages=tuple(stages))
 

@@ -72,7 +72,7 @@ class Compute:
         return np.maximum(taken, self._device.launch) if self._device.kind == "cuda" else taken + self._device.launch
 
     def optimizer_seconds(self, nbytes: float) -> float:
-        """Seconds that a fused optimizer takes to read and write ``nbytes`` in all (:func:`memory.optimizer_traffic`)."""
+        """Seconds that an optimizer takes to read and write ``nbytes`` in all (:func:`memory.optimizer_traffic`)."""
         return float(nbytes / self.peak("elementwise", "float32", nbytes, "optimizer"))
 
     def _curve(self, kind: str, dtype: str, operator: str) -> Curve:

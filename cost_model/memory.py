@@ -9,6 +9,10 @@ from autopar.errors import PlanError
 
 ALLOCATION = 512  # bytes: the CUDA caching allocator hands out multiples of it
 STATE_COPIES = {"sgd": 0, "sgd-momentum": 1, "adam": 2, "adamw": 2}  # tensors of a parameter's size that an optimizer keeps
+# How often a step of torch's own reads or writes one, kernel by kernel: AdamW's eight are mul_ (2), lerp_ (3), mul_ (2), addcmul_ (3),
+# sqrt (2), div (2), add_ (2), addcdiv_ (4); Adam has no first; SGD has mul_ and add_ for its momentum, and add_.
+PASSES = {"sgd": 3, "sgd-momentum": 8, "adam": 18, "adamw": 20}
+FUSED = "fused-"  # before the name: torch's with fused=True, or another that is one kernel
 
 
 def allocated(nbytes: int) -> int:
@@ -18,9 +22,11 @@ def allocated(nbytes: int) -> int:
 
 def state_copies(optimizer: str) -> int:
     """How many tensors of a parameter's size the optimizer keeps; PlanError for an unknown name."""
-    if optimizer not in STATE_COPIES:
-        raise PlanError(f"optimizer={optimizer!r} is unknown: give one of {', '.join(STATE_COPIES)} (its state counts towards memory)")
-    return STATE_COPIES[optimizer]
+    name = optimizer.removeprefix(FUSED)
+    if name not in STATE_COPIES:
+        known = f"{', '.join(STATE_COPIES)}, or {FUSED}adamw and so on for torch's with fused=True"
+        raise PlanError(f"optimizer={optimizer!r} is unknown: give one of {known} (its state counts towards memory, its step towards time)")
+    return STATE_COPIES[name]
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,7 @@ def parameter_memory(
     Args:
         elements: of the local shard.
         itemsize: bytes of one element; gradient and optimizer state have the parameter's dtype, as torch's optimizers do.
-        optimizer: a name in STATE_COPIES.
+        optimizer: a name in STATE_COPIES, or FUSED before it.
         trainable: whether it has a gradient.
         rounded: what the allocator makes of a size.
     """
@@ -57,9 +63,10 @@ def parameter_memory(
 
 
 def optimizer_traffic(nbytes: float, optimizer: str) -> float:
-    """Bytes that a fused optimizer step moves for parameters of ``nbytes``: it reads parameter, gradient and state, and writes
-    parameter and state."""
-    return (3 + 2 * state_copies(optimizer)) * nbytes
+    """Bytes that an optimizer's step moves for parameters of ``nbytes``: a fused one reads parameter, gradient and state, and writes
+    parameter and state; one of many kernels does so in most of them."""
+    copies = state_copies(optimizer)
+    return (3 + 2 * copies if optimizer.startswith(FUSED) else PASSES[optimizer]) * nbytes
 
 
 def optimizer_temporaries(nbytes: Sequence[int], optimizer: str, together: bool) -> int:
@@ -67,9 +74,9 @@ def optimizer_temporaries(nbytes: Sequence[int], optimizer: str, together: bool)
 
     Args:
         nbytes: of each parameter.
-        optimizer: a name in STATE_COPIES. Adam and AdamW make the denominator of all parameters at once where they take them ``together``
-            (``foreach``), else twice that of one.
+        optimizer: a name in STATE_COPIES, or FUSED before it. Adam and AdamW make the denominator of all parameters at once where they take
+            them ``together`` (``foreach``), else twice that of one.
     """
-    if state_copies(optimizer) < 2 or not nbytes:
+    if state_copies(optimizer) < 2 or optimizer.startswith(FUSED) or not nbytes:
         return 0
     return sum(nbytes) if together else 2 * max(nbytes)

@@ -1,9 +1,14 @@
 """Local work and memory against the roofline's own corners."""
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from autopar.cost_model import Cluster, Compute, ParameterMemory, allocated, optimizer_traffic, parameter_memory
 from autopar.cost_model.device import WORK, Tile
@@ -101,7 +106,46 @@ def test_what_a_parameter_takes(optimizer: str, copies: int) -> None:
     assert found.total == (2 + copies) * 2**22
     assert (found + found).total == 2 * found.total
     assert parameter_memory(1024, 4, optimizer, trainable=False).total == 4096
-    assert optimizer_traffic(100, optimizer) == 100 * (3 + 2 * copies)
+    assert parameter_memory(1024 * 1024, 4, f"fused-{optimizer}") == found
+    assert optimizer_traffic(100, f"fused-{optimizer}") == 100 * (3 + 2 * copies)
+
+
+class _Passes(TorchDispatchMode):
+    """Counts the tensors of ``nbytes`` that kernels read and write."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__()
+        self.nbytes, self.count = nbytes, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        mutated = [a for a, s in zip(args, func._schema.arguments, strict=False) if s.alias_info is not None and s.alias_info.is_write]
+        read, written = self._whole(args), self._whole(mutated or out)
+        self.count += len(read) + len(written) if read else 0
+        return out
+
+    def _whole(self, values: Any) -> set[int]:
+        return {t.untyped_storage()._cdata for t in tree_leaves(values) if isinstance(t, torch.Tensor) and t.nbytes == self.nbytes}
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("sgd", partial(torch.optim.SGD, lr=0.1)),
+        ("sgd-momentum", partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
+        ("adam", torch.optim.Adam),
+        ("adamw", torch.optim.AdamW),
+    ],
+)
+def test_an_optimizers_traffic_is_that_of_its_kernels(name: str, make: Any, foreach: bool) -> None:
+    weight = torch.ones(300, requires_grad=True)
+    optimizer = make([weight], foreach=foreach)
+    for _ in range(2):  # the first makes the state
+        weight.grad = torch.ones(300)
+        with _Passes(1200) as passes:
+            optimizer.step()
+    assert optimizer_traffic(1.0, name) == passes.count
 
 
 def test_the_allocator_rounds_up() -> None:
@@ -110,5 +154,5 @@ def test_the_allocator_rounds_up() -> None:
 
 
 def test_an_unknown_optimizer() -> None:
-    with pytest.raises(PlanError, match=r"optimizer='lion' is unknown: give one of sgd, sgd-momentum, adam, adamw"):
+    with pytest.raises(PlanError, match=r"optimizer='lion' is unknown: give one of sgd, sgd-momentum, adam, adamw, or fused-adamw"):
         parameter_memory(1, 4, "lion")

@@ -26,7 +26,8 @@ from autopar.profile import NoisyMeasurement, check_machine, measured, profiler
 from autopar.profile.machine import machine
 from autopar.profile.missing import Missing
 from autopar.profile.probes import launches
-from autopar.profile.timing import Timing, replay, timed
+from autopar.profile.summary import _mean
+from autopar.profile.timing import COLD, Timing, pooled, replay, timed
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten
@@ -107,7 +108,7 @@ def test_a_profile_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pyt
     assert [p.name for p in tmp_path.iterdir()] == ["here.json.part"]
     before = json.loads((tmp_path / "here.json.part").read_text())["measured"]
     assert len(before) == 5
-    jobs = len(list(profiler.Profiler(path, CPU, progress=False)._jobs()))
+    jobs = profiler.ROUNDS * len(list(profiler.Profiler(path, CPU, progress=False)._jobs()))
     calls = 100
     measured(path, "cpu", progress=False)
     assert calls == 100 + jobs - 5
@@ -230,3 +231,34 @@ def test_planning_measures_on_request(tmp_path: Path, monkeypatch: pytest.Monkey
     assert autopar.plan(*zoo.mlp(), 2, **given, profile_missing=True).step_time > 5
     with pytest.raises(PlanError, match="profile_missing=1: give True or False"):
         autopar.plan(*zoo.mlp(), 2, profile_missing=1, progress=False)
+
+
+def test_what_disturbs_one_round_does_not_count() -> None:
+    assert pooled([Timing(1.0, 0.1), Timing(9.0, 5.0), Timing(1.1, 0.2)]) == Timing(1.1, pytest.approx(0.2))
+    assert pooled([Timing(1.0, 0.0), Timing(2.0, 0.0), Timing(4.0, 0.0)]) == Timing(2.0, 0.5)  # no two agree
+    assert pooled([Timing(0.0, 0.0)] * 3) == Timing(0.0, 0.0)  # what does not run here
+
+
+def test_operands_are_read_in_turn_and_keep_their_strides() -> None:
+    """As many as fit; each a tensor of its own, whatever its strides."""
+    seen: list[torch.Tensor] = []
+
+    def noted(x: torch.Tensor) -> torch.Tensor:
+        seen.append(x)
+        return x + 1
+
+    again = replay((noted, (torch.empty(512, 2048, device="meta").t(),), {}), CPU)
+    seen.clear()
+    for _ in range(2 * COLD // (1 << 22)):
+        again()
+    assert len({x.data_ptr() for x in seen}) == COLD // (1 << 22)
+    assert {x.stride() for x in seen} == {(1, 2048)}
+    assert all(x.min() >= 0.1 for x in seen)
+
+
+def test_a_kinds_curve_is_the_mean_of_its_operators() -> None:
+    """Geometric, at the same work, however different the sizes that were measured."""
+    fast, slow = ((1e3, 0.8), (1e6, 0.8)), ((5e3, 0.2), (2e6, 0.2))
+    found = _mean([fast, slow])
+    assert (found[0][0], found[-1][0]) == (1e3, 2e6)
+    assert [value for _, value in found] == pytest.approx([0.4] * len(found))

@@ -12,15 +12,19 @@ from autopar.autograd import Answer, Autograd, Strided, contiguous
 from autopar.launches import Launch
 
 aten = torch.ops.aten
-SIZES = {"cpu": (1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22), "cuda": (1 << 15, 1 << 18, 1 << 21, 1 << 24, 1 << 26)}  # elements
-MOST = {"cpu": 5e9, "cuda": 5e12}  # FLOPs of a probe
-WIDTH = 512
+SIZES = {  # elements; of 32 MiB and more the C library takes new memory each time
+    "cpu": (1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22, 1 << 23),
+    "cuda": (1 << 15, 1 << 18, 1 << 21, 1 << 24, 1 << 26),
+}
+MOST = {"cpu": 2.5e9, "cuda": 5e12}  # FLOPs of a probe
+WIDTH, ROWS = 512, 256  # of what is normalised; of a linear layer's input, at least
 
 
 def launches(device_type: str, dtype: torch.dtype) -> Iterator[Launch]:
     """Kernels to measure."""
     autograd = Autograd(device_type)
-    for size in SIZES[device_type]:
+    few = device_type == "cpu" and dtype is not torch.float32  # it is for training on GPUs
+    for size in SIZES[device_type][1::3] if few else SIZES[device_type]:
         for answer in _answers(autograd, size, dtype):
             yield from (n for n in (*answer.forward, *answer.backward) if n.call is not None and n.flops < MOST[device_type])
 
@@ -33,7 +37,7 @@ def _answers(autograd: Autograd, size: int, dtype: torch.dtype) -> Iterator[Answ
         yield autograd.ask(call[0], *call[1](x, vector, index))
     side = max(16, 1 << round(math.log2(size) / 2))
     for n, k in {(side, side), (min(side, WIDTH), min(side, WIDTH)), (min(4 * side, 4096), min(side, 1024))}:
-        yield autograd.ask(aten.linear.default, (contiguous((max(size // k, 8), k), dtype, True), _w(dtype, n, k), _w(dtype, n)), {})
+        yield autograd.ask(aten.linear.default, (contiguous((max(size // k, ROWS), k), dtype, True), _w(dtype, n, k), _w(dtype, n)), {})
     sequence = min(1024, max(32, rows // 8))
     heads = max(1, size // (sequence * 64))
     q = contiguous((max(1, heads // 8), min(heads, 8), sequence, 64), dtype, True)
@@ -57,13 +61,16 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _CALLS: dict[str, tuple[Callable[..., Any], Callable[[Strided, Strided, Strided], Arguments]]] = {
     **{
         name: (getattr(aten, name).default, lambda x, v, i: ((x,), {}))
-        for name in ("gelu", "silu", "relu", "tanh", "exp", "sigmoid", "rsqrt", "sum")
+        for name in ("gelu", "silu", "relu", "tanh", "exp", "sigmoid", "rsqrt", "neg", "sum")
     },
     "softmax": (aten.softmax.int, lambda x, v, i: ((x, -1), {})),
     "log_softmax": (aten.log_softmax.int, lambda x, v, i: ((x, -1), {})),
     "layer_norm": (aten.layer_norm.default, lambda x, v, i: ((x, list(v.shape), v, v), {})),
     "mul": (aten.mul.Tensor, lambda x, v, i: ((x, x._replace()), {})),
-    "add": (aten.add.Tensor, lambda x, v, i: ((x, v), {})),
+    "add": (aten.add.Tensor, lambda x, v, i: ((x, x._replace()), {})),
+    "div": (aten.div.Tensor, lambda x, v, i: ((x, 3.0), {})),
+    "where": (aten.where.self, lambda x, v, i: ((contiguous(x.shape, torch.bool), x, x._replace()), {})),
+    "cat": (aten.cat.default, lambda x, v, i: (([x, x._replace()], -1), {})),
     "pow": (aten.pow.Tensor_Scalar, lambda x, v, i: ((x, 2), {})),
     "dropout": (aten.dropout.default, lambda x, v, i: ((x, 0.1, True), {})),
     "mean": (aten.mean.dim, lambda x, v, i: ((x, [-1], True), {})),

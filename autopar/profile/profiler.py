@@ -10,7 +10,8 @@ import json
 import os
 import statistics
 import warnings
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -29,12 +30,13 @@ from autopar.profile.machine import machine
 from autopar.profile.messages import COLLECTIVES
 from autopar.profile.probes import launches
 from autopar.profile.summary import CALL, HIDDEN, KERNEL, LAUNCH, MEMORY, MESSAGE, cluster_of, noisy
-from autopar.profile.timing import Timing, reading, replay, summary, timed
+from autopar.profile.timing import Timing, pooled, reading, replay, summary, timed
 
 NOISY = 0.5  # a spread from which on a measurement is told to be noisy
-BUDGET = 0.04  # seconds for one kernel of one size
-MESSAGE_BUDGET = 0.1  # the same for one collective
-READINGS = (5, 40)  # of a collective, at least and at most
+ROUNDS = 3  # everything is measured so often, from beginning to end: what else a machine does comes and goes
+BUDGET = 0.013  # seconds for one kernel of one size in a round
+MESSAGE_BUDGET = 0.04  # the same for one collective
+READINGS = (3, 15)  # of a collective in a round, at least and at most
 MESSAGES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 26)  # bytes
 CHAIN = 50
 ADAM = 28  # bytes that AdamW moves for an element
@@ -81,21 +83,24 @@ class Profiler:
 
     def run(self) -> Cluster:
         """The cluster, which is also written."""
-        jobs = list(self._jobs())
-        left = [job for job in jobs if job[0] not in self.done]
+        jobs = [(name, f"{name}, round {number + 1}", measure) for number in range(ROUNDS) for name, measure in self._jobs()]
+        left = [(key, measure) for _, key, measure in jobs if key not in self.done]
         bar = tqdm(total=len(jobs), initial=len(jobs) - len(left), desc="profiling", disable=not self.progress or self.rank > 0)
         with bar, torch.no_grad():
-            for name, measure in left:
-                bar.set_postfix_str(name)
+            for key, measure in left:
+                bar.set_postfix_str(key)
                 self._barrier()
-                self.done[name] = self._agreed(measure())
+                self.done[key] = self._agreed(measure())
                 bar.update()
                 if self.rank == 0:
                     write_json(self.part, {"schema": SCHEMA, "machine": self.machine, "measured": self.done})
-        wanted = {name: self.done[name] for name, _ in jobs}
-        cluster = cluster_of(self.path.stem, self.machine, self.device, wanted, LARGE)
+        rounds: dict[str, list[Timing]] = defaultdict(list)
+        for name, key, _ in jobs:
+            rounds[name].append(self.done[key])
+        found = {name: pooled(timings) for name, timings in rounds.items()}
+        cluster = cluster_of(self.path.stem, self.machine, self.device, found, LARGE)
         if self.rank == 0:
-            self._warn()
+            self._warn(found)
             cluster.save(self.path)
             self.part.unlink(missing_ok=True)
         return cluster
@@ -120,7 +125,7 @@ class Profiler:
         tiny, large = (torch.ones(n // 4, device=self.device) for n in (16, LARGE))
         yield CALL, lambda: self._timed(lambda: tiny.add(1.0))
         yield LAUNCH, self._launch
-        yield MEMORY, lambda: self._timed(lambda: large.add(1.0))
+        yield MEMORY, lambda: self._timed(lambda: large.add_(1.0))
         for elements in (1 << 18, 1 << 22):
             name = KERNEL.format(operator="optimizer", dtype="float32", kind="elementwise", work=ADAM * elements)
             yield name, partial(self._optimizer, elements)
@@ -222,9 +227,9 @@ class Profiler:
         every = self._gathered(own)
         return Timing(statistics.median(t.seconds for t in every), max(t.spread for t in every))
 
-    def _warn(self) -> None:
-        worst = noisy(self.done, NOISY)
+    def _warn(self, found: Mapping[str, Timing]) -> None:
+        worst = noisy(found, NOISY)
         if worst:
             shown = "; ".join(f"{name}: {100 * spread:.0f} %" for spread, name in list(worst)[:3])
-            what = f"{len(worst)} of {len(self.done)} measurements are noisy (distance between quartiles, of the median: {shown})"
+            what = f"{len(worst)} of {len(found)} measurements are noisy (distance between quartiles, of the median: {shown})"
             warnings.warn(f"{what}; the medians were kept. Measure again while nothing else runs", NoisyMeasurement, stacklevel=3)

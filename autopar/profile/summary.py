@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 
+import numpy as np
 import torch
 
 from autopar.cost_model import Cluster
@@ -64,18 +66,27 @@ def _peaks(points: Points) -> dict[str, float]:
 
 def _curves(points: Points, peak: Mapping[str, float], bandwidth: float) -> dict[str, Curve]:
     """For each operator, and for each kind of kernels together, in each dtype: what part of the peak is reached."""
-    tops: dict[str, float] = {}
-    together: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    curves: dict[str, Curve] = {}
+    together: dict[str, list[Curve]] = defaultdict(list)
     for (operator, dtype, kind), measured in points.items():
-        for name in (f"{operator}.{dtype}", f"{kind}.{dtype}", *([kind] if dtype == "float32" else [])):
-            tops[name] = peak[dtype] if kind in ARITHMETIC else bandwidth
-            for work, seconds in measured:
-                together[name][work].append(seconds)
-    curves = {}
-    for name, by_work in together.items():
+        top, by_work = peak[dtype] if kind in ARITHMETIC else bandwidth, defaultdict(list)
+        for work, seconds in measured:
+            by_work[work].append(seconds)
         taken = _growing({work: statistics.geometric_mean(seconds) for work, seconds in by_work.items()})
-        curves[name] = tuple((work, float(f"{min(work / s / tops[name], MOST_EFFICIENT):.4g}")) for work, s in taken)
-    return curves
+        curve = tuple((work, float(f"{min(work / s / top, MOST_EFFICIENT):.4g}")) for work, s in taken)
+        curves[f"{operator}.{dtype}"] = curve
+        for name in (f"{kind}.{dtype}", *([kind] if dtype == "float32" else [])):
+            together[name].append(curve)
+    return curves | {name: _mean(some) for name, some in together.items()}
+
+
+def _mean(curves: Sequence[Curve]) -> Curve:
+    """Geometric, of curves that have points at different work."""
+    logs = [np.log(np.array(curve)) for curve in curves]
+    low, high = min(c[0, 0] for c in logs), max(c[-1, 0] for c in logs)
+    at = np.linspace(low, high, max(2, round((high - low) / math.log(4)) + 1))
+    values = np.mean([np.interp(at, c[:, 0], c[:, 1]) for c in logs], axis=0)
+    return tuple((float(f"{math.exp(work):.6g}"), float(f"{math.exp(value):.4g}")) for work, value in zip(at, values, strict=True))
 
 
 def _level(found: Mapping[str, Timing], ranks: int) -> Level:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 LEAST = 2e-4  # seconds that one reading takes at least: shorter calls are read several at a time
-READINGS = 5  # at least
+READINGS = 3  # at least
+COLD = 1 << 25  # bytes that no cache holds for long
+MOST = 32  # operands that are read in turn
 
 
 class Timing(NamedTuple):
@@ -23,8 +27,7 @@ class Timing(NamedTuple):
 
 def timed(call: Callable[[], Any], device: torch.device, budget: float) -> Timing:
     """Of one call, measured for about ``budget`` seconds. On a GPU the host queues the calls of one reading ahead."""
-    for _ in range(2):
-        call()
+    call()
     once = reading(call, 1, device)
     several = max(1, min(1000, round(LEAST / max(once, 1e-7))))
     readings: list[float] = []
@@ -38,6 +41,14 @@ def summary(readings: Sequence[float]) -> Timing:
     """The median and the spread of several readings."""
     low, middle, high = statistics.quantiles(readings, n=4)
     return Timing(middle, (high - low) / middle)
+
+
+def pooled(timings: Sequence[Timing]) -> Timing:
+    """The median of several, apart in time, of one thing: what disturbed only one of them does not count."""
+    seconds = sorted(timing.seconds for timing in timings)
+    middle = statistics.median(seconds)
+    apart = min((abs(s - middle) for s in seconds[: len(seconds) // 2] + seconds[len(seconds) // 2 + 1 :]), default=0.0)
+    return Timing(middle, max(statistics.median(timing.spread for timing in timings), apart / middle if middle else 0.0))
 
 
 def reading(call: Callable[[], Any], times: int, device: torch.device) -> float:
@@ -56,7 +67,11 @@ def _wait(device: torch.device) -> None:
 
 
 def replay(call: tuple[Any, tuple[Any, ...], dict[str, Any]], device: torch.device) -> Callable[[], Any]:
-    """A call that was noted on meta tensors, on real ones of the same shapes, strides and dtypes."""
+    """A call that was noted on meta tensors, on real ones of the same shapes, strides and dtypes.
+
+    As in a training step, what it reads is in no cache, and what it makes stays: each time it takes other operands, and results live until
+    COLD bytes of them are there.
+    """
     function, args, kwargs = call
     tensors: list[torch.Tensor] = []
     tree_map_only(torch.Tensor, tensors.append, (args, kwargs))
@@ -71,4 +86,29 @@ def replay(call: tuple[Any, tuple[Any, ...], dict[str, Any]], device: torch.devi
     given = tree_map_only(torch.Tensor, real, (args, {k: v for k, v in kwargs.items() if k != "device"}))
     if "device" in kwargs:
         given[1]["device"] = device
-    return lambda: function(*given[0], **given[1])
+    read = _nbytes(given)
+    several = [given, *(tree_map_only(torch.Tensor, _copied, given) for _ in range(_fitting(read) - 1))]
+    operands = cycle(several)
+    made = deque[Any](maxlen=_fitting(_nbytes(function(*given[0], **given[1]))))
+
+    def again() -> Any:
+        args, kwargs = next(operands)
+        made.append(function(*args, **kwargs))
+        return made[-1]
+
+    return again
+
+
+def _copied(t: torch.Tensor) -> torch.Tensor:
+    """With the same strides."""
+    memory = t.as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,), 0)
+    return memory.clone().as_strided(t.shape, t.stride())
+
+
+def _nbytes(values: Any) -> int:
+    return sum(t.untyped_storage().nbytes() for t in tree_leaves(values) if isinstance(t, torch.Tensor))
+
+
+def _fitting(nbytes: int) -> int:
+    """How many of so many bytes COLD has room for."""
+    return max(1, min(MOST, COLD // max(nbytes, 1)))

@@ -59,7 +59,8 @@ class Options:
             float32. None computes in the model's dtypes.
         reduce_dtype: in what gradients of parameters are summed over ranks: "fp32" (what None means under "bf16" and "fp16"), "bf16" or
             "fp16"; None otherwise sums them as they were computed.
-        optimizer: "adamw", "adam", "sgd" or "sgd-momentum", for its memory.
+        optimizer: "adamw", "adam", "sgd" or "sgd-momentum", as torch has them by default, or "fused-adamw" and so on for ``fused=True``:
+            for its memory and its time.
         constraints: layouts by pattern of a parameter's name or a module's path: ``{"*.mlp.up_proj.weight": "I S0"}``.
         time_limit: seconds for one solve.
         profile_missing: measure on this machine the kernels of which the cluster has no curve; what was measured is remembered.
