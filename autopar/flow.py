@@ -7,12 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from autopar.launches import storage
+from autopar.live_bytes import LiveBytes
 
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
 Rounding = Callable[[int], int]
 
 
@@ -41,41 +39,13 @@ class Flow(NamedTuple):
     gradients: tuple[Gradient | None, ...] = ()
 
 
-class Watch(TorchDispatchMode):
-    """Counts the bytes of storages that are made within and alive, whatever holds them; not of those in ``apart``."""
-
-    def __init__(self, allocated: Rounding, apart: set[int]) -> None:
-        super().__init__()
-        self._allocated, self.apart = allocated, apart
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.start = self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # What waits for a collective returns the tensor that it is given, but not on meta tensors.
-        out = args[0] if func is _WAIT else func(*args, **(kwargs or {}))
-        for t in tree_leaves(out):
-            if isinstance(t, torch.Tensor) and (key := storage(t)) not in self.apart and key not in self._storages:
-                # A weak reference keeps the address from being used again, so that no storage is mistaken for another.
-                held = t.untyped_storage()
-                self._storages[key] = StorageWeakRef(held), self._allocated(held.nbytes())
-        self.peak = max(self.peak, self.alive())
-        return out
-
-    def alive(self) -> int:
-        """Bytes."""
-        self._storages = {key: (ref, n) for key, (ref, n) in self._storages.items() if not ref.expired()}
-        return sum(n for key, (_, n) in self._storages.items() if key not in self.apart)
-
-    def begin(self) -> None:
-        """Counts the peak from here on."""
-        self.start = self.peak = self.alive()
-
-
 def flow_of(
     call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], operands: Sequence[torch.Tensor], allocated: Rounding
 ) -> Flow:
     """Runs ``call`` on meta tensors, ``operands`` among its arguments, forward and backward."""
-    with torch.set_grad_enabled(any(t.requires_grad for t in operands)), Watch(allocated, {storage(t) for t in operands}) as watch:
+    watch = LiveBytes(meta=True, rounded=allocated)
+    watch.apart |= {storage(t) for t in operands}
+    with torch.set_grad_enabled(any(t.requires_grad for t in operands)), watch:
         out = call(*args, **kwargs)
     outputs = [t for t in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(t, torch.Tensor)]
     forward = watch.peak
@@ -103,7 +73,7 @@ def flow_of(
             places[key] = len(made)
             made[key] = allocated(held) if key not in watch.apart else 0
         gradients.append(Gradient(places[key], allocated(nbytes), held >= nbytes))
-    return Flow(forward, watch.peak - watch.start, tuple(made.values()), tuple(gradients))
+    return Flow(forward, watch.peak - watch.before, tuple(made.values()), tuple(gradients))
 
 
 def unknown(forward: int, operands: Sequence[Any], allocated: Rounding) -> Flow:
@@ -121,7 +91,7 @@ class _Arrival(torch.autograd.Function):
     """Where a backward begins: gradients that nothing but autograd holds, as in the middle of a program."""
 
     @staticmethod
-    def forward(ctx: Any, watch: Watch, arriving: list[Any], *outputs: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, watch: LiveBytes, arriving: list[Any], *outputs: torch.Tensor) -> torch.Tensor:
         ctx.watch, ctx.arriving = watch, arriving
         ctx.like = [(t.shape, t.stride(), t.dtype) if t.requires_grad else None for t in outputs]
         ctx.set_materialize_grads(False)
@@ -131,5 +101,5 @@ class _Arrival(torch.autograd.Function):
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         made = [None if x is None else torch.empty_strided(x[0], x[1], dtype=x[2], device="meta") for x in ctx.like]
         ctx.arriving += [None if t is None else StorageWeakRef(t.untyped_storage()) for t in made]
-        ctx.watch.begin()
+        ctx.watch.start()
         return (None, None, *made)

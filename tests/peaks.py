@@ -12,11 +12,11 @@ import torch
 import transformers as hf
 import zoo
 from equivalence import loss_of
-from live_bytes import LiveBytes
 from torch import nn
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import autopar
+from autopar.live_bytes import LiveBytes
 from autopar.plan import Plan
 
 SEQUENCE, VOCABULARY, WIDTH, LAYERS = 64, 512, 64, 4

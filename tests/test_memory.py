@@ -9,12 +9,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from live_bytes import LiveBytes
 from pool import Pools
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import autopar
+from autopar.live_bytes import LiveBytes
 from autopar.plan import Plan
 from autopar.runtime.stages import Stages
 
@@ -67,7 +67,7 @@ def measure(plan: Plan) -> None:
     model, sample = gpt()
     held: list[int] = []
     on_its_way: list[tuple[StorageWeakRef, int]] = []
-    live = LiveBytes(peaks=False)
+    live = LiveBytes()
     forward = Stages._forward
 
     def counted(self: Stages, *args: Any) -> Any:

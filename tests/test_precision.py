@@ -15,7 +15,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import zoo
 from equivalence import TOLERANCE, Double, Step, differences, full, loss_of, step, traced_once, vanishing, worst
-from live_bytes import LiveBytes
 from pool import Pools
 from staged import own
 from torch import nn
@@ -25,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar.errors import CaptureError, PlanError
+from autopar.live_bytes import LiveBytes
 from autopar.runtime.gradients import GradientSync
 from autopar.search.options import Options
 

@@ -18,7 +18,6 @@ import torch
 import zoo
 from by_hand import calls, compiled, one_device, part_of
 from equivalence import compare, loss_of, traced_once, worst
-from live_bytes import LiveBytes
 from pool import Pools
 from torch import fx, nn
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -28,6 +27,7 @@ import autopar.api
 from autopar import planner
 from autopar.api import _check_types
 from autopar.errors import PlanError, RunError
+from autopar.live_bytes import LiveBytes
 from autopar.passes.lower import lower
 from autopar.passes.recompute import recomputable
 from autopar.runtime import recompute, remake

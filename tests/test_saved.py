@@ -21,7 +21,6 @@ import torch.distributed as dist
 import zoo
 from by_hand import EMPTY, calls, compiled, one_device, part_of
 from equivalence import loss_of
-from live_bytes import LiveBytes
 from pool import Pools
 from torch import fx, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -33,6 +32,7 @@ from autopar.autograd import Autograd
 from autopar.calls import Program
 from autopar.graph import operands
 from autopar.held import Held
+from autopar.live_bytes import LiveBytes
 from autopar.passes.lower import lower
 from autopar.passes.recompute import recomputable
 from autopar.passes.stages import cut_stages

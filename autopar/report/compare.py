@@ -93,7 +93,7 @@ class Comparison:
         if any(row.where.startswith("rank") and row.what == "waiting" for row in self.rows):
             words.append("waiting: for other ranks of the pipeline and their tensors")
         if any(row.what == MEMORY and row.measured is None for row in self.rows):
-            words.append("memory was not measured: on a CPU that takes a step under a profiler, compare(sample)")
+            words.append("memory was not measured: on a CPU that takes one step more, compare(sample)")
         return "; ".join(words)
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -1,25 +1,24 @@
-"""The memory that a step takes on a CPU, which keeps no count of its own: torch's profiler is asked."""
+"""The memory that a step takes on a CPU, which keeps no count of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
+from autopar.live_bytes import LiveBytes
 from autopar.runtime.mesh import Mesh
 
 
 def peak_bytes(step: Callable[[], None]) -> int:
-    """The most bytes that torch's CPU allocator held while ``step`` ran, beyond those it held before."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    """The most bytes that tensors had while ``step`` ran, beyond those that were there before."""
+    with LiveBytes() as live:
         step()
-    results = profile.profiler.kineto_results  # type: ignore[union-attr]
-    changes = sorted((e.start_ns(), i, e.nbytes()) for i, e in enumerate(results.events()) if e.name() == "[memory]")
-    return max(0, *accumulate(nbytes for _, _, nbytes in changes), 0)
+    return live.peak
 
 
 @contextmanager
@@ -46,7 +45,7 @@ def _unchanged(model: nn.Module, mesh: Mesh) -> Iterator[None]:
 
 
 def step_bytes(model: nn.Module, mesh: Mesh, loss_of: Callable[[Any], torch.Tensor], batch: Any) -> int:
-    """The most bytes of a step of a program on the CPU: those that last, and what one forward and backward of ``batch`` takes."""
+    """The most bytes of a step of a program on the CPU: those that last, ``batch`` among them, and what its forward and backward take."""
     args, kwargs = ((), batch) if isinstance(batch, dict) else (batch if isinstance(batch, tuple) else (batch,), {})
 
     def step() -> None:
@@ -56,4 +55,5 @@ def step_bytes(model: nn.Module, mesh: Mesh, loss_of: Callable[[Any], torch.Tens
 
     with _unchanged(model, mesh), mesh.recorder.paused():
         taken = peak_bytes(step)
-    return mesh.recorder.lasting_bytes([*model.parameters(), *model.buffers()]) + taken
+    given = [t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)]
+    return mesh.recorder.lasting_bytes([*model.parameters(), *model.buffers(), *given]) + taken

@@ -116,7 +116,7 @@ class Compiled(nn.Module):
         call it, after six or more calls of an ordinary training loop. The step that is under way does not count.
 
         On a GPU its memory is the most that torch's allocator held in a step. A CPU keeps no such count: given a ``sample`` (a batch, in
-        the form of the sample input), one forward and backward more runs under torch's profiler, and all is as before.
+        the form of the sample input), one forward and backward more runs with every tensor watched, and all is as before.
 
         Raises :class:`RunError` on every rank where one has seen too few steps.
         """
