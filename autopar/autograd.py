@@ -16,8 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from autopar import stand_ins
 from autopar.cost_model.memory import allocated
-from autopar.flow import Flow, flow_of, unknown
 from autopar.launches import Launch, Recorder, storage
+from autopar.memory.flow import Flow, flow_of, unknown
 
 aten = torch.ops.aten
 

@@ -199,11 +199,13 @@ def here() -> None:
     headers = ("ranks", "model", "plan", *("ms: predicted", "measured", "error %"), *("MiB: predicted", "measured", "error %"))
     print(tabulate(rows, headers=headers, disable_numparse=True, stralign="right"))
     for name, kind in (("time of a step", ""), ("peak memory", "_bytes")):
-        rows = []
+        summed: list[tuple[Any, ...]] = []
         for n in (*sorted({r["ranks"] for r in found}), "all"):
             some = [r for r in found if n in (r["ranks"], "all")]
-            rows.append((n, len(some), *errors([r["predicted" + kind] for r in some], [r["measured" + kind] for r in some])))
-        print("\n" + tabulate(rows, headers=(f"{name}: ranks", "plans", "mean %", "median %", "worst %", "bias %"), disable_numparse=True))
+            summed.append((n, len(some), *errors([r["predicted" + kind] for r in some], [r["measured" + kind] for r in some])))
+        print(
+            "\n" + tabulate(summed, headers=(f"{name}: ranks", "plans", "mean %", "median %", "worst %", "bias %"), disable_numparse=True)
+        )
 
 
 def _pair(row: dict[str, Any], kind: str, unit: float) -> tuple[str, str, str]:

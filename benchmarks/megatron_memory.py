@@ -16,8 +16,8 @@ from megatron import GPT, constraints
 
 import autopar
 from autopar.autograd import Autograd
+from autopar.memory.peak import peak_of
 from autopar.passes.stages import cut_stages
-from autopar.peak import peak_of
 from autopar.plan import Plan
 from autopar.planner import Traced
 from autopar.search.resize import resized

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import autopar
-from autopar.live_bytes import LiveBytes
+from autopar.memory.live_bytes import LiveBytes
 from autopar.plan import Plan
 
 SEQUENCE, VOCABULARY, WIDTH, LAYERS = 64, 512, 64, 4

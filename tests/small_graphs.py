@@ -15,9 +15,9 @@ from torch import nn
 from autopar.analysis import Analysis
 from autopar.capture import capture
 from autopar.cost_model import Cluster, Compute, Conversions
+from autopar.memory.saved import saved
 from autopar.passes.canonicalise import canonicalise
 from autopar.plan import Plan
-from autopar.saved import saved
 from autopar.search.assemble import stages_of
 from autopar.search.costs import Costs
 from autopar.search.decide import write_down

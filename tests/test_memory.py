@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import autopar
-from autopar.live_bytes import LiveBytes
+from autopar.memory.live_bytes import LiveBytes
 from autopar.plan import Plan
 from autopar.runtime.stages import Stages
 

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar.errors import CaptureError, PlanError
-from autopar.live_bytes import LiveBytes
+from autopar.memory.live_bytes import LiveBytes
 from autopar.runtime.gradients import GradientSync
 from autopar.search.options import Options
 

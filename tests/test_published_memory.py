@@ -17,7 +17,7 @@ from megatron import GPT, constraints
 
 import autopar
 from autopar.autograd import Autograd
-from autopar.peak import peak_of
+from autopar.memory.peak import peak_of
 from autopar.plan import Plan
 from autopar.planner import Traced
 

@@ -27,7 +27,7 @@ import autopar.api
 from autopar import planner
 from autopar.api import _check_types
 from autopar.errors import PlanError, RunError
-from autopar.live_bytes import LiveBytes
+from autopar.memory.live_bytes import LiveBytes
 from autopar.passes.lower import lower
 from autopar.passes.recompute import recomputable
 from autopar.runtime import recompute, remake

@@ -21,8 +21,8 @@ from small_graphs import Space, analyse
 import autopar
 from autopar.analysis import Analysis
 from autopar.autograd import Autograd
-from autopar.calls import Program
-from autopar.held import Held
+from autopar.memory.calls import Program
+from autopar.memory.held import Held
 from autopar.plan import Plan
 from autopar.report import describe
 from autopar.report.table import WIDTH, count, nbytes, seconds

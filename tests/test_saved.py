@@ -29,10 +29,11 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 import autopar
 from autopar.analysis import Analysis
 from autopar.autograd import Autograd
-from autopar.calls import Program
 from autopar.graph import operands
-from autopar.held import Held
-from autopar.live_bytes import LiveBytes
+from autopar.memory.calls import Program
+from autopar.memory.held import Held
+from autopar.memory.live_bytes import LiveBytes
+from autopar.memory.saved import Saved, saved
 from autopar.passes.lower import lower
 from autopar.passes.recompute import recomputable
 from autopar.passes.stages import cut_stages
@@ -42,7 +43,6 @@ from autopar.runtime.mesh import Mesh
 from autopar.runtime.pipeline import _Entry
 from autopar.runtime.program import Compiled
 from autopar.runtime.random import Streams
-from autopar.saved import Saved, saved
 
 MODELS = ("gpt2", "llama", "vit", "t5", "bert", "cnn")
 TINY = 64  # bytes that do not count: a bias, two numbers

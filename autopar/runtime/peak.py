@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from autopar.live_bytes import LiveBytes
+from autopar.memory.live_bytes import LiveBytes
 from autopar.runtime.mesh import Mesh
 
 

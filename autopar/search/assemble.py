@@ -9,9 +9,9 @@ import torch.fx as fx
 
 from autopar.analysis import Analysis
 from autopar.layout import Layout
+from autopar.memory.saved import Saved, saved
 from autopar.passes.stages import cut_stages
 from autopar.runtime.kernels import send
-from autopar.saved import Saved, saved
 from autopar.search.choices import Choices
 from autopar.search.costs import Costs
 from autopar.search.draft import Draft

@@ -18,10 +18,10 @@ from autopar.cost_model.conversion import Step
 from autopar.graph import slices_of
 from autopar.launches import Launch
 from autopar.layout import Layout
+from autopar.memory.saved import Saved
 from autopar.plan import BUCKET_BYTES
 from autopar.rules import Rule
 from autopar.runtime.kernels import send
-from autopar.saved import Saved
 from autopar.search.strategies import Storage, Strategy
 from autopar.search.work import OnTheSpot, Shards
 from autopar.search.work import seconds as seconds_of

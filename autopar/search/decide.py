@@ -12,11 +12,11 @@ import torch.fx as fx
 
 from autopar.analysis import Analysis
 from autopar.autograd import Autograd
-from autopar.calls import Program
 from autopar.cost_model import Cluster
 from autopar.graph import operands
 from autopar.layout import I, Layout, show
-from autopar.peak import Peak, Run
+from autopar.memory.calls import Program
+from autopar.memory.peak import Peak, Run
 from autopar.plan import NodePlan, ParameterPlan, Plan, StagePlan, Step
 from autopar.runtime.kernels import send
 from autopar.search.blocks import block_of

@@ -16,7 +16,7 @@ import torch.fx as fx
 from autopar.analysis import Analysis
 from autopar.autograd import Autograd
 from autopar.cost_model import Cluster, Compute, Conversions
-from autopar.saved import Saved, saved
+from autopar.memory.saved import Saved, saved
 from autopar.search.blocks import classes
 from autopar.search.problem import Problem
 from autopar.search.solve import Solution

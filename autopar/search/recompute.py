@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 
 import torch.fx as fx
 
+from autopar.memory.saved import Saved
 from autopar.runtime.kernels import send
-from autopar.saved import Saved
 from autopar.search.blocks import block_of
 
 GONE, KEPT, AGAIN = range(3)

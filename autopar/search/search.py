@@ -14,9 +14,9 @@ import torch.fx as fx
 
 from autopar.analysis import Analysis
 from autopar.cost_model import Cluster, Conversions
+from autopar.memory.saved import Saved, saved
 from autopar.plan import EXACT_AXES
 from autopar.precision import dtype_of
-from autopar.saved import Saved, saved
 from autopar.search.budget import Prices
 from autopar.search.choices import Choices
 from autopar.search.costs import Costs

@@ -1,4 +1,4 @@
-"""What autograd keeps of each call between its forward and its backward. Of a whole plan on one rank: :mod:`autopar.held`."""
+"""What autograd keeps of each call between its forward and its backward. Of a whole plan on one rank: :mod:`autopar.memory.held`."""
 
 from __future__ import annotations
 

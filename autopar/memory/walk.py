@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.liveness import OUTPUTS, TRANSIENT
+from autopar.memory.liveness import OUTPUTS, TRANSIENT
 
 
 @dataclass

@@ -17,17 +17,17 @@ import torch
 
 from autopar.analysis import Analysis
 from autopar.autograd import Autograd
-from autopar.calls import Program
 from autopar.cost_model.memory import allocated, optimizer_temporaries, parameter_memory
 from autopar.cost_model.schedule import BACKWARD, FORWARD, LOOPED, WEIGHT, Action, actions
-from autopar.held import Held
 from autopar.layout import I, local_shape
-from autopar.leaves import Leaf, Leaves, gathering
-from autopar.live_backward import Backward
-from autopar.liveness import OUTPUTS, TRANSIENT, Body, Ledger
+from autopar.memory.backward import Backward
+from autopar.memory.calls import Program
+from autopar.memory.held import Held
+from autopar.memory.leaves import Leaf, Leaves, gathering
+from autopar.memory.liveness import OUTPUTS, TRANSIENT, Body, Ledger
+from autopar.memory.walk import Effect, Walk
 from autopar.plan import ParameterPlan, Plan
 from autopar.precision import dtype_of
-from autopar.walk import Effect, Walk
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from autopar.calls import Call, Memory, Slot
-from autopar.flow import Gradient
-from autopar.liveness import ACTIVATIONS, REMADE, TRANSIENT, Body, Grad, Ledger
+from autopar.memory.calls import Call, Memory, Slot
+from autopar.memory.flow import Gradient
+from autopar.memory.liveness import ACTIVATIONS, REMADE, TRANSIENT, Body, Grad, Ledger
 
 
 class Backward:

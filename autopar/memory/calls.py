@@ -14,9 +14,9 @@ import torch.fx as fx
 
 from autopar.analysis import Analysis
 from autopar.autograd import Answer, Autograd, Strided, contiguous, substituted, with_grad
-from autopar.flow import Flow
 from autopar.graph import arguments, operands, signature, slices_of
 from autopar.layout import Layout, local_shape, parse_type, show
+from autopar.memory.flow import Flow
 from autopar.passes.choose_kernels import kernel_call
 from autopar.plan import NodePlan, Step
 from autopar.rules import Rule

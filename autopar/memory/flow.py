@@ -9,7 +9,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar.launches import storage
-from autopar.live_bytes import LiveBytes
+from autopar.memory.live_bytes import LiveBytes
 
 Rounding = Callable[[int], int]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from autopar.calls import Call, Memory, Program
+from autopar.memory.calls import Call, Memory, Program
 
 
 class Held:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.liveness import GRADIENTS, TRANSIENT, Grad, Ledger
+from autopar.memory.liveness import GRADIENTS, TRANSIENT, Grad, Ledger
 from autopar.plan import BUCKET_BYTES
 from autopar.runtime.gather import buckets
 

@@ -1,4 +1,4 @@
-"""What is alive while a microbatch of one stage runs, storage by storage: here its forward. Its backward: :mod:`autopar.live_backward`."""
+"""What is alive while a microbatch of one stage runs, storage by storage: here its forward; its backward is in ``backward``."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.calls import Arrival, Call, Memory, Program, Slot
-from autopar.held import Held
+from autopar.memory.calls import Arrival, Call, Memory, Program, Slot
+from autopar.memory.held import Held
 
 ACTIVATIONS, REMADE, GRADIENTS = "activations", "recomputed", "gradients"
 OUTPUTS = "outputs"  # what the model returns besides its loss, of the microbatches that are done
