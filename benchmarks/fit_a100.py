@@ -77,7 +77,10 @@ class Repriced:
             self.shapes.append(f.shape)
             self.sent.append([])
             stored = np.zeros(f.shape.stages)
+            shared = []
             for item in items(f):
+                if item.term is not None and item.term.axis == f.costs.pipeline_axis:
+                    shared.append(([stage for stage, count in enumerate(item.count) if count], item.nbytes))
                 for stage, count in enumerate(item.count):
                     if count and item.phase != STEP:
                         late = int(item.phase != FORWARD)
@@ -90,7 +93,7 @@ class Repriced:
                 if v.node.op == "placeholder" and f.costs.differentiable(v.node):
                     stored += v.count * f.costs.local_bytes(v.node, [v.choices[k].out])[0] / v.node.meta["val"].dtype.itemsize
             self.elements.append(stored.tolist())
-            self.shared.append([(stages, term.nbytes) for stages, term in f.shared.values()])
+            self.shared.append(shared)
         self.tables = {key: np.array(rows) for key, rows in self.kernels.items()}
 
     def seconds(self, cluster: Cluster) -> np.ndarray:

@@ -45,7 +45,7 @@ def space(name: str, setting: str, sizes: tuple[int, ...], recompute: str) -> tu
     cluster, letters, dtype = SETTINGS[setting]
     model = small_graphs.Repeated(letters, dtype) if name == "repeated blocks" else small_graphs.Small(name, letters, dtype)
     analysis = small_graphs.analyse(model, model.sample)
-    options = Options(math.prod(sizes), recompute=recompute)
+    options = Options(math.prod(sizes), recompute=recompute, optimizer="fused-adamw")
     return Search(analysis, Cluster.load(cluster), options), Shape(1, tuple(Axis(f"axis{i}", n) for i, n in enumerate(sizes)), 1)
 
 

@@ -1,4 +1,4 @@
-"""Collectives to measure: the ones that programs run, as calls on buffers of a given size."""
+"""Collectives to measure: the ones that programs run, on buffers of a given size."""
 
 from __future__ import annotations
 
@@ -8,51 +8,48 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopar.profile.timing import in_turn
+
 _functional = torch.ops._c10d_functional  # as programs call them
 _wait = _functional.wait_tensor
-Call = Callable[[], Any]
+Collective = Callable[[torch.Tensor, dist.ProcessGroup], Any]
 
 
-def _all_reduce(nbytes: int, ranks: int, group: dist.ProcessGroup, device: torch.device) -> Call:
-    whole = _whole(nbytes, ranks, device)
-    return lambda: _wait(_functional.all_reduce(whole, "sum", group.group_name))
+def collective(kind: str, nbytes: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], Any]:
+    """One of COLLECTIVES, of ``nbytes`` as :func:`cost_model.seconds` takes them; operands are read in turn."""
+    ranks, call = group.size(), COLLECTIVES[kind]
+    elements = nbytes // 4 // (ranks if kind in _FROM_PARTS else 1)
+    return in_turn(lambda x: call(x, group), (torch.ones(max(elements // ranks, 1) * ranks, device=device),))
 
 
-def _all_gather(nbytes: int, ranks: int, group: dist.ProcessGroup, device: torch.device) -> Call:
-    part = _whole(nbytes // ranks, 1, device)
-    return lambda: _wait(_functional.all_gather_into_tensor(part, ranks, group.group_name))
+def _all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return _wait(_functional.all_reduce(x, "sum", group.group_name))
 
 
-def _reduce_scatter(nbytes: int, ranks: int, group: dist.ProcessGroup, device: torch.device) -> Call:
-    whole = _whole(nbytes, ranks, device)
-    return lambda: _wait(_functional.reduce_scatter_tensor(whole, "sum", ranks, group.group_name))
+def _all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return _wait(_functional.all_gather_into_tensor(x, group.size(), group.group_name))
 
 
-def _all_to_all(nbytes: int, ranks: int, group: dist.ProcessGroup, device: torch.device) -> Call:
-    """Each rank has a part of the whole, of which it sends parts."""
-    part = _whole(nbytes // ranks, ranks, device)
-    sizes = [len(part) // ranks] * ranks
-    return lambda: _wait(_functional.all_to_all_single(part, sizes, sizes, group.group_name))
+def _reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return _wait(_functional.reduce_scatter_tensor(x, "sum", group.size(), group.group_name))
 
 
-def _send(nbytes: int, ranks: int, group: dist.ProcessGroup, device: torch.device) -> Call:
+def _all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    sizes = [len(x) // group.size()] * group.size()
+    return _wait(_functional.all_to_all_single(x, sizes, sizes, group.group_name))
+
+
+def _send(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """From each rank to the next."""
-    sent, received = _whole(nbytes, 1, device), _whole(nbytes, 1, device)
-    me = dist.get_rank(group)
-    there, back = (dist.get_global_rank(group, (me + step) % ranks) for step in (1, -1))
-
-    def call() -> None:
-        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, there, group), dist.P2POp(dist.irecv, received, back, group)]):
-            work.wait()
-
-    return call
+    received, me = torch.empty_like(x), dist.get_rank(group)
+    there, back = (dist.get_global_rank(group, (me + step) % group.size()) for step in (1, -1))
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, x, there, group), dist.P2POp(dist.irecv, received, back, group)]):
+        work.wait()
+    return received
 
 
-def _whole(nbytes: int, ranks: int, device: torch.device) -> torch.Tensor:
-    return torch.ones(max(nbytes // 4 // ranks, 1) * ranks, device=device)
-
-
-COLLECTIVES: dict[str, Callable[[int, int, dist.ProcessGroup, torch.device], Call]] = {
+_FROM_PARTS = {"all_gather", "all_to_all"}  # each rank has a part of the whole
+COLLECTIVES: dict[str, Collective] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,

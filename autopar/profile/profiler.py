@@ -27,7 +27,7 @@ from autopar.errors import RunError
 from autopar.files import write_json
 from autopar.launches import Launch
 from autopar.profile.machine import machine
-from autopar.profile.messages import COLLECTIVES
+from autopar.profile.messages import COLLECTIVES, collective
 from autopar.profile.probes import launches
 from autopar.profile.summary import CALL, HIDDEN, KERNEL, LAUNCH, MEMORY, MESSAGE, cluster_of, noisy
 from autopar.profile.timing import Timing, pooled, reading, replay, summary, timed
@@ -39,6 +39,7 @@ MESSAGE_BUDGET = 0.04  # the same for one collective
 READINGS = (3, 15)  # of a collective in a round, at least and at most
 MESSAGES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 26)  # bytes
 CHAIN = 50
+SIDE = 768  # of a product that takes some milliseconds on one core
 ADAM = 28  # bytes that AdamW moves for an element
 LARGE = 1 << 26  # bytes that no cache holds
 Job = tuple[str, Callable[[], Timing]]
@@ -184,20 +185,23 @@ class Profiler:
 
     def _collective(self, kind: str, nbytes: int, ranks: int) -> Timing:
         """In the groups of so many neighbours, all at once."""
-        return self._in_step(COLLECTIVES[kind](nbytes, ranks, self._groups[ranks], self.device))
+        return self._in_step(collective(kind, nbytes, self._groups[ranks], self.device))
 
     def _in_step(self, call: Callable[[], Any]) -> Timing:
-        """Of what all ranks must call equally often."""
-        for _ in range(2):
-            call()
+        """Of what all ranks must call equally often, each when it is done with work of its own, as in a training step: with the wait for
+        the slowest."""
+        side, readings = torch.ones(SIDE, SIDE, device=self.device), []
+        call()
         once = max(self._gathered(reading(call, 1, self.device)))
-        readings = [reading(call, 1, self.device) for _ in range(min(max(round(MESSAGE_BUDGET / once), READINGS[0]), READINGS[1]))]
+        for _ in range(min(max(round(MESSAGE_BUDGET / once), READINGS[0]), READINGS[1])):
+            side @ side
+            readings.append(reading(call, 1, self.device))
         return summary(readings)
 
     def _hidden(self) -> Timing:
         """What part of the shorter of both the work of a kernel and a collective save when they run at once; no time, but a number."""
         group, whole = self._groups[self.ranks], torch.ones(LARGE // 8, device=self.device)
-        side = torch.ones(768, 768, device=self.device)
+        side = torch.ones(SIDE, SIDE, device=self.device)
         sent = self._in_step(lambda: dist.all_reduce(whole, group=group)).seconds
         times = max(1, round(sent / self._in_step(lambda: side @ side).seconds))
         times = round(max(self._gathered(times)))

@@ -67,11 +67,7 @@ def _wait(device: torch.device) -> None:
 
 
 def replay(call: tuple[Any, tuple[Any, ...], dict[str, Any]], device: torch.device) -> Callable[[], Any]:
-    """A call that was noted on meta tensors, on real ones of the same shapes, strides and dtypes.
-
-    As in a training step, what it reads is in no cache, and what it makes stays: each time it takes other operands, and results live until
-    COLD bytes of them are there.
-    """
+    """A call that was noted on meta tensors, on real ones of the same shapes, strides and dtypes, :func:`in_turn`."""
     function, args, kwargs = call
     tensors: list[torch.Tensor] = []
     tree_map_only(torch.Tensor, tensors.append, (args, kwargs))
@@ -86,14 +82,18 @@ def replay(call: tuple[Any, tuple[Any, ...], dict[str, Any]], device: torch.devi
     given = tree_map_only(torch.Tensor, real, (args, {k: v for k, v in kwargs.items() if k != "device"}))
     if "device" in kwargs:
         given[1]["device"] = device
-    read = _nbytes(given)
-    several = [given, *(tree_map_only(torch.Tensor, _copied, given) for _ in range(_fitting(read) - 1))]
+    return in_turn(lambda args, kwargs: function(*args, **kwargs), given)
+
+
+def in_turn(call: Callable[..., Any], given: tuple[Any, ...]) -> Callable[[], Any]:
+    """``call(*given)`` as in a training step: what it reads is in no cache, and what it makes stays. Each time it takes other copies of
+    the tensors in ``given``, and results live until COLD bytes of them are there."""
+    several = [given, *(tree_map_only(torch.Tensor, _copied, given) for _ in range(_fitting(_nbytes(given)) - 1))]
     operands = cycle(several)
-    made = deque[Any](maxlen=_fitting(_nbytes(function(*given[0], **given[1]))))
+    made = deque[Any](maxlen=_fitting(_nbytes(call(*given))))
 
     def again() -> Any:
-        args, kwargs = next(operands)
-        made.append(function(*args, **kwargs))
+        made.append(call(*next(operands)))
         return made[-1]
 
     return again

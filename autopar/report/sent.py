@@ -58,11 +58,8 @@ def _terms(found: Found) -> Iterator[tuple[str, Sequence[fx.Node], Term, int]]:
     """Every part of a step's communication: the kind of seconds it counts as, the nodes that it is for, and how often for each of them."""
     problem, microbatches, rules = found.problem, found.microbatches, found.analysis.rules
     of_vertex, of_group = _here(found, problem.vertex_of), _here(found, problem.group_of)
-    shared = [(node, term) for node, (stages, term) in found.shared.items() if set(stages).intersection(found.busiest)]
     counted, exposed = (sum(ends[stage][SYNC] for stage in found.busiest) for ends in (found.once, step_ends(found)))
-    waited = sum(term.seconds for _, term in shared)
-    scale = (exposed - waited) / (counted - waited) if counted > waited else 1.0
-    yield from ((SYNC, [node], term, 1) for node, term in shared)
+    scale = exposed / counted if counted else 1.0
     for i, v in enumerate(problem.vertices):
         choice = found.choice(v.node)
         if isinstance(choice, Storage):

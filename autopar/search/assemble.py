@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import torch.fx as fx
@@ -45,7 +45,7 @@ def staged(search: Search, starts: Sequence[int]) -> Analysis:
 
 def costs_of(search: Search, shape: Shape, analysis: Analysis) -> Costs:
     """Costs of a graph that is cut into the stages of ``shape``."""
-    return _costs(search, shape, analysis, saved_by(search, analysis))
+    return _costs(search, shape, analysis, saved_by(search, analysis), stages_of(analysis, shape.stages))
 
 
 def saved_by(search: Search, analysis: Analysis) -> dict[fx.Node, Saved]:
@@ -53,9 +53,12 @@ def saved_by(search: Search, analysis: Analysis) -> dict[fx.Node, Saved]:
     return saved(analysis.graph.nodes, analysis.differentiable, search.cluster.device.kind, search.autograd, rules=analysis.rules)
 
 
-def _costs(search: Search, shape: Shape, analysis: Analysis, kept: dict[fx.Node, Saved]) -> Costs:
+def _costs(
+    search: Search, shape: Shape, analysis: Analysis, kept: dict[fx.Node, Saved], stage_of: Mapping[fx.Node, tuple[int, ...]]
+) -> Costs:
     conversions = search.known.conversions(shape.sizes, shape.pipeline)
-    return search.costs(analysis, kept, conversions, shape.microbatches)
+    holders = {node: len({stage % shape.pipeline for stage in stage_of[node]}) for node in analysis.state}
+    return search.costs(analysis, kept, conversions, shape.microbatches, holders)
 
 
 class _Assembly:
@@ -109,7 +112,7 @@ class _Assembly:
 
     def found(self) -> Found:
         search, shape, analysis = self.search, self.draft.shape, self.analysis
-        costs = _costs(search, shape, analysis, self.cut.saved)
+        costs = _costs(search, shape, analysis, self.cut.saved, self.stage_of)
         own = [n for n in analysis.graph.nodes if self.representative[n] is n]
         decided = {n: found for n in own if (found := self._decided(n)) is not None}
         free = Choices(analysis, self.representative, search.options).on(shape.axes, [n for n in own if n not in decided])

@@ -69,12 +69,14 @@ class Costs:
         microbatches: int = 1,
         spot: OnTheSpot | None = None,
         autograd: Autograd | None = None,
+        holders: Mapping[fx.Node, int] | None = None,
     ) -> None:
         """``summed_in``: in which ranks sum gradients of parameters; None for that in which they are made. ``spot`` measures kernels, of
-        which ``autograd`` says how they are on one rank."""
+        which ``autograd`` says how they are on one rank. ``holders``: how many ranks of the pipeline have each tensor of the state."""
         self.analysis, self._saved, self.conversion, self.compute = analysis, saved, conversions, compute
         self.optimizer, self.summed_in, self._microbatches = optimizer, summed_in, microbatches
         self._spot, self._autograd = spot, autograd
+        self._holders = holders or {}
         self.sizes = conversions.sizes
 
     def differentiable(self, node: fx.Node) -> bool:
@@ -192,12 +194,20 @@ class Costs:
         return self.conversion.axes[axis]
 
     def synchronisation(self, node: fx.Node, storage: Storage) -> list[Term]:
-        """What gathers a parameter and sums its gradient, once a step, where the graph uses it otherwise than it is stored.
+        """What gathers a parameter and sums its gradient, once a step, where the graph uses it otherwise than it is stored, and where
+        several ranks of the pipeline have it: the sum over these has :attr:`pipeline_axis` for its axis.
 
         They go in buckets: a collective costs its share of one that is full. Gradients go during the last backward, parameters before
         the forward, when there is nothing to hide behind.
         """
-        return [replace(t, seconds=self._bucketed(t)) for t in self.terms(node, storage.stored, storage.used)]
+        terms = [replace(t, seconds=self._bucketed(t)) for t in self.terms(node, storage.stored, storage.used)]
+        shared = self._holders.get(node, 1) > 1 and self.differentiable(node)
+        return [*terms, self._shared(node, storage, self._holders[node])] if shared else terms
+
+    @property
+    def pipeline_axis(self) -> int:
+        """One past the mesh's."""
+        return len(self.sizes)
 
     def _bucketed(self, term: Term) -> float:
         if term.kind == "copy":
@@ -206,12 +216,12 @@ class Costs:
         exposed = max(1 - self.compute.overlap, _LEAST_EXPOSED) if term.phase == "backward" else 1.0
         return exposed * float(seconds(term.kind, bucket, self.axis(term.axis))) * term.nbytes / bucket
 
-    def shared(self, node: fx.Node, storage: Storage, ranks: int) -> Term:
-        """The sum of a parameter's gradient over that many ranks of the pipeline which hold it, once a step: a ring of theirs."""
+    def _shared(self, node: fx.Node, storage: Storage, ranks: int) -> Term:
+        """The sum of a parameter's gradient over that many ranks of the pipeline: a ring of theirs, which nothing hides."""
         gradient = self.summed_in or _stored(node)
         nbytes = node.meta["val"].numel() / self._parts(storage.stored) * gradient.itemsize
         taken = 2 * (ranks - 1) * point_to_point(nbytes / ranks, self.conversion.pipeline)
-        return Term("all_reduce", len(self.sizes), nbytes, taken, "backward")
+        return Term("all_reduce", self.pipeline_axis, nbytes, taken, "backward")
 
     def update(self, node: fx.Node, storage: Storage) -> float:
         """Seconds of a parameter's optimizer step, and of casting it to the dtype that the graph computes in."""

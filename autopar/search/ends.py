@@ -25,7 +25,7 @@ def step_ends(found: Found) -> list[dict[str, float]]:
     for rank in range(found.shape.pipeline):
         own = range(rank, found.shape.stages, found.shape.pipeline)
         counted = sum(found.once[stage][SYNC] for stage in own)
-        exposed = _exposed(found, own) + sum(term.seconds for stages, term in found.shared.values() for stage in stages if stage in own)
+        exposed = _exposed(found, own)
         for stage in own:
             ends[stage][SYNC] = exposed * found.once[stage][SYNC] / counted if counted else 0.0
         ends[rank][OPTIMIZER] += found.costs.compute.overhead
@@ -35,12 +35,12 @@ def step_ends(found: Found) -> list[dict[str, float]]:
 def _exposed(found: Found, stages: range) -> float:
     """Seconds that one rank waits for its parameters and gradients."""
     nbytes: dict[tuple[str, str, int], float] = defaultdict(float)
-    copies = 0.0
+    alone = 0.0
     for v, k in zip(found.problem.vertices, found.solution.chosen, strict=True):
         choice, count = v.choices[k], float(sum(v.count[stage] for stage in stages))
         for term in found.costs.synchronisation(v.node, choice) if isinstance(choice, Storage) and count else ():
-            if term.kind == "copy":
-                copies += count * term.seconds
+            if term.kind == "copy" or term.axis == found.costs.pipeline_axis:
+                alone += count * term.seconds
             else:
                 nbytes[term.phase, term.kind, term.axis] += count * term.nbytes
     sums = dict.fromkeys(("forward", "backward"), 0.0)
@@ -52,4 +52,4 @@ def _exposed(found: Found, stages: range) -> float:
         last = max(last, each) if phase == "backward" else last
     backward = sum(float(found.solution.bill.backward[stage]) for stage in stages)
     hidden = found.costs.compute.overlap * min(sums["backward"] - last, backward)
-    return copies + sums["forward"] + sums["backward"] - hidden
+    return alone + sums["forward"] + sums["backward"] - hidden

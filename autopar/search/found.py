@@ -10,7 +10,7 @@ from functools import cached_property
 import torch.fx as fx
 
 from autopar.analysis import Analysis
-from autopar.cost_model import Term, Timeline, timeline_of
+from autopar.cost_model import Timeline, timeline_of
 from autopar.search.costs import Costs
 from autopar.search.options import Axis
 from autopar.search.problem import Choice, Problem
@@ -54,20 +54,8 @@ class Found:
         return int(self.problem.vertices[v].states[self.solution.chosen[v]]) == AGAIN
 
     @cached_property
-    def shared(self) -> dict[fx.Node, tuple[list[int], Term]]:
-        """Parameters that several ranks of the pipeline hold: the first stage of each, and the sum of their gradients, whose axis is the
-        one past the mesh's."""
-        found, pipeline = {}, self.shape.pipeline
-        for node in self.analysis.state if pipeline > 1 else ():
-            first = {stage % pipeline: stage for stage in sorted(self.stage_of[node], reverse=True)}
-            choice = self.choice(node)
-            if len(first) > 1 and self.costs.differentiable(node) and isinstance(choice, Storage):
-                found[node] = sorted(first.values()), self.costs.shared(node, choice, len(first))
-        return found
-
-    @cached_property
     def once(self) -> list[dict[str, float]]:
-        """Seconds of a step's end, by stage and kind."""
+        """Seconds of a step's end, by stage and kind: "optimizer" is all that follows the gradients."""
         found = [dict.fromkeys(ONCE, 0.0) for _ in range(self.problem.stages)]
         for v, k in zip(self.problem.vertices, self.solution.chosen, strict=True):
             choice = v.choices[k]
@@ -77,9 +65,9 @@ class Found:
                 for stage, count in enumerate(v.count):
                     found[stage]["gradient synchronisation"] += float(count) * sync
                     found[stage]["optimizer"] += float(count) * update
-        for stages, term in self.shared.values():
-            for stage in stages:
-                found[stage]["gradient synchronisation"] += term.seconds
+        for stage in range(self.problem.stages) if self.microbatches > 1 else ():  # what microbatches return is put together
+            if nbytes := self._outputs(stage):
+                found[stage]["optimizer"] += float(self.costs.compute.seconds("copy", "", 0.0, 2 * nbytes, operator="cat"))
         return found
 
     @cached_property

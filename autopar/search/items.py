@@ -56,8 +56,6 @@ def items(found: Found) -> Iterator[Item]:
             yield from (Item(v.node, STEP, count, t.kind, nbytes=t.nbytes, term=t) for t in found.costs.synchronisation(v.node, choice))
         elif isinstance(choice, Strategy) and v.node.op == "call_function":
             yield from _kernels(found, v.node, choice, count, again)
-    for node, (stages, t) in found.shared.items():
-        yield Item(node, STEP, tuple(float(stage in stages) for stage in range(problem.stages)), t.kind, nbytes=t.nbytes, term=t)
     for g, group in enumerate(problem.groups):
         node, count = problem.vertices[group.producer].node, tuple(float(n) for n in group.count)
         source = problem.made(group, found.solution.chosen)[0]

@@ -71,10 +71,18 @@ class Search:
         key = self._asked, shape.pipeline, shape.axes, samples, shape.microbatches > 1
         return self.known.problems.of(key, lambda: self._build(shape, samples))
 
-    def costs(self, analysis: Analysis, kept: Mapping[fx.Node, Saved], conversions: Conversions, microbatches: int) -> Costs:
-        """Of a graph, of which autograd keeps ``kept``."""
-        summed, known = dtype_of(self.options.summed_in), self.known
-        return Costs(analysis, kept, conversions, self.compute, self.options.optimizer, summed, microbatches, known.spot, self.autograd)
+    def costs(
+        self,
+        analysis: Analysis,
+        kept: Mapping[fx.Node, Saved],
+        conversions: Conversions,
+        microbatches: int,
+        holders: Mapping[fx.Node, int] | None = None,
+    ) -> Costs:
+        """Of a graph, of which autograd keeps ``kept`` and that many ranks of the pipeline have each tensor of the state."""
+        summed, spot = dtype_of(self.options.summed_in), self.known.spot
+        given = self.options.optimizer, summed, microbatches, spot, self.autograd, holders
+        return Costs(analysis, kept, conversions, self.compute, *given)
 
     def _build(self, shape: Shape, samples: int) -> Problem:
         start, analysis = time.perf_counter(), self.analysis
