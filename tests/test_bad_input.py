@@ -252,6 +252,7 @@ def test_a_budget_with_microbatches_fixed() -> None:
         plan(memory_budget=1000, micro_batch_size=2, parallel=both)
 
 
+@pytest.mark.slow
 def test_a_budget_that_no_recomputation_meets() -> None:
     """The least is that of a plan that recomputes, and says of which stage."""
     piped: dict[str, Any] = dict(name="llama", world_size=2, parallel=dict(pipeline=2), micro_batch_size=2, memory_budget=1000)

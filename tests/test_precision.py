@@ -116,6 +116,7 @@ def test_float64_parameters_and_float32_compute_on_one_rank(ranks: Pools, name: 
     check_exact(ranks(1).run(_exact, name, {"alone": {}, "microbatches": dict(micro_batch_size=4)}))
 
 
+@pytest.mark.slow
 def test_float64_parameters_and_float32_compute_on_two_ranks(ranks: Pools) -> None:
     check_exact(ranks(2).run(_exact, "gpt2", SHORT, timeout=240))
 

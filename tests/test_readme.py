@@ -41,6 +41,7 @@ def run(code: list[str], **environment: str) -> str:
     return command.stdout
 
 
+@pytest.mark.slow
 def test_planning_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)

@@ -78,6 +78,7 @@ def separately() -> list[tuple[Plan | PlanError, float]]:
     return [one(configuration) for configuration in CONFIGURATIONS]
 
 
+@pytest.mark.slow
 def test_it_finds_what_separate_calls_find(found: Sweep, separately: list[tuple[Plan | PlanError, float]]) -> None:
     assert len(found) == len(CONFIGURATIONS)
     for mine, (other, _), configuration in zip(found, separately, CONFIGURATIONS, strict=True):
@@ -93,6 +94,7 @@ def test_it_does_not_depend_on_what_was_asked_before(found: Sweep) -> None:
     assert list(reversed(back)) == [found[i] for i in (7, *FIXED)]
 
 
+@pytest.mark.slow
 def test_it_takes_a_fraction_of_the_time(separately: list[tuple[Plan | PlanError, float]]) -> None:
     start = time.process_time()
     swept([CONFIGURATIONS[i] for i in FIXED])
