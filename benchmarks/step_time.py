@@ -17,7 +17,6 @@ import socket
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -31,6 +30,7 @@ from tqdm import tqdm
 
 import autopar
 from autopar.cost_model import timeline_of
+from autopar.profile.timing import reading, synchronize
 
 Step = Callable[[], torch.Tensor]
 Times = dict[str, list[float]]  # seconds a step, turn by turn, of each variant
@@ -142,17 +142,7 @@ def steps_of(backward: Step, model: torch.nn.Module) -> dict[str, Step]:
 def timed(step: Step, count: int, device: torch.device) -> float:
     """Seconds a step, over ``count`` of them that all ranks begin together."""
     dist.barrier()
-    synchronize(device)
-    start = time.perf_counter()
-    for _ in range(count):
-        step()
-    synchronize(device)
-    return (time.perf_counter() - start) / count
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return reading(step, count, device)
 
 
 def take_turns(variants: Mapping[str, Callable[[], float]], repeats: int, label: str) -> Times:

@@ -53,15 +53,16 @@ def pooled(timings: Sequence[Timing]) -> Timing:
 
 def reading(call: Callable[[], Any], times: int, device: torch.device) -> float:
     """Seconds of one of ``times`` calls."""
-    _wait(device)
+    synchronize(device)
     start = time.perf_counter()
     for _ in range(times):
         call()
-    _wait(device)
+    synchronize(device)
     return (time.perf_counter() - start) / times
 
 
-def _wait(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Waits for a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
