@@ -17,6 +17,7 @@ from autopar.errors import PlanError
 if TYPE_CHECKING:
     from autopar.cost_model.cluster import Cluster
 
+MOST_FASTER = 20.0  # than predicted: more is a mistake
 _COMMUNICATION = ("conversions", "gradient synchronisation")
 
 
@@ -87,13 +88,14 @@ def _factors(compared: Compared) -> tuple[float, float, str]:
 
 
 def _device(device: Device, factor: float, overhead: float) -> Device:
-    best = max((value for curve in device.efficiency.values() for _, value in curve), default=0.0)
-    if best / factor > MOST_EFFICIENT:
+    if factor < 1 / MOST_FASTER:
         raise PlanError(
-            f"kernels took {factor:.2g} of the predicted time, which would be {best / factor:.3g} times the peak of {device.name!r} "
-            f"(at most {MOST_EFFICIENT:g}): the plan was for another machine; measure this one with autopar profile"
+            f"kernels took {factor:.2g} of the time that was predicted for {device.name!r} (at least 1/{MOST_FASTER:g} is believed): "
+            "the plan was for another machine; measure this one with autopar profile"
         )
-    curves = {name: tuple((work, value / factor) for work, value in curve) for name, curve in device.efficiency.items()}
+    curves = {
+        name: tuple((work, min(value / factor, MOST_EFFICIENT)) for work, value in curve) for name, curve in device.efficiency.items()
+    }
     return replace(device, efficiency=curves, launch=device.launch * factor, overhead=overhead)
 
 

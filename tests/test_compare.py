@@ -16,6 +16,7 @@ import zoo
 import autopar
 from autopar import Cluster, Comparison, Plan, cli
 from autopar.cost_model import timeline_of
+from autopar.cost_model.device import MOST_EFFICIENT
 from autopar.errors import PlanError
 from autopar.report.compare import compare
 from autopar.runtime.recorder import RankTimes
@@ -198,11 +199,22 @@ def test_the_command_writes_a_cluster_file(plan: Plan, tmp_path: Path, capsys: p
         cli.main(["profile", "--cluster", "cpu"])
 
 
+def test_what_a_cache_makes_fast_stays_within_what_a_file_may_say(plan: Plan, tmp_path: Path) -> None:
+    cpu = Cluster.load("cpu")
+    small = cpu.device.efficiency | {"relu.float32": ((1e4, MOST_EFFICIENT), (1e6, 0.5))}
+    quick = [replace(t, stages={0: {k: v / 2 for k, v in t.stages[0].items()}}) for t in as_measured(plan)]
+    replace(cpu, device=replace(cpu.device, efficiency=small)).calibrated(compare(plan, quick)).save(tmp_path / "new.json")
+    found = Cluster.load(tmp_path / "new.json").device.efficiency["relu.float32"]
+    assert found == ((1e4, MOST_EFFICIENT), (1e6, pytest.approx(1.0, rel=0.01)))
+
+
 def test_what_cannot_be_calibrated(plan: Plan) -> None:
     times = as_measured(plan)
     nothing = [replace(t, stages={0: dict.fromkeys(t.stages[0], 0.0)}) for t in times]
     with pytest.raises(PlanError, match=r"was measured to for 0 s: neither may be 0"):
         Cluster.load("cpu").calibrated(compare(plan, nothing))
     instant = [replace(t, stages={0: {k: v / 1e3 for k, v in t.stages[0].items()}}) for t in times]
-    with pytest.raises(PlanError, match=r"kernels took 0.001 of the predicted time.*measure this one with autopar profile"):
+    with pytest.raises(
+        PlanError, match=r"kernels took 0.001 of the time that was predicted for .*1/20.*measure this one with autopar profile"
+    ):
         Cluster.load("cpu").calibrated(compare(plan, instant))
