@@ -33,6 +33,11 @@ class Launch(NamedTuple):
     call: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
 
     @property
+    def sends(self) -> bool:
+        """Whether it is a collective, or waits for one."""
+        return "c10d" in self.operator
+
+    @property
     def nbytes(self) -> int:
         """Read and written."""
         return sum(nbytes for _, nbytes in self.touched)

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from here import everything
+from here import RANKS, everything
 from megatron import batch, configuration, gpt, options, searched
 from megatron_memory import FIGURE, row
 from published import Run, all_reduces, by_model, runs
@@ -192,9 +192,9 @@ def memory(folder: Path) -> None:
     print(f"mean error {statistics.mean(map(abs, off)):.1f} %, worst {max(map(abs, off)):.1f} %; fitted: nothing")
 
 
-def here() -> None:
+def here(ranks: Sequence[int]) -> None:
     """This machine, on 1, 2 and 4 ranks; each number of ranks profiled before. One run of each corrects the profile, and is not scored."""
-    found = everything()
+    found = everything(ranks)
     rows = [(r["ranks"], r["model"], r["plan"], *_pair(r, "", 1e3, r["calibrates"]), *_pair(r, "_bytes", 2.0**-20)) for r in found]
     headers = ("ranks", "model", "plan", *("ms: predicted", "measured", "error %"), *("MiB: predicted", "measured", "error %"))
     print(tabulate(rows, headers=headers, disable_numparse=True, stralign="right"))
@@ -221,13 +221,14 @@ def main() -> None:
     parser.add_argument("--published", action="store_true", help="published runs on GPUs")
     parser.add_argument("--only", choices=PUBLISHED, help="one table of published runs")
     parser.add_argument("--here", action="store_true", help="this machine; nothing else should run on it")
+    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help="of this machine")
     arguments = parser.parse_args()
     for name, table in PUBLISHED.items():
         if arguments.only == name or (arguments.published and arguments.only is None):
             table(VALIDATION)
             print()
     if arguments.here:
-        here()
+        here(arguments.ranks)
     if not (arguments.published or arguments.only or arguments.here):
         parser.error("give --published, --here, or both")
 

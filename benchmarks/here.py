@@ -8,7 +8,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -184,7 +184,7 @@ def measured(ranks: int, folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def everything(ranks: tuple[int, ...] = RANKS) -> list[dict[str, Any]]:
+def everything(ranks: Sequence[int] = RANKS) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         return [row for n in ranks for row in measured(n, Path(folder))]
 

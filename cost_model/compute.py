@@ -27,6 +27,11 @@ class Compute:
         return self._device.overhead
 
     @property
+    def device_kind(self) -> str:
+        """ "cpu" or "cuda"."""
+        return self._device.kind
+
+    @property
     def overlap(self) -> float:
         """The part of a collective that costs nothing beside other work."""
         return self._device.overlap

@@ -176,9 +176,7 @@ class Program:
 
     def _ask(self, node: fx.Node, rule: Rule | None, chosen: NodePlan, tensors: list[Any]) -> Answer:
         if any(chosen.kernels) and not _RANDOM.intersection(chosen.kernels):
-            target, given = kernel_call(node, chosen, self._mesh)
-            left = iter(tensors)
-            return self._autograd.ask(target, [next(left) if isinstance(a, fx.Node) else a for a in given], {}, self._like(node))
+            return kernel_answer(self._autograd, node, chosen, self._mesh, tensors, self._like(node))
         args, kwargs = self._localised(node, rule, chosen, *substituted(node, tensors))
         return self._autograd.ask(node.target, args, kwargs, self._like(node))  # type: ignore[arg-type]
 
@@ -283,6 +281,13 @@ class Program:
 
     def _nbytes(self, value: Strided) -> int:
         return self._autograd.allocated(math.prod(value.shape) * value.dtype.itemsize)
+
+
+def kernel_answer(autograd: Autograd, node: fx.Node, chosen: NodePlan, mesh: AnyMesh, tensors: Sequence[Any], like: Any = None) -> Answer:
+    """What the kernel that ``chosen`` names makes, saves and launches on one rank; ``tensors`` are the rank's parts of its operands."""
+    target, given = kernel_call(node, chosen, mesh)
+    left = iter(tensors)
+    return autograd.ask(target, [next(left) if isinstance(a, fx.Node) else a for a in given], {}, like)
 
 
 _RANDOM = {"dropout", "attention"}  # kernels that are the operator, its numbers drawn from a stream

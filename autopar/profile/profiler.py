@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -34,6 +35,7 @@ from autopar.profile.timing import Timing, pooled, reading, replay, summary, tim
 
 NOISY = 0.5  # a spread from which on a measurement is told to be noisy
 ROUNDS = 3  # everything is measured so often, from beginning to end: what else a machine does comes and goes
+LIMIT = 115.0  # seconds that another round may not go beyond
 BUDGET = 0.013  # seconds for one kernel of one size in a round
 MESSAGE_BUDGET = 0.04  # the same for one collective
 READINGS = (3, 15)  # of a collective in a round, at least and at most
@@ -77,6 +79,7 @@ class Profiler:
         self.device, self.progress = device, progress
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.crowded = device.type == "cpu" and self.ranks * torch.get_num_threads() > (os.cpu_count() or 1)
         self.machine = machine(device, dist.get_backend() if dist.is_initialized() else "none", self.ranks)
         self.path, self.part = path, path.with_suffix(path.suffix + ".part")
         self.done = self._resumed()
@@ -84,20 +87,15 @@ class Profiler:
 
     def run(self) -> Cluster:
         """The cluster, which is also written."""
-        jobs = [(name, f"{name}, round {number + 1}", measure) for number in range(ROUNDS) for name, measure in self._jobs()]
-        left = [(key, measure) for _, key, measure in jobs if key not in self.done]
-        bar = tqdm(total=len(jobs), initial=len(jobs) - len(left), desc="profiling", disable=not self.progress or self.rank > 0)
+        jobs, rounds, start = list(self._jobs()), defaultdict[str, list[Timing]](list), time.perf_counter()
+        bar = tqdm(total=ROUNDS * len(jobs), desc="profiling", disable=not self.progress or self.rank > 0)
         with bar, torch.no_grad():
-            for key, measure in left:
-                bar.set_postfix_str(key)
-                self._barrier()
-                self.done[key] = self._agreed(measure())
-                bar.update()
-                if self.rank == 0:
-                    write_json(self.part, {"schema": SCHEMA, "machine": self.machine, "measured": self.done})
-        rounds: dict[str, list[Timing]] = defaultdict(list)
-        for name, key, _ in jobs:
-            rounds[name].append(self.done[key])
+            for number in range(1, ROUNDS + 1):
+                for name, measure in jobs:
+                    rounds[name].append(self._measured(f"{name}, round {number}", measure, bar))
+                    bar.update()
+                if max(self._gathered(time.perf_counter() - start)) * (number + 1) / number > LIMIT:
+                    break
         found = {name: pooled(timings) for name, timings in rounds.items()}
         cluster = cluster_of(self.path.stem, self.machine, self.device, found, LARGE)
         if self.rank == 0:
@@ -105,6 +103,16 @@ class Profiler:
             cluster.save(self.path)
             self.part.unlink(missing_ok=True)
         return cluster
+
+    def _measured(self, key: str, measure: Callable[[], Timing], bar: tqdm) -> Timing:
+        """What is known, or else measured now and kept."""
+        if key not in self.done:
+            bar.set_postfix_str(key)
+            self._barrier()
+            self.done[key] = self._agreed(measure())
+            if self.rank == 0:
+                write_json(self.part, {"schema": SCHEMA, "machine": self.machine, "measured": self.done})
+        return self.done[key]
 
     def _resumed(self) -> dict[str, Timing]:
         """What an interrupted profile of the same machine has measured, as rank 0 reads it."""
@@ -150,7 +158,7 @@ class Profiler:
         return found
 
     def _timed(self, call: Callable[[], Any]) -> Timing:
-        return timed(call, self.device, BUDGET)
+        return timed(call, self.device, BUDGET, self.crowded)
 
     def _launch(self) -> Timing:
         """Of one of many tiny kernels, half of them an autograd's backward: what each takes on the host in a training step."""
@@ -196,7 +204,7 @@ class Profiler:
         for _ in range(min(max(round(MESSAGE_BUDGET / once), READINGS[0]), READINGS[1])):
             side @ side
             readings.append(reading(call, 1, self.device))
-        return summary(readings)
+        return summary(readings, self.crowded)
 
     def _hidden(self) -> Timing:
         """What part of the shorter of both the work of a kernel and a collective save when they run at once; no time, but a number."""

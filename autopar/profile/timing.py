@@ -25,8 +25,9 @@ class Timing(NamedTuple):
     spread: float
 
 
-def timed(call: Callable[[], Any], device: torch.device, budget: float) -> Timing:
-    """Of one call, measured for about ``budget`` seconds. On a GPU the host queues the calls of one reading ahead."""
+def timed(call: Callable[[], Any], device: torch.device, budget: float, crowded: bool = False) -> Timing:
+    """Of one call, measured for about ``budget`` seconds. On a GPU the host queues the calls of one reading ahead. ``crowded``: see
+    :func:`summary`."""
     call()
     once = reading(call, 1, device)
     several = max(1, min(1000, round(LEAST / max(once, 1e-7))))
@@ -34,13 +35,14 @@ def timed(call: Callable[[], Any], device: torch.device, budget: float) -> Timin
     end = time.perf_counter() + budget
     while len(readings) < READINGS or (time.perf_counter() < end and len(readings) < 200):
         readings.append(reading(call, several, device))
-    return summary(readings)
+    return summary(readings, crowded)
 
 
-def summary(readings: Sequence[float]) -> Timing:
-    """The median and the spread of several readings."""
+def summary(readings: Sequence[float], crowded: bool = False) -> Timing:
+    """The median and the spread of several readings; of processes that are more than there are cores (``crowded``) the mean, as most calls
+    are over before another process has its turn, and some wait for it."""
     low, middle, high = statistics.quantiles(readings, n=4)
-    return Timing(middle, (high - low) / middle)
+    return Timing(statistics.fmean(readings) if crowded else middle, (high - low) / middle)
 
 
 def pooled(timings: Sequence[Timing]) -> Timing:

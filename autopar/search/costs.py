@@ -12,19 +12,21 @@ import torch
 import torch.fx as fx
 
 from autopar.analysis import Analysis
-from autopar.autograd import Autograd
+from autopar.autograd import Autograd, contiguous
 from autopar.cost_model import Axis, Compute, Conversions, Term, optimizer_traffic, parameter_memory, point_to_point, seconds
 from autopar.cost_model.conversion import Step
-from autopar.graph import slices_of
+from autopar.graph import operands, slices_of
 from autopar.launches import Launch
-from autopar.layout import Layout
+from autopar.layout import Layout, local_shape
+from autopar.memory.calls import kernel_answer
 from autopar.memory.saved import Saved
-from autopar.plan import BUCKET_BYTES
+from autopar.plan import BUCKET_BYTES, NodePlan
 from autopar.rules import Rule
 from autopar.runtime.kernels import send
 from autopar.search.strategies import Storage, Strategy
 from autopar.search.work import OnTheSpot, Shards
 from autopar.search.work import seconds as seconds_of
+from autopar.stand_ins import AnyMesh
 
 _LEAST_EXPOSED = 0.05  # of gradients' collectives: what is sent is never for nothing
 _STATISTIC = 4  # bytes: kernels send their statistics as float32
@@ -75,7 +77,7 @@ class Costs:
         which ``autograd`` says how they are on one rank. ``holders``: how many ranks of the pipeline have each tensor of the state."""
         self.analysis, self._saved, self.conversion, self.compute = analysis, saved, conversions, compute
         self.optimizer, self.summed_in, self._microbatches = optimizer, summed_in, microbatches
-        self._spot, self._autograd = spot, autograd
+        self._spot, self._autograd = spot, autograd or Autograd(compute.device_kind)
         self._holders = holders or {}
         self.sizes = conversions.sizes
 
@@ -174,10 +176,25 @@ class Costs:
             for backward in (False, True)
         )
         if rule is not None and rule.communication:
-            # Kernels that communicate are composed of several passes over memory, where the operator is one.
-            composed = np.array([any(k and f in rule.communication for f, k in zip(s.factors, s.kernels, strict=True)) for s in strategies])
-            sent = np.array([sum(t.seconds for t in self.sent_by_kernel(node, rule, s)) for s in strategies])
-            there, back = there * (1 + composed) + sent, back * (1 + composed)
+            for i, s in enumerate(strategies):
+                if any(k and f in rule.communication for f, k in zip(s.factors, s.kernels, strict=True)):
+                    there[i], back[i] = self._composed(node, s)
+                    there[i] += sum(t.seconds for t in self.sent_by_kernel(node, rule, s))
+        return there, back
+
+    def _composed(self, node: fx.Node, strategy: Strategy) -> tuple[float, float]:
+        """Seconds, forward and backward, of a kernel that communicates: it is composed of many where the operator is one."""
+        tensors = []
+        for (operand, _), layout in zip(operands(node), strategy.ins, strict=True):
+            val, grad = operand.meta["val"], self.differentiable(node) and self.differentiable(operand)
+            tensors.append(contiguous(local_shape(val.shape, layout, self.sizes), val.dtype, grad))
+        chosen = NodePlan(strategy.ins, strategy.out, strategy.factors, strategy.kernels)
+        answer = kernel_answer(self._autograd, node, chosen, AnyMesh(tuple(self.sizes)), tensors)
+        dtype = str(node.meta["val"].dtype)
+        there, back = (
+            sum(float(self.compute.seconds(n.kind, dtype, n.flops, n.nbytes, operator=n.operator)) for n in launches if not n.sends)
+            for launches in (answer.forward, answer.backward)
+        )
         return there, back
 
     def sent_by_kernel(self, node: fx.Node, rule: Rule | None, strategy: Strategy) -> list[Term]:
