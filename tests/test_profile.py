@@ -262,3 +262,16 @@ def test_a_kinds_curve_is_the_mean_of_its_operators() -> None:
     found = _mean([fast, slow])
     assert (found[0][0], found[-1][0]) == (1e3, 2e6)
     assert [value for _, value in found] == pytest.approx([0.4] * len(found))
+
+
+def test_processes_that_take_turns_on_a_core() -> None:
+    """A call that works for as long as it sleeps: alone it takes both, three to a core take three times its work."""
+
+    def call() -> None:
+        end = time.process_time() + 0.004
+        while time.process_time() < end:
+            pass
+        time.sleep(0.004)
+
+    assert 0.008 <= timed(call, CPU, 0.05).seconds < 0.012
+    assert timed(call, CPU, 0.05, 3.0).seconds == pytest.approx(0.012, rel=0.2)

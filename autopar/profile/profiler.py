@@ -79,7 +79,8 @@ class Profiler:
         self.device, self.progress = device, progress
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.crowded = device.type == "cpu" and self.ranks * torch.get_num_threads() > (os.cpu_count() or 1)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.crowd = self.ranks / cores if device.type == "cpu" and self.ranks > 1 and self.ranks * torch.get_num_threads() > cores else 1.0
         self.machine = machine(device, dist.get_backend() if dist.is_initialized() else "none", self.ranks)
         self.path, self.part = path, path.with_suffix(path.suffix + ".part")
         self.done = self._resumed()
@@ -158,7 +159,7 @@ class Profiler:
         return found
 
     def _timed(self, call: Callable[[], Any]) -> Timing:
-        return timed(call, self.device, BUDGET, self.crowded)
+        return timed(call, self.device, BUDGET, self.crowd)
 
     def _launch(self) -> Timing:
         """Of one of many tiny kernels, half of them an autograd's backward: what each takes on the host in a training step."""
@@ -204,7 +205,7 @@ class Profiler:
         for _ in range(min(max(round(MESSAGE_BUDGET / once), READINGS[0]), READINGS[1])):
             side @ side
             readings.append(reading(call, 1, self.device))
-        return summary(readings, self.crowded)
+        return summary(readings)
 
     def _hidden(self) -> Timing:
         """What part of the shorter of both the work of a kernel and a collective save when they run at once; no time, but a number."""

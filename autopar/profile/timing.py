@@ -25,24 +25,24 @@ class Timing(NamedTuple):
     spread: float
 
 
-def timed(call: Callable[[], Any], device: torch.device, budget: float, crowded: bool = False) -> Timing:
-    """Of one call, measured for about ``budget`` seconds. On a GPU the host queues the calls of one reading ahead. ``crowded``: see
-    :func:`summary`."""
+def timed(call: Callable[[], Any], device: torch.device, budget: float, crowd: float = 1.0) -> Timing:
+    """Of one call, measured for about ``budget`` seconds. On a GPU the host queues the calls of one reading ahead. Where processes take
+    turns, ``crowd`` of them on a core, each has its part of that: the core's time for a call counts, so many times."""
+    clock = time.process_time if crowd > 1 else time.perf_counter
     call()
     once = reading(call, 1, device)
     several = max(1, min(1000, round(LEAST / max(once, 1e-7))))
     readings: list[float] = []
     end = time.perf_counter() + budget
     while len(readings) < READINGS or (time.perf_counter() < end and len(readings) < 200):
-        readings.append(reading(call, several, device))
-    return summary(readings, crowded)
+        readings.append(crowd * reading(call, several, device, clock))
+    return summary(readings)
 
 
-def summary(readings: Sequence[float], crowded: bool = False) -> Timing:
-    """The median and the spread of several readings; of processes that are more than there are cores (``crowded``) the mean, as most calls
-    are over before another process has its turn, and some wait for it."""
+def summary(readings: Sequence[float]) -> Timing:
+    """The median and the spread of several readings."""
     low, middle, high = statistics.quantiles(readings, n=4)
-    return Timing(statistics.fmean(readings) if crowded else middle, (high - low) / middle)
+    return Timing(middle, (high - low) / middle if middle else 0.0)
 
 
 def pooled(timings: Sequence[Timing]) -> Timing:
@@ -53,14 +53,14 @@ def pooled(timings: Sequence[Timing]) -> Timing:
     return Timing(middle, max(statistics.median(timing.spread for timing in timings), apart / middle if middle else 0.0))
 
 
-def reading(call: Callable[[], Any], times: int, device: torch.device) -> float:
+def reading(call: Callable[[], Any], times: int, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
     """Seconds of one of ``times`` calls."""
     synchronize(device)
-    start = time.perf_counter()
+    start = clock()
     for _ in range(times):
         call()
     synchronize(device)
-    return (time.perf_counter() - start) / times
+    return (clock() - start) / times
 
 
 def synchronize(device: torch.device) -> None:
