@@ -80,7 +80,7 @@ class Profiler:
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.crowd = self.ranks / cores if device.type == "cpu" and self.ranks > 1 and self.ranks * torch.get_num_threads() > cores else 1.0
+        self.crowd = max(1.0, self.ranks / cores) if device.type == "cpu" else 1.0  # processes a core
         self.machine = machine(device, dist.get_backend() if dist.is_initialized() else "none", self.ranks)
         self.path, self.part = path, path.with_suffix(path.suffix + ".part")
         self.done = self._resumed()
