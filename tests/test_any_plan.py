@@ -52,7 +52,7 @@ def errors(name: str, sizes: tuple[int, ...], seeds: list[int], microbatches: in
     return found
 
 
-@pytest.mark.parametrize("sizes", PLANS)
+@pytest.mark.parametrize("sizes", [pytest.param(sizes, marks=[pytest.mark.slow] * (math.prod(sizes) > 2)) for sizes in PLANS])
 @pytest.mark.parametrize("name", small_graphs.MODELS)
 def test_random_plans_are_right(ranks: Pools, name: str, sizes: tuple[int, ...]) -> None:
     for found in ranks(math.prod(sizes)).run(errors, name, sizes, list(range(PLANS[sizes])), timeout=150):

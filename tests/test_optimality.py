@@ -70,6 +70,7 @@ def test_nothing_is_cheaper(name: str, setting: str, sizes: tuple[int, ...], rec
     assert brute_force.cheapest(problem, ONE, solution.value * (1 + 1e-6)) == pytest.approx(solution.value, rel=ROUNDING)
 
 
+@pytest.mark.slow
 def test_the_best_is_not_always_the_same_thing() -> None:
     used = []
     for case in [case for case in CASES if case[-1] == "none"]:

@@ -75,7 +75,9 @@ def test_a_megatron_plan_reads_like_one(megatron: Plan) -> None:
         assert found[f"{layer}.{name}", NORM] == SEQUENCE_SHARDED
     assert found[layer, "residual"] == SEQUENCE_SHARDED
     assert found[f"{layer}.self_attn", "attention"] == ["head-parallel"]
-    assert found["lm_head", "linear"] == found["(root)", "cross_entropy"] == ["vocabulary-parallel"]
+    assert found["lm_head", "linear"] == ["vocabulary-parallel"]
+    # Logits may be exchanged for those of a part of the sequence: one kernel then takes the place of the many that sum over ranks.
+    assert found["(root)", "cross_entropy"] in (["vocabulary-parallel"], SEQUENCE_SHARDED)
     table = megatron.report().split("\n\n")[3].splitlines()
     assert len(table) <= 16  # two lines of head, ten of the block
     assert "  self_attn.q_proj, k_proj, v_proj  linear" in "\n".join(table)
@@ -147,6 +149,7 @@ def held(analysis: Analysis, plan: Plan, recomputed: Sequence[str]) -> dict[int,
     return Held(Program(analysis, plan.nodes, plan.conversions, plan.mesh_sizes, Autograd("cpu"))).kept(recomputed)
 
 
+@pytest.mark.slow
 def test_a_pipeline_reads_like_one_device() -> None:
     """Blocks that do the same have one row, whatever their stages; sums are those of the rank with most to do, or of all stages."""
     model, sample = zoo.llama(layers=8, batch=48)

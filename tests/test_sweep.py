@@ -89,6 +89,7 @@ def test_it_finds_what_separate_calls_find(found: Sweep, separately: list[tuple[
     assert len({plan.step_time for plan in found if isinstance(plan, Plan)}) >= 9  # they are not all one plan
 
 
+@pytest.mark.slow
 def test_it_does_not_depend_on_what_was_asked_before(found: Sweep) -> None:
     back = swept([CONFIGURATIONS[i] for i in reversed((7, *FIXED))])
     assert list(reversed(back)) == [found[i] for i in (7, *FIXED)]
