@@ -28,7 +28,7 @@ class Compute:
 
     @property
     def device_kind(self) -> str:
-        """ "cpu" or "cuda"."""
+        """Of the cluster's devices: "cpu" or "cuda"."""
         return self._device.kind
 
     @property

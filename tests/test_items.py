@@ -42,6 +42,16 @@ def test_items_add_up_to_the_seconds_of_a_plan(tensor: int, pipeline: int, data:
     assert phases[STEP].sum() == pytest.approx(synchronised)
 
 
+def test_kernels_that_communicate_add_up_too() -> None:
+    """Batch norm over two ranks, composed of many kernels."""
+    model, sample = zoo.cnn(batch=8, layers=2)
+    with searched(Traced(model, sample, None), 8, A100, world_size=2, parallel=dict(data=2), recompute="none", zero=0) as found:
+        phases, bill = added_up(found), found.solution.bill
+        norms = [n for n in found.analysis.graph.nodes if "batch_norm" in str(n.target)]
+        assert any(any(found.choice(n).kernels) for n in norms)
+    assert phases[FORWARD] + phases[BACKWARD] == pytest.approx(bill.forward + bill.backward, rel=1e-4)
+
+
 def test_tensor_parallel_ranks_share_the_products() -> None:
     """On 4 ranks each product of Megatron's layer has a quarter of the FLOPs, and norms, dropouts and residuals are done by all."""
     model, sample = gpt(64, 4, 2, 32, 256), tokens(4, 32)

@@ -96,6 +96,7 @@ class Profiler:
                     rounds[name].append(self._measured(f"{name}, round {number}", measure, bar))
                     bar.update()
                 if max(self._gathered(time.perf_counter() - start)) * (number + 1) / number > LIMIT:
+                    bar.total = bar.n  # the others would take too long
                     break
         found = {name: pooled(timings) for name, timings in rounds.items()}
         cluster = cluster_of(self.path.stem, self.machine, self.device, found, LARGE)

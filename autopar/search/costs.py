@@ -177,25 +177,26 @@ class Costs:
         )
         if rule is not None and rule.communication:
             for i, s in enumerate(strategies):
-                if any(k and f in rule.communication for f, k in zip(s.factors, s.kernels, strict=True)):
-                    there[i], back[i] = self._composed(node, s)
+                if composed := self.composed(node, rule, s):
+                    there[i], back[i] = (
+                        sum(float(self.compute.seconds(n.kind, dtype, n.flops, n.nbytes, operator=n.operator)) for n in part)
+                        for part in composed
+                    )
                     there[i] += sum(t.seconds for t in self.sent_by_kernel(node, rule, s))
         return there, back
 
-    def _composed(self, node: fx.Node, strategy: Strategy) -> tuple[float, float]:
-        """Seconds, forward and backward, of a kernel that communicates: it is composed of many where the operator is one."""
+    def composed(self, node: fx.Node, rule: Rule | None, strategy: Strategy) -> tuple[list[Launch], list[Launch]] | None:
+        """What one rank launches, forward and backward, for a kernel that communicates: it is composed of many where the operator is one.
+        None for other strategies."""
+        if rule is None or not any(k and f in rule.communication for f, k in zip(strategy.factors, strategy.kernels, strict=True)):
+            return None
         tensors = []
         for (operand, _), layout in zip(operands(node), strategy.ins, strict=True):
             val, grad = operand.meta["val"], self.differentiable(node) and self.differentiable(operand)
             tensors.append(contiguous(local_shape(val.shape, layout, self.sizes), val.dtype, grad))
         chosen = NodePlan(strategy.ins, strategy.out, strategy.factors, strategy.kernels)
         answer = kernel_answer(self._autograd, node, chosen, AnyMesh(tuple(self.sizes)), tensors)
-        dtype = str(node.meta["val"].dtype)
-        there, back = (
-            sum(float(self.compute.seconds(n.kind, dtype, n.flops, n.nbytes, operator=n.operator)) for n in launches if not n.sends)
-            for launches in (answer.forward, answer.backward)
-        )
-        return there, back
+        return [n for n in answer.forward if not n.sends], [n for n in answer.backward if not n.sends]
 
     def sent_by_kernel(self, node: fx.Node, rule: Rule | None, strategy: Strategy) -> list[Term]:
         """What a node's kernels communicate by themselves, in one microbatch."""

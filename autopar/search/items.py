@@ -68,11 +68,13 @@ def items(found: Found) -> Iterator[Item]:
 
 def _kernels(found: Found, node: fx.Node, choice: Strategy, count: tuple[float, ...], again: bool) -> Iterator[Item]:
     costs, rule = found.costs, found.analysis.rules.get(node)
-    shards = Shards(node, rule, [choice], costs.sizes)
-    for backward, launch in costs.launches(node):
-        sizes = shards.product(launch, backward) if launch.kind == "matmul" else None
+    shards, composed = Shards(node, rule, [choice], costs.sizes), costs.composed(node, rule, choice)
+    launches = [(late, n) for late, part in zip((False, True), composed, strict=True) for n in part] if composed else costs.launches(node)
+    for backward, launch in launches:
+        sizes = shards.product(launch, backward) if launch.kind == "matmul" and not composed else None
         product = tuple(float(n[0]) for n in sizes) if sizes else None
-        amount = float(launch.flops * shards.work[0]), float(shards.nbytes(launch)[0])
+        whole = launch.flops * shards.work[0], shards.nbytes(launch)[0]
+        amount = (launch.flops, float(launch.nbytes)) if composed else (float(whole[0]), float(whole[1]))
         for phase in [BACKWARD] if backward else [FORWARD, AGAIN_FORWARD] if again else [FORWARD]:
             yield Item(node, phase, count, launch.kind, launch.operator, str(node.meta["val"].dtype), *amount, product)
     for term in costs.sent_by_kernel(node, rule, choice):

@@ -80,9 +80,11 @@ class Search:
         holders: Mapping[fx.Node, int] | None = None,
     ) -> Costs:
         """Of a graph, of which autograd keeps ``kept`` and that many ranks of the pipeline have each tensor of the state."""
-        summed, spot = dtype_of(self.options.summed_in), self.known.spot
-        given = self.options.optimizer, summed, microbatches, spot, self.autograd, holders
-        return Costs(analysis, kept, conversions, self.compute, *given)
+        return Costs(
+            analysis, kept, conversions, self.compute, self.options.optimizer,
+            summed_in=dtype_of(self.options.summed_in), microbatches=microbatches,
+            spot=self.known.spot, autograd=self.autograd, holders=holders,
+        )  # fmt: skip
 
     def _build(self, shape: Shape, samples: int) -> Problem:
         start, analysis = time.perf_counter(), self.analysis
