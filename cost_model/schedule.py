@@ -12,6 +12,7 @@ backward in turn, and differ in how long the warm-up is:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import zip_longest
@@ -122,6 +123,31 @@ def _order(shape: Pattern, rank: int, pipeline: int, split: bool) -> list[Action
     for step in zip_longest(forwards[shape.warmup :], backwards, weights):
         order += [action for action in step if action is not None]
     return order
+
+
+def received_early(orders: Sequence[Sequence[Action]]) -> list[list[list[Action]]]:
+    """For each action of each rank in LOOPED schedules, the rank's later actions that have a buffer for what they are sent: torch prepares
+    it as soon as its sender is done in a simulation in which ranks take turns, an action each. From three stages a rank on, torch's also
+    takes turns to gather a stage's parameters, which this leaves out. ``orders`` are those of :func:`actions`."""
+    last = max(action.stage for order in orders for action in order)
+    waiting: list[list[Action]] = [[] for _ in orders]
+    found: list[list[list[Action]]] = [[] for _ in orders]
+    while any(len(early) < len(order) for early, order in zip(found, orders, strict=True)):
+        for rank, order in enumerate(orders):
+            action = order[len(found[rank])] if len(found[rank]) < len(order) else None
+            if action is None or (_is_sent(action, last) and action not in waiting[rank]):
+                continue
+            waiting[rank] = [a for a in waiting[rank] if a != action]
+            found[rank].append(list(waiting[rank]))
+            after = action.stage + (1 if action.kind == FORWARD else -1)
+            if action.kind != WEIGHT and 0 <= after <= last:
+                waiting[after % len(orders)].append(Action(action.kind, after, action.microbatch))
+    return found
+
+
+def _is_sent(action: Action, last: int) -> bool:
+    """Whether it starts with something from another stage."""
+    return action.kind != WEIGHT and action.stage != (0 if action.kind == FORWARD else last)
 
 
 @lru_cache(maxsize=1024)

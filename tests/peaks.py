@@ -55,13 +55,36 @@ def cnn(batch: int) -> tuple[nn.Module, dict[str, Any]]:
     return zoo.cnn(batch=batch, layers=3)
 
 
-MODELS: dict[str, Callable[[int], tuple[nn.Module, dict[str, Any]]]] = {f.__name__: f for f in (gpt2, gpt2_with_dropout, llama, vit, cnn)}
+class Chain(nn.Module):
+    """Stages send what autograd keeps of a ReLU, and one rank's two stages of four share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+        self.layers[5].weight = self.layers[0].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.square().mean()
+
+
+def chain(batch: int) -> tuple[nn.Module, dict[str, Any]]:
+    return Chain(), {"x": torch.randn(batch, SEQUENCE, WIDTH)}
+
+
+def _by_name(*models: Callable[[int], tuple[nn.Module, dict[str, Any]]]) -> dict[str, Callable[[int], tuple[nn.Module, dict[str, Any]]]]:
+    return {f.__name__: f for f in models}
+
+
+MODELS = _by_name(gpt2, gpt2_with_dropout, llama, vit, cnn)
+ALL_MODELS = MODELS | _by_name(chain)
 
 
 def made(name: str, batch: int) -> tuple[nn.Module, dict[str, Any]]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model, sample = MODELS[name](batch)
+        model, sample = ALL_MODELS[name](batch)
     return model.train(), sample
 
 

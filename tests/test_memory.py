@@ -66,12 +66,14 @@ def settled(live: LiveBytes) -> int:
 def measure(plan: Plan) -> None:
     model, sample = gpt()
     held: list[int] = []
+    copies: list[int] = []  # of parameters, put together when a step starts
     on_its_way: list[tuple[StorageWeakRef, int]] = []
     live = LiveBytes()
     forward = Stages._forward
 
-    def counted(self: Stages, *args: Any) -> Any:
-        sent, loss = forward(self, *args)
+    def counted(self: Stages, index: int, number: int, received: list[torch.Tensor]) -> Any:
+        copies.append(settled(live) - sum(t.nbytes for t in received))
+        sent, loss = forward(self, index, number, received)
         # What was sent may still be on its way; here no backward needs it, being a sum.
         on_its_way.extend((StorageWeakRef(t.untyped_storage()), t.untyped_storage().nbytes()) for t in sent)
         held.append(settled(live) - sum(nbytes for storage, nbytes in on_its_way if not storage.expired()))
@@ -84,7 +86,7 @@ def measure(plan: Plan) -> None:
     stage = dist.get_rank() // (plan.world_size // STAGES)
     said = plan.stages[stage].kept * plan.stages[stage].in_flight
     # Before the first backward there are no gradients yet: just what the microbatches in flight keep.
-    warm = held[plan.stages[stage].in_flight - 1]
+    warm = held[plan.stages[stage].in_flight - 1] - copies[0]
     assert abs(warm - said) <= 0.02 * said, (stage, warm, said)
 
 

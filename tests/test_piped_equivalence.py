@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from staged import own
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import autopar
+from autopar.errors import BudgetError
 from autopar.search import fit
 
 TOLERANCE = 1e-9
@@ -63,11 +65,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one case: the worst error and of what, what was planned, and the bytes that the fullest device had to do with."""
+    """Of one case: the worst error and of what, what was planned, the bytes that the fullest device had to do with, and those that it would
+    need to keep everything."""
 
     worst: tuple[float, str]
     plan: autopar.Plan
-    budget: float | None
+    budget: float = math.inf
+    keeping_all: float = 0.0
 
 
 def check(name: str, batch: int, layers: int, cases: Sequence[Case], exactly: bool) -> list[Outcome]:
@@ -79,21 +83,24 @@ def check(name: str, batch: int, layers: int, cases: Sequence[Case], exactly: bo
         expected = step(copy.deepcopy(model), sample)
         for case in cases:
             try:
-                options, budget = case.options(batch), None
+                options, memory = case.options(batch), ()
                 if case.recompute == "auto" and dist.get_rank() == 0:  # where it is planned
-                    budget = options["memory_budget"] = tight(model, sample, case, options)
+                    keeping_all = max(autopar.plan(model, sample, case.world_size, **options | dict(recompute="none")).peak_memory)
+                    budget = options["memory_budget"] = tight(model, sample, case, options, keeping_all)
+                    memory = (budget, keeping_all)
                 compiled = autopar.compile(model, sample, case.world_size, **options)
                 mine = step(compiled, sample)
             except Exception as e:
                 raise AssertionError(f"{name}, {case}: {e}") from e
-            found.append(Outcome(worst(differences(mine, own(expected, mine))), compiled.plan, budget))
+            found.append(Outcome(worst(differences(mine, own(expected, mine))), compiled.plan, *memory))
     return found
 
 
-def tight(model: torch.nn.Module, sample: Any, case: Case, options: dict[str, Any]) -> float:
-    """Bytes that are enough if some is recomputed."""
-    most, least = (max(autopar.plan(model, sample, case.world_size, **options | dict(recompute=r)).peak_memory) for r in ("none", "full"))
-    return least + ROOM * (most - least)
+def tight(model: torch.nn.Module, sample: Any, case: Case, options: dict[str, Any], keeping_all: float) -> float:
+    """Bytes that are enough if some is recomputed; as many as keeping everything takes where no plan takes less, as in some schedules."""
+    with pytest.raises(BudgetError) as error:
+        autopar.plan(model, sample, case.world_size, **options, memory_budget=1)
+    return error.value.least + ROOM * max(0.0, keeping_all - error.value.least)
 
 
 def run(ranks: Pools, name: str, batch: int, layers: int, cases: Sequence[Case], exactly: bool, timeout: float) -> None:
@@ -101,12 +108,12 @@ def run(ranks: Pools, name: str, batch: int, layers: int, cases: Sequence[Case],
     everywhere: list[list[Outcome]] = ranks(world_size).run(check, name, batch, layers, cases, exactly, timeout=timeout)
     for case, outcomes in zip(cases, zip(*everywhere, strict=True), strict=True):
         assert max(o.worst for o in outcomes) < (TOLERANCE, ""), (case, [o.worst for o in outcomes])
-        plan, budget = outcomes[0].plan, outcomes[0].budget
+        plan, budget, keeping_all = outcomes[0].plan, outcomes[0].budget, outcomes[0].keeping_all
         asked = (case.pipeline, case.schedule, case.chunks, case.microbatches, case.data)
         assert (plan.pipeline, plan.schedule, plan.chunks, plan.microbatches, plan.data_degree) == asked
         assert plan.mesh.get("tensor", 1) == case.tensor
-        assert bool(plan.recomputed) == (case.recompute != "none"), case
-        assert budget is None or max(plan.peak_memory) <= budget, case
+        assert bool(plan.recomputed) == (case.recompute == "full" or budget < keeping_all), case
+        assert max(plan.peak_memory) <= budget, case
 
 
 # Each schedule, model, mode of recomputation and composition; the slow tests have all that goes together.

@@ -14,6 +14,7 @@ import pytest
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 
 from autopar.cost_model import Action, actions, in_flight, makespans, simulate, timeline_of
+from autopar.cost_model.schedule import LOOPED, received_early
 from autopar.errors import PlanError
 from autopar.plan import SCHEDULES
 
@@ -46,6 +47,12 @@ class Notes:
         return lambda *args: []
 
 
+def lowered(schedule: str, p: int, c: int, m: int) -> dict[int, list[Any]]:
+    """What torch runs on each rank in schedules of several stages a rank, with what is sent and received."""
+    stages = [SimpleNamespace(num_stages=p * c, stage_index=i * p, group_size=p, group_rank=0, submod=None) for i in range(c)]
+    return TORCH[schedule](stages, m).pipeline_order_with_comms
+
+
 def torchs(schedule: str, p: int, c: int, m: int, monkeypatch: pytest.MonkeyPatch) -> list[list[Action]]:
     """What torch runs on each rank."""
     if schedule in ("gpipe", "1f1b"):
@@ -55,8 +62,7 @@ def torchs(schedule: str, p: int, c: int, m: int, monkeypatch: pytest.MonkeyPatc
             monkeypatch.setattr(runner, "_initialize_stage", lambda *args: None)
             runner._step_microbatches([()] * m, [{}] * m)
         return [stage.done for stage in stages]
-    stages = [SimpleNamespace(num_stages=p * c, stage_index=i * p, group_size=p, group_rank=0, submod=None) for i in range(c)]
-    order = TORCH[schedule](stages, m).pipeline_order_with_comms
+    order = lowered(schedule, p, c, m)
     compute = [[a for a in order[rank] if a.computation_type.value in KINDS] for rank in range(p)]
     return [[Action(KINDS[a.computation_type.value], a.stage_index, a.microbatch_index) for a in rank] for rank in compute]
 
@@ -64,6 +70,22 @@ def torchs(schedule: str, p: int, c: int, m: int, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_orders_are_torchs(case: tuple[str, int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     assert actions(*case) == torchs(*case, monkeypatch)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case[0] in LOOPED and case[1] > 1 and case[2] < 3], ids=str)
+def test_receives_are_prepared_when_torch_does(case: tuple[str, int, int, int]) -> None:
+    expected: list[list[list[Action]]] = []
+    for _, order in sorted(lowered(*case).items()):
+        waiting: list[Action] = []
+        expected.append([])
+        for a in order:
+            kind, receives = a.computation_type.value, a.computation_type.value.startswith("RECV_")
+            action = Action(kind[-1] if receives else KINDS.get(kind, ""), a.stage_index, a.microbatch_index)
+            waiting = [*waiting, action] if receives else [each for each in waiting if each != action]
+            if kind in KINDS:
+                expected[-1].append(waiting)
+    assert received_early(actions(*case)) == expected
+    assert any(any(early) for early in expected) or case[1:3] == (2, 1)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -6,7 +6,7 @@ when its backward is done; gradients that come to one tensor from several reader
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from autopar.memory.calls import Call, Memory, Slot
 from autopar.memory.flow import Gradient
@@ -14,13 +14,16 @@ from autopar.memory.liveness import ACTIVATIONS, REMADE, TRANSIENT, Body, Grad, 
 
 
 class Backward:
-    """The backward of one microbatch. ``leaf(name, gradient)`` takes the gradient of a parameter."""
+    """The backward of one microbatch. ``leaf(name, gradient)`` takes the gradient of a parameter; ``held`` is not let go of, whatever
+    autograd does."""
 
-    def __init__(self, body: Body, ledger: Ledger, leaf: Callable[[str, Grad], None]) -> None:
+    def __init__(self, body: Body, ledger: Ledger, leaf: Callable[[str, Grad], None], held: Collection[Memory] = ()) -> None:
         self._body, self._ledger, self._leaf = body, ledger, leaf
         self._slots: dict[Slot, Grad] = {}
         self._left = dict(body.edges)
         self._holders, self._missing = dict(body.survey.holders), set(body.survey.remade)
+        for memory in held:
+            self._holders[memory] += 1
         self._kind = dict.fromkeys(body.survey.kept, ACTIVATIONS)
         self._done: set[Call] = set()
         self._split, self._received = False, list[Grad]()

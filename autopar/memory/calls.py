@@ -94,7 +94,7 @@ Memories = tuple[Memory | None, ...]
 class Program:
     """One plan's ``calls`` on one rank, in their order, conversions among them; the ``arrivals`` at each stage; ``outputs``, the memory of
     what it returns, the loss first; where the gradient of the ``loss`` begins; the parameters that stages use, in the order of first
-    ``uses``.
+    ``uses``, and the ``inputs`` that they take.
 
     Args:
         analysis: of the graph of one microbatch; one that is cut into stages says so by ``meta["stage"]``.
@@ -125,6 +125,7 @@ class Program:
         self.calls: list[Call] = []
         self.arrivals: list[Arrival] = []
         self.uses: dict[tuple[int | None, str], None] = {}
+        self.inputs: set[tuple[int | None, fx.Node]] = set()
         updates = analysis.outputs[analysis.captured.out_spec.num_leaves :]
         names = {i.target: n for n, i in analysis.state.items()}
         self._written = {names[target] for target, new in zip(analysis.captured.updates, updates, strict=True) if target in names}
@@ -205,6 +206,8 @@ class Program:
         memories, slots = self._memories[node], self._slots[node]
         if node in self._analysis.state:
             self.uses[self._stage(reader), self._analysis.state[node].target] = None
+        elif node.op == "placeholder":
+            self.inputs.add((self._stage(reader), node))
         if wanted == found or not isinstance(self._values[node], Strided):
             alone = len(memories) == 1
             return self._values[node], memories[0] if alone else None, slots[0] if alone else None

@@ -53,9 +53,11 @@ class Grad:
 
 
 class Body:
-    """One stage's calls, for any microbatch; ``again`` are the calls that the backward makes again."""
+    """One stage's calls, for any microbatch; ``again`` are the calls that the backward makes again, ``picked`` the bytes of what it is
+    given of the batch, where that is a copy."""
 
-    def __init__(self, program: Program, held: Held, stage: int, again: set[Call]) -> None:
+    def __init__(self, program: Program, held: Held, stage: int, again: set[Call], picked: int = 0) -> None:
+        self._picked = picked
         self.arrivals = [a for a in program.arrivals if a.stage == stage]
         self.departures = [a for a in program.arrivals if a.stage == stage + 1]
         own = [call for call in program.calls if call.stage == stage]
@@ -77,6 +79,15 @@ class Body:
         """What goes on to the next stage."""
         return [a.sent for a in self.departures if a.sent is not None]
 
+    @property
+    def sent_and_kept(self) -> set[Memory]:
+        """What of that autograd keeps, too."""
+        return {memory for memory in self.sent if memory in self.survey.kept}
+
+    def receives(self, forward: bool) -> int:
+        """The bytes that a forward, or a backward, is sent."""
+        return sum(a.memory.nbytes for a in (self.arrivals if forward else self.departures) if forward or a.source is not None)
+
     def forward(self, ledger: Ledger, keeps_outputs: bool) -> None:
         """Leaves in the ledger what autograd keeps, what is sent, and with ``keeps_outputs`` what is returned."""
         reads, there = dict(self._reads), set[Memory]()
@@ -93,6 +104,7 @@ class Body:
                 there.remove(memory)
                 ledger.add(TRANSIENT, -memory.nbytes)
 
+        ledger.add(TRANSIENT, self._picked)
         for arrival in self.arrivals:
             reads[arrival.memory] = reads.get(arrival.memory, 0) + 1  # in the arguments until the program returns
             appear(arrival.memory)
@@ -110,6 +122,7 @@ class Body:
         for arrival in self.arrivals:
             reads[arrival.memory] -= 1
             leave(arrival.memory)
+        ledger.add(TRANSIENT, -self._picked)
         for memory in [] if keeps_outputs else self.outputs:
             if memory is not None:
                 reads[memory] -= 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,13 +18,13 @@ import torch
 from autopar.analysis import Analysis
 from autopar.autograd import Autograd
 from autopar.cost_model.memory import allocated, optimizer_temporaries, parameter_memory
-from autopar.cost_model.schedule import BACKWARD, FORWARD, LOOPED, WEIGHT, Action, actions
+from autopar.cost_model.schedule import BACKWARD, FORWARD, LOOPED, WEIGHT, Action, actions, received_early
 from autopar.layout import I, local_shape
 from autopar.memory.backward import Backward
-from autopar.memory.calls import Program
+from autopar.memory.calls import Memory, Program
 from autopar.memory.held import Held
 from autopar.memory.leaves import Leaf, Leaves, gathering
-from autopar.memory.liveness import OUTPUTS, TRANSIENT, Body, Ledger
+from autopar.memory.liveness import ACTIVATIONS, OUTPUTS, TRANSIENT, Body, Ledger
 from autopar.memory.walk import Effect, Walk
 from autopar.plan import ParameterPlan, Plan
 from autopar.precision import dtype_of
@@ -35,7 +35,7 @@ class Run:
     """How a program is run.
 
     Attributes:
-        pipeline, stages, schedule, microbatches: as in a plan.
+        pipeline, stages, schedule, microbatches, data_degree: as in a plan.
         optimizer: its name.
         summed_in: in which ranks sum gradients of parameters, None for that in which they are made.
         device_type: where.
@@ -45,6 +45,7 @@ class Run:
     stages: int
     schedule: str
     microbatches: int
+    data_degree: int
     optimizer: str
     summed_in: torch.dtype | None
     device_type: str
@@ -58,12 +59,16 @@ class Run:
 
 @dataclass
 class _Stage:
-    """One stage of a rank: its effects, by action and whether it is the first, the last or another one."""
+    """One stage of a rank: its effects, by action, whether it is the first or the last, and whether what it sent is held.
+
+    A weight belongs to the first stage of a rank that uses it, whose ``leaves`` take its gradients; ``owners`` has those of all it uses.
+    """
 
     body: Body
     leaves: Leaves
     weights: list[Leaf]
-    effects: dict[tuple[str, bool, bool], Effect] = field(default_factory=dict)
+    owners: dict[str, Leaves]
+    effects: dict[tuple[str, bool, bool, bool], Effect] = field(default_factory=dict)
 
 
 class Peak:
@@ -87,7 +92,10 @@ class Peak:
         self._again = self._held.again(recomputed)
         self._alone = math.prod(sizes) == run.microbatches == run.stages == 1
         self._nodes = {state.target: node for node, state in analysis.state.items()}
-        self._stages = [self._stage(number) for number in range(run.stages)]
+        self._stages: list[_Stage] = []
+        bodies = [Body(program, self._held, number, self._again, self._picked(number)) for number in range(run.stages)]
+        for number in range(run.stages):
+            self._stages.append(self._stage(number, bodies))
 
     @property
     def kept(self) -> list[float]:
@@ -97,30 +105,40 @@ class Peak:
     def by_kind(self) -> list[dict[str, float]]:
         """By stage, its part of its device's peak: bytes by kind."""
         found: list[dict[str, float]] = [{} for _ in self._stages]
-        for rank, order in enumerate(self._run.order()):
-            for stage, kinds in self._rank(range(rank, self._run.stages, self._run.pipeline), order).items():
+        orders = self._run.order()
+        early = received_early(orders) if self._looped else [[[] for _ in order] for order in orders]
+        for rank, order in enumerate(orders):
+            for stage, kinds in self._rank(range(rank, self._run.stages, self._run.pipeline), order, early[rank]).items():
                 found[stage] = {kind: float(n) for kind, n in kinds.items() if n}
         return found
 
+    @property
+    def _looped(self) -> bool:
+        return self._run.schedule in LOOPED and self._run.stages > 1
+
     # A rank's step
 
-    def _rank(self, own: range, order: list[Action]) -> dict[int, dict[str, int]]:
-        walk = Walk(own, keeps=self._run.schedule in LOOPED and self._run.stages > 1)
+    def _rank(self, own: range, order: list[Action], early: list[list[Action]]) -> dict[int, dict[str, int]]:
+        walk = Walk(own, keeps=self._looped)
         for stage in own:
             self._lasting(stage, own, walk)
         self._open(own, walk)
         done: Counter[tuple[str, int]] = Counter()
-        for before, action, after in zip([None, *order], order, [*order[1:], None], strict=False):
+        for before, action, after, waiting in zip([None, *order], order, [*order[1:], None], early, strict=False):
             if before is None or before.kind != action.kind:
                 walk.arrive()
             if self._run.schedule == "1f1b" and before is not None and after is not None:
                 if walk.held is None and action.kind == FORWARD and before.kind == FORWARD and after.kind == BACKWARD:
-                    walk.hold(action.stage)
+                    walk.hold(before.stage, before.microbatch)
                 elif action.kind == before.kind == BACKWARD:
                     walk.let_go()
             done[action.kind, action.stage] += 1
             count = done[action.kind, action.stage]
-            walk.act(action.stage, self._effect(action, count == 1, count == self._run.microbatches))
+            holds = action.kind == BACKWARD and walk.holds(action.microbatch)
+            ahead = sum(self._stages[a.stage].body.receives(a.kind == FORWARD) for a in waiting)
+            walk.act(action.stage, self._effect(action, count == 1, count == self._run.microbatches, holds), ahead)
+            if holds:
+                walk.keep(ACTIVATIONS, sum(m.nbytes for m in self._stages[action.stage].body.sent_and_kept))
         self._end(own, walk)
         return walk.at
 
@@ -164,34 +182,35 @@ class Peak:
         more = optimizer_temporaries(sizes, self._run.optimizer, together)
         walk.act(own[0], Effect({}, more, {"optimizer": more}))
 
-    def _effect(self, action: Action, first: bool, last: bool) -> Effect:
+    def _effect(self, action: Action, first: bool, last: bool, holds: bool = False) -> Effect:
+        """``holds``: what was sent of this microbatch is still held by who sent it."""
         stage = self._stages[action.stage]
-        key = action.kind, first, last
+        key = action.kind, first, last, holds
         if key not in stage.effects:
             ledger = Ledger()
             if action.kind == FORWARD:
                 leaving = self._forward(stage, ledger)
             else:
-                leaving = self._backward(stage, action.kind, last, ledger)
+                leaving = self._backward(stage, action.kind, last, ledger, stage.body.sent_and_kept if holds else ())
             stage.effects[key] = Effect(dict(ledger.now), ledger.most, ledger.at, leaving)
         return stage.effects[key]
 
-    def _backward(self, stage: _Stage, kind: str, last: bool, ledger: Ledger) -> int:
+    def _backward(self, stage: _Stage, kind: str, last: bool, ledger: Ledger, held: Collection[Memory]) -> int:
         """Of a schedule that cuts backwards in two the one part or the other. A stage that sends nothing back has all in the second."""
-        split = self._run.schedule == "zero-bubble" and self._run.stages > 1
+        split = self._run.schedule == "zero-bubble" and self._looped
         whole = not split or not stage.body.path
         if last and kind == (WEIGHT if split else BACKWARD):
             stage.leaves.begin()
         if split and whole and kind == BACKWARD:
             return 0
         first = Ledger() if kind == WEIGHT and not whole else ledger
-        backward = Backward(stage.body, first, lambda name, grad: stage.leaves.arrive(name, grad, ledger))
+        backward = Backward(stage.body, first, lambda name, grad: stage.owners[name].arrive(name, grad, ledger), held)
         leaving = backward.run() if whole else backward.inputs()
         if kind == WEIGHT and not whole:
             backward.weights(ledger)
         leaving = leaving if kind == BACKWARD else 0
         if self._run.schedule in LOOPED and kind == (WEIGHT if split else BACKWARD):  # autograd lets go, but not who sent it
-            again = sum(m.nbytes for m in {*stage.body.sent} if m in stage.body.survey.kept)
+            again = sum(m.nbytes for m in stage.body.sent_and_kept)
             ledger.add(TRANSIENT, again)
             leaving += again
         return leaving
@@ -207,12 +226,19 @@ class Peak:
 
     # What a stage is
 
-    def _stage(self, number: int) -> _Stage:
-        body = Body(self._program, self._held, number, self._again)
-        reached = {slot.parameter for slot in body.edges if slot.parameter}
-        earlier = {name for stage in range(number % self._run.pipeline, number, self._run.pipeline) for name in self._used(stage)}
-        weights = [self._leaf(name, name in reached) for name in self._used(number) if self._is_parameter(name) and name not in earlier]
-        return _Stage(body, Leaves(weights, self._alone, self._run.summed_in), weights)
+    def _stage(self, number: int, bodies: Sequence[Body]) -> _Stage:
+        own = slice(number % self._run.pipeline, None, self._run.pipeline)
+        reached = {slot.parameter for body in bodies[own] for slot in body.edges if slot.parameter}
+        owners = {name: leaves for stage in self._stages[own] for name, leaves in stage.owners.items()}
+        weights = [self._leaf(n, n in reached) for n in self._used(number) if self._is_parameter(n) and n not in owners]
+        leaves = Leaves(weights, self._alone, self._run.summed_in)
+        return _Stage(bodies[number], leaves, weights, owners | {leaf.name: leaves for leaf in weights})
+
+    def _picked(self, stage: int) -> int:
+        """Bytes of a microbatch's samples where these do not lie together, because each data-parallel rank's part has some of them."""
+        taken = {node for at, node in self._program.inputs if at in (stage, None) and self._analysis.batch.dim(node) is not None}
+        apart = self._run.microbatches > 1 and self._run.data_degree > 1
+        return sum(self._allocated(n.meta["val"].numel() * n.meta["val"].dtype.itemsize) for n in taken) if apart else 0
 
     def _used(self, stage: int) -> list[str]:
         """The names of the state that a stage takes, in the order of first use; what none takes is where the first is."""
@@ -259,5 +285,6 @@ def peak_of(analysis: Analysis, plan: Plan, optimizer: str, autograd: Autograd) 
     """That of a plan. ``analysis`` is of one microbatch, and cut into the plan's stages."""
     summed_in = dtype_of(plan.reduce_dtype)
     program = Program(analysis, plan.nodes, plan.conversions, plan.mesh_sizes, autograd, summed_in)
-    run = Run(plan.pipeline, len(plan.stages), plan.schedule, plan.microbatches, optimizer, summed_in, autograd.device_type)
+    numbers = plan.pipeline, len(plan.stages), plan.schedule, plan.microbatches, plan.data_degree
+    run = Run(*numbers, optimizer, summed_in, autograd.device_type)
     return Peak(analysis, program, plan.mesh_sizes, plan.parameters, plan.recomputed, run)

@@ -20,6 +20,16 @@ class Effect:
     leaving: int = 0
 
 
+@dataclass
+class _Held:
+    """What one microbatch has sent and its sender holds: bytes by kind that are there for nothing else."""
+
+    stage: int
+    microbatch: int
+    kinds: dict[str, int]
+    gone: bool = False
+
+
 class Walk:
     """A rank's memory from action to action; ``at``, by stage and kind when there was most.
 
@@ -33,34 +43,45 @@ class Walk:
         self.copies: tuple[int, dict[str, int]] = own[0], {}
         self._total = self._most = 0
         self._leaving: list[tuple[int, int]] = []
-        self.held: tuple[int, int] | None = None
+        self.held: _Held | None = None
 
     def lasts(self, stage: int, kind: str, nbytes: int) -> None:
         """What is there from the start."""
         self.now[stage][kind] += nbytes
         self._total += nbytes
 
-    def act(self, stage: int, effect: Effect) -> None:
-        """One action of a stage. What the one before has sent is gone when this is done, if not before."""
-        if self._total + effect.most >= self._most:
-            self._most = self._total + effect.most
+    def act(self, stage: int, effect: Effect, ahead: int = 0) -> None:
+        """One action of a stage, while buffers for later messages take ``ahead`` bytes. What the one before has sent is gone
+        when this is done, if not before."""
+        if self._total + effect.most + ahead >= self._most:
+            self._most = self._total + effect.most + ahead
             self.at = {s: dict(kinds) for s, kinds in self.now.items()}
             for kind, nbytes in effect.at.items():
                 self.at[stage][kind] = self.at[stage].get(kind, 0) + nbytes
+            self.at[stage][TRANSIENT] = self.at[stage].get(TRANSIENT, 0) + ahead
         self._leave(stage, effect.left, 1)
         self.arrive()
         self._leaving.append((stage, effect.leaving))
 
-    def hold(self, stage: int) -> None:
+    def hold(self, stage: int, microbatch: int) -> None:
         """torch's 1F1B holds on to what it sent by itself last before the first backward, until it does so again after the last forward."""
-        self.held = stage, sum(nbytes for _, nbytes in self._leaving)
+        self.held = _Held(stage, microbatch, {TRANSIENT: sum(nbytes for _, nbytes in self._leaving)})
         self._leaving = []
+
+    def holds(self, microbatch: int) -> bool:
+        """Whether it is what this microbatch has sent."""
+        return self.held is not None and not self.held.gone and self.held.microbatch == microbatch
+
+    def keep(self, kind: str, nbytes: int) -> None:
+        """The backward has left so much of what is held."""
+        assert self.held is not None
+        self.held.kinds[kind] = nbytes
 
     def let_go(self) -> None:
         """Of that."""
-        if self.held is not None:
-            self._leave(self.held[0], {TRANSIENT: self.held[1]}, -1)
-            self.held = self.held[0], 0
+        if self.held is not None and not self.held.gone:
+            self._leave(self.held.stage, self.held.kinds, -1)
+            self.held.gone = True
 
     def arrive(self, end: bool = False) -> None:
         """What was sent is there: 1F1B and GPipe wait for it before they go from forwards to backwards or back."""

@@ -74,7 +74,8 @@ def accounted(found: Found, autograd: Autograd) -> Found:
     costs, shape = found.costs, found.shape
     program = Program(found.analysis, nodes, conversions, shape.sizes, autograd, costs.summed_in)
     parameters = {state.target: _parameter(found, n) for n, state in found.analysis.state.items()}
-    run = Run(shape.pipeline, shape.stages, shape.schedule, shape.microbatches, costs.optimizer, costs.summed_in, autograd.device_type)
+    numbers = shape.pipeline, shape.stages, shape.schedule, shape.microbatches, _data_degree(found.analysis, nodes, found.axes)
+    run = Run(*numbers, costs.optimizer, costs.summed_in, autograd.device_type)
     peak = Peak(found.analysis, program, shape.sizes, parameters, recomputed, run)
     return replace(found, kept=peak.kept, nbytes=peak.by_kind())
 

@@ -22,6 +22,7 @@ from autopar.search.tables import Tabulator
 from autopar.search.units import Units
 
 PRICES = 4  # solves of the problem of a pipeline's stages
+UNLIMITED = 2.0**70  # bytes
 NEARLY = 0.7  # of a device's memory: where equal stages take more of it, the fullest of unequal ones may not fit
 
 
@@ -45,6 +46,7 @@ def outline(
     reserve: Sequence[float] | None = None,
     starts: Sequence[int] | None = None,
     alike: bool = False,
+    unlimited: bool = False,
 ) -> Draft:
     """The best plan of one shape.
 
@@ -52,33 +54,36 @@ def outline(
         reserve: bytes of each stage's device that must stay free.
         starts: the first unit of each stage, where the user cut by hand.
         alike: all units are sharded as in the fastest solution.
+        unlimited: all units are those of the fastest solution, whatever memory that takes.
 
     Raises:
         BudgetError: nothing fits the memory, with the least that would.
     """
     prices = search.prices(shape, samples)
     start = time.perf_counter()
-    room = search.budget - max(reserve or (0.0,))
+    room = [UNLIMITED if unlimited else search.budget - r for r in reserve or [0.0] * shape.pipeline]
     try:
-        _, gap = prices.within(room * shape.pipeline, PRICES if shape.stages > 1 else None)
+        _, gap = prices.within(min(room) * shape.pipeline, PRICES if shape.stages > 1 else None)
     except DoesNotFitError as e:
         raise _over_budget(search, shape, samples, e) from None
     finally:
         start = search.spent("solve", start)
     # Stages are unlike: where all fit on average, the fullest may not, and has cheaper ways out than to move the cut.
     fastest = prices.at(0.0)
-    if shape.stages > 1 and search.worst_bytes(shape, fastest.bill, 1) > NEARLY * room:
+    if shape.stages > 1 and search.worst_bytes(shape, fastest.bill, 1) > NEARLY * min(room):
         unit = FIRST * fastest.value / search.budget / float(prices.weights.flight[0])
         for power in (0, 1, 2):
             prices.at(unit * COARSE**power)
-    same = prices.sharded_as_fastest()
-    points = same.distinct() if alike else prices.distinct(same.solved.values())
+    points = [fastest]
+    if not unlimited:
+        same = prices.sharded_as_fastest()
+        points = same.distinct() if alike else prices.distinct(same.solved.values())
     tables = Tabulator(prices.problem, search.units, once=shape.stages == 1).of(points)
     flights = np.array(shape.flights(), dtype=float)
     budgets = []
     for stage, flight in enumerate(flights):  # the chunks of a rank share its memory as they need it
         rank = stage % shape.pipeline
-        budgets.append((search.budget - (reserve[rank] if reserve else 0.0)) * flight / flights[rank :: shape.pipeline].sum())
+        budgets.append(room[rank] * flight / flights[rank :: shape.pipeline].sum())
     crossing = _crossing(search.units, prices.problem, points[0]) if shape.stages > 1 else 0.0
     conversions = search.known.conversions(shape.sizes, shape.pipeline)
     # What crosses is held where it arrives.

@@ -17,6 +17,7 @@ from autopar.search.resize import resized
 from autopar.search.searches import Searches
 
 REFITS = 6
+TOO_HIGH = 1.25  # estimates of memory may be that much above what is counted
 EXACT_TRIES = 3
 EXACT_SECONDS = 2.0  # for small problems to be solved to the end
 
@@ -24,6 +25,8 @@ EXACT_SECONDS = 2.0  # for small problems to be solved to the end
 def fitted(searches: Searches, draft: Draft) -> Found:
     """The draft in full. Where its units may be sharded differently, which has a price at their borders that drafts do not see, also
     with all of them as in the fastest solution, if that may be faster; the faster of the two."""
+    if len(draft.points) > 1 and (fastest := _fastest(searches, draft)) is not None:
+        return _to_the_end(searches, draft, _proven(searches, fastest))
     reserve = [0.0] * draft.shape.pipeline
     found: Found | None = None
     failure: BudgetError | None = None
@@ -43,25 +46,40 @@ def fitted(searches: Searches, draft: Draft) -> Found:
     return _to_the_end(searches, draft, _proven(searches, found))
 
 
+def _fastest(searches: Searches, draft: Draft) -> Found | None:
+    """The plan that memory is no concern of, where what is counted fits though its estimate does not."""
+    shape, search = draft.shape, searches.of(draft.shape.microbatches)
+    if search.worst_bytes(shape, draft.points[0].bill, 1) > TOO_HIGH * search.budget:
+        return None
+    found = _counted(searches, searches.drafted(shape, unlimited=True))
+    return found if max(found.device_bytes()) <= search.budget else None
+
+
+def _counted(searches: Searches, draft: Draft) -> Found:
+    """A draft in full."""
+    search = searches.of(draft.shape.microbatches)
+    start = time.perf_counter()
+    with resized(search.analysis, searches.part(draft.shape), search.analysis.rules):
+        found = accounted(assemble(search, draft), search.autograd)
+    search.spent("fit", start)
+    return found
+
+
 def _refitted(searches: Searches, draft: Draft, reserve: list[float], alike: bool) -> Found:
     """The draft in full; where it turns out larger than drafted, drafted again with so much less room, which ``reserve`` notes."""
     shape = draft.shape
     searches.progress(f"writing down {shape}")
     search = searches.of(shape.microbatches)
     for refit in range(REFITS):
-        start = time.perf_counter()
-        with resized(search.analysis, searches.part(shape), search.analysis.rules):
-            found = accounted(assemble(search, draft), search.autograd)
-            over = [nbytes - search.budget for nbytes in found.device_bytes()]
-            kinds = found.nbytes_by_kind(max(range(len(over)), key=over.__getitem__))
-        search.spent("fit", start)
+        found = _counted(searches, draft)
+        over = [nbytes - search.budget for nbytes in found.device_bytes()]
         if max(over) <= 0:
             return found
         reserve[:] = [r + max(0.0, o) * (1 + refit / 8) for r, o in zip(reserve, over, strict=True)]
         draft = searches.drafted(shape, reserve, alike)
     if (fits := _exact(searches, draft, reserve, None)) is not None:
         return fits
-    raise too_little(search, shape, searches.part(shape), kinds)
+    raise too_little(search, shape, searches.part(shape), found.nbytes_by_kind(over.index(max(over))))
 
 
 def _proven(searches: Searches, found: Found) -> Found:

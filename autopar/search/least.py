@@ -20,7 +20,7 @@ from autopar.search.search import Search
 from autopar.search.shape import Shape
 from autopar.search.tables import Tables, Tabulator
 
-PRICES = tuple(4.0**i for i in range(-2, 7))  # of all bytes of a device, as multiples of the step
+PRICES = (0.0, *(4.0**i for i in range(-2, 7)))  # of all bytes of a device, as multiples of the step
 
 
 def leanest(search: Search, shape: Shape, samples: int, starts: Sequence[int] | None = None) -> Found:

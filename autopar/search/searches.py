@@ -59,9 +59,10 @@ class Searches:
             )
         return samples
 
-    def drafted(self, shape: Shape, reserve: Sequence[float] | None = None, alike: bool = False) -> Draft:
+    def drafted(self, shape: Shape, reserve: Sequence[float] | None = None, alike: bool = False, unlimited: bool = False) -> Draft:
+        """:func:`outline` of a shape."""
         search = self.of(shape.microbatches)
-        return outline(search, shape, self.part(shape), reserve, self.by_hand(search), alike)
+        return outline(search, shape, self.part(shape), reserve, self.by_hand(search), alike, unlimited)
 
     def by_hand(self, search: Search) -> list[int] | None:
         """The first unit of each stage, where the user cut."""
