@@ -127,8 +127,11 @@ def _order(shape: Pattern, rank: int, pipeline: int, split: bool) -> list[Action
 
 def received_early(orders: Sequence[Sequence[Action]]) -> list[list[list[Action]]]:
     """For each action of each rank in LOOPED schedules, the rank's later actions that have a buffer for what they are sent: torch prepares
-    it as soon as its sender is done in a simulation in which ranks take turns, an action each. From three stages a rank on, torch's also
-    takes turns to gather a stage's parameters, which this leaves out. ``orders`` are those of :func:`actions`."""
+    it as soon as its sender is done in a simulation in which ranks take turns, an action each. ``orders`` are those of :func:`actions`.
+
+    Torch's also takes turns to gather and reduce what a stage has, which is left out: it makes a difference of some buffers after a stage's
+    last backward, and everywhere from three stages a rank on.
+    """
     last = max(action.stage for order in orders for action in order)
     waiting: list[list[Action]] = [[] for _ in orders]
     found: list[list[list[Action]]] = [[] for _ in orders]
