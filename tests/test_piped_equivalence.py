@@ -21,7 +21,6 @@ from staged import own
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import autopar
-from autopar.errors import BudgetError
 from autopar.search import fit
 
 TOLERANCE = 1e-9
@@ -59,6 +58,7 @@ class Case:
             schedule=self.schedule,
             micro_batch_size=batch // (self.microbatches * self.data),
             recompute=self.recompute,
+            zero=0 if self.recompute == "auto" else None,  # else what saves memory may be to keep parts of parameters
             progress=False,
         )
 
@@ -85,9 +85,8 @@ def check(name: str, batch: int, layers: int, cases: Sequence[Case], exactly: bo
             try:
                 options, memory = case.options(batch), ()
                 if case.recompute == "auto" and dist.get_rank() == 0:  # where it is planned
-                    keeping_all = max(autopar.plan(model, sample, case.world_size, **options | dict(recompute="none")).peak_memory)
-                    budget = options["memory_budget"] = tight(model, sample, case, options, keeping_all)
-                    memory = (budget, keeping_all)
+                    memory = tight(model, sample, case, options)
+                    options["memory_budget"] = memory[0]
                 compiled = autopar.compile(model, sample, case.world_size, **options)
                 mine = step(compiled, sample)
             except Exception as e:
@@ -96,11 +95,10 @@ def check(name: str, batch: int, layers: int, cases: Sequence[Case], exactly: bo
     return found
 
 
-def tight(model: torch.nn.Module, sample: Any, case: Case, options: dict[str, Any], keeping_all: float) -> float:
-    """Bytes that are enough if some is recomputed; as many as keeping everything takes where no plan takes less, as in some schedules."""
-    with pytest.raises(BudgetError) as error:
-        autopar.plan(model, sample, case.world_size, **options, memory_budget=1)
-    return error.value.least + ROOM * max(0.0, keeping_all - error.value.least)
+def tight(model: torch.nn.Module, sample: Any, case: Case, options: dict[str, Any]) -> tuple[float, float]:
+    """Bytes that are enough if some is recomputed, and those that keeping everything takes; the same where recomputing saves none."""
+    most, least = (max(autopar.plan(model, sample, case.world_size, **options | dict(recompute=r)).peak_memory) for r in ("none", "full"))
+    return (least + ROOM * (most - least) if least < most else most), most
 
 
 def run(ranks: Pools, name: str, batch: int, layers: int, cases: Sequence[Case], exactly: bool, timeout: float) -> None:

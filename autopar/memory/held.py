@@ -22,12 +22,6 @@ class Held:
         again = self.again(recomputed)
         return {stage: float(self.survey(self._of(stage), again).nbytes) for stage in self._stages()}
 
-    def transient(self, recomputed: Collection[str] = ()) -> dict[int, float]:
-        """Bytes by stage that the backward has beyond :meth:`kept` at its worst, gradients aside: what is kept, less what it is done with,
-        and what was computed again and is still to be read."""
-        again = self.again(recomputed)
-        return {stage: float(_Replay(self.survey(self._of(stage), again)).run(self._of(stage))) for stage in self._stages()}
-
     def again(self, recomputed: Collection[str]) -> set[Call]:
         """The calls that ``recomputed`` names, and the steps on the way to a conversion that it names."""
         names = set(recomputed)
@@ -88,44 +82,3 @@ class Survey:
         for memory in call.reads:
             self.hold(memory)
         return call.reads
-
-
-class _Replay:
-    """A stage's backward, gradients aside: calls in reverse, each making again, once, what it reads and is not there."""
-
-    def __init__(self, survey: Survey) -> None:
-        self._holders, self._missing = dict(survey.holders), set(survey.remade)
-        self._start = self._alive = self._most = survey.nbytes
-
-    def run(self, calls: Sequence[Call]) -> int:
-        """The most bytes beyond those at the start."""
-        for call in reversed(calls):
-            wanted = [m.call for m in call.saved] + [call] * bool(call.internal)
-            for missing in self._needed(wanted):
-                self._make(missing)
-            for memory in call.saved:
-                self._drop(memory)
-            self._alive -= call.internal
-        return self._most - self._start
-
-    def _needed(self, wanted: list[Call]) -> list[Call]:
-        found, waiting = set[Call](), wanted
-        while waiting:
-            call = waiting.pop()
-            if call in self._missing and call not in found:
-                found.add(call)
-                waiting += [m.call for m in call.reads]
-        return sorted(found, key=lambda call: call.order)
-
-    def _make(self, call: Call) -> None:
-        self._missing.remove(call)
-        self._alive += call.internal + sum(m.nbytes for m in call.made)
-        self._most = max(self._most, self._alive)
-        self._alive -= call.cloned + sum(m.nbytes for m in call.made if not self._holders.get(m))
-        for memory in call.reads:
-            self._drop(memory)
-
-    def _drop(self, memory: Memory) -> None:
-        self._holders[memory] -= 1
-        if not self._holders[memory] and memory.call not in self._missing:
-            self._alive -= memory.nbytes
