@@ -31,6 +31,7 @@ from autopar.search.options import Options
 from autopar.search.outer import Outer
 from autopar.search.resize import resized
 from autopar.search.searches import Searches
+from autopar.search.turns import taking_turns
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
@@ -92,6 +93,7 @@ class Planner:
             self._step("reporting")
             with resized(found.analysis, samples // found.microbatches, found.analysis.rules):
                 plan = describe(write_down(found, self.cluster, self.options, searches.timings), found)
+                plan = taking_turns(plan, found, self.cluster.device.ranks_per_core)
         plan.timings["capture"] = self.capturing
         plan.timings["total"] = time.perf_counter() - start
         return plan

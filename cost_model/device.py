@@ -45,6 +45,7 @@ class Device:
         inner: summands of each element at which a product reaches half of its rate.
         overhead: seconds of a step besides its kernels: reading the loss, the optimizer's work on the host.
         overlap: what part of the gradients' collectives the last backward hides.
+        ranks_per_core: how many had to take turns when kernels were measured, each with its own work all the time.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Device:
     inner: float = 0.0
     overhead: float = 0.0
     overlap: float = 0.5
+    ranks_per_core: float = 1.0
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -71,7 +73,7 @@ class Device:
             )
         for dtype, value in self.peak.items():
             _positive(f"device.peak.{dtype}", value)
-        for name in ("memory_bandwidth", "memory", "units"):
+        for name in ("memory_bandwidth", "memory", "units", "ranks_per_core"):
             _positive(f"device.{name}", getattr(self, name))
         for name in ("launch", "inner", "overhead", "overlap"):
             _positive(f"device.{name}", getattr(self, name), zero=True)

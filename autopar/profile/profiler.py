@@ -99,7 +99,7 @@ class Profiler:
                     bar.total = bar.n  # the others would take too long
                     break
         found = {name: pooled(timings) for name, timings in rounds.items()}
-        cluster = cluster_of(self.path.stem, self.machine, self.device, found, LARGE)
+        cluster = cluster_of(self.path.stem, self.machine, self.device, found, LARGE, self.crowd)
         if self.rank == 0:
             self._warn(found)
             cluster.save(self.path)

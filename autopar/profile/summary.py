@@ -25,8 +25,10 @@ _KERNEL, _MESSAGE = re.compile(r"(\w+)\.(\w+) (\w+) (\S+)"), re.compile(r"(\w+) 
 Points = dict[tuple[str, str, str], list[tuple[float, float]]]  # by operator, dtype and kind of a kernel: work and seconds
 
 
-def cluster_of(name: str, machine: Mapping[str, str], device: torch.device, found: Mapping[str, Timing], large: int) -> Cluster:
-    """The cluster that was measured; ``large`` bytes were read, and as many written, for its memory."""
+def cluster_of(
+    name: str, machine: Mapping[str, str], device: torch.device, found: Mapping[str, Timing], large: int, crowd: float
+) -> Cluster:
+    """The cluster that was measured, with ``crowd`` processes a core; ``large`` bytes were read, and as many written, for its memory."""
     ranks = int(machine["ranks"])
     own = 0.0 if device.type == "cuda" else found[CALL].seconds
     points: Points = defaultdict(list)
@@ -45,6 +47,7 @@ def cluster_of(name: str, machine: Mapping[str, str], device: torch.device, foun
         efficiency=_curves(points, peak, bandwidth),
         kind=device.type,
         overlap=found[HIDDEN].seconds if ranks > 1 else 0.0,
+        ranks_per_core=crowd,
     )
     return Cluster(name, described, (_level(found, ranks),), {"": "measured by autopar profile"}, machine)
 
