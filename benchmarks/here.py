@@ -26,7 +26,7 @@ from autopar.runtime.peak import peak_bytes
 RANKS = (1, 2, 4)
 WARM, STEPS = 3, 9
 # The plans whose runs, on one rank and on several with a core each, correct the profile for all that follow.
-CALIBRATE = (("gpt", "one rank"), ("gpt", "tensor"))
+CALIBRATE = (("gpt", "one rank"), ("gpt", "data"))
 HIDDEN, LAYERS, SEQUENCE, BATCH, VOCABULARY = 256, 4, 128, 16, 4096
 Sample = dict[str, torch.Tensor]
 

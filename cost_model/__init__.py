@@ -7,7 +7,7 @@ from autopar.cost_model.conversion import Conversions, Term
 from autopar.cost_model.device import Device, Level
 from autopar.cost_model.memory import ParameterMemory, allocated, optimizer_traffic, parameter_memory
 from autopar.cost_model.schedule import Action, actions, in_flight
-from autopar.cost_model.timeline import Event, Timeline, makespans, simulate, timeline_of
+from autopar.cost_model.timeline import Event, Timeline, in_turns, makespans, simulate, timeline_of
 
 __all__ = [
     "Action",
@@ -25,6 +25,7 @@ __all__ = [
     "allocated",
     "axes",
     "in_flight",
+    "in_turns",
     "makespans",
     "optimizer_traffic",
     "parameter_memory",

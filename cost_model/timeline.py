@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -196,6 +197,52 @@ def timeline_of(
     """
     program = _program(schedule, pipeline, chunks, microbatches)
     return program.timeline(*_run(program, schedule, forward, backward, weight, send))
+
+
+def in_turns(
+    orders: Sequence[Sequence[Action]],
+    seconds: Mapping[Action, float],
+    send: Sequence[float],
+    overlap: bool,
+    cores: float,
+) -> list[float]:
+    """When each rank is done, where those that have work share ``cores`` evenly, each on one at most.
+
+    Args:
+        orders, send, overlap: as for :func:`simulate`.
+        seconds: of each action on a core of its own.
+    """
+    stages = 1 + max(action.stage for action in seconds)
+    ended: dict[Action, float] = {}
+    at, left, free = [0] * len(orders), [0.0] * len(orders), [0.0] * len(orders)
+    owner = {action: rank for rank, order in enumerate(orders) for action in order}
+    now, running = 0.0, set[int]()
+    while any(place < len(order) for place, order in zip(at, orders, strict=True)):
+        coming = math.inf
+        for rank, order in enumerate(orders):
+            if rank in running or at[rank] == len(order):
+                continue
+            action = order[at[rank]]
+            source = awaited(action, stages)
+            if source is None or source in ended:
+                arrived = ended.get(source, 0.0) if source else 0.0
+                transfer = send[min(action.stage, source.stage)] if source and owner[source] != rank else 0.0
+                start = max(free[rank], arrived + transfer) if overlap else max(free[rank], arrived) + transfer
+                if start <= now:
+                    running.add(rank)
+                    left[rank] = seconds[action]
+                else:
+                    coming = min(coming, start)
+        rate = min(1.0, cores / len(running)) if running else 1.0
+        step = min(coming - now, min((left[rank] for rank in running), default=math.inf) / rate)
+        now = coming if now + step >= coming else now + step
+        for rank in list(running):
+            left[rank] -= rate * step
+            if left[rank] <= 1e-12 * now:
+                ended[orders[rank][at[rank]]] = free[rank] = now
+                at[rank] += 1
+                running.remove(rank)
+    return free
 
 
 def makespans(

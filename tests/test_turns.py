@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from statistics import mean
 from typing import Any
@@ -10,8 +11,9 @@ import pytest
 import zoo
 
 import autopar
-from autopar.cost_model import Cluster
-from autopar.plan import StagePlan
+from autopar.cost_model import Cluster, actions, in_turns, simulate
+from autopar.cost_model.schedule import LOOPED
+from autopar.plan import SCHEDULES
 
 
 def planned(ranks_per_core: float, **options: Any) -> autopar.Plan:
@@ -21,12 +23,11 @@ def planned(ranks_per_core: float, **options: Any) -> autopar.Plan:
 
 
 @pytest.mark.parametrize("microbatches", [4, 16])
-def test_a_pipeline_takes_what_all_have_to_do_over_the_cores(microbatches: int) -> None:
+def test_a_pipeline_takes_between_all_work_on_the_cores_and_its_timeline(microbatches: int) -> None:
     options = dict(parallel=dict(pipeline=4), schedule="1f1b", micro_batch_size=16 // microbatches)
-    alone, two, many = (planned(n, **options) for n in (1.0, 2.0, 1e6))
-    work = mean(microbatches * (s.seconds["forward"] + s.seconds["backward"]) + _end(s) for s in alone.stages)
-    assert many.step_time == pytest.approx(work)
-    assert two.step_time == pytest.approx(max(work, alone.step_time / 2))
+    alone, two = (planned(n, **options) for n in (1.0, 2.0))
+    work = mean(microbatches * (s.seconds["forward"] + s.seconds["backward"]) for s in alone.stages)
+    assert max(work, alone.step_time / 2) <= two.step_time < alone.step_time
     part = two.step_time / alone.step_time
     assert part < 0.95
     assert two.stages[1].seconds["forward"] == pytest.approx(part * alone.stages[1].seconds["forward"])
@@ -34,10 +35,39 @@ def test_a_pipeline_takes_what_all_have_to_do_over_the_cores(microbatches: int) 
     assert "2 ranks share a core" in two.report()
 
 
-def _end(stage: StagePlan) -> float:
-    return stage.seconds["gradient synchronisation"] + stage.seconds["optimizer"]
-
-
 def test_what_never_waits_takes_as_long() -> None:
     options = dict(parallel=dict(data=4))
     assert planned(2.0, **options).step_time == planned(1.0, **options).step_time
+
+
+def simulated(schedule: str, cores: float) -> tuple[list[float], list[float], float]:
+    """When ranks are done on so many cores, when with one each, and the work of all."""
+    draw = random.Random(schedule)
+    orders, looped = actions(schedule, 4, 2 if schedule in LOOPED else 1, 8), schedule in LOOPED
+    stages = range(4 * (1 + looped))
+    took = {kind: [draw.uniform(0.5, 2) for _ in stages] for kind in "FBW"}
+    seconds = {action: took[action.kind][action.stage] for order in orders for action in order}
+    line = simulate(orders, took["F"], took["B"], took["W"], [0.0] * len(stages), looped)
+    return in_turns(orders, seconds, [0.0] * len(stages), looped, cores), [ends[-1] for ends in line.ends], sum(seconds.values())
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_with_a_core_each_it_is_the_timeline(schedule: str) -> None:
+    found, timeline, _ = simulated(schedule, 4)
+    assert found == pytest.approx(timeline)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_on_one_core_nothing_is_idle(schedule: str) -> None:
+    found, timeline, work = simulated(schedule, 1)
+    assert max(found) == pytest.approx(work)
+    two = max(simulated(schedule, 2)[0])
+    assert max(max(timeline), work / 2) < two < work
+
+
+def test_two_ranks_on_one_core_by_hand() -> None:
+    """Two stages: while the second waits the first is alone; then each has a core."""
+    orders = actions("gpipe", 2, 1, 2)
+    seconds = dict.fromkeys((action for order in orders for action in order), 1.0)
+    # F0 alone to 1; F1 and F0' share a core to 3; F1' alone to 4, B0' to 5; B0 and B1' share to 7; B1 alone to 8.
+    assert in_turns(orders, seconds, [0.0, 0.0], False, 1.0) == pytest.approx([8.0, 7.0])

@@ -1,16 +1,16 @@
 """Pipelines of more ranks than a machine has cores.
 
 A profile of such a machine has kernels as long as they take when all ranks have work: the ranks of a core take turns. In a pipeline some
-wait for others, whose turns are the longer for it. So a step takes what all ranks have to do, spread evenly over the cores, but no less
-than a pipeline with a core for each rank would.
+wait for others, which have the cores to themselves the while.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from statistics import mean
 from typing import Any
 
+from autopar.cost_model import in_turns
+from autopar.cost_model.schedule import LOOPED
 from autopar.plan import Plan
 from autopar.search.ends import step_ends
 from autopar.search.found import Found
@@ -22,9 +22,10 @@ def taking_turns(plan: Plan, found: Found, ranks_per_core: float) -> Plan:
     """``plan``, what ``found`` was written down as, with its seconds as they are where so many ranks share a core."""
     if found.shape.stages == 1 or ranks_per_core <= 1 or not plan.step_time:
         return plan
-    ends = [sum(seconds.values()) for seconds in step_ends(found)]
-    work = mean(busy + sum(ends[rank :: plan.pipeline]) for rank, busy in enumerate(found.timeline.busy))
-    part = max(1 / ranks_per_core, min(1.0, work / plan.step_time))
+    line, ends = found.timeline, [sum(seconds.values()) for seconds in step_ends(found)]
+    alone = {event.action: (event.end - event.start) / ranks_per_core for event in line.events}
+    done = in_turns(line.orders, alone, found.sends, plan.schedule in LOOPED, plan.pipeline / ranks_per_core)
+    part = min(1.0, max(end + sum(ends[rank :: plan.pipeline]) for rank, end in enumerate(done)) / plan.step_time)
     stages = tuple(replace(stage, seconds={kind: part * s for kind, s in stage.seconds.items()}) for stage in plan.stages)
     rows = {name: [_scaled(row, _SECONDS.get(name), part) for row in table] for name, table in plan.rows.items()}
     note = f"{ranks_per_core:g} ranks share a core: while some wait the others are faster, so that all takes {part:.0%} of its seconds"
