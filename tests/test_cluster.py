@@ -20,7 +20,8 @@ def figures(cluster: Cluster) -> set[str]:
     if not cluster.device.tiles:
         paths -= {"device.tiles"}
         device = {name: value for name, value in device.items() if name not in ("units", "tiles", "inner")}
-    paths |= {f"device.{name}" for name in device if name not in ("name", "kind")}
+    told = ("name", "kind", *["ranks_per_core"] * (cluster.device.ranks_per_core == 1))
+    paths |= {f"device.{name}" for name in device if name not in told}
     for level in cluster.links:
         paths |= {f"links.{level.name}.{name}" for name in ("size", "latency", "bandwidth", "efficiency", "startup")}
         paths |= {f"links.{level.name}.{name}" for name in ("by_ranks", "measured") if getattr(level, name)}

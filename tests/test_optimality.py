@@ -127,7 +127,7 @@ def test_at_a_price_of_memory_nothing_is_cheaper(name: str, setting: str, recomp
 
 
 @pytest.mark.parametrize("recompute", ["none", "auto"])
-@pytest.mark.parametrize("name", ["mlp", "swiglu", "tied", "concatenated", "products"])
+@pytest.mark.parametrize("name", ["mlp", pytest.param("swiglu", marks=pytest.mark.slow), "tied", "concatenated", "products"])
 @pytest.mark.parametrize("setting", ["large batch", "large model"])
 def test_nothing_that_fits_memory_is_faster(name: str, setting: str, recompute: str) -> None:
     search, shape = space(name, setting, (2,), recompute)

@@ -132,7 +132,7 @@ SOME: list[tuple[str, int, list[Case]]] = [
 ]  # fmt: skip
 
 
-LONG = ("t5 on 2", "t5 on 4", "vit on 2", "llama on 2")
+LONG = ("t5 on 2", "t5 on 4", "vit on 2", "llama on 2", "gpt2 on 4")
 
 
 def _param(name: str, batch: int, cases: list[Case]) -> Any:

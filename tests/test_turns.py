@@ -19,11 +19,11 @@ from autopar.plan import SCHEDULES
 def planned(ranks_per_core: float, **options: Any) -> autopar.Plan:
     cpu = Cluster.load("cpu")
     cluster = replace(cpu, device=replace(cpu.device, ranks_per_core=ranks_per_core))
-    return autopar.plan(*zoo.gpt2(batch=16, layers=4), 4, cluster=cluster, progress=False, **options)
+    return autopar.plan(*zoo.gpt2(batch=16, layers=2), 4, cluster=cluster, progress=False, **options)
 
 
-@pytest.mark.parametrize("microbatches", [4, 16])
-def test_a_pipeline_takes_between_all_work_on_the_cores_and_its_timeline(microbatches: int) -> None:
+def test_a_pipeline_takes_between_all_work_on_the_cores_and_its_timeline() -> None:
+    microbatches = 8
     options = dict(parallel=dict(pipeline=4), schedule="1f1b", micro_batch_size=16 // microbatches)
     alone, two = (planned(n, **options) for n in (1.0, 2.0))
     work = mean(microbatches * (s.seconds["forward"] + s.seconds["backward"]) for s in alone.stages)
