@@ -162,7 +162,7 @@ def worker(folder: Path, profile: Path | None) -> None:
         ranks = dist.get_world_size()
         cluster = Cluster.load(profile) if profile else Cluster.measure(folder / f"cluster-{ranks}.json")
         # Where ranks share cores, one's wait is another's turn, and a run does not tell how long each kind took: nothing is corrected.
-        calibrate = CALIBRATE if ranks <= len(os.sched_getaffinity(0)) else ()
+        calibrate = CALIBRATE if cluster.device.ranks_per_core == 1 else ()
         rows = []
         for case in sorted(cases(ranks), key=lambda case: (case.model, case.name) not in calibrate):
             row, comparison = run(case, cluster, ranks)

@@ -45,7 +45,7 @@ class Device:
         inner: summands of each element at which a product reaches half of its rate.
         overhead: seconds of a step besides its kernels: reading the loss, the optimizer's work on the host.
         overlap: what part of the gradients' collectives the last backward hides.
-        ranks_per_core: how many had to take turns when kernels were measured, each with its own work all the time.
+        ranks_per_core: how many ranks took turns on a core when kernels were measured, each with work all the time.
     """
 
     name: str

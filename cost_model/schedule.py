@@ -12,7 +12,6 @@ backward in turn, and differ in how long the warm-up is:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import zip_longest
@@ -125,32 +124,41 @@ def _order(shape: Pattern, rank: int, pipeline: int, split: bool) -> list[Action
     return order
 
 
-def received_early(orders: Sequence[Sequence[Action]]) -> list[list[list[Action]]]:
+def awaited(action: Action, stages: int) -> Action | None:
+    """What must have run elsewhere, or before, for an action to run."""
+    kind, stage, microbatch = action
+    if kind == FORWARD:
+        return Action(kind, stage - 1, microbatch) if stage else None
+    if kind == WEIGHT:
+        return Action(BACKWARD, stage, microbatch)
+    return Action(BACKWARD, stage + 1, microbatch) if stage + 1 < stages else Action(FORWARD, stage, microbatch)
+
+
+@lru_cache(maxsize=4)
+def received_early(schedule: str, pipeline: int, chunks: int, microbatches: int) -> list[list[list[Action]]]:
     """For each action of each rank in LOOPED schedules, the rank's later actions that have a buffer for what they are sent: torch prepares
-    it as soon as its sender is done in a simulation in which ranks take turns, an action each. ``orders`` are those of :func:`actions`.
+    it as soon as its sender is done in a simulation in which ranks take turns, an action each. Arguments as for :func:`actions`.
 
     Torch's also takes turns to gather and reduce what a stage has, which is left out: it makes a difference of some buffers after a stage's
     last backward, and everywhere from three stages a rank on.
     """
-    last = max(action.stage for order in orders for action in order)
+    orders, stages = actions(schedule, pipeline, chunks, microbatches), pipeline * chunks
     waiting: list[list[Action]] = [[] for _ in orders]
     found: list[list[list[Action]]] = [[] for _ in orders]
     while any(len(early) < len(order) for early, order in zip(found, orders, strict=True)):
         for rank, order in enumerate(orders):
-            action = order[len(found[rank])] if len(found[rank]) < len(order) else None
-            if action is None or (_is_sent(action, last) and action not in waiting[rank]):
+            if len(found[rank]) == len(order):
+                continue
+            action = order[len(found[rank])]
+            source = awaited(action, stages)
+            if source is not None and source.stage != action.stage and action not in waiting[rank]:
                 continue
             waiting[rank] = [a for a in waiting[rank] if a != action]
             found[rank].append(list(waiting[rank]))
             after = action.stage + (1 if action.kind == FORWARD else -1)
-            if action.kind != WEIGHT and 0 <= after <= last:
-                waiting[after % len(orders)].append(Action(action.kind, after, action.microbatch))
+            if action.kind != WEIGHT and 0 <= after < stages:
+                waiting[after % pipeline].append(Action(action.kind, after, action.microbatch))
     return found
-
-
-def _is_sent(action: Action, last: int) -> bool:
-    """Whether it starts with something from another stage."""
-    return action.kind != WEIGHT and action.stage != (0 if action.kind == FORWARD else last)
 
 
 @lru_cache(maxsize=1024)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from autopar.cost_model.schedule import BACKWARD, FORWARD, LOOPED, WEIGHT, Action, actions
+from autopar.cost_model.schedule import BACKWARD, FORWARD, LOOPED, WEIGHT, Action, actions, awaited
 from autopar.errors import PlanError
 
 _KINDS = (FORWARD, BACKWARD, WEIGHT)
@@ -137,16 +137,6 @@ class Program:
         return Timeline(self.orders, [x.tolist() for x in np.split(starts, cuts)], [x.tolist() for x in np.split(ends, cuts)])
 
 
-def awaited(action: Action, stages: int) -> Action | None:
-    """What must have run elsewhere, or before, for an action to run."""
-    kind, stage, microbatch = action
-    if kind == FORWARD:
-        return Action(kind, stage - 1, microbatch) if stage else None
-    if kind == WEIGHT:
-        return Action(BACKWARD, stage, microbatch)
-    return Action(BACKWARD, stage + 1, microbatch) if stage + 1 < stages else Action(FORWARD, stage, microbatch)
-
-
 def simulate(
     orders: Sequence[Sequence[Action]],
     forward: Sequence[float],
@@ -211,8 +201,11 @@ def in_turns(
     Args:
         orders, send, overlap: as for :func:`simulate`.
         seconds: of each action on a core of its own.
+
+    Raises:
+        PlanError: the orders wait for each other, or for what no rank does.
     """
-    stages = 1 + max(action.stage for action in seconds)
+    stages = Program(orders).stages
     ended: dict[Action, float] = {}
     at, left, free = [0] * len(orders), [0.0] * len(orders), [0.0] * len(orders)
     owner = {action: rank for rank, order in enumerate(orders) for action in order}

@@ -74,7 +74,7 @@ def test_orders_are_torchs(case: tuple[str, int, int, int], monkeypatch: pytest.
 
 @pytest.mark.parametrize("case", [case for case in CASES if case[0] in LOOPED and case[1] > 1 and case[2] < 3], ids=str)
 def test_receives_are_prepared_when_torch_does(case: tuple[str, int, int, int]) -> None:
-    for early, (_, order) in zip(received_early(actions(*case)), sorted(lowered(*case).items()), strict=True):
+    for early, (_, order) in zip(received_early(*case), sorted(lowered(*case).items()), strict=True):
         waiting: list[Action] = []
         found, reduced = iter(early), False
         for a in order:

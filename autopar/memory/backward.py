@@ -17,7 +17,7 @@ class Backward:
     """The backward of one microbatch. ``leaf(name, gradient)`` takes the gradient of a parameter; ``held`` is not let go of, whatever
     autograd does."""
 
-    def __init__(self, body: Body, ledger: Ledger, leaf: Callable[[str, Grad], None], held: Collection[Memory] = ()) -> None:
+    def __init__(self, body: Body, ledger: Ledger, leaf: Callable[[str, Grad], None], held: Collection[Memory]) -> None:
         self._body, self._ledger, self._leaf = body, ledger, leaf
         self._slots: dict[Slot, Grad] = {}
         self._left = dict(body.edges)

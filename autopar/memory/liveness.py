@@ -56,7 +56,7 @@ class Body:
     """One stage's calls, for any microbatch; ``again`` are the calls that the backward makes again, ``picked`` the bytes of what it is
     given of the batch, where that is a copy."""
 
-    def __init__(self, program: Program, held: Held, stage: int, again: set[Call], picked: int = 0) -> None:
+    def __init__(self, program: Program, held: Held, stage: int, again: set[Call], picked: int) -> None:
         self._picked = picked
         self.arrivals = [a for a in program.arrivals if a.stage == stage]
         self.departures = [a for a in program.arrivals if a.stage == stage + 1]

@@ -105,10 +105,13 @@ class Peak:
     def by_kind(self) -> list[dict[str, float]]:
         """By stage, its part of its device's peak: bytes by kind."""
         found: list[dict[str, float]] = [{} for _ in self._stages]
-        orders = self._run.order()
-        early = received_early(orders) if self._looped else [[[] for _ in order] for order in orders]
+        run = self._run
+        orders = run.order()
+        early: list[list[list[Action]]] = [[[] for _ in order] for order in orders]
+        if self._looped:
+            early = received_early(run.schedule, run.pipeline, run.stages // run.pipeline, run.microbatches)
         for rank, order in enumerate(orders):
-            for stage, kinds in self._rank(range(rank, self._run.stages, self._run.pipeline), order, early[rank]).items():
+            for stage, kinds in self._rank(range(rank, run.stages, run.pipeline), order, early[rank]).items():
                 found[stage] = {kind: float(n) for kind, n in kinds.items() if n}
         return found
 
@@ -182,7 +185,7 @@ class Peak:
         more = optimizer_temporaries(sizes, self._run.optimizer, together)
         walk.act(own[0], Effect({}, more, {"optimizer": more}))
 
-    def _effect(self, action: Action, first: bool, last: bool, holds: bool = False) -> Effect:
+    def _effect(self, action: Action, first: bool, last: bool, holds: bool) -> Effect:
         """``holds``: what was sent of this microbatch is still held by who sent it."""
         stage = self._stages[action.stage]
         key = action.kind, first, last, holds

@@ -26,9 +26,9 @@ Points = dict[tuple[str, str, str], list[tuple[float, float]]]  # by operator, d
 
 
 def cluster_of(
-    name: str, machine: Mapping[str, str], device: torch.device, found: Mapping[str, Timing], large: int, crowd: float
+    name: str, machine: Mapping[str, str], device: torch.device, found: Mapping[str, Timing], large: int, ranks_per_core: float
 ) -> Cluster:
-    """The cluster that was measured, with ``crowd`` processes a core; ``large`` bytes were read, and as many written, for its memory."""
+    """The cluster that was measured; ``large`` bytes were read, and as many written, for its memory."""
     ranks = int(machine["ranks"])
     own = 0.0 if device.type == "cuda" else found[CALL].seconds
     points: Points = defaultdict(list)
@@ -47,7 +47,7 @@ def cluster_of(
         efficiency=_curves(points, peak, bandwidth),
         kind=device.type,
         overlap=found[HIDDEN].seconds if ranks > 1 else 0.0,
-        ranks_per_core=crowd,
+        ranks_per_core=ranks_per_core,
     )
     return Cluster(name, described, (_level(found, ranks),), {"": "measured by autopar profile"}, machine)
 

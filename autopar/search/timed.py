@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import highspy
 import numpy as np
 
-from autopar.cost_model.schedule import FORWARD, LOOPED, Action, actions
-from autopar.cost_model.timeline import awaited
+from autopar.cost_model.schedule import FORWARD, LOOPED, Action, actions, awaited
 from autopar.layout import Layout
 from autopar.search.problem import Again, Bill, Group, Problem
 from autopar.search.program import Flows

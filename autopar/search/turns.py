@@ -7,7 +7,6 @@ wait for others, which have the cores to themselves the while.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from autopar.cost_model import in_turns
 from autopar.cost_model.schedule import LOOPED
@@ -15,7 +14,7 @@ from autopar.plan import Plan
 from autopar.search.ends import step_ends
 from autopar.search.found import Found
 
-_SECONDS = {"collectives": 8, "recomputed": 4}  # where rows have them
+_PRICED = ("collectives", "recomputed")  # rows that end with seconds
 
 
 def taking_turns(plan: Plan, found: Found, ranks_per_core: float) -> Plan:
@@ -27,10 +26,6 @@ def taking_turns(plan: Plan, found: Found, ranks_per_core: float) -> Plan:
     done = in_turns(line.orders, alone, found.sends, plan.schedule in LOOPED, plan.pipeline / ranks_per_core)
     part = min(1.0, max(end + sum(ends[rank :: plan.pipeline]) for rank, end in enumerate(done)) / plan.step_time)
     stages = tuple(replace(stage, seconds={kind: part * s for kind, s in stage.seconds.items()}) for stage in plan.stages)
-    rows = {name: [_scaled(row, _SECONDS.get(name), part) for row in table] for name, table in plan.rows.items()}
+    rows = {name: [[*row[:-1], part * row[-1]] if name in _PRICED else row for row in table] for name, table in plan.rows.items()}
     note = f"{ranks_per_core:g} ranks share a core: while some wait the others are faster, so that all takes {part:.0%} of its seconds"
     return replace(plan, seconds={kind: part * s for kind, s in plan.seconds.items()}, stages=stages, rows=rows, notes=(*plan.notes, note))
-
-
-def _scaled(row: list[Any], place: int | None, factor: float) -> list[Any]:
-    return row if place is None else [*row[:place], factor * row[place], *row[place + 1 :]]
