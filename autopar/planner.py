@@ -28,7 +28,7 @@ from autopar.report import describe
 from autopar.search.decide import write_down
 from autopar.search.known import Known
 from autopar.search.options import Options
-from autopar.search.outer import Outer
+from autopar.search.outer import best
 from autopar.search.resize import resized
 from autopar.search.searches import Searches
 from autopar.search.turns import taking_turns
@@ -89,7 +89,7 @@ class Planner:
         samples = batch_size(self.traced.sample)
         searches = Searches(self._known, samples, self.options, self._step)
         with self.bar:
-            found = Outer(searches).run()
+            found = best(searches)
             self._step("reporting")
             with resized(found.analysis, samples // found.microbatches, found.analysis.rules):
                 plan = describe(write_down(found, self.cluster, self.options, searches.timings), found)

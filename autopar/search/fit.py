@@ -26,7 +26,7 @@ def fitted(searches: Searches, draft: Draft) -> Found:
     """The draft in full. Where its units may be sharded differently, which has a price at their borders that drafts do not see, also
     with all of them as in the fastest solution, if that may be faster; the faster of the two."""
     if len(draft.points) > 1 and (fastest := _fastest(searches, draft)) is not None:
-        return _to_the_end(searches, draft, _proven(searches, fastest))
+        return _to_the_end(searches, draft, fastest)
     reserve = [0.0] * draft.shape.pipeline
     found: Found | None = None
     failure: BudgetError | None = None
@@ -43,7 +43,13 @@ def fitted(searches: Searches, draft: Draft) -> Found:
     if found is None:
         assert failure is not None
         raise failure
-    return _to_the_end(searches, draft, _proven(searches, found))
+    return _to_the_end(searches, draft, found)
+
+
+def proven(searches: Searches, found: Found) -> Found:
+    """With the gap to what no plan of its shape can beat."""
+    bound, _ = searches.of(found.microbatches).bound(found.shape, searches.part(found.shape))
+    return replace(found, gap=max(0.0, 1 - bound / found.seconds))
 
 
 def _fastest(searches: Searches, draft: Draft) -> Found | None:
@@ -82,17 +88,11 @@ def _refitted(searches: Searches, draft: Draft, reserve: list[float], alike: boo
     raise too_little(search, shape, searches.part(shape), found.nbytes_by_kind(over.index(max(over))))
 
 
-def _proven(searches: Searches, found: Found) -> Found:
-    """With the gap to what no plan of its shape can beat; of a device alone the draft's gap is that."""
-    if found.shape.stages == 1:
-        return found
-    bound, _ = searches.of(found.microbatches).bound(found.shape, searches.part(found.shape))
-    return replace(found, gap=max(0.0, 1 - bound / found.seconds))
-
-
 def _to_the_end(searches: Searches, draft: Draft, found: Found) -> Found:
-    """A small problem is solved exactly, where one without a price of memory was not that already."""
-    if draft.shape.stages == 1 and len(draft.points) == 1:
+    """With what is proven of it. A small problem is solved exactly, where one without a price of memory was not that already."""
+    if draft.shape.stages > 1:  # else it comes with the gap of its draft
+        found = proven(searches, found)
+    elif len(draft.points) == 1:
         return found
     return _exact(searches, draft, [0.0] * draft.shape.pipeline, found) or found
 

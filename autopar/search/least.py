@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -28,15 +27,6 @@ def leanest(search: Search, shape: Shape, samples: int, starts: Sequence[int] | 
 
     ``starts``: the first unit of each stage, where the user cut by hand. The search's graph must be that of a microbatch of ``samples``.
     """
-    found = [_leanest(search, shape, samples, starts)]
-    if search.options.recompute == "auto":  # what is priced apart does not see how much is made again at once; blocks bound it
-        cuts = [search.units.nodes[u][0] for u in (starts or [0])[1:]]
-        blocks = Search(search.analysis, search.cluster, replace(search.options, recompute="full"), cuts, known=search.known)
-        found.append(_leanest(blocks, shape, samples, starts))
-    return min(found, key=lambda f: max(f.device_bytes()))
-
-
-def _leanest(search: Search, shape: Shape, samples: int, starts: Sequence[int] | None) -> Found:
     prices = search.prices(shape, samples)
     fastest = prices.at(0.0)
     unit = prices.seconds(fastest) / prices.nbytes(fastest)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from autopar.errors import BudgetError, PlanError
 from autopar.search.draft import Draft
 from autopar.search.failures import failure, too_little, too_many_stages
-from autopar.search.fit import fitted
+from autopar.search.fit import fitted, proven
 from autopar.search.found import Found
 from autopar.search.least import fullest, leanest
 from autopar.search.resize import resized
@@ -30,6 +30,25 @@ MOST_LEAN = 12  # shapes whose least memory is worked out where nothing fits
 
 
 _Priced = tuple[float, float, tuple[Shape, ...]]  # an estimate of a step, the least that it takes, and shapes to try in this order
+
+
+def best(searches: Searches) -> Found:
+    """The best plan there is. Where none fits that recomputes what it may choose, one that recomputes all blocks, each of which is let go
+    of before the next is made again: where what is made again is chosen piece by piece, nothing bounds how much of it is held at once.
+
+    Raises:
+        PlanError: no shape has a plan: of the one that comes nearest.
+    """
+    try:
+        return Outer(searches).run()
+    except BudgetError as e:
+        if searches.options.recompute != "auto":
+            raise
+        try:
+            found = Outer(searches.in_blocks()).run()
+        except BudgetError as other:
+            raise min(e, other, key=lambda e: e.least) from None
+        return proven(searches, found)
 
 
 class Outer:

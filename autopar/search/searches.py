@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from autopar.errors import PlanError
 from autopar.search.draft import Draft, outline
@@ -43,6 +44,12 @@ class Searches:
         if isinstance(found, PlanError):
             raise found
         return found
+
+    def in_blocks(self) -> Searches:
+        """Those of plans that recompute every block."""
+        other = Searches(self.known_of, self.samples, replace(self.options, recompute="full"), self.progress)
+        other.timings = self.timings
+        return other
 
     def part(self, shape: Shape) -> int:
         """The samples of a microbatch.
