@@ -122,7 +122,11 @@ def changed(cluster: Cluster, kernels: float, links: float, overhead: float) -> 
 
 @pytest.mark.parametrize("name", ["cpu", pytest.param("a100-sxm", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("factors", [(0.8, 0.6, 0.0), (2.5, 2.8, 0.01)])
-@pytest.mark.parametrize("parallel", [dict(data=2, tensor=dict(size=2, mode="1d")), dict(data=2, pipeline=2)], ids=["mesh", "pipeline"])
+@pytest.mark.parametrize(
+    "parallel",
+    [dict(data=2, tensor=dict(size=2, mode="1d")), dict(data=2, pipeline=dict(size=2, split_before=["transformer.ln_f"]))],
+    ids=["mesh", "pipeline"],  # cut by hand: the best cut depends on how fast links are
+)
 def test_a_calibrated_cluster_predicts_what_was_measured(name: str, factors: tuple[float, float, float], parallel: dict[str, Any]) -> None:
     assumed = Cluster.load(name)
     options: dict[str, Any] = dict(parallel=parallel, zero=0, micro_batch_size=4)

@@ -116,7 +116,7 @@ def test_nothing_that_fits_is_faster(case: tuple[str, int, int, int, str], monke
     thin(monkeypatch, free)
     search = search_of(name, axis, recompute, stages)
     axes = (Axis("data", axis, "free", asked=False),)
-    every = {cut: bills(search, Shape(stages, axes, 1), cut) for cut in cuts(search, stages)}
+    every = {cut: bills(search, Shape(stages, axes, 2), cut) for cut in cuts(search, stages)}
     used = set()
     for schedule, microbatches in itertools.product(FLIGHTS, (2, 4)):
         if schedule == "1f1b" and microbatches < stages:

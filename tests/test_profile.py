@@ -38,7 +38,8 @@ def few(device_type: str, dtype: torch.dtype) -> Iterator[Launch]:
     autograd = Autograd(device_type)
     for rows in (64, 512):
         x, w = contiguous((rows, 128), dtype, True), contiguous((128, 128), dtype, True)
-        for answer in (autograd.ask(aten.linear.default, (x, w), {}), autograd.ask(aten.gelu.default, (x,), {})):
+        calls = (aten.linear.default, (x, w)), (aten.gelu.default, (x,)), (aten.mul.Tensor, (x, 2.0))
+        for answer in (autograd.ask(*call, {}) for call in calls):
             yield from (*answer.forward, *answer.backward)
 
 

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from autopar.cost_model import optimizer_traffic
 from autopar.cost_model.cluster import SCHEMA, Cluster
 from autopar.cost_model.compute import ARITHMETIC
 from autopar.errors import RunError
@@ -31,18 +32,19 @@ from autopar.profile.machine import machine
 from autopar.profile.messages import COLLECTIVES, collective
 from autopar.profile.probes import launches
 from autopar.profile.summary import CALL, HIDDEN, KERNEL, LAUNCH, MEMORY, MESSAGE, cluster_of, noisy
-from autopar.profile.timing import Timing, pooled, reading, replay, summary, timed
+from autopar.profile.timing import Timing, in_turn, pooled, reading, replay, timed
 
 NOISY = 0.5  # a spread from which on a measurement is told to be noisy
 ROUNDS = 3  # everything is measured so often, from beginning to end: what else a machine does comes and goes
 LIMIT = 115.0  # seconds that another round may not go beyond
 BUDGET = 0.013  # seconds for one kernel of one size in a round
-MESSAGE_BUDGET = 0.04  # the same for one collective
-READINGS = (3, 15)  # of a collective in a round, at least and at most
+MESSAGE_BUDGET = 0.08  # the same for one collective
+CALLS = (4, 15)  # of a collective in a round, at least and at most
 MESSAGES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 26)  # bytes
 CHAIN = 50
-SIDE = 768  # of a product that takes some milliseconds on one core
-ADAM = 28  # bytes that AdamW moves for an element
+SIDE = {"cpu": 640, "cuda": 4096}  # of a product that takes some milliseconds on one core, or a GPU
+UPDATED = (1 << 6, 1 << 14, 1 << 18)  # elements of each of PARAMETERS that an optimizer updates
+PARAMETERS = 16
 LARGE = 1 << 26  # bytes that no cache holds
 Job = tuple[str, Callable[[], Timing]]
 
@@ -137,9 +139,9 @@ class Profiler:
         yield CALL, lambda: self._timed(lambda: tiny.add(1.0))
         yield LAUNCH, self._launch
         yield MEMORY, lambda: self._timed(lambda: large.add_(1.0))
-        for elements in (1 << 18, 1 << 22):
-            name = KERNEL.format(operator="optimizer", dtype="float32", kind="elementwise", work=ADAM * elements)
-            yield name, partial(self._optimizer, elements)
+        for elements in UPDATED:
+            work = optimizer_traffic(4 * elements, "adamw")
+            yield KERNEL.format(operator="optimizer", dtype="float32", kind="optimizer", work=work), partial(self._optimizer, elements)
         for dtype in (torch.float32, torch.bfloat16, *([torch.float16] if self.device.type == "cuda" else [])):
             for name, launch in self._kernels(dtype).items():
                 yield name, partial(self._replayed, launch)
@@ -177,11 +179,12 @@ class Profiler:
         return Timing(found.seconds / (2 * CHAIN), found.spread)
 
     def _optimizer(self, elements: int) -> Timing:
-        """A fused AdamW's step, of 16 parameters."""
-        parameters = [torch.ones(elements // 16, device=self.device, requires_grad=True) for _ in range(16)]
+        """Of each of several parameters in a step of torch's AdamW, as programs on so many ranks have it."""
+        parameters = [torch.ones(elements, device=self.device, requires_grad=True) for _ in range(PARAMETERS)]
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
-        return self._timed(torch.optim.AdamW(parameters, fused=True).step)
+        found = self._timed(torch.optim.AdamW(parameters, foreach=True if self.ranks > 1 else None).step)
+        return Timing(found.seconds / PARAMETERS, found.spread)
 
     def _replayed(self, launch: Launch) -> Timing:
         """0 for what does not run here: torch knows fewer kernels on real tensors of some dtypes than on meta tensors."""
@@ -194,40 +197,49 @@ class Profiler:
             return Timing(0.0, 0.0)
 
     def _collective(self, kind: str, nbytes: int, ranks: int) -> Timing:
-        """In the groups of so many neighbours, all at once."""
-        return self._in_step(collective(kind, nbytes, self._groups[ranks], self.device))
+        """In the groups of so many neighbours, all at once: what it adds to work of each rank's own, as in a training step. Of many in a
+        step the mean counts, with waits for the slowest rank, and where ranks take turns on a core with what it takes to change them."""
+        call = collective(kind, nbytes, self._groups[ranks], self.device)
+        side = torch.ones(*[SIDE[self.device.type]] * 2, device=self.device)
+        work = in_turn(torch.matmul, (side, side.clone()))
 
-    def _in_step(self, call: Callable[[], Any]) -> Timing:
-        """Of what all ranks must call equally often, each when it is done with work of its own, as in a training step: with the wait for
-        the slowest. Not so where ranks take turns on a core: that wait is another's turn, which counts as work."""
-        side, readings = torch.ones(SIDE, SIDE, device=self.device), []
-        call()
-        once = max(self._gathered(reading(call, 1, self.device)))
-        for _ in range(min(max(round(MESSAGE_BUDGET / once), READINGS[0]), READINGS[1])):
-            if self.crowd == 1:
-                side @ side
-            readings.append(reading(call, 1, self.device))
-        return summary(readings)
+        def both() -> None:
+            work()
+            call()
+
+        both()
+        once = max(self._gathered(reading(both, 1, self.device)))
+        times = min(max(round(MESSAGE_BUDGET / once), CALLS[0]), CALLS[1])
+        alone, together, least = self._at_once(work, times, own=True), self._at_once(both, times), self._at_once(call, CALLS[0])
+        return Timing(max(together - alone, least), 0.0)
 
     def _hidden(self) -> Timing:
         """What part of the shorter of both the work of a kernel and a collective save when they run at once; no time, but a number."""
         group, whole = self._groups[self.ranks], torch.ones(LARGE // 8, device=self.device)
-        side = torch.ones(SIDE, SIDE, device=self.device)
-        sent = self._in_step(lambda: dist.all_reduce(whole, group=group)).seconds
-        times = max(1, round(sent / self._in_step(lambda: side @ side).seconds))
-        times = round(max(self._gathered(times)))
-        computed = self._in_step(lambda: [side @ side for _ in range(times)]).seconds
+        side = torch.ones(*[SIDE[self.device.type]] * 2, device=self.device)
+        sent = max(self._gathered(self._at_once(lambda: dist.all_reduce(whole, group=group), CALLS[0])))
+        products = max(1, round(sent / max(self._gathered(self._at_once(lambda: side @ side, CALLS[0])))))
+
+        def compute() -> None:
+            for _ in range(products):
+                side @ side
 
         def both() -> None:
             work = dist.all_reduce(whole, group=group, async_op=True)
-            for _ in range(times):
-                side @ side
+            compute()
             work.wait()
 
-        found = self._in_step(both)
-        return Timing(min(1.0, max(0.0, (sent + computed - found.seconds) / min(sent, computed))), found.spread)
+        computed, together = self._at_once(compute, CALLS[0]), self._at_once(both, CALLS[0])
+        return Timing(min(1.0, max(0.0, (sent + computed - together) / min(sent, computed))), 0.0)
 
     # Ranks together
+
+    def _at_once(self, call: Callable[[], Any], times: int, own: bool = False) -> float:
+        """Seconds of a call that all ranks begin to make at the same time, ``times`` times; ``own``: as of kernels, see :func:`timed`."""
+        self._barrier()
+        if own and self.crowd > 1:
+            return self.crowd * reading(call, times, self.device, time.process_time)
+        return reading(call, times, self.device)
 
     def _barrier(self) -> None:
         if self.ranks > 1:

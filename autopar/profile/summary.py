@@ -8,7 +8,6 @@ import re
 import statistics
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -108,9 +107,14 @@ def _level(found: Mapping[str, Timing], ranks: int) -> Level:
 
 
 def _growing(by_work: Mapping[float, float]) -> Curve:
-    """Points in order; more work takes no less time."""
-    works = sorted(by_work)
-    return tuple(zip(works, accumulate((by_work[w] for w in works), max), strict=True))
+    """Points in order. More work takes no less time: neighbours that were measured otherwise have their mean."""
+    means: list[list[float]] = []
+    for work in sorted(by_work):
+        means.append([by_work[work]])
+        while len(means) > 1 and statistics.mean(means[-2]) > statistics.mean(means[-1]):
+            last = means.pop()
+            means[-1] += last
+    return tuple(zip(sorted(by_work), (statistics.mean(some) for some in means for _ in some), strict=True))
 
 
 def noisy(found: Mapping[str, Timing], spread: float) -> Collection[tuple[float, str]]:

@@ -36,11 +36,6 @@ def timed(call: Callable[[], Any], device: torch.device, budget: float, crowd: f
     end = time.perf_counter() + budget
     while len(readings) < READINGS or (time.perf_counter() < end and len(readings) < 200):
         readings.append(crowd * reading(call, several, device, clock))
-    return summary(readings)
-
-
-def summary(readings: Sequence[float]) -> Timing:
-    """The median and the spread of several readings."""
     low, middle, high = statistics.quantiles(readings, n=4)
     return Timing(middle, (high - low) / middle if middle else 0.0)
 

@@ -126,7 +126,9 @@ class Costs:
             storages = [c for c in choices if isinstance(c, Storage)]
             step = [sum(t.seconds for t in self.synchronisation(node, c)) + self.update(node, c) for c in storages]
             state = [sum(self.state_bytes(node, c).values()) for c in storages]
-            return Prices(none, none, none, np.array(step), np.array(state), none, none)
+            added = [w for c in storages if (w := self.added(node, c))]
+            adding = [self.compute.seconds(w.kind, w.dtype, w.flops, w.nbytes, operator=w.operator) for w in added]
+            return Prices(none, np.array(adding) if added else none, none, np.array(step), np.array(state), none, none)
         strategies = [c for c in choices if isinstance(c, Strategy)]
         result = self.local_bytes(node, [s.out for s in strategies])
         if node.target is send:
@@ -153,6 +155,9 @@ class Costs:
         """The kernels of a node, with whether they are the backward's. The gradients of a result that several read are added up there."""
         if node.op != "call_function" or node.target is send or not isinstance(node.meta["val"], torch.Tensor):
             return
+        if self.compute.device_kind == "cpu" and not self.saved(node).forward:  # a view: it takes the time to call it
+            view = Launch("view", "copy", (), -1)
+            yield from ((late, view) for late in ((False, True) if self.differentiable(node) else (False,)))
         yield from ((False, launch) for launch in self.saved(node).forward)
         if node.target is torch.ops.aten.slice.Tensor and (pieces := _pieces(node)):
             # Lowering joins them into one split, whose backward joins their gradients (passes/join_slices.py).
@@ -248,6 +253,15 @@ class Costs:
         if dtype != node.meta["val"].dtype:
             traffic += elements * (dtype.itemsize + node.meta["val"].dtype.itemsize)
         return float(self.compute.optimizer_seconds(traffic)) if traffic else 0.0
+
+    def added(self, node: fx.Node, storage: Storage) -> Work | None:
+        """What adds a microbatch's gradient of a parameter to those before, where there are any. On GPUs it is a part of other kernels:
+        the presets' rates are fitted to runs that add up gradients."""
+        if self._microbatches == 1 or self.compute.device_kind != "cpu" or not self.differentiable(node):
+            return None
+        computed, stored = node.meta["val"].dtype, _stored(node)
+        elements = node.meta["val"].numel() / self._parts(storage.used)
+        return Work("add_", "elementwise", str(stored), 0.0, elements * (computed.itemsize + 2 * stored.itemsize))
 
     def state_bytes(self, node: fx.Node, storage: Storage) -> dict[str, float]:
         """One rank's bytes of a tensor of the state, by kind."""

@@ -54,6 +54,8 @@ def items(found: Found) -> Iterator[Item]:
         count = tuple(float(n) for n in v.count)
         if isinstance(choice, Storage):
             yield from (Item(v.node, STEP, count, t.kind, nbytes=t.nbytes, term=t) for t in found.costs.synchronisation(v.node, choice))
+            if added := found.costs.added(v.node, choice):
+                yield Item(v.node, BACKWARD, count, added.kind, added.operator, added.dtype, added.flops, added.nbytes)
         elif isinstance(choice, Strategy) and v.node.op == "call_function":
             yield from _kernels(found, v.node, choice, count, again)
     for g, group in enumerate(problem.groups):
