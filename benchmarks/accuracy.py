@@ -193,24 +193,24 @@ def memory(folder: Path) -> None:
 
 
 def here(ranks: Sequence[int]) -> None:
-    """This machine, on 1, 2 and 4 ranks; each number of ranks profiled before. One run of each corrects the profile, and is not scored."""
+    """This machine, on 1, 2 and 4 ranks; each number of ranks profiled before. No run corrects the profile."""
     found = everything(ranks)
-    rows = [(r["ranks"], r["model"], r["plan"], *_pair(r, "", 1e3, r["calibrates"]), *_pair(r, "_bytes", 2.0**-20)) for r in found]
+    rows = [(r["ranks"], r["model"], r["plan"], *_pair(r, "", 1e3), *_pair(r, "_bytes", 2.0**-20)) for r in found]
     headers = ("ranks", "model", "plan", *("ms: predicted", "measured", "error %"), *("MiB: predicted", "measured", "error %"))
     print(tabulate(rows, headers=headers, disable_numparse=True, stralign="right"))
     for name, kind in (("time of a step", ""), ("peak memory", "_bytes")):
         summed: list[tuple[Any, ...]] = []
         for n in (*sorted({r["ranks"] for r in found}), "all"):
-            some = [r for r in found if n in (r["ranks"], "all") and (kind or not r["calibrates"])]
+            some = [r for r in found if n in (r["ranks"], "all")]
             summed.append((n, len(some), *errors([r["predicted" + kind] for r in some], [r["measured" + kind] for r in some])))
         print(
             "\n" + tabulate(summed, headers=(f"{name}: ranks", "plans", "mean %", "median %", "worst %", "bias %"), disable_numparse=True)
         )
 
 
-def _pair(row: dict[str, Any], kind: str, unit: float, fitted: bool = False) -> tuple[str, str, str]:
+def _pair(row: dict[str, Any], kind: str, unit: float) -> tuple[str, str, str]:
     predicted, measured = row["predicted" + kind], row["measured" + kind]
-    return f"{unit * predicted:.1f}", f"{unit * measured:.1f}", f"{100 * (predicted / measured - 1):+.1f}{' (fitted)' * fitted}"
+    return f"{unit * predicted:.1f}", f"{unit * measured:.1f}", f"{100 * (predicted / measured - 1):+.1f}"
 
 
 PUBLISHED = {"nccl": nccl, "vtrain": vtrain, "layer": layer, "throughput": throughput, "memory": memory}

@@ -1,4 +1,4 @@
-"""Predictions for this machine beside what it does: profiled, corrected by one run, planned, trained with; on 1, 2 and 4 local ranks."""
+"""Predictions for this machine beside what it does: profiled, planned, trained with; on 1, 2 and 4 local ranks."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ from autopar.runtime.peak import peak_bytes
 
 RANKS = (1, 2, 4)
 WARM, STEPS = 3, 9
-# The plans whose runs, on one rank and on several with a core each, correct the profile for all that follow.
-CALIBRATE = (("gpt", "one rank"), ("gpt", "data"))
 HIDDEN, LAYERS, SEQUENCE, BATCH, VOCABULARY = 256, 4, 128, 16, 4096
 Sample = dict[str, torch.Tensor]
 
@@ -111,8 +109,8 @@ def _norms(model: str, layout: str) -> dict[str, str]:
     return dict.fromkeys(names[model], layout)
 
 
-def run(case: Case, cluster: Cluster, ranks: int) -> tuple[dict[str, Any], autopar.Comparison]:
-    """Predicted and measured: seconds of a step, and the peak memory in bytes of the rank whose prediction is the worst; and by kind."""
+def run(case: Case, cluster: Cluster, ranks: int) -> dict[str, Any]:
+    """Predicted and measured: seconds of a step, and the peak memory in bytes of the rank whose prediction is the worst."""
     torch.manual_seed(0)
     model, sample = MODELS[case.model]()
     compiled = autopar.compile(model, sample, ranks, cluster=cluster, progress=False, **case.options)
@@ -135,14 +133,13 @@ def run(case: Case, cluster: Cluster, ranks: int) -> tuple[dict[str, Any], autop
     lasting = [*compiled.parameters(), *compiled.buffers(), *sample.values()]
     lasting += [t for state in optimizer.state.values() for t in state.values() if t.ndim]
     each = ranks // compiled.plan.pipeline
-    comparison = compiled.compare()
     # gloo's threads may let go of what they sent late, so that one step may have more than another.
     said, held = compiled.plan.peak_memory[dist.get_rank() // each], min(peak_bytes(step) for _ in range(3))
     pairs: list[Any] = [None] * ranks
     dist.all_gather_object(pairs, (said, sum(_local(t).nbytes for t in lasting) + held))
     worst = max(pairs, key=lambda pair: abs(pair[0] / pair[1] - 1))
     found = dict(model=case.model, plan=case.name, ranks=ranks, predicted=compiled.plan.step_time, measured=statistics.median(taken[WARM:]))
-    return found | dict(predicted_bytes=worst[0], measured_bytes=worst[1]), comparison
+    return found | dict(predicted_bytes=worst[0], measured_bytes=worst[1])
 
 
 def _loss(out: Any) -> torch.Tensor:
@@ -161,14 +158,9 @@ def worker(folder: Path, profile: Path | None) -> None:
     try:
         ranks = dist.get_world_size()
         cluster = Cluster.load(profile) if profile else Cluster.measure(folder / f"cluster-{ranks}.json")
-        # Where ranks share cores, one's wait is another's turn, and a run does not tell how long each kind took: nothing is corrected.
-        calibrate = CALIBRATE if cluster.device.ranks_per_core == 1 else ()
         rows = []
-        for case in sorted(cases(ranks), key=lambda case: (case.model, case.name) not in calibrate):
-            row, comparison = run(case, cluster, ranks)
-            rows.append(row | dict(calibrates=(case.model, case.name) in calibrate))
-            if rows[-1]["calibrates"]:
-                cluster = cluster.calibrated(comparison)
+        for case in cases(ranks):
+            rows.append(run(case, cluster, ranks))
             if dist.get_rank() == 0:
                 print({k: round(v, 4) if isinstance(v, float) else v for k, v in rows[-1].items()}, file=sys.stderr, flush=True)
         if dist.get_rank() == 0:
