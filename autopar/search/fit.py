@@ -38,8 +38,8 @@ def fitted(searches: Searches, draft: Draft) -> Found:
         with suppress(BudgetError):
             alike = searches.drafted(draft.shape, reserve, alike=True)
             if found is None or alike.seconds < found.seconds:
-                other = _refitted(searches, alike, reserve, alike=True)
-                found = other if found is None or other.seconds < found.seconds else found
+                other = _refitted(searches, alike, reserve, True, found)
+                found = other if found is None or (other is not None and other.seconds < found.seconds) else found
     if found is None:
         assert failure is not None
         raise failure
@@ -71,8 +71,9 @@ def _counted(searches: Searches, draft: Draft) -> Found:
     return found
 
 
-def _refitted(searches: Searches, draft: Draft, reserve: list[float], alike: bool) -> Found:
-    """The draft in full; where it turns out larger than drafted, drafted again with so much less room, which ``reserve`` notes."""
+def _refitted(searches: Searches, draft: Draft, reserve: list[float], alike: bool, beaten: Found | None = None) -> Found | None:
+    """The draft in full; where it turns out larger than drafted, drafted again with so much less room, which ``reserve`` notes. None where
+    it then is no faster than what it has to beat."""
     shape = draft.shape
     searches.progress(f"writing down {shape}")
     search = searches.of(shape.microbatches)
@@ -83,6 +84,8 @@ def _refitted(searches: Searches, draft: Draft, reserve: list[float], alike: boo
             return found
         reserve[:] = [r + max(0.0, o) * (1 + refit / 8) for r, o in zip(reserve, over, strict=True)]
         draft = searches.drafted(shape, reserve, alike)
+        if beaten is not None and draft.seconds >= beaten.seconds:
+            return None
     if (fits := _exact(searches, draft, reserve, None)) is not None:
         return fits
     raise too_little(search, shape, searches.part(shape), found.nbytes_by_kind(over.index(max(over))))
