@@ -200,8 +200,7 @@ class Profiler:
         """In the groups of so many neighbours, all at once: what it adds to work of each rank's own, as in a training step. Of many in a
         step the mean counts, with waits for the slowest rank, and where ranks take turns on a core with what it takes to change them."""
         call = collective(kind, nbytes, self._groups[ranks], self.device)
-        side = torch.ones(*[SIDE[self.device.type]] * 2, device=self.device)
-        work = in_turn(torch.matmul, (side, side.clone()))
+        work = in_turn(torch.matmul, (self._side(), self._side()))
 
         def both() -> None:
             work()
@@ -216,7 +215,7 @@ class Profiler:
     def _hidden(self) -> Timing:
         """What part of the shorter of both the work of a kernel and a collective save when they run at once; no time, but a number."""
         group, whole = self._groups[self.ranks], torch.ones(LARGE // 8, device=self.device)
-        side = torch.ones(*[SIDE[self.device.type]] * 2, device=self.device)
+        side = self._side()
         sent = max(self._gathered(self._at_once(lambda: dist.all_reduce(whole, group=group), CALLS[0])))
         products = max(1, round(sent / max(self._gathered(self._at_once(lambda: side @ side, CALLS[0])))))
 
@@ -231,6 +230,11 @@ class Profiler:
 
         computed, together = self._at_once(compute, CALLS[0]), self._at_once(both, CALLS[0])
         return Timing(min(1.0, max(0.0, (sent + computed - together) / min(sent, computed))), 0.0)
+
+    def _side(self) -> torch.Tensor:
+        """A square matrix, for products of each rank's own."""
+        side = SIDE[self.device.type]
+        return torch.ones(side, side, device=self.device)
 
     # Ranks together
 

@@ -11,6 +11,7 @@ from autopar.runtime.collectives import gather_from, reduce_over
 from autopar.runtime.mesh import Mesh
 
 Axes = tuple[int, ...]
+Running = tuple[torch.Tensor, torch.Tensor, float]  # mean, variance, momentum
 
 
 def layer_norm_features(
@@ -48,7 +49,8 @@ def sync_batch_norm(
     """
     if not training or mesh.count(axes) == 1:
         return F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
-    return _SyncBatchNorm.apply(x, weight, bias, running_mean, running_var, momentum, eps, mesh, tuple(axes))
+    running = None if running_mean is None or running_var is None else (running_mean, running_var, momentum)
+    return _SyncBatchNorm.apply(x, weight, bias, running, eps, mesh, tuple(axes))
 
 
 class _SyncBatchNorm(torch.autograd.Function):
@@ -61,9 +63,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
-        running_mean: torch.Tensor | None,
-        running_var: torch.Tensor | None,
-        momentum: float,
+        running: Running | None,
         eps: float,
         mesh: Mesh,
         axes: Axes,
@@ -72,7 +72,8 @@ class _SyncBatchNorm(torch.autograd.Function):
         mean, scale = torch.native_batch_norm(wide, None, None, None, None, True, 0.0, eps)[1:]
         mean, var = _combined(mean, scale.pow(-2) - eps, group)
         count = mesh.count(axes) * (x.numel() // mean.numel())
-        if running_mean is not None and running_var is not None:
+        if running is not None:
+            running_mean, running_var, momentum = running
             running_mean.mul_(1.0 - momentum).add_(mean, alpha=momentum)
             running_var.mul_(1.0 - momentum).add_(var * (count / (count - 1)), alpha=momentum)
         ctx.save_for_backward(x, mean, var, weight)
@@ -94,7 +95,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         factor = scale if weight is None else scale * weight
         mean, slope, shift = (t.view(-1, *[1] * (x.ndim - 2)) for t in (mean, factor * scale * slope, factor * shift))
         result.addcmul_(wide - mean, slope, value=-1).sub_(shift)
-        return result.to(grad.dtype), weight_grad, bias_grad, None, None, None, None, None, None
+        return result.to(grad.dtype), weight_grad, bias_grad, None, None, None, None
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
