@@ -1,13 +1,15 @@
 """One call turns a single-device PyTorch model into a distributed training program."""
 
 from autopar.api import compile, plan
+from autopar.compare_modes import Modes, compare_modes
 from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, CaptureError, PlanError, RunError
 from autopar.plan import Plan
 from autopar.report.compare import Comparison
-from autopar.rules import register_rule
+from autopar.rules import Option, register_rule
 from autopar.runtime.clip import clip_grad_norm_
 from autopar.runtime.program import Compiled
+from autopar.search.modes import Mode, Operation, register_mode
 from autopar.sweep import Sweep, sweep
 
 __all__ = [
@@ -16,13 +18,19 @@ __all__ = [
     "Cluster",
     "Comparison",
     "Compiled",
+    "Mode",
+    "Modes",
+    "Operation",
+    "Option",
     "Plan",
     "PlanError",
     "RunError",
     "Sweep",
     "clip_grad_norm_",
+    "compare_modes",
     "compile",
     "plan",
+    "register_mode",
     "register_rule",
     "sweep",
 ]

@@ -100,7 +100,7 @@ def compile(
     if len(plan.stages) > 1:
         check_schedule(plan.schedule, plan.pipeline, plan.chunks, plan.microbatches)
         analysis = cut_stages(analysis, [stage.start for stage in plan.stages[1:]])
-    mesh = Mesh(plan.mesh_sizes, plan.mesh_names, None if device.type == "meta" else device, pipeline=plan.pipeline)
+    mesh = Mesh(plan.mesh_sizes, plan.mesh_names, None if device.type == "meta" else device, pipeline=plan.pipeline, modes=plan.modes)
     lowered = lower(analysis, plan, prologue, mesh.device)
     _check_types(analysis, lowered, mesh)
     evaluates = together("tracing the model in eval()", traced.evaluates)

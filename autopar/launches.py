@@ -67,6 +67,27 @@ _CPU_BLOCK = 512  # keys: of those that are masked, the CPU's flash attention le
 _NOTHING = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_fused_sdp_choice"}
 
 
+STREAMED = ("broadcast", "shift")  # kernels send these piece by piece, while they compute
+
+
+def collective(launch: Launch) -> list[tuple[str, float, tuple[int, ...]]]:
+    """What a collective is for ``cost_model.seconds``: its kind, the bytes of its tensor where that is whole, the mesh axes of its group.
+    Empty for what waits for one."""
+    if launch.call is None or launch.operator.endswith("wait_tensor"):
+        return []
+    args = launch.call[1]
+    name, group = launch.operator.removeprefix("_c10d_functional::"), tuple(int(axis) for axis in str(args[-1]).split(","))
+    own = args[0].numel() * args[0].element_size()
+    if name.startswith("all_gather_into_tensor"):
+        return [("all_gather", float(own * args[1]), group)]
+    if name == "all_to_all_single":
+        moved = sum(args[2]) * own / max(args[0].shape[0], 1)
+        alone = any(n == 0 for n in args[1])  # from neighbours, to neighbours
+        return [("shift", float(moved), group) if alone else ("all_to_all", float(own), group)]
+    kinds = {"all_reduce": "all_reduce", "all_reduce_": "all_reduce", "reduce_scatter_tensor": "reduce_scatter"}
+    return [(kinds.get(name, name.rstrip("_")), float(own), group)]
+
+
 class Recorder(TorchDispatchMode):
     """Notes the kernels that run inside. Tensors that it saw stay alive, so that their addresses stay their own."""
 

@@ -9,10 +9,14 @@ I      the same everywhere            I
 R      the same everywhere            P: a sum is pending
 P      a sum is pending               R
 S(d)   dim ``d`` cut in equal chunks  S(d)
+Z(d)   the same, each chunk in halves Z(d)
+s(d)   the same, within all others    s(d)
 ====== ============================== =======================
 
 A layout is a tuple of types, one per axis. When two axes cut one dim, the earlier axis is major: its
-chunks are the coarse ones. The vocabulary is that of ``spmd_types`` (https://github.com/meta-pytorch/spmd_types).
+chunks are the coarse ones; but s(d) cuts what all other axes leave of the dim (torch's strided shard). Under Z(d), zigzag, rank r of n
+has pieces r and 2n - 1 - r of 2n: of a causal attention all have as much to do. The rest of the vocabulary is that of ``spmd_types``
+(https://github.com/meta-pytorch/spmd_types).
 """
 
 from __future__ import annotations
@@ -23,15 +27,16 @@ from functools import cache
 
 
 class Type:
-    """One axis's type. Instances are interned, so ``is`` and ``==`` agree; make them with I, R, P and S(d)."""
+    """One axis's type. Instances are interned, so ``is`` and ``==`` agree; make them with I, R, P, S(d), Z(d) and inner(d)."""
 
-    __slots__ = ("kind", "dim")
+    __slots__ = ("kind", "dim", "letter")
 
-    def __init__(self, kind: str, dim: int = -1) -> None:
-        self.kind, self.dim = kind, dim
+    def __init__(self, letter: str, dim: int = -1) -> None:
+        self.kind = letter if dim < 0 else "S"  # that of all three ways to cut
+        self.letter, self.dim = letter, dim
 
     def __repr__(self) -> str:
-        return f"S{self.dim}" if self.kind == "S" else self.kind
+        return f"{self.letter}{self.dim}" if self.kind == "S" else self.kind
 
     def __reduce__(self) -> tuple:
         return parse_type, (repr(self),)
@@ -41,9 +46,21 @@ class Type:
         return self.kind == "S"
 
     @property
+    def is_zigzag(self) -> bool:
+        return self.letter == "Z"
+
+    @property
+    def is_inner(self) -> bool:
+        return self.letter == "s"
+
+    @property
     def dual(self) -> Type:
         """The type of the gradient."""
         return {"R": P, "P": R}.get(self.kind, self)
+
+    def chunks(self, n: int) -> int:
+        """Into how many pieces ``n`` ranks cut the dim."""
+        return 2 * n if self.is_zigzag else n
 
 
 Layout = tuple[Type, ...]
@@ -60,12 +77,24 @@ def S(dim: int) -> Type:  # noqa: N802 - reads like the mathematics
 
 
 @cache
+def Z(dim: int) -> Type:  # noqa: N802
+    """The type of a tensor cut along ``dim``, each rank's chunk one piece from the front and the one as far from the end."""
+    return Type("Z", dim)
+
+
+@cache
+def inner(dim: int) -> Type:
+    """The type of a tensor cut along ``dim`` within the chunks that all other axes leave of it."""
+    return Type("s", dim)
+
+
+@cache
 def parse_type(text: str) -> Type:
-    """The type written as ``I``, ``R``, ``P`` or ``S<dim>``."""
+    """The type written as ``I``, ``R``, ``P``, ``S<dim>``, ``Z<dim>`` or ``s<dim>``."""
     if text in ("I", "R", "P"):
         return {"I": I, "R": R, "P": P}[text]
-    if text[:1] == "S" and text[1:].isdigit():
-        return S(int(text[1:]))
+    if text[:1] in ("S", "Z", "s") and text[1:].isdigit():
+        return {"S": S, "Z": Z, "s": inner}[text[:1]](int(text[1:]))
     raise ValueError(f"{text!r} is no type: write I, R, P or S<dim>, for example S0")
 
 
@@ -94,8 +123,8 @@ def local_shape(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> t
     local = list(shape)
     for t, n in zip(layout, sizes, strict=True):
         if t.is_shard:
-            if local[t.dim] % n:
-                raise ValueError(f"dim {t.dim} of shape {tuple(shape)} is not divisible by {n} for layout {show(layout)}")
+            if local[t.dim] % t.chunks(n):
+                raise ValueError(f"dim {t.dim} of shape {tuple(shape)} is not divisible by {t.chunks(n)} for layout {show(layout)}")
             local[t.dim] //= n
     return tuple(local)
 
@@ -105,13 +134,17 @@ def legal(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> bool:
     local = list(shape)
     for t, n in zip(layout, sizes, strict=True):
         if t.is_shard:
-            if t.dim >= len(local) or local[t.dim] % n:
+            if t.dim >= len(local) or local[t.dim] % t.chunks(n):
                 return False
             local[t.dim] //= n
     return True
 
 
 def movable(layout: Layout, axis: int, target: Type) -> bool:
-    """Whether one conversion may take ``axis`` of ``layout`` to ``target``: no later axis cuts a dim that it cuts or would cut."""
-    touched = {t.dim for t in (layout[axis], target) if t.is_shard}
-    return not any(t.is_shard and t.dim in touched for t in layout[axis + 1 :])
+    """Whether one conversion may take ``axis`` of ``layout`` to ``target``: no other axis cuts, within its chunks, a dim that it cuts or
+    would cut."""
+    for cut in (layout[axis], target):
+        within = [t for i, t in enumerate(layout) if i != axis and (t.is_inner or (i > axis and not cut.is_inner))]
+        if any(t.is_shard and t.dim == cut.dim for t in within):
+            return False
+    return True

@@ -15,8 +15,8 @@ from autopar.files import write_json
 from autopar.layout import Layout, parse, parse_type, show
 from autopar.precision import COMPUTE, REDUCE
 
-VERSION = 3
-EXACT_AXES = 2  # on meshes of more axes the search is exact in neighbourhoods only
+VERSION = 4
+EXACT_AXES = 2  # on meshes of more axes, unless they are a mode's, the search is exact in neighbourhoods only
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble")
 BUCKET_BYTES = 25 << 20  # the most that one collective takes of gradients, or of gathered parameters, in a step
 
@@ -84,10 +84,11 @@ class Plan:
         conversions: for a tensor, by the layout wanted, the steps that convert it.
         seconds: the predicted step time by kind; their sum is :attr:`step_time`.
         gap: proven distance to the best plan of this search space, relative to the step time (0 is optimal); on a mesh of more than
-            two axes, to the best of the neighbourhood that was searched last.
+            two free axes, to the best of the neighbourhood that was searched last.
         rows: what the report shows of each block and its collectives.
         notes: what a user should know: operators without a rule, statistics per microbatch, …
         timings: seconds that planning took, by phase.
+        modes: the names of the axes of each mode of tensor parallelism that was asked for.
     """
 
     fingerprint: str
@@ -112,6 +113,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     timings: dict[str, float] = field(default_factory=dict, compare=False)
     options: dict[str, Any] = field(default_factory=dict, compare=False)
+    modes: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """ValueError where the parts do not fit together."""
@@ -233,6 +235,9 @@ def _from_data(data: dict[str, Any]) -> Plan:
         }
         for name, by_layout in data["conversions"].items()
     }
+    modes = {name: tuple(axes) for name, axes in data["modes"].items()}
     tuples = {key: tuple(data[key]) for key in ("mesh_sizes", "mesh_names", "notes", "recomputed")}
     stages = tuple(StagePlan(**stage) for stage in data["stages"])
-    return Plan(**{**data, **tuples, "stages": stages, "nodes": nodes, "parameters": parameters, "conversions": conversions})
+    return Plan(
+        **{**data, **tuples, "modes": modes, "stages": stages, "nodes": nodes, "parameters": parameters, "conversions": conversions}
+    )

@@ -45,15 +45,16 @@ class AnyMesh:
         return self.axes_group((axis,))
 
     def axes_group(self, axes: Iterable[int]) -> AnyGroup:
-        return AnyGroup(self.count(axes))
+        key = tuple(axes)
+        return AnyGroup(self.count(key), ",".join(map(str, key)))
 
 
 @dataclass(frozen=True)
 class AnyGroup:
-    """A group of that many ranks without processes."""
+    """A group of that many ranks without processes, named after its axes."""
 
     ranks: int
-    group_name: str = "none"
+    group_name: str
 
     def size(self) -> int:
         return self.ranks

@@ -19,7 +19,7 @@ from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.device import Curve, Level
 
 FloatArray = npt.NDArray[np.float64]
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "shift")
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,11 @@ def seconds(kind: str, nbytes: float | FloatArray, axis: Axis) -> float | FloatA
         axis: where it runs.
     """
     amount = np.asarray(nbytes, dtype=np.float64)
-    if len(axis.hops) == 1 and kind in axis.hops[0].measured:
-        total = _between(axis.hops[0].measured[kind], amount)
+    measured = axis.hops[0].measured if len(axis.hops) == 1 else {}
+    if kind == "shift" and {"send", "all_to_all"} <= measured.keys():
+        total = np.maximum(_between(measured["send"], amount), _between(measured["all_to_all"], amount))
+    elif kind in measured:
+        total = _between(measured[kind], amount)
     else:
         total = np.full_like(amount, max((hop.startup for hop in axis.hops), default=0.0))  # one kernel for all levels
         for hop in axis.hops:
@@ -155,12 +158,19 @@ def _broadcast(nbytes: FloatArray, hop: Hop, n: int) -> FloatArray:
     return math.ceil(math.log2(hop.ways)) * hop.latency + nbytes / hop.bandwidth
 
 
+def _shift(nbytes: FloatArray, hop: Hop, n: int) -> FloatArray:
+    """An all-to-all in which each rank is sent ``nbytes`` by the ranks beside it only. Where these were measured it takes no less than one
+    of that much: gloo sends empty messages, too."""
+    return hop.latency + nbytes * hop.inner / hop.bandwidth
+
+
 _FORMULAS = {
     "all_reduce": _all_reduce,
     "all_gather": _gather,
     "reduce_scatter": _gather,
     "all_to_all": _all_to_all,
     "broadcast": _broadcast,
+    "shift": _shift,
 }
 
 
@@ -181,5 +191,6 @@ def received_bytes(kind: str, nbytes: float, n: int) -> float:
         "reduce_scatter": (n - 1) / n,
         "all_to_all": (n - 1) / n**2,
         "broadcast": 1.0,
+        "shift": 1.0,
     }
     return share[kind] * nbytes

@@ -2,14 +2,15 @@
 
 A step's backward is the step between the duals, the other way round, so one table of forward steps prices both. Gradients of parameters may
 be summed in another dtype than the rest moves in: ``summed`` is the bytes of one element where a step sums in the backward. For one tensor
-all pairs of layouts are solved at once (Floyd and Warshall over the legal layouts), since a search asks for nearly all of them.
+all pairs of layouts are solved at once, since a search asks for nearly all of them.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +24,7 @@ from autopar.layout import I, Layout, P, R, S, Type, legal, show
 
 STEP = 1e-9  # seconds that any step costs, so that of equally good paths the shortest is the cheapest and none is longer than it must be
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+_STATES = 600  # layouts of a tensor: where there are more, paths pass through those alone that are asked for
 _COPY = len(COLLECTIVES)  # the column of local memory traffic in a table of terms
 
 Step = tuple[int, Type, Type]
@@ -43,11 +45,11 @@ def forward_terms(src: Type, dst: Type, n: int, leading: Sequence[bool]) -> tupl
     """What one step does: how many of each of COLLECTIVES, then local traffic as a multiple of the bytes that are whole along the axis.
 
     Collectives work on contiguous chunks, so that cutting or joining along a dim that is not the leading one adds a copy (a read and
-    a write). ``leading`` says for each dim whether all dims before it are 1. A slice is a view.
+    a write); so does zigzag order. ``leading`` says for each dim whether all dims before it are 1. A slice is a view.
     """
     counts = dict.fromkeys(COLLECTIVES, 0.0)
     copy = 0.0
-    strided = 2.0 * sum(t.is_shard and not leading[t.dim] for t in (src, dst))
+    strided = 2.0 * sum(t.is_shard and (t.is_zigzag or not leading[t.dim]) for t in (src, dst))
     if n == 1:
         pass  # all types are the same there
     elif src is P and dst.is_shard:
@@ -66,22 +68,42 @@ def forward_terms(src: Type, dst: Type, n: int, leading: Sequence[bool]) -> tupl
 class _Graph:
     """The legal layouts of one tensor, the steps between them and the distances."""
 
-    def __init__(self, states: list[Layout], to: npt.NDArray[np.intp], costs: FloatArray) -> None:
-        self.states, self.to, self.costs = states, to, costs  # to, costs [state, axis * types + type]; no step: cost inf
+    def __init__(self, states: list[Layout], numbers: npt.NDArray[np.int64], to: npt.NDArray[np.intp], costs: FloatArray) -> None:
+        """``numbers`` [state, axis] are positions of types; ``to``, ``costs`` [state, axis * types + type], infinite where no step is."""
+        self.states, self.to, self.costs = states, to, costs
+        self.types = to.shape[1] // max(numbers.shape[1], 1)
         self.index = {layout: i for i, layout in enumerate(states)}
-        self.distance = self._distances()
+        # A step back along an axis is one, too: what leads to a state are those that it leads to.
+        back = np.arange(to.shape[1]) // self.types * self.types + numbers[:, np.arange(to.shape[1]) // self.types]
+        self._arriving = np.where(np.isfinite(costs), costs[to, back], np.inf)
+        self._rows: dict[int, FloatArray] = {}
+        self._columns: dict[int, FloatArray] = {}
 
-    def _distances(self) -> FloatArray:
-        count = len(self.states)
-        distance = np.full((count, count), np.inf)
-        state, step = np.nonzero(np.isfinite(self.costs))
-        distance[state, self.to[state, step]] = self.costs[state, step]
-        np.fill_diagonal(distance, 0.0)
-        via = np.empty_like(distance)
-        for k in range(count):
-            np.add(distance[:, k, None], distance[k], out=via)
-            np.minimum(distance, via, out=distance)
-        return distance
+    def distances(self, sources: Sequence[int]) -> FloatArray:
+        """[source, state]: what the cheapest path costs (Bellman and Ford; paths are short)."""
+        missing = [s for s in dict.fromkeys(sources) if s not in self._rows]
+        found = np.full((len(missing), len(self.states)), np.inf)
+        found[np.arange(len(missing)), missing] = 0.0
+        while missing and self.to.size:
+            nearer = np.minimum(found, (found[:, self.to] + self._arriving).min(axis=2))
+            if (nearer == found).all():
+                break
+            found = nearer
+        self._rows.update(zip(missing, found, strict=True))
+        return np.stack([self._rows[s] for s in sources])
+
+    def distances_to(self, end: int) -> FloatArray:
+        """[state]: what the cheapest path there costs."""
+        if end not in self._columns:
+            found = np.full(len(self.states), np.inf)
+            found[end] = 0.0
+            while self.to.size:
+                nearer = np.minimum(found, (self.costs + found[self.to]).min(axis=1))
+                if (nearer == found).all():
+                    break
+                found = nearer
+            self._columns[end] = found
+        return self._columns[end]
 
     def position(self, layout: Layout) -> int:
         if layout not in self.index:
@@ -102,8 +124,9 @@ class Conversions:
         self.sizes = tuple(sizes)
         self.pipeline, *self.axes = axes((stages, *sizes), cluster)
         self._compute = Compute(cluster)
-        self._graphs: dict[tuple[tuple[int, ...], int, bool, int], _Graph] = {}
-        self._tables: dict[tuple[tuple[bool, ...], int, bool], FloatArray] = {}
+        self._graphs: dict[tuple[tuple[int, ...], int, bool, int], list[_Graph]] = defaultdict(list)
+        self._asked: dict[tuple[tuple[int, ...], int, bool, int], dict[Layout, None]] = defaultdict(dict)
+        self._tables: dict[tuple[tuple[bool, ...], tuple[Type, ...], int, bool], FloatArray] = {}
         self._known: dict[tuple[tuple[int, ...], int, bool, Layout, Layout, int | None], list[Term]] = {}
 
     def matrix(
@@ -121,21 +144,21 @@ class Conversions:
         Raises:
             PlanError: a layout that the shape does not allow.
         """
-        graph = self._graph(shape, itemsize, differentiable, summed)
+        graph = self._graph(shape, itemsize, differentiable, summed, layouts)
         positions = [graph.position(layout) for layout in layouts]
-        return graph.distance[np.ix_(positions, positions)]
+        return graph.distances(positions)[:, positions]
 
     def path(
         self, shape: Sequence[int], itemsize: int, differentiable: bool, src: Layout, dst: Layout, summed: int | None = None
     ) -> tuple[Step, ...]:
         """The steps (axis, from, to) of the cheapest conversion; of equally cheap ones the shortest, then the earliest axis first."""
-        graph = self._graph(shape, itemsize, differentiable, summed)
+        graph = self._graph(shape, itemsize, differentiable, summed, (src, dst))
         at, end = graph.position(src), graph.position(dst)
         steps: list[Step] = []
         while at != end:
-            rest = graph.costs[at] + graph.distance[graph.to[at], end]
+            rest = graph.costs[at] + graph.distances_to(end)[graph.to[at]]
             best = int(np.argmax(rest <= rest.min() * (1 + 1e-12)))  # the first of those that differ by rounding only
-            axis, following = best // (len(shape) + 3), int(graph.to[at, best])
+            axis, following = best // graph.types, int(graph.to[at, best])
             steps.append((axis, graph.states[at][axis], graph.states[following][axis]))
             at = following
         return tuple(steps)
@@ -180,30 +203,44 @@ class Conversions:
         parts: FloatArray = np.divide(math.prod(shape) * itemsize, cuts.prod(axis=1))
         return parts
 
-    def _graph(self, shape: Sequence[int], itemsize: int, differentiable: bool, summed: int | None) -> _Graph:
+    def _graph(self, shape: Sequence[int], itemsize: int, differentiable: bool, summed: int | None, layouts: Collection[Layout]) -> _Graph:
+        """One that has these layouts: the first that was asked for, if it has them."""
         key = tuple(shape), itemsize, differentiable, summed or itemsize
-        if key not in self._graphs:
-            self._graphs[key] = self._build(*key)
-        return self._graphs[key]
+        found = next((graph for graph in self._graphs[key] if all(layout in graph.index for layout in layouts)), None)
+        if found is None:
+            self._asked[key].update(dict.fromkeys(layouts))
+            found = self._build(*key, self._asked[key])
+            self._graphs[key].append(found)
+        return found
 
-    def _build(self, shape: tuple[int, ...], itemsize: int, differentiable: bool, summed: int) -> _Graph:
-        types = (I, R, P, *map(S, range(len(shape))))
-        states = [state for state in itertools.product(types, repeat=len(self.sizes)) if legal(shape, state, self.sizes)]
+    def _build(self, shape: tuple[int, ...], itemsize: int, differentiable: bool, summed: int, layouts: Collection[Layout]) -> _Graph:
+        per_axis = self._types(len(shape), layouts)
+        types = tuple(dict.fromkeys((I, R, P, *map(S, range(len(shape))), *(t for own in per_axis for t in own))))
+        states = [state for state in itertools.product(*per_axis) if legal(shape, state, self.sizes)]
         order = {t: i for i, t in enumerate(types)}
         numbers = np.array([[order[t] for t in state] for state in states]).reshape(len(states), len(self.sizes))
         to, costs = [], []
         for axis in range(len(self.sizes)):
-            following, possible = _neighbours(numbers, axis, len(types))
-            table = self._table(_leading(shape), axis, differentiable)
+            following, possible = _neighbours(numbers, axis, types)
+            table = self._table(_leading(shape), types, axis, differentiable)
             nbytes = self._bytes(shape, itemsize, states, axis)
             price = np.einsum("stk,ks->st", table[numbers[:, axis]], self._prices(nbytes, axis)) + STEP
             if differentiable and summed != itemsize:  # the gradient of R is a pending sum
-                sums = (table - self._table(_leading(shape), axis, False))[numbers[:, axis], order[R]]
+                sums = (table - self._table(_leading(shape), types, axis, False))[numbers[:, axis], order[R]]
                 more = self._prices(nbytes * summed / itemsize, axis) - self._prices(nbytes, axis)
                 price[:, order[R]] += np.einsum("sk,ks->s", sums, more)
             to.append(following)
             costs.append(np.where(possible, price, np.inf))
-        return _Graph(states, np.concatenate(to, axis=1), np.concatenate(costs, axis=1))
+        return _Graph(states, numbers, np.concatenate(to, axis=1), np.concatenate(costs, axis=1))
+
+    def _types(self, dims: int, layouts: Collection[Layout]) -> list[tuple[Type, ...]]:
+        """The types of each axis of the layouts that paths may pass through: all, but of the rarer ways to cut only those asked for; of
+        many axes only those asked for altogether."""
+        plain = (I, R, P, *map(S, range(dims)))
+        asked = [dict.fromkeys(layout[axis] for layout in layouts) for axis in range(len(self.sizes))]
+        if len(plain) ** len(self.sizes) > _STATES:
+            plain = (I, R, P)
+        return [tuple(dict.fromkeys((*plain, *own))) for own in asked]
 
     def _prices(self, nbytes: FloatArray, axis: int) -> FloatArray:
         """[term, state]: seconds of each term of a step."""
@@ -213,12 +250,11 @@ class Conversions:
         """Seconds to move bytes from memory to memory, in passing."""
         return nbytes / self._compute.peak("copy", "float32", nbytes)
 
-    def _table(self, leading: tuple[bool, ...], axis: int, differentiable: bool) -> FloatArray:
+    def _table(self, leading: tuple[bool, ...], types: tuple[Type, ...], axis: int, differentiable: bool) -> FloatArray:
         """[from type, to type, term]: how many of each term a step has, forward and backward."""
         n = self.sizes[axis]
-        key = leading, n, differentiable
+        key = leading, types, n, differentiable
         if key not in self._tables:
-            types = (I, R, P, *map(S, range(len(leading))))
             table = np.zeros((len(types), len(types), _COPY + 1))
             for (i, src), (j, dst) in itertools.permutations(enumerate(types), 2):
                 table[i, j] = forward_terms(src, dst, n, leading)
@@ -233,19 +269,24 @@ def _leading(shape: Sequence[int]) -> tuple[bool, ...]:
     return tuple(all(size == 1 for size in shape[:dim]) for dim in range(len(shape)))
 
 
-def _neighbours(numbers: npt.NDArray[np.int64], axis: int, count: int) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_]]:
+def _neighbours(numbers: npt.NDArray[np.int64], axis: int, types: tuple[Type, ...]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_]]:
     """[state, type]: the state once ``axis`` has that type, and whether one step leads there (``layout.movable``, for all states).
 
-    ``numbers`` [state, axis] are positions in (I, R, P, S0, S1, ...).
+    ``numbers`` [state, axis] are positions in ``types``.
     """
-    width = numbers.shape[1]
+    width, count = numbers.shape[1], len(types)
     weights = count ** np.arange(width)[::-1]
     codes = numbers @ weights
     positions = np.full(count**width, -1, dtype=np.intp)
     positions[codes] = np.arange(len(numbers))
     targets = np.arange(count)
     following = positions[codes[:, None] + (targets - numbers[:, axis, None]) * weights[axis]]
-    later = (numbers[:, axis + 1 :, None] == targets).any(axis=1) & (targets >= 3)  # whether a later axis cuts the type's dim
-    own = np.take_along_axis(later, numbers[:, axis, None], axis=1)
-    possible = (following >= 0) & (targets != numbers[:, axis, None]) & ~later & ~own
+    dims, inner = np.array([t.dim for t in types]), np.array([t.is_inner for t in types])
+    others = [i for i in range(width) if i != axis]
+    within = inner[numbers[:, others]][:, :, None] | ((np.array(others) > axis)[:, None] & ~inner[targets])
+    held = (within & (dims[numbers[:, others]][:, :, None] == dims[targets])).any(axis=1) & (dims[targets] >= 0)
+    own = np.take_along_axis(held, numbers[:, axis, None], axis=1)
+    mine = numbers[:, axis, None]
+    regrouped = (dims[mine] == dims[targets]) & (inner[mine] != inner[targets]) & (dims[targets] >= 0)  # that no one rank's part is of
+    possible = (following >= 0) & (targets != mine) & ~held & ~own & ~regrouped
     return np.where(possible, following, 0), possible

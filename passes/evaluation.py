@@ -29,6 +29,7 @@ _SWITCHES: dict[Any, tuple[int, Any]] = {
     kernels.dropout: (2, False),
     kernels.sync_batch_norm: (5, False),
     kernels.attention: (4, 0.0),
+    kernels.ring_attention: (4, 0.0),
 }
 
 

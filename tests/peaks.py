@@ -91,13 +91,18 @@ def made(name: str, batch: int) -> tuple[nn.Module, dict[str, Any]]:
 def measured(plan: Plan, name: str, batch: int, slow: float = 0.0) -> float:
     """Of this rank's steps from the second one on, the least: gloo's threads may let go of what they sent late, so that one step may have
     more than another."""
+    model, sample = made(name, batch)
+    return peak(model, sample, plan.world_size, plan=plan)
+
+
+def peak(model: nn.Module, sample: dict[str, Any], world_size: int, **options: Any) -> float:
+    """The same of a model that is compiled with these options."""
     _clear_sharding_prop_cache()
     gc.collect()
-    model, sample = made(name, batch)
     peaks = []
     with LiveBytes() as live:
         sample = {key: value.clone() for key, value in sample.items()}
-        compiled = autopar.compile(model, sample, plan.world_size, plan=plan, progress=False)
+        compiled = autopar.compile(model, sample, world_size, progress=False, **options)
         optimizer = torch.optim.AdamW(compiled.parameters(), lr=1e-3)
         for _ in range(STEPS):
             live.start()

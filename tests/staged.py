@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import zoo
-from equivalence import Double, Step, differences, step, traced_once, worst
+from equivalence import Double, differences, own, step, traced_once, worst
 from torch import nn
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -82,15 +82,6 @@ class Case:
     chunks: int = 1
     batch: int = 8
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-
-def own(expected: Step, found: Step) -> Step:
-    """``expected`` without the parameters and buffers that other ranks hold."""
-    return Step(
-        expected.outputs,
-        {name: expected.gradients[name] for name in found.gradients},
-        {name: expected.buffers[name] for name in found.buffers},
-    )
 
 
 def check(name: str, cases: Sequence[Case]) -> list[tuple[tuple[float, str], int, list[str]]]:

@@ -10,7 +10,7 @@ import pytest
 from autopar.cost_model import Cluster, Level
 from autopar.errors import PlanError
 
-PRESETS = ("a100-sxm", "cpu", "h100-sxm", "h200-sxm", "v100-sxm2")
+PRESETS = ("a100-sxm", "cpu", "h100-sxm", "h200-sxm", "p100", "v100-sxm2")
 
 
 def figures(cluster: Cluster) -> set[str]:
@@ -43,7 +43,7 @@ def test_presets_are_those_of_the_datasheets() -> None:
     assert [level.bandwidth for level in a100.links] == [300e9, 8 * 200e9 / 8]
     assert [level.bandwidth for level in h100.links] == [450e9, 8 * 400e9 / 8]
     assert a100.capacity == math.inf
-    assert [Cluster.load(name).device.kind for name in PRESETS] == ["cuda", "cpu", "cuda", "cuda", "cuda"]
+    assert [Cluster.load(name).device.kind for name in PRESETS] == ["cuda", "cpu", "cuda", "cuda", "cuda", "cuda"]
 
 
 @pytest.mark.parametrize("name", PRESETS)

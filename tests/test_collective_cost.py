@@ -104,7 +104,7 @@ def test_an_axis_of_one_is_free(kind: str) -> None:
 
 
 def test_received_bytes() -> None:
-    assert [received_bytes(kind, 16, 4) for kind in KINDS] == [24, 12, 12, 3, 16]
+    assert [received_bytes(kind, 16, 4) for kind in KINDS] == [24, 12, 12, 3, 16, 16]
 
 
 def test_three_levels() -> None:

@@ -12,7 +12,7 @@ from small_graphs import analyse
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.autograd import Autograd, contiguous
-from autopar.cost_model import Cluster, Compute, Conversions
+from autopar.cost_model import Cluster, Compute, Conversions, seconds
 from autopar.launches import Launch
 from autopar.layout import I, R, S
 from autopar.memory.calls import kernel_answer
@@ -71,7 +71,7 @@ def test_a_batch_norm_of_two_ranks(ranks: Pools) -> None:
     prices = costs.of_node(node, analysis.rules[node], [split])
     by_hand = sum(
         float(Compute(cluster).seconds(n.kind, "float32", 0.0, n.nbytes, operator=n.operator)) for n in answer.backward if not n.sends
-    )
+    ) + seconds("all_reduce", 2 * 4.0 * shape[1], Conversions((2,), cluster).axes[0])
     assert prices.backward[0] == by_hand
     alone = costs.of_node(node, analysis.rules[node], [Strategy(((I,),) * 5, (I,), (None,), (None,))])
     assert prices.backward[0] > alone.backward[0]  # half of the batch in many passes takes longer than the whole in few

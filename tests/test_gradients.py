@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from itertools import product
 
 import handmade
 import pytest
@@ -11,6 +12,7 @@ import torch
 from pool import Pools
 from torch.distributed.tensor import DTensor, Shard
 
+from autopar.layout import parse
 from autopar.runtime.clip import clip_grad_norm_
 from autopar.runtime.gather import cut, join
 from autopar.runtime.gradients import GradientSync
@@ -209,12 +211,16 @@ def test_clip_grad_norm(ranks: Pools, case: str, order: float) -> None:
     ranks(RANKS[case]).run(_clip, case, order)
 
 
-@pytest.mark.parametrize(("sizes", "dims"), [((2,), (0,)), ((2,), (2,)), ((2, 3), (1, 1)), ((2, 3), (1, 0)), ((2, 3), (2, 1))])
-def test_join_undoes_cut(sizes: tuple[int, ...], dims: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "types"), [((2,), "S0"), ((2,), "S2"), ((2, 3), "S1 S1"), ((2, 3), "S1 S0"), ((2, 3), "S2 S1"), ((2, 3), "s1 S1")]
+)
+def test_join_undoes_cut(sizes: tuple[int, ...], types: str) -> None:
     whole = torch.arange(6 * 12 * 4).view(6, 12, 4)
-    chunks = cut(whole, sizes, dims)
-    assert torch.equal(join(chunks.reshape(-1), sizes, dims, chunks.shape[len(sizes) :]), whole)
-    expected = [whole]
-    for size, dim in zip(sizes, dims, strict=True):  # earlier axes cut first
-        expected = [piece for part in expected for piece in part.chunk(size, dim)]
-    assert all(torch.equal(a, b) for a, b in zip(chunks.flatten(0, len(sizes) - 1), expected, strict=True))
+    layout = parse(types)
+    chunks = cut(whole, sizes, layout)
+    assert torch.equal(join(chunks.reshape(-1), sizes, layout, chunks.shape[len(sizes) :]), whole)
+    for place in product(*map(range, sizes)):
+        expected = whole
+        for axis in sorted(range(len(sizes)), key=lambda a: (types.split()[a][0] == "s", a)):  # earlier axes cut first, then those within
+            expected = expected.chunk(sizes[axis], layout[axis].dim)[place[axis]]
+        assert torch.equal(chunks[place], expected)

@@ -15,9 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
-from equivalence import Double, differences, step, traced_once, worst
+from equivalence import Double, differences, own, step, traced_once, worst
 from pool import Pools
-from staged import own
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import autopar

@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import zoo
-from equivalence import TOLERANCE, Double, Step, differences, full, loss_of, step, traced_once, vanishing, worst
+from equivalence import TOLERANCE, Double, Step, differences, full, loss_of, own, step, traced_once, vanishing, worst
 from pool import Pools
-from staged import own
 from torch import nn
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.func import functional_call

@@ -61,7 +61,7 @@ def megatron() -> Plan:
 
 
 def words(plan: Plan) -> dict[tuple[str, str], list[str]]:
-    return {(".".join(filter(None, (block, module))), operator): text for block, _, module, operator, _, text in plan.rows["blocks"]}
+    return {(".".join(filter(None, (block, module))), operator): text for block, _, module, operator, _, text, _ in plan.rows["blocks"]}
 
 
 def test_a_megatron_plan_reads_like_one(megatron: Plan) -> None:
@@ -173,7 +173,7 @@ def test_a_pipeline_reads_like_one_device() -> None:
 
 def unsized(plan: Plan, samples: int) -> list[list[Any]]:
     """The rows of blocks, with the samples of a microbatch as "b"."""
-    return [[*row[:4], re.sub(rf"^{samples}x", "bx", row[4]), row[5]] for row in plan.rows["blocks"]]
+    return [[*row[:4], re.sub(rf"^{samples}x", "bx", row[4]), *row[5:]] for row in plan.rows["blocks"]]
 
 
 def test_a_loaded_plan_reports_the_same(plans: tuple[Analysis, list[Plan]], tmp_path: Path) -> None:
@@ -247,8 +247,10 @@ def test_every_family_has_a_report(name: str) -> None:
     assert {"residual", "conv2d" if name == "cnn" else "linear"} <= operators
     if name == "cnn":
         normalised = [row for row in plan.rows["collectives"] if row[0] == "compute"]
-        assert {row[1] for row in normalised} == {"all_reduce"}  # synchronised batch norm
-        assert sum(row[6] for row in normalised) == sum(row[1] for row in plan.rows["blocks"] if row[3] == "batch_norm")
+        norms = sum(row[1] for row in plan.rows["blocks"] if row[3] == "batch_norm")
+        for kind in ("all_gather", "all_reduce"):  # synchronised batch norm: statistics forward, sums of gradients backward
+            assert sum(row[6] for row in normalised if row[1] == kind) == norms
+        assert {row[1] for row in normalised} == {"all_gather", "all_reduce"}
 
 
 def test_header_memory_gap_and_notes(megatron: Plan) -> None:
@@ -267,11 +269,13 @@ def test_header_memory_gap_and_notes(megatron: Plan) -> None:
 
 
 def test_mesh_axes_that_do_the_same_share_a_column(megatron: Plan) -> None:
-    twice = [[*row[:5], [row[5][0]] * 3] for row in megatron.rows["blocks"]]
+    twice = [[*row[:5], [row[5][0]] * 3, row[6]] for row in megatron.rows["blocks"]]
     mesh: dict[str, Any] = dict(mesh_sizes=(2, 2, 2), mesh_names=("a", "b", "c"), nodes={}, parameters={})
     plan = dataclasses.replace(megatron, rows={**megatron.rows, "blocks": twice}, **mesh)
     assert "a (2), b (2), c (2)" in plan.report()
-    different = [[*row[:5], ["data-parallel, ZeRO", "sequence-sharded, ZeRO", word]] for *row, (word,) in megatron.rows["blocks"]]
+    different = [
+        [*row[:5], ["data-parallel, ZeRO", "sequence-sharded, ZeRO", word], mode] for *row, (word,), mode in megatron.rows["blocks"]
+    ]
     wide = dataclasses.replace(plan, rows={**megatron.rows, "blocks": different})
     assert max(map(len, wide.report().splitlines())) <= WIDTH
 

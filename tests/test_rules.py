@@ -218,6 +218,8 @@ ROWS = [
     row(aten.conv2d.padding, n(2, 4, 6, 6), n(4, 4, 3, 3), n(4), [1, 1], "same"),
     row(aten.conv2d.default, n(2, 8, 6, 6), n(12, 2, 3, 3), n(12), [1, 1], [1, 1], [1, 1], 4),
     row(aten.conv2d.default, n(2, 6, 6, 6), n(12, 1, 3, 3), n(12), [1, 1], [1, 1], [1, 1], 6),
+    row(aten.conv2d.default, n(2, 4, 12, 8), n(6, 4, 3, 2), n(6), [3, 2]),
+    row(aten.conv2d.default, n(2, 4, 8, 6), n(4, 4, 5, 1), n(4), [2, 1], [2, 0]),
     row(aten.conv3d.default, n(2, 4, 4, 4, 4), n(6, 4, 2, 2, 2), n(6)),
     # Normalisations and attention
     row(aten.layer_norm.default, n(4, 2, 6), [6], n(6), n(6), 1e-5),

@@ -103,6 +103,17 @@ def vit(batch: int, dropout: float, layers: int = 2) -> Made:
 
 
 @_seeded
+def vit16(batch: int, dropout: float, layers: int = 2) -> Made:
+    """Wider than high: 15 patches, and with the class token 16."""
+    config = hf.ViTConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4, image_size=(12, 20), patch_size=4,
+        num_labels=CLASSES, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+    )  # fmt: skip
+    images = _images(batch)
+    return hf.ViTForImageClassification(config), {"pixel_values": torch.randn(batch, 3, 12, 20), "labels": images["labels"]}
+
+
+@_seeded
 def t5(batch: int, dropout: float, layers: int = 2) -> Made:
     config = hf.T5Config(
         vocab_size=VOCABULARY, d_model=32, d_ff=64, d_kv=8, num_layers=layers, num_heads=4, decoder_start_token_id=0, dropout_rate=dropout,
@@ -224,6 +235,41 @@ class _Regressor(nn.Module):
 def mlp(batch: int, dropout: float, layers: int = 2) -> Made:
     hidden = [m for _ in range(layers) for m in (nn.Linear(32, 32), nn.GELU(), nn.Dropout(dropout))]
     return _Regressor(nn.Sequential(*hidden, nn.Linear(32, 16))), {"x": torch.randn(batch, 32), "y": torch.randn(batch, 16)}
+
+
+class _Tokens(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(width, hidden), nn.LayerNorm(hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        prediction = self.down(self.norm(F.gelu(self.up(x))))
+        return {"loss": F.mse_loss(prediction, y), "prediction": prediction}
+
+
+@_seeded
+def wide(batch: int, dropout: float, width: int = 1024, hidden: int = 8192) -> Made:
+    """Two large layers with a layer norm between, on 8 tokens a sample."""
+    return _Tokens(width, hidden), {"x": torch.randn(batch, 8, width), "y": torch.randn(batch, 8, width)}
+
+
+class _Attention(nn.Module):
+    """Causal attention over a long sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.ModuleList(nn.Linear(32, 32) for _ in range(3)), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        q, k, v = (layer(x).unflatten(2, (4, -1)).transpose(1, 2) for layer in self.qkv)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        made = self.out(y.transpose(1, 2).flatten(2))
+        return {"loss": made.square().mean(), "made": made}
+
+
+@_seeded
+def causal(batch: int, dropout: float, length: int = 128) -> Made:
+    return _Attention(), {"x": torch.randn(batch, length, 32)}
 
 
 MODELS: dict[str, Callable[..., Made]] = {

@@ -7,6 +7,7 @@ from typing import Any
 
 from autopar.analysis import Analysis
 from autopar.graph import numel, operands, shape
+from autopar.report.modes import mode_of
 from autopar.report.names import Instance, Names
 from autopar.report.words import Words, is_loss
 from autopar.search.found import Found
@@ -14,7 +15,7 @@ from autopar.search.problem import Vertex
 from autopar.search.strategies import Storage, Strategy
 
 Row = list[Any]
-_Line = tuple[str, str, str, tuple[str, ...]]  # module, operator, shape, words
+_Line = tuple[str, str, str, tuple[str, ...], str]  # module, operator, shape, words, mode
 
 
 class Blocks:
@@ -51,8 +52,8 @@ class Blocks:
         done: set[int] = set()
         for place in self._order:
             if len(place) > 2:
-                module, operator, text, words = place
-                found.append(["", 1, module or "(root)", operator, text, list(words)])
+                module, operator, text, words, mode = place
+                found.append(["", 1, module or "(root)", operator, text, list(words), mode])
             elif (n := self.alike[place]) not in done:
                 done.add(n)
                 found += self._of_blocks(self._members[n], self._lines[n])
@@ -62,12 +63,15 @@ class Blocks:
         prefix = members[0][0]
         label = self._names.label(prefix, [number for _, number in members])
         if len(members) > 1:
-            return [[label, len(members), module, operator, text, list(words)] for module, operator, text, words in lines]
-        return [["", 1, ".".join(filter(None, (label, module))), operator, text, list(words)] for module, operator, text, words in lines]
+            return [[label, len(members), module, operator, text, list(words), mode] for module, operator, text, words, mode in lines]
+        return [
+            ["", 1, ".".join(filter(None, (label, module))), operator, text, list(words), mode]
+            for module, operator, text, words, mode in lines
+        ]
 
 
-def _shown(vertex: Vertex, found: Found, words: Words) -> tuple[str, str, tuple[str, ...]] | None:
-    """Operator, shape and words of a node, or None for one that a reader does not look for."""
+def _shown(vertex: Vertex, found: Found, words: Words) -> tuple[str, str, tuple[str, ...], str] | None:
+    """Operator, shape, words and mode of a node, or None for one that a reader does not look for."""
     node, choice = vertex.node, found.choice(vertex.node)
     operator = words.operator(node)
     if operator is None or not isinstance(choice, Strategy):
@@ -75,9 +79,10 @@ def _shown(vertex: Vertex, found: Found, words: Words) -> tuple[str, str, tuple[
     weights = words.weights(node)
     largest = max(weights, key=lambda k: numel(weights[k]), default=None)
     text = [words.word(node, factor, choice.out[axis].kind) for axis, factor in enumerate(choice.factors)]
+    mode = mode_of(node, choice, found, text)
     storage = found.choice(weights[largest]) if largest is not None else None
     if isinstance(storage, Storage):
         parts = [s.is_shard and not u.is_shard for s, u in zip(storage.stored, storage.used, strict=True)]
         text = [f"{word}, ZeRO" if part else word for word, part in zip(text, parts, strict=True)]
     looked_at = node if largest is None and not is_loss(node) else operands(node)[largest or 0][0]
-    return operator, "x".join(map(str, shape(looked_at))), tuple(text)
+    return operator, "x".join(map(str, shape(looked_at))), tuple(text), mode

@@ -3,9 +3,9 @@
 ``rows["model"]``
     [name, value]: samples of the global batch, trainable parameters.
 ``rows["blocks"]``
-    [block, count, module, operator, shape, words]: one row for each distinct operator that a reader looks for, in the order they run.
+    [block, count, module, operator, shape, words, mode]: one row for each distinct operator that a reader looks for, in the order they run.
     ``block`` is the repeated part of the module path, with "*" for its number ("" outside blocks), ``count`` how often it occurs,
-    ``words`` one word for each mesh axis.
+    ``words`` one word for each mesh axis, ``mode`` the name of the tensor or sequence parallelism that they make, "" where it has none.
 ``rows["collectives"]``
     [part, collective, axis, phase, block, modules, times, bytes, seconds]: what is sent in a step, largest first. ``part`` is the kind
     of :attr:`Plan.seconds` that it belongs to: the rows of "conversions" and of "gradient synchronisation" add up to these. ``axis`` is

@@ -67,9 +67,9 @@ def _terms(found: Found) -> Iterator[tuple[str, Sequence[fx.Node], Term, int]]:
                 yield SYNC, of_vertex[i], replace(term, seconds=scale * term.seconds), 1
         else:
             for term in found.costs.sent_by_kernel(v.node, rules.get(v.node), choice):
-                yield "compute", of_vertex[i], term, microbatches
-                if v.states[found.solution.chosen[i]] == AGAIN:
-                    yield "recomputation", of_vertex[i], term, microbatches
+                yield "compute", of_vertex[i], replace(term, phase="kernel"), microbatches
+                if v.states[found.solution.chosen[i]] == AGAIN and term.phase == "forward":
+                    yield "recomputation", of_vertex[i], replace(term, phase="kernel"), microbatches
     for g, group in enumerate(problem.groups):
         node = problem.vertices[group.producer].node
         for wanted, needed in problem.wanted(group, found.solution.chosen).items():

@@ -55,7 +55,7 @@ def _batch(plan: Plan, samples: int | None) -> str:
 
 
 def _gap(plan: Plan) -> str:
-    space = "this search space" if len(plan.mesh_sizes) <= EXACT_AXES else "the neighbourhood searched"
+    space = "this search space" if len(plan.mesh_sizes) <= EXACT_AXES or plan.modes else "the neighbourhood searched"
     return f"proven optimal in {space}" if plan.gap < OPTIMAL else f"at most {plan.gap:.2%} slower than the best plan of {space}"
 
 
@@ -75,20 +75,20 @@ def _shares(title: str, kinds: dict[str, float], unit: Any) -> str:
 
 def _blocks(plan: Plan) -> str:
     rows: list[Cells] = []
-    axes = _merged_axes(plan)
+    axes, named = _merged_axes(plan), any(row[6] for row in plan.rows.get("blocks", []))
     for (block, times), members in itertools.groupby(plan.rows.get("blocks", []), key=lambda row: (row[0], row[1])):
         lines = [
-            [modules, operator, cut(shape, _SHAPE), *(words[columns[0]] for _, columns in axes)]
-            for modules, operator, shape, words in _alike(list(members))
+            [modules, operator, cut(shape, _SHAPE), *(words[columns[0]] for _, columns in axes), *([mode] if named else [])]
+            for modules, operator, shape, words, mode in _alike(list(members))
         ]
         title = f"{block} (x{times})"
         if block and any(line[0] != _WHOLE for line in lines):
-            rows.append([title, *[""] * (len(axes) + 2)])
+            rows.append([title, *[""] * (len(axes) + 2 + named)])
             lines = [[f"  {line[0]}", *line[1:]] for line in lines]
         elif block:
             lines = [[title, *line[1:]] for line in lines]
         rows += lines
-    headers = ["module", "operator", "shape", *(name for name, _ in axes)]
+    headers = ["module", "operator", "shape", *(name for name, _ in axes), *["mode"] * named]
     return table(rows, headers, "l" * len(headers), flexible=(0, 2)) if rows else ""
 
 
@@ -105,15 +105,15 @@ def _merged_axes(plan: Plan) -> list[tuple[str, list[int]]]:
     return axes
 
 
-def _alike(members: Sequence[list[Any]]) -> Iterator[tuple[str, str, str, list[str]]]:
+def _alike(members: Sequence[list[Any]]) -> Iterator[tuple[str, str, str, list[str], str]]:
     """Neighbours of one parent that do the same, as one: ``self_attn.q_proj, k_proj, v_proj``."""
 
     def same(row: list[Any]) -> tuple[str, ...]:
-        return (row[2].rpartition(".")[0] if "." in row[2] else row[2], row[3], *row[5])
+        return (row[2].rpartition(".")[0] if "." in row[2] else row[2], row[3], row[6], *row[5])
 
     for _, group in itertools.groupby(members, key=same):
         rows = list(group)
-        yield _listed([row[2] for row in rows]), rows[0][3], ", ".join(dict.fromkeys(row[4] for row in rows)), rows[0][5]
+        yield _listed([row[2] for row in rows]), rows[0][3], ", ".join(dict.fromkeys(row[4] for row in rows)), rows[0][5], rows[0][6]
 
 
 def _listed(modules: Sequence[str]) -> str:

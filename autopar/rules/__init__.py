@@ -1,10 +1,10 @@
 """One factor rule per operator, a file per family."""
 
-from autopar.rules import attention, elementwise, indexing, loss, matmul, normalisation, reduce, views
+from autopar.rules import attention, convolution, elementwise, indexing, loss, matmul, normalisation, reduce, views
 from autopar.rules.registry import Call, register_rule, rule_of
-from autopar.rules.rule import Communication, Option, Rule, make_rule
+from autopar.rules.rule import Option, Rule, make_rule
 
 __all__ = [
-    "Call", "Communication", "Option", "Rule", "attention", "elementwise", "indexing", "loss", "make_rule", "matmul",
+    "Call", "Option", "Rule", "attention", "convolution", "elementwise", "indexing", "loss", "make_rule", "matmul",
     "normalisation", "reduce", "register_rule", "rule_of", "views",
 ]  # fmt: skip

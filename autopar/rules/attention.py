@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
+from autopar.layout import R, S
 from autopar.rules.registry import Call, register_rule
-from autopar.rules.rule import Rule
+from autopar.rules.rule import Option, Rule
 
 
 @register_rule("aten.scaled_dot_product_attention")
@@ -19,8 +20,11 @@ def attention(call: Call) -> Rule | None:
     if len(call.inputs) == 4:
         dims = ["b", head, "s", "t"][4 - len(call.shapes[3]) :]
         mask = ", ~" + " ".join(dims)
-    # A causal mask counts positions from the first query, so its queries stay whole; keys always do.
+    # A causal mask counts positions from the first query, so its queries stay whole; keys always do. Where both are cut they go round.
     whole = ["d", "e", "t"] + (["s"] if call["is_causal"] else [])
+    rows = 2 - 4 + len(call.shapes[3]) if mask else 0
+    masks = [S(rows) if rows >= 0 and call.shapes[3][rows] > 1 else R] if mask else []
+    ring = Option((S(2), S(2), S(2), *masks), S(2), "s", "ring", beside="")
     names = ("b", "n", "g") if call["is_causal"] else ("b", "n", "g", "s")
     return call.rule(
         f"~b {head} s d, ~b {kv_head} t d, ~b {kv_head} t e{mask} -> b {head} s e",
@@ -29,4 +33,7 @@ def attention(call: Call) -> Rule | None:
         flops=2.0 * math.prod(q[:3]) * k[2] * (q[3] + v[3]) / (2 if call["is_causal"] else 1),
         kind="attention",
         kernels=dict.fromkeys(names, "attention") if call["dropout_p"] else {},
+        extra=(ring,) if min(q[2], k[2]) > 1 else (),
+        composed=frozenset({"ring"}),
+        alone=frozenset({"s", "t"}),
     )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 from autopar.layout import I, S
 from autopar.rules.registry import Call, register_rule
-from autopar.rules.rule import Communication, Option, Rule
+from autopar.rules.rule import Option, Rule
 
 
 @register_rule("autopar.cross_entropy")
@@ -16,10 +14,9 @@ def cross_entropy(call: Call) -> Rule:
     rows = [f"r{i}" for i in range(n - 1)]
     weight = ", ~v" if len(call.inputs) == 3 else ""
     spec = f"~{' '.join(rows)} v, ~{' '.join(rows)}{weight} ->"
-    # The maximum, the target's logit and the sum of exponentials: three numbers a row, forward only.
-    sent = Communication("all_reduce", 3.0 * math.prod(call.shapes[1]), tuple(rows))
-    vocabulary = Option((S(n - 1), *[I] * (len(call.inputs) - 1)), I, "v", "cross_entropy_vocabulary")
-    return call.rule(spec, whole="v", sums=frozenset(rows), extra=(vocabulary,), communication={"v": (sent,)})
+    kernel = "cross_entropy_vocabulary"
+    vocabulary = Option((S(n - 1), *[I] * (len(call.inputs) - 1)), I, "v", kernel)
+    return call.rule(spec, whole="v", sums=frozenset(rows), extra=(vocabulary,), composed=frozenset({kernel}))
 
 
 @register_rule("autopar.target_count")

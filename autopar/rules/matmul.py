@@ -1,12 +1,12 @@
-"""Matrix products and convolutions."""
+"""Matrix products."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
+from autopar.layout import R, S
 from autopar.rules.registry import Call, register_rule
-from autopar.rules.rule import Rule
+from autopar.rules.rule import Option, Rule
 
 
 @register_rule("aten.linear")
@@ -14,7 +14,19 @@ def linear(call: Call) -> Rule:
     x, w = call.shapes[:2]
     if len(w) == 1:
         return call.rule("... k, k + 1 -> ...", flops=2.0 * math.prod(x), kind="matmul")
-    return call.rule("... k, n k + n -> ... n", flops=2.0 * math.prod(x) * w[0], kind="matmul")
+    spec = "... k, n k + n -> ... n"
+    rows = [dim for dim in range(len(x) - 1) if x[dim] > 1]
+    blocks = [o for dim in rows for o in _blocks(len(x), dim, len(call.inputs))] if min(w) > 1 else []
+    own = dict(extra=tuple(blocks), composed=frozenset({"summa"}), alone=frozenset("k"))
+    return call.rule(spec, flops=2.0 * math.prod(x) * w[0], kind="matmul", **own)
+
+
+def _blocks(dims: int, row: int, operands: int) -> tuple[Option, Option]:
+    """SUMMA: one axis cuts the input's dim ``row`` and the weight's columns, the other the weight's rows and the input's last dim."""
+    factor = f".{dims - 2 - row}"
+    down = Option((S(row), S(1), R)[:operands], S(row), factor, "summa", beside="n")
+    along = Option((S(dims - 1), S(0), S(0))[:operands], S(dims - 1), "n", "summa", beside=factor)
+    return down, along
 
 
 @register_rule("aten.matmul", "aten.bmm", "aten.mv", "aten.dot")
@@ -39,24 +51,3 @@ def baddbmm(call: Call) -> Rule | None:
 def addmm(call: Call) -> Rule:
     bias = "i j" if len(call.shapes[0]) == 2 else "j"
     return call.rule(f"{bias} + i k, k j -> i j", flops=2.0 * math.prod(call.shape) * call.shapes[1][-1], kind="matmul")
-
-
-@register_rule("aten.conv1d", "aten.conv2d", "aten.conv3d")
-def convolution(call: Call) -> Rule | None:
-    if len(call.shapes[0]) != len(call.shapes[1]):  # no batch dim
-        return None
-    window = [f"w{i}" for i in range(len(call.shape) - 2)]
-    x_space, y_space = (" ".join(f"{p}{i}" for i in range(len(window))) for p in "xy")
-    groups, weight = call["groups"], call.shapes[1]
-
-    def fewer_groups(arguments: dict[str, Any], splits: dict[str, int]) -> dict[str, Any]:
-        return {"groups": groups // splits.get("g", 1)}
-
-    return call.rule(
-        f"n (g c) {x_space}, (g o) c {' '.join(window)} + (g o) -> n (g o) {y_space}",
-        sizes={"g": groups},
-        whole=[*window, *x_space.split(), *y_space.split(), *(["c", "o"] if groups > 1 else [])],  # a group is not split further
-        flops=2.0 * math.prod(call.shape) * math.prod(weight[1:]),
-        kind="conv",
-        localise=fewer_groups if groups > 1 else None,
-    )

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from autopar.rules.registry import Call, register_rule
-from autopar.rules.rule import Communication, Rule
+from autopar.rules.rule import Rule
 
 
 @register_rule("aten.layer_norm")
 def layer_norm(call: Call) -> Rule:
     inner = [f"n{i}" for i in range(len(call["normalized_shape"]))]
     spec = ", ".join(["~... " + " ".join(inner), *(["~" + " ".join(inner)] * (len(call.inputs) - 1))]) + " -> ... " + " ".join(inner)
-    rows = tuple(f".{i}" for i in range(len(call.shape) - len(inner)))
-    rule = call.rule(spec, whole=inner)
     if len(inner) > 1:
-        return rule
+        return call.rule(spec, whole=inner)
     # The features may be split too: their statistics, two numbers a row each way, are then summed over the axis.
-    count = 4.0
-    for f in rows:
-        count *= rule.sizes.get(f, 1)
-    sent = Communication("all_reduce", count, rows)
-    return call.rule(spec, kernels={"n0": "layer_norm"}, communication={"n0": (sent,)})
+    return call.rule(spec, kernels={"n0": "layer_norm"}, composed=frozenset({"layer_norm"}))
 
 
 @register_rule("aten.rms_norm")
@@ -45,11 +39,10 @@ def batch_norm(call: Call) -> Rule:
         return call.rule(spec)
     # A split batch or space synchronises its statistics: two numbers a channel each way. Channels stay whole, as every rank updates
     # the running statistics that it keeps.
-    sent = Communication("all_reduce", 4.0 * call.shape[1], ("c",))
     return call.rule(
         spec,
         whole="c",
         writes=tuple(k for k, n in enumerate(call.inputs) if n in (call["running_mean"], call["running_var"])),
         kernels=dict.fromkeys(["n", *space], "batch_norm"),
-        communication=dict.fromkeys(["n", *space], (sent,)),
+        composed=frozenset({"batch_norm"}),
     )

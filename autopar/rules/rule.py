@@ -23,22 +23,15 @@ Dim = tuple[str, ...]  # the factors of a dim, major first; () for a dim of size
 class Option:
     """One way to run an operator along one mesh axis.
 
-    ``factor`` names what is split (None: nothing is), ``kernel`` the kernel this takes in place of the operator itself.
+    ``factor`` names what is split (None: nothing is), ``kernel`` the kernel this takes in place of the operator itself. Where the
+    kernel works along one axis or two, ``beside`` is the factor that it splits along the other, of the same size; "" where there is none.
     """
 
     ins: tuple[Type, ...]
     out: Type
     factor: str | None = None
     kernel: str | None = None
-
-
-@dataclass(frozen=True)
-class Communication:
-    """What a kernel sends by itself, for one split axis: ``nbytes`` per rank of the whole mesh's tensor, in both directions."""
-
-    collective: str
-    elements: float
-    factors: tuple[str, ...] = ()  # factors that, split over other axes, make it smaller
+    beside: str | None = None
 
 
 @dataclass(frozen=True)
@@ -51,9 +44,11 @@ class Rule:
     terms: tuple[frozenset[int], ...] = ()
     whole: frozenset[str] = frozenset()
     sums: frozenset[str] = frozenset()
+    least: dict[str, int] = field(default_factory=dict)  # of a factor, that each rank must have where it is split; 1 unless given
     kernels: dict[str, str] = field(default_factory=dict)
     extra: tuple[Option, ...] = ()
-    communication: dict[str, tuple[Communication, ...]] = field(default_factory=dict)
+    composed: frozenset[str] = frozenset()  # kernels that are made of many operators, and send by themselves
+    alone: frozenset[str] = frozenset()  # factors that no further axis may split beside a kernel that works along one axis or two
     flops: float = 0.0
     kind: str = "elementwise"
     writes: tuple[int, ...] = ()  # operands that it updates in place: buffers, which it must get as they are kept

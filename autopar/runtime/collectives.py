@@ -25,9 +25,9 @@ _wait = _functional.wait_tensor
 def redistribute(x: torch.Tensor, mesh: Mesh, axis: int, src: str, dst: str, summed_in: torch.dtype | None = None) -> torch.Tensor:
     """``x``, of type ``src`` along mesh ``axis``, converted to type ``dst``.
 
-    ``src`` and ``dst`` are ``"I"``, ``"R"``, ``"P"`` or ``"S<dim>"``. Integer and boolean tensors convert too, but are never P when
-    boolean. Where data moves the result is contiguous and has memory of its own; otherwise it is ``x`` itself. ``summed_in``: the dtype
-    in which its gradient is converted (free: the gradient's own).
+    ``src`` and ``dst`` are ``"I"``, ``"R"``, ``"P"``, ``"S<dim>"``, ``"Z<dim>"`` or ``"s<dim>"``. Integer and boolean tensors convert
+    too, but are never P when boolean. Where data moves the result is contiguous and has memory of its own; otherwise it is ``x`` itself.
+    ``summed_in``: the dtype in which its gradient is converted (free: the gradient's own).
     Raises :class:`RunError` for a pair that has no conversion and for a dim that does not divide.
     """
     if src == dst or mesh.sizes[axis] == 1:
@@ -63,10 +63,17 @@ def _move(x: torch.Tensor, mesh: Mesh, axis: int, src: str, dst: str) -> torch.T
     if movement is None or max(source.dim, target.dim) >= x.ndim:
         raise RunError(f"no conversion {src} -> {dst} of a tensor of shape {tuple(x.shape)} (axis {mesh.names[axis]!r})")
     n = mesh.sizes[axis]
-    if target.dim >= 0 and x.shape[target.dim] % n:
-        raise RunError(f"{src} -> {dst}: dim {target.dim} of shape {tuple(x.shape)} does not divide by {n} (axis {mesh.names[axis]!r})")
+    if target.dim >= 0 and x.shape[target.dim] % target.chunks(n) and source.dim != target.dim:
+        cuts = f"dim {target.dim} of shape {tuple(x.shape)} does not divide by {target.chunks(n)}"
+        raise RunError(f"{src} -> {dst}: {cuts} (axis {mesh.names[axis]!r})")
     since = mesh.recorder.mark()
-    moved = movement(x, mesh.group(axis).group_name, n, mesh.coordinate[axis], source.dim, target.dim)
+    place, group = mesh.coordinate[axis], mesh.group(axis).group_name
+    if source.dim == target.dim >= 0:
+        moved = _regroup(x, group, n, place, source.dim, target.is_zigzag)
+    else:
+        x = _folded(x, n, target.dim) if target.is_zigzag else x
+        moved = movement(x, group, n, place, source.dim, target.dim)
+        moved = _unfolded(moved, n, source.dim) if source.is_zigzag else moved
     mesh.recorder.converted(since)
     return moved
 
@@ -120,6 +127,36 @@ def _join(x: torch.Tensor, n: int, dim: int) -> torch.Tensor:
     return x.unflatten(0, (n, x.shape[0] // n)).movedim(0, dim).flatten(dim, dim + 1).contiguous() if dim else x
 
 
+def _folded(x: torch.Tensor, n: int, dim: int) -> torch.Tensor:
+    """The 2 ``n`` pieces of ``dim`` in zigzag order: the first, the last, the second, the last but one."""
+    front, back = x.unflatten(dim, (2, n, x.shape[dim] // (2 * n))).unbind(dim)
+    return torch.stack((front, back.flip(dim)), dim + 1).flatten(dim, dim + 2)
+
+
+def _unfolded(x: torch.Tensor, n: int, dim: int) -> torch.Tensor:
+    """The inverse of :func:`_folded`."""
+    front, back = x.unflatten(dim, (n, 2, x.shape[dim] // (2 * n))).unbind(dim + 1)
+    return torch.stack((front, back.flip(dim)), dim).flatten(dim, dim + 2)
+
+
+def _regroup(x: torch.Tensor, group: str, n: int, place: int, dim: int, zigzag: bool) -> torch.Tensor:
+    """From chunks of ``dim`` to zigzag order, or back: each rank sends its two pieces to where they belong."""
+    if x.shape[dim] % 2:
+        raise RunError(f"dim {dim} of a part of shape {tuple(x.shape)} has no two halves, as zigzag order needs")
+    plain, folded = [(2 * r, 2 * r + 1) for r in range(n)], [(r, 2 * n - 1 - r) for r in range(n)]
+    before, after = (plain, folded) if zigzag else (folded, plain)
+    half = x.shape[dim] // 2
+    owner = {piece: rank for rank, pieces in enumerate(after) for piece in pieces}
+    leaving = sorted(range(2), key=lambda i: owner[before[place][i]])
+    arriving = [(rank, piece) for rank in range(n) for piece in sorted(before[rank], key=before[rank].index) if owner[piece] == place]
+    there = [half * sum(owner[p] == rank for p in before[place]) for rank in range(n)]
+    here = [half * sum(source == rank for source, _ in arriving) for rank in range(n)]
+    pieces = x.movedim(dim, 0).unflatten(0, (2, half))
+    received = _wait(_functional.all_to_all_single(torch.cat([pieces[i] for i in leaving]), here, there, group)).unflatten(0, (2, half))
+    order = [[piece for _, piece in arriving].index(piece) for piece in after[place]]
+    return torch.cat([received[i] for i in order]).movedim(0, dim).contiguous()
+
+
 _MOVEMENTS: dict[tuple[str, str], _Movement] = {
     ("I", "R"): _keep,
     ("R", "I"): _keep,
@@ -140,6 +177,38 @@ _MOVEMENTS: dict[tuple[str, str], _Movement] = {
 def reduce_over(x: torch.Tensor, group: dist.ProcessGroup, op: str = "sum") -> torch.Tensor:
     """``x`` reduced over ``group`` by ``"sum"`` or ``"max"``, in a new tensor; has no gradient. For kernels that derive their own."""
     return _wait(_functional.all_reduce(x.contiguous(), op, group.group_name))
+
+
+def shifted(x: torch.Tensor, group: str, ranks: int, place: int) -> Callable[[], torch.Tensor]:
+    """Sends ``x``, of one shape on all of a group's ``ranks``, to the one after this one's ``place``, the first after the last. What is
+    returned waits for what the one before sends. Has no gradient."""
+    flat = x.contiguous().view(-1)
+    sent, received = [0] * ranks, [0] * ranks
+    sent[(place + 1) % ranks] = received[(place - 1) % ranks] = len(flat)
+    coming = _functional.all_to_all_single(flat, received, sent, group)
+    return lambda: _wait(coming).view(x.shape)
+
+
+def from_neighbours(
+    to_previous: torch.Tensor, to_next: torch.Tensor, group: dist.ProcessGroup, place: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the ranks before and after this one, which is at ``place`` in ``group``, send here: the former its ``to_next``, the latter its
+    ``to_previous``; zeros at the ends. Shapes are alike on all ranks. Has no gradient."""
+    ranks = group.size()
+    sent, received = [0] * ranks, [0] * ranks
+    there: list[torch.Tensor] = []
+    for neighbour, mine, its in ((place - 1, to_previous, to_next), (place + 1, to_next, to_previous)):
+        if 0 <= neighbour < ranks:
+            sent[neighbour], received[neighbour] = mine.numel(), its.numel()
+            there.append(mine.reshape(-1))
+    arrived = _wait(_functional.all_to_all_single(torch.cat(there), received, sent, group.group_name))
+    pieces = iter(arrived.split([n for n in received if n]))
+
+    def piece(neighbour: int, like: torch.Tensor) -> torch.Tensor:
+        there_is_one = like.numel() and 0 <= neighbour < ranks
+        return next(pieces).view(like.shape) if there_is_one else torch.zeros_like(like, memory_format=torch.contiguous_format)
+
+    return piece(place - 1, to_next), piece(place + 1, to_previous)
 
 
 def gather_from(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from autopar.layout import Type
 from autopar.plan import BUCKET_BYTES
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.parameters import Weight
@@ -16,32 +17,38 @@ from autopar.runtime.parameters import Weight
 _functional = torch.ops._c10d_functional
 
 
-def join(chunks: torch.Tensor, sizes: Sequence[int], dims: Sequence[int], local: Sequence[int]) -> torch.Tensor:
-    """The whole of ``prod(sizes)`` chunks of shape ``local`` that lie one after the other: axis ``i`` of ``sizes`` cuts dim ``dims[i]``."""
-    if tuple(dims) == (0,):  # as they lie, and the usual case
+def join(chunks: torch.Tensor, sizes: Sequence[int], types: Sequence[Type], local: Sequence[int]) -> torch.Tensor:
+    """The whole of ``prod(sizes)`` chunks of shape ``local`` that lie one after the other: axis ``i`` of ``sizes`` cuts as ``types[i]``."""
+    dims = [t.dim for t in types]
+    if dims == [0]:  # as they lie, and the usual case
         return chunks.reshape(-1, *local[1:])
     whole = [n * math.prod(size for size, dim in zip(sizes, dims, strict=True) if dim == d) for d, n in enumerate(local)]
-    return chunks.reshape(*sizes, *local).permute(_order(dims, len(local))).reshape(whole)
+    return chunks.reshape(*sizes, *local).permute(_order(types, len(local))).reshape(whole)
 
 
-def cut(whole: torch.Tensor, sizes: Sequence[int], dims: Sequence[int]) -> torch.Tensor:
+def cut(whole: torch.Tensor, sizes: Sequence[int], types: Sequence[Type]) -> torch.Tensor:
     """The inverse of :func:`join`, as a view of shape ``(*sizes, *local)``."""
-    if tuple(dims) == (0,):
+    if [t.dim for t in types] == [0]:
         return whole.unflatten(0, (sizes[0], -1))
-    order, split = _order(dims, whole.ndim), list[int]()
+    order, split = _order(types, whole.ndim), list[int]()
     for d, n in enumerate(whole.shape):
-        cuts = [size for size, dim in zip(sizes, dims, strict=True) if dim == d]
+        cuts = [sizes[axis] for axis in _cutting(types, d)]
         split += [*cuts, n // math.prod(cuts)]
     inverse = sorted(range(len(order)), key=order.__getitem__)
     return whole.reshape(split).permute(inverse)
 
 
-def _order(dims: Sequence[int], ndim: int) -> list[int]:
-    """Where the dims of ``(*axes, *local)`` stand when each dim is preceded by the axes that cut it, the earlier axis major."""
+def _order(types: Sequence[Type], ndim: int) -> list[int]:
+    """Where the dims of ``(*axes, *local)`` stand when each dim is preceded by the axes that cut it."""
     order: list[int] = []
     for d in range(ndim):
-        order += [axis for axis, dim in enumerate(dims) if dim == d] + [len(dims) + d]
+        order += [*_cutting(types, d), len(types) + d]
     return order
+
+
+def _cutting(types: Sequence[Type], dim: int) -> list[int]:
+    """The axes that cut a dim, the major one first: the earlier ones, then what cuts within all others."""
+    return sorted((axis for axis, t in enumerate(types) if t.dim == dim), key=lambda axis: (types[axis].is_inner, axis))
 
 
 class Sized(Protocol):
@@ -96,7 +103,7 @@ class Gather:
             whole = _functional.wait_tensor(flights.pop()).view(math.prod(sizes), -1)  # gone when its parts are copied
             parts = whole.split([weight.local.numel() for weight in bucket], dim=1)
             for weight, part in zip(bucket, parts, strict=True):
-                weight.leaf.data = join(part, sizes, [weight.stored[axis].dim for axis in weight.gathered], weight.local.shape)
+                weight.leaf.data = join(part, sizes, [weight.stored[axis] for axis in weight.gathered], weight.local.shape)
         self.is_open = True
         if self._buckets:
             self._mesh.recorder.add("gradient synchronisation", since)  # as which the cost model counts ZeRO's gathers too

@@ -223,7 +223,7 @@ class GradientSync:
         if not weight.gathered:
             return gradient
         axes = weight.gathered
-        gradient = cut(gradient, [self._mesh.sizes[a] for a in axes], [weight.stored[a].dim for a in axes])
+        gradient = cut(gradient, [self._mesh.sizes[a] for a in axes], [weight.stored[a] for a in axes])
         for position in reversed(range(len(axes))):
             if weight.used[axes[position]] == I:
                 gradient = gradient.select(position, self._mesh.coordinate[axes[position]])

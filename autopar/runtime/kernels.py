@@ -12,12 +12,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from autopar.runtime.halo import conv_halo
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.normalise import layer_norm_features, sync_batch_norm
+from autopar.runtime.ring import ring_attention
+from autopar.runtime.summa import summa_linear
 from autopar.runtime.vocabulary import cross_entropy, cross_entropy_vocabulary, embedding_vocabulary, target_count
 
 __all__ = [
     "attention",
+    "conv_halo",
     "cross_entropy",
     "cross_entropy_vocabulary",
     "drawn",
@@ -25,7 +29,9 @@ __all__ = [
     "embedding_vocabulary",
     "layer_norm_features",
     "mean_split",
+    "ring_attention",
     "send",
+    "summa_linear",
     "sync_batch_norm",
     "target_count",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from weakref import WeakKeyDictionary
 
@@ -26,7 +26,8 @@ class Mesh:
 
     Arguments: ``sizes``, the ranks along each axis; ``names``, one for each axis; ``device``, ``"cpu"`` or ``"cuda"`` (free: cuda
     where the default group runs NCCL, else cpu); ``device_mesh``, a named torch mesh to stand on (part of the world) instead of a new one
-    over the whole world; ``pipeline``, ranks along a pipeline: the world is then that many meshes, and this is the one of this rank.
+    over the whole world; ``pipeline``, ranks along a pipeline: the world is then that many meshes, and this is the one of this rank;
+    ``modes``, the axes of each mode of tensor parallelism, by its name.
     Raises :class:`RunError` when the sizes do not multiply to the number of ranks.
 
     Attributes: ``world``, the torch mesh of all ranks, the pipeline its first axis if there is one; ``pipeline_rank``.
@@ -39,11 +40,13 @@ class Mesh:
         device: torch.device | str | None = None,
         device_mesh: DeviceMesh | None = None,
         pipeline: int = 1,
+        modes: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         self.sizes, self.names = tuple(sizes), tuple(names)
         if len(self.sizes) != len(self.names):
             raise RunError(f"a mesh of sizes {self.sizes} needs {len(self.sizes)} axis names, not {len(self.names)}: {self.names}")
         self.pipeline, self.pipeline_rank = pipeline, 0
+        self._modes = {name: tuple(axes) for name, axes in (modes or {}).items()}
         if pipeline > 1:
             self.world = _over_the_world((pipeline, *self.sizes), (PIPELINE, *self.names), _device_type(device))
             self.pipeline_rank = self.world.get_local_rank(PIPELINE)
@@ -75,9 +78,37 @@ class Mesh:
         """The number of ranks."""
         return math.prod(self.sizes)
 
-    def group(self, axis: int) -> dist.ProcessGroup:
-        """The ranks that differ from this one along ``axis`` only."""
-        return self.axes_group((axis,))
+    def group(self, axis: int | str) -> dist.ProcessGroup:
+        """The ranks that differ from this one along ``axis`` only: a number, or a name as :meth:`ranks` takes.
+
+        The first call for a mode of several axes makes a group: all ranks must come here alike.
+        """
+        if isinstance(axis, int):
+            return self.axes_group((axis,))
+        return self.along_pipeline() if axis == PIPELINE and self.pipeline > 1 else self.axes_group(self._axes_of(axis))
+
+    def ranks(self, name: str) -> list[int]:
+        """The ranks of the world in this one's group, in their order, along an axis ("data", "row", "pipeline") or all axes of a mode of
+        tensor parallelism ("2d").
+
+        Raises :class:`RunError` for a name that the mesh does not have.
+        """
+        return dist.get_process_group_ranks(self.group(name))
+
+    def local_rank(self, name: str) -> int:
+        """This rank's place in that group."""
+        return self.pipeline_rank if name == PIPELINE and self.pipeline > 1 else self.index(self._axes_of(name))
+
+    def group_size(self, name: str) -> int:
+        """How many ranks that group has."""
+        return self.pipeline if name == PIPELINE and self.pipeline > 1 else self.count(self._axes_of(name))
+
+    def _axes_of(self, name: str) -> tuple[int, ...]:
+        names = self._modes.get(name, (name,))
+        if not set(names) <= set(self.names):
+            known = [*self.names, *self._modes, *[PIPELINE] * (self.pipeline > 1)]
+            raise RunError(f"this mesh has no axis or mode {name!r}: it has {', '.join(known)}")
+        return tuple(self.names.index(n) for n in names)
 
     def axes_group(self, axes: Iterable[int]) -> dist.ProcessGroup:
         """The ranks that differ from this one along ``axes`` only, in the order of :meth:`index`.

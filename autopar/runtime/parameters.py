@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.errors import RunError
-from autopar.layout import I, Layout, S, local_shape, movable, show
-from autopar.runtime.collectives import redistribute
+from autopar.layout import I, Layout, local_shape, movable, show
 from autopar.runtime.mesh import Mesh
+from autopar.runtime.placements import as_placed, layout_of, placements
 
 if TYPE_CHECKING:
     from autopar.capture import Captured
@@ -163,23 +163,20 @@ class State:
 
 
 def distribute(local: torch.Tensor, layout: Layout, mesh: Mesh) -> DTensor:
-    """This rank's part ``local`` of a tensor in ``layout`` (types I, R and S) as a DTensor."""
-    placements = [Shard(t.dim) if t.is_shard else Replicate() for t in layout]
-    return DTensor.from_local(local, mesh.device_mesh, placements, run_check=False)
+    """This rank's part ``local`` of a tensor in ``layout`` (types I, R, S and s) as a DTensor."""
+    return DTensor.from_local(local, mesh.device_mesh, placements(layout, mesh), run_check=False)
 
 
 def as_dtensor(local: torch.Tensor, layout: Layout, mesh: Mesh) -> torch.Tensor:
     """A tensor that the graph made, in ``layout`` (any types), as a DTensor."""
-    for axis, t in enumerate(layout):
-        if t.kind == "R":  # a DTensor's gradient is whole on each rank: R would count it once for every rank
-            local = redistribute(local, mesh, axis, "R", "I")
-    placements = [Shard(t.dim) if t.is_shard else Partial() if t.kind == "P" else Replicate() for t in layout]
-    return DTensor.from_local(local, mesh.device_mesh, placements or [Replicate()], run_check=False)
+    local, placed = as_placed(local, layout, mesh)
+    return DTensor.from_local(local, mesh.device_mesh, placed or [Replicate()], run_check=False)
 
 
 def local_part(whole: torch.Tensor, layout: Layout, mesh: Mesh) -> torch.Tensor:
-    """This rank's part of ``whole`` in ``layout``: a view."""
-    for t, n, place in zip(layout, mesh.sizes, mesh.coordinate, strict=True):
+    """This rank's part of ``whole`` in ``layout`` (types I, R, S and s): a view."""
+    axes = sorted(range(len(layout)), key=lambda axis: layout[axis].is_inner)
+    for t, n, place in ((layout[axis], mesh.sizes[axis], mesh.coordinate[axis]) for axis in axes):
         if t.is_shard:
             size = whole.shape[t.dim] // n
             whole = whole.narrow(t.dim, place * size, size)
@@ -263,7 +260,7 @@ def laid_like(own: Any, value: Any, mesh: Mesh) -> Any:
     """``value``, if it is a whole tensor and ``own`` a DTensor of its shape, as such a DTensor."""
     if not isinstance(own, DTensor) or isinstance(value, DTensor) or not isinstance(value, torch.Tensor) or value.shape != own.shape:
         return value
-    layout = tuple(S(p.dim) if isinstance(p, Shard) else I for p in own.placements)
+    layout = layout_of(own.placements)
     return distribute(local_part(value.to(mesh.device), layout, mesh).contiguous(), layout, mesh)
 
 

@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import fx, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from autopar.layout import Layout
 from autopar.precision import dtype_of
-from autopar.runtime.collectives import redistribute
 from autopar.runtime.gradients import Gradients, GradientSync
 from autopar.runtime.holders import Holders, Shared
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.microbatches import Parts
 from autopar.runtime.parameters import Weight
 from autopar.runtime.pipeline import Part, Pipeline
+from autopar.runtime.placements import as_placed
 
 if TYPE_CHECKING:
     from autopar.passes.lower import Lowered
@@ -153,16 +152,14 @@ class Stages:
 
     def present(self, output: torch.Tensor, i: int) -> torch.Tensor:
         """Output ``i`` as a DTensor on all ranks: a sum along the pipeline, where only one stage has more than zeros."""
-        layout, mesh = self._lowered.output_layouts[i], self._mesh
-        for axis, t in enumerate(layout):
-            if t.kind == "R":
-                output = redistribute(output, mesh, axis, "R", "I")
+        mesh = self._mesh
+        output, placed = as_placed(output, self._lowered.output_layouts[i], mesh)
         along: Partial | Replicate = Partial()
         if output.dtype == torch.bool:  # which cannot be summed
             sent = output.to(torch.uint8).contiguous()
             dist.broadcast(sent, group=mesh.along_pipeline(), group_src=self._makers[i])
             output, along = sent.bool(), Replicate()
-        return DTensor.from_local(output, mesh.world, [along, *_placements(layout)], run_check=False)
+        return DTensor.from_local(output, mesh.world, [along, *placed], run_check=False)
 
 
 @dataclasses.dataclass
@@ -172,10 +169,6 @@ class _Call:
     update: Callable[[int, torch.Tensor], None]
     training: bool
     made: dict[int, list[torch.Tensor]] = dataclasses.field(default_factory=lambda: defaultdict(list))
-
-
-def _placements(layout: Layout) -> list[Shard | Partial | Replicate]:
-    return [Shard(t.dim) if t.is_shard else Partial() if t.kind == "P" else Replicate() for t in layout]
 
 
 def _module(graph: StageGraph) -> fx.GraphModule:

@@ -39,6 +39,17 @@ def _attention(call: Call) -> Any:
     return _given(*pairs, out=rows + "_")
 
 
+@type_rule(kernels.ring_attention)
+def _ring_attention(call: Call) -> Any:
+    """As if keys and values were gathered along the ring: each rank's queries see them all."""
+    q, k, v, mask = call.args[:4]
+    ring = call.axes[call.args[10]]
+    pairs = [("bhs_", q), *((_where_wide("bh__", x), x) for x in (_gathered(k, ring, 2), _gathered(v, ring, 2)))]
+    if isinstance(mask, torch.Tensor):
+        pairs.append((_where_wide("bhs_"[-mask.ndim :], mask), mask))
+    return _given(*pairs, out="bhs_")
+
+
 def _where_wide(term: str, x: torch.Tensor) -> str:
     """``term`` without the letters of dims of ``x`` that are broadcast."""
     return "".join("_" if n == 1 and not cut else c for c, n, cut in zip(term, x.shape, cuts(x), strict=True))
@@ -60,13 +71,52 @@ def _batch_norm(call: Call) -> Any:
 
 @type_rule("conv1d", "conv2d", "conv3d")
 def _convolution(call: Call) -> Any:
+    """Space may be cut where windows lie side by side: each rank then has as many as its part has strides."""
+    x, weight = call.args[:2]
+    stride, padding, dilation = (_each(call.arg(*where), x.ndim - 2) for where in ((3, "stride", 1), (4, "padding", 0), (5, "dilation", 1)))
+    reach = [d * (n - 1) + 1 for d, n in zip(dilation, weight.shape[2:], strict=True)]
+    apart = [p in (0, "same", "valid") and n <= s for p, n, s in zip(padding, reach, stride, strict=True)]
+    return _convolve(call, [a and _strides(call, dim, stride[dim]) for dim, a in enumerate(apart)])
+
+
+@type_rule(kernels.conv_halo)
+def _conv_halo(call: Call) -> Any:
+    """A cut dim's margins are what its first window needs on the left, and what the last one does on the right."""
+    x, weight, _, stride, dilation, margins, _, on = call.args
+    local = []
+    for dim, (axes, (left, right)) in enumerate(zip(on, margins, strict=True)):
+        length, beyond = x.shape[2 + dim], dilation[dim] * (weight.shape[2 + dim] - 1) + 1 - stride[dim]
+        local.append(bool(axes) or (not left and beyond <= 0 and _strides(call, dim, stride[dim])))
+        if axes and (right != max(beyond - left, 0) or max(left, right) > length or not _strides(call, dim, stride[dim])):
+            raise spmd.SpmdTypeError(
+                f"dim {2 + dim} has margins {left, right} at {length} elements, windows of {beyond} more than a stride"
+            )
+        if axes:
+            _require_cut(call, x, 2 + dim, axes)
+    return _convolve(call, local)
+
+
+def _each(value: Any, count: int) -> list[Any]:
+    """One for each dim, of an argument that may be one for all."""
+    given = list(value) if isinstance(value, (list, tuple)) else [value]
+    return given * count if len(given) == 1 else given
+
+
+def _strides(call: Call, dim: int, stride: int) -> bool:
+    """Whether a spatial dim has as many outputs as strides."""
+    return bool(call.args[0].shape[2 + dim] == stride * call.out.shape[2 + dim])
+
+
+def _convolve(call: Call, local: Sequence[bool]) -> Any:
+    """``local`` says which spatial dims may be cut."""
     x, weight, bias = call.args[0], call.args[1], call.arg(2, "bias")
-    space, groups = "_" * (x.ndim - 2), call.arg(6, "groups", 1)
+    space, window = "".join(c if may else "_" for c, may in zip("xyz", local, strict=False)), "_" * (x.ndim - 2)
+    groups = x.shape[1] // weight.shape[1]
     # One group may be what is left of several: then input and output channels are cut alike.
     if groups == 1 and not (cuts(x)[1] and cuts(x)[1] == cuts(weight)[0] and not cuts(weight)[1]):
-        y = einsum(["aC" + space, "OC" + space], "aO" + space, [x, weight], (0, 1))
+        y = einsum(["aC" + space, "OC" + window], "aO" + space, [x, weight], (0, 1))
     else:
-        y = einsum(["aO" + space, "O_" + space], "aO" + space, [x, weight], (0, 1))
+        y = einsum(["aO" + space, "O_" + window], "aO" + space, [x, weight], (0, 1))
     if bias is None:
         return y
     out = torch.empty_like(call.out, requires_grad=call.out.requires_grad)
@@ -160,3 +210,22 @@ def _layer_norm_features(call: Call) -> Any:
     _require_cut(call, x, x.ndim - 1, axes)
     rows, own = ascii_letters[: x.ndim - normalised], "_" * (normalised - 1) + "Z"
     return _given((rows + own, x), (own, weight), (own, bias), out=rows + own)
+
+
+@type_rule(kernels.summa_linear)
+def _summa_linear(call: Call) -> Any:
+    """As if the input were gathered along each row, and the weight down each column: a rank's result is the product of these."""
+    x, weight, bias, _, row, column = call.args
+    whole = _gathered(x, call.axes[row], x.ndim - 1), _gathered(weight, call.axes[column], 1)
+    rows = ascii_letters[: x.ndim - 1]
+    y = torch.empty_like(call.out, requires_grad=call.out.requires_grad)
+    rules.output(y, einsum([rows + "Y", "ZY"], rows + "Z", whole))
+    return einsum([rows + "Z"], rows + "Z", [y]) if bias is None else einsum([rows + "Z", "Z"], rows + "Z", [y, bias], ((0, 1),))
+
+
+def _gathered(x: torch.Tensor, axis: Any, dim: int) -> torch.Tensor:
+    if axis.size() == 1:
+        return x
+    out = torch.empty([n * (axis.size() if d == dim else 1) for d, n in enumerate(x.shape)], device="meta", requires_grad=x.requires_grad)
+    rules.output(out, rules.all_gather(x, axis, src=spmd.S(dim), dst=spmd.R))
+    return out

@@ -75,7 +75,8 @@ class _Checker(Interpreter):
     def typed(self, x: torch.Tensor, layout: Layout) -> torch.Tensor:
         """``x`` given the type ``layout``."""
         wide = [(axis, t) for axis, t in zip(self._axes, layout, strict=True) if axis.size() > 1]
-        spec = [tuple(axis for axis, t in wide if t.is_shard and t.dim == dim) for dim in range(x.ndim)]
+        cut = sorted((pair for pair in wide if pair[1].is_shard), key=lambda pair: pair[1].is_inner)  # those within all others are minor
+        spec = [tuple(axis for axis, t in cut if t.dim == dim) for dim in range(x.ndim)]
         return stamp(x, {axis: spmd.V if t.is_shard else _theirs(t) for axis, t in wide}, spec)
 
     def layout(self, x: torch.Tensor) -> Layout:
@@ -88,7 +89,7 @@ class _Checker(Interpreter):
         """Whether ``claim`` is the type of ``x``."""
         same = {"I", "R"} if not x.requires_grad else set()
         pairs = zip(self.layout(x), claim, self._mesh.sizes, strict=True)
-        return all(n == 1 or a is b or {a.kind, b.kind} <= same for a, b, n in pairs)
+        return all(n == 1 or (a.kind, a.dim) == (b.kind, b.dim) or {a.kind, b.kind} <= same for a, b, n in pairs)
 
     def _call(self, n: Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
@@ -122,10 +123,10 @@ class _Checker(Interpreter):
             move = rules.reduce_scatter if target.is_shard else rules.all_reduce
         elif source.is_shard and target.kind != "P":
             move = rules.all_to_all if target.is_shard else rules.all_gather
-        if src == dst:
+        if src == dst or source.dim == target.dim >= 0:  # in another order
             move = rules.reinterpret if not source.is_shard else rules.convert
         rules.output(out, move(x, self._axes[axis], src=_theirs(source), dst=_theirs(target)))
-        if any(list(cut) != [a for a in self._axes if a in cut] for cut in cuts(out)):
+        if not target.is_inner and any(list(cut) != [a for a in self._axes if a in cut] for cut in cuts(out)):
             raise spmd.SpmdTypeError(f"dim {target.dim} is already cut on a later axis, which would become the major one")
         return out
 
@@ -183,13 +184,25 @@ def _scalar(x: torch.Tensor, *rest: Any) -> torch.Tensor:
     return torch.empty((), dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
 
 
+def _convolved(x: torch.Tensor, weight: torch.Tensor, bias: Any, stride: Any, dilation: Any, margins: Any, *rest: Any) -> torch.Tensor:
+    """With zeros for what neighbours send."""
+    wide = torch.nn.functional.pad(x, [n for sides in reversed(margins) for n in sides])
+    groups, none = x.shape[1] // weight.shape[1], [0] * len(margins)
+    return torch.ops.aten.convolution.default(wide, weight, bias, list(stride), none, list(dilation), False, none, groups)
+
+
 _SHAPES: dict[str, Callable[..., torch.Tensor]] = {
     "cross_entropy_vocabulary": _scalar,
     "embedding_vocabulary": _rows,
     "sync_batch_norm": _like_first,
     "layer_norm_features": _like_first,
+    "conv_halo": _convolved,
     "dropout": _like_first,
     "attention": lambda q, k, v, *rest: _like_first(q),
+    "ring_attention": lambda q, k, v, *rest: _like_first(q),
+    "summa_linear": lambda x, weight, *rest: torch.empty(
+        *x.shape[:-1], len(weight), dtype=x.dtype, device="meta", requires_grad=x.requires_grad or weight.requires_grad
+    ),
 }
 
 

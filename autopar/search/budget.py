@@ -133,7 +133,7 @@ def advice(kinds: Mapping[str, float], options: Options, axes: Sequence[Axis]) -
     """The options that would free most of the bytes in ``kinds``, with about how many."""
     state = sum(nbytes for kind, nbytes in kinds.items() if kind not in PASSING)
     found = [(sum(kinds.values()) / 2, f"world_size={2 * options.world_size}, at most")]
-    replicas = math.prod(a.size for a in axes if a.use != "1d")
+    replicas = math.prod(a.size for a in axes if a.use != "tensor")
     if options.zero == 0 and replicas > 1:
         found.append((state * (1 - 1 / replicas), "zero=2, about"))
     if options.micro_batch_size is not None and options.micro_batch_size > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import partial
 
 import torch.fx as fx
 
@@ -13,6 +14,8 @@ from autopar.errors import PlanError
 from autopar.graph import operands
 from autopar.layout import I, Layout, parse, show
 from autopar.rules import Option
+from autopar.rules.registry import operator_name
+from autopar.search.modes import Mode, Operation
 from autopar.search.options import Axis, Options
 from autopar.search.problem import Choice
 from autopar.search.strategies import Storage, Strategy, storages, strategies
@@ -52,22 +55,39 @@ class Choices:
         return found
 
     def _check_used(self, axes: Sequence[Axis], found: Mapping[fx.Node, Sequence[Choice]]) -> None:
-        """An axis that shall split weights can split one at least."""
-        weights = {node: k for node in found if node.op == "call_function" and (k := self._weight(node)) is not None}
-        for i, axis in enumerate(axes):
-            asked = axis.use == "1d" and axis.asked and weights
-            if asked and not any(c.ins[k][i].is_shard for node, k in weights.items() for c in found[node]):
-                shapes = dict.fromkeys("x".join(map(str, operands(node)[k][0].meta["val"].shape)) for node, k in weights.items())
-                which = f"no dim of the weights ({', '.join(list(shapes)[:8])}) divides by {axis.size}"
-                raise PlanError(f"tensor={axis.size} can split nothing: {which}; use another tensor size")
+        """What a mode is asked for can be done with one weight at least, or with one product of a model that has none."""
+        mode, places = _mode(axes)
+        if mode is None or not all(axes[i].asked for i in places.values()):
+            return
+        working = {n: self._operation(n) for n in found if (rule := self._analysis.rules.get(n)) is not None and rule.flops}
+        weights = {n: operation for n, operation in working.items() if operation.weight is not None}
+        for node, operation in (weights or working).items():
+            for c in found[node]:
+                split = {name: Option(tuple(t[i] for t in c.ins), c.out[i], c.factors[i], c.kernels[i]) for name, i in places.items()}  # type: ignore[union-attr]
+                if all(o.factor is not None for o in split.values()) and mode.prefers(operation, split):
+                    return
+        shapes = dict.fromkeys(
+            "x".join(map(str, operands(n)[o.weight][0].meta["val"].shape)) for n, o in weights.items() if o.weight is not None
+        )
+        sides = " and ".join(str(axes[i].size) for i in places.values())
+        if working:
+            raise PlanError(
+                f"tensor={mode.size} can split nothing: no dim of the weights ({', '.join(list(shapes)[:8])}) divides by {sides}, "
+                f"as mode {mode.name!r} needs; use another tensor size"
+            )
 
     def _storages(self, node: fx.Node, axes: Sequence[Axis], sizes: tuple[int, ...]) -> list[Choice]:
         state, shape = self._analysis.state[node], tuple(node.meta["val"].shape)
         trainable = node in self._analysis.differentiable
         written = self._is_written(node) or state.target in self._analysis.captured.updates
-        return list(
-            storages(shape, trainable, sizes, self._options.zero, state.kind, lambda i: not written and self._may_cut(axes[i], trainable))
+        within = [i for i, a in enumerate(axes) if a.mode is not None and a.name in a.mode.within]
+        found = storages(
+            shape, trainable, sizes, self._options.zero, state.kind, lambda i: not written and self._may_cut(axes[i], trainable), within
         )
+        mode, places = _mode(axes)
+        if mode is not None and trainable:
+            found = [s for s in found if mode.stores(*({name: t[i] for name, i in places.items()} for t in (s.stored, s.used)))] or found
+        return list(found)
 
     def _may_cut(self, axis: Axis, trainable: bool) -> bool:
         """Whether the graph may see a tensor of the state cut along an axis: along one that splits samples only to gather it there."""
@@ -80,48 +100,49 @@ class Choices:
         return any(operands(user)[k][0] is node for user, rule in readers if rule is not None for k in rule.writes)
 
     def _strategies(self, node: fx.Node, axes: Sequence[Axis], sizes: tuple[int, ...]) -> list[Choice]:
-        batch = self._analysis.batch.factors(node)
-        grads = self._analysis.differentiable
-
-        weight = self._weight(node)
+        operation, grads = self._operation(node), self._analysis.differentiable
+        batch, (mode, places) = operation.batch, _mode(axes)
+        zigzag = [i for name, i in places.items() if mode is not None and name in mode.zigzag]
+        asked = mode is not None and all(axes[i].asked for i in places.values())
 
         def allowed(axis: int, option: Option) -> bool:
             if axes[axis].size == 1:
                 return option.factor is None and option.out is I and all(t is I for t in option.ins)
-            if axes[axis].use == "data" and option.factor is not None:
-                return option.factor in batch
-            if axes[axis].use == "1d" and option.factor is not None:
-                return option.factor not in batch
-            return True
+            if axes[axis].mode is None and option.beside is not None:  # left to the modes that have it: it takes long to price
+                return False
+            return axes[axis].use != "data" or option.factor is None or option.factor in batch
 
-        def asked(axis: int, option: Option) -> bool:
-            """An axis that the user gave a use is used: samples are split, or weights are."""
-            if axes[axis].asked and axes[axis].use == "data" and batch and node in grads:
-                return option.factor in batch
-            if axes[axis].asked and axes[axis].use == "1d" and weight is not None:
-                return option.ins[weight].is_shard
-            return True
+        def wanted(axis: int, option: Option) -> bool:
+            """An axis that splits samples splits them where it can."""
+            samples = axes[axis].asked and axes[axis].use == "data" and operation.is_activation
+            return allowed(axis, option) and (not samples or option.factor in batch)
+
+        def split(options: Sequence[Option]) -> dict[str, Option]:
+            return {name: options[i] for name, i in places.items()}
+
+        def together(options: Sequence[Option]) -> bool:
+            return mode is None or mode.allows(operation, split(options))
+
+        def preferred(options: Sequence[Option]) -> bool:
+            return mode is None or (mode.allows(operation, chosen := split(options)) and (not asked or mode.prefers(operation, chosen)))
 
         tensors = [n in grads for n, _ in operands(node)]
-        rule = self._analysis.rules.get(node)
-        strict = strategies(rule, tensors, node in grads, sizes, lambda axis, option: allowed(axis, option) and asked(axis, option))
-        return list(strict or strategies(rule, tensors, node in grads, sizes, allowed))
+        of = partial(strategies, self._analysis.rules.get(node), tensors, node in grads, sizes, zigzag=zigzag)
+        return list(of(wanted, preferred) or of(allowed, preferred) or of(wanted, together) or of(allowed, together))
 
-    def _weight(self, node: fx.Node) -> int | None:
-        """Which operand of a matrix product is a parameter, if one is."""
-        rule = self._analysis.rules.get(node)
-        if rule is None or rule.kind != "matmul":
-            return None
-        for k, (operand, _) in enumerate(operands(node)[:2]):
-            while (
-                operand.op == "call_function"
-                and len(operand.all_input_nodes) == 1
-                and getattr(self._analysis.rules.get(operand), "kind", "") == "view"
-            ):
-                operand = operand.all_input_nodes[0]
-            if operand in self._analysis.state:
-                return k
-        return None
+    def _operation(self, node: fx.Node) -> Operation:
+        """What a mode is told of a call."""
+        rule, batch = self._analysis.rules.get(node), self._analysis.batch.factors(node)
+        parameters = frozenset(k for k, (operand, _) in enumerate(operands(node)) if self._is_parameter(operand))
+        return Operation(operator_name(node.target), rule, batch, parameters, node in self._analysis.differentiable)
+
+    def _is_parameter(self, node: fx.Node) -> bool:
+        """Whether a tensor is a parameter, or a view of one."""
+        while (
+            node.op == "call_function" and len(node.all_input_nodes) == 1 and getattr(self._analysis.rules.get(node), "kind", "") == "view"
+        ):
+            node = node.all_input_nodes[0]
+        return node in self._analysis.state and self._analysis.state[node].kind == "parameter"
 
     def _match(self, constraints: Mapping[str, str]) -> dict[fx.Node, Layout]:
         """The layouts that the user asks of parameters (as stored) and of modules' outputs."""
@@ -153,3 +174,9 @@ class Choices:
                 f"constraint on {name!r}: layout {show(wanted)!r} is not possible on this mesh; possible: {', '.join(list(legal)[:20])}"
             )
         found[node] = left
+
+
+def _mode(axes: Sequence[Axis]) -> tuple[Mode | None, dict[str, int]]:
+    """The mode of a mesh, if it has one, and its axes' numbers by their names."""
+    places = {axis.name: i for i, axis in enumerate(axes) if axis.mode is not None}
+    return next((axis.mode for axis in axes if axis.mode is not None), None), places

@@ -12,11 +12,11 @@ import torch
 import torch.fx as fx
 
 from autopar.analysis import Analysis
-from autopar.autograd import Autograd, contiguous
+from autopar.autograd import Answer, Autograd, contiguous
 from autopar.cost_model import Axis, Compute, Conversions, Term, optimizer_traffic, parameter_memory, point_to_point, seconds
 from autopar.cost_model.conversion import Step
 from autopar.graph import operands, slices_of
-from autopar.launches import Launch
+from autopar.launches import STREAMED, Launch, collective
 from autopar.layout import Layout, local_shape
 from autopar.memory.calls import kernel_answer
 from autopar.memory.saved import Saved
@@ -29,7 +29,6 @@ from autopar.search.work import seconds as seconds_of
 from autopar.stand_ins import AnyMesh
 
 _LEAST_EXPOSED = 0.05  # of gradients' collectives: what is sent is never for nothing
-_STATISTIC = 4  # bytes: kernels send their statistics as float32
 _NOTHING = Saved(frozenset(), False, 0.0, None)
 
 
@@ -180,37 +179,48 @@ class Costs:
             seconds_of(self.compute, [launch for late, launch in launches if late is backward], shards, dtype, backward, self._spot)
             for backward in (False, True)
         )
-        if rule is not None and rule.communication:
-            for i, s in enumerate(strategies):
-                if composed := self.composed(node, rule, s):
-                    there[i], back[i] = (
-                        sum(float(self.compute.seconds(n.kind, dtype, n.flops, n.nbytes, operator=n.operator)) for n in part)
-                        for part in composed
-                    )
-                    there[i] += sum(t.seconds for t in self.sent_by_kernel(node, rule, s))
+        for i, s in enumerate(strategies if rule is not None and rule.composed else ()):
+            if (answer := self.composed(node, rule, s)) is not None:
+                sent = self._sent(answer, dtype)
+                there[i], back[i] = (
+                    self._working(launches, dtype) + sum(t.seconds for t in sent if t.phase == phase)
+                    for phase, launches in (("forward", answer.forward), ("backward", answer.backward))
+                )
         return there, back
 
-    def composed(self, node: fx.Node, rule: Rule | None, strategy: Strategy) -> tuple[list[Launch], list[Launch]] | None:
-        """What one rank launches, forward and backward, for a kernel that communicates: it is composed of many where the operator is one.
-        None for other strategies."""
-        if rule is None or not any(k and f in rule.communication for f, k in zip(strategy.factors, strategy.kernels, strict=True)):
+    def _working(self, launches: Sequence[Launch], dtype: str) -> float:
+        """Seconds of what a kernel computes that is made of many operators."""
+        return sum(float(self.compute.seconds(n.kind, dtype, n.flops, n.nbytes, operator=n.operator)) for n in launches if not n.sends)
+
+    def composed(self, node: fx.Node, rule: Rule | None, strategy: Strategy) -> Answer | None:
+        """What one rank launches and sends for a kernel that is made of many operators. None for other strategies."""
+        if rule is None or rule.composed.isdisjoint(strategy.kernels):
             return None
         tensors = []
         for (operand, _), layout in zip(operands(node), strategy.ins, strict=True):
             val, grad = operand.meta["val"], self.differentiable(node) and self.differentiable(operand)
             tensors.append(contiguous(local_shape(val.shape, layout, self.sizes), val.dtype, grad))
         chosen = NodePlan(strategy.ins, strategy.out, strategy.factors, strategy.kernels)
-        answer = kernel_answer(self._autograd, node, chosen, AnyMesh(tuple(self.sizes)), tensors)
-        return [n for n in answer.forward if not n.sends], [n for n in answer.backward if not n.sends]
+        return kernel_answer(self._autograd, node, chosen, AnyMesh(tuple(self.sizes)), tensors)
 
     def sent_by_kernel(self, node: fx.Node, rule: Rule | None, strategy: Strategy) -> list[Term]:
         """What a node's kernels communicate by themselves, in one microbatch."""
+        answer = self.composed(node, rule, strategy)
+        return self._sent(answer, str(node.meta["val"].dtype)) if answer is not None else []
+
+    def _sent(self, answer: Answer, dtype: str) -> list[Term]:
+        """The collectives that a kernel launches, one term for each axis of their groups. What it streams goes while it computes, as far as
+        both can at once: their seconds are what is left."""
         terms = []
-        for axis, factor in enumerate(strategy.factors if rule is not None and rule.communication else ()):
-            for sent in rule.communication.get(factor, ()) if rule is not None and factor and strategy.kernels[axis] else ():
-                parts = math.prod(n for f, n in zip(strategy.factors, self.sizes, strict=True) if f in sent.factors)
-                each = sent.elements * _STATISTIC / parts
-                terms.append(Term(sent.collective, axis, each, float(seconds(sent.collective, each, self.axis(axis))), "kernel"))
+        for phase, launches in (("forward", answer.forward), ("backward", answer.backward)):
+            sent = [(kind, axis, nbytes) for n in launches if n.sends for kind, nbytes, axes in collective(n) for axis in axes]
+            taken = [float(seconds(kind, nbytes, self.axis(axis))) for kind, axis, nbytes in sent]
+            streamed = sum(t for t, (kind, _, _) in zip(taken, sent, strict=True) if kind in STREAMED)
+            hidden = self.compute.overlap * min(streamed, self._working(launches, dtype)) / streamed if streamed else 0.0
+            terms += [
+                Term(kind, axis, nbytes, t * (1 - hidden if kind in STREAMED else 1), phase)
+                for t, (kind, axis, nbytes) in zip(taken, sent, strict=True)
+            ]
         return terms
 
     def axis(self, axis: int) -> Axis:

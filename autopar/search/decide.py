@@ -51,6 +51,7 @@ def write_down(found: Found, cluster: Cluster, options: Options, timings: dict[s
         reduce_dtype=options.summed_in,
         notes=tuple(_notes(analysis, shape.microbatches, found.axes)),
         timings=dict(timings),
+        modes=_modes(found.axes),
     )
 
 
@@ -170,6 +171,15 @@ def _names(axes: tuple[Axis, ...], nodes: dict[str, NodePlan], analysis: Analysi
             name = "data" if batch > other else "tensor" if other else "replica"
         names.append(name)
     return tuple(n if names.count(n) == 1 else f"{n}{names[: i + 1].count(n)}" for i, n in enumerate(names))
+
+
+def _modes(axes: tuple[Axis, ...]) -> dict[str, tuple[str, ...]]:
+    """The axes of the mode that was asked for, by its name."""
+    named: dict[str, list[str]] = defaultdict(list)
+    for axis in axes:
+        if axis.mode is not None and axis.asked:
+            named[axis.mode.name].append(axis.name)
+    return {name: tuple(own) for name, own in named.items()}
 
 
 def _notes(analysis: Analysis, microbatches: int, axes: tuple[Axis, ...]) -> list[str]:

@@ -71,16 +71,19 @@ def items(found: Found) -> Iterator[Item]:
 def _kernels(found: Found, node: fx.Node, choice: Strategy, count: tuple[float, ...], again: bool) -> Iterator[Item]:
     costs, rule = found.costs, found.analysis.rules.get(node)
     shards, composed = Shards(node, rule, [choice], costs.sizes), costs.composed(node, rule, choice)
-    launches = [(late, n) for late, part in zip((False, True), composed, strict=True) for n in part] if composed else costs.launches(node)
+    launches = costs.launches(node)
+    if composed is not None:
+        parts = zip((False, True), (composed.forward, composed.backward), strict=True)
+        launches = ((late, n) for late, part in parts for n in part if not n.sends)
     for backward, launch in launches:
-        sizes = shards.product(launch, backward) if launch.kind == "matmul" and not composed else None
+        sizes = shards.product(launch, backward) if launch.kind == "matmul" and composed is None else None
         product = tuple(float(n[0]) for n in sizes) if sizes else None
         whole = launch.flops * shards.work[0], shards.nbytes(launch)[0]
-        amount = (launch.flops, float(launch.nbytes)) if composed else (float(whole[0]), float(whole[1]))
+        amount = (launch.flops, float(launch.nbytes)) if composed is not None else (float(whole[0]), float(whole[1]))
         for phase in [BACKWARD] if backward else [FORWARD, AGAIN_FORWARD] if again else [FORWARD]:
             yield Item(node, phase, count, launch.kind, launch.operator, str(node.meta["val"].dtype), *amount, product)
     for term in costs.sent_by_kernel(node, rule, choice):
-        for phase in [FORWARD, AGAIN_FORWARD] if again else [FORWARD]:
+        for phase in [FORWARD, AGAIN_FORWARD] if again and term.phase == FORWARD else [term.phase]:
             yield Item(node, phase, count, term.kind, nbytes=term.nbytes, term=term)
 
 

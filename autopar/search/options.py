@@ -12,15 +12,15 @@ from typing import Any
 from autopar.errors import PlanError
 from autopar.plan import SCHEDULES
 from autopar.precision import COMPUTE, REDUCE, summed_in
+from autopar.search.modes import Mode, grid, make_mode, modes
 from autopar.search.recompute import MODES as MODES_OF_RECOMPUTING
 
-MODES = ("1d",)
 LARGE = 16  # ranks of a stage from which on its mesh is searched with axes that split samples, and axes that split anything else
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One mesh axis: its size and what it may do: anything ("free"), split the batch ("data") or anything else ("1d").
+    """One mesh axis: its size and what it may do: anything ("free"), split the batch ("data"), or what the ``mode`` says ("tensor").
 
     ``asked``: that it shall do so wherever it can.
     """
@@ -29,6 +29,7 @@ class Axis:
     size: int
     use: str = "free"
     asked: bool = True
+    mode: Mode | None = None
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,9 @@ class Options:
     """The options of :func:`autopar.plan`, as given.
 
     Attributes:
-        parallel: sizes by kind: ``dict(data=2, pipeline=2, tensor=dict(size=4, mode="1d"))``; one left out is inferred.
+        parallel: sizes by kind: ``dict(data=2, pipeline=2, tensor=dict(size=4, mode="2d"))``; the data size is inferred where it is left
+            out, the others are then 1. The modes are "1d", "2d", "2.5d" (with its ``depth``), "3d", "sequence" (``ring``: how many of its
+            ranks form rings, the others cut attention's heads; free unless given) and those of :func:`autopar.register_mode`.
             ``pipeline=dict(size=2, chunks=2, split_before=["model.layers.8", ...])`` gives each rank two stages, and cuts by hand.
         mesh: axis sizes inside a pipeline stage, slowest links first, each axis's use left free.
         memory_budget: bytes per device; the cluster's device memory unless given.
@@ -136,40 +139,72 @@ class Options:
         if self.mesh is not None:
             return [tuple(Axis(f"axis{i}", n) for i, n in enumerate(self.mesh))]
         if self.parallel is not None:
-            return [_axes(dict(self.parallel), self.world_size, pipeline)]
+            return _asked_for(dict(self.parallel), self.world_size, pipeline)
         n = self.world_size // pipeline
         pairs = [(d, n // d) for d in range(2, n) if n % d == 0]
         if n < LARGE and pipeline == 1:
             return [tuple(Axis(f"axis{i}", size) for i, size in enumerate(sizes)) for sizes in [(n,), *pairs]]
-        typed = [[("data", d), ("1d", n // d)] for d in range(1, n + 1) if n % d == 0]
-        return [
-            tuple(Axis("data" if use == "data" else "tensor", size, use, asked=use == "data") for use, size in axes if size > 1)
-            or (Axis("data", 1, "data"),)
-            for axes in typed
-        ]
+        return [_typed(d, n // d) for d in range(1, n + 1) if n % d == 0]
 
 
-def _axes(parallel: dict[str, Any], world_size: int, pipeline: int) -> tuple[Axis, ...]:
+def _typed(data: int, tensor: int) -> tuple[Axis, ...]:
+    """Axes of which one splits samples and one anything else, without being asked to."""
+    split = [Axis("data", data, "data")] if data > 1 or tensor == 1 else []
+    return (*split, *([Axis("tensor", tensor, "tensor", False, make_mode("1d", tensor, {}))] if tensor > 1 else []))
+
+
+def _asked_for(parallel: dict[str, Any], world_size: int, pipeline: int) -> list[tuple[Axis, ...]]:
     unknown = set(parallel) - {"data", "tensor", "pipeline"}
     if unknown:
         raise PlanError(f"parallel has {sorted(unknown)}: it takes data, tensor and pipeline")
     ranks = world_size // pipeline
     of = f" / pipeline {pipeline}" if pipeline > 1 else ""
-    tensor = _tensor(parallel["tensor"]) if "tensor" in parallel else None
+    mode = _tensor(parallel["tensor"]) if "tensor" in parallel else None
+    tensor = mode.size if mode is not None else 1
     data = _size(parallel["data"], "data") if "data" in parallel else None
     if data is None:
-        data, rest = divmod(ranks, tensor or 1)
+        data, rest = divmod(ranks, tensor)
         if rest:
             raise PlanError(f"parallel={parallel}: tensor size {tensor} does not divide world_size {world_size}{of}")
-    if tensor is None:
-        tensor = 1
     if data * tensor != ranks:
         fix = f"data={ranks // tensor}" if ranks % tensor == 0 else f"a world_size of {data * tensor * pipeline}"
         sizes = {"data": data, "tensor": tensor, "pipeline": pipeline}
         shown = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "data 1"
         raise PlanError(f"parallel={parallel}: {shown} = {data * tensor * pipeline} ranks, world_size is {world_size}; use {fix}")
-    axes = [Axis("data", data, "data")] * (data > 1) + [Axis("tensor", tensor, "1d")] * (tensor > 1)
-    return tuple(axes) or (Axis("data", 1, "data"),)
+    if mode is None:
+        return [_typed(data, 1)]
+    return [_grid(each, data, pipeline) for each in mode.alternatives()]
+
+
+def _grid(mode: Mode, data: int, pipeline: int) -> tuple[Axis, ...]:
+    """The mesh that a mode's groups and the data-parallel ones form, the axis with the longest strides first.
+
+    Raises:
+        PlanError: they are no grid.
+    """
+    world, stage = data * mode.size * pipeline, data * mode.size
+    first = mode.groups(0, world, data, pipeline, mode.size)
+    strides = {name: (ranks[1] - ranks[0] if len(ranks) > 1 else 0, len(ranks)) for name, ranks in first.items()}
+    if math.prod(n for _, n in strides.values()) != mode.size:
+        found = ", ".join(f"{name} of {n}" for name, (_, n) in strides.items())
+        raise PlanError(f"mode {mode.name!r}: the groups of rank 0 ({found}) are no grid of {mode.size} ranks")
+    # Data-parallel ranks take the place that is left.
+    order = sorted(first, key=lambda name: -strides[name][0])
+    places = [[*order[:i], "data", *order[i:]] for i in range(len(order) + 1)] if data > 1 else [order]
+    sizes = {name: n for name, (_, n) in strides.items()} | {"data": data}
+    for names in places:
+        expected = [grid(rank % stage, {name: sizes[name] for name in names}) for rank in range(stage)]
+        if all(
+            mode.groups(rank, world, data, pipeline, mode.size)[name] == [rank // stage * stage + r for r in expected[rank % stage][name]]
+            for rank in range(world)
+            for name in order
+        ):
+            axes = [Axis("data", data, "data") if n == "data" else Axis(n, sizes[n], "tensor", True, mode) for n in names]
+            return tuple(axis for axis in axes if axis.size > 1) or (Axis("data", 1, "data"),)
+    raise PlanError(
+        f"mode {mode.name!r}: its groups are no grid of a stage's {stage} ranks, in which those along an axis lie equally far apart in all "
+        f"groups, as autopar.Mode.groups makes them; those of rank 0 are {first}"
+    )
 
 
 def _pipeline(value: Any, world_size: int) -> Pipeline:
@@ -208,13 +243,10 @@ def _size(value: Any, name: str) -> int:
     return size
 
 
-def _tensor(value: Any) -> int:
+def _tensor(value: Any) -> Mode:
     if isinstance(value, int) and value == 1:
-        return 1
+        return make_mode("1d", 1, {})
     if not isinstance(value, Mapping) or "mode" not in value:
-        raise PlanError(
-            f'parallel["tensor"]={value!r} names no mode: write tensor=dict(size={value if isinstance(value, int) else 4}, mode="1d")'
-        )
-    if value["mode"] not in MODES:
-        raise PlanError(f"tensor mode {value['mode']!r} is not available: the modes are {', '.join(MODES)}")
-    return _size(value, "tensor")
+        size = value if isinstance(value, int) else value.get("size", 4) if isinstance(value, Mapping) else 4
+        raise PlanError(f'parallel["tensor"]={value!r} names no mode: write tensor=dict(size={size}, mode="1d"), or another of {modes()}')
+    return make_mode(value["mode"], _size(value, "tensor"), {k: v for k, v in value.items() if k not in ("size", "mode")})

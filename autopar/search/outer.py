@@ -175,7 +175,7 @@ class Outer:
     def _cut(self, shape: Shape) -> tuple[int, int]:
         """Over how many ranks a shape cuts what is no batch, and the samples that such ranks have together."""
         split = math.prod(a.size for a in shape.axes if a.use == "data")
-        return math.prod(a.size for a in shape.axes if a.use == "1d"), self.searches.part(shape) // split
+        return math.prod(a.size for a in shape.axes if a.use == "tensor"), self.searches.part(shape) // split
 
     def _drafts(self, shapes: Sequence[Shape]) -> Iterator[Draft]:
         """Of one shape after the other, until one needs no memory saved."""

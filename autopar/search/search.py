@@ -106,7 +106,8 @@ class Search:
             weights.micro[:] = 1.0 if alone else self._filled(shape, 1.0)
             weights.step[:] = 0.0 if alone else 1.0 / shape.pipeline
             problem = self.problem(shape, samples)
-            solve = None if len(shape.axes) <= EXACT_AXES else partial(self._around_coarser, shape, samples)
+            exact = len(shape.axes) <= EXACT_AXES or all(a.mode is not None or a.use == "data" for a in shape.axes)
+            solve = None if exact else partial(self._around_coarser, shape, samples)
             depends = *key, self._asked, self.options.time_limit
             self._prices[key] = Prices(problem, weights, self.options.time_limit, solve, partial(self._solved, depends))
         return self._prices[key]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 
-from autopar.layout import I, Layout, R, S, Type, legal, movable, show
+from autopar.layout import I, Layout, R, S, Type, Z, inner, legal, movable, show
 from autopar.rules import Option, Rule
 
 Allowed = Callable[[int, Option], bool]  # (axis, option) -> may it be used there?
+Together = Callable[[Sequence[Option]], bool]
 
 
 @dataclass(frozen=True)
@@ -42,30 +43,41 @@ class Storage:
         return ()
 
 
-def strategies(rule: Rule | None, operands: Sequence[bool], output: bool, sizes: Sequence[int], allowed: Allowed) -> list[Strategy]:
+def strategies(
+    rule: Rule | None,
+    operands: Sequence[bool],
+    output: bool,
+    sizes: Sequence[int],
+    allowed: Allowed,
+    together: Together = lambda options: True,
+    zigzag: Collection[int] = (),
+) -> list[Strategy]:
     """Every legal strategy on a mesh with these axis ``sizes``.
 
     ``operands`` and ``output`` say which tensors have gradients: the others know no R, as nothing tells it from I. A node without a
-    rule runs unsplit.
+    rule runs unsplit. ``together`` says whether options, one for each axis, may be used together; along the axes ``zigzag`` tensors may be
+    cut so, too.
     """
     options = _options(rule, operands, output)
-    per_axis = [[o for o in options if allowed(axis, o)] for axis in range(len(sizes))]
+    folded = [*options, *(o for option in options if (o := _zigzag(option)) is not None)] if zigzag else []
+    per_axis = [[o for o in (folded if axis in zigzag else options) if allowed(axis, o)] for axis in range(len(sizes))]
     found: dict[tuple, Strategy] = {}
 
     def extend(axis: int, chosen: tuple[Option, ...], splits: dict[str, int]) -> None:
         if axis == len(sizes):
-            strategy = Strategy(
-                tuple(tuple(o.ins[k] for o in chosen) for k in range(len(operands))),
-                tuple(o.out for o in chosen),
-                tuple(o.factor for o in chosen),
-                tuple(o.kernel for o in chosen),
-            )
-            found.setdefault((strategy.ins, strategy.out, strategy.kernels), strategy)
+            if together(chosen) and (rule is None or _fit(rule, chosen, sizes)):
+                strategy = Strategy(
+                    tuple(tuple(o.ins[k] for o in chosen) for k in range(len(operands))),
+                    tuple(o.out for o in chosen),
+                    tuple(o.factor for o in chosen),
+                    tuple(o.kernel for o in chosen),
+                )
+                found.setdefault((strategy.ins, strategy.out, strategy.kernels), strategy)
             return
         for option in per_axis[axis]:
             if option.factor is None:
                 extend(axis + 1, (*chosen, option), splits)
-            elif rule is not None and _divides(rule, option.factor, splits, sizes[axis]):
+            elif rule is not None and _divides(rule, option, splits, sizes[axis]):
                 extend(axis + 1, (*chosen, option), splits | {option.factor: splits.get(option.factor, 1) * sizes[axis]})
 
     extend(0, (), {})
@@ -79,13 +91,42 @@ def _options(rule: Rule | None, operands: Sequence[bool], output: bool) -> list[
     for o in unsplit.options():
         ins = tuple(t if grad or t is not R else I for t, grad in zip(o.ins, operands, strict=True))
         out = o.out if output or o.out is not R else I
-        options.setdefault((ins, out, o.kernel), Option(ins, out, o.factor, o.kernel))
+        options.setdefault((ins, out, o.kernel, o.beside), replace(o, ins=ins, out=out))
     return list(options.values())
 
 
-def _divides(rule: Rule, factor: str, splits: dict[str, int], n: int) -> bool:
-    """Whether ``n`` more ranks may split ``factor``: it divides, and in each dim the more major factors are split up already."""
-    if rule.sizes[factor] % (splits.get(factor, 1) * n):
+def _zigzag(option: Option) -> Option | None:
+    """The same with its dims cut in zigzag order; None where nothing is cut, or a kernel counts on the order."""
+    if option.factor is None or option.kernel not in _ANY_ORDER:
+        return None
+    ins, out = tuple(Z(t.dim) if t.is_shard else t for t in option.ins), Z(option.out.dim) if option.out.is_shard else option.out
+    return replace(option, ins=ins, out=out)
+
+
+_ANY_ORDER = (None, "attention", "batch_norm", "dropout", "layer_norm", "mean", "ring")
+
+
+def _fit(rule: Rule, chosen: Sequence[Option], sizes: Sequence[int]) -> bool:
+    """Whether kernels that work along one axis or two have what they need."""
+    special = [(o, n) for o, n in zip(chosen, sizes, strict=True) if o.beside is not None]
+    if not special:
+        return True
+    if any(o.beside is None and o.factor in rule.alone for o in chosen) or len(special) != 1 + bool(special[0][0].beside):
+        return False
+    (one, n), (other, m) = special[0], special[-1]
+    if one.beside and (one.kernel != other.kernel or one.beside != other.factor or other.beside != one.factor or n != m):
+        return False
+    shapes = [tuple(math.prod(rule.sizes[f] for f in dim) for dim in dims) for dims in rule.operands]
+    return all(legal(shape, tuple(o.ins[k] for o in chosen), sizes) for k, shape in enumerate(shapes))
+
+
+def _divides(rule: Rule, option: Option, splits: dict[str, int], n: int) -> bool:
+    """Whether ``n`` more ranks may split the option's factor: it divides, each has enough of it, and in each dim the more major factors are
+    split up already."""
+    factor, cuts = option.factor, [t for t in (*option.ins, option.out) if t.is_shard]
+    assert factor is not None
+    whole, ways = rule.sizes[factor], splits.get(factor, 1)
+    if whole % (ways * max((t.chunks(n) for t in cuts), default=n)) or whole // (ways * n) < rule.least.get(factor, 1):
         return False
     for dims in (*rule.operands, rule.output):
         for dim in dims:
@@ -97,16 +138,23 @@ def _divides(rule: Rule, factor: str, splits: dict[str, int], n: int) -> bool:
 
 
 def storages(
-    shape: Sequence[int], trainable: bool, sizes: Sequence[int], zero: int | None, kind: str, split: Callable[[int], bool]
+    shape: Sequence[int],
+    trainable: bool,
+    sizes: Sequence[int],
+    zero: int | None,
+    kind: str,
+    split: Callable[[int], bool],
+    within: Collection[int] = (),
 ) -> list[Storage]:
     """Every way to keep a tensor of the model's state.
 
     ``zero``: None leaves sharded storage to the search, 0 forbids it, 1 or 2 asks for it where a dim divides, and 3 for a use that is as
-    sharded as the storage. ``split(axis)`` says whether the axis may split a tensor's use.
+    sharded as the storage. ``split(axis)`` says whether the axis may split a tensor's use. What is gathered of an axis in ``within`` is cut
+    inside the chunks of the others.
     """
 
     def per_axis(axis: int) -> list[tuple[Type, Type]]:
-        shards = [S(d) for d in range(len(shape))] if sizes[axis] > 1 else []
+        shards = [inner(d) if axis in within else S(d) for d in range(len(shape))] if sizes[axis] > 1 else []
         used = [(s, s) for s in shards] if split(axis) else []
         if kind != "parameter":
             return [(I, I), *((I, s) for _, s in used)]
@@ -130,9 +178,9 @@ def storages(
 
 
 def _gathers(stored: Layout, used: Layout) -> bool:
-    """Whether the axes can be gathered one by one, the last first."""
+    """Whether the axes can be gathered one by one: those within all others first, then the last."""
     layout = list(stored)
-    for axis in reversed(range(len(stored))):
+    for axis in sorted(range(len(stored)), key=lambda a: (not stored[a].is_inner, -a)):
         if stored[axis] is not used[axis] and not movable(tuple(layout), axis, used[axis]):
             return False
         layout[axis] = used[axis]

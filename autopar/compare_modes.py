@@ -1,0 +1,183 @@
+"""compare_modes(): one model under every mode of tensor and sequence parallelism, as one table."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from tqdm import tqdm
+
+from autopar.api import cluster_of, known_options, planned
+from autopar.cost_model import Cluster
+from autopar.cost_model.collectives import KINDS, received_bytes
+from autopar.errors import AutoparError, BudgetError, PlanError
+from autopar.plan import Plan
+from autopar.planner import LossFunction, Traced
+from autopar.report.table import WIDTH, cut, nbytes, seconds, table
+from autopar.search.modes import make_mode, modes
+
+Parallel = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One mode.
+
+    Attributes:
+        parallel: what was asked for.
+        plan: None where there is none. Of a mode that does not fit, the one that takes least memory.
+        fits: whether it fits the memory of a device.
+        error: why there is no plan, or none that fits.
+    """
+
+    parallel: Parallel
+    plan: Plan | None
+    fits: bool
+    error: AutoparError | None = None
+
+    @property
+    def received(self) -> dict[str, float]:
+        """Bytes that the rank with most to do receives in a step, by collective; of a transfer between stages nothing."""
+        found: dict[str, float] = defaultdict(float)
+        for _, kind, axis, *_, times, total, _ in self.plan.rows["collectives"] if self.plan is not None else ():
+            if times and 0 <= axis < len(self.plan.mesh_sizes):  # type: ignore[union-attr]
+                found[kind] += received_bytes(kind, total, self.plan.mesh_sizes[axis])  # type: ignore[union-attr]
+        return dict(found)
+
+
+@dataclass(frozen=True, repr=False)
+class Modes:
+    """What :func:`compare_modes` found. Printed, it is a table, the fastest of those that fit first.
+
+    Attributes:
+        entries: one for each mode.
+        budget: bytes of a device.
+    """
+
+    entries: tuple[Entry, ...]
+    budget: float
+
+    def __str__(self) -> str:
+        planned = sorted((e for e in self.entries if e.plan is not None), key=lambda e: (not e.fits, e.plan.step_time))  # type: ignore[union-attr]
+        kinds = [kind for kind in KINDS if any(e.received.get(kind) for e in planned)]
+        rows = [[_name(e.parallel), *_figures(e, kinds)] for e in planned]
+        headers = ["mode", "step", *(_SHORT[kind] for kind in kinds), "params", "activ.", "peak"]
+        legend = (
+            "bytes that one rank receives in a step, by collective; bytes of parameters, of activations and of all on the fullest device"
+        )
+        lines = [table(rows, headers, "l" + "r" * (len(headers) - 1), flexible=(0,)), *textwrap.wrap(legend, WIDTH)]
+        for fits, what in ((True, "fit"), (False, "do not, here with the plan that takes least")):
+            if names := [_name(e.parallel) for e in planned if e.fits is fits]:
+                lines += textwrap.wrap(f"{what}{f' in {nbytes(self.budget)}' * fits}: {', '.join(names)}", WIDTH)
+        return "\n".join([*lines, *(cut(f"{_name(e.parallel)}: {e.error}", WIDTH) for e in self.entries if e.plan is None)])
+
+    __repr__ = __str__
+
+
+def compare_modes(
+    model: nn.Module,
+    sample_input: Any,
+    world_size: int,
+    *,
+    cluster: str | os.PathLike[str] | Cluster | None = None,
+    loss_fn: LossFunction | None = None,
+    progress: bool = True,
+    data: int | None = None,
+    pipeline: Any = 1,
+    **options: Any,
+) -> Modes:
+    """Plan one model in every mode of tensor and sequence parallelism that its devices allow, tracing it once.
+
+    Each mode, a user's own among them that needs no keywords, gets the most ranks that it can have, the rest is data-parallel; "2.5d" is
+    compared for every depth. Plain data parallelism stands beside them.
+
+    Args:
+        model, sample_input, loss_fn, cluster, progress: as for :func:`autopar.plan`.
+        world_size: the number of ranks.
+        data: data-parallel replicas that all shall have; unless given, as many as a mode leaves ranks for.
+        pipeline: as in ``parallel=``.
+        options: the other options of :func:`autopar.plan`; ``parallel`` and ``mesh`` are not among them.
+
+    Raises:
+        CaptureError: the model could not be traced, or has no loss.
+        PlanError: an option that there is not. A mode that has no plan raises nothing; its row says why.
+    """
+    if fixed := sorted({"parallel", "mesh"} & set(options)):
+        raise PlanError(f"compare_modes decides {' and '.join(fixed)} itself: leave it out; data= and pipeline= can be given")
+    known_options(options)
+    stages = pipeline.get("size", 1) if isinstance(pipeline, Mapping) else pipeline
+    if not isinstance(stages, int) or stages < 1 or world_size % (stages * (data or 1)):
+        raise PlanError(f"pipeline={pipeline!r} and data={data!r} do not divide world_size {world_size}")
+    hardware, traced = cluster_of(cluster, model), Traced(model, sample_input, loss_fn, options.get("precision"))
+    _ = traced.whole
+    asked = [dict(tensor, pipeline=pipeline) for tensor in _tensors(world_size // stages, data)]
+    entries = [_entry(traced, world_size, hardware, each, options) for each in tqdm(asked, "modes", disable=not progress, leave=False)]
+    return Modes(tuple(entries), options.get("memory_budget") or hardware.device.memory)
+
+
+def _tensors(ranks: int, data: int | None) -> list[dict[str, Any]]:
+    """What is asked of ``parallel`` beside the pipeline."""
+    sizes = [ranks // data] if data is not None else [n for n in range(ranks, 1, -1) if ranks % n == 0]
+    found: list[dict[str, Any]] = [dict(data=ranks)] if data in (None, ranks) else []
+    for name in modes():
+        for keywords in [dict(depth=d) for d in range(2, ranks + 1) if ranks % d == 0] if name == "2.5d" else [{}]:
+            for size in sizes:
+                try:
+                    make_mode(name, size, keywords)
+                except PlanError:
+                    continue
+                found.append(dict(data=ranks // size, tensor=dict(size=size, mode=name, **keywords)))
+                break
+    return found
+
+
+def _entry(traced: Traced, world_size: int, cluster: Cluster, parallel: Parallel, options: dict[str, Any]) -> Entry:
+    asked = {**options, "parallel": parallel}
+    try:
+        return Entry(parallel, planned(traced, world_size, cluster, False, asked), True)
+    except BudgetError as e:
+        if not e.least:
+            return Entry(parallel, None, False, e)
+        try:
+            return Entry(parallel, planned(traced, world_size, cluster, False, {**asked, "memory_budget": e.least * _ROUNDED}), False, e)
+        except AutoparError:
+            return Entry(parallel, None, False, e)
+    except AutoparError as e:
+        return Entry(parallel, None, False, e)
+
+
+_SHORT = {
+    "all_reduce": "reduce", "all_gather": "gather", "reduce_scatter": "scatter", "all_to_all": "to all", "broadcast": "bcast",
+    "shift": "shift",
+}  # fmt: skip
+_ROUNDED = 1 + 1e-6  # what the least memory is multiplied by to plan with it
+
+
+def _name(parallel: Parallel) -> str:
+    """As in "2 x 2d(4)" or "2.5d(8, depth 2), 2 stages"."""
+    tensor, pipeline = parallel.get("tensor"), parallel.get("pipeline", 1)
+    stages = pipeline.get("size", 1) if isinstance(pipeline, Mapping) else pipeline
+    keywords = [f", {name} {value}" for name, value in (tensor or {}).items() if name not in ("size", "mode")]
+    replicas = parallel.get("data", 1)
+    if tensor is None:
+        name = f"data({replicas})"
+    else:
+        name = f"{replicas} x " * (replicas > 1) + f"{tensor['mode']}({tensor['size']}{''.join(keywords)})"
+    return name + f", {stages} stages" * (stages > 1)
+
+
+def _figures(entry: Entry, kinds: list[str]) -> list[str]:
+    assert entry.plan is not None
+    memory, received = entry.plan.nbytes, entry.received
+    return [
+        seconds(entry.plan.step_time),
+        *(nbytes(received[kind]) if received.get(kind) else "" for kind in kinds),
+        nbytes(memory.get("parameters", 0.0)),
+        nbytes(memory.get("activations", 0.0)),
+        nbytes(max(entry.plan.peak_memory)),
+    ]

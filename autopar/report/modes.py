@@ -1,0 +1,49 @@
+"""The names of what a plan does along several axes together: the modes of tensor and sequence parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.fx as fx
+
+from autopar.graph import operands
+from autopar.search.found import Found
+from autopar.search.strategies import Storage, Strategy
+
+
+def mode_of(node: fx.Node, choice: Strategy, found: Found, words: Sequence[str]) -> str:
+    """The mode of one node, of which ``words`` says what is split along each axis; "" where it has none."""
+    rule = found.analysis.rules.get(node)
+    wide = [axis for axis, n in enumerate(found.shape.sizes) if n > 1 and choice.factors[axis] is not None]
+    if rule is not None and rule.kind == "attention":
+        return _of_attention(node, choice, found, words)
+    if rule is None or rule.kind != "matmul":
+        return ""
+    if "summa" in choice.kernels:
+        others = [axis for axis in wide if choice.kernels[axis] is None]
+        return "2.5d" if any(found.axes[axis].name == "depth" for axis in others) else "2d"
+    kinds = {words[axis] for axis in wide}
+    if {"column-parallel", "row-parallel"} <= kinds and _gathers(node, found):
+        return "3d"
+    if kinds & {"column-parallel", "row-parallel", "vocabulary-parallel"}:
+        return "1d"
+    return "sequence" if "sequence-sharded" in kinds else ""
+
+
+def _of_attention(node: fx.Node, choice: Strategy, found: Found, words: Sequence[str]) -> str:
+    query = operands(node)[0][0]
+    made = found.choice(query).out
+    swaps = any(
+        word == "head-parallel" and made[axis].is_shard and made[axis] is not choice.ins[0][axis] for axis, word in enumerate(words)
+    )
+    ring = "ring" if "ring" in choice.kernels else ""
+    return " + ".join(filter(None, (ring, "all-to-all" * swaps)))
+
+
+def _gathers(node: fx.Node, found: Found) -> bool:
+    """Whether what multiplies a node's input is put together along another axis first."""
+    weight = operands(node)[1][0]
+    while weight.op == "call_function" and weight.all_input_nodes:
+        weight = weight.all_input_nodes[0]
+    storage = found.choice(weight)
+    return isinstance(storage, Storage) and any(s.is_shard and not u.is_shard for s, u in zip(storage.stored, storage.used, strict=True))

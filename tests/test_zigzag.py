@@ -1,0 +1,85 @@
+"""Tensors cut in zigzag order: every conversion moves the pieces that it should, and plans of causal attention use it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import zoo
+from equivalence import TOLERANCE, check
+from pool import Pools
+
+import autopar
+from autopar.layout import Z, local_shape, movable, parse, parse_type
+from autopar.runtime.collectives import redistribute
+from autopar.runtime.mesh import Mesh
+from autopar.runtime.ring import positions
+
+SHAPE = (16, 8, 24)
+
+
+def part(whole: torch.Tensor, text: str, rank: int, n: int) -> torch.Tensor:
+    """What a rank has of a tensor in one layout; of a pending sum its share."""
+    t = parse_type(text)
+    if text == "P":
+        return whole * (rank + 1) / sum(range(1, n + 1))
+    if not t.is_shard:
+        return whole
+    return whole.index_select(t.dim, positions(rank, n, whole.shape[t.dim] // n, t.is_zigzag))
+
+
+def summed(share: torch.Tensor) -> torch.Tensor:
+    total = share.detach().contiguous().clone()
+    torch.distributed.all_reduce(total)
+    return total
+
+
+def _conversions() -> None:
+    n = torch.distributed.get_world_size()
+    mesh = Mesh((n,), ("ring",))
+    rank, whole = mesh.coordinate[0], torch.randn(SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    types = ("I", "R", "P", "S0", "S1", "Z0", "Z1", "Z2")
+    for src, dst in itertools.product(types, types):
+        if "Z" not in src + dst or {src, dst} == {"P", "I"}:
+            continue
+        x = part(whole, src, rank, n).clone().requires_grad_()
+        y = redistribute(x, mesh, 0, src, dst)
+        shares = summed(y) if dst == "P" else None
+        found, expected = (y.detach(), part(whole, dst, rank, n)) if shares is None else (shares, whole)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12, msg=lambda m, s=src, d=dst: f"{s} -> {d}: {m}")
+        above, below = (repr(parse_type(t).dual) for t in (dst, src))
+        y.backward(part(whole, above, rank, n).clone())
+        assert x.grad is not None
+        gradient = x.grad
+        if below == "P":
+            gradient = summed(gradient)
+        torch.testing.assert_close(
+            gradient, whole if below == "P" else part(whole, below, rank, n), rtol=1e-12, atol=1e-12,
+            msg=lambda m, s=src, d=dst: f"gradient of {s} -> {d}: {m}",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_conversions(ranks: Pools, n: int) -> None:
+    ranks(n).run(_conversions)
+
+
+def test_layouts() -> None:
+    assert local_shape((16, 3), (Z(0),), (4,)) == (4, 3)
+    with pytest.raises(ValueError, match="not divisible by 8"):
+        local_shape((12, 3), (Z(0),), (4,))
+    assert movable(parse("s0 S0"), 0, parse_type("R"))  # what lies within all others is gathered first
+    assert not movable(parse("s0 S0"), 1, parse_type("R"))
+    assert not movable(parse("S0 S0"), 0, parse_type("R"))
+
+
+def test_causal_rings_are_cut_in_zigzag_order(ranks: Pools) -> None:
+    parallel = dict(tensor=dict(size=4, mode="sequence", ring=4))
+    plan = autopar.plan(*zoo.causal(), 4, cluster="cpu", parallel=parallel, progress=False)
+    attentions = [node for node in plan.nodes.values() if "ring" in node.kernels]
+    assert attentions
+    assert all(t.is_zigzag for node in attentions for t in node.out)
+    found = ranks(4).run(check, "causal", torch.float64, {"zigzag": dict(cluster="cpu", parallel=parallel)}, timeout=120)
+    assert max(each["zigzag"].worst for each in found)[0] < TOLERANCE[torch.float64]
+    assert any(t.is_zigzag for node in found[0]["zigzag"].plan.nodes.values() for t in node.out)
