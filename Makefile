@@ -49,9 +49,10 @@ format: $(STAMP) ## rewrite the sources in the style that check asks for
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-bench: $(STAMP) ## planning time and memory; overhead of a step; time against memory; what planning all together brings; a sweep; accuracy
+bench: $(STAMP) ## planning time and memory; overhead of a step; tensor modes; time against memory; planning all together; a sweep; accuracy
 	$(BIN)/python benchmarks/planning.py
 	$(BIN)/python benchmarks/step_time.py
+	$(BIN)/python benchmarks/modes.py
 	$(BIN)/python benchmarks/frontier.py
 	$(BIN)/python benchmarks/joint.py
 	$(BIN)/python benchmarks/sweep.py

@@ -56,12 +56,12 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def build(options: argparse.Namespace, vocab_size: int = 1024, **more: Any) -> torch.nn.Module:
+def build(options: argparse.Namespace, vocab_size: int = 1024, heads: int = 0, **more: Any) -> torch.nn.Module:
     import transformers
 
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
-    heads = max(1, options.hidden // 64)
+    heads = heads or max(1, options.hidden // 64)
     if options.model == "gpt2":
         off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         sizes = dict(n_embd=options.hidden, n_layer=options.layers, n_head=heads, n_positions=options.sequence)
@@ -246,14 +246,22 @@ def worker(options: argparse.Namespace) -> None:
         dist.destroy_process_group()
 
 
-def launch(ranks: int, folder: str, *more: str) -> list[dict]:
-    """Run one case in its own processes and read what rank 0 found; nothing if it failed."""
+def one_thread_a_rank() -> None:
+    """In every case, because threads that wait for each other are the larger noise; and gloo on the loopback."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+    if loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+
+
+def launch(ranks: int, folder: str, *more: str, script: str = __file__) -> list[dict]:
+    """Run one case of ``script`` in its own processes and read what rank 0 found; nothing if it failed."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
     out = Path(folder) / f"{ranks}{''.join(more)}.json"
     try:
-        torchrun(["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}", __file__, *sys.argv[1:], f"--out={out}", *more])
+        torchrun(["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}", script, *sys.argv[1:], f"--out={out}", *more])
     except ChildFailedError:
         print(f"{ranks} ranks failed; the reason is above", file=sys.stderr)
     return json.loads(out.read_text()) if out.exists() else []
@@ -274,10 +282,7 @@ def main() -> None:
     if "RANK" in os.environ:
         worker(options)
         return
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread a rank in every case: threads that wait for each other are the larger noise
-    loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
-    if loopback:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+    one_thread_a_rank()
     with tempfile.TemporaryDirectory() as folder:
         rows = [row for ranks in options.cases for row in launch(ranks, folder)]
         rows += [row for ranks in options.pipelines for row in launch(ranks, folder, "--pipelined")]

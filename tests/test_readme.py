@@ -19,7 +19,7 @@ from autopar.search.options import Options
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PLAN, TRAIN, COMPARE, CONSTRAIN, CUT, SWEEP = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+PLAN, TRAIN, COMPARE, CONSTRAIN, CUT, MODES, OWN, SWEEP = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def first_column(header: str) -> list[str]:
@@ -59,6 +59,11 @@ def test_planning_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     ]
     assert names["plan"].timeline().strip() in capsys.readouterr().out
     assert json.loads(Path("trace.json").read_text())["traceEvents"]
+    batch = {"model": names["model"], "sample": names["sample"]}
+    exec("import autopar\n" + MODES, batch)
+    assert str(batch["found"]).strip() in capsys.readouterr().out  # type: ignore[attr-defined]
+    exec("import autopar\n" + OWN, batch)
+    assert batch["plan"].modes == {"my_mode": ("mine",)}  # type: ignore[attr-defined]
     exec(SWEEP, names)
     assert str(names["found"]).strip() in capsys.readouterr().out
     assert autopar.Plan.load("plan.json") == names["found"].best
@@ -84,6 +89,15 @@ loader = [sample] * 7
     out = run([str(script)], RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     assert 0 < float(out.splitlines()[-1]) < 5
     assert str(autopar.Comparison.load(tmp_path / "comparison.json")).strip() in out
+
+
+@pytest.mark.slow
+def test_a_mode_of_ones_own_trains() -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=4"]
+    out = run([*launcher, str(ROOT / "examples/own_mode.py")], GLOO_SOCKET_IFNAME="lo")
+    assert "rank 3: near [2, 3], far [1, 3]" in out
+    first, last = re.findall(r"loss (\S+) -> (\S+) in", out)[0]
+    assert float(last) < 0.2 * float(first)
 
 
 @pytest.mark.slow
