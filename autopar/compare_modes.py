@@ -6,6 +6,7 @@ import os
 import textwrap
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,7 +111,7 @@ def compare_modes(
     if fixed := sorted({"parallel", "mesh"} & set(options)):
         raise PlanError(f"compare_modes decides {' and '.join(fixed)} itself: leave it out; data= and pipeline= can be given")
     known_options(options)
-    stages = pipeline.get("size", 1) if isinstance(pipeline, Mapping) else pipeline
+    stages = _stages(pipeline)
     if not isinstance(stages, int) or stages < 1 or world_size % (stages * (data or 1)):
         raise PlanError(f"pipeline={pipeline!r} and data={data!r} do not divide world_size {world_size}")
     hardware, traced = cluster_of(cluster, model), Traced(model, sample_input, loss_fn, options.get("precision"))
@@ -140,15 +141,13 @@ def _entry(traced: Traced, world_size: int, cluster: Cluster, parallel: Parallel
     asked = {**options, "parallel": parallel}
     try:
         return Entry(parallel, planned(traced, world_size, cluster, False, asked), True)
-    except BudgetError as e:
-        if not e.least:
-            return Entry(parallel, None, False, e)
-        try:
-            return Entry(parallel, planned(traced, world_size, cluster, False, {**asked, "memory_budget": e.least * _ROUNDED}), False, e)
-        except AutoparError:
-            return Entry(parallel, None, False, e)
     except AutoparError as e:
-        return Entry(parallel, None, False, e)
+        error = e
+    if isinstance(error, BudgetError) and error.least:
+        asked["memory_budget"] = error.least * _ROUNDED
+        with suppress(AutoparError):
+            return Entry(parallel, planned(traced, world_size, cluster, False, asked), False, error)
+    return Entry(parallel, None, False, error)
 
 
 _SHORT = {
@@ -158,10 +157,13 @@ _SHORT = {
 _ROUNDED = 1 + 1e-6  # what the least memory is multiplied by to plan with it
 
 
+def _stages(pipeline: Any) -> Any:
+    return pipeline.get("size", 1) if isinstance(pipeline, Mapping) else pipeline
+
+
 def _name(parallel: Parallel) -> str:
     """As in "2 x 2d(4)" or "2.5d(8, depth 2), 2 stages"."""
-    tensor, pipeline = parallel.get("tensor"), parallel.get("pipeline", 1)
-    stages = pipeline.get("size", 1) if isinstance(pipeline, Mapping) else pipeline
+    tensor, stages = parallel.get("tensor"), _stages(parallel["pipeline"])
     keywords = [f", {name} {value}" for name, value in (tensor or {}).items() if name not in ("size", "mode")]
     replicas = parallel.get("data", 1)
     if tensor is None:

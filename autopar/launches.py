@@ -84,8 +84,7 @@ def collective(launch: Launch) -> list[tuple[str, float, tuple[int, ...]]]:
         moved = sum(args[2]) * own / max(args[0].shape[0], 1)
         alone = any(n == 0 for n in args[1])  # from neighbours, to neighbours
         return [("shift", float(moved), group) if alone else ("all_to_all", float(own), group)]
-    kinds = {"all_reduce": "all_reduce", "all_reduce_": "all_reduce", "reduce_scatter_tensor": "reduce_scatter"}
-    return [(kinds.get(name, name.rstrip("_")), float(own), group)]
+    return [("reduce_scatter" if name == "reduce_scatter_tensor" else name.rstrip("_"), float(own), group)]
 
 
 class Recorder(TorchDispatchMode):

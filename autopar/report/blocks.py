@@ -79,10 +79,11 @@ def _shown(vertex: Vertex, found: Found, words: Words) -> tuple[str, str, tuple[
     weights = words.weights(node)
     largest = max(weights, key=lambda k: numel(weights[k]), default=None)
     text = [words.word(node, factor, choice.out[axis].kind) for axis, factor in enumerate(choice.factors)]
-    mode = mode_of(node, choice, found, text)
     storage = found.choice(weights[largest]) if largest is not None else None
+    parts = [False] * len(text)
     if isinstance(storage, Storage):
         parts = [s.is_shard and not u.is_shard for s, u in zip(storage.stored, storage.used, strict=True)]
-        text = [f"{word}, ZeRO" if part else word for word, part in zip(text, parts, strict=True)]
+    mode = mode_of(node, choice, found, text, any(parts))
+    text = [f"{word}, ZeRO" if part else word for word, part in zip(text, parts, strict=True)]
     looked_at = node if largest is None and not is_loss(node) else operands(node)[largest or 0][0]
     return operator, "x".join(map(str, shape(looked_at))), tuple(text), mode

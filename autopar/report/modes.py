@@ -8,11 +8,12 @@ import torch.fx as fx
 
 from autopar.graph import operands
 from autopar.search.found import Found
-from autopar.search.strategies import Storage, Strategy
+from autopar.search.strategies import Strategy
 
 
-def mode_of(node: fx.Node, choice: Strategy, found: Found, words: Sequence[str]) -> str:
-    """The mode of one node, of which ``words`` says what is split along each axis; "" where it has none."""
+def mode_of(node: fx.Node, choice: Strategy, found: Found, words: Sequence[str], gathered: bool) -> str:
+    """The mode of one node, of which ``words`` says what is split along each axis; "" where it has none. ``gathered``: whether its
+    weight is put together along an axis."""
     rule = found.analysis.rules.get(node)
     wide = [axis for axis, n in enumerate(found.shape.sizes) if n > 1 and choice.factors[axis] is not None]
     if rule is not None and rule.kind == "attention":
@@ -23,7 +24,7 @@ def mode_of(node: fx.Node, choice: Strategy, found: Found, words: Sequence[str])
         others = [axis for axis in wide if choice.kernels[axis] is None]
         return "2.5d" if any(found.axes[axis].name == "depth" for axis in others) else "2d"
     kinds = {words[axis] for axis in wide}
-    if {"column-parallel", "row-parallel"} <= kinds and _gathers(node, found):
+    if {"column-parallel", "row-parallel"} <= kinds and gathered:
         return "3d"
     if kinds & {"column-parallel", "row-parallel", "vocabulary-parallel"}:
         return "1d"
@@ -38,12 +39,3 @@ def _of_attention(node: fx.Node, choice: Strategy, found: Found, words: Sequence
     )
     ring = "ring" if "ring" in choice.kernels else ""
     return " + ".join(filter(None, (ring, "all-to-all" * swaps)))
-
-
-def _gathers(node: fx.Node, found: Found) -> bool:
-    """Whether what multiplies a node's input is put together along another axis first."""
-    weight = operands(node)[1][0]
-    while weight.op == "call_function" and weight.all_input_nodes:
-        weight = weight.all_input_nodes[0]
-    storage = found.choice(weight)
-    return isinstance(storage, Storage) and any(s.is_shard and not u.is_shard for s, u in zip(storage.stored, storage.used, strict=True))

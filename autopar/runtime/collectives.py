@@ -148,7 +148,7 @@ def _regroup(x: torch.Tensor, group: str, n: int, place: int, dim: int, zigzag: 
     half = x.shape[dim] // 2
     owner = {piece: rank for rank, pieces in enumerate(after) for piece in pieces}
     leaving = sorted(range(2), key=lambda i: owner[before[place][i]])
-    arriving = [(rank, piece) for rank in range(n) for piece in sorted(before[rank], key=before[rank].index) if owner[piece] == place]
+    arriving = [(rank, piece) for rank in range(n) for piece in before[rank] if owner[piece] == place]
     there = [half * sum(owner[p] == rank for p in before[place]) for rank in range(n)]
     here = [half * sum(source == rank for source, _ in arriving) for rank in range(n)]
     pieces = x.movedim(dim, 0).unflatten(0, (2, half))

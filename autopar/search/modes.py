@@ -180,17 +180,13 @@ _ATTENTION, _LOOKS_UP = "aten.scaled_dot_product_attention", ("aten.embedding",)
 _OVER_FEATURES = ("aten.layer_norm", "autopar.cross_entropy")  # where these are cut a kernel sums over ranks
 
 
-def _splits_features(operation: Operation, option: Option) -> bool:
-    return option.factor is None or option.factor not in operation.batch
-
-
 def _at_most_samples(operation: Operation, split: Split) -> bool:
     return all(o.factor is None or o.factor in operation.batch for o in split.values())
 
 
 def _splits_samples(operation: Operation, option: Option) -> bool:
     """Rows, not features: samples, or parts of them that no parameter has."""
-    return option.factor is None or option.factor not in operation.features or option.kernel == "summa" or not operation.batch
+    return option.factor not in operation.features or option.kernel == "summa" or not operation.batch
 
 
 @register_mode("1d")
@@ -201,7 +197,7 @@ class OneDimension(Mode):
         return grid(rank, {"tensor": tensor})
 
     def allows(self, operation: Operation, split: Split) -> bool:
-        return _splits_features(operation, split["tensor"]) and split["tensor"].beside is None
+        return split["tensor"].factor not in operation.batch and split["tensor"].beside is None
 
     def prefers(self, operation: Operation, split: Split) -> bool:
         return operation.weight is None or split["tensor"].ins[operation.weight].is_shard
@@ -222,7 +218,7 @@ class TwoDimensions(Mode):
         return grid(rank, {"row": self.side, "column": self.side})
 
     def allows(self, operation: Operation, split: Split) -> bool:
-        return _splits_features(operation, split["row"]) and _splits_samples(operation, split["column"])
+        return split["row"].factor not in operation.batch and _splits_samples(operation, split["column"])
 
     def prefers(self, operation: Operation, split: Split) -> bool:
         row, column = split["row"], split["column"]
@@ -254,7 +250,7 @@ class TwoAndAHalfDimensions(TwoDimensions):
         return grid(rank, {"depth": self.depth, "row": self.side, "column": self.side})
 
     def allows(self, operation: Operation, split: Split) -> bool:
-        return (split["depth"].factor is None or split["depth"].factor in operation.batch) and super().allows(operation, split)
+        return split["depth"].factor in (None, *operation.batch) and super().allows(operation, split)
 
     def prefers(self, operation: Operation, split: Split) -> bool:
         spread = not operation.is_activation or split["depth"].factor in operation.batch
