@@ -10,33 +10,38 @@ R      the same everywhere            P: a sum is pending
 P      a sum is pending               R
 S(d)   dim ``d`` cut in equal chunks  S(d)
 Z(d)   the same, each chunk in halves Z(d)
+S(d)/m the same, in each of m parts   S(d)/m
 s(d)   the same, within all others    s(d)
 ====== ============================== =======================
 
-A layout is a tuple of types, one per axis. When two axes cut one dim, the earlier axis is major: its
-chunks are the coarse ones; but s(d) cuts what all other axes leave of the dim (torch's strided shard). Under Z(d), zigzag, rank r of n
-has pieces r and 2n - 1 - r of 2n: of a causal attention all have as much to do. The rest of the vocabulary is that of ``spmd_types``
+A layout is a tuple of types, one per axis. When two axes cut one dim, the earlier axis is major: its chunks are the
+coarse ones; but s(d) cuts what all other axes leave of the dim (torch's strided shard). Under Z(d), zigzag, rank r of n has pieces r and
+2n - 1 - r of 2n: of a causal attention all have as much to do. Under S(d)/m each of ``m`` equal parts of the dim is cut in ``n`` chunks, of
+which rank r has the r-th: of a fused query, key and value some heads of each. The rest of the vocabulary is that of ``spmd_types``
 (https://github.com/meta-pytorch/spmd_types).
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from functools import cache
 
 
 class Type:
-    """One axis's type. Instances are interned, so ``is`` and ``==`` agree; make them with I, R, P, S(d), Z(d) and inner(d)."""
+    """One axis's type. Interned, so that ``is`` and ``==`` agree: made with I, R, P, S(d), Z(d), strided(d, m) and inner(d)."""
 
-    __slots__ = ("kind", "dim", "letter")
+    __slots__ = ("kind", "dim", "letter", "pieces")
 
-    def __init__(self, letter: str, dim: int = -1) -> None:
-        self.kind = letter if dim < 0 else "S"  # that of all three ways to cut
+    def __init__(self, letter: str, dim: int = -1, pieces: int = 1) -> None:
+        self.kind = letter if dim < 0 else "S"  # that of all ways to cut
         self.letter, self.dim = letter, dim
+        self.pieces = pieces  # of the dim, not side by side, that a rank has
 
     def __repr__(self) -> str:
-        return f"{self.letter}{self.dim}" if self.kind == "S" else self.kind
+        parts = f"/{self.pieces}" if self.letter == "S" and self.pieces > 1 else ""
+        return f"{self.letter}{self.dim}{parts}" if self.kind == "S" else self.kind
 
     def __reduce__(self) -> tuple:
         return parse_type, (repr(self),)
@@ -60,7 +65,11 @@ class Type:
 
     def chunks(self, n: int) -> int:
         """Into how many pieces ``n`` ranks cut the dim."""
-        return 2 * n if self.is_zigzag else n
+        return self.pieces * n
+
+    def pieces_of(self, rank: int, n: int) -> tuple[int, ...]:
+        """Which of these a rank has, in the order in which it has them."""
+        return (rank, 2 * n - 1 - rank) if self.is_zigzag else tuple(range(rank, self.chunks(n), n))
 
 
 Layout = tuple[Type, ...]
@@ -79,7 +88,13 @@ def S(dim: int) -> Type:  # noqa: N802 - reads like the mathematics
 @cache
 def Z(dim: int) -> Type:  # noqa: N802
     """The type of a tensor cut along ``dim``, each rank's chunk one piece from the front and the one as far from the end."""
-    return Type("Z", dim)
+    return Type("Z", dim, 2)
+
+
+@cache
+def strided(dim: int, parts: int) -> Type:
+    """The type of a tensor cut along ``dim`` in each of ``parts`` (at least 2) equal parts of it."""
+    return Type("S", dim, parts)
 
 
 @cache
@@ -90,11 +105,13 @@ def inner(dim: int) -> Type:
 
 @cache
 def parse_type(text: str) -> Type:
-    """The type written as ``I``, ``R``, ``P``, ``S<dim>``, ``Z<dim>`` or ``s<dim>``."""
+    """The type written as ``I``, ``R``, ``P``, ``S<dim>``, ``S<dim>/<parts>``, ``Z<dim>`` or ``s<dim>``."""
     if text in ("I", "R", "P"):
         return {"I": I, "R": R, "P": P}[text]
-    if text[:1] in ("S", "Z", "s") and text[1:].isdigit():
-        return {"S": S, "Z": Z, "s": inner}[text[:1]](int(text[1:]))
+    if found := re.fullmatch(r"(S|Z|s)(\d+)", text):
+        return {"S": S, "Z": Z, "s": inner}[found[1]](int(found[2]))
+    if found := re.fullmatch(r"S(\d+)/([2-9]|[1-9]\d+)", text):
+        return strided(int(found[1]), int(found[2]))
     raise ValueError(f"{text!r} is no type: write I, R, P or S<dim>, for example S0")
 
 

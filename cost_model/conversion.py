@@ -45,11 +45,12 @@ def forward_terms(src: Type, dst: Type, n: int, leading: Sequence[bool]) -> tupl
     """What one step does: how many of each of COLLECTIVES, then local traffic as a multiple of the bytes that are whole along the axis.
 
     Collectives work on contiguous chunks, so that cutting or joining along a dim that is not the leading one adds a copy (a read and
-    a write); so does zigzag order. ``leading`` says for each dim whether all dims before it are 1. A slice is a view.
+    a write); so does an order of its pieces that is not the dim's. ``leading`` says for each dim whether all dims before it are 1. A slice
+    is a view.
     """
     counts = dict.fromkeys(COLLECTIVES, 0.0)
     copy = 0.0
-    strided = 2.0 * sum(t.is_shard and (t.is_zigzag or not leading[t.dim]) for t in (src, dst))
+    strided = 2.0 * sum(t.is_shard and (t.pieces > 1 or not leading[t.dim]) for t in (src, dst))
     if n == 1:
         pass  # all types are the same there
     elif src is P and dst.is_shard:
@@ -281,12 +282,14 @@ def _neighbours(numbers: npt.NDArray[np.int64], axis: int, types: tuple[Type, ..
     positions[codes] = np.arange(len(numbers))
     targets = np.arange(count)
     following = positions[codes[:, None] + (targets - numbers[:, axis, None]) * weights[axis]]
-    dims, inner = np.array([t.dim for t in types]), np.array([t.is_inner for t in types])
+    dims, inner, pieces = (np.array([getattr(t, name) for t in types]) for name in ("dim", "is_inner", "pieces"))
     others = [i for i in range(width) if i != axis]
     within = inner[numbers[:, others]][:, :, None] | ((np.array(others) > axis)[:, None] & ~inner[targets])
     held = (within & (dims[numbers[:, others]][:, :, None] == dims[targets])).any(axis=1) & (dims[targets] >= 0)
     own = np.take_along_axis(held, numbers[:, axis, None], axis=1)
     mine = numbers[:, axis, None]
-    regrouped = (dims[mine] == dims[targets]) & (inner[mine] != inner[targets]) & (dims[targets] >= 0)  # that no one rank's part is of
+    # No one rank's part is of what is inner and what is not; and from one order of pieces to another there are two steps.
+    apart = (inner[mine] != inner[targets]) | ((pieces[mine] > 1) & (pieces[targets] > 1))
+    regrouped = (dims[mine] == dims[targets]) & apart & (dims[targets] >= 0)
     possible = (following >= 0) & (targets != mine) & ~held & ~own & ~regrouped
     return np.where(possible, following, 0), possible

@@ -3,7 +3,7 @@
 ``python examples/train_vit.py`` trains on one device, then starts local ranks for each mode; ``torchrun --nproc-per-node 4
 examples/train_vit.py --modes 2d`` runs one mode by hand and leaves ``2d.json`` in the folder that ``--out`` names. All runs start from the
 same weights and take the same batches. Width and heads are those of ViT-Tiny, which ``--layers 12`` makes it but for its images' size.
-``train_vit.svg`` is the picture with all options left alone.
+``train_vit.svg`` is the picture with ``--layers 12`` and all other options left alone.
 """
 
 from __future__ import annotations

@@ -275,3 +275,30 @@ def test_rejects_converting_the_major_axis_under_a_minor_one(layout: str, src: s
     p = Program(2, 2)
     with pytest.raises(RunError, match="do not check"):
         p.check(p.to(p.input((2, 4), layout, True), 0, src, dst))
+
+
+def test_a_part_of_what_is_cut_as_one_is_refused() -> None:
+    p = Program(4)
+    p.call(aten.slice.Tensor, p.input((2, 8, 12), "S2", True), 2, 0, 4)
+    with pytest.raises(RunError, match="do not check"):
+        p.check()
+    p = Program(4)
+    p.call(aten.slice.Tensor, p.input((2, 8, 12), "S2/2", True), 2, 0, 4)  # a third of what is cut in halves
+    with pytest.raises(RunError, match="do not check"):
+        p.check()
+    p = Program(4)
+    third = p.call(aten.slice.Tensor, p.input((2, 8, 12), "S2/3", True), 2, 4, 8)
+    p.check(third, outputs="S2")
+
+
+def test_heads_of_parts() -> None:
+    p = Program(4)
+    heads = p.call(aten.view.default, p.input((2, 8, 12), "S2/3", True), [2, 8, 3, 2, 2])
+    p.check(heads, outputs="S3")
+
+
+def test_operands_in_different_orders_are_refused() -> None:
+    p = Program(4)
+    p.call(aten.add.Tensor, p.input((2, 8, 12), "S2/3", True), p.input((2, 8, 12), "S2", True))
+    with pytest.raises(RunError, match="different orders"):
+        p.check()

@@ -1,4 +1,4 @@
-"""Tensors cut in zigzag order: every conversion moves the pieces that it should, and plans of causal attention use it."""
+"""Tensors cut in another order than their dims': every conversion moves the pieces that it should; plans of causal attention use zigzag."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from equivalence import TOLERANCE, check
 from pool import Pools
 
 import autopar
+from autopar.errors import RunError
 from autopar.layout import Z, local_shape, movable, parse, parse_type
 from autopar.runtime.collectives import redistribute
 from autopar.runtime.mesh import Mesh
@@ -26,6 +27,8 @@ def part(whole: torch.Tensor, text: str, rank: int, n: int) -> torch.Tensor:
         return whole * (rank + 1) / sum(range(1, n + 1))
     if not t.is_shard:
         return whole
+    if t.pieces > 1 and not t.is_zigzag:
+        return torch.cat([each.chunk(n, t.dim)[rank] for each in whole.chunk(t.pieces, t.dim)], t.dim)
     return whole.index_select(t.dim, positions(rank, n, whole.shape[t.dim] // n, t.is_zigzag))
 
 
@@ -39,9 +42,14 @@ def _conversions() -> None:
     n = torch.distributed.get_world_size()
     mesh = Mesh((n,), ("ring",))
     rank, whole = mesh.coordinate[0], torch.randn(SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    types = ("I", "R", "P", "S0", "S1", "Z0", "Z1", "Z2")
+    types = ("I", "R", "P", "S0", "S1", "S2", "Z0", "Z1", "Z2", "S0/4", "S1/2", "S2/3")
     for src, dst in itertools.product(types, types):
-        if "Z" not in src + dst or {src, dst} == {"P", "I"}:
+        source, target = parse_type(src), parse_type(dst)
+        if max(source.pieces, target.pieces) == 1:
+            continue
+        if source.dim == target.dim and source.pieces > 1 < target.pieces and src != dst:
+            with pytest.raises(RunError, match="no conversion"):
+                redistribute(part(whole, src, rank, n), mesh, 0, src, dst)
             continue
         x = part(whole, src, rank, n).clone().requires_grad_()
         y = redistribute(x, mesh, 0, src, dst)

@@ -253,6 +253,29 @@ def wide(batch: int, dropout: float, width: int = 1024, hidden: int = 8192) -> M
     return _Tokens(width, hidden), {"x": torch.randn(batch, 8, width), "y": torch.randn(batch, 8, width)}
 
 
+class _Fused(nn.Module):
+    """A block whose query, key and value come from one weight, as timm's do, and whose gate and up from another, as Phi-3's do."""
+
+    def __init__(self, width: int, heads: int, hidden: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.gate_up, self.down = nn.Linear(width, 2 * hidden, bias=False), nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, s, w = x.shape
+        q, k, v = self.qkv(self.norm(x)).reshape(b, s, 3, self.heads, w // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, s, w))
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return x + self.down(up * F.silu(gate))
+
+
+@_seeded
+def fused(batch: int, dropout: float, layers: int = 2) -> Made:
+    body = nn.Sequential(*(_Fused(32, 4, 48) for _ in range(layers)), nn.Linear(32, 16))
+    return _Regressor(body), {"x": torch.randn(batch, 8, 32), "y": torch.randn(batch, 8, 16)}
+
+
 class _Attention(nn.Module):
     """Causal attention over a long sequence."""
 

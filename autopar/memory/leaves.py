@@ -21,6 +21,7 @@ class Leaf:
         stored_elements, stored_dtype: of the rank's part between steps.
         scatter: ranks over which its gradient is reduce-scattered; ``reduces``: whether it is all-reduced after that.
         gathered: the mesh axes along which it is put together from several ranks' parts when a step starts; ``dims``, those they cut.
+        exchanged: the mesh axes along which ranks exchange pieces of it then; ``apart``, whether these do not lie side by side.
         sums: the axes of these collectives.
         trains: whether the loss has a gradient for it.
     """
@@ -34,6 +35,8 @@ class Leaf:
     reduces: bool
     gathered: tuple[int, ...]
     dims: tuple[int, ...]
+    exchanged: tuple[int, ...]
+    apart: bool
     sums: tuple[tuple[int, ...], tuple[int, ...]]
     trains: bool
 
@@ -50,9 +53,14 @@ class Leaf:
         return self.dtype != self.stored_dtype
 
     @property
+    def moved(self) -> bool:
+        """Whether other ranks have some of it."""
+        return bool(self.gathered or self.exchanged)
+
+    @property
     def synchronised(self) -> bool:
         """Whether its gradient goes through a bucket."""
-        return self.scatter > 1 or self.reduces or bool(self.gathered)
+        return self.scatter > 1 or self.reduces or self.moved
 
 
 class Leaves:
@@ -65,7 +73,8 @@ class Leaves:
         self._there: dict[str, int] = {}  # what the backward has left
         self._added: dict[str, int] = {}  # the sum of microbatches, in the parameter's dtype where that is not the graph's
         others = [leaf for leaf in in_order[::-1] if leaf.synchronised]
-        self._buckets = [] if direct else buckets(others, lambda leaf: (leaf.sums, leaf.dtype, leaf.stored_dtype), BUCKET_BYTES)
+        together = buckets(others, lambda leaf: (leaf.sums, leaf.exchanged, leaf.dtype, leaf.stored_dtype), BUCKET_BYTES)
+        self._buckets = [] if direct else together
         self._bucket_of = {leaf.name: i for i, bucket in enumerate(self._buckets) for leaf in bucket}
         self._flats: dict[int, int] = {}
         self._missing: list[set[str]] = []
@@ -108,7 +117,7 @@ class Leaves:
 
     def _put(self, leaf: Leaf, place: int, ledger: Ledger) -> None:
         bucket = self._buckets[place]
-        if not (leaf.scatter > 1 or leaf.gathered):
+        if not (leaf.scatter > 1 or leaf.moved):
             if place not in self._flats:
                 self._flats[place] = sum(each.elements for each in bucket if each.trains) * self._sum_dtype(leaf).itemsize
                 ledger.add(GRADIENTS, self._flats[place])
@@ -131,7 +140,11 @@ class Leaves:
             return
         made = [self._added.get(leaf.name, self._there.get(leaf.name, 0)) for leaf in bucket]
         parts = [leaf.elements // leaf.stored_elements for leaf in bucket]
+        if bucket[0].exchanged:
+            ledger.touch(_exchanging(bucket, made))
         joined = sum(nbytes if leaf.scatter > 1 else nbytes // n for leaf, nbytes, n in zip(bucket, made, parts, strict=True))
+        if len(bucket) == 1 and bucket[0].exchanged and not bucket[0].gathered:
+            joined = 0  # what arrived lies as it shall
         sends = sum(leaf.elements if leaf.scatter > 1 else leaf.stored_elements for leaf in bucket) * self._sum_dtype(bucket[0]).itemsize
         result = sends // max(bucket[0].scatter, 1)
         cast = 0 if self._sum_dtype(bucket[0]).itemsize * sum(leaf.elements for leaf in bucket) == sum(made) else sends
@@ -154,21 +167,34 @@ class Leaves:
         self._flats, self._armed = {}, False
 
 
+def _exchanging(bucket: Sequence[Leaf], made: Sequence[int]) -> int:
+    """The most bytes that exchanging pieces of tensors of so many takes: what is sent beside its pieces, then what arrives beside what is
+    put together."""
+    apart = [nbytes for nbytes, leaf in zip(made, bucket, strict=True) if leaf.apart]
+    return 2 * sum(made) + max(apart, default=0)
+
+
 def gathering(in_order: Sequence[Leaf]) -> tuple[int, int, int]:
     """Bytes of compute copies, and of gathered parameters, while a step runs; and the most that making them takes beyond these."""
-    copies = sum(leaf.leaf_bytes for leaf in in_order if leaf.cast and not leaf.gathered)
-    together = buckets((leaf for leaf in in_order if leaf.gathered), lambda leaf: (leaf.gathered, leaf.dtype), BUCKET_BYTES)
+    copies = sum(leaf.leaf_bytes for leaf in in_order if leaf.cast and not leaf.moved)
+    moved = buckets((leaf for leaf in in_order if leaf.moved), lambda leaf: (leaf.gathered, leaf.exchanged, leaf.dtype), BUCKET_BYTES)
+    together = [bucket for bucket in moved if bucket[0].gathered]
     wholes = [sum(leaf.leaf_bytes for leaf in bucket) for bucket in together]
     sent = [sum(leaf.stored_elements * leaf.dtype.itemsize for leaf in bucket) for bucket in together]
     gathered, most, now = sum(wholes), 0, 0
     for whole, part in zip(wholes, sent, strict=True):
         now += whole
         most = max(most, now + part)
-    now = gathered + copies
+    now += copies
+    for bucket in moved:
+        if not bucket[0].gathered:
+            made = [leaf.leaf_bytes for leaf in bucket]
+            most = max(most, now + sum(n for n, leaf in zip(made, bucket, strict=True) if leaf.cast) + _exchanging(bucket, made))
+            now, gathered = now + sum(made), gathered + sum(made)
     most = max(most, now)
     for bucket, whole in zip(together, wholes, strict=True):
         joins = len(bucket) > 1 or bucket[0].dims != (0,)
         now += whole if joins else 0
-        most = max(most, now)
+        most = max(most, now + (_exchanging(bucket, [leaf.leaf_bytes for leaf in bucket]) if bucket[0].exchanged else 0))
         now -= whole if joins else 0
     return copies, gathered, max(0, most - gathered - copies)

@@ -268,7 +268,8 @@ class Peak:
         pending = [(axis, stored) for axis, stored, used in wide if used.kind == "R"]
         scatter = tuple(axis for axis, stored in pending if stored.is_shard)
         reduce = tuple(axis for axis, stored in pending if stored == I)
-        gathered = tuple(axis for axis, stored, used in wide if stored != used and stored.is_shard)
+        gathered = tuple(axis for axis, stored, used in wide if stored.is_shard and not used.is_shard)
+        exchanged = tuple(axis for axis, stored, used in wide if stored != used and used.is_shard)
         return Leaf(
             name,
             math.prod(local_shape(val.shape, plan.used, sizes)),
@@ -279,6 +280,8 @@ class Peak:
             bool(reduce),
             gathered,
             tuple(plan.stored[axis].dim for axis in gathered),
+            exchanged,
+            any(plan.used[axis].dim for axis in exchanged),
             (scatter, reduce),
             trains,
         )

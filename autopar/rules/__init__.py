@@ -2,9 +2,9 @@
 
 from autopar.rules import attention, convolution, elementwise, indexing, loss, matmul, normalisation, reduce, views
 from autopar.rules.registry import Call, register_rule, rule_of
-from autopar.rules.rule import Option, Rule, make_rule
+from autopar.rules.rule import Dim, Option, Rule, make_rule
 
 __all__ = [
-    "Call", "Option", "Rule", "attention", "convolution", "elementwise", "indexing", "loss", "make_rule", "matmul",
+    "Call", "Dim", "Option", "Rule", "attention", "convolution", "elementwise", "indexing", "loss", "make_rule", "matmul",
     "normalisation", "reduce", "register_rule", "rule_of", "views",
 ]  # fmt: skip

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
 
 from autopar.rules.registry import Call, register_rule
 from autopar.rules.rule import Dim, Rule
@@ -80,7 +82,23 @@ def expand(call: Call) -> Rule:
     return call.rule("... -> ...", kind="view", shape_argument="size")
 
 
-@register_rule("aten.slice", "aten.roll", "aten.flip", "aten.cumsum", "aten.diff", "aten.cumprod")
+@register_rule("aten.slice")
+def slice_(call: Call) -> Rule | None:
+    """One of several equal parts of a dim may be taken of each chunk that the parts are cut in; any other slice is of a whole dim."""
+    (dim,), start, step, size = call.dims("dim"), call["start"], call["step"], call.shape[call["dim"]]
+    if step != 1 or not size or call.shapes[0][dim] % size or start % size:
+        return along_one_dim(call)
+    spec = " ".join(f"o{d}" if d == dim else f"d{d}" for d in range(len(call.shape)))
+    chunk = partial(_part, f"o{dim}")
+    return call.rule(f"{spec.replace(f'o{dim}', f'(m o{dim})')} -> {spec}", whole=["m"], kind="view", localise=chunk)
+
+
+def _part(factor: str, arguments: dict[str, Any], splits: dict[str, int]) -> dict[str, Any]:
+    """The bounds of a rank's slice."""
+    return {name: arguments[name] // splits.get(factor, 1) for name in ("start", "end")}
+
+
+@register_rule("aten.roll", "aten.flip", "aten.cumsum", "aten.diff", "aten.cumprod")
 def along_one_dim(call: Call) -> Rule:
     """The dims named are whole; in the others the operator is local."""
     dims = call.dims("dims" if call.name in ("aten.roll", "aten.flip") else "dim")

@@ -7,7 +7,9 @@ costs some 40 us a call on top of the communication. The functional collectives 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import RunError
-from autopar.layout import parse_type
+from autopar.layout import Type, parse_type
 from autopar.runtime.mesh import Mesh
 
 _functional = torch.ops._c10d_functional
@@ -25,7 +27,8 @@ _wait = _functional.wait_tensor
 def redistribute(x: torch.Tensor, mesh: Mesh, axis: int, src: str, dst: str, summed_in: torch.dtype | None = None) -> torch.Tensor:
     """``x``, of type ``src`` along mesh ``axis``, converted to type ``dst``.
 
-    ``src`` and ``dst`` are ``"I"``, ``"R"``, ``"P"``, ``"S<dim>"``, ``"Z<dim>"`` or ``"s<dim>"``. Integer and boolean tensors convert
+    ``src`` and ``dst`` are ``"I"``, ``"R"``, ``"P"``, ``"S<dim>"``, ``"S<dim>/<parts>"``, ``"Z<dim>"`` or ``"s<dim>"``.
+    Integer and boolean tensors convert
     too, but are never P when boolean. Where data moves the result is contiguous and has memory of its own; otherwise it is ``x`` itself.
     ``summed_in``: the dtype in which its gradient is converted (free: the gradient's own).
     Raises :class:`RunError` for a pair that has no conversion and for a dim that does not divide.
@@ -58,24 +61,26 @@ _Movement = Callable[[torch.Tensor, str, int, int, int, int], torch.Tensor]
 
 
 def _move(x: torch.Tensor, mesh: Mesh, axis: int, src: str, dst: str) -> torch.Tensor:
+    since = mesh.recorder.mark()
+    moved = _moved(x, mesh, axis, src, dst)
+    mesh.recorder.converted(since)
+    return moved
+
+
+def _moved(x: torch.Tensor, mesh: Mesh, axis: int, src: str, dst: str) -> torch.Tensor:
     source, target = parse_type(src), parse_type(dst)
     movement = _MOVEMENTS.get((source.kind, target.kind))
-    if movement is None or max(source.dim, target.dim) >= x.ndim:
+    two_orders = source.dim == target.dim and min(source.pieces, target.pieces) > 1
+    if movement is None or two_orders or max(source.dim, target.dim) >= x.ndim:
         raise RunError(f"no conversion {src} -> {dst} of a tensor of shape {tuple(x.shape)} (axis {mesh.names[axis]!r})")
     n = mesh.sizes[axis]
     if target.dim >= 0 and x.shape[target.dim] % target.chunks(n) and source.dim != target.dim:
         cuts = f"dim {target.dim} of shape {tuple(x.shape)} does not divide by {target.chunks(n)}"
         raise RunError(f"{src} -> {dst}: {cuts} (axis {mesh.names[axis]!r})")
-    since = mesh.recorder.mark()
     place, group = mesh.coordinate[axis], mesh.group(axis).group_name
     if source.dim == target.dim >= 0:
-        moved = _regroup(x, group, n, place, source.dim, target.is_zigzag)
-    else:
-        x = _folded(x, n, target.dim) if target.is_zigzag else x
-        moved = movement(x, group, n, place, source.dim, target.dim)
-        moved = _unfolded(moved, n, source.dim) if source.is_zigzag else moved
-    mesh.recorder.converted(since)
-    return moved
+        return reordered([x], mesh, axis, [(source, target)])[0]
+    return _ordered(movement(_ordered(x, n, target), group, n, place, source.dim, target.dim), n, source, back=True)
 
 
 def _keep(x: torch.Tensor, group: str, n: int, place: int, src: int, dst: int) -> torch.Tensor:
@@ -127,34 +132,53 @@ def _join(x: torch.Tensor, n: int, dim: int) -> torch.Tensor:
     return x.unflatten(0, (n, x.shape[0] // n)).movedim(0, dim).flatten(dim, dim + 1).contiguous() if dim else x
 
 
-def _folded(x: torch.Tensor, n: int, dim: int) -> torch.Tensor:
-    """The 2 ``n`` pieces of ``dim`` in zigzag order: the first, the last, the second, the last but one."""
-    front, back = x.unflatten(dim, (2, n, x.shape[dim] // (2 * n))).unbind(dim)
-    return torch.stack((front, back.flip(dim)), dim + 1).flatten(dim, dim + 2)
+def _ordered(x: torch.Tensor, n: int, t: Type, back: bool = False) -> torch.Tensor:
+    """The pieces that type ``t`` makes of a whole dim, those of each of ``n`` ranks side by side; or ``back``."""
+    if t.pieces == 1:
+        return x
+    order = [piece for rank in range(n) for piece in t.pieces_of(rank, n)]
+    if back:
+        order = sorted(range(len(order)), key=order.__getitem__)
+    pieces = x.tensor_split(len(order), t.dim)
+    return torch.cat([pieces[i] for i in order], t.dim)
 
 
-def _unfolded(x: torch.Tensor, n: int, dim: int) -> torch.Tensor:
-    """The inverse of :func:`_folded`."""
-    front, back = x.unflatten(dim, (n, 2, x.shape[dim] // (2 * n))).unbind(dim + 1)
-    return torch.stack((front, back.flip(dim)), dim).flatten(dim, dim + 2)
+def reordered(parts: Sequence[torch.Tensor], mesh: Mesh, axis: int, conversions: Sequence[tuple[Type, Type]]) -> list[torch.Tensor]:
+    """``parts`` of tensors, each from one order of its pieces to another, source and target as ``conversions`` say: in one collective. Has
+    no gradient."""
+    n, place = mesh.sizes[axis], mesh.coordinate[axis]
+    sent: list[list[torch.Tensor]] = [[] for _ in range(n)]
+    arriving: list[list[tuple[int, int]]] = [[] for _ in range(n)]  # from each rank: the tensor's number and the piece's
+    shapes = []
+    for number, (x, (src, dst)) in enumerate(zip(parts, conversions, strict=True)):
+        count, dim = max(src.pieces, dst.pieces), src.dim
+        if x.shape[dim] % count:
+            raise RunError(f"{src} -> {dst}: dim {dim} of a part of shape {tuple(x.shape)} has no {count} equal pieces")
+        before, after = ([_pieces(t, count, rank, n) for rank in range(n)] for t in (src, dst))
+        owner = {piece: rank for rank, pieces in enumerate(after) for piece in pieces}
+        pieces = x.movedim(dim, 0).unflatten(0, (count, -1)).unbind(0)
+        shapes.append(pieces[0].shape)
+        for piece, held in zip(before[place], pieces, strict=True):
+            sent[owner[piece]].append(held.reshape(-1))
+        for rank in range(n):
+            arriving[rank] += [(number, piece) for piece in before[rank] if owner[piece] == place]
+    lengths = [[math.prod(shapes[number]) for number, _ in pieces] for pieces in arriving]
+    there, here = [sum(map(len, pieces)) for pieces in sent], [sum(each) for each in lengths]
+    flat = torch.cat([piece for pieces in sent for piece in pieces])
+    del sent
+    received = _wait(_functional.all_to_all_single(flat, here, there, mesh.group(axis).group_name))
+    del flat
+    came = dict(zip(itertools.chain(*arriving), received.split(list(itertools.chain(*lengths))), strict=True))
+    result = []
+    for number, (src, dst) in enumerate(conversions):
+        mine = [came[number, piece].view(shapes[number]) for piece in _pieces(dst, max(src.pieces, dst.pieces), place, n)]
+        result.append(torch.cat(mine).movedim(0, dst.dim).contiguous())
+    return result
 
 
-def _regroup(x: torch.Tensor, group: str, n: int, place: int, dim: int, zigzag: bool) -> torch.Tensor:
-    """From chunks of ``dim`` to zigzag order, or back: each rank sends its two pieces to where they belong."""
-    if x.shape[dim] % 2:
-        raise RunError(f"dim {dim} of a part of shape {tuple(x.shape)} has no two halves, as zigzag order needs")
-    plain, folded = [(2 * r, 2 * r + 1) for r in range(n)], [(r, 2 * n - 1 - r) for r in range(n)]
-    before, after = (plain, folded) if zigzag else (folded, plain)
-    half = x.shape[dim] // 2
-    owner = {piece: rank for rank, pieces in enumerate(after) for piece in pieces}
-    leaving = sorted(range(2), key=lambda i: owner[before[place][i]])
-    arriving = [(rank, piece) for rank in range(n) for piece in before[rank] if owner[piece] == place]
-    there = [half * sum(owner[p] == rank for p in before[place]) for rank in range(n)]
-    here = [half * sum(source == rank for source, _ in arriving) for rank in range(n)]
-    pieces = x.movedim(dim, 0).unflatten(0, (2, half))
-    received = _wait(_functional.all_to_all_single(torch.cat([pieces[i] for i in leaving]), here, there, group)).unflatten(0, (2, half))
-    order = [[piece for _, piece in arriving].index(piece) for piece in after[place]]
-    return torch.cat([received[i] for i in order]).movedim(0, dim).contiguous()
+def _pieces(t: Type, count: int, rank: int, n: int) -> tuple[int, ...]:
+    """Which of ``n * count`` pieces of a dim a rank has."""
+    return t.pieces_of(rank, n) if t.pieces > 1 else tuple(range(count * rank, count * (rank + 1)))
 
 
 _MOVEMENTS: dict[tuple[str, str], _Movement] = {

@@ -1,5 +1,5 @@
-"""Parameters that lie otherwise between steps than during one: cast to the dtype of the graph, and gathered where they are cut (ZeRO),
-into their leaves when a step starts, let go after it."""
+"""Parameters that lie otherwise between steps than during one: cast to the dtype of the graph, gathered where they are cut (ZeRO), and
+their pieces exchanged where they are cut otherwise; into their leaves when a step starts, let go after it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from autopar.layout import Type
 from autopar.plan import BUCKET_BYTES
+from autopar.runtime.collectives import reordered
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.parameters import Weight
 
@@ -51,6 +52,15 @@ def _cutting(types: Sequence[Type], dim: int) -> list[int]:
     return sorted((axis for axis, t in enumerate(types) if t.dim == dim), key=lambda axis: (types[axis].is_inner, axis))
 
 
+def exchange(parts: Sequence[torch.Tensor], weights: Sequence[Weight], mesh: Mesh, back: bool = False) -> Sequence[torch.Tensor]:
+    """Parts of parameters that are exchanged along the same axes, as they are used, of those that are stored; or ``back``, of gradients."""
+    axes = weights[0].exchanged
+    for axis in reversed(axes) if back else axes:
+        types = [(w.stored[axis], w.used[axis]) for w in weights]
+        parts = reordered(parts, mesh, axis, [pair[::-1] for pair in types] if back else types)
+    return parts
+
+
 class Sized(Protocol):
     """What goes into buckets."""
 
@@ -84,8 +94,10 @@ class Gather:
     def __init__(self, weights: Iterable[Weight], mesh: Mesh, bucket_bytes: int = BUCKET_BYTES) -> None:
         self._mesh = mesh
         copied = [w for w in weights if w.copied]
-        self._cast = [w for w in copied if not w.gathered]
-        self._buckets = buckets((w for w in copied if w.gathered), lambda w: (w.gathered, w.leaf.dtype), bucket_bytes)
+        self._cast = [w for w in copied if not w.moved]
+        moved = buckets((w for w in copied if w.moved), lambda w: (w.gathered, w.exchanged, w.leaf.dtype), bucket_bytes)
+        self._buckets = [bucket for bucket in moved if bucket[0].gathered]
+        self._exchanged = [bucket for bucket in moved if not bucket[0].gathered]
         for bucket in self._buckets:
             mesh.axes_group(bucket[0].gathered)  # made while all ranks are here
         self.is_open = False
@@ -97,16 +109,23 @@ class Gather:
         flights = [self._launch(bucket) for bucket in self._buckets]
         for weight in self._cast:
             weight.leaf.data = weight.local.to(weight.leaf.dtype)
+        for bucket in self._exchanged:
+            self._fill(bucket, [weight.local.to(weight.leaf.dtype) for weight in bucket])
         flights.reverse()
         for bucket in self._buckets:
             sizes = [self._mesh.sizes[axis] for axis in bucket[0].gathered]
-            whole = _functional.wait_tensor(flights.pop()).view(math.prod(sizes), -1)  # gone when its parts are copied
-            parts = whole.split([weight.local.numel() for weight in bucket], dim=1)
-            for weight, part in zip(bucket, parts, strict=True):
-                weight.leaf.data = join(part, sizes, [weight.stored[axis] for axis in weight.gathered], weight.local.shape)
+            chunks = _functional.wait_tensor(flights.pop()).view(math.prod(sizes), -1)  # gone when its parts are copied
+            parts = chunks.split([weight.local.numel() for weight in bucket], dim=1)
+            types = [[weight.stored[axis] for axis in weight.gathered] for weight in bucket]
+            wholes = [join(part, sizes, cut, weight.local.shape) for weight, part, cut in zip(bucket, parts, types, strict=True)]
+            self._fill(bucket, wholes)
         self.is_open = True
-        if self._buckets:
+        if self._buckets or self._exchanged:
             self._mesh.recorder.add("gradient synchronisation", since)  # as which the cost model counts ZeRO's gathers too
+
+    def _fill(self, bucket: list[Weight], parts: Sequence[torch.Tensor]) -> None:
+        for weight, part in zip(bucket, exchange(parts, bucket, self._mesh), strict=True):
+            weight.leaf.data = part
 
     def _launch(self, bucket: list[Weight]) -> torch.Tensor:
         group = self._mesh.axes_group(bucket[0].gathered)
@@ -115,8 +134,8 @@ class Gather:
 
     def close(self) -> None:
         """Lets go of the gathered values; a graph that is kept may open again before its backward."""
-        for bucket in filter(None, (self._cast, *self._buckets)):
+        for bucket in filter(None, (self._cast, *self._exchanged, *self._buckets)):
             nothing = bucket[0].leaf.new_empty(0)
             for weight in bucket:
                 weight.leaf.data = nothing
-        self.is_open = not (self._cast or self._buckets)
+        self.is_open = not (self._cast or self._exchanged or self._buckets)

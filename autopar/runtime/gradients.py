@@ -7,6 +7,7 @@ used     stored   gradient
 ======== ======== =====================================
 I        I        nothing: it is the same everywhere
 S(d)     S(d)     nothing: each rank has its own part
+S(d)/m   S(d)     ranks exchange its pieces
 R        I        all-reduce
 R        S(d)     reduce-scatter (ZeRO)
 I        S(d)     this rank's slice
@@ -29,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.layout import I
 from autopar.plan import BUCKET_BYTES
-from autopar.runtime.gather import buckets, cut
+from autopar.runtime.gather import buckets, cut, exchange
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.parameters import Weight
 from autopar.runtime.watch import BackwardWatch
@@ -53,7 +54,7 @@ class _Bucket:
     def put(self, weight: Weight) -> None:
         """Moves a gradient into the bucket while it is still in the cache, and frees it for the next ones."""
         gradient = weight.gradient
-        if gradient is None or gradient.is_sparse or self.scatter or weight.gathered or weight.name not in self.expected:
+        if gradient is None or gradient.is_sparse or self.scatter or weight.moved or weight.name not in self.expected:
             return
         if self.flat is None:
             inside = [w for w in self.weights if w.name in self.expected]
@@ -102,9 +103,9 @@ class GradientSync:
         # Where autograd accumulates into the parameter itself there is nothing to do.
         backward_order = [w for w in weights if w.leaf is not w.parameter and (w.leaf.is_floating_point() or w.leaf.is_complex())][::-1]
         self._weights = backward_order
-        self._local = [w for w in backward_order if not any(self._communication(w)) and not w.gathered]
-        others = [w for w in backward_order if any(self._communication(w)) or w.gathered]
-        grouped = buckets(others, lambda w: (self._communication(w), w.leaf.dtype, w.local.dtype), bucket_bytes)
+        self._local = [w for w in backward_order if not any(self._communication(w)) and not w.moved]
+        others = [w for w in backward_order if any(self._communication(w)) or w.moved]
+        grouped = buckets(others, lambda w: (self._communication(w), w.exchanged, w.leaf.dtype, w.local.dtype), bucket_bytes)
         self._buckets = [self._bucket(group, dtype) for group in grouped]
         for weight in self._local:
             if weight.cast:
@@ -200,7 +201,9 @@ class GradientSync:
         if flat is not None and len(filled) == len(present) == len(bucket.expected):  # the usual case
             self._flights.append(_Flight(present, self._all_reduce(flat, bucket.reduce), ()))
             return
-        gradients = [filled[w.name] if w.name in filled else self._take(w) for w in present]
+        taken = [filled[w.name] if w.name in filled else self._take(w) for w in present]
+        arrived = exchange(taken, present, self._mesh, back=True)
+        gradients = [g if w.name in filled else self._cut(w, g) for w, g in zip(present, arrived, strict=True)]
         if bucket.scatter:
             group = self._mesh.axes_group(bucket.scatter)
             flat = torch.cat([g.reshape(group.size(), -1) for g in gradients], dim=1).view(-1).to(bucket.dtype)
@@ -214,12 +217,14 @@ class GradientSync:
         return _functional.all_reduce_(flat, "sum", self._mesh.axes_group(axes).group_name) if axes else flat
 
     def _take(self, weight: Weight) -> torch.Tensor:
-        """The leaf's gradient, cut along the axes on which it was gathered: shape (ranks of the reduce-scatter..., *local)."""
+        """The leaf's gradient."""
         gradient = weight.gradient
         assert gradient is not None
         weight.drop_gradient()
-        if gradient.is_sparse:
-            gradient = gradient.to_dense()
+        return gradient.to_dense() if gradient.is_sparse else gradient
+
+    def _cut(self, weight: Weight, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient cut along the axes on which the leaf was gathered: shape (ranks of the reduce-scatter..., *local)."""
         if not weight.gathered:
             return gradient
         axes = weight.gathered

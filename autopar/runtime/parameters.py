@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.errors import RunError
-from autopar.layout import I, Layout, local_shape, movable, show
+from autopar.layout import I, Layout, S, local_shape, movable, show
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.placements import as_placed, layout_of, placements
 
@@ -35,6 +35,7 @@ class Weight:
     local: torch.Tensor  # shares the parameter's memory
     leaf: torch.Tensor  # shares it too, unless it is a copy; has the dtype that the graph computes in
     gathered: tuple[int, ...]  # the mesh axes along which the leaf is put together from the stored parts
+    exchanged: tuple[int, ...]  # those along which ranks exchange pieces of them
     leaf_bytes: int
     version: int = 0  # of the parameter, when last seen
     pipelined: Pipelined | None = None
@@ -48,7 +49,12 @@ class Weight:
     @property
     def copied(self) -> bool:
         """Whether the leaf has memory of its own, for the length of a step."""
-        return bool(self.gathered) or self.cast
+        return self.moved or self.cast
+
+    @property
+    def moved(self) -> bool:
+        """Whether other ranks have some of what is in the leaf."""
+        return bool(self.gathered or self.exchanged)
 
     @property
     def gradient(self) -> torch.Tensor | None:
@@ -143,7 +149,7 @@ class State:
         stored, mesh = self._stored(name), self._mesh
         plan = self._plan.parameters.get(name)
         used = plan.used if plan else stored
-        gathered = _gathered(name, stored, used, mesh)
+        gathered, exchanged = _moved(name, stored, used, mesh)
         trains = given.requires_grad
         placed = local if mesh.size == 1 else distribute(local, stored, mesh)
         parameter = nn.Parameter(placed, requires_grad=trains)
@@ -152,10 +158,10 @@ class State:
         if share_leaf and mesh.size == 1 and dtype == inside.dtype:
             leaf: torch.Tensor = parameter
         else:
-            copied = gathered or dtype != inside.dtype
+            copied = gathered or exchanged or dtype != inside.dtype
             leaf = (inside.new_empty(0, dtype=dtype) if copied else inside.detach()).requires_grad_(trains)
         size = local.numel() * dtype.itemsize * mesh.count(gathered)
-        return Weight(name, stored, used, parameter, inside, leaf, gathered, size)
+        return Weight(name, stored, used, parameter, inside, leaf, gathered, exchanged, size)
 
     def _slice(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
         plan = self._plan.parameters.get(name)
@@ -183,16 +189,19 @@ def local_part(whole: torch.Tensor, layout: Layout, mesh: Mesh) -> torch.Tensor:
     return whole
 
 
-def _gathered(name: str, stored: Layout, used: Layout, mesh: Mesh) -> tuple[int, ...]:
-    axes = []
+def _moved(name: str, stored: Layout, used: Layout, mesh: Mesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The axes along which a parameter is gathered where it is used, and those along which pieces of it are exchanged."""
+    gathered: list[int] = []
+    exchanged: list[int] = []
     for axis, (at_rest, in_use) in enumerate(zip(stored, used, strict=True)):
         if mesh.sizes[axis] == 1 or at_rest == in_use or (at_rest == I and in_use.kind == "R"):
             continue
         later_cut = not movable(used, axis, at_rest)
-        if not at_rest.is_shard or in_use.kind not in "IR" or later_cut:
+        reordered = at_rest == S(in_use.dim) and in_use.pieces > 1
+        if not at_rest.is_shard or not (reordered or in_use.kind in "IR") or later_cut:
             raise RunError(f"parameter {name}: stored as {show(stored)} it cannot be used as {show(used)} (axis {mesh.names[axis]!r})")
-        axes.append(axis)
-    return tuple(axes)
+        (exchanged if reordered else gathered).append(axis)
+    return tuple(gathered), tuple(exchanged)
 
 
 def _from_rank_0(

@@ -32,7 +32,7 @@ def as_placed(local: torch.Tensor, layout: Layout, mesh: Mesh) -> tuple[torch.Te
     for axis, t in enumerate(layout):
         if t.kind == "R":  # a DTensor's gradient is whole on each rank: R would count it once for every rank
             local, found[axis] = redistribute(local, mesh, axis, "R", "I"), I
-        if t.is_zigzag:  # an order that no DTensor has
+        if t.pieces > 1:  # an order that no DTensor has
             for later in reversed(range(axis + 1, len(layout))):
                 if found[later].dim == t.dim:
                     local, found[later] = redistribute(local, mesh, later, repr(found[later]), "I"), I

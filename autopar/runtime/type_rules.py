@@ -21,6 +21,8 @@ from autopar.layout import Layout
 from autopar.runtime import kernels
 
 Linear = tuple[Any, ...]
+Order = tuple[str, int]  # the letter of a type that cuts, and how many pieces each rank has
+PLAIN = ("S", 1)
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,32 @@ def broadcast(out: torch.Tensor, operands: Sequence[torch.Tensor], linear: Linea
         terms.append("".join("_" if n == 1 and not cut else name for name, n, cut in zip(names, x.shape, cuts(x), strict=True)))
     bound = set("".join(terms))
     return einsum(terms, "".join(name if name in bound else "_" for name in ascii_letters[: out.ndim]), operands, linear)
+
+
+def orders(x: torch.Tensor) -> dict[Any, Order]:
+    """For each axis that cuts ``x``: the order of the pieces that ranks have."""
+    found: dict[Any, Order] = getattr(x, "autopar_orders", {})
+    return {axis: found.get(axis, PLAIN) for cut in cuts(x) for axis in cut}
+
+
+def with_orders(x: torch.Tensor, found: dict[Any, Order]) -> torch.Tensor:
+    """``x``, whose pieces lie so."""
+    x.autopar_orders = found  # type: ignore[attr-defined]
+    return x
+
+
+def has_orders(x: torch.Tensor) -> bool:
+    """Whether :func:`with_orders` said so."""
+    return hasattr(x, "autopar_orders")
+
+
+def taken_apart(x: torch.Tensor, dim: int, parts: int) -> dict[Any, Order]:
+    """The orders of a part of ``x``, of which all axes that cut ``dim`` cut each of ``parts`` equal parts; empty if not all do."""
+    found = orders(x)
+    here = cuts(x)[dim]
+    if parts < 2 or not here or any(found[axis] != ("S", parts) for axis in here):
+        return {}
+    return found | dict.fromkeys(here, PLAIN)
 
 
 def with_spec(x: torch.Tensor, out: torch.Tensor, spec: Sequence[tuple]) -> torch.Tensor:
@@ -251,9 +279,24 @@ def _along(call: Call) -> Any:
     x, name = call.args[0], call.target._schema.name.removeprefix("aten::")
     at = 2 if name in ("topk", "split_with_sizes") else 1
     dims = dims_of(call.arg(at, "dims" if name == "flip" else "dim", 0 if name in ("slice", "split_with_sizes") else -1), x.ndim)
+    outs = list(call.out) if isinstance(call.out, (tuple, list)) else [call.out]
+    if name in ("slice", "split_with_sizes") and (apart := _apart(call, dims[0])):
+        dims = []
+        for out in outs:
+            with_orders(out, apart)
     term = "".join(letters(x, *dims))
     typed = einsum([term], term, [x], (0,) if name in ("cumsum", "flip", "slice", "split_with_sizes") else ())
     return (typed,) * len(call.out) if isinstance(call.out, (tuple, list)) else typed
+
+
+def _apart(call: Call, dim: int) -> dict[Any, Order]:
+    """The orders of what a slice or a split takes where each is one of the equal parts that are cut; else nothing."""
+    x, is_slice = call.args[0], not isinstance(call.out, (tuple, list))
+    size = (call.out if is_slice else call.out[0]).shape[dim]
+    start = call.arg(2, "start", 0) if is_slice else 0
+    alike = is_slice or {out.shape[dim] for out in call.out} == {size}
+    whole = alike and size and x.shape[dim] % size == 0 and start % size == 0 and (not is_slice or call.arg(4, "step", 1) == 1)
+    return taken_apart(x, dim, x.shape[dim] // size) if whole else {}
 
 
 @type_rule("tril", "triu")

@@ -11,7 +11,7 @@ import torch
 from spmd_types import rules
 
 from autopar.runtime import kernels
-from autopar.runtime.type_rules import Call, Linear, cuts, einsum, type_rule
+from autopar.runtime.type_rules import PLAIN, Call, Linear, cuts, einsum, orders, type_rule, with_orders
 
 
 def _given(*pairs: tuple[str, Any], out: str, linear: Linear = ()) -> Any:
@@ -217,6 +217,9 @@ def _summa_linear(call: Call) -> Any:
     """As if the input were gathered along each row, and the weight down each column: a rank's result is the product of these."""
     x, weight, bias, _, row, column = call.args
     whole = _gathered(x, call.axes[row], x.ndim - 1), _gathered(weight, call.axes[column], 1)
+    if any(orders(t)[call.axes[axis]] != PLAIN for t, axis in ((x, row), (weight, column)) if call.axes[axis].size() > 1):
+        raise spmd.SpmdTypeError("what is summed over is not cut in the order of its dim")
+    with_orders(call.out, orders(x) | orders(weight))
     rows = ascii_letters[: x.ndim - 1]
     y = torch.empty_like(call.out, requires_grad=call.out.requires_grad)
     rules.output(y, einsum([rows + "Y", "ZY"], rows + "Z", whole))

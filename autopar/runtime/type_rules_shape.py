@@ -8,7 +8,20 @@ from typing import Any
 import spmd_types as spmd
 import torch
 
-from autopar.runtime.type_rules import Call, cuts, dims_of, einsum, letters, stamp, type_rule, with_spec
+from autopar.runtime.type_rules import (
+    Call,
+    Order,
+    cuts,
+    dims_of,
+    einsum,
+    letters,
+    orders,
+    stamp,
+    taken_apart,
+    type_rule,
+    with_orders,
+    with_spec,
+)
 
 
 @type_rule("transpose", "permute", "t")
@@ -40,12 +53,18 @@ def _squeeze(call: Call) -> Any:
 
 @type_rule("view", "reshape", "_unsafe_view", "flatten", "unflatten")
 def _view(call: Call) -> Any:
-    """A cut dim must begin where a dim of the result begins; between several such dims (of local size 1) the claim decides."""
+    """A cut dim must begin where a dim of the result begins, or each of its equal parts where those are cut; between several such dims (of
+    local size 1) the claim decides."""
     x, out = call.args[0], call.out
     spec: list[tuple] = [()] * out.ndim
     claimed = call.claimed()
+    found: dict[Any, Order] = orders(x)
     for dim, cut in enumerate(cuts(x)):
         before = math.prod(x.shape[:dim])
+        parts = max((found[axis][1] for axis in cut if found[axis][0] == "S"), default=1)
+        whole = [d for d in range(out.ndim) if out.shape[d] == x.shape[dim] and math.prod(out.shape[:d]) == before]
+        if not whole and (apart := taken_apart(x, dim, parts)):
+            before, found = before * parts, apart
         places = [d for d in range(out.ndim) if math.prod(out.shape[:d]) == before]
         if cut and not places:
             raise spmd.SpmdTypeError(f"view of {tuple(x.shape)} as {tuple(out.shape)} separates dim {dim}, which is cut")
@@ -55,7 +74,7 @@ def _view(call: Call) -> Any:
             spec[place] = (*spec[place], axis)
     if any(list(cut) != [axis for axis in call.axes if axis in cut] for cut in spec):
         raise spmd.SpmdTypeError(f"view of {tuple(x.shape)} as {tuple(out.shape)} joins cut dims of which a later axis cuts the major one")
-    return with_spec(x, out, spec)
+    return with_orders(with_spec(x, out, spec), found)
 
 
 @type_rule("expand")

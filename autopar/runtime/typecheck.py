@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import autopar.runtime.type_rules_nn
 import autopar.runtime.type_rules_shape  # noqa: F401 - both register their rules
 from autopar.errors import RunError
-from autopar.layout import I, Layout, S, Type, parse_type, show
+from autopar.layout import I, Layout, S, Type, Z, parse_type, show, strided
 from autopar.runtime.collectives import redistribute
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.recompute import operator_of
-from autopar.runtime.type_rules import Call, cuts, einsum, find_rule, stamp
+from autopar.runtime.type_rules import PLAIN, Call, Order, cuts, einsum, find_rule, has_orders, orders, stamp, with_orders
 
 
 def check_types(
@@ -77,19 +77,21 @@ class _Checker(Interpreter):
         wide = [(axis, t) for axis, t in zip(self._axes, layout, strict=True) if axis.size() > 1]
         cut = sorted((pair for pair in wide if pair[1].is_shard), key=lambda pair: pair[1].is_inner)  # those within all others are minor
         spec = [tuple(axis for axis, t in cut if t.dim == dim) for dim in range(x.ndim)]
-        return stamp(x, {axis: spmd.V if t.is_shard else _theirs(t) for axis, t in wide}, spec)
+        typed = stamp(x, {axis: spmd.V if t.is_shard else _theirs(t) for axis, t in wide}, spec)
+        return with_orders(typed, {axis: _order(t) for axis, t in cut})
 
     def layout(self, x: torch.Tensor) -> Layout:
         """The layout of a typed tensor; an axis of one rank counts as I."""
         types = {axis: parse_type(t.name[0]) for axis, t in spmd.get_local_type(x).items() if t is not spmd.V}
-        types.update({axis: S(dim) for dim, cut in enumerate(cuts(x)) for axis in cut})
+        of = orders(x)
+        types.update({axis: _cut_as(of[axis], dim) for dim, cut in enumerate(cuts(x)) for axis in cut})
         return tuple(types.get(axis, I) for axis in self._axes)
 
     def agrees(self, x: torch.Tensor, claim: Layout) -> bool:
         """Whether ``claim`` is the type of ``x``."""
         same = {"I", "R"} if not x.requires_grad else set()
         pairs = zip(self.layout(x), claim, self._mesh.sizes, strict=True)
-        return all(n == 1 or (a.kind, a.dim) == (b.kind, b.dim) or {a.kind, b.kind} <= same for a, b, n in pairs)
+        return all(n == 1 or (a.kind, a.dim, _order(a)) == (b.kind, b.dim, _order(b)) or {a.kind, b.kind} <= same for a, b, n in pairs)
 
     def _call(self, n: Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
@@ -102,10 +104,27 @@ class _Checker(Interpreter):
         result = tree_map_only(torch.Tensor, _meta, result)
         rule = find_rule(target)
         if rule is None:
-            return self._without_rule(n, args, kwargs, result)
+            return self._in_order(n, args, kwargs, self._without_rule(n, args, kwargs, result))
         typed = rule(Call(target, args, kwargs, result, n.meta.get("layout"), self._axes))
         if typed is not result:
             rules.output(result, typed)
+        return self._in_order(n, args, kwargs, result)
+
+    def _in_order(self, n: Node, args: tuple, kwargs: dict, result: Any) -> Any:
+        """The result, its pieces in the operands' order, which must be one along each axis; where there is none to ask, in the claim's."""
+        outs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+        if all(has_orders(out) for out in outs):  # its rule knows
+            return result
+        found = {axis: _order(t) for axis, t in zip(self._axes, n.meta.get("layout") or (), strict=False) if t.is_shard}
+        asked: dict[Any, Order] = {}
+        for x in (a for a in tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)):
+            for axis, order in orders(x).items():
+                if asked.setdefault(axis, order) != order:
+                    raise spmd.SpmdTypeError(
+                        f"operands are cut in different orders along axis {self._mesh.names[self._axes.index(axis)]!r}"
+                    )
+        for out in outs:
+            with_orders(out, found | asked)
         return result
 
     def _redistribute(
@@ -128,7 +147,7 @@ class _Checker(Interpreter):
         rules.output(out, move(x, self._axes[axis], src=_theirs(source), dst=_theirs(target)))
         if not target.is_inner and any(list(cut) != [a for a in self._axes if a in cut] for cut in cuts(out)):
             raise spmd.SpmdTypeError(f"dim {target.dim} is already cut on a later axis, which would become the major one")
-        return out
+        return with_orders(out, orders(x) | ({self._axes[axis]: _order(target)} if target.is_shard else {}))
 
     def _without_rule(self, n: Node, args: tuple, kwargs: dict, result: Any) -> Any:
         """On whole tensors anything goes; on cut or pending ones, what DTensor knows of the operator, or else the claim."""
@@ -157,6 +176,15 @@ class _Checker(Interpreter):
 
 def _theirs(t: Type) -> Any:
     return spmd.S(t.dim) if t.is_shard else getattr(spmd, t.kind)
+
+
+def _order(t: Type) -> Order:
+    return (t.letter, t.pieces) if t.pieces > 1 else PLAIN
+
+
+def _cut_as(order: Order, dim: int) -> Type:
+    letter, pieces = order
+    return Z(dim) if letter == "Z" else strided(dim, pieces) if pieces > 1 else S(dim)
 
 
 def _is_getitem(n: Node) -> bool:

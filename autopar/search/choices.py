@@ -15,6 +15,7 @@ from autopar.graph import operands
 from autopar.layout import I, Layout, parse, show
 from autopar.rules import Option
 from autopar.rules.registry import operator_name
+from autopar.search.fused import fused
 from autopar.search.modes import Mode, Operation
 from autopar.search.options import Axis, Options
 from autopar.search.problem import Choice
@@ -81,8 +82,16 @@ class Choices:
         trainable = node in self._analysis.differentiable
         written = self._is_written(node) or state.target in self._analysis.captured.updates
         within = [i for i, a in enumerate(axes) if a.mode is not None and a.name in a.mode.within]
+        parts = self._analysis.once(fused)[1].get(node, {})
         found = storages(
-            shape, trainable, sizes, self._options.zero, state.kind, lambda i: not written and self._may_cut(axes[i], trainable), within
+            shape,
+            trainable,
+            sizes,
+            self._options.zero,
+            state.kind,
+            lambda i: not written and self._may_cut(axes[i], trainable),
+            within,
+            parts,
         )
         mode, places = _mode(axes)
         if mode is not None and trainable:
@@ -127,7 +136,8 @@ class Choices:
             return mode is None or (mode.allows(operation, chosen := split(options)) and (not asked or mode.prefers(operation, chosen)))
 
         tensors = [n in grads for n, _ in operands(node)]
-        of = partial(strategies, self._analysis.rules.get(node), tensors, node in grads, sizes, zigzag=zigzag)
+        parts = self._analysis.once(fused)[0].get(node, {})
+        of = partial(strategies, self._analysis.rules.get(node), tensors, node in grads, sizes, zigzag=zigzag, parts=parts)
         return list(of(wanted, preferred) or of(allowed, preferred) or of(wanted, together) or of(allowed, together))
 
     def _operation(self, node: fx.Node) -> Operation:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
-from autopar.layout import I, Layout, R, S, Type, Z, inner, legal, movable, show
-from autopar.rules import Option, Rule
+from autopar.layout import I, Layout, R, S, Type, Z, inner, legal, movable, show, strided
+from autopar.rules import Dim, Option, Rule
 
 Allowed = Callable[[int, Option], bool]  # (axis, option) -> may it be used there?
 Together = Callable[[Sequence[Option]], bool]
+_NONE: Mapping[str, int] = MappingProxyType({})
+_NOWHERE: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -51,14 +54,16 @@ def strategies(
     allowed: Allowed,
     together: Together = lambda options: True,
     zigzag: Collection[int] = (),
+    parts: Mapping[str, int] = _NONE,
 ) -> list[Strategy]:
     """Every legal strategy on a mesh with these axis ``sizes``.
 
     ``operands`` and ``output`` say which tensors have gradients: the others know no R, as nothing tells it from I. A node without a
     rule runs unsplit. ``together`` says whether options, one for each axis, may be used together; along the axes ``zigzag`` tensors may be
-    cut so, too.
+    cut so, too; and dims with a factor in ``parts`` in each of so many equal parts.
     """
     options = _options(rule, operands, output)
+    options += [o for factor, count in parts.items() if rule is not None for o in _strided(rule, options, factor, count)]
     folded = [*options, *(o for option in options if (o := _zigzag(option)) is not None)] if zigzag else []
     per_axis = [[o for o in (folded if axis in zigzag else options) if allowed(axis, o)] for axis in range(len(sizes))]
     found: dict[tuple, Strategy] = {}
@@ -97,10 +102,30 @@ def _options(rule: Rule | None, operands: Sequence[bool], output: bool) -> list[
 
 def _zigzag(option: Option) -> Option | None:
     """The same with its dims cut in zigzag order; None where nothing is cut, or a kernel counts on the order."""
-    if option.factor is None or option.kernel not in _ANY_ORDER:
+    if option.factor is None or option.kernel not in _ANY_ORDER or any(t.pieces > 1 for t in (*option.ins, option.out)):
         return None
     ins, out = tuple(Z(t.dim) if t.is_shard else t for t in option.ins), Z(option.out.dim) if option.out.is_shard else option.out
     return replace(option, ins=ins, out=out)
+
+
+def _strided(rule: Rule, options: Sequence[Option], factor: str, count: int) -> Iterator[Option]:
+    """Those that split a factor, with dims that have it cut in each of ``count`` equal parts. Where a dim is such parts of the factor,
+    which the operator takes apart, that dim alone is."""
+    apart = any(_are_parts(rule, dim, factor, count) for dims in rule.operands for dim in dims)
+
+    def turned(t: Type, dims: Sequence[Dim]) -> Type:
+        inside = t.is_shard and factor in dims[t.dim]
+        return strided(t.dim, count) if inside and (not apart or _are_parts(rule, dims[t.dim], factor, count)) else t
+
+    for o in options:
+        if o.factor == factor and o.kernel in (*_ANY_ORDER, "summa"):
+            ins = tuple(turned(t, dims) for t, dims in zip(o.ins, rule.operands, strict=True))
+            yield replace(o, ins=ins, out=turned(o.out, rule.output))
+
+
+def _are_parts(rule: Rule, dim: Dim, factor: str, count: int) -> bool:
+    """Whether a dim is ``count`` parts, in each of which the factor is the major one."""
+    return factor in dim[1:] and math.prod(rule.sizes[f] for f in dim[: dim.index(factor)]) == count
 
 
 _ANY_ORDER = (None, "attention", "batch_norm", "dropout", "layer_norm", "mean", "ring")
@@ -122,19 +147,23 @@ def _fit(rule: Rule, chosen: Sequence[Option], sizes: Sequence[int]) -> bool:
 
 def _divides(rule: Rule, option: Option, splits: dict[str, int], n: int) -> bool:
     """Whether ``n`` more ranks may split the option's factor: it divides, each has enough of it, and in each dim the more major factors are
-    split up already."""
-    factor, cuts = option.factor, [t for t in (*option.ins, option.out) if t.is_shard]
+    split up already; or not at all, where the dim is cut in each of the parts that they make."""
+    factor = option.factor
     assert factor is not None
     whole, ways = rule.sizes[factor], splits.get(factor, 1)
-    if whole % (ways * max((t.chunks(n) for t in cuts), default=n)) or whole // (ways * n) < rule.least.get(factor, 1):
-        return False
-    for dims in (*rule.operands, rule.output):
-        for dim in dims:
-            if factor in dim:
-                place = dim.index(factor)
-                if any(splits.get(f, 1) != rule.sizes[f] for f in dim[:place]) or any(f in splits for f in dim[place + 1 :]):
-                    return False
-    return True
+    pieces = 1
+    for t, dims in zip((*option.ins, option.out), (*rule.operands, rule.output), strict=True):
+        for d, dim in enumerate(dims):
+            if factor not in dim:
+                continue
+            majors, mine = dim[: dim.index(factor)], t.pieces if t.dim == d else 1
+            apart = t.letter == "S" and mine > 1 and _are_parts(rule, dim, factor, mine)
+            pieces = max(pieces, 1 if apart else mine)
+            if any(splits.get(f, 1) != (1 if apart else rule.sizes[f]) for f in majors):
+                return False
+            if any(f in splits for f in dim[dim.index(factor) + 1 :]):
+                return False
+    return whole % (ways * n * pieces) == 0 and whole // (ways * n) >= rule.least.get(factor, 1)
 
 
 def storages(
@@ -145,17 +174,19 @@ def storages(
     kind: str,
     split: Callable[[int], bool],
     within: Collection[int] = (),
+    parts: Mapping[int, int] = _NOWHERE,
 ) -> list[Storage]:
     """Every way to keep a tensor of the model's state.
 
     ``zero``: None leaves sharded storage to the search, 0 forbids it, 1 or 2 asks for it where a dim divides, and 3 for a use that is as
     sharded as the storage. ``split(axis)`` says whether the axis may split a tensor's use. What is gathered of an axis in ``within`` is cut
-    inside the chunks of the others.
+    inside the chunks of the others. ``parts``: dims of which each of so many equal parts may be cut where it is used.
     """
 
     def per_axis(axis: int) -> list[tuple[Type, Type]]:
         shards = [inner(d) if axis in within else S(d) for d in range(len(shape))] if sizes[axis] > 1 else []
         used = [(s, s) for s in shards] if split(axis) else []
+        used += [(S(d), strided(d, count)) for d, count in parts.items() if used and trainable and axis not in within]
         if kind != "parameter":
             return [(I, I), *((I, s) for _, s in used)]
         if not trainable:
