@@ -1,4 +1,5 @@
-"""Gloo worker processes that tests share: started when first used, one pool for each world size.
+"""Gloo worker processes that tests share: started when first used, one pool for each world size, and forked from a process that has
+imported what all of them need: that takes as long as many a test.
 
 ``pool.run(fn, ...)`` runs a module-level function on every rank, inside an initialised default process group, and returns the
 ranks' results. Process groups made by a call end with it.
@@ -20,6 +21,9 @@ from typing import Any
 
 GROUP_TIMEOUT_SECONDS = 60
 START_SECONDS = 120
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["autopar", "torch.export._trace", "transformers.models.gpt2.modeling_gpt2"])
 
 
 class RankError(AssertionError):
@@ -54,12 +58,11 @@ class Pool:
         self._workers = []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
         handle, self._store = tempfile.mkstemp(prefix="autopar-pool-")  # FileStore opens it anew for each group
         os.close(handle)
         for rank in range(self.world_size):
-            here, there = context.Pipe()
-            process = context.Process(target=_work, args=(there, rank, self.world_size, self._store), daemon=True)
+            here, there = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=_work, args=(there, rank, self.world_size, self._store), daemon=True)
             process.start()
             there.close()
             self._workers.append((process, here))
