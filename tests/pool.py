@@ -7,6 +7,7 @@ ranks' results. Process groups made by a call end with it.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -17,6 +18,7 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 GROUP_TIMEOUT_SECONDS = 60
@@ -54,7 +56,7 @@ class Pool:
         for process, _ in self._workers:
             process.join()
         if self._workers:
-            os.unlink(self._store)
+            Path(self._store).unlink(missing_ok=True)  # a rank that ended by itself may have deleted it
         self._workers = []
 
     def _start(self) -> None:
@@ -122,6 +124,7 @@ def _work(connection: Connection, rank: int, world_size: int, store: str) -> Non
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # what is imported stays: each collection would look at all of it
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=timedelta(seconds=GROUP_TIMEOUT_SECONDS)
