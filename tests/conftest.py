@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
 from pool import Pools
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays: each garbage collection would look at all of it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
@@ -21,6 +22,7 @@ import autopar
 import autopar.api
 import autopar.planner
 
+Made = TypeVar("Made")
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 
 
@@ -171,6 +173,16 @@ def traced_once() -> Iterator[None]:
         yield
 
 
+def shared(jobs: Mapping[str, Callable[[], Made]]) -> dict[str, Made]:
+    """What each of the jobs makes, on all ranks, where each rank has done its part of them: planning is most of a test's work."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mine = {key: make() for i, (key, make) in enumerate(jobs.items()) if i % world == rank}
+    everywhere: list[Any] = [None] * world
+    dist.all_gather_object(everywhere, mine)
+    made = {key: value for part in everywhere for key, value in part.items()}
+    return {key: made[key] for key in jobs}
+
+
 @dataclasses.dataclass
 class Outcome:
     """Of one configuration: the worst error and of what, and the plan."""
@@ -180,7 +192,7 @@ class Outcome:
 
 
 def check(name: str, dtype: torch.dtype, configurations: dict[str, dict[str, Any]]) -> dict[str, Outcome]:
-    """One zoo model under each configuration of compile's options."""
+    """One zoo model under each configuration of compile's options; the first is planned by compile itself."""
     _clear_sharding_prop_cache()  # it holds meshes of earlier tests, whose groups are gone
     found = {}
     model, sample = getattr(zoo, name)(dtype=dtype)
@@ -188,10 +200,13 @@ def check(name: str, dtype: torch.dtype, configurations: dict[str, dict[str, Any
         vanishes = vanishing(step(*getattr(zoo, name)(dtype=torch.float64)))
     normalises = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
     with traced_once(), Double() if dtype == torch.float64 else contextlib.nullcontext():
-        whole = step(copy.deepcopy(model), sample)
+        whole, world = step(copy.deepcopy(model), sample), dist.get_world_size()
+        rest = list(configurations.items())[1:]
+        plans = shared({label: partial(autopar.plan, model, sample, world, progress=False, **options) for label, options in rest})
         for label, options in configurations.items():
             try:
-                compiled = autopar.compile(model, sample, dist.get_world_size(), progress=False, **options)
+                given = dict(plan=plans[label]) if label in plans else options
+                compiled = autopar.compile(model, sample, world, progress=False, **given)
                 plan, expected = compiled.plan, whole
                 if normalises and plan.microbatches > 1:  # statistics are of a microbatch
                     expected = step_in_parts(copy.deepcopy(model), sample, plan.microbatches, plan.data_degree)

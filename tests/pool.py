@@ -1,4 +1,5 @@
-"""Gloo worker processes that tests share: started when first used, one pool for each world size.
+"""Gloo worker processes that tests share: started when first used, one pool for each world size, and forked from a process that has
+imported what all of them need: that takes as long as many a test.
 
 ``pool.run(fn, ...)`` runs a module-level function on every rank, inside an initialised default process group, and returns the
 ranks' results. Process groups made by a call end with it.
@@ -6,6 +7,7 @@ ranks' results. Process groups made by a call end with it.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -16,10 +18,14 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 GROUP_TIMEOUT_SECONDS = 60
 START_SECONDS = 120
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["autopar", "torch.export._trace", "transformers.models.gpt2.modeling_gpt2"])
 
 
 class RankError(AssertionError):
@@ -50,16 +56,15 @@ class Pool:
         for process, _ in self._workers:
             process.join()
         if self._workers:
-            os.unlink(self._store)
+            Path(self._store).unlink(missing_ok=True)  # a rank that ended by itself may have deleted it
         self._workers = []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
         handle, self._store = tempfile.mkstemp(prefix="autopar-pool-")  # FileStore opens it anew for each group
         os.close(handle)
         for rank in range(self.world_size):
-            here, there = context.Pipe()
-            process = context.Process(target=_work, args=(there, rank, self.world_size, self._store), daemon=True)
+            here, there = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=_work, args=(there, rank, self.world_size, self._store), daemon=True)
             process.start()
             there.close()
             self._workers.append((process, here))
@@ -119,6 +124,7 @@ def _work(connection: Connection, rank: int, world_size: int, store: str) -> Non
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # what is imported stays: each collection would look at all of it
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=timedelta(seconds=GROUP_TIMEOUT_SECONDS)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import zoo
-from equivalence import Double, differences, own, step, traced_once, worst
+from equivalence import Double, differences, own, shared, step, traced_once, worst
 from torch import nn
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -84,23 +85,30 @@ class Case:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
+def alone(case: Case) -> str:
+    """What the plan for one stage's mesh depends on."""
+    return f"{case.pipeline} {case.options}"
+
+
 def check(name: str, cases: Sequence[Case]) -> list[tuple[tuple[float, str], int, list[str]]]:
     """For each case the worst error, of what, the microbatches and the parameters that this rank holds; a rank's work."""
     _clear_sharding_prop_cache()  # it holds meshes of earlier tests, whose groups are gone
     results = []
-    world, plans = dist.get_world_size(), dict[str, Plan]()
+    world = dist.get_world_size()
     for batch in sorted({case.batch for case in cases}):
         model, sample = getattr(zoo, name)(dtype=torch.float64, batch=batch)
         with Double(), traced_once():
-            expected = step(copy.deepcopy(model), sample)
-            for case in (case for case in cases if case.batch == batch):
+            expected, its = step(copy.deepcopy(model), sample), [case for case in cases if case.batch == batch]
+            jobs = {
+                alone(case): partial(autopar.plan, model, sample, world // case.pipeline, progress=False, **case.options) for case in its
+            }
+            plans = shared(jobs)
+            for case in its:
                 try:
-                    alone = f"{case.batch} {case.pipeline} {case.options}"
-                    if alone not in plans:
-                        plans[alone] = autopar.plan(model, sample, world // case.pipeline, progress=False, **case.options)
-                    captured = planner.Traced(model, sample, None).analyse(plans[alone].microbatches)[0].captured
+                    one = plans[alone(case)]
+                    captured = planner.Traced(model, sample, None).analyse(one.microbatches)[0].captured
                     starts = even_starts(captured, case.pipeline * case.chunks)
-                    plan = cut_plan(plans[alone], captured, starts, case.pipeline, case.schedule)
+                    plan = cut_plan(one, captured, starts, case.pipeline, case.schedule)
                     compiled = autopar.compile(model, sample, world, plan=plan)
                     found = step(compiled, sample)
                 except Exception as e:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import multiprocessing
 import os
 import re
 import tempfile
@@ -18,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
-from pool import Pools
+from pool import CONTEXT, Pools
 from torch import nn
 
 import autopar
@@ -535,10 +534,9 @@ def test_batches_unlike_the_sample(ranks: Pools, microbatches: int) -> None:
 
 @pytest.mark.parametrize("ending", ["dies", pytest.param("hangs", marks=pytest.mark.slow)])
 def test_the_others_end_with_an_error(ending: str) -> None:
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
+    answers = CONTEXT.Queue()
     with tempfile.NamedTemporaryFile() as store:
-        processes = [context.Process(target=fragile.train, args=(rank, 4, store.name, ending, answers)) for rank in range(4)]
+        processes = [CONTEXT.Process(target=fragile.train, args=(rank, 4, store.name, ending, answers)) for rank in range(4)]
         for process in processes:
             process.start()
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import zoo
+from equivalence import traced_once
 
 import autopar
 from autopar import Cluster, Comparison, Plan, cli
@@ -22,6 +23,12 @@ from autopar.report.compare import compare
 from autopar.runtime.recorder import RankTimes
 
 # -- files -------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _traced_once() -> Iterator[None]:
+    with traced_once():
+        yield
 
 
 def planned(cluster: Cluster, **options: Any) -> Plan:

@@ -27,10 +27,14 @@ def added_up(found: Any) -> dict[str, np.ndarray]:
     return phases
 
 
+@pytest.fixture(scope="module")
+def traced() -> Traced:
+    return Traced(gpt(64, 4, 4, 32, 256), tokens(16, 32), None, "fp16")
+
+
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize(("tensor", "pipeline", "data"), [(1, 1, 1), (2, 1, 2), (4, 1, 1), (2, 2, 1), (1, 4, 1)])
-def test_items_add_up_to_the_seconds_of_a_plan(tensor: int, pipeline: int, data: int, recompute: str) -> None:
-    traced = Traced(gpt(64, 4, 4, 32, 256), tokens(16, 32), None, "fp16")
+def test_items_add_up_to_the_seconds_of_a_plan(traced: Traced, tensor: int, pipeline: int, data: int, recompute: str) -> None:
     asked = configuration(tensor, pipeline, data, 2) | dict(recompute=recompute)
     with searched(traced, 16, A100, **asked) as found:
         phases, bill = added_up(found), found.solution.bill

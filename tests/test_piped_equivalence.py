@@ -8,14 +8,14 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import zoo
-from equivalence import Double, differences, own, step, traced_once, worst
+from equivalence import Double, differences, own, shared, step, traced_once, worst
 from pool import Pools
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -83,15 +83,21 @@ def check(name: str, batch: int, layers: int, cases: Sequence[Case], exactly: bo
     _clear_sharding_prop_cache()  # it holds meshes of earlier tests, whose groups are gone
     found = []
     model, sample = getattr(zoo, name)(dtype=torch.float64, batch=batch, layers=layers)
+
+    def planned(case: Case) -> tuple[autopar.Plan, float, float]:
+        options, budget, kept = case.options(batch), math.inf, 0.0
+        if case.recompute == "auto":
+            budget, kept = tight(model, sample, case, options)
+            options["memory_budget"] = budget
+        return autopar.plan(model, sample, case.world_size, **options), budget, kept
+
     with Double(), traced_once(), contextlib.nullcontext() if exactly else mock.patch.object(fit, "exact", return_value=None):
         expected = step(copy.deepcopy(model), sample)
+        plans = shared({repr(case): partial(planned, case) for case in cases})
         for case in cases:
             try:
-                options, budget, kept = case.options(batch), math.inf, 0.0
-                if case.recompute == "auto" and dist.get_rank() == 0:  # where it is planned
-                    budget, kept = tight(model, sample, case, options)
-                    options["memory_budget"] = budget
-                compiled = autopar.compile(model, sample, case.world_size, **options)
+                plan, budget, kept = plans[repr(case)]
+                compiled = autopar.compile(model, sample, case.world_size, plan=plan, progress=False)
                 mine = step(compiled, sample)
             except Exception as e:
                 raise AssertionError(f"{name}, {case}: {e}") from e

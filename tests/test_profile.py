@@ -22,7 +22,7 @@ from autopar.autograd import Autograd, contiguous
 from autopar.cost_model import Cluster, axes, seconds
 from autopar.errors import PlanError, RunError
 from autopar.launches import Launch
-from autopar.profile import NoisyMeasurement, check_machine, measured, profiler
+from autopar.profile import NoisyMeasurement, check_machine, measured, profiler, timing
 from autopar.profile.machine import machine
 from autopar.profile.missing import Missing
 from autopar.profile.probes import launches
@@ -46,11 +46,13 @@ def few(device_type: str, dtype: torch.dtype) -> Iterator[Launch]:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     _quick(monkeypatch)
+    monkeypatch.setattr(timing, "COLD", 1 << 20)  # its copies take longer than what is measured
 
 
 def _quick(monkeypatch: Any) -> None:
     monkeypatch.setattr(profiler, "launches", few)
     monkeypatch.setattr(profiler, "LARGE", 1 << 20)
+    monkeypatch.setattr(profiler, "UPDATED", (1 << 6, 1 << 10, 1 << 14))
     monkeypatch.setattr(profiler, "MESSAGES", (1 << 10, 1 << 16))
     for name, budget in (("BUDGET", 0.003), ("MESSAGE_BUDGET", 0.003)):
         monkeypatch.setattr(profiler, name, budget)
