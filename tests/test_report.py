@@ -222,6 +222,7 @@ def expected(plan: Plan, node: fx.Node, operator: str) -> list[str]:
         of_weight = {"S0": "vocabulary-parallel", "S1": "row-parallel"}
     found = []
     for x, weight, out in zip(map(repr, ins[first]), map(repr, ins[second]), map(repr, outs), strict=True):
+        weight = weight.partition("/")[0]  # of a fused weight each part
         whole = "partial sums" if out == "P" else "replicated"
         found.append(of_weight.get(weight) or of_activations.get(x, whole))
     return found

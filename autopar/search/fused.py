@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 
 import torch.fx as fx
@@ -83,5 +82,5 @@ def _made(analysis: Analysis, node: fx.Node, dim: int, path: dict[fx.Node, str],
     path[node] = factor
     sources = [(n, d) for (n, _), dims in zip(operands(node), rule.operands, strict=True) for d, f in enumerate(dims) if factor in f]
     alone = all(dims[d] == (factor,) for dims in rule.operands for d, f in enumerate(dims) if factor in f)
-    weights = rule.kind != "matmul" or all(math.prod(n.meta["val"].shape) and not analysis.batch.factors(n) for n, _ in sources)
+    weights = rule.kind != "matmul" or not any(analysis.batch.factors(n) for n, _ in sources)
     return alone and bool(sources) and weights and all(_made(analysis, n, d, path, ends) for n, d in sources)

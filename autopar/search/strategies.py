@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from autopar.layout import I, Layout, R, S, Type, Z, inner, legal, movable, show, strided
 from autopar.rules import Dim, Option, Rule
 
 Allowed = Callable[[int, Option], bool]  # (axis, option) -> may it be used there?
 Together = Callable[[Sequence[Option]], bool]
-_NONE: Mapping[str, int] = MappingProxyType({})
-_NOWHERE: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,7 @@ def strategies(
     allowed: Allowed,
     together: Together = lambda options: True,
     zigzag: Collection[int] = (),
-    parts: Mapping[str, int] = _NONE,
+    parts: Mapping[str, int] | None = None,
 ) -> list[Strategy]:
     """Every legal strategy on a mesh with these axis ``sizes``.
 
@@ -63,7 +60,7 @@ def strategies(
     cut so, too; and dims with a factor in ``parts`` in each of so many equal parts.
     """
     options = _options(rule, operands, output)
-    options += [o for factor, count in parts.items() if rule is not None for o in _strided(rule, options, factor, count)]
+    options += [o for factor, count in (parts or {}).items() if rule is not None for o in _strided(rule, options, factor, count)]
     folded = [*options, *(o for option in options if (o := _zigzag(option)) is not None)] if zigzag else []
     per_axis = [[o for o in (folded if axis in zigzag else options) if allowed(axis, o)] for axis in range(len(sizes))]
     found: dict[tuple, Strategy] = {}
@@ -174,7 +171,7 @@ def storages(
     kind: str,
     split: Callable[[int], bool],
     within: Collection[int] = (),
-    parts: Mapping[int, int] = _NOWHERE,
+    parts: Mapping[int, int] | None = None,
 ) -> list[Storage]:
     """Every way to keep a tensor of the model's state.
 
@@ -186,7 +183,7 @@ def storages(
     def per_axis(axis: int) -> list[tuple[Type, Type]]:
         shards = [inner(d) if axis in within else S(d) for d in range(len(shape))] if sizes[axis] > 1 else []
         used = [(s, s) for s in shards] if split(axis) else []
-        used += [(S(d), strided(d, count)) for d, count in parts.items() if used and trainable and axis not in within]
+        used += [(S(d), strided(d, count)) for d, count in (parts or {}).items() if used and trainable and axis not in within]
         if kind != "parameter":
             return [(I, I), *((I, s) for _, s in used)]
         if not trainable:
