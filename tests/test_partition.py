@@ -110,6 +110,43 @@ def test_the_cut_is_nearly_the_best_within_memory(stages: int, part: float) -> N
             assert every[found[0]] <= min(every.values()) * 1.05
 
 
+@pytest.mark.parametrize(("units", "stages"), [(6, 2), (8, 3), (9, 4)])
+@pytest.mark.parametrize("often", [0.3, 0.9])
+def test_a_cut_where_little_is_sent(units: int, stages: int, often: float) -> None:
+    """All cuts, where much goes over some boundaries and takes its time there: what is sent there and back counts
+    once. A search that is not told finds worse cuts."""
+    better = 0
+    for seed, microbatches in itertools.product(range(20), (1, 4, 16)):
+        table, draw = tables(seed, 1, units, units), np.random.default_rng(seed)
+        search = Stages(table, [math.inf] * stages, [1.0] * stages, stages)
+        unaware = search.best(microbatches)
+        search.sending = np.where(draw.random(units) < often, draw.uniform(5, 10, units), 0.1)
+        search.sending[0] = 0.0
+        found = search.best(microbatches)
+        assert found is not None
+        assert unaware is not None
+        taking = table.seconds[0]
+        every = {
+            cut: step([taking[a:b].sum() for a, b in itertools.pairwise([*cut, units])], microbatches) + 2 * search.sending[list(cut)].sum()
+            for cut in cuts(units, stages)
+        }
+        assert every[found[0]] == pytest.approx(found[1])
+        assert every[found[0]] <= min(every.values()) * 1.1
+        better += every[found[0]] < every[unaware[0]]
+    assert better > 5
+
+
+def test_what_a_stage_is_sent_takes_its_memory() -> None:
+    table = tables(0, 1, 6, 6)
+    memory = (table.kept * 2 + table.state)[0]
+    search = Stages(table, [math.inf, float(memory[2:].sum())], [2.0, 2.0], 2)
+    assert search.points((0, 2)) is not None
+    search.crossing = np.array([0.0, 0.0, 1.0, 0.0, 0.0, 0.0])
+    assert search.points((0, 2)) is None
+    assert search.points((0, 3)) is not None
+    assert search.best(4)[0] != (0, 2)  # type: ignore[index]
+
+
 def test_nothing_fits() -> None:
     table = tables(0, 2, 4, 4)
     stages = Stages(table, [1e-3, 1e-3], [1.0, 1.0], 2)

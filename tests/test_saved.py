@@ -119,14 +119,14 @@ def predicted(analysis: Analysis, plan: Plan, stage: int = 0) -> float:
 
 
 def measured(program: Compiled, sample: dict[str, Any]) -> float:
-    """What is alive after the forward, but for the loss and gathered parameters."""
+    """What is alive after the forward, but for the loss and what parameters were gathered or exchanged into."""
     live = LiveBytes()
     with live:
         loss = loss_of(program(**sample))
     gc.collect()
     if dist.get_world_size() > 1:
         time.sleep(0.002)  # for gloo's threads, which hold what they sent a little longer
-    gathered = sum(w.leaf.untyped_storage().nbytes() for w in program._state.weights.values() if w.gathered)
+    gathered = sum(w.leaf.untyped_storage().nbytes() for w in program._state.weights.values() if w.moved)
     held = live.alive() - gathered - loss.untyped_storage().nbytes()
     loss.backward()
     return held

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from autopar.cost_model.conversion import STEP, Term
 from autopar.layout import Layout
 from autopar.report.blocks import Blocks
 from autopar.report.names import Names
-from autopar.search.ends import SYNC, step_ends
+from autopar.search.ends import SYNC, goes_alone, step_ends
 from autopar.search.found import Found
 from autopar.search.recompute import AGAIN
 from autopar.search.strategies import Storage
@@ -58,14 +58,10 @@ def _terms(found: Found) -> Iterator[tuple[str, Sequence[fx.Node], Term, int]]:
     """Every part of a step's communication: the kind of seconds it counts as, the nodes that it is for, and how often for each of them."""
     problem, microbatches, rules = found.problem, found.microbatches, found.analysis.rules
     of_vertex, of_group = _here(found, problem.vertex_of), _here(found, problem.group_of)
-    counted, exposed = (sum(ends[stage][SYNC] for stage in found.busiest) for ends in (found.once, step_ends(found)))
-    scale = exposed / counted if counted else 1.0
+    yield from _synchronisation(found, of_vertex)
     for i, v in enumerate(problem.vertices):
         choice = found.choice(v.node)
-        if isinstance(choice, Storage):
-            for term in found.costs.synchronisation(v.node, choice):
-                yield SYNC, of_vertex[i], replace(term, seconds=scale * term.seconds), 1
-        else:
+        if not isinstance(choice, Storage):
             for term in found.costs.sent_by_kernel(v.node, rules.get(v.node), choice):
                 yield "compute", of_vertex[i], replace(term, phase="kernel"), microbatches
                 if v.states[found.solution.chosen[i]] == AGAIN and term.phase == "forward":
@@ -80,6 +76,17 @@ def _terms(found: Found) -> Iterator[tuple[str, Sequence[fx.Node], Term, int]]:
                 for term in _path(found, node, source, wanted):
                     if term.phase == "forward":
                         yield "recomputation", of_group[g], term, microbatches
+
+
+def _synchronisation(found: Found, of_vertex: Mapping[int, Sequence[fx.Node]]) -> Iterator[tuple[str, Sequence[fx.Node], Term, int]]:
+    """What is done once a step. What goes in buckets has its share of what they take, less what the last backward hides."""
+    choices = ((i, v.node, found.choice(v.node)) for i, v in enumerate(found.problem.vertices))
+    terms = [(of_vertex[i], t) for i, node, c in choices if isinstance(c, Storage) for t in found.costs.synchronisation(node, c)]
+    alone = sum(len(nodes) * term.seconds for nodes, term in terms if goes_alone(found, term))
+    counted, exposed = (sum(ends[stage][SYNC] for stage in found.busiest) - alone for ends in (found.once, step_ends(found)))
+    scale = exposed / counted if counted > 0 else 1.0
+    for nodes, term in terms:
+        yield SYNC, nodes, term if goes_alone(found, term) else replace(term, seconds=scale * term.seconds), 1
 
 
 def _here(found: Found, places: dict[fx.Node, int]) -> dict[int, list[fx.Node]]:

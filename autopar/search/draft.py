@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch.fx as fx
 
 from autopar.cost_model import point_to_point
 from autopar.errors import BudgetError, PlanError
@@ -84,11 +85,11 @@ def outline(
     for stage, flight in enumerate(flights):  # the chunks of a rank share its memory as they need it
         rank = stage % shape.pipeline
         budgets.append(room[rank] * flight / flights[rank :: shape.pipeline].sum())
-    crossing = _crossing(search.units, prices.problem, points[0]) if shape.stages > 1 else 0.0
-    conversions = search.known.conversions(shape.sizes, shape.pipeline)
-    # What crosses is held where it arrives.
-    budgets = [b - f * crossing * (i > 0) for i, (b, f) in enumerate(zip(budgets, flights, strict=True))]
     stages = Stages(tables, budgets, shape.flights(), shape.pipeline)
+    if shape.stages > 1:
+        stages.crossing = _crossing(search.units, prices.problem, points[0])
+        links = search.known.conversions(shape.sizes, shape.pipeline).pipeline
+        stages.sending = np.array([point_to_point(nbytes, links) if nbytes else 0.0 for nbytes in stages.crossing])
     if starts is None:
         found = stages.best(shape.microbatches)
         if found is None:
@@ -97,18 +98,24 @@ def outline(
     taken = stages.points(starts)
     if taken is None:
         raise _over_cut(search, shape, samples, stages)
-    seconds = stages.step_seconds(starts, taken, shape.microbatches, shape.schedule, point_to_point(crossing, conversions.pipeline))
+    seconds = stages.step_seconds(starts, taken, shape.microbatches, shape.schedule)
     search.spent("stages", start)
     return Draft(shape, prices.problem, tuple(points), tuple(starts), tuple(int(t) for t in taken), seconds, gap)
 
 
-def _crossing(units: Units, problem: Problem, solution: Solution) -> float:
-    """Bytes of a microbatch that go from one rank to the next in the middle of the graph."""
-    middle = len(units.nodes) // 2
-    before = {n for nodes in units.nodes[:middle] for n in nodes}
-    crossing = {o for nodes in units.nodes[middle:] for n in nodes for o, _ in operands(n) if o in before}
-    found = ((problem.vertices[v], solution.chosen[v]) for v in (problem.vertex_of[n] for n in crossing))
-    return sum(float(vertex.result[k]) for vertex, k in found)
+def _crossing(units: Units, problem: Problem, solution: Solution) -> np.ndarray:
+    """[unit]: bytes of a microbatch that a stage is sent which begins with that unit: of what is made before, and read there or later."""
+    unit_of = {n: u for u, nodes in enumerate(units.nodes) for n in nodes}
+    last: dict[fx.Node, int] = {}
+    for node, unit in unit_of.items():
+        for operand, _ in operands(node):
+            if operand in unit_of:
+                last[operand] = max(unit, last.get(operand, 0))
+    crossing = np.zeros(len(units.nodes))
+    for node, end in last.items():
+        v = problem.vertex_of[node]
+        crossing[unit_of[node] + 1 : end + 1] += float(problem.vertices[v].result[solution.chosen[v]])
+    return crossing
 
 
 def _over_budget(search: Search, shape: Shape, samples: int, error: DoesNotFitError) -> BudgetError:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 
-from autopar.cost_model import seconds
+from autopar.cost_model import Term, seconds
 from autopar.plan import BUCKET_BYTES
 from autopar.search.found import Found
 from autopar.search.strategies import Storage
@@ -32,6 +32,11 @@ def step_ends(found: Found) -> list[dict[str, float]]:
     return ends
 
 
+def goes_alone(found: Found, term: Term) -> bool:
+    """Whether a part of gradients' synchronisation is in no bucket, and nothing hides it."""
+    return term.kind == "copy" or term.axis == found.costs.pipeline_axis
+
+
 def _exposed(found: Found, stages: range) -> float:
     """Seconds that one rank waits for its parameters and gradients."""
     nbytes: dict[tuple[str, str, int], float] = defaultdict(float)
@@ -39,7 +44,7 @@ def _exposed(found: Found, stages: range) -> float:
     for v, k in zip(found.problem.vertices, found.solution.chosen, strict=True):
         choice, count = v.choices[k], float(sum(v.count[stage] for stage in stages))
         for term in found.costs.synchronisation(v.node, choice) if isinstance(choice, Storage) and count else ():
-            if term.kind == "copy" or term.axis == found.costs.pipeline_axis:
+            if goes_alone(found, term):
                 alone += count * term.seconds
             else:
                 nbytes[term.phase, term.kind, term.axis] += count * term.nbytes

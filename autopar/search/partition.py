@@ -1,8 +1,8 @@
 """Stage cuts: which units go to which stage, and which solution each unit takes, so that every device's memory holds and a step is short.
 
 A pipeline of stages with t_i seconds for a microbatch takes sum(t) + (m - 1) max(t) for m microbatches (exactly so where the stages are
-equal; Narayanan et al. 2021). So the slowest stage counts most: first the least possible max(t), then for that and a few larger ones the
-least sum(t), each by dynamic programming over the units.
+equal; Narayanan et al. 2021), and what the first one takes from stage to stage and back. So the slowest stage counts most: first the least
+possible max(t), then for that and a few larger ones the least sum(t) with what is sent, each by dynamic programming over the units.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import highspy
 import numpy as np
@@ -18,7 +19,16 @@ from autopar.cost_model import makespans
 from autopar.search.tables import Tables, counted
 
 _PRICES = 16
-_SLACKS = (1.0, 1.01, 1.03, 1.1)
+_SLACKS = (1.0, 1.01, 1.03, 1.1, 1.2, 1.4, 1.7, 2.0, math.inf)
+
+
+class Runs(NamedTuple):
+    """Runs of units [start, end): seconds of each, and of sending there and back what it needs."""
+
+    starts: np.ndarray
+    ends: np.ndarray
+    seconds: np.ndarray
+    sending: np.ndarray
 
 
 class Stages:
@@ -29,11 +39,15 @@ class Stages:
         budgets: bytes of each stage.
         flights: microbatches in flight at each stage.
         pipeline: ranks; stage i is on rank i % pipeline.
+
+    Attributes:
+        crossing, sending: [unit]: bytes that a stage which begins there is sent for each microbatch, and holds; the seconds that takes.
     """
 
     def __init__(self, tables: Tables, budgets: Sequence[float], flights: Sequence[float], pipeline: int) -> None:
         self.tables, self.budgets, self.flights, self.pipeline = tables, budgets, flights, pipeline
         self.units = tables.seconds.shape[1]
+        self.crossing = self.sending = np.zeros(self.units)
         self.prices = self._prices()
         self._sums: dict[float, tuple[np.ndarray, np.ndarray]] = {}
 
@@ -70,7 +84,7 @@ class Stages:
         flight = self.flights[stage]
         s, n = self._prefix(flight)
         time, memory = s[:, ends] - s[:, starts], n[:, ends] - n[:, starts]
-        room = self.budgets[stage] - float((self.tables.everywhere["kept"] * flight).min())
+        room = self._room(stage, starts)
         fits = memory <= room
         first = fits.argmax(axis=0)
         runs = np.arange(len(starts))
@@ -80,21 +94,29 @@ class Stages:
         part = np.where(first > 0, (room - there) / span, 0.0)  # of the units, that can do as at the price before
         return np.where(fits.any(axis=0), here - np.clip(part, 0, 1) * (here - time[before, runs]), np.inf)
 
+    def _room(self, stage: int, start: np.ndarray | int) -> np.ndarray:
+        """Bytes for the units of a stage that begins with ``start``."""
+        flight = self.flights[stage]
+        room: np.ndarray = self.budgets[stage] - float((self.tables.everywhere["kept"] * flight).min()) - flight * self.crossing[start]
+        return room
+
     def best(self, microbatches: int) -> tuple[tuple[int, ...], float] | None:
         """The first units of the stages, and the seconds of all microbatches; None where nothing fits."""
         count = len(self.budgets)
         if count > self.units:
             return None
         runs = [self._runs(stage) for stage in range(count)]
-        slowest = _walk(runs, self.units, count, np.maximum, None)
+        slowest = _walk(runs, self.units, None)
         if slowest is None:
             return None
-        found = []
-        for slack in _SLACKS if count > 1 else (1.0,):
-            walked = _walk(runs, self.units, count, np.add, slowest[1] * slack * (1 + 1e-12))
+        found: list[tuple[float, tuple[int, ...]]] = []
+        for tried, slack in pairwise((0.0, *_SLACKS) if count > 1 else (0.0, 1.0)):
+            if found and microbatches * slowest[1] * tried >= min(found)[0]:
+                break  # all that is left has a slower stage than those tried
+            walked = _walk(runs, self.units, slowest[1] * slack * (1 + 1e-12))
             assert walked is not None
             times = [float(self.seconds(i, np.array([a]), np.array([b]))[0]) for i, (a, b) in enumerate(self.runs(walked[0]))]
-            found.append((self._through(times, microbatches), walked[0]))
+            found.append((self._through(times, microbatches) + 2 * float(self.sending[list(walked[0])].sum()), walked[0]))
         seconds, starts = min(found)
         return starts, seconds
 
@@ -105,8 +127,8 @@ class Stages:
         fill = sum(times) / chunks - max(ranks) / chunks  # each rank but the slowest once
         return microbatches * max(ranks) + fill
 
-    def step_seconds(self, starts: Sequence[int], taken: np.ndarray, microbatches: int, schedule: str, send: float) -> float:
-        """Seconds of a step where unit ``u`` takes solution ``taken[u]`` and a boundary takes ``send`` seconds."""
+    def step_seconds(self, starts: Sequence[int], taken: np.ndarray, microbatches: int, schedule: str) -> float:
+        """Seconds of a step where unit ``u`` takes solution ``taken[u]``."""
         pick = np.arange(self.units)
         forward, backward, step = (table[taken, pick] for table in (self.tables.forward, self.tables.backward, self.tables.step))
         runs = self.runs(starts)
@@ -117,7 +139,8 @@ class Stages:
         if len(runs) == 1:
             return microbatches * (f[0] + b[0]) + end
         chunks = len(runs) // self.pipeline
-        return float(makespans(schedule, self.pipeline, chunks, microbatches, f, b, send=[send] * len(runs))) + end
+        send = [*self.sending[list(starts[1:])], 0.0]
+        return float(makespans(schedule, self.pipeline, chunks, microbatches, f, b, send=send)) + end
 
     def least(self) -> tuple[int, float, float]:
         """Of equal cuts at the leanest choices: the stage that is most over its budget, its lasting bytes and its activations'."""
@@ -128,6 +151,7 @@ class Stages:
             best = memory.argmin(axis=0)
             pick = np.arange(b - a)
             state, kept = self.tables.state[:, a:b][best, pick].sum(), self.tables.kept[:, a:b][best, pick].sum() * self.flights[stage]
+            kept += self.crossing[a] * self.flights[stage]
             found.append((state + kept - self.budgets[stage], stage, float(state), float(kept)))
         _, stage, state, kept = max(found)
         return stage, state, kept
@@ -135,8 +159,8 @@ class Stages:
     def runs(self, starts: Sequence[int]) -> list[tuple[int, int]]:
         return list(zip(starts, [*starts[1:], self.units], strict=True))
 
-    def _runs(self, stage: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The runs of units that may be a stage: starts, ends, seconds."""
+    def _runs(self, stage: int) -> Runs:
+        """The runs of units that may be a stage."""
         count = len(self.budgets)
         each = self.units / count
         longest = self.units if count <= 2 or self.units <= 24 else math.ceil(3 * each) + 4
@@ -147,7 +171,7 @@ class Stages:
         b = a + b
         keep = (b <= self.units - (count - stage - 1)) & ((b == self.units) | (stage < count - 1))
         a, b = a[keep], b[keep]
-        return a, b, self.seconds(stage, a, b)
+        return Runs(a, b, self.seconds(stage, a, b), 2 * self.sending[a])
 
     def points(self, starts: Sequence[int]) -> np.ndarray | None:
         """The solution of each unit: for each stage the fastest that fits; None where nothing does."""
@@ -163,7 +187,7 @@ class Stages:
         """An integer program: how many of the equal units take which solution; neighbours then take the same."""
         flight = self.flights[stage]
         seconds, memory = self.tables.seconds[:, a:b], self.tables.kept[:, a:b] * flight + self.tables.state[:, a:b]
-        room = self.budgets[stage] - float((self.tables.everywhere["kept"] * flight).min())
+        room = float(self._room(stage, a))
         fastest = seconds.argmin(axis=0)
         if memory[fastest, np.arange(b - a)].sum() <= room:
             return fastest
@@ -179,15 +203,14 @@ class Stages:
         return result
 
 
-def _walk(
-    runs: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]], units: int, count: int, join: np.ufunc, limit: float | None
-) -> tuple[tuple[int, ...], float] | None:
-    """The best chain of runs that covers the units, none slower than ``limit``; ``join`` adds, or takes the largest."""
+def _walk(runs: Sequence[Runs], units: int, limit: float | None) -> tuple[tuple[int, ...], float] | None:
+    """The chain of runs that covers the units of which the slowest is as fast as can be; with a ``limit``, the one that takes least in all,
+    with what is sent, and no run of it more than that."""
     value = np.full(units + 1, np.inf)
     value[0] = 0.0
     came: list[np.ndarray] = []
-    for a, b, seconds in runs:
-        total = join(value[a], seconds)
+    for a, b, seconds, sending in runs:
+        total = np.maximum(value[a], seconds) if limit is None else value[a] + seconds + sending
         total = np.where(np.isfinite(value[a]) & (seconds <= (np.inf if limit is None else limit)), total, np.inf)
         order = np.lexsort((total, b))
         ends, first = np.unique(b[order], return_index=True)
