@@ -64,18 +64,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one case: the worst error and of what, what was planned, the bytes that the fullest device had to do with, and the seconds of the
-    plan that keeps everything."""
+    """Of one case: the worst error and of what, what was planned, the bytes that the fullest device had to do with, and those that it would
+    need to keep everything."""
 
     worst: tuple[float, str]
     plan: autopar.Plan
     budget: float = math.inf
-    kept: float = 0.0
-
-    @property
-    def saves(self) -> bool:
-        """Whether it recomputes, or found a cut that needs less memory and no more time."""
-        return bool(self.plan.recomputed) or self.plan.step_time <= self.kept
+    keeping_all: float = 0.0
 
 
 def check(name: str, batch: int, layers: int, cases: Sequence[Case], exactly: bool) -> list[Outcome]:
@@ -85,47 +80,43 @@ def check(name: str, batch: int, layers: int, cases: Sequence[Case], exactly: bo
     model, sample = getattr(zoo, name)(dtype=torch.float64, batch=batch, layers=layers)
 
     def planned(case: Case) -> tuple[autopar.Plan, float, float]:
-        options, budget, kept = case.options(batch), math.inf, 0.0
+        options, budget, keeping_all = case.options(batch), math.inf, 0.0
         if case.recompute == "auto":
-            budget, kept = tight(model, sample, case, options)
+            budget, keeping_all = tight(model, sample, case, options)
             options["memory_budget"] = budget
-        return autopar.plan(model, sample, case.world_size, **options), budget, kept
+        return autopar.plan(model, sample, case.world_size, **options), budget, keeping_all
 
     with Double(), traced_once(), contextlib.nullcontext() if exactly else mock.patch.object(fit, "exact", return_value=None):
         expected = step(copy.deepcopy(model), sample)
         plans = shared({repr(case): partial(planned, case) for case in cases})
         for case in cases:
             try:
-                plan, budget, kept = plans[repr(case)]
+                plan, *memory = plans[repr(case)]
                 compiled = autopar.compile(model, sample, case.world_size, plan=plan, progress=False)
                 mine = step(compiled, sample)
             except Exception as e:
                 raise AssertionError(f"{name}, {case}: {e}") from e
-            found.append(Outcome(worst(differences(mine, own(expected, mine))), compiled.plan, budget, kept))
+            found.append(Outcome(worst(differences(mine, own(expected, mine))), compiled.plan, *memory))
     return found
 
 
 def tight(model: torch.nn.Module, sample: Any, case: Case, options: dict[str, Any]) -> tuple[float, float]:
-    """Bytes that are not enough to keep everything in the fastest plan, and its seconds; where recomputing saves none, as in some
-    schedules, as many as it takes."""
-    kept, again = (autopar.plan(model, sample, case.world_size, **options | dict(recompute=r)) for r in ("none", "full"))
-    most, least = max(kept.peak_memory), max(again.peak_memory)
-    return least + ROOM * (most - least) if least < most else most, kept.step_time
+    """Bytes that are enough if some is recomputed, and those that keeping everything takes; the same where recomputing saves none."""
+    most, least = (max(autopar.plan(model, sample, case.world_size, **options | dict(recompute=r)).peak_memory) for r in ("none", "full"))
+    return least + ROOM * (most - least) if least < most else most, most
 
 
-def run(ranks: Pools, name: str, batch: int, layers: int, cases: Sequence[Case], exactly: bool, timeout: float) -> int:
-    """How many of the cases with too little memory save some as they should; that may also be by another cut."""
+def run(ranks: Pools, name: str, batch: int, layers: int, cases: Sequence[Case], exactly: bool, timeout: float) -> None:
     (world_size,) = {case.world_size for case in cases}
     everywhere: list[list[Outcome]] = ranks(world_size).run(check, name, batch, layers, cases, exactly, timeout=timeout)
     for case, outcomes in zip(cases, zip(*everywhere, strict=True), strict=True):
         assert max(o.worst for o in outcomes) < (TOLERANCE, ""), (case, [o.worst for o in outcomes])
-        plan = outcomes[0].plan
+        plan, budget, keeping_all = outcomes[0].plan, outcomes[0].budget, outcomes[0].keeping_all
         asked = (case.pipeline, case.schedule, case.chunks, case.microbatches, case.data)
         assert (plan.pipeline, plan.schedule, plan.chunks, plan.microbatches, plan.data_degree) == asked
         assert plan.mesh.get("tensor", 1) == case.tensor
-        assert case.recompute == "auto" or bool(plan.recomputed) == (case.recompute == "full"), case
-        assert max(plan.peak_memory) <= outcomes[0].budget, case
-    return sum(outcome.saves for case, outcome in zip(cases, everywhere[0], strict=True) if case.recompute == "auto")
+        assert bool(plan.recomputed) == (case.recompute == "full" or budget < keeping_all), case
+        assert max(plan.peak_memory) <= budget, case
 
 
 # Each schedule, model, mode of recomputation and composition; the slow tests have all that goes together.
@@ -187,6 +178,5 @@ def fits(schedule: str, pipeline: int, microbatches: int) -> bool:
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 @pytest.mark.parametrize("name", LAYERS)
 def test_all_plans_equal_one_device(ranks: Pools, name: str, world_size: int) -> None:
-    found = product(name, world_size)
-    saving = sum(run(ranks, name, batch, LAYERS[name], cases, exactly=False, timeout=600) for batch, cases in found.items())
-    assert saving >= sum(case.recompute == "auto" for cases in found.values() for case in cases) / 2
+    for batch, cases in product(name, world_size).items():
+        run(ranks, name, batch, LAYERS[name], cases, exactly=False, timeout=600)
