@@ -85,10 +85,11 @@ class Outer:
             yield from (replace(shape, chunks=chunks, schedule=LOOPED) for chunks in CHUNKS)
 
     def _in_modes(self, near: Shape) -> Iterator[tuple[Shape, ...]]:
-        """Meshes of modes that cut what is no batch over about as many ranks, in no more microbatches."""
+        """Meshes of modes over about as many ranks as cut what is no batch, or over all, as modes may cut samples, too; in no more
+        microbatches."""
         ranks, cut = math.prod(near.sizes), math.prod(a.size for a in near.axes if a.use != "data")
         free = any(a.use == "free" for a in near.axes)
-        for size in (n for n in range(2, ranks + 1) if ranks % n == 0 and (free or cut <= 2 * n <= 4 * cut)):
+        for size in (n for n in range(2, ranks + 1) if ranks % n == 0 and (free or cut <= 2 * n <= 4 * cut or n == ranks)):
             for mode in (m for name in modes() for m in alternatives(name, size) if not m.plain):
                 try:
                     shape = replace(near, axes=mesh_of(mode, ranks // size, near.pipeline))
@@ -185,21 +186,28 @@ class Outer:
                 continue
             self.searches.progress(str(shapes[0]))
             search, samples = self.searches.of(shapes[0].microbatches), self.searches.part(shapes[0])
+            offered = shapes[0].mode is not None and self.options.parallel is None
             try:
+                if offered and best is None and not self._may_fit(shapes[-1]):
+                    continue
                 bound = search.least(shapes[0], samples)
                 if best is None or bound < best.seconds * self._handicap(shapes[0], best.shape):
                     bound, estimate = search.bound(shapes[0], samples)
                     priced.append((estimate, bound, shapes))
                     limit = min(limit, estimate) if best is None else limit
             except PlanError as e:
-                if self.options.parallel is not None or shapes[0].mode is None:
+                if not offered:
                     raise
-                self.failures.append(e)  # the model cannot be run in a mode that nobody asked for
+                self.failures.append(e)
                 continue
             # To cut the same samples' tensors over more ranks sends more and computes in smaller pieces; modes differ.
             if bound > 2 * limit and shapes[0].mode is None:
                 hopeless[share] = min(cut, hopeless.get(share, math.inf))
         return priced, []
+
+    def _may_fit(self, shape: Shape) -> bool:
+        search = self.searches.of(shape.microbatches)
+        return search.least_bytes(shape, self.searches.part(shape)) <= search.budget
 
     def _cut(self, shape: Shape) -> tuple[int, int]:
         """Over how many ranks a shape cuts what is no batch, and the samples that such ranks have together."""

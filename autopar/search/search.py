@@ -7,6 +7,7 @@ import time
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -177,6 +178,13 @@ class Search:
         """Seconds of a step that no plan of this shape can beat, known without solving its problem."""
         prices, scale, _ = self._of_replica(shape, samples)
         return scale * least_steps(shape) / self._filled(shape, 1.0) * prices.problem.least(prices.weights)
+
+    def least_bytes(self, shape: Shape, samples: int) -> float:
+        """Bytes of a device that no plan of this shape, in equal stages, goes below; known without solving its problem."""
+        prices = self.prices(shape, samples)
+        nothing = np.zeros(1)
+        bytes_alone = replace(prices.weights, micro=nothing, step=nothing, send=nothing, price=np.ones(1))
+        return prices.problem.least(bytes_alone) / shape.pipeline
 
     def _of_replica(self, shape: Shape, samples: int) -> tuple[Prices, float, bool]:
         """What bounds a shape: the solutions for one replica, its seconds in those of a step, and whether that is a part of the mesh."""
