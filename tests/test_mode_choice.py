@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,9 +10,12 @@ import pytest
 import torch
 import transformers
 import zoo
+from equivalence import TOLERANCE, differences, step, worst
+from pool import Pools
 
 import autopar
 from autopar.cost_model import Cluster
+from autopar.errors import BudgetError
 from autopar.planner import Traced
 from autopar.rules import Option
 from autopar.search.modes import _MODES, Mode, Operation, alternatives, grid
@@ -64,6 +68,40 @@ def test_a_faster_mode_is_chosen(case: str) -> None:
     if case == "rings":
         assert found.mesh["ring"] > 1
         assert "ring" in found.report()
+
+
+TIGHT: dict[str, Any] = dict(cluster="a100-sxm", progress=False, recompute="none", memory_budget=1.15e6)
+
+
+def _too_wide() -> tuple[torch.nn.Module, dict[str, Any]]:
+    return zoo.wide(dtype=torch.float64, batch=64, width=64, hidden=256)
+
+
+def test_a_mode_that_fits_is_chosen() -> None:
+    """Where nothing does that has no mode."""
+    model, sample = _too_wide()
+    found = autopar.plan(model, sample, 4, **TIGHT)
+    assert list(found.modes) == ["2d"]
+    assert max(found.peak_memory) <= TIGHT["memory_budget"]
+    named = autopar.plan(model, sample, 4, parallel=dict(tensor=dict(size=4, mode="2d")), **TIGHT)
+    assert found.step_time == pytest.approx(named.step_time, rel=1e-6)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("autopar.search.outer.modes", lambda: ())
+        with pytest.raises(BudgetError):
+            autopar.plan(model, sample, 4, **TIGHT)
+
+
+def _left_free() -> tuple[dict[str, float], list[str]]:
+    model, sample = _too_wide()
+    expected = step(copy.deepcopy(model), sample)
+    compiled = autopar.compile(model, sample, 4, **TIGHT)
+    return differences(step(compiled, sample), expected), list(compiled.plan.modes)
+
+
+def test_what_is_chosen_trains_as_one_device(ranks: Pools) -> None:
+    for errors, modes in ranks(4).run(_left_free, timeout=200):
+        assert modes == ["2d"]
+        assert worst(errors)[0] < TOLERANCE[torch.float64]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mlp", "causal"])

@@ -10,7 +10,7 @@ from dataclasses import replace
 from autopar.errors import BudgetError, PlanError
 from autopar.search.draft import Draft
 from autopar.search.failures import failure, too_little, too_many_stages
-from autopar.search.fit import fitted, proven
+from autopar.search.fit import TOO_HIGH, fitted, proven
 from autopar.search.found import Found
 from autopar.search.least import fullest, leanest
 from autopar.search.modes import alternatives, modes
@@ -123,7 +123,7 @@ class Outer:
         piped = [d for d in self._drafted if d.shape.pipeline > 1]
         for draft in sorted(piped, key=lambda d: d.seconds)[:NEAREST]:
             best = self._better(best, self._drafts(self._possible(list(self._looped(draft.shape)))))
-        if self.options.parallel is None and self.options.mesh is None:
+        if self._modes_are_free:
             near = [best.shape] if best is not None else [shape for _, shape in sorted(self._short, key=lambda s: s[0])[:NEAREST]]
             best = self._best_of(dict.fromkeys(shapes for shape in near for shapes in self._in_modes(shape)), best)
         if best is None:
@@ -135,8 +135,23 @@ class Outer:
         shapes = self._possible([replace(best.shape, microbatches=m) for m in self._microbatches(best.shape)])
         tried = dict.fromkeys((*shapes, *(draft.shape for draft in self._drafted)))
         left = [shape for family in self.families() for shape in self._possible(family) if shape not in tried]
-        self._short += [*((0.0, shape) for shape in tried), *((1.0, shape) for shape in left)]
-        return self._leanest()
+        saving = self._saving_modes(replace(best.shape, microbatches=max(shape.microbatches for shape in tried)))
+        self._short += [*((0.0, shape) for shape in tried), *((0.5, shape) for shape in saving), *((1.0, shape) for shape in left)]
+        return self._leanest(MOST_LEAN + len(saving))
+
+    @property
+    def _modes_are_free(self) -> bool:
+        return self.options.parallel is None and self.options.mesh is None
+
+    def _saving_modes(self, near: Shape) -> list[Shape]:
+        """Those of which some microbatches may fit and that take least then, in up to as many."""
+        found: list[tuple[float, tuple[Shape, ...]]] = []
+        for family in self._in_modes(near) if self._modes_are_free and near.stages == 1 else ():
+            if possible := self._possible(family):
+                with suppress(PlanError):
+                    found.append((self._least_bytes(possible[-1]), possible))
+        nearest = [family for _, family in sorted(found, key=lambda f: f[0])[:NEAREST]]
+        return [shape for family in nearest for shape in family if self._may_fit(shape)]
 
     def _best_of(self, families: Iterable[Sequence[Shape]], best: Draft | None) -> Draft | None:
         """The best draft of these and the one there is."""
@@ -150,12 +165,12 @@ class Outer:
                     best = self._better(best, self._drafts(shapes))
         return best
 
-    def _leanest(self) -> Found:
+    def _leanest(self, most: int = MOST_LEAN) -> Found:
         """The plan that takes least memory of the shapes that come nearest, if that fits."""
         if not self._short:
             raise failure(self.failures, self.options, self.searches.samples)
         errors: list[BudgetError] = []
-        for least, shape in sorted(self._short, key=lambda short: short[0])[:MOST_LEAN]:
+        for least, shape in sorted(self._short, key=lambda short: short[0])[:most]:
             if errors and least >= min(e.least for e in errors):
                 break
             self.searches.progress(f"saving memory, {shape}")
@@ -206,8 +221,10 @@ class Outer:
         return priced, []
 
     def _may_fit(self, shape: Shape) -> bool:
-        search = self.searches.of(shape.microbatches)
-        return search.least_bytes(shape, self.searches.part(shape)) <= search.budget
+        return self._least_bytes(shape) <= TOO_HIGH * self.searches.of(shape.microbatches).budget
+
+    def _least_bytes(self, shape: Shape) -> float:
+        return self.searches.of(shape.microbatches).least_bytes(shape, self.searches.part(shape))
 
     def _cut(self, shape: Shape) -> tuple[int, int]:
         """Over how many ranks a shape cuts what is no batch, and the samples that such ranks have together."""
