@@ -20,7 +20,7 @@ from autopar.errors import AutoparError, BudgetError, PlanError
 from autopar.plan import Plan
 from autopar.planner import LossFunction, Traced
 from autopar.report.table import WIDTH, cut, nbytes, seconds, table
-from autopar.search.modes import make_mode, modes
+from autopar.search.modes import alternatives, modes
 
 Parallel = Mapping[str, Any]
 
@@ -94,8 +94,8 @@ def compare_modes(
 ) -> Modes:
     """Plan one model in every mode of tensor and sequence parallelism that its devices allow, tracing it once.
 
-    Each mode, a user's own among them that needs no keywords, gets the most ranks that it can have, the rest is data-parallel; "2.5d" is
-    compared for every depth. Plain data parallelism stands beside them.
+    Each mode, a user's own among them that needs no keywords, gets the most ranks that it can have, the rest is data-parallel; what its
+    keywords leave open (depth, ring) is chosen. Plain data parallelism stands beside them.
 
     Args:
         model, sample_input, loss_fn, cluster, progress: as for :func:`autopar.plan`.
@@ -126,14 +126,8 @@ def _tensors(ranks: int, data: int | None) -> list[dict[str, Any]]:
     sizes = [ranks // data] if data is not None else [n for n in range(ranks, 1, -1) if ranks % n == 0]
     found: list[dict[str, Any]] = [dict(data=ranks)] if data in (None, ranks) else []
     for name in modes():
-        for keywords in [dict(depth=d) for d in range(2, ranks + 1) if ranks % d == 0] if name == "2.5d" else [{}]:
-            for size in sizes:
-                try:
-                    make_mode(name, size, keywords)
-                except PlanError:
-                    continue
-                found.append(dict(data=ranks // size, tensor=dict(size=size, mode=name, **keywords)))
-                break
+        if size := next((n for n in sizes if alternatives(name, n)), None):
+            found.append(dict(data=ranks // size, tensor=dict(size=size, mode=name)))
     return found
 
 
@@ -162,14 +156,13 @@ def _stages(pipeline: Any) -> Any:
 
 
 def _name(parallel: Parallel) -> str:
-    """As in "2 x 2d(4)" or "2.5d(8, depth 2), 2 stages"."""
+    """As in "2 x 2d(4)" or "2.5d(8), 2 stages"."""
     tensor, stages = parallel.get("tensor"), _stages(parallel["pipeline"])
-    keywords = [f", {name} {value}" for name, value in (tensor or {}).items() if name not in ("size", "mode")]
     replicas = parallel.get("data", 1)
     if tensor is None:
         name = f"data({replicas})"
     else:
-        name = f"{replicas} x " * (replicas > 1) + f"{tensor['mode']}({tensor['size']}{''.join(keywords)})"
+        name = f"{replicas} x " * (replicas > 1) + f"{tensor['mode']}({tensor['size']})"
     return name + f", {stages} stages" * (stages > 1)
 
 

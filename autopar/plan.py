@@ -88,7 +88,7 @@ class Plan:
         rows: what the report shows of each block and its collectives.
         notes: what a user should know: operators without a rule, statistics per microbatch, …
         timings: seconds that planning took, by phase.
-        modes: the names of the axes of each mode of tensor parallelism that was asked for.
+        modes: the names of the axes of each mode of tensor parallelism that was asked for or chosen.
     """
 
     fingerprint: str

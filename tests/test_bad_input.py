@@ -60,7 +60,10 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
         dict(world_size=8, parallel=dict(tensor=dict(size=8, mode="2.5d", depth=3))),
         r"depth=3 does not divide size=8 into squares; depth=2 does",
     ),
-    (dict(world_size=8, parallel=dict(tensor=dict(size=8, mode="2.5d"))), r"missing .* 'depth'; beside size and mode it takes depth"),
+    (
+        dict(world_size=10, parallel=dict(tensor=dict(size=10, mode="2.5d"))),
+        r"mode '2.5d' needs two or more squares of ranks, 10 are not; the nearest: size=8 or size=12",
+    ),
     (dict(parallel=dict(tensor=dict(size=4, mode="1d", depth=2))), r"unexpected .* 'depth'; beside size and mode it takes nothing"),
     (dict(parallel=dict(tensor=dict(size=4, mode="sequence", ring=3))), r"ring=3 does not divide size=4; rings of \[1, 2, 4\] do"),
     (dict(parallel=tensor(0)), r"size of at least 1, for example tensor=2"),

@@ -50,6 +50,8 @@ class Choices:
                 found[node] = self._strategies(node, axes, sizes)
             if node in self._new_values:
                 found[node] = [c for c in found[node] if all(t.kind in "IR" for t in c.out)]
+            if not found[node] and (mode := _mode(axes)[0]) is not None:
+                raise PlanError(f"mode {mode.name!r} allows no way to run {node.target} on tensor={mode.size} ranks")
             self._constrain(node, found)
         if nodes is None:
             self._check_used(axes, found)

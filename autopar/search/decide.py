@@ -174,7 +174,7 @@ def _names(axes: tuple[Axis, ...], nodes: dict[str, NodePlan], analysis: Analysi
 
 
 def _modes(axes: tuple[Axis, ...]) -> dict[str, tuple[str, ...]]:
-    """The axes of the mode that was asked for, by its name."""
+    """The axes of the mode that its mesh is for, by its name."""
     named: dict[str, list[str]] = defaultdict(list)
     for axis in axes:
         if axis.mode is not None and axis.asked:

@@ -10,6 +10,7 @@ The layouts are those of Megatron-LM ("1d": arXiv 1909.08053, 2205.05198), Optim
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,11 +77,13 @@ class Mode:
         within: names of axes that cut stored parameters within the chunks that the other axes make of a dim, as is needed to gather them
             along an axis before another that cuts the same dim.
         zigzag: names of axes along which tensors may be cut in zigzag order.
+        plain: whether the meshes that are searched where no mode is named hold all that it allows.
     """
 
     name: ClassVar[str] = ""
     within: frozenset[str] = frozenset()
     zigzag: frozenset[str] = frozenset()
+    plain: bool = False
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -113,7 +116,7 @@ class Mode:
         return True
 
     def alternatives(self) -> Sequence[Mode]:
-        """What a search may choose from where the keywords leave it open."""
+        """What a search chooses from where the keywords leave it open."""
         return (self,)
 
 
@@ -176,6 +179,14 @@ def make_mode(name: str, size: int, keywords: Mapping[str, Any]) -> Mode:
         raise PlanError(f'parallel["tensor"]: {e}') from e
 
 
+def alternatives(name: str, size: int) -> Sequence[Mode]:
+    """The modes of that name that so many ranks can have where no keyword is given; none where it needs some, or another size."""
+    try:
+        return make_mode(name, size, {}).alternatives()
+    except PlanError:
+        return ()
+
+
 _ATTENTION, _LOOKS_UP = "aten.scaled_dot_product_attention", ("aten.embedding",)
 _OVER_FEATURES = ("aten.layer_norm", "autopar.cross_entropy")  # where these are cut a kernel sums over ranks
 
@@ -192,6 +203,8 @@ def _splits_samples(operation: Operation, option: Option) -> bool:
 @register_mode("1d")
 class OneDimension(Mode):
     """Each weight is cut along one dim; the sequence may be cut where features are not."""
+
+    plain = True
 
     def groups(self, rank: int, world_size: int, data: int, pipeline: int, tensor: int) -> Groups:
         return grid(rank, {"tensor": tensor})
@@ -235,19 +248,24 @@ class TwoDimensions(Mode):
 
 @register_mode("2.5d")
 class TwoAndAHalfDimensions(TwoDimensions):
-    """``depth`` squares of ranks that share the samples; each has all weights, whose gradients are summed over depth once a step."""
+    """``depth`` squares of ranks that share the samples; each has all weights, whose gradients are summed over depth once a step. Unless it
+    is given it is free, but two at least."""
 
-    def __init__(self, size: int, depth: int) -> None:
+    def __init__(self, size: int, depth: int | None = None) -> None:
         Mode.__init__(self, size)
-        if not isinstance(depth, int) or depth < 1 or size % depth:
-            fits = [d for d in range(1, size // 4 + 1) if math.isqrt(size // d) ** 2 * d == size]
+        if depth is not None and (not isinstance(depth, int) or depth < 1 or size % depth):
+            fits = _depths(size, 1)
             fix = f"depth={fits[0]} does" if fits else "no depth does: use a size of 4, 8 or another square times its depth"
             raise ValueError(f"mode '2.5d' with depth={depth!r} does not divide size={size} into squares; {fix}")
-        self.depth = depth
-        self.side = _root(size // depth, 2, f"'2.5d' with depth={depth} of '2d'", lambda q: f"size={q * q * depth}")
+        if depth is None and not _depths(size):
+            near = next((n for n in range(size, 0, -1) if _depths(n)), None), next(n for n in itertools.count(size) if _depths(n))
+            fixes = " or ".join(f"size={n}" for n in near if n)
+            raise ValueError(f"mode '2.5d' needs two or more squares of ranks, {size} are not; the nearest: {fixes}")
+        self.depth, squares = depth, depth or _depths(size)[0]
+        self.side = _root(size // squares, 2, f"'2.5d' with depth={depth} of '2d'", lambda q: f"size={q * q * squares}")
 
     def groups(self, rank: int, world_size: int, data: int, pipeline: int, tensor: int) -> Groups:
-        return grid(rank, {"depth": self.depth, "row": self.side, "column": self.side})
+        return grid(rank, {"depth": tensor // self.side**2, "row": self.side, "column": self.side})
 
     def allows(self, operation: Operation, split: Split) -> bool:
         return split["depth"].factor in (None, *operation.batch) and super().allows(operation, split)
@@ -258,6 +276,9 @@ class TwoAndAHalfDimensions(TwoDimensions):
 
     def stores(self, stored: Mapping[str, Type], used: Mapping[str, Type]) -> bool:
         return not stored["depth"].is_shard and super().stores(stored, used)
+
+    def alternatives(self) -> Sequence[Mode]:
+        return [TwoAndAHalfDimensions(self.size, depth) for depth in _depths(self.size)] if self.depth is None else (self,)
 
 
 @register_mode("3d")
@@ -313,7 +334,7 @@ class SequenceParallel(Mode):
         super().__init__(size)
         if ring is not None and (not isinstance(ring, int) or ring < 1 or size % ring):
             raise ValueError(f"mode 'sequence' with ring={ring!r} does not divide size={size}; rings of {_divisors(size)} do")
-        self.ring = ring
+        self.ring, self.plain = ring, ring == 1
 
     def groups(self, rank: int, world_size: int, data: int, pipeline: int, tensor: int) -> Groups:
         ring = self.ring or tensor
@@ -335,6 +356,11 @@ class SequenceParallel(Mode):
 
 def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _depths(size: int, least: int = 2) -> list[int]:
+    """Into how many squares of four ranks or more so many can be divided."""
+    return [d for d in _divisors(size) if least <= d < size and math.isqrt(size // d) ** 2 == size // d]
 
 
 def _root(size: int, power: int, name: str, fix: Callable[[int], str]) -> int:

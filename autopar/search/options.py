@@ -47,8 +47,9 @@ class Options:
 
     Attributes:
         parallel: sizes by kind: ``dict(data=2, pipeline=2, tensor=dict(size=4, mode="2d"))``; the data size is inferred where it is left
-            out, the others are then 1. The modes are "1d", "2d", "2.5d" (with its ``depth``), "3d", "sequence" (``ring``: how many of its
-            ranks form rings, the others cut attention's heads; free unless given) and those of :func:`autopar.register_mode`.
+            out, the others are then 1. The modes are "1d", "2d", "2.5d" (``depth``: how many squares of ranks), "3d", "sequence"
+            (``ring``: how many of its ranks form rings, the others cut attention's heads) and those of :func:`autopar.register_mode`;
+            depth and ring are free unless given. Where neither ``parallel`` nor ``mesh`` is given all of this is free: the modes, too.
             ``pipeline=dict(size=2, chunks=2, split_before=["model.layers.8", ...])`` gives each rank two stages, and cuts by hand.
         mesh: axis sizes inside a pipeline stage, slowest links first, each axis's use left free.
         memory_budget: bytes per device; the cluster's device memory unless given.
@@ -173,10 +174,10 @@ def _asked_for(parallel: dict[str, Any], world_size: int, pipeline: int) -> list
         raise PlanError(f"parallel={parallel}: {shown} = {data * tensor * pipeline} ranks, world_size is {world_size}; use {fix}")
     if mode is None:
         return [_typed(data, 1)]
-    return [_grid(each, data, pipeline) for each in mode.alternatives()]
+    return [mesh_of(each, data, pipeline) for each in mode.alternatives()]
 
 
-def _grid(mode: Mode, data: int, pipeline: int) -> tuple[Axis, ...]:
+def mesh_of(mode: Mode, data: int, pipeline: int) -> tuple[Axis, ...]:
     """The mesh that a mode's groups and the data-parallel ones form, the axis with the longest strides first.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The outer search: pipelines, meshes, microbatches and schedules are enumerated, with bounds that prune."""
+"""The outer search: pipelines, meshes, microbatches, schedules and modes are enumerated, with bounds that prune."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from dataclasses import replace
 from autopar.errors import BudgetError, PlanError
 from autopar.search.draft import Draft
 from autopar.search.failures import failure, too_little, too_many_stages
-from autopar.search.fit import fitted, proven
+from autopar.search.fit import TOO_HIGH, fitted, proven
 from autopar.search.found import Found
 from autopar.search.least import fullest, leanest
+from autopar.search.modes import alternatives, modes
+from autopar.search.options import mesh_of
 from autopar.search.resize import resized
 from autopar.search.schedules import check_schedule
 from autopar.search.searches import Searches
@@ -25,7 +27,7 @@ FITTED = 3  # drafts, the fastest first, of which one may fit in full
 HOPEFUL = 1.05  # an estimate of a step may be too high by so much: shapes that are slower even then are not worth a draft
 LOOPED = "interleaved-1f1b"
 CHUNKS = (2, 4)  # stages a rank that are tried
-NEAREST = 2
+NEAREST = 2  # shapes around which others are tried
 MOST_LEAN = 12  # shapes whose least memory is worked out where nothing fits
 
 
@@ -57,6 +59,7 @@ class Outer:
     def __init__(self, searches: Searches) -> None:
         self.searches, self.options = searches, searches.options
         self.failures: list[PlanError] = []
+        self._drafted: list[Draft] = []
         self._short: list[tuple[float, Shape]] = []  # of memory: about the least that they need
 
     # What is enumerated
@@ -81,6 +84,21 @@ class Outer:
         if shape.pipeline > 1 and asked is None and self.options.schedule is None:
             yield from (replace(shape, chunks=chunks, schedule=LOOPED) for chunks in CHUNKS)
 
+    def _in_modes(self, near: Shape) -> Iterator[tuple[Shape, ...]]:
+        """Meshes of modes over about as many ranks as cut what is no batch, or over all, as modes may cut samples, too; in no more
+        microbatches."""
+        ranks, cut = math.prod(near.sizes), math.prod(a.size for a in near.axes if a.use != "data")
+        free = any(a.use == "free" for a in near.axes)
+        for size in (n for n in range(2, ranks + 1) if ranks % n == 0 and (free or cut <= 2 * n <= 4 * cut or n == ranks)):
+            for mode in (m for name in modes() for m in alternatives(name, size) if not m.plain):
+                try:
+                    shape = replace(near, axes=mesh_of(mode, ranks // size, near.pipeline))
+                except PlanError as e:
+                    self.failures.append(e)
+                    continue
+                fewer = [m for m in self._microbatches(shape) if m < near.microbatches] if shape.stages == 1 else []
+                yield tuple(replace(shape, microbatches=m) for m in (*fewer, near.microbatches))
+
     def _microbatches(self, shape: Shape) -> list[int]:
         """How many microbatches are tried."""
         world, size = math.prod(shape.sizes), self.options.micro_batch_size
@@ -100,42 +118,59 @@ class Outer:
 
     def run(self) -> Found:
         """Raises PlanError where no shape has a plan: that of the shape that comes nearest."""
-        best: Draft | None = None
-        waiting = sorted(self._floors(), key=lambda w: w[0])
-        drafted: list[Draft] = []
+        best = self._best_of(self.families(), None)
+        # Schedules with several stages a rank hold more, and wait less: they are tried for the shapes that came near.
+        piped = [d for d in self._drafted if d.shape.pipeline > 1]
+        for draft in sorted(piped, key=lambda d: d.seconds)[:NEAREST]:
+            best = self._better(best, self._drafts(self._possible(list(self._looped(draft.shape)))))
+        if self._modes_are_free:
+            near = [best.shape] if best is not None else [shape for _, shape in sorted(self._short, key=lambda s: s[0])[:NEAREST]]
+            best = self._best_of(dict.fromkeys(shapes for shape in near for shapes in self._in_modes(shape)), best)
+        if best is None:
+            return self._leanest()
+        others = sorted((d for d in self._drafted if d is not best), key=lambda d: d.seconds)
+        for draft in (best, *others[: FITTED - 1]):  # drafts may turn out larger than they looked
+            with suppress(BudgetError):
+                return fitted(self.searches, draft)
+        shapes = self._possible([replace(best.shape, microbatches=m) for m in self._microbatches(best.shape)])
+        tried = dict.fromkeys((*shapes, *(draft.shape for draft in self._drafted)))
+        left = [shape for family in self.families() for shape in self._possible(family) if shape not in tried]
+        saving = self._saving_modes(replace(best.shape, microbatches=max(shape.microbatches for shape in tried)))
+        self._short += [*((0.0, shape) for shape in tried), *((0.5, shape) for shape in saving), *((1.0, shape) for shape in left)]
+        return self._leanest(MOST_LEAN + len(saving))
+
+    @property
+    def _modes_are_free(self) -> bool:
+        return self.options.parallel is None and self.options.mesh is None
+
+    def _saving_modes(self, near: Shape) -> list[Shape]:
+        """Those of which some microbatches may fit and that take least then, in up to as many."""
+        found: list[tuple[float, tuple[Shape, ...]]] = []
+        for family in self._in_modes(near) if self._modes_are_free and near.stages == 1 else ():
+            if possible := self._possible(family):
+                with suppress(PlanError):
+                    found.append((self._least_bytes(possible[-1]), possible))
+        nearest = [family for _, family in sorted(found, key=lambda f: f[0])[:NEAREST]]
+        return [shape for family in nearest for shape in family if self._may_fit(shape)]
+
+    def _best_of(self, families: Iterable[Sequence[Shape]], best: Draft | None) -> Draft | None:
+        """The best draft of these and the one there is."""
+        waiting = sorted(self._floors(families), key=lambda w: w[0])
         while waiting:
             priced, waiting = self._price(waiting, best)
             if not priced:
                 break
             for estimate, bound, shapes in sorted(priced, key=lambda p: p[:2]):
                 if best is None or max(bound, estimate / HOPEFUL) < best.seconds * self._handicap(shapes[0], best.shape):
-                    drafts = list(self._drafts(shapes))
-                    drafted += drafts
-                    best = self._better(best, drafts)
-        # Schedules with several stages a rank hold more, and wait less: they are tried for the shapes that came near.
-        piped = [d for d in drafted if d.shape.pipeline > 1]
-        for draft in sorted(piped, key=lambda d: d.seconds)[:NEAREST]:
-            looped = list(self._drafts(self._possible(list(self._looped(draft.shape)))))
-            drafted += looped
-            best = self._better(best, looped)
-        if best is None:
-            return self._leanest()
-        others = sorted((d for d in drafted if d is not best), key=lambda d: d.seconds)
-        for draft in (best, *others[: FITTED - 1]):  # drafts may turn out larger than they looked
-            with suppress(BudgetError):
-                return fitted(self.searches, draft)
-        shapes = self._possible([replace(best.shape, microbatches=m) for m in self._microbatches(best.shape)])
-        tried = dict.fromkeys((*shapes, *(draft.shape for draft in drafted)))
-        left = [shape for family in self.families() for shape in self._possible(family) if shape not in tried]
-        self._short += [*((0.0, shape) for shape in tried), *((1.0, shape) for shape in left)]
-        return self._leanest()
+                    best = self._better(best, self._drafts(shapes))
+        return best
 
-    def _leanest(self) -> Found:
+    def _leanest(self, most: int = MOST_LEAN) -> Found:
         """The plan that takes least memory of the shapes that come nearest, if that fits."""
         if not self._short:
             raise failure(self.failures, self.options, self.searches.samples)
         errors: list[BudgetError] = []
-        for least, shape in sorted(self._short, key=lambda short: short[0])[:MOST_LEAN]:
+        for least, shape in sorted(self._short, key=lambda short: short[0])[:most]:
             if errors and least >= min(e.least for e in errors):
                 break
             self.searches.progress(f"saving memory, {shape}")
@@ -148,8 +183,8 @@ class Outer:
             errors.append(too_little(search, shape, samples, kinds, rank))
         raise min(errors, key=lambda e: e.least)
 
-    def _floors(self) -> Iterator[tuple[float, tuple[Shape, ...]]]:
-        for shapes in self.families():
+    def _floors(self, families: Iterable[Sequence[Shape]]) -> Iterator[tuple[float, tuple[Shape, ...]]]:
+        for shapes in families:
             if possible := self._possible(shapes):
                 yield self.searches.of(possible[0].microbatches).floor(possible[0], self.searches.part(possible[0])), possible
 
@@ -165,12 +200,31 @@ class Outer:
             if cut >= hopeless.get(share, math.inf):
                 continue
             self.searches.progress(str(shapes[0]))
-            bound, estimate = self.searches.of(shapes[0].microbatches).bound(shapes[0], self.searches.part(shapes[0]))
-            priced.append((estimate, bound, shapes))
-            if bound > 2 * limit:  # to cut the same samples' tensors over more ranks sends more and computes in smaller pieces
+            search, samples = self.searches.of(shapes[0].microbatches), self.searches.part(shapes[0])
+            offered = shapes[0].mode is not None and self.options.parallel is None
+            try:
+                if offered and best is None and not self._may_fit(shapes[-1]):
+                    continue
+                bound = search.least(shapes[0], samples)
+                if best is None or bound < best.seconds * self._handicap(shapes[0], best.shape):
+                    bound, estimate = search.bound(shapes[0], samples)
+                    priced.append((estimate, bound, shapes))
+                    limit = min(limit, estimate) if best is None else limit
+            except PlanError as e:
+                if not offered:
+                    raise
+                self.failures.append(e)
+                continue
+            # To cut the same samples' tensors over more ranks sends more and computes in smaller pieces; modes differ.
+            if bound > 2 * limit and shapes[0].mode is None:
                 hopeless[share] = min(cut, hopeless.get(share, math.inf))
-            limit = min(limit, estimate) if best is None else limit
         return priced, []
+
+    def _may_fit(self, shape: Shape) -> bool:
+        return self._least_bytes(shape) <= TOO_HIGH * self.searches.of(shape.microbatches).budget
+
+    def _least_bytes(self, shape: Shape) -> float:
+        return self.searches.of(shape.microbatches).least_bytes(shape, self.searches.part(shape))
 
     def _cut(self, shape: Shape) -> tuple[int, int]:
         """Over how many ranks a shape cuts what is no batch, and the samples that such ranks have together."""
@@ -188,6 +242,7 @@ class Outer:
             except PlanError as e:
                 self.failures.append(e)
                 continue
+            self._drafted.append(draft)
             yield draft
             if len(draft.points) == 1:
                 return
@@ -219,4 +274,4 @@ class Outer:
 
 
 def _complexity(shape: Shape) -> tuple[int, ...]:
-    return len(shape.axes), shape.pipeline, shape.chunks
+    return len(shape.axes), shape.pipeline, shape.chunks, shape.mode is not None

@@ -180,6 +180,19 @@ class Problem:
                 total["converting"] += group.count * group.seconds[s, t]
         return Bill(**total)
 
+    def least(self, weights: Weights) -> float:
+        """What no assignment can beat: each vertex alone, with its result converted to what the dearest reader is cheapest with."""
+        costs = [v.cost(weights) for v in self.vertices]
+        for group in self.groups:
+            u = self.vertices[group.producer]
+            dearest = np.zeros(len(group.sources))
+            for v, p in group.ports:
+                targets = [group.targets[layout] for layout, _ in self.vertices[v].ins[p]]
+                dearest = np.maximum(dearest, group.seconds[:, targets].min(axis=1))
+            source = np.array([group.sources[layout] for layout, _ in u.outs])[u.out_of]
+            costs[group.producer] = costs[group.producer] + weights.of(group.count)[0] * dearest[source]
+        return float(sum(cost.min() for cost in costs))
+
     def made(self, group: Group, chosen: Sequence[int]) -> Label:
         u = self.vertices[group.producer]
         return u.outs[u.out_of[chosen[group.producer]]]

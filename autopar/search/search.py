@@ -7,6 +7,7 @@ import time
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -150,19 +151,12 @@ class Search:
         kept costs lambda a byte wherever it is: less the price of all budgets that bounds the seconds. The estimate is what the first of
         a few prices costs at which memory is enough.
         """
-        degree = math.prod(a.size for a in shape.axes if a.use == "data")
-        alone = degree > 1 and len(shape.axes) > 1 and not self.options.constraints  # which name the types of all axes
-        if alone:
-            rest = tuple(a for a in shape.axes if a.use != "data")
-            replicas = self.options.world_size // math.prod(a.size for a in rest)
-            prices, scale = self.prices(Shape(replicas, rest, 1), samples // degree, alone=True), self._filled(shape, 1.0)
-        else:
-            prices, scale = self.prices(shape, samples), 1.0
+        prices, scale, alone = self._of_replica(shape, samples)
         proven = scale * least_steps(shape) / self._filled(shape, 1.0)
         start = time.perf_counter()
         flights, flight = shape.flights(), float(prices.weights.flight[0])
         relief = self.budget * sum(1.0 / min(flights[r :: shape.pipeline]) for r in range(shape.pipeline))
-        spread = degree if alone else 1
+        spread = math.prod(a.size for a in shape.axes if a.use == "data") if alone else 1
 
         def fits(price: float) -> bool:
             return self.worst_bytes(shape, prices.at(price).bill, spread) <= self.budget
@@ -179,6 +173,27 @@ class Search:
         estimate = leaner.bill.seconds(prices.weights) * (1 if least <= STEPS else UNFIT)
         self.spent("solve", start)
         return proven * bound, scale * estimate
+
+    def least(self, shape: Shape, samples: int) -> float:
+        """Seconds of a step that no plan of this shape can beat, known without solving its problem."""
+        prices, scale, _ = self._of_replica(shape, samples)
+        return scale * least_steps(shape) / self._filled(shape, 1.0) * prices.problem.least(prices.weights)
+
+    def least_bytes(self, shape: Shape, samples: int) -> float:
+        """Bytes of a device that no plan of this shape, in equal stages, goes below; known without solving its problem."""
+        prices = self.prices(shape, samples)
+        nothing = np.zeros(1)
+        bytes_alone = replace(prices.weights, micro=nothing, step=nothing, send=nothing, price=np.ones(1))
+        return prices.problem.least(bytes_alone) / shape.pipeline
+
+    def _of_replica(self, shape: Shape, samples: int) -> tuple[Prices, float, bool]:
+        """What bounds a shape: the solutions for one replica, its seconds in those of a step, and whether that is a part of the mesh."""
+        degree = math.prod(a.size for a in shape.axes if a.use == "data")
+        if degree == 1 or len(shape.axes) == 1 or self.options.constraints:  # which name the types of all axes
+            return self.prices(shape, samples), 1.0, False
+        rest = tuple(a for a in shape.axes if a.use != "data")
+        replicas = self.options.world_size // math.prod(a.size for a in rest)
+        return self.prices(Shape(replicas, rest, 1), samples // degree, alone=True), self._filled(shape, 1.0), True
 
     @staticmethod
     def worst_bytes(shape: Shape, bill: Bill, replicas: int) -> float:

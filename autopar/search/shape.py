@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.cost_model.schedule import SINGLE, in_flight
+from autopar.search.modes import Mode
 from autopar.search.options import Axis
 
 
@@ -25,6 +26,11 @@ class Shape:
     @property
     def sizes(self) -> tuple[int, ...]:
         return tuple(a.size for a in self.axes)
+
+    @property
+    def mode(self) -> Mode | None:
+        """The mode that its mesh is for, if it is for one."""
+        return next((a.mode for a in self.axes if a.mode is not None and a.asked), None)
 
     def flights(self) -> tuple[int, ...]:
         """Microbatches in flight, by stage; a device alone runs one after the other."""

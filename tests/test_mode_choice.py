@@ -1,0 +1,170 @@
+"""Left free, the planner takes a mode of tensor and sequence parallelism where that is faster, and only there."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import zoo
+from equivalence import TOLERANCE, differences, step, worst
+from pool import Pools
+
+import autopar
+from autopar.cost_model import Cluster
+from autopar.errors import BudgetError
+from autopar.planner import Traced
+from autopar.rules import Option
+from autopar.search.modes import _MODES, Mode, Operation, alternatives, grid
+from autopar.search.options import Options, mesh_of
+from autopar.search.outer import SIMPLER
+from autopar.search.search import Search
+from autopar.search.shape import Shape
+
+
+def _long_llama() -> tuple[torch.nn.Module, dict[str, Any]]:
+    """One sequence of 32768 tokens through a Llama block of 12 heads, which 16 ranks cannot share out."""
+    config = transformers.LlamaConfig(
+        vocab_size=8000, hidden_size=1536, intermediate_size=4096, num_hidden_layers=2, num_attention_heads=12, num_key_value_heads=12,
+        max_position_embeddings=32768,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+        tokens = torch.zeros(1, 32768, dtype=torch.long)
+    return model, {"input_ids": tokens, "labels": tokens.clone(), "use_cache": False}
+
+
+def _wide(width: int, batch: int) -> tuple[torch.nn.Module, dict[str, Any]]:
+    with torch.device("meta"):
+        model = zoo._Tokens(width, width).to(torch.bfloat16)
+        return model, {name: torch.empty(batch, 8, width, dtype=torch.bfloat16) for name in ("x", "y")}
+
+
+CASES: dict[str, tuple[Any, int, str, dict[str, Any]]] = {
+    "rings": (_long_llama, 16, "h100-sxm", dict(tensor=dict(size=16, mode="sequence"))),
+    "3d": (lambda: _wide(8192, 512), 512, "p100", dict(tensor=dict(size=512, mode="3d"))),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_faster_mode_is_chosen(case: str) -> None:
+    """It is the plan that its mode has by name, and faster than any without a mode."""
+    make, ranks, cluster, parallel = CASES[case]
+    model, sample = make()
+    options: dict[str, Any] = dict(cluster=cluster, progress=False)
+    found = autopar.plan(model, sample, ranks, **options)
+    named = autopar.plan(model, sample, ranks, parallel=parallel, **options)
+    assert list(found.modes) == [parallel["tensor"]["mode"]]
+    assert found.step_time == pytest.approx(named.step_time, rel=1e-6)
+    assert (found.nodes, found.parameters, found.conversions) == (named.nodes, named.parameters, named.conversions)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("autopar.search.outer.modes", lambda: ())
+        plain = autopar.plan(model, sample, ranks, **options)
+    assert not plain.modes
+    assert found.step_time < SIMPLER * plain.step_time
+    if case == "rings":
+        assert found.mesh["ring"] > 1
+        assert "ring" in found.report()
+
+
+TIGHT: dict[str, Any] = dict(cluster="a100-sxm", progress=False, recompute="none", memory_budget=1.15e6)
+
+
+def _too_wide() -> tuple[torch.nn.Module, dict[str, Any]]:
+    return zoo.wide(dtype=torch.float64, batch=64, width=64, hidden=256)
+
+
+def test_a_mode_that_fits_is_chosen() -> None:
+    """Where nothing does that has no mode."""
+    model, sample = _too_wide()
+    found = autopar.plan(model, sample, 4, **TIGHT)
+    assert list(found.modes) == ["2d"]
+    assert max(found.peak_memory) <= TIGHT["memory_budget"]
+    named = autopar.plan(model, sample, 4, parallel=dict(tensor=dict(size=4, mode="2d")), **TIGHT)
+    assert found.step_time == pytest.approx(named.step_time, rel=1e-6)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("autopar.search.outer.modes", lambda: ())
+        with pytest.raises(BudgetError):
+            autopar.plan(model, sample, 4, **TIGHT)
+
+
+def _left_free() -> tuple[dict[str, float], list[str]]:
+    model, sample = _too_wide()
+    expected = step(copy.deepcopy(model), sample)
+    compiled = autopar.compile(model, sample, 4, **TIGHT)
+    return differences(step(compiled, sample), expected), list(compiled.plan.modes)
+
+
+def test_what_is_chosen_trains_as_one_device(ranks: Pools) -> None:
+    for errors, modes in ranks(4).run(_left_free, timeout=200):
+        assert modes == ["2d"]
+        assert worst(errors)[0] < TOLERANCE[torch.float64]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mlp", "causal"])
+def test_none_of_the_modes_compared_is_faster(name: str) -> None:
+    model, sample = getattr(zoo, name)()
+    found = autopar.plan(model, sample, 4, cluster="a100-sxm", progress=False)
+    rows = autopar.compare_modes(model, sample, 4, cluster="a100-sxm", progress=False).entries
+    assert SIMPLER * found.step_time <= min(row.plan.step_time for row in rows if row.plan is not None)
+
+
+class Eager(Mode):
+    """Rows over all ranks: what data parallelism does, too."""
+
+    def groups(self, rank: int, world_size: int, data: int, pipeline: int, tensor: int) -> dict[str, list[int]]:
+        return grid(rank, {"rows": tensor})
+
+    def allows(self, operation: Operation, split: Mapping[str, Option]) -> bool:
+        return not operation.is_activation or split["rows"].factor in operation.batch
+
+
+class Refusing(Eager):
+    def allows(self, operation: Operation, split: Mapping[str, Option]) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("mode", [Eager, Refusing])
+def test_a_users_own_mode_is_tried(mode: type[Mode], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is no better than what there is changes nothing, nor does one that the model cannot be run in."""
+    model, sample = zoo.mlp()
+    before = autopar.plan(model, sample, 4, cluster="cpu", progress=False)
+    monkeypatch.setitem(_MODES, "own", mode)
+    tried: set[int] = set()
+
+    def noted(self: Mode, rank: int, *sizes: int) -> dict[str, list[int]]:
+        tried.add(self.size)
+        return grid(rank, {"rows": self.size})
+
+    monkeypatch.setattr(mode, "groups", noted)
+    after = autopar.plan(model, sample, 4, cluster="cpu", progress=False)
+    assert tried == {2, 4}
+    assert after.nodes == before.nodes
+    assert not after.modes
+
+
+def test_depth_is_left_open() -> None:
+    """Every number of squares that so many ranks make."""
+    found = {size: [mode.depth for mode in alternatives("2.5d", size)] for size in (4, 8, 10, 16, 32)}  # type: ignore[attr-defined]
+    assert found == {4: [], 8: [2], 10: [], 16: [4], 32: [2, 8]}
+    meshes = Options(32, dict(tensor=dict(size=32, mode="2.5d"))).meshes(1)
+    assert [{a.name: a.size for a in axes} for axes in meshes] == [
+        {"depth": 2, "row": 4, "column": 4},
+        {"depth": 8, "row": 2, "column": 2},
+    ]
+
+
+def test_what_bounds_a_mode_is_below_its_best() -> None:
+    """Seconds and bytes that are known without solving against the solver's."""
+    traced, cluster = Traced(*zoo.gpt2(), None), Cluster.load("cpu")
+    known = traced.known(1, cluster)
+    search = Search(known.analysis, cluster, Options(4), known=known)
+    for mode in (m for name in _MODES for m in alternatives(name, 4)):
+        shape = Shape(1, mesh_of(mode, 1, 1), 1)
+        prices = search.prices(shape, 8)
+        fastest, leanest = prices.at(0.0), prices.at(1.0)
+        assert 0.0 < search.least(shape, 8) <= prices.seconds(fastest) * (1 + 1e-9)
+        assert 0.0 < search.least_bytes(shape, 8) <= prices.nbytes(leanest)
