@@ -72,6 +72,8 @@ class Modes:
             "bytes that one rank receives in a step, by collective; bytes of parameters, of activations and of all on the fullest device"
         )
         lines = [table(rows, headers, "l" + "r" * (len(headers) - 1), flexible=(0,)), *textwrap.wrap(legend, WIDTH)]
+        meshes = (f"{_name(e.parallel)}: {' x '.join(f'{name} {n}' for name, n in e.plan.mesh.items())}" for e in planned)  # type: ignore[union-attr]
+        lines += textwrap.wrap(f"meshes: {'; '.join(meshes)}", WIDTH) if planned else []
         for fits, what in ((True, "fit"), (False, "do not, here with the plan that takes least")):
             if names := [_name(e.parallel) for e in planned if e.fits is fits]:
                 lines += textwrap.wrap(f"{what}{f' in {nbytes(self.budget)}' * fits}: {', '.join(names)}", WIDTH)

@@ -167,6 +167,7 @@ def test_modes_side_by_side() -> None:
     assert max(map(len, text.splitlines())) <= 120
     assert "fit in" in text
     assert "do not" not in text
+    assert "2d(4): row 2 x column 2" in text
     for entry in found.entries:
         assert entry.plan is not None
         alone = autopar.plan(model, sample, 4, cluster="cpu", parallel=entry.parallel, progress=False)
@@ -179,7 +180,7 @@ def test_modes_that_do_not_fit() -> None:
     found = autopar.compare_modes(*zoo.wide(width=32, hidden=64), 4, cluster="cpu", progress=False, memory_budget=1000)
     assert not any(e.fits for e in found.entries)
     assert all(e.plan is not None and max(e.plan.peak_memory) > 1000 for e in found.entries)
-    assert str(found).count("data(4)") == 2
+    assert str(found).count("data(4)") == 3  # its row, its mesh, and that it does not fit
     assert "fit in" not in str(found)
 
 
