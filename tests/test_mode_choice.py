@@ -37,15 +37,8 @@ def _long_llama() -> tuple[torch.nn.Module, dict[str, Any]]:
     return model, {"input_ids": tokens, "labels": tokens.clone(), "use_cache": False}
 
 
-def _wide(width: int, batch: int) -> tuple[torch.nn.Module, dict[str, Any]]:
-    with torch.device("meta"):
-        model = zoo._Tokens(width, width).to(torch.bfloat16)
-        return model, {name: torch.empty(batch, 8, width, dtype=torch.bfloat16) for name in ("x", "y")}
-
-
 CASES: dict[str, tuple[Any, int, str, dict[str, Any]]] = {
     "rings": (_long_llama, 16, "h100-sxm", dict(tensor=dict(size=16, mode="sequence"))),
-    "3d": (lambda: _wide(8192, 512), 512, "p100", dict(tensor=dict(size=512, mode="3d"))),
 }
 
 

@@ -28,6 +28,7 @@ HOPEFUL = 1.05  # an estimate of a step may be too high by so much: shapes that 
 LOOPED = "interleaved-1f1b"
 CHUNKS = (2, 4)  # stages a rank that are tried
 NEAREST = 2  # shapes around which others are tried
+LONGEST = 16  # ranks along an axis of a mode that nobody asked for: its kernels go step by step, and so does pricing them
 MOST_LEAN = 12  # shapes whose least memory is worked out where nothing fits
 
 
@@ -85,12 +86,13 @@ class Outer:
             yield from (replace(shape, chunks=chunks, schedule=LOOPED) for chunks in CHUNKS)
 
     def _in_modes(self, near: Shape) -> Iterator[tuple[Shape, ...]]:
-        """Meshes of modes over about as many ranks as cut what is no batch, or over all, as modes may cut samples, too; in no more
-        microbatches."""
+        """Meshes of modes over about as many ranks as cut what is no batch, in no more microbatches."""
         ranks, cut = math.prod(near.sizes), math.prod(a.size for a in near.axes if a.use != "data")
         free = any(a.use == "free" for a in near.axes)
-        for size in (n for n in range(2, ranks + 1) if ranks % n == 0 and (free or cut <= 2 * n <= 4 * cut or n == ranks)):
+        for size in (n for n in range(2, ranks + 1) if ranks % n == 0 and (free or cut <= 2 * n <= 4 * cut)):
             for mode in (m for name in modes() for m in alternatives(name, size) if not m.plain):
+                if max(map(len, mode.groups(0, ranks * near.pipeline, ranks // size, near.pipeline, size).values())) > LONGEST:
+                    continue
                 try:
                     shape = replace(near, axes=mesh_of(mode, ranks // size, near.pipeline))
                 except PlanError as e:

@@ -34,6 +34,7 @@ Progress = Callable[[str], None]
 # Prices of memory at which the cost of saving it is estimated: the first (in steps for a budget), the factor between them, how many.
 FIRST, COARSE, STEPS = 0.05, 3.0, 10
 UNFIT = 10  # how many times longer than its leanest plan a shape is taken to need where that does not fit
+OFFERED_SECONDS = 5.0  # for one solve in a mode that nobody asked for
 KEPT_ALONE = 1e6  # what a byte that is kept counts for where one that lasts is to count for nothing
 
 
@@ -109,8 +110,10 @@ class Search:
             problem = self.problem(shape, samples)
             exact = len(shape.axes) <= EXACT_AXES or all(a.mode is not None or a.use == "data" for a in shape.axes)
             solve = None if exact else partial(self._around_coarser, shape, samples)
-            depends = *key, self._asked, self.options.time_limit
-            self._prices[key] = Prices(problem, weights, self.options.time_limit, solve, partial(self._solved, depends))
+            offered = shape.mode is not None and self.options.parallel is None
+            limit = min(self.options.time_limit, OFFERED_SECONDS) if offered else self.options.time_limit
+            depends = *key, self._asked, limit
+            self._prices[key] = Prices(problem, weights, limit, solve, partial(self._solved, depends))
         return self._prices[key]
 
     def _solved(self, depends: tuple, price: float, solve: Callable[[], Solution]) -> Solution:
