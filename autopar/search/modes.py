@@ -137,7 +137,8 @@ _Class = TypeVar("_Class", bound=type[Mode])
 
 def register_mode(name: str) -> Callable[[_Class], _Class]:
     """Let ``parallel=dict(tensor=dict(size=..., mode=name, ...))`` use the decorated class, a :class:`Mode`; what else the dict holds are
-    keywords of its constructor. A later registration of a name replaces an earlier one.
+    keywords of its constructor. Where none are needed, the planner tries it, too, where neither ``parallel`` nor ``mesh`` is given, and
+    :func:`autopar.compare_modes` lists it. A later registration of a name replaces an earlier one.
 
     Raises:
         PlanError: the name is none, or the class is no :class:`Mode`.
