@@ -17,7 +17,6 @@ from autopar.analysis import Analysis
 from autopar.capture import capture
 from autopar.layout import legal, local_shape, parse_type, strided
 from autopar.passes.canonicalise import canonicalise
-from autopar.plan import Plan
 from autopar.search.fused import fused
 
 TENSOR = {size: dict(tensor=dict(size=size, mode="1d")) for size in (2, 4)}
@@ -53,11 +52,6 @@ def test_weights_whose_parts_all_readers_take_apart_are_found() -> None:
 @pytest.mark.parametrize("name", ["llama", "vit", "mlp"])  # a rotary embedding takes the halves of heads, which no weight has side by side
 def test_other_weights_are_not(name: str) -> None:
     assert not _taken_apart(name)
-
-
-def _moved(plan: Plan) -> set[str]:
-    """The collectives of activations."""
-    return {kind for _, kind, *_, times, _, _ in plan.rows["collectives"] if times}
 
 
 @pytest.mark.parametrize("name", ["gpt2", "fused"])

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from autopar.layout import S, Z
+
 
 class Cut(NamedTuple):
     """How ``ranks`` share a sequence: one piece each, or with ``zigzag`` of 2 x ``ranks`` pieces one from the front and the one as far
@@ -16,10 +18,9 @@ class Cut(NamedTuple):
 
     def pieces(self, rank: int, length: int) -> list[tuple[int, int, int]]:
         """Of the ``length`` elements that ``rank`` has: where each piece lies among these, where in the whole, and how many it has."""
-        if not self.zigzag:
-            return [(0, rank * length, length)]
-        half = length // 2
-        return [(0, rank * half, half), (half, (2 * self.ranks - 1 - rank) * half, half)]
+        t = Z(0) if self.zigzag else S(0)
+        size = length // t.pieces
+        return [(i * size, piece * size, size) for i, piece in enumerate(t.pieces_of(rank, self.ranks))]
 
 
 def positions(rank: int, ranks: int, length: int, zigzag: bool, device: torch.device | str = "cpu") -> torch.Tensor:

@@ -85,16 +85,8 @@ class Choices:
         written = self._is_written(node) or state.target in self._analysis.captured.updates
         within = [i for i, a in enumerate(axes) if a.mode is not None and a.name in a.mode.within]
         parts = self._analysis.once(fused)[1].get(node, {})
-        found = storages(
-            shape,
-            trainable,
-            sizes,
-            self._options.zero,
-            state.kind,
-            lambda i: not written and self._may_cut(axes[i], trainable),
-            within,
-            parts,
-        )
+        split = [not written and self._may_cut(axis, trainable) for axis in axes]
+        found = storages(shape, trainable, sizes, self._options.zero, state.kind, split.__getitem__, within, parts)
         mode, places = _mode(axes)
         if mode is not None and trainable:
             found = [s for s in found if mode.stores(*({name: t[i] for name, i in places.items()} for t in (s.stored, s.used)))] or found

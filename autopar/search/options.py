@@ -128,6 +128,10 @@ class Options:
             raise PlanError(f"mesh={tuple(self.mesh)} has {ranks} ranks, which do not divide world_size {self.world_size}")
         return Pipeline(self.world_size // ranks)
 
+    def offers(self, mode: Mode | None) -> bool:
+        """Whether a mesh is one that nobody asked for: of a mode, where ``parallel`` names none."""
+        return mode is not None and self.parallel is None
+
     def data_degrees(self, pipeline: int) -> list[int]:
         """In how many ways the options let the ranks of a stage split the batch, the finest first."""
         if self.parallel is not None:

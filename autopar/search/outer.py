@@ -203,7 +203,7 @@ class Outer:
                 continue
             self.searches.progress(str(shapes[0]))
             search, samples = self.searches.of(shapes[0].microbatches), self.searches.part(shapes[0])
-            offered = shapes[0].mode is not None and self.options.parallel is None
+            offered = self.options.offers(shapes[0].mode)
             try:
                 if offered and best is None and not self._may_fit(shapes[-1]):
                     continue

@@ -110,8 +110,7 @@ class Search:
             problem = self.problem(shape, samples)
             exact = len(shape.axes) <= EXACT_AXES or all(a.mode is not None or a.use == "data" for a in shape.axes)
             solve = None if exact else partial(self._around_coarser, shape, samples)
-            offered = shape.mode is not None and self.options.parallel is None
-            limit = min(self.options.time_limit, OFFERED_SECONDS) if offered else self.options.time_limit
+            limit = min(self.options.time_limit, OFFERED_SECONDS) if self.options.offers(shape.mode) else self.options.time_limit
             depends = *key, self._asked, limit
             self._prices[key] = Prices(problem, weights, limit, solve, partial(self._solved, depends))
         return self._prices[key]
