@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TYPED := build/typecheck
 
-.PHONY: help venv demo test test-slow check lint types format bench clean
+.PHONY: help venv demo test test-slow test-exhaustive check lint types format bench clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -26,11 +26,14 @@ demo: $(STAMP) ## plan a small GPT, train it on 4 local ranks, compare with one 
 	@$(BIN)/python examples/train_gpt.py --ranks 4 $(ARGS)
 
 test: $(STAMP) ## the tests (ARGS=… goes to pytest)
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not exhaustive" $(ARGS)
 
 # pytest exits with 5 when it collected nothing, which is no failure here.
 test-slow: $(STAMP) ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow $(ARGS) || [ $$? -eq 5 ]
+
+test-exhaustive: $(STAMP) ## the rest of the products of models and options, which neither test nor test-slow runs
+	$(BIN)/python -m pytest -m exhaustive $(ARGS)
 
 check: lint types ## ruff and mypy
 

@@ -1,6 +1,7 @@
 """One call turns a single-device PyTorch model into a distributed training program."""
 
 from autopar.api import compile, plan
+from autopar.checking import Checked, check
 from autopar.compare_modes import Modes, compare_modes
 from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, CaptureError, PlanError, RunError
@@ -15,6 +16,7 @@ from autopar.sweep import Sweep, sweep
 __all__ = [
     "AutoparError",
     "CaptureError",
+    "Checked",
     "Cluster",
     "Comparison",
     "Compiled",
@@ -26,6 +28,7 @@ __all__ = [
     "PlanError",
     "RunError",
     "Sweep",
+    "check",
     "clip_grad_norm_",
     "compare_modes",
     "compile",

@@ -8,16 +8,15 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import networkx as nx
-import torch
 import torch.fx as fx
 
-from autopar.capture import Captured
+from autopar.capture import Captured, Division
 from autopar.graph import needing_grad, operands
 from autopar.rules import Rule, rule_of
 
 Place = tuple[fx.Node, int]
 T = TypeVar("T")
-Form = tuple[torch.Tensor, tuple[Any, ...]]  # a node's value and arguments
+Form = tuple[Any, tuple[Any, ...]]  # a node's value and arguments
 
 
 class Analysis:
@@ -36,8 +35,9 @@ class Analysis:
             n: kinds[n.name] for n in nodes if n.op == "placeholder" and kinds[n.name].kind in ("parameter", "buffer", "constant")
         }
         self.inputs = [n for n in nodes if n.op == "placeholder" and kinds[n.name].kind == "input"]
+        self.hoisted = [n for n in nodes if n.op == "placeholder" and kinds[n.name].kind == "hoisted"]
         self.differentiable = needing_grad(nodes, {n for n, i in self.state.items() if captured.state[i.target].requires_grad})
-        self.batch = Batch(self.graph, self.rules, self.inputs)
+        self.batch = Batch(self.graph, self.rules, self.inputs, captured.division)
         # By the sizes from and to: what search.resize has found for a batch of another size.
         self.resized: dict[tuple[int, int], tuple[dict[fx.Node, Form | None], dict[fx.Node, Rule | None]]] = {}
         self._once: dict[tuple[Any, int], Any] = {}
@@ -48,6 +48,13 @@ class Analysis:
         if key not in self._once:
             self._once[key] = make(self)
         return self._once[key]
+
+    @cached_property
+    def may_require_grad(self) -> frozenset[fx.Node]:
+        """What is ``differentiable`` once every parameter is unfrozen and every input requires a gradient."""
+        given = {n for n, state in self.state.items() if state.kind == "parameter"}.union(self.inputs)
+        sources = {n for n in given if n.meta["val"].dtype.is_floating_point or n.meta["val"].dtype.is_complex}
+        return frozenset(needing_grad(self.graph.nodes, sources)) | self.differentiable
 
     @property
     def shared(self) -> frozenset[fx.Node]:
@@ -110,10 +117,13 @@ class Analysis:
 class Batch:
     """The batch's dims and factors in a graph.
 
-    ``size`` is the number of samples. A dim is the batch's when rules connect it with dim 0 of an input of that size.
+    ``size`` is the number of samples. A dim is the batch's when rules connect it with dim 0 of an input of that size; in the graph of a
+    microbatch, when its type along time says that it is cut.
     """
 
-    def __init__(self, graph: fx.Graph, rules: Mapping[fx.Node, Rule | None], inputs: list[fx.Node]) -> None:
+    def __init__(
+        self, graph: fx.Graph, rules: Mapping[fx.Node, Rule | None], inputs: list[fx.Node], division: Division | None = None
+    ) -> None:
         links: nx.utils.UnionFind = nx.utils.UnionFind()
         self._places: dict[fx.Node, dict[str, Place]] = {}
         for node in graph.nodes:
@@ -131,6 +141,11 @@ class Batch:
                             links[place]  # known from now on
                         else:
                             links.union(first, place)
+        if division is not None:
+            cut = ((n, n.meta["time"]) for n in inputs)  # as they are now: a resized graph may be copied
+            self.size = next((n.meta["val"].shape[t.dim] for n, t in cut if t.is_shard), division.samples)
+            self._is_batch = {(n, n.meta["time"].dim) for n in graph.nodes if n.op != "output" and n.meta["time"].is_shard}
+            return
         heads = [(n, n.meta["val"].shape[0]) for n in inputs if len(n.meta["val"].shape)]
         self.size = int(Counter(size for _, size in heads).most_common(1)[0][0]) if heads else 1
         roots = {links[(n, 0)] for n, size in heads if size == self.size}

@@ -15,18 +15,21 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from autopar.analysis import Analysis
 from autopar.cost_model import Cluster
+from autopar.eager import SampleError, check_captured, not_comparable
 from autopar.errors import AutoparError, PlanError, RunError
+from autopar.graph import describe
 from autopar.passes.lower import Lowered, lower
 from autopar.passes.stages import cut_stages
 from autopar.plan import Plan
+from autopar.plan_data import as_asked, checked
 from autopar.planner import LossFunction, Planner, Traced, batch_size
 from autopar.profile import check_machine
 from autopar.runtime.agree import same_on_all_ranks, together
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.program import Compiled
 from autopar.runtime.typecheck import check_types
+from autopar.search.check_plan import check_batch, check_plan
 from autopar.search.options import Options
-from autopar.search.schedules import check_schedule
 
 
 def plan(
@@ -67,12 +70,15 @@ def compile(
     cluster: str | os.PathLike[str] | Cluster | None = None,
     loss_fn: LossFunction | None = None,
     progress: bool = True,
+    verify: bool = True,
     **options: Any,
 ) -> Compiled:
     """Make ``model`` a distributed program: called and trained like the model itself. Call it in each rank, under ``torchrun``.
 
     Args:
         plan: a plan made before, for the same model and sample; without one, rank 0 plans and the others receive it.
+        verify: whether rank 0 runs the model and its captured graph once on the sample, where weights and sample have values, and compares
+            what they make; see :func:`autopar.check`.
 
     The other arguments are those of :func:`plan`.
 
@@ -80,44 +86,62 @@ def compile(
         RunError: the world size is not the process group's, or ranks hold different models or plans.
         CaptureError, PlanError: as :func:`plan`.
     """
-    device, precision = _device(model), plan.precision if plan else options.get("precision")
+    device, precision = _device(model), plan.precision if isinstance(plan, Plan) else options.get("precision")
     traced = Traced(model, sample_input, loss_fn, precision)
     _join_group(world_size, device)
     together("compile", partial(_check, world_size, device, traced.sample, plan, options))
-    same_on_all_ranks("given" if plan else "to be made", "the plan")
+    same_on_all_ranks("to be made" if plan is None else "given", "the plan")
     together("tracing the model", lambda: traced.whole)
+    unverified = together("comparing the captured graph with the model", partial(_verify, traced)) if verify else []
     if plan is None:
         plan = _plan_on_rank_0(partial(_planned_here, traced, device, world_size, cluster, progress, options))
-    same_on_all_ranks(repr(dataclasses.replace(plan, timings={})), "the plan")
-    if plan.microbatches > 1 and batch_size(traced.sample) == plan.microbatches:
-        alone = f"{plan.microbatches} microbatches of a single sample over all ranks of a stage can be priced, but not run yet"
-        raise PlanError(f"{alone}: plan with micro_batch_size=2, or split the batch over ranks too")
-    analysis, prologue = together("tracing a microbatch", partial(traced.analyse, plan.microbatches))
+    same_on_all_ranks(repr(dataclasses.replace(plan, timings={}, options={})), "the plan")
+    check_batch(plan, batch_size(traced.sample))
+    analysis, prologue = together("deriving a microbatch", partial(traced.analyse, plan.microbatches))
     found = analysis.captured.fingerprint
     same_on_all_ranks(found + _described(analysis.captured.state), "the model")
     if found != plan.fingerprint:
         raise RunError(f"the plan was made for a graph with fingerprint {plan.fingerprint}, this model and sample give {found}: plan again")
     if len(plan.stages) > 1:
-        check_schedule(plan.schedule, plan.pipeline, plan.chunks, plan.microbatches)
         analysis = cut_stages(analysis, [stage.start for stage in plan.stages[1:]])
+    together("checking the plan", partial(check_plan, plan, analysis))
     mesh = Mesh(plan.mesh_sizes, plan.mesh_names, None if device.type == "meta" else device, pipeline=plan.pipeline, modes=plan.modes)
-    lowered = lower(analysis, plan, prologue, mesh.device)
-    _check_types(analysis, lowered, mesh)
-    evaluates = together("tracing the model in eval()", traced.evaluates)
-    return Compiled(analysis.captured, plan, lowered, mesh, model=model, evaluates=evaluates)
+    evaluating = together("tracing the model in eval()", lambda: traced.evaluating)
+    lowered = lower(analysis, plan, prologue, mesh.device, evaluating)
+    notes = [*unverified, *_check_types(analysis, lowered, mesh)]
+    noted = dataclasses.replace(plan, notes=(*plan.notes, *notes)) if notes else plan
+    return Compiled(analysis.captured, noted, lowered, mesh, model=model)
 
 
-def _check_types(analysis: Analysis, lowered: Lowered, mesh: Mesh) -> None:
-    """The second opinion: another type system must infer the layouts that the plan claims."""
+def _check_types(analysis: Analysis, lowered: Lowered, mesh: Mesh) -> list[str]:
+    """The second opinion: another type system must infer the layouts that the plan claims. Returns notes on what it does not know."""
     if mesh.size == 1:
-        return
-    trainable = {n.name for n in analysis.differentiable}
+        return []
+    trainable = {n.name for n in analysis.may_require_grad}
     values, layouts = [], []
     for n in lowered.train.graph.nodes:
         if n.op == "placeholder" and n.name != "mesh":
             values.append(torch.empty(n.meta["local"], dtype=n.meta["val"].dtype, device="meta", requires_grad=n.name in trainable))
             layouts.append(n.meta["layout"])
-    check_types(lowered.train, mesh, values, layouts)
+    try:
+        trusted = check_types(lowered.train, mesh, values, layouts)
+    except RunError:
+        raise
+    except Exception as e:  # it is an opinion: what it cannot read may still be right
+        return [f"the type check was not finished, {type(e).__name__}: {e}"]
+    nodes = {n.name: n for n in lowered.train.graph.nodes}
+    return list(dict.fromkeys(f"the type check does not know {describe(nodes[name])}" for name in trusted))
+
+
+def _verify(traced: Traced) -> list[str]:
+    """On rank 0, whose weights are everybody's. Returns a note where nothing was compared."""
+    problem = not_comparable(traced.whole, traced.model, traced.sample)
+    try:
+        if not problem and dist.get_rank() == 0:
+            check_captured(traced.whole, traced.model, traced.sample, traced.loss_fn)
+    except SampleError as e:
+        problem = str(e)
+    return [f"captured and eager were not compared: {problem}; autopar.check does it for a sample that fits"] if problem else []
 
 
 def known_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -128,7 +152,15 @@ def known_options(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
+def check_sample(sample: Any) -> None:
+    """Raises PlanError for a batch of none."""
+    if not batch_size(sample):
+        raise PlanError("sample_input is a batch of no samples: give one of the size that will be trained on")
+
+
 def _device(model: nn.Module) -> torch.device:
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"model={model!r:.100}: give an nn.Module")
     found = {p.device.type: p.device for p in model.parameters()}
     if len(found) > 1:
         raise RunError(f"the model's parameters are on {' and '.join(sorted(found))}: move it to one device first")
@@ -153,7 +185,8 @@ def cluster_of(cluster: Any, model: nn.Module) -> Cluster:
 def _join_group(world_size: int, device: torch.device) -> None:
     """Use the process group there is; make one under torchrun, or for a single process."""
     if not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        on_gpu = device.type == "cuda" or (device.type == "meta" and torch.cuda.is_available())  # a model on meta trains where it can
+        backend = "nccl" if on_gpu else "gloo"
         if "RANK" in os.environ:
             dist.init_process_group(backend)
         elif world_size == 1:
@@ -166,6 +199,8 @@ def _join_group(world_size: int, device: torch.device) -> None:
 
 def _check(world_size: int, device: torch.device, sample: Any, plan: Plan | None, options: dict[str, Any]) -> None:
     """What can be seen to be wrong before anything is done."""
+    if plan is not None:
+        checked(plan, Plan)
     ranks = dist.get_world_size()
     if ranks != world_size:
         raise RunError(f"compile was asked for world_size={world_size}, the process group has {ranks} ranks: pass world_size={ranks}")
@@ -173,6 +208,7 @@ def _check(world_size: int, device: torch.device, sample: Any, plan: Plan | None
         raise RunError(f"the plan is for world_size={plan.world_size}, compile was asked for {world_size}: plan again for {world_size}")
     if plan is None:
         Options(world_size, **known_options(options))
+        check_sample(sample)
     if plan is not None and options:
         unused = ", ".join(sorted(options))
         raise PlanError(f"plan= decides everything, so {unused} would have no effect: give the options to autopar.plan")
@@ -192,14 +228,17 @@ def planned(traced: Traced, world_size: int, cluster: Any, progress: bool, optio
     chosen = Options(world_size, **known_options(options))
     hardware = cluster_of(cluster, traced.model)
     hardware.check(world_size)
-    return Planner(traced, hardware, chosen, progress).run()
+    check_sample(traced.sample)
+    asked = {"world_size": world_size, "cluster": hardware.name if cluster is None else cluster, **options}
+    if traced.loss_fn is not None:
+        asked["loss_fn"] = traced.loss_fn
+    return dataclasses.replace(Planner(traced, hardware, chosen, progress).run(), options=as_asked(asked))
 
 
 def _planned_here(traced: Traced, device: torch.device, world_size: int, cluster: Any, progress: bool, options: dict[str, Any]) -> Plan:
     """Planned where it will run: a profile must be of this machine."""
-    hardware = cluster_of(cluster, traced.model)
-    check_machine(hardware, device)
-    return planned(traced, world_size, hardware, progress, options)
+    check_machine(cluster_of(cluster, traced.model), device)
+    return planned(traced, world_size, cluster, progress, options)
 
 
 def _plan_on_rank_0(planned: Callable[[], Plan]) -> Plan:

@@ -7,19 +7,25 @@ of a transposed tensor copies, of another it is a view, and a saved view keeps i
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 
 from autopar import stand_ins
 from autopar.cost_model.memory import allocated
 from autopar.launches import Launch, Recorder, storage
 from autopar.memory.flow import Flow, flow_of, unknown
+from autopar.runtime.applied import Applied
 
 aten = torch.ops.aten
+
+_MOST = 20_000  # answers that are kept; a large model's search asks a few thousand questions
+_ANSWERS: defaultdict[str, dict[Any, Answer]] = defaultdict(dict)  # that torch gave in this process, by device type: no model is in them
 
 
 class Strided(NamedTuple):
@@ -82,21 +88,35 @@ class Autograd:
         self.device_type = device_type
         self.allocated = allocated if device_type == "cuda" else int
         self._answers: dict[Any, Answer] = {}
+        self._shared = _ANSWERS[device_type]
 
     def ask(self, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], val: Any = None) -> Answer:
         """What one call saves, with :class:`Strided` for its tensors, which ``Strided.grad`` marks as needing a gradient.
 
-        An operator that does not run on meta tensors is taken to keep all its operands and results, which look like ``val``.
+        An operator that does not run on meta tensors is taken to keep all its operands and results, which look like ``val``. So is a
+        ``torch.autograd.Function``: that is the user's code, which nothing but the program runs.
         """
         key = (target, _frozen(args), _frozen(kwargs))
         if key not in self._answers:
-            try:
-                self._answers[key] = self._run(target, args, kwargs)
-            except (RuntimeError, NotImplementedError, ValueError):
-                if val is None:
-                    raise
-                self._answers[key] = self._all(args, kwargs, val)
+            self._answers[key] = self._known(key, target, args, kwargs, val)
         return self._answers[key]
+
+    def _known(self, key: Any, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], val: Any) -> Answer:
+        """The same of what this process was asked before, of any model."""
+        if isinstance(target, Applied) and val is not None:
+            return self._all(args, kwargs, val)
+        if key in self._shared:
+            return self._shared[key]
+        try:
+            answer = self._run(target, args, kwargs)
+        except Exception:  # torch's meta kernels fail in every way: BatchNorm of one value a channel divides by zero
+            if val is None:
+                raise
+            return self._all(args, kwargs, val)
+        if len(self._shared) == _MOST:
+            self._shared.clear()
+        self._shared[key] = answer
+        return answer
 
     def _run(self, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Answer:
         tensors: list[torch.Tensor] = []
@@ -114,7 +134,7 @@ class Autograd:
         with torch.set_grad_enabled(grad), saved_tensors_hooks(pack, lambda t: t), Recorder() as ran:
             out = call(*made[0], **made[1])
         several = isinstance(out, (tuple, list))
-        outputs = [t for t in (out if several else [out]) if isinstance(t, torch.Tensor)]
+        outputs = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
         saved = {s._cdata: self.allocated(s.nbytes()) for s in packed}
         results = []
         for t in outputs:
@@ -138,10 +158,14 @@ class Autograd:
         inputs = [v for a in (*args, *kwargs.values()) for v in (a if isinstance(a, list) else [a]) if isinstance(v, Strided)]
         grad = any(v.grad for v in inputs)
         several = isinstance(val, (tuple, list))
-        outputs = [placed(t, grad and t.is_floating_point()) for t in (val if several else [val]) if isinstance(t, torch.Tensor)]
+        outputs = [placed(t, grad and (t.is_floating_point() or t.is_complex())) for t in tree_leaves(val) if isinstance(t, torch.Tensor)]
         results = [Result(t, None, self.allocated(math.prod(t.shape) * t.dtype.itemsize), grad) for t in outputs]
         flow = unknown(sum(r.nbytes for r in results), inputs if grad else [], self.allocated)
-        return Answer(tuple(results), frozenset(range(len(inputs)) if grad else ()), (), several, flow=flow)
+        sizes = [(k, math.prod(t.shape) * t.dtype.itemsize) for k, t in enumerate(inputs)] + [
+            (-1 - j, r.nbytes) for j, r in enumerate(results)
+        ]
+        once = (Launch("call", "elementwise", tuple(sizes), -1),)
+        return Answer(tuple(results), frozenset(range(len(inputs)) if grad else ()), (), several, once, once if grad else (), flow)
 
     def _stand_in(self, target: Callable[..., Any]) -> Callable[..., Any]:
         """What the program runs for ``target``, where meta tensors alone would not show it."""
@@ -184,7 +208,7 @@ def _backward(tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], 
     try:
         with Recorder() as ran:
             gradients = torch.autograd.grad(outputs, inputs, arriving, allow_unused=True)
-    except (RuntimeError, NotImplementedError):
+    except Exception:  # as above
         nbytes = [(places[storage(t)], t.numel() * t.dtype.itemsize) for t in (*outputs, *tensors, *inputs)]
         return (Launch("backward", "elementwise", tuple(nbytes), places[storage(inputs[0])]),)
     places = places | {storage(g): places[storage(t)] for g, t in zip(gradients, inputs, strict=True) if g is not None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,6 +14,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from autopar.errors import CaptureError
+from autopar.functions import is_transformed
 from autopar.graph import describe
 from autopar.precision import computing_in, differs
 from autopar.tracing import export, source_of
@@ -24,13 +26,40 @@ class Input:
 
     Attributes:
         name: the placeholder's node name.
-        kind: ``"parameter"``, ``"buffer"``, ``"constant"`` (a tensor that the forward makes from Python numbers) or ``"input"``.
+        kind: ``"parameter"``, ``"buffer"``, ``"constant"`` (a tensor that the forward makes from Python numbers), ``"input"``, or
+            ``"hoisted"`` (what is computed once for all microbatches).
         target: the name in the model; for an input where it was given, such as ``"input_ids"`` or ``"args[0]"``.
     """
 
     name: str
     kind: str
     target: str
+
+
+@dataclass(frozen=True)
+class Division:
+    """How the graph of a microbatch divides the batch. Each node has ``meta["time"]``: R (it is the same for each microbatch), P (the
+    microbatches' values add up), or S(d) (the microbatch's part).
+
+    Attributes:
+        samples: of a microbatch.
+        shares: equal parts of the batch, of each of which a microbatch has a chunk; 1 unless the model takes the batch apart.
+        room: into how many chunks each of them may go, so that samples which the model takes together stay together.
+        each: the updates, by number, that each microbatch makes; others are those of the whole batch, made once.
+        approximate: what is taken of each microbatch although that is not exact.
+        tightest: what takes the most samples together; "" where nothing takes more than one.
+    """
+
+    samples: int
+    shares: int
+    room: int
+    each: tuple[int, ...] = ()
+    approximate: tuple[str, ...] = ()
+    tightest: str = ""
+
+    def ways(self, microbatches: int, degree: int) -> int:
+        """Into how many chunks each share goes, of each of which a microbatch has a chunk, where ``degree`` ranks split the batch."""
+        return math.gcd(math.lcm(degree, self.shares) // self.shares, self.room // microbatches)
 
 
 @dataclass
@@ -54,6 +83,7 @@ class Captured:
         stored: by placeholder, the dtype of a tensor that the graph has in ``compute`` instead; empty once the graph is canonical, when
             only parameters are left, whose placeholders have it as ``meta["stored"]``.
         fingerprint: of the canonical graph of the whole batch, also where this is the graph of a part of it.
+        division: of the graph of a microbatch, how the batch is divided.
     """
 
     graph: fx.Graph
@@ -69,6 +99,7 @@ class Captured:
     compute: torch.dtype | None = None
     stored: dict[str, torch.dtype] = field(default_factory=dict)
     fingerprint: str = ""
+    division: Division | None = None
 
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
@@ -89,27 +120,30 @@ def capture(model: nn.Module, sample_input: Any, loss_fn: LossFunction | None = 
     Raises:
         CaptureError: the model cannot be traced, has no loss, or has shapes that depend on data.
     """
-    args, kwargs = _arguments(sample_input)
-    in_spec = pytree.tree_structure((args, kwargs))
-    notes: tuple[str, ...] = ()
-    traced: nn.Module = model
-    prefix = ""
-    extra = _cache_off(model, args, kwargs)
-    if extra:
-        notes = ("use_cache=False was added to the model's inputs",)
-    if loss_fn is not None:
-        traced, prefix = _WithLoss(model, loss_fn, type(sample_input), extra), "model."
-    elif extra:
-        kwargs = {**kwargs, **extra}
+    in_spec = pytree.tree_structure(arguments_of(sample_input))
+    traced, args, kwargs = called(model, sample_input, loss_fn)
+    prefix = "" if traced is model else "model."
+    added = _cache_off(model, *arguments_of(sample_input))
+    notes: tuple[str, ...] = ("use_cache=False was added to the model's inputs",) if added else ()
     args, kwargs = pytree.tree_map_only(torch.Tensor, _blank(_device(model), dtype), (args, kwargs))
     with computing_in(model, dtype):
         program = export(traced, args, kwargs, model)
     captured = _unlift(program, model, prefix, in_spec, notes)
-    given = dict(zip(_input_paths(in_spec), pytree.tree_leaves(_arguments(sample_input)), strict=False))
+    given = dict(zip(_input_paths(in_spec), pytree.tree_leaves(arguments_of(sample_input)), strict=False))
     return replace(captured, compute=dtype, stored=_stored(captured, given))
 
 
-def _arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def called(model: nn.Module, sample: Any, loss_fn: LossFunction | None) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """What is traced for a sample: a module, the model itself or with the loss behind it, and its arguments."""
+    args, kwargs = arguments_of(sample)
+    extra = _cache_off(model, args, kwargs)
+    if loss_fn is not None:
+        return _WithLoss(model, loss_fn, type(sample), extra), args, kwargs
+    return model, args, {**kwargs, **extra}
+
+
+def arguments_of(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and the keyword arguments that a sample is."""
     if isinstance(sample, torch.Tensor):
         return (sample,), {}
     if isinstance(sample, (tuple, list)):
@@ -184,7 +218,8 @@ def _unlift(
     _check_shapes(graph)
     state, aliases = _state(model)
     entries = _entries(program, prefix, aliases, _input_paths(in_spec))
-    state.update((e.target, program.constants[prefix + e.target]) for e in entries.values() if e.kind == "constant")
+    specs = zip(entries.values(), program.graph_signature.input_specs, strict=True)
+    state.update((e.target, program.constants[str(spec.target)]) for e, spec in specs if e.kind == "constant")
     inputs, constants = _placeholders(graph, entries, in_spec.num_leaves)
     return Captured(graph, inputs, in_spec, constants, out_spec, _find_loss(graph, out_spec), (), state, aliases, notes)
 
@@ -273,6 +308,11 @@ def _check_shapes(graph: fx.Graph) -> None:
     symbols = (torch.SymInt, torch.SymFloat, torch.SymBool)
     for node in graph.nodes:
         for val in pytree.tree_leaves(node.meta["val"]) if node.op == "call_function" else ():
+            if is_transformed(val):
+                raise CaptureError(
+                    f"{describe(node)} is under a transform of torch.func (vmap, grad), and a graph has no such: "
+                    "write it for the whole batch"
+                )
             if isinstance(val, symbols) or (isinstance(val, torch.Tensor) and any(isinstance(n, symbols) for n in val.shape)):
                 raise CaptureError(
                     f"{describe(node)} makes a number or a shape that depends on tensor values; a plan needs shapes that are known "

@@ -21,6 +21,7 @@ from autopar.plan import Plan
 from autopar.planner import LossFunction, Traced
 from autopar.report.table import WIDTH, cut, nbytes, seconds, table
 from autopar.search.modes import alternatives, modes
+from autopar.search.options import Options
 
 Parallel = Mapping[str, Any]
 
@@ -112,9 +113,10 @@ def compare_modes(
     """
     if fixed := sorted({"parallel", "mesh"} & set(options)):
         raise PlanError(f"compare_modes decides {' and '.join(fixed)} itself: leave it out; data= and pipeline= can be given")
-    known_options(options)
+    Options(world_size, **known_options(options))
     stages = _stages(pipeline)
-    if not isinstance(stages, int) or stages < 1 or world_size % (stages * (data or 1)):
+    sizes = (stages, 1 if data is None else data)
+    if any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in sizes) or world_size % (stages * (data or 1)):
         raise PlanError(f"pipeline={pipeline!r} and data={data!r} do not divide world_size {world_size}")
     hardware, traced = cluster_of(cluster, model), Traced(model, sample_input, loss_fn, options.get("precision"))
     _ = traced.whole

@@ -8,10 +8,23 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from autopar.errors import PlanError
+
 
 def write_json(path: str | os.PathLike[str], data: Any, indent: int | None = None) -> None:
-    """Replaces ``path`` at once; it stays as it was where writing fails."""
-    text, target = json.dumps(data, indent=indent) + "\n", Path(path)
+    """Replaces ``path`` at once; it stays as it was where writing fails.
+
+    Raises:
+        PlanError: ``path`` is no path.
+        OSError: the system does not let it be written.
+    """
+    try:
+        name = os.fsdecode(path)
+        if not name or "\0" in name:
+            raise ValueError
+    except (TypeError, ValueError):
+        raise PlanError(f"path={path!r:.100}: give the path of a file to write") from None
+    text, target = json.dumps(data, indent=indent) + "\n", Path(name)
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".tmp")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
 
 Path = tuple[int | str, ...]
 """Where an operand sits: position or keyword, then the index inside a list argument."""
@@ -87,6 +88,12 @@ def shape(node: fx.Node) -> tuple[int, ...]:
     return tuple(node.meta["val"].shape)
 
 
+def results(node: fx.Node) -> list[torch.Tensor]:
+    """The tensors that a node returns: one, or those of an operator with several, in their order."""
+    value = node.meta.get("val")
+    return [value] if isinstance(value, torch.Tensor) else [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
+
+
 def new_node(
     graph: fx.Graph,
     target: Callable[..., Any],
@@ -152,13 +159,20 @@ def needing_grad(nodes: Iterable[fx.Node], sources: Collection[fx.Node]) -> set[
     return found
 
 
+def gradient_sources(nodes: Iterable[fx.Node], sources: Mapping[fx.Node, int]) -> dict[fx.Node, frozenset[int]]:
+    """The nodes through which a gradient flows back to ``sources`` (placeholders that may require one), with the numbers of these."""
+    found = {node: frozenset((number,)) for node, number in sources.items()}
+    for node in nodes:
+        if node.op == "call_function" and carries_grad(node, found):
+            found[node] = frozenset().union(*(found[n] for n in node.all_input_nodes if n in found))
+    return found
+
+
 def carries_grad(node: fx.Node, needing: Collection[fx.Node]) -> bool:
     """Whether autograd would record this call, given the nodes before it that need a gradient."""
     if node.meta.get("no_grad") or node.target is torch.ops.aten.detach.default:
         return False
-    val = node.meta["val"]
-    values = val if isinstance(val, (list, tuple)) else (val,)
-    if not any(isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values):
+    if not any(v.is_floating_point() or v.is_complex() for v in results(node)):
         return False
     return any(n in needing for n in node.all_input_nodes)
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from autopar.errors import PlanError
 from autopar.files import write_json
-from autopar.layout import Layout, parse, parse_type, show
+from autopar.layout import Layout
+from autopar.plan_data import read, to_data
 from autopar.precision import COMPUTE, REDUCE
 
-VERSION = 4
+VERSION = 5
 EXACT_AXES = 2  # on meshes of more axes, unless they are a mode's, the search is exact in neighbourhoods only
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble")
 BUCKET_BYTES = 25 << 20  # the most that one collective takes of gradients, or of gathered parameters, in a step
@@ -88,6 +87,7 @@ class Plan:
         rows: what the report shows of each block and its collectives.
         notes: what a user should know: operators without a rule, statistics per microbatch, …
         timings: seconds that planning took, by phase.
+        options: how it was asked for: the world size, the cluster and every option that was given, as JSON has them.
         modes: the names of the axes of each mode of tensor parallelism that was asked for or chosen.
     """
 
@@ -116,24 +116,36 @@ class Plan:
     modes: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """ValueError where the parts do not fit together."""
+        """PlanError where the parts do not fit together. That each is of its kind, a file's reader and ``compile`` look after."""
+        try:
+            found = next(self._misfits(), None)
+        except (AttributeError, TypeError, KeyError) as e:
+            raise PlanError(f"a part of the plan is not what a plan has there: {e!r}") from e
+        if found is not None:
+            raise PlanError(found)
+
+    def _misfits(self) -> Iterator[str]:
         axes = len(self.mesh_sizes)
-        if self.pipeline * math.prod(self.mesh_sizes) != self.world_size or len(self.mesh_names) != axes:
+        if self.pipeline * math.prod(self.mesh_sizes) != self.world_size or len(self.mesh_names) != axes or self.world_size < 1:
             mesh = f"a pipeline of {self.pipeline} with a mesh of sizes {self.mesh_sizes} named {self.mesh_names}"
-            raise ValueError(f"{mesh} is none of {self.world_size} ranks")
+            yield f"{mesh} is none of {self.world_size} ranks"
+        if min(self.pipeline, *self.mesh_sizes, self.microbatches, self.data_degree) < 1:
+            yield f"a size below 1: pipeline {self.pipeline}, mesh {self.mesh_sizes}, {self.microbatches} microbatches"
+        if len(set(self.mesh_names)) != axes or "" in self.mesh_names or (self.pipeline > 1 and "pipeline" in self.mesh_names):
+            yield f"mesh_names {self.mesh_names}: each axis needs a name of its own"
         if not self.stages or len(self.stages) % self.pipeline:
-            raise ValueError(f"{len(self.stages)} stages are no multiple of the pipeline's {self.pipeline} ranks")
+            yield f"{len(self.stages)} stages are no multiple of the pipeline's {self.pipeline} ranks"
         if self.schedule not in SCHEDULES:
-            raise ValueError(f"schedule {self.schedule!r} is none of {', '.join(SCHEDULES)}")
+            yield f"schedule {self.schedule!r} is none of {', '.join(SCHEDULES)}"
         for what, value, known in (("precision", self.precision, COMPUTE), ("reduce_dtype", self.reduce_dtype, REDUCE)):
             if value is not None and value not in known:
-                raise ValueError(f"{what} {value!r} is none of {', '.join(known)}")
+                yield f"{what} {value!r} is none of {', '.join(known)}"
         for name, node in self.nodes.items():
             if any(len(layout) != axes for layout in (*node.ins, node.out, node.factors, node.kernels)):
-                raise ValueError(f"node {name!r} has not one type for each of the {axes} mesh axes")
+                yield f"node {name!r} has not one type for each of the {axes} mesh axes"
         for name, parameter in self.parameters.items():
             if len(parameter.stored) != axes or len(parameter.used) != axes:
-                raise ValueError(f"parameter {name!r} has not one type for each of the {axes} mesh axes")
+                yield f"parameter {name!r} has not one type for each of the {axes} mesh axes"
 
     @property
     def step_time(self) -> float:
@@ -190,54 +202,13 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON: the whole file or nothing."""
-        write_json(path, {"version": VERSION, **_to_data(self)}, indent=1)
+        write_json(path, {"version": VERSION, **to_data(self)}, indent=1)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
         """Read a plan that :meth:`save` wrote.
 
         Raises:
-            PlanError: the file is no plan, or of another version.
+            PlanError: the file cannot be read, is no plan, of another version, or damaged.
         """
-        try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-            version = data.pop("version")
-        except (ValueError, KeyError, TypeError, AttributeError) as e:
-            raise PlanError(f"{os.fspath(path)} is no plan: {e!r}. Plan.save writes one") from e
-        if version != VERSION:
-            raise PlanError(f"{os.fspath(path)} has plan version {version}, this autopar reads {VERSION}: plan again")
-        try:
-            return _from_data(data)
-        except (KeyError, TypeError, ValueError, AttributeError) as e:
-            raise PlanError(f"{os.fspath(path)} is a damaged plan: {e!r}. Plan again, or undo the edit") from e
-
-
-def _to_data(plan: Plan) -> dict[str, Any]:
-    data = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
-    data["nodes"] = {
-        name: {"in": [show(i) for i in n.ins], "out": show(n.out), "factors": list(n.factors), "kernels": list(n.kernels)}
-        for name, n in plan.nodes.items()
-    }
-    data["stages"] = [dataclasses.asdict(stage) for stage in plan.stages]
-    data["parameters"] = {name: {"stored": show(p.stored), "used": show(p.used)} for name, p in plan.parameters.items()}
-    return data
-
-
-def _from_data(data: dict[str, Any]) -> Plan:
-    nodes = {
-        name: NodePlan(tuple(parse(i) for i in n["in"]), parse(n["out"]), tuple(n["factors"]), tuple(n["kernels"]))
-        for name, n in data["nodes"].items()
-    }
-    parameters = {name: ParameterPlan(parse(p["stored"]), parse(p["used"])) for name, p in data["parameters"].items()}
-    conversions = {
-        name: {
-            wanted: tuple((int(a), repr(parse_type(s)), repr(parse_type(t))) for a, s, t in steps) for wanted, steps in by_layout.items()
-        }
-        for name, by_layout in data["conversions"].items()
-    }
-    modes = {name: tuple(axes) for name, axes in data["modes"].items()}
-    tuples = {key: tuple(data[key]) for key in ("mesh_sizes", "mesh_names", "notes", "recomputed")}
-    stages = tuple(StagePlan(**stage) for stage in data["stages"])
-    return Plan(
-        **{**data, **tuples, "modes": modes, "stages": stages, "nodes": nodes, "parameters": parameters, "conversions": conversions}
-    )
+        return read(path, VERSION, Plan)

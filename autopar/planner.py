@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -17,9 +16,10 @@ from tqdm import tqdm
 from autopar.analysis import Analysis
 from autopar.capture import Captured, capture
 from autopar.cost_model import Cluster
-from autopar.passes.batch_constants import restore_batch_constants
+from autopar.hooks import check_hooks
+from autopar.module_state import attributes_kept
 from autopar.passes.canonicalise import canonicalise
-from autopar.passes.evaluation import evaluates_alike
+from autopar.passes.evaluation import Evaluating, evaluating
 from autopar.passes.microbatch import accumulate
 from autopar.plan import Plan
 from autopar.precision import dtype_of
@@ -40,6 +40,8 @@ class Traced:
     """A model and a batch; what is asked of them is traced once."""
 
     def __init__(self, model: nn.Module, sample: Any, loss_fn: LossFunction | None, precision: str | None = None) -> None:
+        if isinstance(model, nn.Module):  # what is none is refused with the other options
+            check_hooks(model)
         self.model, self.sample, self.loss_fn, self.precision = model, plain(sample), loss_fn, precision
         self._analyses: dict[int, tuple[Analysis, fx.Graph | None]] = {}
         self._known: dict[tuple[bool, Cluster, bool], Known] = {}
@@ -49,10 +51,14 @@ class Traced:
         """The graph of the whole batch."""
         return _trace(self.model, self.sample, self.loss_fn, self.precision)
 
+    @cached_property
+    def _analysis(self) -> Analysis:
+        return Analysis(self.whole)
+
     def analyse(self, microbatches: int) -> tuple[Analysis, fx.Graph | None]:
         """The graph of one microbatch, and the graph of what is counted over the batch before."""
         if microbatches not in self._analyses:
-            self._analyses[microbatches] = _in_parts(self.whole, self.model, self.sample, self.loss_fn, microbatches, self.precision)
+            self._analyses[microbatches] = _in_parts(self._analysis, microbatches)
         return self._analyses[microbatches]
 
     def known(self, microbatches: int, cluster: Cluster, profile_missing: bool = False) -> Known:
@@ -65,15 +71,10 @@ class Traced:
             self._known[key] = Known(analysis, cluster, self.precision == "tf32", Missing(cluster) if profile_missing else None)
         return self._known[key]
 
-    def evaluates(self) -> bool:
-        """Whether ``eval()`` changes nothing but dropout and BatchNorm."""
-        modes = {module: module.training for module in self.model.modules()}
-        try:
-            evaluated = canonicalise(capture(self.model.eval(), self.sample, self.loss_fn, dtype_of(self.precision)))
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
-        return evaluates_alike(self.whole, evaluated)
+    @cached_property
+    def evaluating(self) -> Evaluating:
+        """What ``eval()`` changes."""
+        return evaluating(self.whole, _trace(self.model, self.sample, self.loss_fn, self.precision, training=False))
 
 
 class Planner:
@@ -110,29 +111,19 @@ class Planner:
         self.bar.update()
 
 
-def _in_parts(
-    whole: Captured, model: nn.Module, sample: Any, loss_fn: LossFunction | None, microbatches: int, precision: str | None
-) -> tuple[Analysis, fx.Graph | None]:
+def _in_parts(whole: Analysis, microbatches: int) -> tuple[Analysis, fx.Graph | None]:
     if microbatches == 1:
-        return Analysis(whole), None
-    size = batch_size(sample)
-    samples = max(size // microbatches, min(2, size))  # rules see no dim of one sample; costs are worked out for any number of them
-    part = tree_map(lambda x: x[:samples] if isinstance(x, torch.Tensor) and x.ndim and x.shape[0] == size else x, sample)
-    captured = _trace(model, part, loss_fn, precision)
-    restore_batch_constants(captured.graph, whole.graph)
-    captured, prologue = accumulate(Analysis(captured), microbatches)
-    return Analysis(replace(captured, fingerprint=whole.fingerprint)), prologue
+        return whole, None
+    captured, prologue = accumulate(whole, microbatches)
+    return Analysis(captured), prologue
 
 
-def _trace(model: nn.Module, sample: Any, loss_fn: LossFunction | None, precision: str | None) -> Captured:
-    modes = {module: module.training for module in model.modules()}
-    try:
-        if not model.training:  # what is planned is training; eval() is a pass
-            model.train()
+def _trace(model: nn.Module, sample: Any, loss_fn: LossFunction | None, precision: str | None, training: bool = True) -> Captured:
+    """Traced with all modules in training: what is planned is training, and passes make of it what any of them does in ``eval()``."""
+    with attributes_kept(model):
+        for module in model.modules():
+            module.training = training
         return canonicalise(capture(model, sample, loss_fn, dtype_of(precision)))
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def plain(sample: Any) -> Any:

@@ -15,6 +15,7 @@ from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, BudgetError, PlanError
 from autopar.plan import Plan
 from autopar.planner import LossFunction, Traced
+from autopar.precision import COMPUTE
 from autopar.report.table import WIDTH, cut, nbytes, seconds, table
 
 _SHORT = {"world_size": "devices", "micro_batch_size": "micro batch", "memory_budget": "budget"}  # columns
@@ -50,12 +51,10 @@ def sweep(
     if any("cluster" not in each for each in asked):
         common = cluster_of(cluster, model)
         asked = tuple({"cluster": common, **each} for each in asked)
-    precisions = dict.fromkeys(each.get("precision") for each in asked)  # each has a graph of its own
+    precisions = dict.fromkeys(map(_precision, asked))  # each has a graph of its own
     traced = {precision: Traced(model, sample_input, loss_fn, precision) for precision in precisions}
-    _ = traced[asked[0].get("precision")].whole  # what cannot be traced has no plan at all
-    outcomes = [
-        _outcome(traced[each.get("precision")], each) for each in tqdm(asked, "sweep", unit=" plans", disable=not progress, leave=False)
-    ]
+    _ = traced[_precision(asked[0])].whole  # what cannot be traced has no plan at all
+    outcomes = [_outcome(traced[_precision(each)], each) for each in tqdm(asked, "sweep", unit=" plans", disable=not progress, leave=False)]
     return Sweep(asked, tuple(outcomes))
 
 
@@ -80,6 +79,12 @@ def _checked(configurations: Iterable[Configuration], options: dict[str, Any]) -
     if not asked:
         raise PlanError("configurations is empty: give one dict of options at least, for example [dict(world_size=8)]")
     return tuple(asked)
+
+
+def _precision(configuration: Configuration) -> str | None:
+    """That of its graph; None for one that is none, which has no plan."""
+    found = configuration.get("precision")
+    return found if isinstance(found, str) and found in COMPUTE else None
 
 
 def _outcome(traced: Traced, configuration: Configuration) -> Outcome:

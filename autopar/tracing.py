@@ -8,6 +8,7 @@ import io
 import logging
 import os
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from typing import Any
@@ -15,8 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from autopar import functions
 from autopar.errors import CaptureError
+from autopar.functions import Functions
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
@@ -25,10 +29,12 @@ def export(traced: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mod
     """``torch.export.export`` of ``traced``; where it fails, a CaptureError that names the module in ``model`` and the line."""
     try:
         # Lazily: a graph's Python code, which export would write anew after each of its passes, is a quarter of the time.
-        with _no_garbage_collection(), _quiet(), _use_lazy_graph_module(True):
-            return torch.export.export(traced, args, kwargs, strict=False)
+        with _no_garbage_collection(), _quiet(), _use_lazy_graph_module(True), Functions().watching() as met:
+            program = torch.export.export(traced, args, kwargs, strict=False)
     except Exception as error:
         raise CaptureError(_explain(error, model)) from error
+    met.put_into(program.graph, lambda node: source_of(node.meta.get("stack_trace") or ""))
+    return program
 
 
 @contextmanager
@@ -49,7 +55,10 @@ def _quiet() -> Iterator[None]:
     level = logging.root.manager.disable
     logging.disable(max(level, logging.ERROR))
     try:
-        with redirect_stderr(io.StringIO()):
+        with redirect_stderr(io.StringIO()), warnings.catch_warnings():
+            # It warns of what weight_norm does, too; that a later call would read it is found where captured and eager are compared.
+            warnings.filterwarnings("ignore", "The tensor attribute.* assigned during export")
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # of export's own, under autograd.grad
             yield
     finally:
         logging.disable(level)
@@ -59,15 +68,22 @@ def _explain(error: BaseException, model: nn.Module) -> str:
     """Which module, at which line, and what usually helps."""
     names = {id(m): name for name, m in model.named_modules()}
     module = source = ""
+    innermost: nn.Module | None = None
     for frame, line in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
         this = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         if isinstance(this, nn.Module) and id(this) in names:
             module = f"{names[id(this)] or '(root)'} ({type(this).__name__})"
+            innermost = this
         if not _inside_torch(code.co_filename) and code.co_filename != __file__:
             source = f" at {_short(code.co_filename)}:{line}"
     place = f"in module {module}" if module else "outside its modules"
+    if isinstance(error, CaptureError):
+        return f"the model could not be captured, {place}{source}: {error}"
     what, advice = _advice(error)
+    if isinstance(innermost, _BatchNorm) and innermost.momentum is None:
+        what = "momentum=None, the average over all batches so far, divides by a number that is counted in a tensor"
+        advice = "A graph has no such numbers: give it a momentum"
     return f"the model could not be captured, {place}{source}: {what}. {advice}"
 
 
@@ -90,7 +106,7 @@ def _advice(error: BaseException) -> tuple[str, str]:
 
 
 def _inside_torch(path: str) -> bool:
-    return path.startswith((_TORCH, "<")) or path == contextlib.__file__
+    return path.startswith((_TORCH, "<")) or path in (contextlib.__file__, functions.__file__)
 
 
 def _short(path: str) -> str:

@@ -95,8 +95,13 @@ class Cluster:
 
         Raises PlanError where there is none, where its schema differs, or where a field is missing, unknown or out of range.
         """
-        path = Path(name_or_path)
-        if path.suffix != ".json" and len(path.parts) == 1 and not path.exists():
+        try:
+            path = Path(os.fsdecode(name_or_path))
+            exists = path.exists()
+        except (TypeError, ValueError) as error:
+            known = ", ".join(cls.presets())
+            raise PlanError(f"cluster={name_or_path!r:.100}: give one of {known}, or a cluster file's path") from error
+        if path.suffix != ".json" and len(path.parts) == 1 and not exists:
             if path.name not in cls.presets():
                 raise PlanError(
                     f"no cluster {path.name!r}: the presets are {', '.join(cls.presets())}; or give the path of a cluster's .json file"
@@ -106,7 +111,7 @@ class Cluster:
             data = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise PlanError(f"cannot read the cluster file {path}: {error.strerror}; the presets are {', '.join(cls.presets())}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise PlanError(f"the cluster file {path} is not JSON: {error}") from error
         try:
             return cls._from_data(data)

@@ -98,7 +98,7 @@ def utilisation(device: Device, count: FloatArray, rows: FloatArray, columns: Fl
         tiles = count * np.ceil(rows / tile.rows) * np.ceil(columns / tile.columns)
         whole = np.ceil(tiles / device.units) * device.units * tile.rows * tile.columns
         best = np.maximum(best, tile.efficiency * count * rows * columns / whole)
-    return (best if device.tiles else 1.0) * inner / (inner + device.inner)
+    return (best if device.tiles else 1.0) * np.where(inner > 0, inner / np.maximum(inner + device.inner, 1), 1.0)  # nothing: in no time
 
 
 def _at(curve: Curve, work: FloatArray | float) -> FloatArray:

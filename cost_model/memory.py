@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from autopar.errors import PlanError
 
@@ -20,13 +21,22 @@ def allocated(nbytes: int) -> int:
     return -(-nbytes // ALLOCATION) * ALLOCATION
 
 
+def optimizer_name(optimizer: Any) -> str:
+    """The name of an optimizer, given as it or as torch's class; PlanError for an unknown one."""
+    name = optimizer
+    if isinstance(optimizer, type) and optimizer.__module__.startswith("torch.optim"):
+        name = optimizer.__name__.lower()
+    if not isinstance(name, str) or name.removeprefix(FUSED) not in STATE_COPIES:
+        known = f"{', '.join(STATE_COPIES)}, or {FUSED}adamw and so on for torch's with fused=True"
+        raise PlanError(
+            f"optimizer={optimizer!r:.100} is unknown: give one of {known} (its state counts towards memory, its step towards time)"
+        )
+    return name
+
+
 def state_copies(optimizer: str) -> int:
     """How many tensors of a parameter's size the optimizer keeps; PlanError for an unknown name."""
-    name = optimizer.removeprefix(FUSED)
-    if name not in STATE_COPIES:
-        known = f"{', '.join(STATE_COPIES)}, or {FUSED}adamw and so on for torch's with fused=True"
-        raise PlanError(f"optimizer={optimizer!r} is unknown: give one of {known} (its state counts towards memory, its step towards time)")
-    return STATE_COPIES[name]
+    return STATE_COPIES[optimizer_name(optimizer).removeprefix(FUSED)]
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,18 +16,20 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from autopar.capture import Captured
+from autopar.capture import Captured, Input
 from autopar.errors import CaptureError
 from autopar.graph import arguments, describe, eliminate_dead_code
 from autopar.passes.constants import constants
+from autopar.passes.decompose import decompose
 from autopar.passes.functionalise import functionalise
 from autopar.passes.inline import drop_checks, inline_regions, stop_gradients
 from autopar.passes.linears import linears
-from autopar.passes.losses import losses
+from autopar.passes.losses import LOSSES, losses
 from autopar.passes.mixed_precision import mixed_precision
 from autopar.passes.normal_form import normal_form
-from autopar.passes.simplify import simplify, split_to_slices
+from autopar.passes.simplify import REWRITTEN, simplify, split_to_slices
 from autopar.rules.registry import operator_name
+from autopar.runtime.applied import Applied
 
 aten = torch.ops.aten
 
@@ -41,10 +44,11 @@ def canonicalise(captured: Captured) -> Captured:
     inline_regions(graph)  # first: the other passes see one flat graph
     graph.owning_module = None  # which only held the regions
     drop_checks(graph)
+    decompose(graph, REWRITTEN | LOSSES)  # before functionalise: what is written with others may write to its own tensors
     split_to_slices(graph)  # before functionalise: a piece of a split is then an ordinary view
-    trainable = _trainable(captured)
-    written = functionalise(graph, trainable, _scalars(captured))  # before anything drops views or copies
+    written = functionalise(graph, _trainable(captured), _scalars(captured))  # before anything drops views or copies
     updates, notes = _return_updates(captured, written)
+    trainable = _trainable(captured) | _may_train(captured)  # where gradients stop they stop for what is unfrozen later, too
     stop_gradients(graph, trainable)
     notes += mixed_precision(
         captured, written
@@ -57,7 +61,7 @@ def canonicalise(captured: Captured) -> Captured:
     eliminate_dead_code(graph, keep=_updates_statistics)
     _verify(graph)
     inputs = _drop_unused_state(captured)
-    done = replace(captured, graph=_numbered(graph), inputs=inputs, updates=updates, notes=(*captured.notes, *notes), stored={})
+    done = _numbered(replace(captured, inputs=inputs, updates=updates, notes=(*captured.notes, *notes), stored={}))
     return replace(done, fingerprint=_fingerprint(done))
 
 
@@ -66,6 +70,13 @@ def _trainable(captured: Captured) -> set[fx.Node]:
     nodes = [n for n in captured.graph.nodes if n.op == "placeholder"]
     tensors = [n.meta["val"] if i.kind == "input" else captured.state[i.target] for n, i in zip(nodes, captured.inputs, strict=True)]
     return {n for n, tensor in zip(nodes, tensors, strict=True) if tensor.requires_grad}
+
+
+def _may_train(captured: Captured) -> set[fx.Node]:
+    """The placeholders that may require a gradient at some later call: parameters, which are frozen and unfrozen, and inputs."""
+    nodes = [n for n in captured.graph.nodes if n.op == "placeholder"]
+    entries = zip(nodes, captured.inputs, strict=True)
+    return {n for n, i in entries if i.kind in ("parameter", "input") and n.meta["val"].dtype.is_floating_point}
 
 
 def _scalars(captured: Captured) -> dict[fx.Node, float]:
@@ -109,19 +120,67 @@ def _drop_unused_state(captured: Captured) -> tuple[Any, ...]:
             kept.append(entry)
         else:
             captured.graph.erase_node(node)
+            if entry.kind == "constant":
+                del captured.state[entry.target]
     return tuple(kept)
 
 
-def _numbered(graph: fx.Graph) -> fx.Graph:
-    """The graph with its nodes named by operator and order alone: plans go by names, which what was dropped must not change."""
+def _numbered(captured: Captured) -> Captured:
+    """With nodes named by operator and order alone, and constants by where they are first read: plans go by names, which what was
+    dropped must not change."""
+    placeholders = dict(zip(captured.graph.find_nodes(op="placeholder"), captured.inputs, strict=True))
+    order = list(_ordered(captured.graph, {n for n, i in placeholders.items() if i.kind == "parameter"}))
+    read = dict.fromkeys(n for node in order for n in node.all_input_nodes if n in placeholders)
+    constants = [n for n in read if placeholders[n].kind == "constant"]
+    entries = {n: Input(f"constant_{k}", "constant", f"constant tensor {k}") for k, n in enumerate(constants)}
+    state = {name: t for name, t in captured.state.items() if name not in {placeholders[n].target for n in constants}}
+    state |= {entries[n].target: captured.state[placeholders[n].target] for n in constants}
+    before = {n: i for n, i in placeholders.items() if i.kind in ("parameter", "buffer")}
+    entries = {**before, **entries, **{n: i for n, i in placeholders.items() if i.kind not in ("parameter", "buffer", "constant")}}
     new = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
+    for node in (*entries, *(n for n in order if n.op != "placeholder")):
         args, kwargs = map_arg((node.args, node.kwargs), copies.__getitem__)
-        name = node.name if node.op in ("placeholder", "output") else node.target.__name__.partition(".")[0]
-        copies[node] = new.create_node(node.op, node.target, args, kwargs, name)
+        if node in entries:
+            name = entries[node].name
+        else:
+            name = node.name if isinstance(node.target, str) else node.target.__name__.partition(".")[0]
+        copies[node] = new.create_node(node.op, name if node in entries else node.target, args, kwargs, name)
         copies[node].meta = node.meta
-    return new
+    inputs = tuple(replace(entry, name=copies[node].name) for node, entry in entries.items())  # "input" is a word of Python's: "input_1"
+    return replace(captured, graph=new, inputs=inputs, state=state)
+
+
+def _ordered(graph: fx.Graph, parameters: set[fx.Node]) -> Iterator[fx.Node]:
+    """The nodes in the order of the program, but that what depends on no parameter (masks, positions) stands where it is first read,
+    unless it is random.
+
+    Models loop over sets of names to make their masks, and the order of a set is another one in each process.
+    """
+    found = set(parameters)
+    done: set[fx.Node] = set()
+
+    def upon(node: fx.Node) -> Iterator[fx.Node]:
+        """``node``, after all that it reads."""
+        rest = [node]
+        while rest:
+            each = rest[-1]
+            missing = [n for n in each.all_input_nodes if n not in done]
+            if missing:
+                rest.extend(reversed(missing))
+            else:
+                rest.pop()
+                if each not in done:
+                    done.add(each)
+                    yield each
+
+    for node in graph.nodes:
+        reads = node.op == "call_function" and not found.isdisjoint(node.all_input_nodes)
+        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if reads:
+            found.add(node)
+        if reads or random or node.op != "call_function" or _updates_statistics(node):
+            yield from upon(node)
 
 
 def _verify(graph: fx.Graph) -> None:
@@ -148,6 +207,7 @@ def _fingerprint(captured: Captured) -> str:
             digest.update(f"{n.name} {entries[n.name]} {trained}{f' {stored}' if stored else ''}\n".encode())
         value = n.meta.get("val")
         target = n.target if isinstance(n.target, (str, torch._ops.OpOverload)) else operator_name(n.target)
+        target = n.target.identity if isinstance(n.target, Applied) else target
         kwargs = {k: v for k, v in n.kwargs.items() if k != "device"}  # a plan made on meta is for any device
         digest.update(f"{n.name} {n.op} {target} {n.args} {kwargs} {getattr(value, 'shape', '')} {getattr(value, 'dtype', '')}\n".encode())
     return digest.hexdigest()[:16]

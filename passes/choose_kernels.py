@@ -27,12 +27,14 @@ def choose_kernels(graph: fx.Graph) -> None:
         if node.op != "call_function" or "plan" not in node.meta:
             continue
         chosen = node.meta["plan"]
+        if not node.meta.get("time", S(0)).is_shard:  # the same, or a pending sum, in all microbatches
+            number = -number
         name = _named(chosen) or _always(node)
-        if name is not None:
+        if name == "drawn" or (name is None and _is_random(node)):
+            node.target, node.args = kernels.drawn, (node.target, mesh, number, _axes(chosen), *node.args)
+        elif name is not None:
             target, args = _BUILDERS[name](arguments(node), mesh, number, chosen)
             node.target, node.args, node.kwargs = target, args, {}
-        elif _is_random(node):
-            node.target, node.args = kernels.drawn, (node.target, mesh, number, *node.args)
 
 
 def kernel_call(node: fx.Node, chosen: NodePlan, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -63,7 +65,10 @@ def _always(node: fx.Node) -> str | None:
 
 def _is_random(node: fx.Node) -> bool:
     tagged = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    return tagged and node.target not in (aten.dropout.default, aten.scaled_dot_product_attention.default)
+    if not tagged or node.target in (aten.dropout.default, aten.scaled_dot_product_attention.default):
+        return False
+    given = arguments(node)
+    return bool(given.get("dropout", 1) and given.get("train", True))  # a recurrent layer's, between its layers
 
 
 def _embedding(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan) -> Built:
@@ -135,4 +140,4 @@ _BUILDERS: dict[str, Builder] = {
     "ring": _ring,
     "summa": _summa,
 }
-_RANDOM = ("attention", "dropout")  # the operator itself, its numbers drawn from a stream
+_RANDOM = ("attention", "drawn", "dropout")  # the operator itself, its numbers drawn from a stream

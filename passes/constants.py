@@ -35,6 +35,8 @@ def _index(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     found = arguments(node)
     source: fx.Node = found["self"]
     indices: list[fx.Node | None] = list(found["indices"])
+    if (picked := _one_of_each(graph, node, source, indices)) is not None:
+        return picked
     if len(shape(source)) != len(indices):
         return None
     out = shape(node)
@@ -48,6 +50,29 @@ def _index(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     for place, size in zip(places, shape(source), strict=True):
         expected[place] = size
     return new_node(graph, aten.reshape.default, (source, expected), like=node, val=node.meta["val"]) if tuple(expected) == out else None
+
+
+def _one_of_each(graph: fx.Graph, node: fx.Node, source: fx.Node, indices: list[fx.Node | None]) -> fx.Node | None:
+    """``source[arange(len(source)), index]``, an element of each row, as a gather, and without an index the source; None for another
+    indexing."""
+    if len(indices) == 1 and indices[0] is not None and shape(node) == shape(source) and len(shape(indices[0])) == 1:
+        return source if _range_along(indices[0], shape(source)[0], 1) == 0 else None
+    if len(indices) != 2 or None in indices or len(shape(source)) < 2:
+        return None
+    first, second = indices
+    rows, length, *rest = shape(source)
+    assert first is not None
+    assert second is not None
+    if shape(first) != (rows,) or shape(second) not in ((rows,), (1,), ()) or _range_along(first, rows, 1) != 0:
+        return None
+    if rows < 2 or second.meta["val"].dtype.is_floating_point or second.meta["val"].dtype == torch.bool:
+        return None
+    places = new_node(graph, aten.to.dtype, (second, torch.int64), like=node)
+    places = new_node(graph, aten.remainder.Scalar, (places, length), like=node)  # which counts from the end, too
+    places = new_node(graph, aten.reshape.default, (places, [-1] + [1] * (1 + len(rest))), like=node)
+    places = new_node(graph, aten.expand.default, (places, [rows, 1, *rest]), like=node)
+    found = new_node(graph, aten.gather.default, (source, 1, places), like=node)
+    return new_node(graph, aten.reshape.default, (found, [rows, *rest]), like=node, val=node.meta["val"])
 
 
 def _range_along(index: fx.Node, size: int, ndim: int) -> int | None:

@@ -5,6 +5,7 @@ Consumers that want the same layout, or layouts on the way to it, share the step
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,14 +13,15 @@ import torch.fx as fx
 
 from autopar.errors import PlanError
 from autopar.graph import operands, set_operand
-from autopar.layout import I, Layout, P, parse_type, show
+from autopar.layout import I, Layout, P, movable, parse_type, show
 from autopar.plan import Plan, Step
 from autopar.precision import dtype_of
 from autopar.runtime.collectives import redistribute
 
 
-def insert_conversions(graph: fx.Graph, plan: Plan, loss: int) -> None:
-    """Give every consumer its operands in the layouts of the plan, and the loss (output number ``loss``) as I or, where it is, P.
+def insert_conversions(graph: fx.Graph, plan: Plan, loss: int, gathered: Mapping[int, int] | None = None) -> None:
+    """Give every consumer its operands in the layouts of the plan, the loss (output number ``loss``) as I or, where it is, P, and outputs
+    that are ``gathered``, by number, with that dim whole on every rank.
 
     A loss that is a pending sum is summed when the program returns it, in one step. Adds the placeholder ``mesh``, first of all.
     """
@@ -44,6 +46,8 @@ def insert_conversions(graph: fx.Graph, plan: Plan, loss: int) -> None:
             whole = (I,) * len(plan.mesh_sizes)
             if any(t is not P and t is not I for t in outputs[loss].meta["layout"]):
                 outputs[loss] = converter.convert(outputs[loss], whole, node)
+            for i, dim in (gathered or {}).items():
+                outputs[i] = converter.gather(outputs[i], dim, node)
             node.args = (tuple(outputs),)
 
 
@@ -57,6 +61,19 @@ class _Converter:
         if steps is None:
             found = show(tensor.meta["layout"])
             raise PlanError(f"the plan has {tensor.name} as {found}, {consumer.name} wants {show(wanted)}, and no conversion: plan again")
+        return self._walk(tensor, steps, consumer)
+
+    def gather(self, tensor: fx.Node, dim: int, consumer: fx.Node) -> fx.Node:
+        """``tensor`` with ``dim`` whole, the chunks that lie within others first."""
+        layout = list(tensor.meta["layout"])
+        steps: list[Step] = []
+        while cut := [a for a, t in enumerate(layout) if t.is_shard and t.dim == dim]:
+            axis = next(a for a in reversed(cut) if movable(tuple(layout), a, I))
+            steps.append((axis, repr(layout[axis]), "I"))
+            layout[axis] = I
+        return self._walk(tensor, steps, consumer)
+
+    def _walk(self, tensor: fx.Node, steps: Sequence[Step], consumer: fx.Node) -> fx.Node:
         current, layout = tensor, list(tensor.meta["layout"])
         for i, (axis, src, dst) in enumerate(steps):
             layout[axis] = parse_type(dst)

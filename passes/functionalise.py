@@ -9,6 +9,7 @@ BatchNorm has no backward.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ class _Walk:
         for node in graph.nodes:
             if node.target is aten.dropout.default and is_identity(node):
                 self.same[_storage(node)] = self.place(node.args[0])  # type: ignore[arg-type]
-        targets = (n.args[0] for n in graph.nodes if _mutates(n) and n.args)
+        targets = (_target(n) for n in graph.nodes if _mutates(n))
         self.version: dict[Any, int] = {self.place(t): 0 for t in targets if isinstance(t, fx.Node)}
         for node in graph.nodes:
             if node.op == "placeholder":
@@ -119,12 +120,19 @@ class _Walk:
         return value
 
     def mutate(self, node: fx.Node) -> None:
-        target = node.args[0] if node.args else None
+        if node.target is aten.embedding_renorm_.default:
+            raise CaptureError(
+                f"{describe(node)}: nn.Embedding(max_norm={arguments(node)['max_norm']:g}) rescales rows of its weight in the forward; "
+                "leave max_norm out, and rescale the rows under torch.no_grad() after optimizer.step(), or what the embedding returns"
+            )
+        target = _target(node)
         written = [a.name for a in node.target._schema.arguments if a.is_write]  # type: ignore[union-attr]
-        if not isinstance(target, fx.Node) or written != [next(iter(arguments(node)))]:
+        if not isinstance(target, fx.Node) or written not in ([next(iter(arguments(node)))], ["out"]):
             raise CaptureError(f"{describe(node)} writes to its arguments {written}; use the form that returns its result")
         self.read(node)
         new, dtype = self.functional(node), target.meta["val"].dtype
+        if shape(new) != shape(target):
+            raise CaptureError(f"{describe(node)} makes its operand of shape {shape(target)} one of {shape(new)}; use a new tensor")
         if new.meta["val"].dtype != dtype:
             new = self.make(aten.to.dtype, (new, dtype), {}, node)
         self.write(target, new, node)
@@ -168,8 +176,10 @@ class _Walk:
 
     def functional(self, node: fx.Node) -> fx.Node:
         """The call that returns what ``node`` writes."""
-        this, args = node.args[0], arguments(node)
+        this, args = _target(node), arguments(node)
         assert isinstance(this, fx.Node)
+        if this is node.kwargs.get("out"):
+            return self.make(_without_out(node), node.args, {k: v for k, v in node.kwargs.items() if k != "out"}, node)
         if node.target is aten.zero_.default:
             return self.make(aten.full_like.default, (this, 0), {}, node)
         if node.target is aten.fill_.Scalar:
@@ -220,6 +230,23 @@ def is_identity(dropout: fx.Node) -> bool:
     """Whether a dropout keeps everything."""
     args = arguments(dropout)
     return args["p"] == 0.0 or not args["train"]
+
+
+def _target(node: fx.Node) -> Any:
+    """What a call writes to: ``out=``, or its first operand."""
+    return node.kwargs["out"] if "out" in node.kwargs else node.args[0] if node.args else None
+
+
+def _without_out(node: fx.Node) -> Callable[..., Any]:
+    """The overload that returns what this one writes to ``out``."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    wanted = [(a.name, str(a.type)) for a in schema.arguments if a.name != "out"]
+    namespace, _, name = schema.name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name)
+    for overload in map(partial(getattr, packet), packet.overloads()):
+        if [(a.name, str(a.type)) for a in overload._schema.arguments] == wanted and not overload._schema.is_mutable:
+            return overload  # type: ignore[no-any-return]
+    raise CaptureError(f"{describe(node)} writes to out= and has no form that returns the result; write it without out=")
 
 
 def _twin(node: fx.Node) -> Callable[..., Any]:

@@ -34,20 +34,31 @@ def losses(graph: fx.Graph) -> list[str]:
 
 def _cross_entropy(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     args = arguments(node)
+    if args["target"].meta["val"].dtype.is_floating_point:  # probabilities of the classes: the mean is over rows
+        return _reduced(graph, node, args) if args["reduction"] != _NONE and len(shape(args["self"])) > 1 else None
     options = (args["weight"], args["ignore_index"], args["label_smoothing"])
     return _classes(graph, node, args["self"], args["target"], args["reduction"], *options)
 
 
 def _nll(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    """``nll_loss(log_softmax(x))``, which is the cross entropy of ``x``."""
+    """``nll_loss(log_softmax(x))``, which is the cross entropy of ``x``; of other logarithms the sum over rows, divided by their count."""
     args = arguments(node)
     log = args["self"]
-    if log.target is not aten.log_softmax.int or log.args[1] % max(len(shape(log)), 1) != min(len(shape(log)) - 1, 1):
-        return None
-    x = log.args[0]
-    if x.meta["val"].dtype != log.meta["val"].dtype:
-        return None
+    softmax = log.target is aten.log_softmax.int and log.args[1] % max(len(shape(log)), 1) == min(len(shape(log)) - 1, 1)
+    x = log.args[0] if softmax else log
+    if not softmax or x.meta["val"].dtype != log.meta["val"].dtype:
+        return _rows(graph, node, args) if args["reduction"] != _NONE and len(shape(log)) > 1 else None
     return _classes(graph, node, x, args["target"], args["reduction"], args["weight"], args["ignore_index"], 0.0)
+
+
+def _rows(graph: fx.Graph, node: fx.Node, args: dict[str, Any]) -> fx.Node:
+    """The loss of each row, summed; a mean is over the rows that count, by the weights of their classes."""
+    each = new_node(graph, node.target, (), {**args, "reduction": _NONE}, like=node)  # type: ignore[arg-type]
+    loss = _over_all(graph, each, node, _SUM)
+    if args["reduction"] == _MEAN:
+        count = new_node(graph, target_count, (args["target"], args["weight"], args["ignore_index"], loss.meta["val"].dtype), like=node)
+        loss = new_node(graph, aten.div.Tensor, (loss, count), like=node)
+    return _as(graph, loss, node)
 
 
 def _classes(
@@ -97,9 +108,17 @@ def _elementwise(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     elif reduction == _NONE:
         return None
     else:
-        each = new_node(graph, node.target, (), {**args, "reduction": _NONE}, like=node)  # type: ignore[arg-type]
-    if reduction == _NONE:
-        return each
+        return _reduced(graph, node, args)
+    return each if reduction == _NONE else _over_all(graph, each, node, reduction)
+
+
+def _reduced(graph: fx.Graph, node: fx.Node, args: dict[str, Any]) -> fx.Node:
+    """The same loss of each element, and its mean or sum."""
+    each = new_node(graph, node.target, (), {**args, "reduction": _NONE}, like=node)  # type: ignore[arg-type]
+    return _over_all(graph, each, node, args["reduction"])
+
+
+def _over_all(graph: fx.Graph, each: fx.Node, node: fx.Node, reduction: int) -> fx.Node:
     over = aten.mean.dim if reduction == _MEAN else aten.sum.dim_IntList
     return _as(graph, new_node(graph, over, (each, list(range(len(shape(each)))), False), like=node), node)
 
@@ -128,6 +147,9 @@ _RULES: dict[Any, Any] = {
             aten.margin_ranking_loss.default,
             aten.hinge_embedding_loss.default,
             aten.cosine_embedding_loss.default,
+            aten.triplet_margin_loss.default,
+            aten.multi_margin_loss.default,
+            aten.multilabel_margin_loss.default,
         ),
         _elementwise,
     ),

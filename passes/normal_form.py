@@ -17,6 +17,8 @@ from autopar.graph import REQUIRED, arguments, shape, signature
 _DIMS = frozenset({"dim", "dims", "dim0", "dim1", "dim2", "dimension"})
 # Here an argument of one of these names is not a dim, or -1 has a meaning of its own.
 _NOT_DIMS = frozenset({aten.tile.default, aten._weight_norm.default, aten._weight_norm_interface.default, aten.norm_except_dim.default})
+# Here a dim counts those of the operand that has most: the others are broadcast, or empty.
+_OF_ALL = frozenset({aten.cat.default, aten.linalg_vecdot.default, aten.cosine_similarity.default})
 _IMMATERIAL = frozenset({"pin_memory", "layout", "memory_format", "non_blocking"})
 
 
@@ -76,8 +78,10 @@ def _count_dims_from_front(node: fx.Node, args: dict[str, Any]) -> None:
 
 def _rank(node: fx.Node, args: dict[str, Any]) -> int:
     """The number of dims that a dim of this call counts."""
-    if node.target in (aten.unsqueeze.default, aten.stack.default):
+    if node.target in (aten.unsqueeze.default, aten.stack.default, aten.diag_embed.default):
         return len(shape(node))
+    if node.target in _OF_ALL:
+        return max(len(shape(n)) for n in node.all_input_nodes)
     first = next(iter(args.values()))
     return max(len(shape(first[0] if isinstance(first, (list, tuple)) else first)), 1)
 

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from autopar.errors import CaptureError
-from autopar.graph import Rewrite, arguments, describe, needing_grad, new_node, permutation, replace, rewrite, shape
+from autopar.graph import Rewrite, arguments, describe, needing_grad, new_node, operands, permutation, replace, rewrite, set_operand, shape
 from autopar.passes.functionalise import is_identity
 
 aten = torch.ops.aten
@@ -94,6 +94,14 @@ def _shaped(target: Any, graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     return new_node(graph, target, (x, list(shape(node))), like=node, val=node.meta["val"])
 
 
+def _repeat(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """Dims of size 1 that are repeated are expanded."""
+    args = arguments(node)
+    times = args["repeats"]
+    before = (*[1] * (len(times) - len(shape(args["self"]))), *shape(args["self"]))
+    return _expand(graph, node) if all(1 in (n, size) for n, size in zip(times, before, strict=True)) and all(times) else None
+
+
 def _squeeze(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     """Name the dims, and only those of size 1: a rank's part of another dim may have size 1 too."""
     x = node.args[0]
@@ -166,6 +174,29 @@ def _add_zero(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     return x if same and not node.meta["val"].is_floating_point() else None  # type: ignore[return-value]
 
 
+def _sequence_first(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """A recurrent layer's samples are then dim 1 of its result and of its states alike."""
+    args = arguments(node)
+    if not args["batch_first"] or len(shape(args["input"])) != 3:
+        return None
+    x = new_node(graph, aten.permute.default, (args["input"], [1, 0, 2]), like=node)
+    new = new_node(graph, node.target, (x, *list(args.values())[1:-1], False), like=node)  # type: ignore[arg-type]
+    for taken in [user for user in node.users if user.args[1] == 0]:
+        with graph.inserting_after(taken):
+            back = new_node(graph, aten.permute.default, (taken, [1, 0, 2]), like=taken, val=taken.meta["val"])
+        taken.replace_all_uses_with(back, delete_user_cb=lambda user: user is not back)  # noqa: B023 - called at once
+        taken.meta["val"] = new.meta["val"][0]
+    return new
+
+
+def _constant_bounds(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """``linspace`` and ``logspace`` have no gradient in eager mode; the operators called in a graph would want one of tensors."""
+    for k, (bound, _) in enumerate(operands(node)):
+        if bound.target is not aten.detach.default:
+            set_operand(node, k, new_node(graph, aten.detach.default, (bound,), like=node))
+    return None
+
+
 def _renamed(target: Any) -> Rewrite:
     return lambda graph, node: new_node(graph, target, node.args, node.kwargs, like=node, val=node.meta["val"])
 
@@ -192,6 +223,7 @@ _TABLE: dict[Any, Callable[[fx.Graph, fx.Node], fx.Node | None]] = {
     **_overloads(_reshape, aten.flatten, aten.unflatten, aten.ravel),
     **_overloads(_expand, aten.expand, aten.expand_as, aten.broadcast_to),
     **_overloads(_squeeze, aten.squeeze),
+    aten.repeat.default: _repeat,
     **_overloads(_permute, aten.movedim, aten.moveaxis, aten.swapaxes, aten.swapdims, aten.numpy_T, aten.mT, aten.permute),
     **_overloads(_transpose, aten.transpose),
     **_overloads(_pad, aten.pad),
@@ -208,8 +240,11 @@ _TABLE: dict[Any, Callable[[fx.Graph, fx.Node], fx.Node | None]] = {
     **_same_overloads(aten.clip, aten.clamp),
     **_same_overloads(aten.concat, aten.cat),
     **_same_overloads(aten.concatenate, aten.cat),
+    aten.fill.Scalar: _renamed(aten.full_like.default),
+    **_overloads(_constant_bounds, aten.linspace, aten.logspace),
     aten.view.dtype: lambda graph, node: None,  # not a regrouping: it reads the same bytes as another dtype
     aten.narrow.default: _narrow,
+    **{getattr(aten, name).input: _sequence_first for name in ("gru", "lstm", "rnn_relu", "rnn_tanh")},
     aten.add.Tensor: _add_zero,
     aten.mean.default: _reduce_all(aten.mean.dim),
     aten.sum.default: _reduce_all(aten.sum.dim_IntList),
@@ -219,3 +254,5 @@ _TABLE: dict[Any, Callable[[fx.Graph, fx.Node], fx.Node | None]] = {
     aten.adaptive_avg_pool2d.default: _pool_all,
     aten.adaptive_avg_pool3d.default: _pool_all,
 }
+
+REWRITTEN = frozenset(_TABLE) | _LISTS

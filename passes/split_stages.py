@@ -14,18 +14,20 @@ import torch
 import torch.fx as fx
 
 from autopar.errors import PlanError
-from autopar.graph import describe, needing_grad
+from autopar.graph import describe, gradient_sources
 from autopar.runtime import kernels
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """A tensor that goes from a stage to the next: its local shape, and whether a gradient comes back for it."""
+    """A tensor that goes from a stage to the next: its local shape, whether a gradient comes back for it, as the model was compiled, and
+    the places, among the placeholders after the mesh, of all that the loss may get a gradient for through it."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     differentiable: bool
+    sources: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,9 @@ class StageGraph:
         graph: from the mesh, the placeholders of ``uses`` and what it receives to a tuple: what it sends, its results, its updates.
         uses: which placeholders of the whole graph it takes, by their places after the mesh.
         received, sent: what crosses the boundaries before and after it, in order.
-        trained: those of ``uses`` that the loss has a gradient for.
+        trained: those of ``uses`` that the loss may have a gradient for.
         results, updates: which of the whole program's outputs it makes, by their places.
+        sources: for each of ``results`` the placeholders, by their places, that may have a gradient through it.
     """
 
     graph: fx.Graph
@@ -47,10 +50,17 @@ class StageGraph:
     trained: tuple[int, ...]
     results: tuple[int, ...]
     updates: tuple[int, ...]
+    sources: tuple[frozenset[int], ...] = ()
 
 
 def split_stages(
-    graph: fx.Graph, stages: int, results: int, loss: int, updates: Sequence[str], trained: Collection[str]
+    graph: fx.Graph,
+    stages: int,
+    results: int,
+    loss: int,
+    updates: Sequence[str],
+    trained: Collection[str],
+    may_train: Collection[str] = (),
 ) -> list[StageGraph]:
     """One graph for each of ``stages`` from a lowered graph that :func:`cut_stages` marked.
 
@@ -60,12 +70,22 @@ def split_stages(
         updates: for each of the outputs after them the placeholder of the buffer whose new value it is ("" for one that nothing else
             reads). What comes after these is left out.
         trained: names of the placeholders that require a gradient.
+        may_train: names of others that may, at some later call.
     """
-    return _Splitter(graph, stages, results, loss, updates, trained).run()
+    return _Splitter(graph, stages, results, loss, updates, trained, may_train).run()
 
 
 class _Splitter:
-    def __init__(self, graph: fx.Graph, stages: int, results: int, loss: int, updates: Sequence[str], trained: Collection[str]) -> None:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        stages: int,
+        results: int,
+        loss: int,
+        updates: Sequence[str],
+        trained: Collection[str],
+        may_train: Collection[str],
+    ) -> None:
         self.graph, self.stages, self.buffers = graph, stages, updates
         outputs: tuple[fx.Node, ...] = graph.output_node().args[0]  # type: ignore[assignment]
         self.results, self.new_values = outputs[:results], outputs[results : results + len(updates)]
@@ -73,7 +93,10 @@ class _Splitter:
         for node in graph.nodes:
             if node.target is kernels.send:
                 self.sends[node.meta["stage"]].append(node)
-        self.gradients = _reaching(outputs[loss], needing_grad(graph.nodes, {n for n in graph.nodes if n.name in trained}))
+        places = {n: i for i, n in enumerate([n for n in graph.nodes if n.op == "placeholder"][1:])}
+        self.trained = {i for n, i in places.items() if n.name in trained}
+        self.sources = gradient_sources(graph.nodes, {n: i for n, i in places.items() if n.name in {*trained, *may_train}})
+        self.gradients = _reaching(outputs[loss], self.sources)
 
     def run(self) -> list[StageGraph]:
         makers = [self._maker(n) for n in self.results]
@@ -132,10 +155,13 @@ class _Splitter:
         graph.output(tuple(copies[n] for n in outputs))
         received, sent = (tuple(map(self._crossing, self.sends[s])) for s in (stage, stage + 1))
         trained = tuple(i for i in uses if placeholders[i] in self.gradients)
-        return StageGraph(graph, tuple(uses), received, sent, trained, tuple(results), tuple(updates))
+        sources = tuple(self.sources.get(self.results[i], frozenset()) for i in results)
+        return StageGraph(graph, tuple(uses), received, sent, trained, tuple(results), tuple(updates), sources)
 
     def _crossing(self, node: fx.Node) -> Crossing:
-        return Crossing(node.name, tuple(node.meta["local"]), node.meta["val"].dtype, node in self.gradients)
+        sources = self.sources[node] if node in self.gradients else frozenset()
+        shape, dtype = tuple(node.meta["local"]), node.meta["val"].dtype
+        return Crossing(node.name, shape, dtype, not sources.isdisjoint(self.trained), sources)
 
 
 def _reaching(loss: fx.Node, needing: Collection[fx.Node]) -> set[fx.Node]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autopar.errors import PlanError
-from autopar.graph import arguments, describe, operands
+from autopar.graph import arguments, describe, operands, results
 from autopar.layout import Type, local_shape, movable, parse_type, show
 from autopar.runtime.collectives import redistribute
 
@@ -45,28 +48,29 @@ def verify_shapes(graph: fx.Graph, sizes: Sequence[int], device: torch.device) -
     """Run each operator on fake tensors of the local shapes: it accepts them, and returns the shape that its layout says."""
     # A mode of its own: the captured tensors' mode has other shapes under the same symbols.
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    values: dict[fx.Node, torch.Tensor] = {}
+    values: dict[fx.Node, Any] = {}
 
-    def value(n: fx.Node) -> torch.Tensor | tuple[torch.Tensor, ...] | None:
+    def value(n: fx.Node) -> Any:
         if n not in values:
-            val = n.meta["val"]
-            if isinstance(val, torch.Tensor):
-                with fake:
-                    values[n] = torch.empty(local_shape(val.shape, n.meta["layout"], sizes), dtype=val.dtype, device=device)
-            else:
-                values[n] = val
+            with fake:
+                values[n] = tree_map_only(torch.Tensor, partial(local, n), n.meta["val"])
         return values[n]
 
+    def local(n: fx.Node, t: torch.Tensor) -> torch.Tensor:
+        return torch.empty(local_shape(t.shape, n.meta["layout"], sizes), dtype=t.dtype, device=device)
+
     for node in graph.nodes:
-        result = node.meta.get("val")
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or not isinstance(result, torch.Tensor):
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or not (tensors := results(node)):
             continue
+        if not any(t.is_shard for n in (node, *node.all_input_nodes) for t in n.meta["layout"]):
+            continue  # it was captured with these shapes, perhaps where fake tensors do not go
         args, kwargs = map_arg((node.args, node.kwargs), value)
-        expected = local_shape(result.shape, node.meta["layout"], sizes)
         try:
+            expected = [local_shape(t.shape, node.meta["layout"], sizes) for t in tensors]
             with fake, torch.no_grad():
-                found = tuple(node.target(*args, **kwargs).shape)
+                found = [tuple(t.shape) for t in tree_leaves(node.target(*args, **kwargs)) if isinstance(t, torch.Tensor)]
         except (RuntimeError, ValueError, IndexError) as e:
             raise PlanError(f"{describe(node)} does not accept its local shapes: {e}") from e
         if found != expected:
-            raise PlanError(f"{describe(node)} gives a local shape of {found} where its layout {show(node.meta['layout'])} says {expected}")
+            here, there = (", ".join(map(str, shapes)) for shapes in (found, expected))
+            raise PlanError(f"{describe(node)} gives a local shape of {here} where its layout {show(node.meta['layout'])} says {there}")

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 
 import pytest
+import torch.distributed as dist
 from pool import Pools
 
 
@@ -21,3 +22,11 @@ def ranks() -> Iterator[Pools]:
     pools = Pools()
     yield pools
     pools.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_group_stays() -> Iterator[None]:
+    """A process group that a module's tests made in this process ends with the module."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._pytree import tree_flatten
 
-from autopar.layout import Layout, parse
+from autopar.layout import Layout, P, R, S, Type, parse
+from autopar.passes.evaluation import Evaluating
 from autopar.plan import ParameterPlan
 from autopar.runtime.collectives import redistribute
 from autopar.runtime.mesh import Mesh
@@ -150,8 +151,16 @@ CASES: dict[str, tuple[tuple[int, ...], tuple[int, ...], int | None, dict[str, t
 }
 
 
-def build(case: str, microbatches: int = 1, *, seed: int = 0, whole: bool = False, model: nn.Module | None = None) -> Compiled:
-    """The compiled network; with ``whole``, logits are gathered on each rank."""
+def build(
+    case: str,
+    microbatches: int = 1,
+    *,
+    seed: int = 0,
+    whole: bool = False,
+    model: nn.Module | None = None,
+    hoisted: tuple[Type, ...] = (),
+) -> Compiled:
+    """The compiled network; with ``whole``, logits are gathered on each rank; ``hoisted`` are the types of what the prologue returns."""
     _clear_sharding_prop_cache()  # it holds meshes of earlier tests, whose groups are gone
     sizes, data, tensor, parameters = CASES[case]
     model = Network(seed) if model is None else model
@@ -168,11 +177,17 @@ def build(case: str, microbatches: int = 1, *, seed: int = 0, whole: bool = Fals
         train=graph(data, tensor, whole),
         evaluate=graph(data, tensor, whole),
         prologue=None,
+        parameters=layouts,
         stages=(),
+        modules=[],
+        evaluating=Evaluating(updates=frozenset(["calls"])),
         state=STATE,
         output_layouts=(parse("I " * len(sizes)), gathered if whole else cut, cut),
-        output_batch_dims=(None, 0, 0),
-        input_batch_dims=(0, 0),
+        input_times=(S(0), S(0)),
+        hoisted_times=hoisted,
+        output_times=(P, S(0), S(0)),
+        update_times=(R,),
+        division=None,
     )
     sample = {name: tensor[: BATCH // microbatches] for name, tensor in batch().items()}
     mesh = Mesh(sizes, ("a", "b")[: len(sizes)], device="cpu")

@@ -512,7 +512,7 @@ def test_bfloat16_losses_are_summed_in_float32() -> None:
 
 
 def test_losses_of_other_forms_stay_with_a_note() -> None:
-    logits, target = torch.randn(5, 6, dtype=torch.float64), torch.rand(5, 6, dtype=torch.float64).softmax(-1)
+    logits, target = torch.randn(6, dtype=torch.float64), torch.rand(6, dtype=torch.float64).softmax(-1)  # of one sample, without a batch
     captured = assert_loss_kept(F.cross_entropy, logits, target)
     assert targets(captured) == [aten.cross_entropy_loss.default]
     assert any("runs unsplit" in note for note in captured.notes)

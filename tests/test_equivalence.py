@@ -87,10 +87,19 @@ def check_plans(plans: dict[str, autopar.Plan], world_size: int) -> None:
 
 
 SHORT = [("mlp", 4), *((name, 2) for name in ("gpt2", "llama", "bert", "vit", "cnn", "mlp"))]  # and not slow
+
+LONG = [("t5", 4), ("qwen3", 4), ("bert", 4)]  # and exhaustive, as float32 is
+
+
+def _marks(dtype: torch.dtype, name: str, ranks: int) -> list[pytest.MarkDecorator]:
+    if dtype is torch.float32 or (name, ranks) in LONG:
+        return [pytest.mark.slow if (name, ranks) == ("gpt2", 2) else pytest.mark.exhaustive]
+    return [] if (name, ranks) in SHORT else [pytest.mark.slow]
+
+
 CASES = [
-    pytest.param(dtype, name, ranks, id=f"{str(dtype)[6:]}-{name}-{ranks}", marks=[pytest.mark.slow] * slow)
+    pytest.param(dtype, name, ranks, id=f"{str(dtype)[6:]}-{name}-{ranks}", marks=_marks(dtype, name, ranks))
     for dtype, name, ranks in product((torch.float64, torch.float32), zoo.MODELS, (2, 4))
-    for slow in [dtype is torch.float32 or (name, ranks) not in SHORT]
 ]
 
 

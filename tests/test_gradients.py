@@ -62,9 +62,9 @@ def test_four_microbatches(ranks: Pools) -> None:
 
 def _small_buckets(case: str) -> int:
     model, compiled = handmade.Network(), handmade.build(case)
-    sync = GradientSync(compiled._weights, compiled.mesh, bucket_bytes=1)
+    sync = GradientSync(compiled._execution.weights, compiled.mesh, bucket_bytes=1)
     launched: list[int] = []
-    compiled._sync = sync
+    compiled._execution._sync = sync
     for step in range(3):
         expected, found = model(**handmade.batch(step))["loss"], compiled(**handmade.batch(step))["loss"]
         expected.backward()

@@ -11,11 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from emulate import SUMMANDS, Program, cut, join, run_call
 from equivalence import compare as differences
 from equivalence import worst
 from pool import Pools
 from test_kernels import compare, convert, draw, make_mesh, run
-from test_rules import Program, _numbers, _run, cut, join, row
+from test_rules import row
 from torch import nn
 
 import autopar
@@ -220,9 +221,10 @@ def lowered(sizes: tuple[int, ...], name: str) -> int:
     """As ``Program.check``, but each rank runs its part; how many strategies there are."""
     mesh, _ = make_mesh(sizes)
     program, place = Program(CALLS[name]), mesh.index(range(len(sizes)))
-    weights = draw(*program.output.shape, seed=3)
+    (output,) = program.outputs
+    weights = draw(*output.shape, seed=3)
     wholes = [x.clone().requires_grad_() for x in program.tensors]
-    expected = torch.autograd.grad(_run(program.call, wholes), wholes, weights)
+    expected = torch.autograd.grad(run_call(program.call, wholes), wholes, weights)
     found = [s for s in strategies(program.rule, program.trains, True, sizes, lambda *_: True) if "conv_halo" in s.kernels]
 
     def check(part: torch.Tensor, layout: Layout, whole: torch.Tensor, strategy: Strategy) -> None:
@@ -231,12 +233,12 @@ def lowered(sizes: tuple[int, ...], name: str) -> int:
         torch.testing.assert_close(join(parts, layout, sizes), whole, rtol=1e-10, atol=1e-10, msg=lambda m: f"{strategy}: {m}")
 
     for strategy in found:
-        _numbers.manual_seed(0)  # pending sums are of random parts, the same on all ranks
+        SUMMANDS.manual_seed(0)  # pending sums are of random parts, the same on all ranks
         pieces = [cut(x, layout, sizes)[place] for x, layout in zip(program.tensors, strategy.ins, strict=True)]
         leaves = [piece.clone().requires_grad_() for piece in pieces]
         call = program.local(strategy, sizes)
-        y = _run(call, [*leaves, mesh])  # type: ignore[list-item]
-        check(y.detach(), strategy.out, program.output, strategy)
+        (y,) = run_call(call, [*leaves, mesh])  # type: ignore[list-item]
+        check(y.detach(), strategy.out, output, strategy)
         grads = torch.autograd.grad(y, leaves, cut(weights, dual(strategy.out), sizes)[place])
         for grad, layout, whole in zip(grads, strategy.ins, expected, strict=True):
             check(grad, dual(layout), whole, strategy)

@@ -88,9 +88,10 @@ def test_all_modes_of_four_ranks_are_one_device(ranks: Pools, name: str) -> None
     _run(ranks, 4, name, {label: parallel for label, parallel in FOUR.items() if name != "gpt2" or label not in QUICK})
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.exhaustive if n in ("llama", "bert") else pytest.mark.slow) for n in MODELS]
+)
 def test_all_modes_of_eight_ranks_are_one_device(ranks: Pools, name: str) -> None:
     _run(ranks, 8, name, EIGHT, timeout=900)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -145,6 +146,34 @@ def test_what_a_stage_is_sent_takes_its_memory() -> None:
     assert search.points((0, 2)) is None
     assert search.points((0, 3)) is not None
     assert search.best(4)[0] != (0, 2)  # type: ignore[index]
+
+
+@pytest.mark.parametrize(("units", "pipeline", "chunks"), [(6, 2, 1), (8, 3, 1), (8, 2, 2)])
+def test_each_rank_reads_a_parameter(units: int, pipeline: int, chunks: int) -> None:
+    """The best of the cuts that leave no rank without one; any, where there is none."""
+    seen = Counter[str]()
+    for seed in range(20):
+        table = tables(seed, 1, units, units)
+        search = Stages(table, [math.inf] * pipeline * chunks, [1.0] * pipeline * chunks, pipeline)
+        unaware = search.best(4)
+        trains = search.trains = [bool(n < 0.5) for n in np.random.default_rng(seed).random(units)]
+        found = search.best(4)
+        assert found is not None
+        assert unaware is not None
+        good = {
+            cut: step([table.seconds[0, a:b].sum() for a, b in search.runs(cut)], 4)
+            for cut in cuts(units, pipeline * chunks)
+            if all(any(any(trains[a:b]) for a, b in search.runs(cut)[rank::pipeline]) for rank in range(pipeline))
+        }
+        if chunks == 1:
+            assert (found[0] in good) == bool(good)
+        if good and chunks == 1:
+            assert found[1] == pytest.approx(min(good.values()))
+        seen["before"] += unaware[0] in good
+        seen["now"] += found[0] in good
+        seen["good"] += bool(good)
+    assert seen["before"] < seen["now"]
+    assert seen["now"] >= (1 if chunks == 1 else 0.9) * seen["good"]
 
 
 def test_nothing_fits() -> None:

@@ -179,10 +179,15 @@ def fits(schedule: str, pipeline: int, microbatches: int) -> bool:
     return microbatches >= pipeline and (schedule == "1f1b" or microbatches % (microbatches // pipeline) == 0)
 
 
-@pytest.mark.slow
+SLOW = [("gpt2", 2), ("gpt2", 4), ("gpt2", 8), ("llama", 2), ("vit", 2), ("unet", 2), ("unet", 4)]  # the others are exhaustive tests
+
+
+def _mark(name: str, world_size: int) -> pytest.MarkDecorator:
+    return pytest.mark.slow if (name, world_size) in SLOW else pytest.mark.exhaustive
+
+
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("world_size", [2, 4, 8])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(("name", "world_size"), [pytest.param(n, w, marks=_mark(n, w)) for n in LAYERS for w in (2, 4, 8)])
 def test_all_plans_equal_one_device(ranks: Pools, name: str, world_size: int) -> None:
     for batch, cases in product(name, world_size).items():
         run(ranks, name, batch, LAYERS[name], cases, exactly=False, timeout=600)

@@ -92,6 +92,11 @@ def distance(found: Step, expected: Step) -> float:
 # -- a compute dtype of float32: exact but for rounding -----------------------------------------------------------------------------------
 
 
+def some_of(names: list[str], slow: list[str]) -> list[Any]:
+    """Models as parameters of slow tests; those that are not in ``slow``, of exhaustive ones."""
+    return [pytest.param(name, marks=pytest.mark.slow if name in slow else pytest.mark.exhaustive) for name in names]
+
+
 def _exact(name: str, configurations: dict[str, dict[str, Any]]) -> dict[str, tuple[float, str]]:
     model, sample = getattr(zoo, name)(dtype=torch.float64)
     with Double():
@@ -122,14 +127,12 @@ def test_float64_parameters_and_float32_compute_on_one_rank(ranks: Pools, name: 
     check_exact(ranks(1).run(_exact, name, {"alone": {}, "microbatches": dict(micro_batch_size=4)}))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "llama", "mlp", "bert", "t5"])
+@pytest.mark.parametrize("name", some_of(["gpt2", "llama", "mlp", "bert", "t5"], slow=["gpt2", "mlp"]))
 def test_more_models_on_two_ranks(ranks: Pools, name: str) -> None:
     check_exact(ranks(2).run(_exact, name, PAIR, timeout=400))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", some_of(["gpt2", "llama"], slow=["llama"]))
 def test_float64_parameters_and_float32_compute_on_four_ranks(ranks: Pools, name: str) -> None:
     check_exact(ranks(4).run(_exact, name, FOUR, timeout=400))
 
@@ -177,8 +180,9 @@ def test_half_precision_on_two_ranks(ranks: Pools) -> None:
     check_half(ranks(2).run(_half, "llama", torch.bfloat16, SHORT, timeout=240))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit", "cnn", "mixer", "mlp", "t5"])
+@pytest.mark.parametrize(
+    "name", some_of(["gpt2", "llama", "bert", "vit", "cnn", "mixer", "mlp", "t5"], slow=["gpt2", "vit", "cnn", "mixer"])
+)
 def test_half_precision_of_more_models(ranks: Pools, name: str) -> None:
     configurations = {label: options for label, options in PAIR.items() if name != "cnn" or "micro_batch_size" not in options}
     if name == "cnn":  # a buffer that the forward changes must be in one stage, and is with batch norm
@@ -186,8 +190,7 @@ def test_half_precision_of_more_models(ranks: Pools, name: str) -> None:
     check_half(ranks(2).run(_half, name, torch.bfloat16, configurations, timeout=400))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", some_of(["gpt2", "llama"], slow=["gpt2"]))
 def test_half_precision_on_four_ranks(ranks: Pools, name: str) -> None:
     check_half(ranks(4).run(_half, name, torch.bfloat16, FOUR, timeout=400))
 
@@ -237,6 +240,28 @@ def test_training_in_bf16_follows_float32_as_one_device_does(ranks: Pools, name:
         for label, mine in found.items():
             assert mine < 2 * alone + 0.01 * learned, (label, mine, alone, learned)
         assert learned > 0.5
+
+
+def _autocast() -> None:
+    model, sample = zoo.gpt2()
+    context = torch.autocast("cpu", torch.bfloat16)
+    exact = step(copy.deepcopy(model), sample)
+    with context:
+        alone = step(copy.deepcopy(model), sample)
+    with traced_once():
+        for label, plan in planned(model, sample, {n: PAIR[n] for n in ("data", "tensor", "microbatches", "pipeline")}, "fp32").items():
+            compiled = build(model, sample, plan=plan)
+            if label == "pipeline":
+                with context, pytest.raises(autopar.RunError, match=r"under torch.autocast, and the stages.*precision="):
+                    compiled(**sample)
+                continue
+            with context:
+                mine = step(compiled, sample)
+            assert 0 < distance(mine, exact) < 2 * distance(alone, exact), label
+
+
+def test_autocast_around_a_call_does_what_it_does_to_the_model(ranks: Pools) -> None:
+    ranks(2).run(_autocast)
 
 
 # -- what is sent -------------------------------------------------------------------------------------------------------------------------
@@ -375,9 +400,10 @@ def _holds(options: dict[str, Any]) -> tuple[dict[str, float], dict[str, float]]
         gathered.append(sum(0 if w.gradient is None else w.gradient.nbytes for w in bucket.weights if w.gathered))
         launch(self, bucket)
 
-    compiled._gather.open()
+    compiled._execution._gather.open()
     copies = float(sum(w.leaf.untyped_storage().nbytes() for w in weights))
-    compiled._gather.close()
+    compiled._execution._gather.close()
+    compiled._drift = None  # whose records stay from call to call
     with LiveBytes() as live, mock.patch.object(GradientSync, "_launch", counted):
         loss = loss_of(compiled(**sample))
         loss.backward()

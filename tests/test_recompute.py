@@ -39,7 +39,8 @@ Numbers = dict[str, torch.Tensor]
 
 
 def numbers(program: nn.Module, sample: dict[str, Any], steps: int = 1) -> Numbers:
-    """Loss, gradients and buffers, after ``steps`` of them."""
+    """Loss, gradients and buffers, after ``steps`` of them, with the draws of one seed."""
+    torch.manual_seed(0)
     for _ in range(steps):
         loss = loss_of(program(**sample))
         loss.backward()

@@ -31,6 +31,7 @@ from autopar.memory.calls import Program
 from autopar.memory.held import Held
 from autopar.memory.live_bytes import LiveBytes
 from autopar.memory.saved import Saved, saved
+from autopar.passes.admit_gradients import admit_gradients
 from autopar.passes.lower import lower
 from autopar.passes.recompute import recomputable
 from autopar.passes.stages import cut_stages
@@ -120,6 +121,7 @@ def predicted(analysis: Analysis, plan: Plan, stage: int = 0) -> float:
 
 def measured(program: Compiled, sample: dict[str, Any]) -> float:
     """What is alive after the forward, but for the loss and what parameters were gathered or exchanged into."""
+    program._drift = None  # whose records stay from call to call
     live = LiveBytes()
     with live:
         loss = loss_of(program(**sample))
@@ -167,7 +169,7 @@ def random_plans(name: str, sizes: tuple[int, ...], seeds: list[int]) -> list[tu
     space, mesh = small_graphs.Space(analysis, sizes), Mesh(sizes, tuple("ab"[: len(sizes)]), "cpu")
     found = []
     for seed in seeds:
-        plan = space.plan(space.random(seed))
+        plan = admit_gradients(analysis, space.plan(space.random(seed)))  # conversions go by the names of the program's layouts
         names = sorted(set(recomputable(lower(analysis, plan).train.graph).values()))
         plan = dataclasses.replace(plan, recomputed=part_of(names, seed / max(seeds), seed))
         found.append((measured(compiled(analysis, plan, model, mesh), sample), predicted(analysis, plan)))

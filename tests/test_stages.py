@@ -53,7 +53,9 @@ def test_a_cut_graph_computes_the_same(name: str) -> None:
     assert [n.name for n in sends(cut.graph)] == ["send", *(f"send_{i}" for i in range(1, len(sends(cut.graph))))]
     with Double():
         found, _ = zoo.run(cut, **sample)
-        assert torch.equal(loss_of(found), loss_of(copy.deepcopy(model)(**sample)))
+        assert torch.equal(loss_of(found), loss_of(zoo.run(whole, **sample)[0]))
+        # The graph divides a sum by a count where the model takes a mean: with some processors' instructions that is a last bit.
+        torch.testing.assert_close(loss_of(found), loss_of(copy.deepcopy(model)(**sample)), rtol=1e-15, atol=0)
 
 
 @pytest.mark.parametrize("name", MODELS)

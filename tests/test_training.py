@@ -89,6 +89,33 @@ def test_training_equals_one_device(ranks: Pools, options: dict[str, Any]) -> No
     ranks(4).run(_trains, "llama", options)
 
 
+def _assigns(options: dict[str, Any]) -> None:
+    """Values that are assigned, as a swap with averaged weights and ``vector_to_parameters`` do."""
+    with Double():
+        model, sample = zoo.mlp(dtype=torch.float64)
+        compiled = build(model, sample, **options)
+        for m in (model, compiled):
+            flat = nn.utils.parameters_to_vector(m.parameters())
+            nn.utils.vector_to_parameters(0.5 * flat, m.parameters())
+        close(loss_of(compiled(**sample)), loss_of(model(**sample)))
+        for p, mine in zip(model.parameters(), compiled.parameters(), strict=True):
+            p.data = mine.data = torch.full(p.shape, 0.01, dtype=p.dtype)  # a whole tensor
+        for m in (model, compiled):
+            m.zero_grad()
+            loss_of(m(**sample)).backward()
+        for p, mine in zip(model.parameters(), compiled.parameters(), strict=True):
+            close(mine, p)
+            close(mine.grad, p.grad)
+        wide = next(p for p in compiled.parameters() if p.ndim == 2)
+        with pytest.raises(autopar.RunError, match=r"of shape .* was compiled for"):
+            wide.data = torch.zeros(3, 3, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("options", [PAIR, dict(parallel=dict(tensor=dict(size=2, mode="1d")))], ids=["zero", "rows"])
+def test_assigned_data_is_the_parameters(ranks: Pools, options: dict[str, Any]) -> None:
+    ranks(2).run(_assigns, options)
+
+
 def _norms(options: dict[str, Any]) -> None:
     with Double():
         model, sample = zoo.llama(dtype=torch.float64)

@@ -70,7 +70,8 @@ class Backward:
 
     def _begin(self) -> list[Grad]:
         received = [Grad(a.memory.nbytes) for a in self._body.departures if a.source is not None]
-        for root, grad in zip(self._body.roots(), received or [Grad(4)], strict=True):
+        roots = self._body.roots()  # none in a stage before all that trains
+        for root, grad in zip(roots, received or [Grad(4) for _ in roots], strict=True):
             self._ledger.add(TRANSIENT, grad.nbytes)
             grad.refs += bool(received)  # held by whoever started the backward, to its end
             self._come(root, grad, grad.nbytes)

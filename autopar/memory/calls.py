@@ -293,7 +293,7 @@ def kernel_answer(autograd: Autograd, node: fx.Node, chosen: NodePlan, mesh: Any
     return autograd.ask(target, [next(left) if isinstance(a, fx.Node) else a for a in given], {}, like)
 
 
-_RANDOM = {"dropout", "attention"}  # kernels that are the operator, its numbers drawn from a stream
+_RANDOM = {"attention", "drawn", "dropout"}  # kernels that are the operator, its numbers drawn from a stream
 
 
 class _Converted(NamedTuple):

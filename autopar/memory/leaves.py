@@ -139,7 +139,7 @@ class Leaves:
         if place in self._flats or not bucket:
             return
         made = [self._added.get(leaf.name, self._there.get(leaf.name, 0)) for leaf in bucket]
-        parts = [leaf.elements // leaf.stored_elements for leaf in bucket]
+        parts = [leaf.elements // max(leaf.stored_elements, 1) for leaf in bucket]
         if bucket[0].exchanged:
             ledger.touch(_exchanging(bucket, made))
         joined = sum(nbytes if leaf.scatter > 1 else nbytes // n for leaf, nbytes, n in zip(bucket, made, parts, strict=True))

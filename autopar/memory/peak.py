@@ -157,7 +157,7 @@ class Peak:
                 walk.lasts(stage, "parameters", held.parameters)
                 walk.lasts(stage, "optimizer", held.optimizer)
         if stage == own[0]:
-            for node in self._analysis.inputs:
+            for node in (*self._analysis.inputs, *(n for n in self._analysis.hoisted if n.meta["val"].ndim)):
                 val = node.meta["val"]
                 times = self._run.microbatches if self._analysis.batch.dim(node) is not None else 1
                 walk.lasts(stage, "inputs", self._allocated(val.numel() * val.dtype.itemsize * times))

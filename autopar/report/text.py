@@ -166,4 +166,6 @@ def _notes(plan: Plan) -> str:
 def _planning(plan: Plan) -> str:
     total = plan.timings.get("total", sum(plan.timings.values()))
     phases = ", ".join(f"{phase} {seconds(took)}" for phase, took in plan.timings.items() if phase != "total")
-    return textwrap.fill(f"planned in {seconds(total)}: {phases}", WIDTH) if phases else ""
+    asked = f"asked for: {', '.join(f'{name}={value!r}' for name, value in plan.options.items())}" if plan.options else ""
+    lines = [asked, f"planned in {seconds(total)}: {phases}" if phases else ""]
+    return "\n".join(textwrap.fill(line, WIDTH) for line in lines if line)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -44,6 +45,27 @@ def windows(arguments: Mapping[str, Any], kernel: Sequence[int]) -> list[Window]
     return [Window(*w) for w in zip(each("stride"), each("dilation"), sides, reaches, strict=True)]
 
 
+@register_rule("aten.conv_transpose1d", "aten.conv_transpose2d", "aten.conv_transpose3d")
+def transposed(call: Call) -> Rule | None:
+    """Space stays whole: windows overlap in the result."""
+    image, weight, groups = call.shapes[0], call.shapes[1], call["groups"]
+    if len(image) != len(weight):  # no batch dim
+        return None
+    x, y, k = ([f"{name}{i}" for i in range(len(weight) - 2)] for name in "xyk")
+    return call.rule(
+        f"n (g c) {' '.join(x)}, (g c) o {' '.join(k)} + (g o) -> n (g o) {' '.join(y)}",
+        sizes={"g": groups},
+        whole=[*x, *y, *k, *(["c", "o"] if groups > 1 else [])],  # a group is not split further
+        flops=2.0 * math.prod(image) * math.prod(weight[1:]),
+        kind="conv",
+        localise=partial(_fewer_groups, groups) if groups > 1 else None,
+    )
+
+
+def _fewer_groups(groups: int, arguments: dict[str, Any], splits: dict[str, int]) -> dict[str, Any]:
+    return {"groups": groups // splits.get("g", 1)}
+
+
 @register_rule("aten.conv1d", "aten.conv2d", "aten.conv3d")
 def convolution(call: Call) -> Rule | None:
     """Space is cut where it gives as many windows as it has strides: ``s`` is then the stride, and ``y`` what both sides share."""
@@ -56,9 +78,6 @@ def convolution(call: Call) -> Rule | None:
     x = " ".join(f"(y{i} s{i})" if i in fits else f"x{i}" for i in along)
     y, k = (" ".join(f"{name}{i}" for i in along) for name in "yk")
 
-    def fewer_groups(arguments: dict[str, Any], splits: dict[str, int]) -> dict[str, Any]:
-        return {"groups": groups // splits.get("g", 1)}
-
     by_dim = ([f"k{i}", f"s{i}", *([] if i in fits else [f"x{i}", f"y{i}"])] for i in along)
     return call.rule(
         f"n (g c) {x}, (g o) c {k} + (g o) -> n (g o) {y}",
@@ -69,5 +88,5 @@ def convolution(call: Call) -> Rule | None:
         composed=frozenset({"conv_halo"}),
         flops=2.0 * math.prod(call.shape) * math.prod(weight[1:]),
         kind="conv",
-        localise=fewer_groups if groups > 1 else None,
+        localise=partial(_fewer_groups, groups) if groups > 1 else None,
     )

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from autopar.rules.reduce import reduced
 from autopar.rules.registry import Call, register_rule
 from autopar.rules.rule import Rule
 
 # The operand the backward reads: its input (0), its output (-1), or nothing. All are nonlinear.
 _INPUT = """abs acos acosh asin asinh atan atanh celu clamp clamp_max clamp_min cos cosh elu erf erfc gelu hardsigmoid hardswish hardtanh
-leaky_relu log log10 log1p log2 log_sigmoid logaddexp logit mish pow relu6 selu silu sin sinh softplus xlogy"""
+leaky_relu log log10 log1p log2 log_sigmoid logaddexp logit mish pow relu6 selu silu sin sinh softplus xlogy
+copysign fmax fmin hardshrink hypot logaddexp2 sinc softshrink threshold"""
 _OUTPUT = "exp exp2 expm1 reciprocal relu rsqrt sigmoid sqrt tan tanh"
 _NOTHING = """bitwise_and bitwise_not bitwise_or bitwise_xor ceil eq floor floor_divide fmod frac ge gt isfinite isinf isnan le logical_and
-logical_not logical_or logical_xor lt nan_to_num ne remainder round sign trunc"""
+logical_not logical_or logical_xor lt nan_to_num ne remainder round sign trunc
+deg2rad heaviside isneginf isposinf nextafter rad2deg sgn signbit"""
+_SPECIAL = """digamma erfinv i0 igamma igammac ldexp lgamma mvlgamma polygamma special_entr special_erfcx special_i0e special_i1 special_i1e
+special_log_ndtr special_ndtri special_xlog1py special_zeta"""
 
 
 @register_rule(*(f"aten.{n}" for n in _INPUT.split()))
@@ -23,6 +28,11 @@ def unary_reading_output(call: Call) -> Rule:
     return call.rule(_nonlinear(call))
 
 
+@register_rule(*(f"aten.{n}" for n in _SPECIAL.split()), "aten._prelu_kernel", "aten.complex", "aten.polar", "aten.angle")
+def special_function(call: Call) -> Rule:
+    return call.rule(_nonlinear(call))
+
+
 @register_rule(*(f"aten.{n}" for n in _NOTHING.split()))
 def reading_nothing(call: Call) -> Rule:
     return call.rule(_nonlinear(call))
@@ -30,7 +40,11 @@ def reading_nothing(call: Call) -> Rule:
 
 @register_rule("aten.minimum", "aten.maximum", "aten.min", "aten.max", "aten.atan2")
 def comparison(call: Call) -> Rule | None:
-    return call.rule(_nonlinear(call)) if len(call.inputs) == 2 else None
+    """Of two tensors; of one, the largest or smallest along a dim, with its place, or of all."""
+    if len(call.inputs) == 2:
+        return call.rule(_nonlinear(call))
+    dims, spec = reduced(call)
+    return call.rule("~" + spec, whole=[f"d{d}" for d in dims])
 
 
 @register_rule("aten.neg", "aten.to", "aten.detach")

@@ -64,7 +64,9 @@ def index(call: Call) -> Rule | None:
     )
 
 
-@register_rule("aten.zeros", "aten.ones", "aten.full", "aten.new_zeros", "aten.new_ones", "aten.new_full")
+@register_rule(
+    "aten.zeros", "aten.ones", "aten.full", "aten.empty", "aten.new_zeros", "aten.new_ones", "aten.new_full", "aten.new_empty"
+)  # fmt: skip
 def constant(call: Call) -> Rule:
     names = [f"d{d}" for d in range(len(call.shape))]
     operands = tuple(tuple(() for _ in s) for s in call.shapes)  # new_zeros(x) reads x's dtype only
@@ -73,14 +75,56 @@ def constant(call: Call) -> Rule:
     return Rule(operands, output, sizes, kind="view", shape_argument="size")
 
 
-@register_rule("aten.zeros_like", "aten.ones_like", "aten.full_like")
+@register_rule("aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.empty_like")
 def constant_like(call: Call) -> Rule:
     return call.rule("~... -> ...")
+
+
+@register_rule(
+    "aten.linspace", "aten.logspace", "aten.eye", "aten.triu_indices", "aten.tril_indices", "aten.randperm", "aten.hann_window",
+    "aten.hamming_window", "aten.blackman_window", "aten.bartlett_window", "aten.kaiser_window",
+)  # fmt: skip
+def whole_constant(call: Call) -> Rule:
+    """Cheap enough to make whole on each rank."""
+    return sequence(call)
 
 
 @register_rule("aten.triu", "aten.tril")
 def triangle(call: Call) -> Rule:
     return call.rule("... i j -> ... i j", whole="ij")
+
+
+@register_rule("aten.diagonal")
+def diagonal(call: Call) -> Rule:
+    n = len(call.shapes[0])
+    pair = [call[name] % n for name in ("dim1", "dim2")]
+    rest = [f"d{d}" for d in range(n) if d not in pair]
+    return call.rule(f"{' '.join(f'd{d}' for d in range(n))} -> {' '.join([*rest, 'k'])}", whole=["k", *(f"d{d}" for d in pair)])
+
+
+@register_rule("aten.diag_embed")
+def diag_embed(call: Call) -> Rule:
+    n = len(call.shape)
+    pair = [call[name] % n for name in ("dim1", "dim2")]
+    rest = [f"d{d}" for d in range(n) if d not in pair]
+    return call.rule(f"{' '.join([*rest, 'k'])} -> {' '.join(f'd{d}' for d in range(n))}", whole=["k", *(f"d{d}" for d in pair)])
+
+
+@register_rule("aten.bucketize", "aten.isin")
+def among(call: Call) -> Rule | None:
+    """Each element beside a list, which is whole."""
+    if len(call.inputs) != 2:
+        return None
+    listed = " ".join(f"l{d}" for d in range(len(call.shapes[1])))
+    return call.rule(f"~..., ~{listed} -> ...", whole=listed.split())
+
+
+@register_rule("aten.searchsorted")
+def searchsorted(call: Call) -> Rule | None:
+    """In one list, or each row in a list of its own."""
+    if len(call.inputs) != 2:
+        return None
+    return call.rule("~s, ~... -> ..." if len(call.shapes[0]) == 1 else "~... s, ~... v -> ... v", whole="s")
 
 
 @register_rule("aten.one_hot")
@@ -91,4 +135,5 @@ def one_hot(call: Call) -> Rule:
 @register_rule("aten.arange", "aten.scalar_tensor")
 def sequence(call: Call) -> Rule:
     names = [f"d{d}" for d in range(len(call.shape))]
-    return call.rule(f" -> {' '.join(names)}", whole=names)
+    bounds = ", ".join("~" for _ in call.inputs)  # linspace's and logspace's may be tensors
+    return call.rule(f"{bounds} -> {' '.join(names)}", whole=names)

@@ -19,6 +19,39 @@ def cross_entropy(call: Call) -> Rule:
     return call.rule(spec, whole="v", sums=frozenset(rows), extra=(vocabulary,), composed=frozenset({kernel}))
 
 
+@register_rule("aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd", "aten.nll_loss2d")
+def each_cross_entropy(call: Call) -> Rule | None:
+    """The loss of each row: without reduction, classes in dim 1. Targets are classes, or a probability of each."""
+    logits, target = call.shapes[:2]
+    if call["reduction"] != 0 or len(logits) < 2:
+        return None
+    rows = ["n", *(f"r{i}" for i in range(len(logits) - 2))]
+    each = " ".join(["n", "v", *rows[1:]])
+    weight = ", ~v" if len(call.inputs) == 3 else ""
+    return call.rule(f"~{each}, ~{each if len(target) == len(logits) else ' '.join(rows)}{weight} -> {' '.join(rows)}", whole="v")
+
+
+@register_rule("aten.cosine_embedding_loss", "aten.triplet_margin_loss", "aten.multi_margin_loss", "aten.multilabel_margin_loss")
+def of_each_row(call: Call) -> Rule | None:
+    """Without reduction: a number for each row of one or more tensors, some of which have one number a row."""
+    if call["reduction"] != 0 or len(call.shapes[0]) < 2:
+        return None
+    rows = [f"r{d}" for d in range(len(call.shape))]
+    width = len(call.shapes[0]) - len(rows)
+    operands = [rows if len(s) == len(rows) else [*rows, *(f"c{d}" for d in range(width))] for s in call.shapes]
+    if call.name == "aten.multi_margin_loss" and len(call.inputs) == 3:
+        operands[2] = ["c0"]  # a weight of each class
+    return call.rule(f"{', '.join('~' + ' '.join(o) for o in operands)} -> {' '.join(rows)}", whole=[f"c{d}" for d in range(width)])
+
+
+@register_rule("aten._ctc_loss")
+def alignment(call: Call) -> Rule | None:
+    """Of each sample, where the lengths are tensors."""
+    if [len(s) for s in call.shapes] != [3, 2, 1, 1]:
+        return None
+    return call.rule("~t n c, ~n s, ~n, ~n -> n", whole="tcs")
+
+
 @register_rule("autopar.target_count")
 def target_count(call: Call) -> Rule:
     rows = [f"r{i}" for i in range(len(call.shapes[0]))]

@@ -40,14 +40,55 @@ def matmul(call: Call) -> Rule:
     return call.rule(f"{left}, {right} -> {out}", flops=2.0 * math.prod(call.shape) * call.shapes[0][-1], kind="matmul")
 
 
+@register_rule("aten.einsum")
+def einsum(call: Call) -> Rule:
+    """The equation is the rule. An ellipsis stands for dims that are broadcast from the right; a letter that an operand has twice takes
+    its diagonal, and stays whole."""
+    left, arrow, right = call["equation"].replace(" ", "").partition("->")
+    texts = left.split(",")
+    broadcast = [len(s) - len(t.replace("...", "")) for t, s in zip(texts, call.shapes, strict=True)]
+    more = max(broadcast)
+
+    def names(text: str, dims: int) -> list[str]:
+        before, _, after = text.partition("...")
+        return [*before, *(f"_{k}" for k in range(more - dims, more) if "..." in text), *after]
+
+    operands = [names(t, n) for t, n in zip(texts, broadcast, strict=True)]
+    letters = [x for x in left if x.isalpha()]
+    result = names(right, more) if arrow else [*names("...", more), *sorted(x for x in letters if letters.count(x) == 1)]
+    twice = [x for dims in operands for x in dims if dims.count(x) > 1]
+    sizes: dict[str, int] = {}
+    for dims, shape in zip(operands, call.shapes, strict=True):
+        sizes.update((x, max(size, sizes.get(x, 1))) for x, size in zip(dims, shape, strict=True))
+    spec = f"{', '.join(map(' '.join, operands))} -> {' '.join(result)}"
+    return call.rule(spec, whole=twice, sizes=sizes, flops=2.0 * math.prod(sizes.values()), kind="matmul")
+
+
+@register_rule("aten.bilinear")
+def bilinear(call: Call) -> Rule:
+    return call.rule("... i, ... j, o i j + o -> ... o", flops=2.0 * math.prod(call.shape) * math.prod(call.shapes[2][1:]), kind="matmul")
+
+
+@register_rule("aten.cdist")
+def distances(call: Call) -> Rule:
+    return call.rule("~... i k, ~... j k -> ... i j", whole="k", flops=2.0 * math.prod(call.shape) * call.shapes[0][-1], kind="matmul")
+
+
+@register_rule("aten.addmv", "aten.addr", "aten.addbmm")
+def product_added(call: Call) -> Rule:
+    of = {"aten.addmv": ("i", "i k, k"), "aten.addr": ("i j", "i, j"), "aten.addbmm": ("i j", "b i k, b k j")}
+    out, factors = of[call.name]
+    added = " ".join(out.split()[len(call.shape) - len(call.shapes[0]) :])
+    return call.rule(f"{added} + {factors} -> {out}", flops=2.0 * math.prod(call.shapes[1]) * call.shape[-1], kind="matmul")
+
+
 @register_rule("aten.baddbmm")
-def baddbmm(call: Call) -> Rule | None:
-    if len(call.shapes[0]) != 3:
-        return None
-    return call.rule("... i j + ... i k, ... k j -> ... i j", flops=2.0 * math.prod(call.shape) * call.shapes[1][-1], kind="matmul")
+def baddbmm(call: Call) -> Rule:
+    added = " ".join("bij"[3 - len(call.shapes[0]) :])
+    return call.rule(f"{added} + b i k, b k j -> b i j", flops=2.0 * math.prod(call.shape) * call.shapes[1][-1], kind="matmul")
 
 
 @register_rule("aten.addmm")
 def addmm(call: Call) -> Rule:
-    bias = "i j" if len(call.shapes[0]) == 2 else "j"
+    bias = " ".join("ij"[2 - len(call.shapes[0]) :])  # broadcast from the right, a number too
     return call.rule(f"{bias} + i k, k j -> i j", flops=2.0 * math.prod(call.shape) * call.shapes[1][-1], kind="matmul")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from autopar.rules.registry import Call, register_rule
 from autopar.rules.rule import Rule
 
@@ -25,9 +27,26 @@ def rms_norm(call: Call) -> Rule:
 
 @register_rule("aten.group_norm")
 def group_norm(call: Call) -> Rule:
-    dims = ["b", "c", *(f"s{i}" for i in range(len(call.shape) - 2))]
-    operands = ["~" + " ".join(dims), *["~c"] * (len(call.inputs) - 1)]
-    return call.rule(f"{', '.join(operands)} -> {' '.join(dims)}", whole=dims[1:])
+    groups = call["num_groups"]
+    dims = ["b", "(g c)", *(f"s{i}" for i in range(len(call.shape) - 2))]
+    operands = ["~" + " ".join(dims), *["~(g c)"] * (len(call.inputs) - 1)]
+
+    def fewer_groups(arguments: dict[str, Any], splits: dict[str, int]) -> dict[str, Any]:
+        return {"num_groups": groups // splits.get("g", 1)}
+
+    whole = ["c", *dims[2:]]
+    return call.rule(f"{', '.join(operands)} -> {' '.join(dims)}", whole=whole, sizes={"g": groups}, localise=fewer_groups)
+
+
+@register_rule("aten.instance_norm")
+def instance_norm(call: Call) -> Rule | None:
+    """With running statistics, which are means over the batch: without them it is written as a group norm."""
+    dims = [f"d{i}" for i in range(len(call.shape))]
+    spec = ", ".join(["~" + " ".join(dims), *(["~d1"] * (len(call.inputs) - 1))]) + f" -> {' '.join(dims)}"
+    if not call["use_input_stats"]:
+        return call.rule(spec)
+    writes = tuple(k for k, n in enumerate(call.inputs) if n in (call["running_mean"], call["running_var"]))
+    return call.rule(spec, whole=dims, writes=writes)
 
 
 @register_rule("aten.batch_norm")

@@ -1,4 +1,4 @@
-"""Reductions over dims, and pooling."""
+"""Reductions over dims."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from autopar.rules.registry import Call, register_rule
 from autopar.rules.rule import Rule
 
 
-def _reduced(call: Call, name: str = "dim") -> tuple[list[int], str]:
-    """The dims reduced, and the rule's text without its linearity."""
+def reduced(call: Call, name: str = "dim") -> tuple[list[int], str]:
+    """The dims reduced, all where none is named, and the rule's text without its linearity."""
     n = len(call.shapes[0])
     dims = call.dims(name)
     keep = len(call.shape) == n
@@ -17,12 +17,12 @@ def _reduced(call: Call, name: str = "dim") -> tuple[list[int], str]:
 
 @register_rule("aten.sum")
 def total(call: Call) -> Rule:
-    return call.rule(_reduced(call)[1])
+    return call.rule(reduced(call)[1])
 
 
 @register_rule("aten.mean")
 def mean(call: Call) -> Rule:
-    dims, spec = _reduced(call)
+    dims, spec = reduced(call)
     return call.rule(spec, kernels={f"d{d}": "mean" for d in dims})
 
 
@@ -30,7 +30,7 @@ def mean(call: Call) -> Rule:
     "aten.amax", "aten.amin", "aten.var", "aten.std", "aten.logsumexp", "aten.any", "aten.all", "aten.prod", "aten.argmax", "aten.argmin"
 )
 def whole_reduction(call: Call) -> Rule | None:
-    dims, spec = _reduced(call)
+    dims, spec = reduced(call)
     return call.rule("~" + spec, whole=[f"d{d}" for d in dims])
 
 
@@ -39,15 +39,32 @@ def norm(call: Call) -> Rule | None:
     return whole_reduction(call)
 
 
-@register_rule("aten.softmax", "aten.log_softmax")
+@register_rule("aten.softmax", "aten.log_softmax", "aten._safe_softmax")
 def softmax(call: Call) -> Rule:
     names = " ".join(f"d{d}" for d in range(len(call.shape)))
     return call.rule(f"~{names} -> {names}", whole=[f"d{d}" for d in call.dims("dim")])
 
 
-@register_rule("aten.max_pool2d", "aten.avg_pool2d", "aten.adaptive_avg_pool2d", "aten.upsample_nearest2d", "aten.upsample_bilinear2d")
-def pooling(call: Call) -> Rule | None:
-    if len(call.shape) != 4:
-        return None
-    linear = "~" if "max" in call.name else ""
-    return call.rule(f"{linear}n c h w -> n c y x", whole="hwyx")
+@register_rule("aten.nansum", "aten.count_nonzero")
+def whole_total(call: Call) -> Rule:
+    """What is left out counts nothing, so that parts add up."""
+    dims, spec = reduced(call)
+    return call.rule("~" + spec, sums=frozenset(f"d{d}" for d in dims))
+
+
+@register_rule("aten.histc")
+def histogram(call: Call) -> Rule:
+    """Counts of parts add up where the bins are given, and not taken from the data."""
+    n = len(call.shapes[0])
+    dims = [f"d{d}" for d in range(n)]
+    given = call["min"] != call["max"]
+    return call.rule(f"~{' '.join(dims)} -> b", whole=["b", *([] if given else dims)], sums=frozenset(dims))
+
+
+@register_rule("aten.cosine_similarity")
+def of_vectors(call: Call) -> Rule:
+    """Over one dim, after the operands are broadcast."""
+    n = max(map(len, call.shapes))
+    dim = call["dim"] % n
+    operands = ["~" + " ".join(f"d{d}" for d in range(n - len(s), n)) for s in call.shapes]
+    return call.rule(f"{', '.join(operands)} -> {' '.join(f'd{d}' for d in range(n) if d != dim)}", whole=[f"d{dim}"])

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
+import torch
 import torch.fx as fx
 
-from autopar.graph import arguments, operands
-from autopar.rules.rule import Rule, make_rule
+from autopar.errors import PlanError
+from autopar.graph import arguments, operands, results
+from autopar.rules.rule import Dim, Rule, make_rule
 
 Arguments = dict[str, Any]
 RuleMaker = Callable[["Call"], Rule | None]
+Maker = TypeVar("Maker", bound=RuleMaker)
 
 _MAKERS: dict[str, RuleMaker] = {}
 
 
 class Call:
-    """One call of an operator, as a rule sees it: arguments by name, and the shapes of tensor operands and output."""
+    """One call of an operator, as a rule sees it: arguments by name, and the shapes of tensor operands and output (the first one of
+    several)."""
 
     def __init__(self, node: fx.Node) -> None:
         self.node = node
         self.name = operator_name(node.target)
         self.inputs = [n for n, _ in operands(node)]
-        self.shapes = [tuple(n.meta["val"].shape) for n in self.inputs]
-        self.shape = tuple(node.meta["val"].shape)
+        self.shapes = [tuple(results(n)[0].shape) for n in self.inputs]
+        self.shape = tuple(results(node)[0].shape)
         self._arguments: Arguments | None = None
 
     @property
@@ -49,14 +55,24 @@ class Call:
         return make_rule(spec, self.shapes, self.shape, **options)
 
 
-def register_rule(*names: str) -> Callable[[RuleMaker], RuleMaker]:
+def register_rule(*names: str) -> Callable[[Maker], Maker]:
     """Give the operators called ``names`` (``"aten.linear"``, ``"mylib.op"``) the rule that the decorated function makes of a call.
+
+    A ``torch.autograd.Function`` goes by its package and its class: ``"mypackage.MyFunction"`` for ``mypackage.layers.MyFunction``,
+    ``"__main__.MyFunction"`` in a script. Arguments have the names of its forward, without the context.
 
     The function may return None for a call that its rule does not cover: that call then runs unsplit. A later registration of a
     name replaces an earlier one.
-    """
 
-    def register(maker: RuleMaker) -> RuleMaker:
+    Raises:
+        PlanError: there is no name, one is no text, or what is decorated cannot be called.
+    """
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise PlanError(f'register_rule({", ".join(map(repr, names))}): give the names of operators, for example "aten.linear"')
+
+    def register(maker: Maker) -> Maker:
+        if not callable(maker):
+            raise PlanError(f"register_rule({names[0]!r}) decorates {maker!r:.100}: write a function that makes the rule of a call")
         for name in names:
             _MAKERS[name] = maker
         return maker
@@ -65,11 +81,51 @@ def register_rule(*names: str) -> Callable[[RuleMaker], RuleMaker]:
 
 
 def rule_of(node: fx.Node) -> Rule | None:
-    """The rule of a call with one tensor as its output; None where there is none."""
-    if node.op != "call_function" or not hasattr(node.meta.get("val"), "shape"):
+    """The rule of a call; None where there is none.
+
+    All results of an operator with several lie in one layout, that of the first: what is split is a dim that all of them have.
+    """
+    if node.op != "call_function" or not (tensors := results(node)):
         return None
+    if any(t.layout is not torch.strided for n in (node, *node.all_input_nodes) for t in results(n)):
+        return None  # nothing cuts a sparse tensor
+    if node.target is operator.getitem:
+        return _one_result(node.args[0], len(tensors[0].shape))  # type: ignore[arg-type]
     maker = _MAKERS.get(operator_name(node.target))
-    return maker(Call(node)) if maker else None
+    rule = _made(maker, node) if maker and all(results(n) for n, _ in operands(node)) else None
+    return rule if rule is None or isinstance(node.meta["val"], torch.Tensor) else _of_all(rule, tensors)
+
+
+def has_rule(node: fx.Node) -> bool:
+    """Whether there is a rule for calls of this operator."""
+    return operator_name(node.target) in _MAKERS
+
+
+def _made(maker: RuleMaker, node: fx.Node) -> Rule | None:
+    """What a maker says of a call. A rule of ours that was not written for a call is none; of a user's they should hear."""
+    try:
+        return maker(Call(node))
+    except (ArithmeticError, LookupError, TypeError, ValueError):
+        if not maker.__module__.startswith("autopar.rules."):
+            raise
+        return None
+
+
+def _of_all(rule: Rule, tensors: Sequence[torch.Tensor]) -> Rule:
+    """The rule of an operator's first result, left with what holds for the others too."""
+    first, *others = (t.shape for t in tensors)
+    common = {d for d, n in enumerate(first) if all(d < len(s) and s[d] == n for s in others)}
+    split = {f for d, factors in enumerate(rule.output) for f in factors if d in common}
+    return replace(rule, terms=(), whole=rule.whole | (rule.sizes.keys() - split), extra=())
+
+
+def _one_result(source: fx.Node, ndim: int) -> Rule | None:
+    """The rule of taking one result: cut as all of them are."""
+    if (rule := rule_of(source)) is None:
+        return None
+    dims: list[Dim] = [tuple(f for f in factors if f not in rule.whole) for factors in rule.output]
+    sizes = {f: rule.sizes[f] for factors in dims for f in factors}
+    return Rule((tuple(dims),), tuple(dims[:ndim]) + ((),) * (ndim - len(dims)), sizes, kind="view")
 
 
 def operator_name(target: Any) -> str:

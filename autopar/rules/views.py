@@ -54,7 +54,7 @@ def factorise(before: Sequence[int], after: Sequence[int]) -> tuple[tuple[Dim, .
 @register_rule("aten.reshape", "aten.squeeze", "aten.unsqueeze")
 def reshape(call: Call) -> Rule | None:
     if 0 in call.shape:
-        return None
+        return Rule((((),) * len(call.shapes[0]),), ((),) * len(call.shape), {}, (frozenset({0}),), kind="view")
     before, after, sizes = factorise(call.shapes[0], call.shape)
     lone = {f for d in before for f in d} ^ {f for d in after for f in d}
     shape_argument = "shape" if call.name == "aten.reshape" else None
@@ -84,8 +84,13 @@ def expand(call: Call) -> Rule:
 
 @register_rule("aten.slice")
 def slice_(call: Call) -> Rule | None:
-    """One of several equal parts of a dim may be taken of each chunk that the parts are cut in; any other slice is of a whole dim."""
+    """One of several equal parts of a dim may be taken of each chunk that the parts are cut in, every so manieth of each chunk of the dim;
+    any other slice is of a whole dim."""
     (dim,), start, step, size = call.dims("dim"), call["start"], call["step"], call.shape[call["dim"]]
+    if step > 1 and size > 1 and size * step == call.shapes[0][dim]:
+        spec = " ".join(f"o{d}" if d == dim else f"d{d}" for d in range(len(call.shape)))
+        bound = partial(_end, f"o{dim}", call.shapes[0][dim])
+        return call.rule(f"{spec.replace(f'o{dim}', f'(o{dim} m)')} -> {spec}", whole=["m"], kind="view", localise=bound)
     if step != 1 or not size or call.shapes[0][dim] % size or start % size:
         return along_one_dim(call)
     spec = " ".join(f"o{d}" if d == dim else f"d{d}" for d in range(len(call.shape)))
@@ -93,12 +98,17 @@ def slice_(call: Call) -> Rule | None:
     return call.rule(f"{spec.replace(f'o{dim}', f'(m o{dim})')} -> {spec}", whole=["m"], kind="view", localise=chunk)
 
 
+def _end(factor: str, length: int, arguments: dict[str, Any], splits: dict[str, int]) -> dict[str, Any]:
+    """The end of a rank's chunk of a dim of this length."""
+    return {"end": length // splits.get(factor, 1)}
+
+
 def _part(factor: str, arguments: dict[str, Any], splits: dict[str, int]) -> dict[str, Any]:
     """The bounds of a rank's slice."""
     return {name: arguments[name] // splits.get(factor, 1) for name in ("start", "end")}
 
 
-@register_rule("aten.roll", "aten.flip", "aten.cumsum", "aten.diff", "aten.cumprod")
+@register_rule("aten.roll", "aten.flip", "aten.cumsum", "aten.diff", "aten.cumprod", "aten.logcumsumexp")
 def along_one_dim(call: Call) -> Rule:
     """The dims named are whole; in the others the operator is local."""
     dims = call.dims("dims" if call.name in ("aten.roll", "aten.flip") else "dim")
@@ -106,7 +116,7 @@ def along_one_dim(call: Call) -> Rule:
     def spec(prefix: str) -> str:
         return " ".join(f"{prefix}{d}" if d in dims else f"d{d}" for d in range(len(call.shape)))
 
-    linear = "~" if call.name == "aten.cumprod" else ""
+    linear = "~" if call.name in ("aten.cumprod", "aten.logcumsumexp") else ""
     inputs = " + ".join([linear + spec("i"), *[spec("p")] * (len(call.inputs) - 1)])  # diff may have tensors put before and after
     whole = [f"{p}{d}" for d in dims for p in "ipo"]
     return call.rule(f"{inputs} -> {spec('o')}", whole=whole, kind="view" if call.name == "aten.slice" else "elementwise")

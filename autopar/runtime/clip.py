@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad as torch_clip
 
 from autopar.errors import RunError
+from autopar.runtime.placements import cuts
+from autopar.runtime.waiting import may_wait
 
 if TYPE_CHECKING:
     from autopar.runtime.holders import Holders
@@ -36,13 +38,14 @@ def clip_grad_norm_(
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     gradients = [_without_partial(p.grad) for p in parameters if p.grad is not None]
     place = next(filter(None, map(_place, parameters)), None) or (None if parameters else _only_pipeline())
-    if place is None:
-        if not gradients:
-            return torch.tensor(0.0)
-        norm = _norm(gradients, float(norm_type))
-    else:
-        counted = [p.grad for p in parameters if p.grad is not None and ((own := _place(p)) is None or own.counts)]
-        norm = _over_stages(_norm(counted, float(norm_type)) if counted else None, float(norm_type), place)
+    if place is None and not gradients:
+        return torch.tensor(0.0)
+    with may_wait():
+        if place is None:
+            norm = _norm(gradients, float(norm_type))
+        else:
+            counted = [p.grad for p in parameters if p.grad is not None and ((own := _place(p)) is None or own.counts)]
+            norm = _over_stages(_norm(counted, float(norm_type)) if counted else None, float(norm_type), place)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RunError(f"the gradients' norm of order {norm_type} is {norm.item()}: look for the first step with an infinite loss")
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # torch's own formula, without a wait for the device
@@ -140,7 +143,7 @@ def _norm(gradients: list[torch.Tensor], order: float) -> torch.Tensor:
 def _cutting_groups(gradient: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
     if not isinstance(gradient, DTensor):
         return ()
-    return tuple(gradient.device_mesh.get_group(axis) for axis, p in enumerate(gradient.placements) if p.is_shard())
+    return tuple(gradient.device_mesh.get_group(axis) for axis, p in enumerate(gradient.placements) if cuts(p))
 
 
 def _without_partial(gradient: torch.Tensor) -> torch.Tensor:

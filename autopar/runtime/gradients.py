@@ -22,18 +22,18 @@ ranks in the one that is asked for, and what is delivered has the parameter's.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from autopar.errors import RunError
 from autopar.layout import I
 from autopar.plan import BUCKET_BYTES
 from autopar.runtime.gather import buckets, cut, exchange
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.parameters import Weight
-from autopar.runtime.watch import BackwardWatch
 
 _functional = torch.ops._c10d_functional
 Gradients = list[tuple[Weight, torch.Tensor]]
@@ -82,10 +82,9 @@ class GradientSync:
     """Synchronises the gradients of ``weights``, which come in the order in which the graph first uses them.
 
     A round is one backward: :meth:`begin`, the backward (whose hooks start the collectives of full buckets, in the same order on all
-    ranks), :meth:`finish`, which waits, and :meth:`deliver`, which adds to ``parameter.grad``. :meth:`watch` does all of this for
-    whatever backward reaches a tensor. A parameter that got no gradient keeps ``grad`` as it was. Arguments: ``bucket_bytes``, the most
-    that goes into one collective; ``dtype``, in which ranks' gradients are summed (None: as they come); ``on_start``, ``on_end``, called
-    around a watched backward; ``always``, also where no parameter needs anything.
+    ranks), :meth:`finish`, which waits, and :meth:`deliver`, which adds to ``parameter.grad``. A parameter that got no gradient keeps
+    ``grad`` as it was. Arguments: ``bucket_bytes``, the most that goes into one collective; ``dtype``, in which ranks' gradients are
+    summed (None: as they come).
     """
 
     def __init__(
@@ -95,11 +94,8 @@ class GradientSync:
         *,
         bucket_bytes: int = BUCKET_BYTES,
         dtype: torch.dtype | None = None,
-        always: bool = False,
-        on_start: Callable[[], None] = lambda: None,
-        on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        self._mesh, self._on_start, self._on_end, self._always = mesh, on_start, on_end, always
+        self._mesh = mesh
         # Where autograd accumulates into the parameter itself there is nothing to do.
         backward_order = [w for w in weights if w.leaf is not w.parameter and (w.leaf.is_floating_point() or w.leaf.is_complex())][::-1]
         self._weights = backward_order
@@ -113,7 +109,6 @@ class GradientSync:
         self._armed = False
         self._next = 0
         self._flights: list[_Flight] = []
-        self._watch = BackwardWatch(self._start, self._end)
 
     def _bucket(self, group: list[Weight], dtype: torch.dtype | None) -> _Bucket:
         scatter, reduce = self._communication(group[0])
@@ -148,27 +143,6 @@ class GradientSync:
         """The axes of the reduce-scatter and of the all-reduce."""
         pending = [a for a, t in enumerate(weight.used) if t.kind == "R" and self._mesh.sizes[a] > 1]
         return tuple(a for a in pending if weight.stored[a].is_shard), tuple(a for a in pending if weight.stored[a] == I)
-
-    # A watched backward
-
-    @property
-    def idle(self) -> bool:
-        """Whether there is nothing to do."""
-        return not (self._buckets or self._local or self._always)
-
-    def watch(self, output: torch.Tensor) -> None:
-        """Begins a round when a backward reaches ``output`` and delivers at its end."""
-        if not self.idle:
-            self._watch.watch(output)
-
-    def _start(self) -> None:
-        self._on_start()
-        self.clear()
-        self.begin()
-
-    def _end(self) -> None:
-        self.deliver(self.finish())
-        self._on_end()
 
     # A round
 
@@ -264,21 +238,47 @@ class GradientSync:
             bucket.expected = arrived.intersection(w.name for w in bucket.weights)
 
     @torch.no_grad()
-    def deliver(self, gradients: Gradients, scale: torch.Tensor | None = None) -> None:
-        """Adds ``gradients``, times the 0-dim tensor ``scale``, to what the parameters have in ``grad``. Takes the tensors over."""
-        if scale is not None and gradients and (scale.is_cuda or scale != 1):  # no wait for the device to save a multiplication
-            torch._foreach_mul_([value for _, value in gradients], scale)
-        for weight, value in gradients:
-            old = weight.parameter.grad
-            if old is None:
-                weight.parameter.grad = weight.wrap(value)
-            elif isinstance(old, DTensor):
-                placements = weight.parameter.placements  # type: ignore[attr-defined]
-                if old.placements != placements:  # the user put another one there
-                    weight.parameter.grad = old = old.redistribute(placements=placements)  # type: ignore[assignment]
-                old.to_local().add_(value)
-            else:
-                old.add_(value)
+    def deliver(self, gradients: Gradients) -> None:
+        """Adds ``gradients`` to what the parameters have in ``grad``, and calls the hooks of these as autograd does: once. Takes the
+        tensors over, one by one, so that a hook that uses a gradient up frees it."""
+        gradients.reverse()
+        while gradients:
+            weight, value = gradients.pop()
+            if hooks := weight.parameter._backward_hooks:
+                value = _hooked(weight, value, list(hooks.values()))
+            self._accumulate(weight, value)
+            del value
+            for hook in list((weight.parameter._post_accumulate_grad_hooks or {}).values()):
+                hook(weight.parameter)
+
+    def _accumulate(self, weight: Weight, value: torch.Tensor) -> None:
+        old = weight.parameter.grad
+        if old is None:
+            weight.parameter.grad = weight.wrap(value)
+        elif isinstance(old, DTensor):
+            placements = weight.parameter.placements  # type: ignore[attr-defined]
+            if old.placements != placements:  # the user put another one there
+                weight.parameter.grad = old = old.redistribute(placements=placements)  # type: ignore[assignment]
+            old.to_local().add_(value)
+        else:
+            old.add_(value)
+
+
+def _hooked(weight: Weight, value: torch.Tensor, hooks: Sequence[Callable[[torch.Tensor], torch.Tensor | None]]) -> torch.Tensor:
+    """What the hooks of ``register_hook`` make of a gradient, this rank's part of it."""
+    gradient = weight.wrap(value)
+    for hook in hooks:
+        found = hook(gradient)
+        gradient = gradient if found is None else found
+    parameter = weight.parameter
+    if gradient.shape != parameter.shape or isinstance(gradient, DTensor) != isinstance(parameter, DTensor):
+        raise RunError(
+            f"a hook of parameter {weight.name} returned a {type(gradient).__name__} of shape {tuple(gradient.shape)}; its gradient is a "
+            f"{type(parameter.data).__name__} of shape {tuple(parameter.shape)}, and so must be what takes its place"
+        )
+    if isinstance(gradient, DTensor):
+        gradient = gradient.redistribute(parameter.device_mesh, parameter.placements).to_local()  # type: ignore[attr-defined]
+    return gradient.detach().to(value.dtype)
 
 
 def _on_gradient(weight: Weight, arrived: Callable[[Weight], None]) -> None:

@@ -29,7 +29,7 @@ class Holders:
 
     def __init__(self, captured: Captured, lowered: Lowered, pipeline: int) -> None:
         used: dict[str, set[int]] = defaultdict(set)
-        counts = len(lowered.state) + len(lowered.input_batch_dims)
+        counts = len(lowered.state) + len(lowered.input_times)
         for index, stage in enumerate(lowered.stages):
             takes = {i for graph in (stage.train, stage.evaluate) for i in graph.uses}
             names = {lowered.state[i] for i in takes if i < len(lowered.state)}

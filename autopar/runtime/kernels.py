@@ -25,6 +25,7 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_vocabulary",
     "drawn",
+    "draws",
     "dropout",
     "embedding_vocabulary",
     "layer_norm_features",
@@ -60,10 +61,18 @@ def dropout(x: torch.Tensor, p: float, train: bool, mesh: Mesh, node_id: int, ax
         return torch.native_dropout(x, p, True)[0]  # saves one byte an element, F.dropout on a CPU a mask of the dtype of x
 
 
-def drawn(operator: Callable[..., torch.Tensor], mesh: Mesh, node_id: int, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """A random operator that runs unsplit: it draws the same numbers on every rank, whatever their own generators hold."""
-    with mesh.streams.of(node_id, 0):
+def drawn(operator: Callable[..., Any], mesh: Mesh, node_id: int, axes: Axes, *args: Any, **kwargs: Any) -> Any:
+    """A random operator: it draws alike wherever its result is alike, whatever ranks' own generators hold, and on its own in each chunk
+    along ``axes``, which cut the result."""
+    with mesh.streams.of(node_id, mesh.index(axes)):
         return operator(*args, **kwargs)
+
+
+def draws(target: Any, args: Sequence[Any]) -> bool:
+    """Whether a call of a lowered graph draws random numbers."""
+    if target is dropout:
+        return bool(args[1] and args[2])
+    return target is drawn or (target in (attention, ring_attention) and bool(args[4]))
 
 
 def attention(

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_iter
 
+from autopar.runtime.waiting import may_wait
+
 _functional = torch.ops._c10d_functional
 
 
@@ -57,7 +59,8 @@ class PendingLoss(torch.Tensor):
     def wait(self) -> None:
         """Blocks until the sum is there."""
         if self.pending is not None:
-            finish(self.pending)
+            with may_wait():
+                finish(self.pending)
             self.pending = None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
@@ -58,7 +59,7 @@ class Mesh:
         self.device_mesh = device_mesh
         self.device = _local_device(device_mesh.device_type)
         self.coordinate: tuple[int, ...] = tuple(device_mesh.get_local_rank(axis) for axis in range(len(self.sizes)))
-        self.streams = Streams(0, self.device)
+        self.streams = Streams(device=self.device)
         self.recorder = Recorder(self.device)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         if pipeline > 1:  # stages need different groups, and all ranks must take part in making each
@@ -69,6 +70,12 @@ class Mesh:
     def of(cls, device_mesh: DeviceMesh) -> Mesh:
         """The mesh of these ranks: ``device_mesh`` must have axis names and contain this rank."""
         return cls(tuple(device_mesh.shape), device_mesh.mesh_dim_names or (), device_mesh=device_mesh)
+
+    def twin(self) -> Mesh:
+        """The same ranks and groups, for another program: with random streams and records of its own."""
+        other = copy.copy(self)
+        other.streams, other.recorder = Streams(device=self.device), Recorder(self.device)
+        return other
 
     def __repr__(self) -> str:
         return "Mesh(" + ", ".join(f"{name}={size}" for name, size in zip(self.names, self.sizes, strict=True)) + ")"
@@ -128,7 +135,7 @@ class Mesh:
             group = self.device_mesh.get_group(wide[0])
         else:
             group = self.device_mesh[tuple(self.names[axis] for axis in wide)]._flatten().get_group()
-        _take_timeout(group)
+        take_timeout(group)
         return group
 
     @property
@@ -142,7 +149,7 @@ class Mesh:
         """The ranks that differ from this one along the pipeline and ``axes`` only. All ranks must come here alike."""
         wide = tuple(self.names[axis] for axis in sorted(axes) if self.sizes[axis] > 1)
         group = (self.world[(PIPELINE, *wide)]._flatten() if wide else self.world[PIPELINE]).get_group()
-        _take_timeout(group)
+        take_timeout(group)
         return group
 
     def across_pipeline(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
@@ -160,7 +167,7 @@ class Mesh:
             if members not in known:
                 known[members] = dist.new_group(list(members))
                 if dist.get_rank() in members:
-                    _take_timeout(known[members])
+                    take_timeout(known[members])
         mine = dist.get_rank() % self.size
         return known[tuple(rank * self.size + mine for rank in ranks)] if self.pipeline_rank in ranks else None
 
@@ -206,7 +213,7 @@ def _over_the_world(sizes: tuple[int, ...], names: tuple[str, ...], device_type:
     return known[key]
 
 
-def _take_timeout(group: dist.ProcessGroup) -> None:
+def take_timeout(group: dist.ProcessGroup) -> None:
     """Give ``group`` the timeout that the user gave the default group: torch gives new groups 10 or 30 minutes, whatever that is."""
     for device in group._device_types:
         options = getattr(dist.group.WORLD._get_backend(device), "options", None)  # type: ignore[union-attr]

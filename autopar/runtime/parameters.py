@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -15,12 +16,15 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.errors import RunError
 from autopar.layout import I, Layout, S, local_shape, movable, show
+from autopar.runtime.agree import together
+from autopar.runtime.assigned_data import follow_assignments
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.placements import as_placed, layout_of, placements
+from autopar.runtime.unfilled import Unfilled, without_values
 
 if TYPE_CHECKING:
     from autopar.capture import Captured
-    from autopar.plan import Plan
+    from autopar.plan import ParameterPlan
     from autopar.runtime.clip import Pipelined
 
 
@@ -102,18 +106,25 @@ class Weight:
 
 
 class State:
-    """All tensors of a model, placed on the mesh as ``plan.parameters`` says, with the values of rank 0.
+    """All tensors of a model, placed on the mesh as ``plans`` says, with the values of rank 0.
 
     ``weights`` has the parameters by their names (tied ones once), ``buffers`` the buffers and constants, whole on each rank. Arguments:
     ``share_leaf``, whether on a single device the parameter may be its own leaf (then autograd fills ``.grad``). Tensors that are meta on
-    rank 0 come out uninitialised, with a warning; ``keep``, the names of those that this rank holds (free: all). Raises :class:`RunError`
-    for a parameter plan that cannot run.
+    rank 0 come out without values, with a warning; ``keep``, the names of those that this rank holds (free: all). Raises :class:`RunError`
+    for a parameter plan that cannot run. ``like`` has the values, instead of rank 0's model; nothing is then sent.
     """
 
     def __init__(
-        self, captured: Captured, plan: Plan, mesh: Mesh, *, share_leaf: bool = False, keep: Collection[str] | None = None
+        self,
+        captured: Captured,
+        plans: Mapping[str, ParameterPlan],
+        mesh: Mesh,
+        *,
+        share_leaf: bool = False,
+        keep: Collection[str] | None = None,
+        like: State | None = None,
     ) -> None:
-        self._mesh, self._plan = mesh, plan
+        self._mesh, self._plans = mesh, plans
         names = [name for name in captured.state if name not in captured.aliases]
         kinds = {i.target: i.kind for i in captured.inputs}
         placeholders = zip(captured.inputs, captured.graph.find_nodes(op="placeholder"), strict=True)
@@ -123,13 +134,32 @@ class State:
         self.weights: dict[str, Weight] = {}
         self.buffers: dict[str, torch.Tensor] = {}
         kept = names if keep is None else [name for name in names if name in keep]
-        values = _from_rank_0({name: captured.state[name] for name in names}, {n: self._stored(n) for n in parameters}, mesh, set(kept))
+        given, stored = {name: captured.state[name] for name in names}, {n: self._stored(n) for n in parameters}
+        if like is None:
+            missing = _meta_on_rank_0(given, mesh)
+            _warn_of_meta(missing, stored)
+            values = _from_rank_0(given, stored, mesh, set(kept), missing)
+        else:
+            missing, values = [], like.local_copies()
         for name in kept:
             if name in parameters:
                 self.weights[name] = self._weight(name, captured.state[name], values[name], share_leaf)
             else:
                 self.buffers[name] = values[name]
         self._slices = {name: self._slice(name, buffer) for name, buffer in self.buffers.items()}
+        own = {name: tensor for name in missing if (tensor := self.visible(name, {})) is not None}
+        self._unfilled = Unfilled(own, self.buffers) if missing and mesh.device.type != "meta" else None
+
+    def check_filled(self) -> None:
+        """Raises :class:`RunError`, on every rank, while there are tensors that nothing gave a value. All ranks must call it."""
+        if self._unfilled is not None:
+            together("the first step", self._unfilled.check)
+            self._unfilled = None
+
+    def local_copies(self) -> dict[str, torch.Tensor]:
+        """This rank's parts of all that it holds, in memory of their own."""
+        parts = {name: weight.parameter.detach() for name, weight in self.weights.items()} | self.buffers
+        return {name: (t.to_local() if isinstance(t, DTensor) else t).clone() for name, t in parts.items()}
 
     def argument(self, name: str) -> torch.Tensor:
         """What the graph takes for the parameter, buffer or constant ``name``: this rank's part in the layout in which it is used."""
@@ -142,17 +172,19 @@ class State:
         return self.weights[name].parameter if name in self.weights else self.buffers.get(name)
 
     def _stored(self, name: str) -> Layout:
-        plan = self._plan.parameters.get(name)
+        plan = self._plans.get(name)
         return plan.stored if plan else (I,) * len(self._mesh.sizes)
 
     def _weight(self, name: str, given: torch.Tensor, local: torch.Tensor, share_leaf: bool) -> Weight:
         stored, mesh = self._stored(name), self._mesh
-        plan = self._plan.parameters.get(name)
+        plan = self._plans.get(name)
         used = plan.used if plan else stored
         gathered, exchanged = _moved(name, stored, used, mesh)
         trains = given.requires_grad
         placed = local if mesh.size == 1 else distribute(local, stored, mesh)
         parameter = nn.Parameter(placed, requires_grad=trains)
+        if isinstance(parameter, DTensor):
+            follow_assignments(parameter, name, lambda whole: laid(whole, stored, mesh))
         inside = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
         dtype = self._computes_in.get(name, inside.dtype)
         if share_leaf and mesh.size == 1 and dtype == inside.dtype:
@@ -164,8 +196,19 @@ class State:
         return Weight(name, stored, used, parameter, inside, leaf, gathered, exchanged, size)
 
     def _slice(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
-        plan = self._plan.parameters.get(name)
+        plan = self._plans.get(name)
         return local_part(buffer, plan.used, self._mesh) if plan else buffer
+
+
+def memoryless(captured: Captured) -> Captured:
+    """``captured`` with a state of meta tensors, which holds on to no memory."""
+    light = copy.copy(captured)
+    light.state = {}
+    for name, tensor in captured.state.items():
+        empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+        trains = tensor.requires_grad
+        light.state[name] = nn.Parameter(empty, trains) if isinstance(tensor, nn.Parameter) else empty.requires_grad_(trains)
+    return light
 
 
 def distribute(local: torch.Tensor, layout: Layout, mesh: Mesh) -> DTensor:
@@ -205,16 +248,14 @@ def _moved(name: str, stored: Layout, used: Layout, mesh: Mesh) -> tuple[tuple[i
 
 
 def _from_rank_0(
-    state: Mapping[str, torch.Tensor], stored: Mapping[str, Layout], mesh: Mesh, keep: Collection[str]
+    state: Mapping[str, torch.Tensor], stored: Mapping[str, Layout], mesh: Mesh, keep: Collection[str], missing: Collection[str]
 ) -> dict[str, torch.Tensor]:
-    """Of each tensor in ``keep`` its part in its stored layout (whole if it has none), on the mesh's device, with the value of rank 0."""
-    missing = _meta_on_rank_0(state, mesh)
-    _warn_of_meta(missing, stored)
+    """Of each tensor in ``keep`` its part in its stored layout (whole if it has none), on the mesh's device, with the value of rank 0;
+    those that are ``missing`` there are on the meta device."""
     whole = (I,) * len(mesh.sizes)
     result: dict[str, torch.Tensor] = {}
     for name in filter(keep.__contains__, missing):
-        shape = local_shape(state[name].shape, stored.get(name, whole), mesh.sizes)
-        result[name] = torch.empty(shape, dtype=state[name].dtype, device=mesh.device)
+        result[name] = without_values(local_shape(state[name].shape, stored.get(name, whole), mesh.sizes), state[name].dtype, mesh.device)
     for bucket in _by_dtype({name: tensor for name, tensor in state.items() if name not in missing}):
         for name, value in _broadcast({name: state[name] for name in bucket}, mesh).items():
             if name not in keep:
@@ -269,8 +310,12 @@ def laid_like(own: Any, value: Any, mesh: Mesh) -> Any:
     """``value``, if it is a whole tensor and ``own`` a DTensor of its shape, as such a DTensor."""
     if not isinstance(own, DTensor) or isinstance(value, DTensor) or not isinstance(value, torch.Tensor) or value.shape != own.shape:
         return value
-    layout = layout_of(own.placements)
-    return distribute(local_part(value.to(mesh.device), layout, mesh).contiguous(), layout, mesh)
+    return laid(value, layout_of(own.placements), mesh)
+
+
+def laid(whole: torch.Tensor, layout: Layout, mesh: Mesh) -> DTensor:
+    """``whole``, which all ranks have, in ``layout`` (types I, R, S and s)."""
+    return distribute(local_part(whole.to(mesh.device), layout, mesh).contiguous(), layout, mesh)
 
 
 def stays(parameters: Iterable[torch.Tensor], device: torch.device, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -26,17 +26,17 @@ def _unchanged(model: nn.Module, mesh: Mesh) -> Iterator[None]:
     """Within, it trains and parameters have no gradients; after, gradients, buffers and random numbers are as they were."""
     gradients = {p: p.grad for p in model.parameters()}
     buffers = {b: b.detach().clone() for b in model.buffers()}
-    streams, step, microbatch = mesh.streams, mesh.streams.step, mesh.streams.microbatch
-    training = model.training
-    model.training = True
+    modes = {module: module.training for module in model.modules()}
+    for module in modes:
+        module.training = True
     for p in gradients:
         p.grad = None
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), mesh.streams.unmoved():
             yield
     finally:
-        model.training = training
-        streams.step, streams.microbatch = step, microbatch
+        for module, training in modes.items():
+            module.training = training
         with torch.no_grad():
             for p, gradient in gradients.items():
                 p.grad = gradient

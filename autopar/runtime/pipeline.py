@@ -7,7 +7,7 @@ holds its boundary for all microbatches of a step, whatever the schedule. Here a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -65,25 +65,37 @@ class Pipeline:
         self._name, self._microbatches, self._mesh = schedule, microbatches, mesh
         self._parts, self._stages, self._forward, self._before_last = parts, stages, forward, before_last
         self._schedule: Any = None
+        self._made: list[_Stage] = []
         self._failed = False
         self._targets = torch.arange(microbatches)  # torch computes no loss without
 
-    def run(self, backward: bool) -> None:
-        """One step, or only its forwards. An error leaves the ranks out of step: there is no other run after it."""
+    def check(self) -> None:
+        """Raises :class:`RunError` after a step that failed."""
         if self._failed:
             raise RunError(
                 "an earlier step failed midway, so that what the ranks of the pipeline sent each other no longer fits together: "
                 "start the processes again, from the last checkpoint"
             )
+
+    def run(self, backward: bool, returned: Collection[Crossing] = ()) -> None:
+        """One step, or only its forwards; a gradient comes back for the crossings ``returned``, the same on all ranks. An error leaves the
+        ranks out of step: there is no other run after it."""
+        self.check()
         if self._schedule is None:
-            stages = [_Stage(part, self._stages, self._microbatches, self._mesh, self._forward, self._before_last) for part in self._parts]
+            self._made = stages = [
+                _Stage(part, self._stages, self._microbatches, self._mesh, self._forward, self._before_last) for part in self._parts
+            ]
             one = self._name in _SINGLE
             kind: Any = _SINGLE[self._name] if one else _SEVERAL[self._name]
             self._schedule = kind(stages[0] if one else stages, self._microbatches, loss_fn=lambda loss, _: loss, scale_grads=False)
+        for stage in self._made:
+            stage.expect(returned)
         step = self._schedule.step if backward else self._schedule.eval
         since = self._mesh.recorder.mark()
         try:
             step(target=self._targets, return_outputs=False)
+            for stage in self._made:
+                stage.let_go()
             self._mesh.recorder.add("schedule", since)
         except BaseException:
             self._failed, self._schedule = True, None
@@ -126,9 +138,14 @@ class _Stage(PipelineStage):
         self._part, self._forward, self._before_last, self._all = part, forward, before_last, microbatches
         self._group, self._recorder = group, mesh.recorder
         self._previous, self._next = (dist.get_global_rank(group, (part.index + step) % group.size()) for step in (-1, 1))
-        self._returned = [crossing for crossing in part.received if crossing.differentiable]
-        self._expected = [crossing for crossing in part.sent if crossing.differentiable]
+        self.expect(())
         self.clear_runtime_states()
+
+    def expect(self, returned: Collection[Crossing]) -> None:
+        """From now on a gradient comes back for these crossings alone."""
+        self._with_gradient = returned
+        self._returned = [crossing for crossing in self._part.received if crossing in returned]
+        self._expected = [crossing for crossing in self._part.sent if crossing in returned]
 
     def clear_runtime_states(self) -> None:
         self._arriving: dict[int, list[torch.Tensor]] = {}
@@ -161,9 +178,9 @@ class _Stage(PipelineStage):
         self._messages += messages
         return messages
 
-    def _let_go(self) -> None:
-        """Work begins: all messages so far are on their way, and who sends them holds what they carry as long as he must. Schedules keep
-        the descriptions of messages until the next ones of their kind, with their tensors, unless these are taken away."""
+    def let_go(self) -> None:
+        """Work begins, or the schedule is done: all messages so far are on their way, and a sender keeps what it must. Schedules keep the
+        descriptions of messages until the next ones of their kind, with their tensors, unless these are taken away."""
         for message in self._messages:
             del message.tensor
         self._messages = []
@@ -189,15 +206,16 @@ class _Stage(PipelineStage):
     # Work
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self._let_go()
+        self.let_go()
         received = self._arriving.pop(fwd_chunk_id, [])
         inbox: list[torch.Tensor | None] = [None] * len(self._returned)
         inputs: list[GradientEdge] = []
         if self.has_backward and self._returned:
-            entering = [x for x, c in zip(received, self._part.received, strict=True) if c.differentiable]
+            own = [c in self._with_gradient for c in self._part.received]
+            entering = [x for x, back in zip(received, own, strict=True) if back]
             entered = iter(_Entry.apply(torch.zeros((), requires_grad=True), inbox, *entering))
-            received = [next(entered) if c.differentiable else x for x, c in zip(received, self._part.received, strict=True)]
-            inputs = [get_gradient_edge(x) for x, c in zip(received, self._part.received, strict=True) if c.differentiable]
+            received = [next(entered) if back else x for x, back in zip(received, own, strict=True)]
+            inputs = [get_gradient_edge(x) for x, back in zip(received, own, strict=True) if back]
             del entering, entered
         since = self._recorder.enter("forward", self.stage_index)
         sent, loss = self._forward(self.stage_index, fwd_chunk_id, received)
@@ -205,7 +223,7 @@ class _Stage(PipelineStage):
         del received
         self._leaving[fwd_chunk_id] = [x.detach().contiguous() for x in sent]
         if self.has_backward:
-            ends = [x for x, c in zip(sent, self._part.sent, strict=True) if c.differentiable] if loss is None else [loss]
+            ends = [x for x, c in zip(sent, self._part.sent, strict=True) if c in self._with_gradient] if loss is None else [loss]
             roots = [(i, get_gradient_edge(x)) for i, x in enumerate(ends) if x.requires_grad]
             gradients = [] if loss is None else [torch.ones_like(loss)]
             self._pending[fwd_chunk_id] = _Pending(roots, inputs, inbox, gradients)
@@ -215,7 +233,7 @@ class _Stage(PipelineStage):
         if not self.has_backward:
             return
         since = self._recorder.enter("backward", self.stage_index)
-        self._let_go()
+        self.let_go()
         pending = self._pending[bwd_chunk_id]
         if full_backward:
             self._whole(self._pending.pop(bwd_chunk_id))

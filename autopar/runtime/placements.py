@@ -43,3 +43,8 @@ def as_placed(local: torch.Tensor, layout: Layout, mesh: Mesh) -> tuple[torch.Te
 def layout_of(found: Sequence[Placement]) -> Layout:
     """The inverse, of what parameters have."""
     return tuple(inner(p.dim) if isinstance(p, _StridedShard) else S(p.dim) if isinstance(p, Shard) else I for p in found)
+
+
+def cuts(placed: Placement) -> bool:
+    """Whether ranks hold different parts of a tensor. torch's ``is_shard()`` says no of its own strided shard."""
+    return isinstance(placed, (Shard, _StridedShard))

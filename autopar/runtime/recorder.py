@@ -75,7 +75,7 @@ class Recorder:
         self._steps: deque[dict[Part, float]] = deque(maxlen=KEPT)
         self._ended = 0
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._stepping: tuple[_Step | None, Mark] = None, None
+        self._stepping: list[tuple[_Step | None, Mark]] = []  # steps of optimizers that are under way, the outermost first
         self._running, self._paused = ("", 0), False
 
     def _now(self) -> Mark:
@@ -162,14 +162,15 @@ class Recorder:
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer``, which has parameters of the program, begins a step."""
         self._optimizers.add(optimizer)
-        self._stepping = self._open, self.mark()
+        if self._stepping and self._stepping[-1][0] is not self._open:  # its closure called the program, or it raised an error
+            self._stepping.clear()
+        self._stepping.append((self._open, self.mark()))
 
     def optimizer_ends(self) -> None:
-        """It is done."""
-        step, start = self._stepping
-        if step is self._open:  # a closure may have called the program
+        """The step of the optimizer that began last ends. A subclass that calls ``super().step()`` begins and ends twice."""
+        step, start = self._stepping.pop() if self._stepping else (None, None)
+        if step is self._open and not self._stepping:
             self.add("optimizer", start)
-        self._stepping = None, None
 
     @property
     def steps(self) -> int:

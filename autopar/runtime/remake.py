@@ -203,7 +203,7 @@ class Moment:
     """What a call depends on besides its arguments, as it is now."""
 
     def __init__(self, streams: Streams) -> None:
-        self._streams, self._now = streams, (streams.step, streams.microbatch)
+        self._streams, self._now = streams, streams.moment
         self._device = streams.device.type
         self._autocast = self._precision()
 
@@ -214,11 +214,11 @@ class Moment:
     def again(self) -> Iterator[None]:
         """Within, it is as it was."""
         streams, (enabled, dtype) = self._streams, self._autocast
-        now = streams.step, streams.microbatch
-        streams.step, streams.microbatch = self._now
+        now = streams.moment
+        streams.moment = self._now
         same = self._precision() == self._autocast
         try:
             with nullcontext() if same else torch.autocast(self._device, dtype, enabled, cache_enabled=False):
                 yield
         finally:
-            streams.step, streams.microbatch = now
+            streams.moment = now

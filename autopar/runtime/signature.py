@@ -42,6 +42,11 @@ class Signature:
             self._samples[position] = (i.target, tuple(shape), samples[i.name].dtype)
         self._size = size
 
+    @property
+    def names(self) -> list[str]:
+        """What the user calls each of the graph's inputs."""
+        return [name for name, *_ in self._samples.values()]
+
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """The graph's inputs, in order; :class:`RunError` says which argument is missing, unknown or unlike the sample."""
         if len(args) > len(self._args):

@@ -204,10 +204,11 @@ def _linear(call: Call) -> Any:
     x, weight, bias = call.args[0], call.args[1], call.arg(2, "bias")
     rows = ascii_letters[: x.ndim - 1]
     y = einsum([rows + "Y", "ZY"], rows + "Z", [x, weight], (0, 1))
-    return y if bias is None else einsum([rows + "Z", "Z"], rows + "Z", [_stand_in(call.out, y), bias], ((0, 1),))
+    return y if bias is None else einsum([rows + "Z", "Z"], rows + "Z", [stand_in(call.out, y), bias], ((0, 1),))
 
 
-def _stand_in(like: torch.Tensor, typed: Any) -> torch.Tensor:
+def stand_in(like: torch.Tensor, typed: Any) -> torch.Tensor:
+    """A tensor of that type."""
     result = torch.empty_like(like, requires_grad=like.requires_grad)
     rules.output(result, typed)
     return result
@@ -229,7 +230,7 @@ def _matmul(call: Call) -> Any:
 
 @type_rule("addmm")
 def _addmm(call: Call) -> Any:
-    y = _stand_in(call.out, einsum(["MK", "KN"], "MN", list(call.args[1:3]), (0, 1)))
+    y = stand_in(call.out, einsum(["MK", "KN"], "MN", list(call.args[1:3]), (0, 1)))
     return broadcast(call.out, [call.args[0], y], ((0, 1),))
 
 
@@ -280,13 +281,22 @@ def _along(call: Call) -> Any:
     at = 2 if name in ("topk", "split_with_sizes") else 1
     dims = dims_of(call.arg(at, "dims" if name == "flip" else "dim", 0 if name in ("slice", "split_with_sizes") else -1), x.ndim)
     outs = list(call.out) if isinstance(call.out, (tuple, list)) else [call.out]
-    if name in ("slice", "split_with_sizes") and (apart := _apart(call, dims[0])):
+    if name == "slice" and _every(call, dims[0]):
+        dims = []
+    elif name in ("slice", "split_with_sizes") and (apart := _apart(call, dims[0])):
         dims = []
         for out in outs:
             with_orders(out, apart)
     term = "".join(letters(x, *dims))
     typed = einsum([term], term, [x], (0,) if name in ("cumsum", "flip", "slice", "split_with_sizes") else ())
     return (typed,) * len(call.out) if isinstance(call.out, (tuple, list)) else typed
+
+
+def _every(call: Call, dim: int) -> bool:
+    """Whether a slice takes every so manieth of each piece that a rank has of a dim."""
+    x, step = call.args[0], call.arg(4, "step", 1)
+    pieces = max((order[1] for axis, order in orders(x).items() if axis in cuts(x)[dim]), default=1)
+    return bool(step > 1 and call.out.shape[dim] * step == x.shape[dim] and x.shape[dim] % (step * pieces) == 0)
 
 
 def _apart(call: Call, dim: int) -> dict[Any, Order]:

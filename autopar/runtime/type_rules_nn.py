@@ -11,7 +11,7 @@ import torch
 from spmd_types import rules
 
 from autopar.runtime import kernels
-from autopar.runtime.type_rules import PLAIN, Call, Linear, cuts, einsum, orders, type_rule, with_orders
+from autopar.runtime.type_rules import PLAIN, Call, Linear, broadcast, cuts, einsum, orders, stamp, stand_in, type_rule, with_orders
 
 
 def _given(*pairs: tuple[str, Any], out: str, linear: Linear = ()) -> Any:
@@ -126,7 +126,8 @@ def _convolve(call: Call, local: Sequence[bool]) -> Any:
 
 @type_rule("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d")
 def _pool(call: Call) -> Any:
-    return einsum(["ac__"], "ac__", [call.args[0]], () if "max" in call.target._schema.name else (0,))
+    apart = "ac__"[-call.args[0].ndim :]  # a batch's images, or one
+    return einsum([apart], apart, [call.args[0]], () if "max" in call.target._schema.name else (0,))
 
 
 @type_rule("gather", "index_select")
@@ -163,6 +164,33 @@ def _dropout(call: Call) -> Any:
     """Where nothing is cut all ranks drop alike, so that a pending sum passes."""
     term = ascii_letters[: call.args[0].ndim]
     return einsum([term], term, [call.args[0]], (0,))
+
+
+_ELEMENTWISE = """rand_like randn_like randint_like bernoulli poisson exponential geometric uniform normal normal_functional log_normal
+cauchy random rrelu alpha_dropout"""
+
+
+@type_rule(kernels.drawn)
+def _drawn(call: Call) -> Any:
+    """Exactly the axes that cut the result tell its chunks' numbers apart. What is made of nothing is cut where the graph says so."""
+    operator, told = call.args[0], {call.axes[a] for a in call.args[3] if call.axes[a].size() > 1}
+    name = operator._schema.name.removeprefix("aten::")
+    tensors = [a for a in (*call.args[4:], *call.kwargs.values()) if isinstance(a, torch.Tensor)]
+    if not tensors:
+        claimed = call.claimed()
+        spec = [tuple(axis for axis in told if claimed.get(axis) == dim) for dim in range(call.out.ndim)]
+        types = {axis: spmd.V if any(axis in cut for cut in spec) else spmd.R for axis in call.axes if axis.size() > 1}
+        return stamp(call.out, types, spec)
+    if name in _ELEMENTWISE.split():
+        typed = broadcast(call.out, tensors)
+    else:
+        letters = {"multinomial": "a", "feature_dropout": "ab", "feature_alpha_dropout": "ab"}.get(name, "")
+        term = (letters + "_" * call.out.ndim)[: call.out.ndim]
+        typed = einsum([term if x.ndim == call.out.ndim else "_" * x.ndim for x in tensors], term, tensors)
+    cut = {axis for on in cuts(stand_in(call.out, typed)) for axis in on}
+    if cut != told:
+        raise spmd.SpmdTypeError(f"the result is cut on {cut}, the kernel is told {told}")
+    return typed
 
 
 def _require_cut(call: Call, x: torch.Tensor, dim: int, axes: Sequence[int]) -> None:

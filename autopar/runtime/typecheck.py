@@ -5,6 +5,7 @@ Nothing is computed or communicated: the graph runs on meta tensors that carry t
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import autopar.runtime.type_rules_nn
 import autopar.runtime.type_rules_shape  # noqa: F401 - both register their rules
 from autopar.errors import RunError
-from autopar.layout import I, Layout, S, Type, Z, parse_type, show, strided
+from autopar.layout import I, Layout, S, Type, Z, local_shape, parse_type, show, strided
+from autopar.runtime.applied import Applied
 from autopar.runtime.collectives import redistribute
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.recompute import operator_of
@@ -36,8 +38,9 @@ def check_types(
 
     ``values`` are this rank's tensors for the placeholders after ``mesh`` (only shape, dtype and ``requires_grad`` are read), ``types``
     their layouts; ``outputs``, where given, the layouts that the outputs must have. A node whose ``meta["layout"]`` is set is compared
-    with it too. For tensors that get no gradient I and R are one type. Returns the names of nodes taken on trust: operators on cut
-    tensors that no rule knows, with a ``meta["layout"]``. Raises :class:`RunError` that names the first node whose types do not check.
+    with it too. For tensors that get no gradient I and R are one type. Raises :class:`RunError` that names the first node whose types do
+    not check. That no rule knows an operator, or how it is called, is no error: its ``meta["layout"]`` is then taken on trust. Returns
+    the names of these nodes.
     """
     checker = _Checker(gm, mesh)
     with spmd.set_current_mesh(mesh.device_mesh):
@@ -48,6 +51,11 @@ def check_types(
             if claim is not None and not checker.agrees(result, claim):
                 raise RunError(f"output {i} has type {show(checker.layout(result))}, but {show(claim)} is claimed")
     return checker.trusted
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Those among arguments or results, in their order."""
+    return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]
 
 
 def _meta(x: torch.Tensor) -> torch.Tensor:
@@ -66,10 +74,11 @@ class _Checker(Interpreter):
             with torch.enable_grad():
                 result = self._call(n) if n.op == "call_function" else super().run_node(n)
             claim = n.meta.get("layout")
-            if isinstance(result, torch.Tensor) and claim is not None and not self.agrees(result, claim):
-                raise spmd.SpmdTypeError(f"inferred type {show(self.layout(result))}, but {show(claim)} is claimed")
+            for each in tensors_in(result):
+                if claim is not None and not self.agrees(each, claim):
+                    raise spmd.SpmdTypeError(f"inferred type {show(self.layout(each))}, but {show(claim)} is claimed")  # type: ignore[arg-type]
             return result
-        except (spmd.SpmdTypeError, TypeError, AssertionError) as error:  # the last: an order of axes that it does not allow
+        except (spmd.SpmdTypeError, AssertionError) as error:  # the last: an order of axes that it does not allow
             raise RunError(f"types of node {n.name!r} ({n.target}){_where(n)} do not check: {error}\n{self._operands(n)}") from error
 
     def typed(self, x: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -98,17 +107,45 @@ class _Checker(Interpreter):
         target = operator_of(n.target)
         if target is redistribute:
             return self._redistribute(*args, **kwargs)
-        result = _execute(target, args, kwargs)
-        if not isinstance(result, (torch.Tensor, tuple, list)) or _is_getitem(n):
+        try:  # a user's Function may only run in a program
+            result = self._claimed(n) if isinstance(target, Applied) else _execute(target, args, kwargs)
+        except Exception:  # it does not run on meta tensors, whatever it says
+            return self._trusted(n, self._claimed(n))
+        if not isinstance(result, (torch.Tensor, tuple, list)) or n.target is operator.getitem:
             return result
         result = tree_map_only(torch.Tensor, _meta, result)
         rule = find_rule(target)
         if rule is None:
             return self._in_order(n, args, kwargs, self._without_rule(n, args, kwargs, result))
-        typed = rule(Call(target, args, kwargs, result, n.meta.get("layout"), self._axes))
+        try:
+            typed = rule(Call(target, args, kwargs, result, n.meta.get("layout"), self._axes))
+        except (spmd.SpmdTypeError, AssertionError):
+            raise
+        except Exception:  # a call that its rule was not written for
+            return self._trusted(n, result)
         if typed is not result:
             rules.output(result, typed)
         return self._in_order(n, args, kwargs, result)
+
+    def _claimed(self, n: Node) -> Any:
+        """Tensors of the shapes that the graph claims for a call's results on one rank."""
+
+        trains = any(x.requires_grad for x in tensors_in(self.fetch_args_kwargs_from_env(n)))
+
+        def local(t: torch.Tensor) -> torch.Tensor:
+            found = torch.empty(local_shape(t.shape, n.meta["layout"], self._mesh.sizes), dtype=t.dtype, device="meta")
+            return found.requires_grad_(trains and (t.is_floating_point() or t.is_complex()))
+
+        if n.meta.get("layout") is None or n.meta.get("val") is None:
+            raise spmd.SpmdTypeError("nobody knows the operator, and the graph claims no layout for its result")
+        return tree_map_only(torch.Tensor, local, n.meta["val"])
+
+    def _trusted(self, n: Node, result: Any) -> Any:
+        """The result as it is claimed to be."""
+        if (claim := n.meta.get("layout")) is None:
+            raise spmd.SpmdTypeError("nobody knows the operator, and the graph claims no layout for its result")
+        self.trusted.append(n.name)
+        return tree_map_only(torch.Tensor, lambda t: self.typed(t, claim), result)
 
     def _in_order(self, n: Node, args: tuple, kwargs: dict, result: Any) -> Any:
         """The result, its pieces in the operands' order, which must be one along each axis; where there is none to ask, in the claim's."""
@@ -151,8 +188,11 @@ class _Checker(Interpreter):
 
     def _without_rule(self, n: Node, args: tuple, kwargs: dict, result: Any) -> Any:
         """On whole tensors anything goes; on cut or pending ones, what DTensor knows of the operator, or else the claim."""
-        tensors = [a for a in tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
-        flat = [result] if isinstance(result, torch.Tensor) else list(result)
+        tensors, flat = tensors_in((args, kwargs)), tensors_in(result)
+        if not tensors:  # made of nothing: the same on all ranks
+            for out in flat:
+                stamp(out, {axis: spmd.R for axis in self._axes if axis.size() > 1}, [()] * out.ndim)
+            return result
         if not any(any(cuts(t)) or spmd.P in spmd.get_local_type(t).values() for t in tensors):
             for out in flat:
                 rules.output(out, einsum(["_" * t.ndim for t in tensors], "_" * out.ndim, tensors))
@@ -160,13 +200,10 @@ class _Checker(Interpreter):
         try:
             with typecheck(local=False):
                 typed = n.target(*args, **kwargs)  # type: ignore[operator]
-        except spmd.SpmdTypeError:
-            if n.meta.get("layout") is None or not isinstance(result, torch.Tensor):
-                raise
-            self.trusted.append(n.name)
-            return self.typed(result, n.meta["layout"])
-        for out, t in zip(flat, [typed] if isinstance(typed, torch.Tensor) else typed, strict=True):
-            spmd.assert_type(out, dict(spmd.get_local_type(t)), partition_spec=spmd.get_partition_spec(t))
+            for out, t in zip(flat, tensors_in(typed), strict=True):
+                spmd.assert_type(out, dict(spmd.get_local_type(t)), partition_spec=spmd.get_partition_spec(t))
+        except Exception:  # it does not know the operator either
+            return self._trusted(n, tree_map_only(torch.Tensor, _meta, result))
         return result
 
     def _operands(self, n: Node) -> str:
@@ -185,10 +222,6 @@ def _order(t: Type) -> Order:
 def _cut_as(order: Order, dim: int) -> Type:
     letter, pieces = order
     return Z(dim) if letter == "Z" else strided(dim, pieces) if pieces > 1 else S(dim)
-
-
-def _is_getitem(n: Node) -> bool:
-    return getattr(n.target, "__name__", "") == "getitem"
 
 
 def _execute(target: Any, args: tuple, kwargs: dict) -> Any:

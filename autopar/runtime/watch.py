@@ -1,4 +1,6 @@
-"""When a backward begins and when it ends, told by the tensors that it starts from."""
+"""When a backward begins and when it ends, told by the tensors that it starts from; and what is asked of it.
+
+Private names of torch's engine stand here alone."""
 
 from __future__ import annotations
 
@@ -28,3 +30,13 @@ class BackwardWatch:
         self._task = task
         self._begins()
         torch.autograd.Variable._execution_engine.queue_callback(self._ends)  # type: ignore[attr-defined]
+
+
+def keeps_graph() -> bool:
+    """Whether the backward that is running was asked to retain its graph."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())  # type: ignore[attr-defined]
+
+
+def accumulates(node: torch.autograd.graph.Node) -> bool:
+    """Whether the backward that is running goes on to ``node``, a leaf's: one that is asked for certain tensors does not."""
+    return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]

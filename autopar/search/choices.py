@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
 
+import torch
 import torch.fx as fx
 
 from autopar.analysis import Analysis
 from autopar.errors import PlanError
-from autopar.graph import operands
-from autopar.layout import I, Layout, parse, show
+from autopar.graph import operands, results
+from autopar.layout import I, Layout, P, parse, show
 from autopar.rules import Option
 from autopar.rules.registry import operator_name
 from autopar.search.fused import fused
@@ -103,14 +105,20 @@ class Choices:
         return any(operands(user)[k][0] is node for user, rule in readers if rule is not None for k in rule.writes)
 
     def _strategies(self, node: fx.Node, axes: Sequence[Axis], sizes: tuple[int, ...]) -> list[Choice]:
+        if node.target is operator.getitem:
+            return self._results(node, axes, sizes)
         operation, grads = self._operation(node), self._analysis.differentiable
         batch, (mode, places) = operation.batch, _mode(axes)
         zigzag = [i for name, i in places.items() if mode is not None and name in mode.zigzag]
         asked = mode is not None and all(axes[i].asked for i in places.values())
 
+        truths = [_holds_truth(n) for n, _ in operands(node)]
+
         def allowed(axis: int, option: Option) -> bool:
             if axes[axis].size == 1:
                 return option.factor is None and option.out is I and all(t is I for t in option.ins)
+            if any(t is P and truth for t, truth in zip((*option.ins, option.out), (*truths, _holds_truth(node)), strict=True)):
+                return False  # truth values have no sum
             if axes[axis].mode is None and option.beside is not None:  # left to the modes that have it: it takes long to price
                 return False
             return axes[axis].use != "data" or option.factor is None or option.factor in batch
@@ -133,6 +141,15 @@ class Choices:
         parts = self._analysis.once(fused)[0].get(node, {})
         of = partial(strategies, self._analysis.rules.get(node), tensors, node in grads, sizes, zigzag=zigzag, parts=parts)
         return list(of(wanted, preferred) or of(allowed, preferred) or of(wanted, together) or of(allowed, together))
+
+    def _results(self, node: fx.Node, axes: Sequence[Axis], sizes: tuple[int, ...]) -> list[Choice]:
+        """Of one result of an operator with several: it is taken as they all lie."""
+        source = self._representative[node.all_input_nodes[0]]
+        made = dict.fromkeys(choice.out for choice in self._strategies(source, axes, sizes))
+        rule, grads = self._analysis.rules.get(node), self._analysis.differentiable
+        tensors = [n in grads for n in node.all_input_nodes]
+        found = strategies(rule, tensors, node in grads, sizes, lambda axis, option: any(option.ins[0] is out[axis] for out in made))
+        return [s for s in found if s.ins[0] in made]
 
     def _operation(self, node: fx.Node) -> Operation:
         """What a mode is told of a call."""
@@ -178,6 +195,10 @@ class Choices:
                 f"constraint on {name!r}: layout {show(wanted)!r} is not possible on this mesh; possible: {', '.join(list(legal)[:20])}"
             )
         found[node] = left
+
+
+def _holds_truth(node: fx.Node) -> bool:
+    return any(value.dtype is torch.bool for value in results(node))
 
 
 def _mode(axes: Sequence[Axis]) -> tuple[Mode | None, dict[str, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from autopar.analysis import Analysis
 from autopar.autograd import Answer, Autograd, contiguous
 from autopar.cost_model import Axis, Compute, Conversions, Term, optimizer_traffic, parameter_memory, point_to_point, seconds
 from autopar.cost_model.conversion import Step
-from autopar.graph import operands, slices_of
+from autopar.graph import operands, results, slices_of
 from autopar.launches import STREAMED, Launch, collective
 from autopar.layout import Layout, local_shape
 from autopar.memory.calls import kernel_answer
@@ -94,8 +95,8 @@ class Costs:
     def conversions(self, node: fx.Node, sources: Sequence[Layout], targets: Sequence[Layout], backward: bool = True) -> np.ndarray:
         """Seconds of converting ``node``'s tensor in one microbatch, [source, target]; with or without its gradient's way back."""
         value = node.meta["val"]
-        if not isinstance(value, torch.Tensor):
-            return np.zeros((len(sources), len(targets)))
+        if not isinstance(value, torch.Tensor):  # several results, which are converted one by one, once they are taken
+            return np.array([[0.0 if source == target else np.inf for target in targets] for source in sources])
         both = list(dict.fromkeys([*sources, *targets]))
         place = {layout: i for i, layout in enumerate(both)}
         differentiable = backward and self.differentiable(node)
@@ -148,11 +149,11 @@ class Costs:
     def work(self, node: fx.Node) -> Iterator[Work]:
         """What a whole node's kernels do, forward and backward."""
         for _, launch in self.launches(node):
-            yield Work(launch.operator, launch.kind, str(node.meta["val"].dtype), launch.flops, float(launch.nbytes))
+            yield Work(launch.operator, launch.kind, _dtype(node), launch.flops, float(launch.nbytes))
 
     def launches(self, node: fx.Node) -> Iterator[tuple[bool, Launch]]:
         """The kernels of a node, with whether they are the backward's. The gradients of a result that several read are added up there."""
-        if node.op != "call_function" or node.target is send or not isinstance(node.meta["val"], torch.Tensor):
+        if node.op != "call_function" or node.target in (send, operator.getitem) or not results(node):
             return
         if self.compute.device_kind == "cpu" and not self.saved(node).forward:  # a view: it takes the time to call it
             view = Launch("view", "copy", (), -1)
@@ -164,7 +165,7 @@ class Costs:
                 yield True, Launch("cat", "copy", ((0, nbytes(node.all_input_nodes[0])),) * 2, 0)
         else:
             yield from ((True, launch) for launch in self.saved(node).backward)
-        if self.differentiable(node):
+        if self.differentiable(node) and isinstance(node.meta["val"], torch.Tensor):
             readers = [user for user in node.users if user.op == "call_function" and self.differentiable(user)]
             joined = sum(len(pieces) - 1 for pieces in slices_of(node))
             yield from ((True, Launch("add", "elementwise", ((-1, nbytes(node)),) * 3, -1)) for _ in range(len(readers) - joined - 1))
@@ -174,7 +175,7 @@ class Costs:
         launches = list(self.launches(node))
         if not launches:
             return np.zeros(len(strategies)), np.zeros(len(strategies))
-        shards, dtype = Shards(node, rule, strategies, self.sizes, self._autograd), str(node.meta["val"].dtype)
+        shards, dtype = Shards(node, rule, strategies, self.sizes, self._autograd), _dtype(node)
         there, back = (
             seconds_of(self.compute, [launch for late, launch in launches if late is backward], shards, dtype, backward, self._spot)
             for backward in (False, True)
@@ -206,7 +207,7 @@ class Costs:
     def sent_by_kernel(self, node: fx.Node, rule: Rule | None, strategy: Strategy) -> list[Term]:
         """What a node's kernels communicate by themselves, in one microbatch."""
         answer = self.composed(node, rule, strategy)
-        return self._sent(answer, str(node.meta["val"].dtype)) if answer is not None else []
+        return self._sent(answer, _dtype(node)) if answer is not None else []
 
     def _sent(self, answer: Answer, dtype: str) -> list[Term]:
         """The collectives that a kernel launches, one term for each axis of their groups. What it streams goes while it computes, as far as
@@ -294,9 +295,13 @@ def _stored(node: fx.Node) -> torch.dtype:
 
 
 def nbytes(node: fx.Node) -> int:
-    """The bytes of a node's whole tensor."""
-    value = node.meta.get("val")
-    return value.numel() * value.dtype.itemsize if isinstance(value, torch.Tensor) else 0
+    """The bytes of a node's whole tensor, or of all its results."""
+    return sum(t.numel() * t.dtype.itemsize for t in results(node))
+
+
+def _dtype(node: fx.Node) -> str:
+    """Of a call's result, the first of several."""
+    return str(results(node)[0].dtype)
 
 
 def _pieces(node: fx.Node) -> list[fx.Node] | None:

@@ -20,6 +20,7 @@ from autopar.memory.peak import Peak, Run
 from autopar.plan import NodePlan, ParameterPlan, Plan, StagePlan, Step
 from autopar.runtime.kernels import send
 from autopar.search.blocks import block_of
+from autopar.search.check_plan import data_degree
 from autopar.search.ends import step_ends
 from autopar.search.found import Found
 from autopar.search.options import Axis, Options
@@ -37,7 +38,7 @@ def write_down(found: Found, cluster: Cluster, options: Options, timings: dict[s
         mesh_sizes=shape.sizes,
         mesh_names=_names(found.axes, nodes, analysis),
         microbatches=shape.microbatches,
-        data_degree=_data_degree(analysis, nodes, found.axes),
+        data_degree=data_degree(analysis, nodes, shape.sizes),
         nodes=nodes,
         parameters={analysis.state[n].target: _parameter(found, n) for n in analysis.state},
         conversions=conversions,
@@ -75,7 +76,7 @@ def accounted(found: Found, autograd: Autograd) -> Found:
     costs, shape = found.costs, found.shape
     program = Program(found.analysis, nodes, conversions, shape.sizes, autograd, costs.summed_in)
     parameters = {state.target: _parameter(found, n) for n, state in found.analysis.state.items()}
-    numbers = shape.pipeline, shape.stages, shape.schedule, shape.microbatches, _data_degree(found.analysis, nodes, found.axes)
+    numbers = shape.pipeline, shape.stages, shape.schedule, shape.microbatches, data_degree(found.analysis, nodes, shape.sizes)
     run = Run(*numbers, costs.optimizer, costs.summed_in, autograd.device_type)
     peak = Peak(found.analysis, program, shape.sizes, parameters, recomputed, run)
     return replace(found, kept=peak.kept, nbytes=peak.by_kind())
@@ -144,19 +145,6 @@ def _conversions(analysis: Analysis, found: Found, nodes: dict[str, NodePlan]) -
     return paths
 
 
-def _data_degree(analysis: Analysis, nodes: dict[str, NodePlan], axes: tuple[Axis, ...]) -> int:
-    """Ways the batch is split over ranks: as finely as any node splits it."""
-    degree = 1
-    for node in analysis.graph.nodes:
-        dim = analysis.batch.dim(node) if node.op == "call_function" else None
-        if dim is not None:
-            ways = 1
-            for t, axis in zip(nodes[node.name].out, axes, strict=True):
-                ways *= axis.size if t.is_shard and t.dim == dim else 1
-            degree = max(degree, ways)
-    return degree
-
-
 def _names(axes: tuple[Axis, ...], nodes: dict[str, NodePlan], analysis: Analysis) -> tuple[str, ...]:
     """Free axes are named after what most of their work splits."""
     names: list[str] = []
@@ -184,8 +172,6 @@ def _modes(axes: tuple[Axis, ...]) -> dict[str, tuple[str, ...]]:
 
 def _notes(analysis: Analysis, microbatches: int, axes: tuple[Axis, ...]) -> list[str]:
     notes: dict[str, Any] = dict.fromkeys(analysis.captured.notes)
-    if microbatches > 1 and analysis.batch.size == 1:
-        notes["microbatches of a single sample over all ranks of a stage are priced, but cannot be run yet"] = None
     for node, rule in analysis.rules.items():
         if rule is None and "getitem" not in str(node.target):
             notes[f"{node.target} has no sharding rule and runs whole on every rank (register_rule gives it one)"] = None

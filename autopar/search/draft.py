@@ -13,14 +13,14 @@ from autopar.cost_model import point_to_point
 from autopar.errors import BudgetError, PlanError
 from autopar.graph import operands
 from autopar.search.budget import DoesNotFitError
-from autopar.search.failures import too_little, too_many_stages
+from autopar.search.failures import no_parameter, too_little, too_many_stages
 from autopar.search.partition import Stages
 from autopar.search.problem import Problem
 from autopar.search.search import COARSE, FIRST, Search
 from autopar.search.shape import Shape
 from autopar.search.solve import Solution
 from autopar.search.tables import Tabulator
-from autopar.search.units import Units
+from autopar.search.units import Units, idle
 
 PRICES = 4  # solves of the problem of a pipeline's stages
 UNLIMITED = 2.0**70  # bytes
@@ -87,6 +87,7 @@ def outline(
         budgets.append(room[rank] * flight / flights[rank :: shape.pipeline].sum())
     stages = Stages(tables, budgets, shape.flights(), shape.pipeline)
     if shape.stages > 1:
+        stages.trains = search.units.trains
         stages.crossing = _crossing(search.units, prices.problem, points[0])
         links = search.known.conversions(shape.sizes, shape.pipeline).pipeline
         stages.sending = np.array([point_to_point(nbytes, links) if nbytes else 0.0 for nbytes in stages.crossing])
@@ -95,6 +96,8 @@ def outline(
         if found is None:
             raise _over_cut(search, shape, samples, stages)
         starts = found[0]
+    if (bare := idle(search.units.trains, starts, shape.pipeline)) is not None and shape.stages > 1:
+        raise no_parameter(bare, shape)
     taken = stages.points(starts)
     if taken is None:
         raise _over_cut(search, shape, samples, stages)

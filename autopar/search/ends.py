@@ -51,7 +51,7 @@ def _exposed(found: Found, stages: range) -> float:
     sums = dict.fromkeys(("forward", "backward"), 0.0)
     last = 0.0
     for (phase, kind, axis), total in nbytes.items():
-        buckets = math.ceil(total / BUCKET_BYTES)
+        buckets = max(1, math.ceil(total / BUCKET_BYTES))  # of a parameter without elements, too
         each = float(seconds(kind, total / buckets, found.costs.axis(axis)))
         sums[phase] += buckets * each
         last = max(last, each) if phase == "backward" else last

@@ -22,6 +22,7 @@ from autopar.search.search import Search
 from autopar.search.shape import Shape, least_steps
 from autopar.search.solve import Model, Solution
 from autopar.search.timed import Timed
+from autopar.search.units import idle
 
 MOST_CUTS = 5_000  # of which bounds are taken
 MOST_SOLVED = 64  # of which programs are
@@ -79,7 +80,8 @@ class _Cuts:
         units = len(self.search.units.nodes)
         if math.comb(units - 1, self.shape.stages - 1) > MOST_CUTS:
             return []
-        return [(0, *rest) for rest in combinations(range(1, units), self.shape.stages - 1)]
+        cuts = [(0, *rest) for rest in combinations(range(1, units), self.shape.stages - 1)]
+        return [cut for cut in cuts if self.shape.stages == 1 or idle(self.search.units.trains, cut, self.shape.pipeline) is None]
 
     def _small(self) -> bool:
         """Whether there is hope at all."""

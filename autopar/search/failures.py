@@ -14,8 +14,13 @@ from autopar.search.shape import Shape
 def failure(failures: Sequence[PlanError], options: Options, samples: int) -> PlanError:
     """The error of a search over shapes that all failed, of a batch of ``samples``."""
     size = options.micro_batch_size
-    if size is None:  # what was wrong with sizes that nobody asked for says least
+    if size is None and failures:  # what was wrong with sizes that nobody asked for says least
         return next((f for f in failures if not str(f).startswith("micro_batch_size")), failures[0])
+    if size is None:
+        return PlanError(
+            f"no plan was found for a batch of {samples} on {options.world_size} ranks: give other parallel= or mesh= sizes, or a higher "
+            f"time_limit than {options.time_limit:g} s"
+        )
     if failures and str(failures[0]).startswith("micro_batch_size"):
         return failures[0]
     ranks, pipeline = options.world_size, options.pipeline
@@ -30,6 +35,14 @@ def too_many_stages(shape: Shape, parts: int) -> PlanError:
     return PlanError(
         f"{shape.stages} pipeline stages ({shape.pipeline} ranks x {shape.chunks} chunks) are more than the {parts} parts "
         "that the model can be cut into: use fewer"
+    )
+
+
+def no_parameter(rank: int, shape: Shape) -> PlanError:
+    """The error of a shape with a pipeline rank that has nothing to train."""
+    return PlanError(
+        f"pipeline rank {rank} of {shape.pipeline} would have no parameter, so that no optimizer could be made there: "
+        "cut the model elsewhere, or use fewer stages"
     )
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.fx as fx
 
 from autopar.cost_model import Term
+from autopar.graph import results
 from autopar.layout import Layout
 from autopar.search.found import Found
 from autopar.search.recompute import AGAIN
@@ -81,7 +82,7 @@ def _kernels(found: Found, node: fx.Node, choice: Strategy, count: tuple[float, 
         whole = launch.flops * shards.work[0], shards.nbytes(launch)[0]
         amount = (launch.flops, float(launch.nbytes)) if composed is not None else (float(whole[0]), float(whole[1]))
         for phase in [BACKWARD] if backward else [FORWARD, AGAIN_FORWARD] if again else [FORWARD]:
-            yield Item(node, phase, count, launch.kind, launch.operator, str(node.meta["val"].dtype), *amount, product)
+            yield Item(node, phase, count, launch.kind, launch.operator, str(results(node)[0].dtype), *amount, product)
     for term in costs.sent_by_kernel(node, rule, choice):
         for phase in [FORWARD, AGAIN_FORWARD] if again and term.phase == FORWARD else [term.phase]:
             yield Item(node, phase, count, term.kind, nbytes=term.nbytes, term=term)

@@ -9,13 +9,17 @@ from numbers import Integral, Real
 from types import NoneType
 from typing import Any
 
+from autopar.cost_model.memory import optimizer_name
 from autopar.errors import PlanError
 from autopar.plan import SCHEDULES
+from autopar.plan_data import LARGEST
 from autopar.precision import COMPUTE, REDUCE, summed_in
 from autopar.search.modes import Mode, grid, make_mode, modes
 from autopar.search.recompute import MODES as MODES_OF_RECOMPUTING
 
 LARGE = 16  # ranks of a stage from which on its mesh is searched with axes that split samples, and axes that split anything else
+
+MOST_RANKS = 2**20
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class Options:
         reduce_dtype: in what gradients of parameters are summed over ranks: "fp32" (what None means under "bf16" and "fp16"), "bf16" or
             "fp16"; None otherwise sums them as they were computed.
         optimizer: "adamw", "adam", "sgd" or "sgd-momentum", as torch has them by default, or "fused-adamw" and so on for ``fused=True``:
-            for its memory and its time.
+            for its memory and its time. ``torch.optim.AdamW``, ``Adam`` and ``SGD`` themselves mean their names.
         constraints: layouts by pattern of a parameter's name or a module's path: ``{"*.mlp.up_proj.weight": "I S0"}``.
         time_limit: seconds for one solve.
         profile_missing: measure on this machine the kernels of which the cluster has no curve; what was measured is remembered.
@@ -87,16 +91,18 @@ class Options:
 
     def __post_init__(self) -> None:
         _whole("world_size", self.world_size, "the number of ranks")
+        if self.world_size > MOST_RANKS:
+            raise PlanError(f"world_size={self.world_size}: plans are made for up to {MOST_RANKS:,} ranks")
         for name, known in (("precision", COMPUTE), ("reduce_dtype", REDUCE)):
             if (value := getattr(self, name)) is not None and not (isinstance(value, str) and value in known):
                 raise PlanError(f"{name}={value!r}: give one of {', '.join(known)}, or leave it out")
-        if self.recompute not in MODES_OF_RECOMPUTING:
+        if not isinstance(self.recompute, str) or self.recompute not in MODES_OF_RECOMPUTING:
             raise PlanError(f"recompute={self.recompute!r}: give one of {', '.join(MODES_OF_RECOMPUTING)}")
-        if self.schedule is not None and self.schedule not in SCHEDULES:
+        if self.schedule is not None and not (isinstance(self.schedule, str) and self.schedule in SCHEDULES):
             raise PlanError(f"schedule={self.schedule!r}: give one of {', '.join(SCHEDULES)}")
         if not isinstance(self.profile_missing, bool):
             raise PlanError(f"profile_missing={self.profile_missing!r}: give True or False")
-        if self.zero not in (None, 0, 1, 2, 3):
+        if self.zero is not None and not (isinstance(self.zero, Integral) and not isinstance(self.zero, bool) and 0 <= self.zero <= 3):
             raise PlanError(f"zero={self.zero!r}: give 0, 1, 2 or 3")
         _positive("memory_budget", 1 if self.memory_budget is None else self.memory_budget, "bytes per device")
         _positive("time_limit", self.time_limit, "seconds for one solve")
@@ -110,6 +116,23 @@ class Options:
                 raise PlanError(f"{name}={getattr(self, name)!r}: give a dict, for example {name}={example}")
         if self.parallel is not None and self.mesh is not None:
             raise PlanError("parallel= and mesh= both fix the mesh: give one of them")
+        for pattern, layout in (self.constraints or {}).items():
+            if not isinstance(pattern, str) or not isinstance(layout, str):
+                raise PlanError(
+                    f"constraints={{{pattern!r}: {layout!r}}}: a pattern of names and a layout, both as text, "
+                    'for example {"*.mlp.up_proj.weight": "I S0"}'
+                )
+        self._normalise()
+
+    def _normalise(self) -> None:
+        """Other ways to write the same: a torch optimizer's class, numpy's numbers."""
+        same: dict[str, Any] = {"constraints": dict(self.constraints or {}), "optimizer": optimizer_name(self.optimizer)}
+        same |= {name: int(n) for name in ("world_size", "micro_batch_size", "zero") if (n := getattr(self, name)) is not None}
+        same |= {name: float(n) for name in ("memory_budget", "time_limit") if (n := getattr(self, name)) is not None}
+        if self.mesh is not None:
+            same["mesh"] = tuple(map(int, self.mesh))
+        for name, value in same.items():
+            object.__setattr__(self, name, value)
 
     @property
     def summed_in(self) -> str | None:
@@ -161,10 +184,10 @@ def _typed(data: int, tensor: int) -> tuple[Axis, ...]:
 def _asked_for(parallel: dict[str, Any], world_size: int, pipeline: int) -> list[tuple[Axis, ...]]:
     unknown = set(parallel) - {"data", "tensor", "pipeline"}
     if unknown:
-        raise PlanError(f"parallel has {sorted(unknown)}: it takes data, tensor and pipeline")
+        raise PlanError(f"parallel has {sorted(map(str, unknown))}: it takes data, tensor and pipeline")
     ranks = world_size // pipeline
     of = f" / pipeline {pipeline}" if pipeline > 1 else ""
-    mode = _tensor(parallel["tensor"]) if "tensor" in parallel else None
+    mode = _tensor(parallel["tensor"], world_size) if "tensor" in parallel else None
     tensor = mode.size if mode is not None else 1
     data = _size(parallel["data"], "data") if "data" in parallel else None
     if data is None:
@@ -214,7 +237,7 @@ def mesh_of(mode: Mode, data: int, pipeline: int) -> tuple[Axis, ...]:
 
 def _pipeline(value: Any, world_size: int) -> Pipeline:
     if isinstance(value, Mapping) and (unknown := set(value) - {"size", "chunks", "split_before"}):
-        raise PlanError(f"parallel['pipeline'] has {sorted(unknown)}: it takes size, chunks and split_before")
+        raise PlanError(f"parallel['pipeline'] has {sorted(map(str, unknown))}: it takes size, chunks and split_before")
     given = dict(value) if isinstance(value, Mapping) else {"size": value}
     size = _size(value, "pipeline")
     if world_size % size:
@@ -237,7 +260,8 @@ def _whole(name: str, value: Any, what: str) -> None:
 
 
 def _positive(name: str, value: Any, what: str) -> None:
-    if not isinstance(value, Real) or isinstance(value, bool) or not float(value) > 0:
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    if not number or not value > 0 or LARGEST**2 < value < math.inf:
         raise PlanError(f"{name}={value!r}: {what}, a number above 0")
 
 
@@ -248,10 +272,12 @@ def _size(value: Any, name: str) -> int:
     return size
 
 
-def _tensor(value: Any) -> Mode:
+def _tensor(value: Any, world_size: int) -> Mode:
     if isinstance(value, int) and value == 1:
         return make_mode("1d", 1, {})
     if not isinstance(value, Mapping) or "mode" not in value:
         size = value if isinstance(value, int) else value.get("size", 4) if isinstance(value, Mapping) else 4
         raise PlanError(f'parallel["tensor"]={value!r} names no mode: write tensor=dict(size={size}, mode="1d"), or another of {modes()}')
-    return make_mode(value["mode"], _size(value, "tensor"), {k: v for k, v in value.items() if k not in ("size", "mode")})
+    if (size := _size(value, "tensor")) > world_size:
+        raise PlanError(f'parallel["tensor"]={value!r:.100}: {size:.6g} ranks are more than the world_size of {world_size}')
+    return make_mode(value["mode"], size, {k: v for k, v in value.items() if k not in ("size", "mode")})

@@ -77,6 +77,8 @@ class Outer:
                 schedule = self.options.schedule or (LOOPED if chunks > 1 else "1f1b")
                 shape = Shape(pipeline, axes, 1, chunks, schedule)
                 shapes = [replace(shape, microbatches=m) for m in self._microbatches(shape)]
+                if shape.stages > 1 and self._may_run_whole and not any(map(self.searches.divides, shapes)):
+                    shapes.append(replace(shape, schedule="gpipe"))  # the batch goes through the stages in one piece
                 yield from [tuple(shapes)] if shape.stages == 1 and shapes else [(s,) for s in shapes]
 
     def _looped(self, shape: Shape) -> Iterator[Shape]:
@@ -115,6 +117,10 @@ class Outer:
             return divisors
         least = [samples // (degrees[0] * b) for b in PER_REPLICA if samples % (degrees[0] * b) == 0]
         return [m for m in least if min(2, samples) <= m < max(2, samples)] or divisors[-1:]
+
+    @property
+    def _may_run_whole(self) -> bool:
+        return self.options.micro_batch_size is None and self.options.schedule is None
 
     # All of it
 
@@ -176,6 +182,8 @@ class Outer:
             if errors and least >= min(e.least for e in errors):
                 break
             self.searches.progress(f"saving memory, {shape}")
+            if not self.searches.divides(shape):
+                continue
             search, samples = self.searches.of(shape.microbatches), self.searches.part(shape)
             with resized(search.analysis, samples, search.analysis.rules):
                 found = leanest(search, shape, samples, self.searches.by_hand(search))
@@ -183,6 +191,8 @@ class Outer:
             if sum(kinds.values()) <= search.budget:
                 return found
             errors.append(too_little(search, shape, samples, kinds, rank))
+        if not errors:
+            raise failure(self.failures, self.options, self.searches.samples)
         raise min(errors, key=lambda e: e.least)
 
     def _floors(self, families: Iterable[Sequence[Shape]]) -> Iterator[tuple[float, tuple[Shape, ...]]]:
@@ -261,7 +271,9 @@ class Outer:
             try:
                 check_schedule(shape.schedule, shape.pipeline, shape.chunks, shape.microbatches)
                 self.searches.part(shape)
-                # To count the parts of a microbatch it is traced, which a device alone may never need.
+                # A device alone may never need the graph of a microbatch.
+                if self.options.micro_batch_size is not None or shape.stages > 1:
+                    self.searches.check_room(shape)
                 if shape.stages > 1 and shape.stages > (units := len(self.searches.of(shape.microbatches).units.nodes)):
                     raise too_many_stages(shape, units)
                 found.append(shape)

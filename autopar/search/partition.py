@@ -17,6 +17,7 @@ import numpy as np
 
 from autopar.cost_model import makespans
 from autopar.search.tables import Tables, counted
+from autopar.search.units import idle
 
 _PRICES = 16
 _SLACKS = (1.0, 1.01, 1.03, 1.1, 1.2, 1.4, 1.7, 2.0, math.inf)
@@ -42,12 +43,14 @@ class Stages:
 
     Attributes:
         crossing, sending: [unit]: bytes that a stage which begins there is sent for each microbatch, and holds; the seconds that takes.
+        trains: [unit]: whether it reads a parameter.
     """
 
     def __init__(self, tables: Tables, budgets: Sequence[float], flights: Sequence[float], pipeline: int) -> None:
         self.tables, self.budgets, self.flights, self.pipeline = tables, budgets, flights, pipeline
         self.units = tables.seconds.shape[1]
         self.crossing = self.sending = np.zeros(self.units)
+        self.trains: Sequence[bool] = (True,) * self.units
         self.prices = self._prices()
         self._sums: dict[float, tuple[np.ndarray, np.ndarray]] = {}
 
@@ -101,11 +104,32 @@ class Stages:
         return room
 
     def best(self, microbatches: int) -> tuple[tuple[int, ...], float] | None:
-        """The first units of the stages, and the seconds of all microbatches; None where nothing fits."""
+        """The first units of the stages, and the seconds of all microbatches; None where nothing fits.
+
+        Each rank reads a parameter, if there is a cut where all do so in the same of their chunks.
+        """
         count = len(self.budgets)
         if count > self.units:
             return None
         runs = [self._runs(stage) for stage in range(count)]
+        found = self._best(runs, microbatches)
+        if found is None or idle(self.trains, found[0], self.pipeline) is None:
+            return found
+        for chunk in range(0, count, self.pipeline):
+            training = [self._training(r) if chunk <= i < chunk + self.pipeline else r for i, r in enumerate(runs)]
+            if (other := self._best(training, microbatches)) is not None:
+                return other
+        return found
+
+    def _training(self, runs: Runs) -> Runs:
+        """Those that read a parameter."""
+        before = np.cumsum([0, *self.trains])
+        keep = before[runs.ends] > before[runs.starts]
+        return Runs(*(column[keep] for column in runs))
+
+    def _best(self, runs: Sequence[Runs], microbatches: int) -> tuple[tuple[int, ...], float] | None:
+        """The chain of ``runs``, one of each stage, that is through first."""
+        count = len(runs)
         slowest = _walk(runs, self.units, None)
         if slowest is None:
             return None

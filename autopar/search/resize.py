@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch.utils._pytree import tree_map_only
 
 from autopar.analysis import Analysis, Form
 from autopar.rules import rule_of
@@ -52,9 +53,15 @@ def resized(analysis: Analysis, samples: int, nodes: Iterable[fx.Node]) -> Itera
 def _form(analysis: Analysis, node: fx.Node, samples: int) -> Form | None:
     """A node's value and arguments in a batch of ``samples``; None where they are the same."""
     value, size = node.meta.get("val"), analysis.batch.size
-    if not isinstance(value, torch.Tensor):
+    if value is None:  # the output
         return None
-    shape = [n * samples // size if analysis.batch.holds(node, d) else n for d, n in enumerate(value.shape)]
+
+    def resized(t: torch.Tensor) -> list[int]:
+        return [n * samples // size if analysis.batch.holds(node, d) else n for d, n in enumerate(t.shape)]
+
+    if not isinstance(value, torch.Tensor):  # several results
+        return tree_map_only(torch.Tensor, lambda t: torch.empty(resized(t), dtype=t.dtype, device="meta"), value), node.args
+    shape = resized(value)
     if shape == list(value.shape):
         return None
     asks = any(_asks_for(a, value.shape) for a in node.args)

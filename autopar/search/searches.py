@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from autopar.capture import Division
 from autopar.errors import PlanError
 from autopar.search.draft import Draft, outline
 from autopar.search.handmade import cut_before
@@ -28,22 +29,57 @@ class Searches:
     def __init__(self, known_of: Callable[[int], Known], samples: int, options: Options, progress: Progress) -> None:
         self.known_of, self.samples, self.options, self.progress = known_of, samples, options, progress
         self.timings: dict[str, float] = {}
-        self._searches: dict[bool, Search | PlanError] = {}
+        self._searches: dict[bool, Search] = {}
+        self._failed: dict[int, PlanError] = {}
 
     def of(self, microbatches: int) -> Search:
         """The search on the graph of a microbatch, of any size; that of a whole batch is another one, without counts."""
         parts = microbatches > 1
         if parts not in self._searches:
+            if microbatches in self._failed:
+                raise self._failed[microbatches]
             try:
                 known = self.known_of(microbatches)
+                self._check_exact(known.analysis.captured.division)
                 cuts = cut_before(known.analysis, self.options.pipeline.split_before) if self.options.pipeline else ()
                 self._searches[parts] = Search(known.analysis, known.cluster, self.options, cuts, self.timings, known)
             except PlanError as e:
-                self._searches[parts] = e
-        found = self._searches[parts]
-        if isinstance(found, PlanError):
-            raise found
-        return found
+                self._failed[microbatches] = e
+                raise
+        return self._searches[parts]
+
+    def _check_exact(self, division: Division | None) -> None:
+        """PlanError where microbatches that nobody asked for would compute something else."""
+        if division is not None and division.approximate and self.options.micro_batch_size is None:
+            raise PlanError(
+                f"micro_batch_size: {division.approximate[0]} takes its statistics of the whole batch, and would take them of each "
+                "microbatch; give micro_batch_size if that is wanted"
+            )
+
+    def divides(self, shape: Shape) -> bool:
+        """Whether the model can be computed in a shape's microbatches."""
+        try:
+            self.check_room(shape)
+        except PlanError:
+            return False
+        return True
+
+    def check_room(self, shape: Shape) -> None:
+        """PlanError where microbatches would tear apart samples that the model takes together."""
+        division = self.of(shape.microbatches).analysis.captured.division
+        if division is None:
+            return
+        apart = division.room * division.shares == self.samples  # else axes that may split samples count as if they did
+        degree = math.prod(a.size for a in shape.axes if a.use == "data" or (a.use == "free" and not apart))
+        chunks = math.lcm(degree, division.shares) // division.shares
+        if division.room % (shape.microbatches * chunks):
+            together = self.samples // (division.room * division.shares)
+            raise PlanError(
+                f"micro_batch_size: {division.tightest or 'the model'} takes {together} samples together"
+                + (f", in each of {division.shares} equal parts of the batch" if division.shares > 1 else "")
+                + f", which {shape.microbatches} microbatches of a batch of {self.samples} over data={degree} tear apart: "
+                f"microbatches times data-parallel ranks must divide {division.room}"
+            )
 
     def in_blocks(self) -> Searches:
         """Those of plans that recompute every block."""
@@ -68,6 +104,7 @@ class Searches:
 
     def drafted(self, shape: Shape, reserve: Sequence[float] | None = None, alike: bool = False, unlimited: bool = False) -> Draft:
         """:func:`outline` of a shape."""
+        self.check_room(shape)
         search = self.of(shape.microbatches)
         return outline(search, shape, self.part(shape), reserve, self.by_hand(search), alike, unlimited)
 

@@ -194,7 +194,7 @@ def storages(
     found: list[tuple[Layout, Layout]] = [((), ())]
     for axis in range(len(sizes)):
         found = [((*s, a), (*u, b)) for s, u in found for a, b in per_axis(axis)]
-    divides = [Storage(s, u) for s, u in found if legal(shape, s, sizes) and legal(shape, u, sizes) and _gathers(s, u)]
+    divides = [Storage(s, u) for s, u in found if legal(shape, s, sizes) and legal(shape, u, sizes) and gathers(s, u)]
     if zero == 3:
         cuts = max((sum(t.is_shard for t in s.stored) for s in divides), default=0)
         return [s for s in divides if sum(t.is_shard for t in s.stored) == cuts]
@@ -205,7 +205,7 @@ def storages(
     return divides
 
 
-def _gathers(stored: Layout, used: Layout) -> bool:
+def gathers(stored: Layout, used: Layout) -> bool:
     """Whether the axes can be gathered one by one: those within all others first, then the last."""
     layout = list(stored)
     for axis in sorted(range(len(stored)), key=lambda a: (not stored[a].is_inner, -a)):

@@ -6,7 +6,7 @@ where only the residual stream goes on.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -20,10 +20,12 @@ _NEAR = 6  # candidates on each side that a candidate is compared with
 
 @dataclass(frozen=True)
 class Units:
-    """``nodes``: the calls of each unit, in the graph's order; ``everywhere``: those that every part of the graph makes for itself."""
+    """``nodes``: the calls of each unit, in the graph's order; ``everywhere``: those that every part of the graph makes for itself;
+    ``trains``: which units read a parameter."""
 
     nodes: tuple[tuple[fx.Node, ...], ...]
     everywhere: frozenset[fx.Node]
+    trains: tuple[bool, ...]
 
     @property
     def starts(self) -> tuple[fx.Node, ...]:
@@ -62,7 +64,18 @@ def units(analysis: Analysis, shared: Collection[fx.Node], also: Collection[fx.N
     wanted = {place[n] for n in also if n in place}
     kept = {i for k, (i, live) in enumerate(candidates) if not _worse(live, candidates[max(0, k - _NEAR) : k + _NEAR + 1])} | wanted
     cuts = [0, *sorted(kept - {0}), len(calls)]
-    return Units(tuple(tuple(calls[a:b]) for a, b in pairwise(cuts)), frozenset(shared))
+    found = tuple(tuple(calls[a:b]) for a, b in pairwise(cuts))
+    parameters = {n for n, state in analysis.state.items() if state.kind == "parameter"}
+    trains = tuple(any(not parameters.isdisjoint(n.all_input_nodes) for n in unit) for unit in found)
+    return Units(found, frozenset(shared), trains)
+
+
+def idle(trains: Sequence[bool], starts: Sequence[int], pipeline: int) -> int | None:
+    """The first of ``pipeline`` ranks that reads no parameter in any of its stages, which begin with the units ``starts``: no optimizer
+    could be made there. None, where each has some."""
+    runs = zip(starts, [*starts[1:], len(trains)], strict=True)
+    having = {stage % pipeline for stage, (a, b) in enumerate(runs) if any(trains[a:b])}
+    return next((rank for rank in range(pipeline) if rank not in having), None)
 
 
 def _worse(live: frozenset[fx.Node], near: list[tuple[int, frozenset[fx.Node]]]) -> bool:

@@ -7,12 +7,11 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
-import torch
 import torch.fx as fx
 
 from autopar.autograd import Autograd, contiguous, substituted
 from autopar.cost_model import Compute
-from autopar.graph import operands
+from autopar.graph import operands, results
 from autopar.launches import OTHER, Launch
 from autopar.layout import Layout, local_shape
 from autopar.rules import Rule
@@ -113,5 +112,4 @@ def _product(rule: Rule) -> Product | None:
 
 
 def _elements(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    return value.numel() if isinstance(value, torch.Tensor) else 0
+    return sum(t.numel() for t in results(node))

@@ -1,0 +1,276 @@
+"""Captured equals eager: the model and its captured graph run once on the sample, and what they make is compared."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.capture import Captured, LossFunction, arguments_of, called
+from autopar.errors import CaptureError, RunError
+from autopar.module_state import State, kept_as_they_are
+
+# Of a tensor's norm. The graph computes a loss and its gradients in another order than the model, so they differ by rounding.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
+_BYTES = 1 << 31  # of tensors in the graph: a larger one is not run on one device
+
+
+class SampleError(RunError):
+    """The model fails on one device."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of one thing that both made: its ``name`` ("loss", "gradient of body.weight"), the ``error`` relative to the model's value, what is
+    ``allowed``, and both values in words."""
+
+    name: str
+    error: float
+    allowed: float
+    found: str
+    expected: str
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a step makes: outputs, gradients of parameters, and new values of buffers, by their names."""
+
+    outputs: dict[str, Any]
+    gradients: dict[str, torch.Tensor | None]
+    buffers: dict[str, torch.Tensor]
+
+    def named(self) -> dict[str, Any]:
+        """All of it."""
+        gradients = {f"gradient of {name}": g for name, g in self.gradients.items()}
+        return {**self.outputs, **gradients, **{f"buffer {name}": b for name, b in self.buffers.items()}}
+
+
+def not_comparable(captured: Captured, model: nn.Module, sample: Any) -> str:
+    """Why model and graph are not run on ``sample``; empty where they can be."""
+    tensors = [*model.parameters(), *model.buffers(), *(t for t in pytree.tree_leaves(sample) if isinstance(t, torch.Tensor))]
+    if any(t.is_meta for t in tensors):
+        return "weights or sample are on the meta device"
+    if any(p.is_floating_point() and p.dtype != captured.compute for p in model.parameters()) and captured.compute is not None:
+        return f"the graph computes in {captured.compute}, the model does not"
+    made = [n.meta["val"] for n in captured.graph.nodes if n.op == "call_function"]
+    nbytes = sum(t.numel() * t.element_size() for t in pytree.tree_leaves(made) if isinstance(t, torch.Tensor))
+    if nbytes > _BYTES:
+        return f"the graph's tensors take {nbytes / 2**30:.1f} GiB"
+    return ""
+
+
+def check_captured(captured: Captured, model: nn.Module, sample: Any, loss_fn: LossFunction | None) -> list[Difference]:
+    """Runs the model and ``captured``, the canonical graph of its training, on ``sample``; returns what was compared.
+
+    The model is afterwards as it was: gradients, buffers, modes, attributes of modules, and the random numbers to come.
+
+    Raises:
+        CaptureError: they differ, or the forward changes an attribute from call to call.
+        SampleError: the model itself fails on this sample: its labels may be any numbers, or it may be too large for one device.
+    """
+    with kept_as_they_are(model), torch.enable_grad():
+        try:
+            eager = eager_step(captured, model, sample, loss_fn)
+        except CaptureError:
+            raise
+        except Exception as e:
+            raise SampleError(f"the model fails on the sample, {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}") from e
+    with kept_as_they_are(model), torch.enable_grad():
+        try:
+            graph = _graph(captured, sample)
+        except Exception as e:
+            raise CaptureError(
+                f"the captured graph does not run where the model does, {type(e).__name__}: {e}; verify=False compiles all the same"
+            ) from e
+    found = differences(graph, eager)
+    wrong = [d for d in found if not d.error <= d.allowed]
+    if wrong:
+        first = wrong[0]
+        with kept_as_they_are(model), torch.no_grad():
+            place = _first_place(captured, model, sample, loss_fn) or _behind(found)
+        raise CaptureError(
+            f"the captured graph is not what the model computes: {first.name} is {first.found}, in the model {first.expected} "
+            f"(error {first.error:.1e}, allowed {first.allowed:.0e}){place}; {len(wrong)} of {len(found)} things compared differ. "
+            "Python values that change, and what autograd does not see, are not in the graph; verify=False compiles all the same"
+        )
+    return found
+
+
+def eager_step(captured: Captured, model: nn.Module, sample: Any, loss_fn: LossFunction | None) -> Made:
+    """Forward and backward of the model in train(), which changes its buffers.
+
+    Raises CaptureError where the forward changes an attribute from call to call.
+    """
+    module, args, kwargs = called(_training(model), sample, loss_fn)
+    before = State(model)
+    with _SameNumbers():
+        leaves = pytree.tree_leaves(module(*args, **kwargs))
+        after = State(model)
+        made = _made(captured, leaves, {n: b.clone() for n, b in model.named_buffers()})
+        if changed := after.changed_since(before):
+            before.put_back_buffers()
+            with torch.no_grad():
+                again = pytree.tree_leaves(module(*args, **kwargs))
+            _check_state(changed, State(model).numbers_changed_since(after), leaves, again)
+    return made
+
+
+def _training(model: nn.Module) -> nn.Module:
+    """As it is traced: all of it in training, which passes make into what any of it does in ``eval()``."""
+    for module in model.modules():
+        module.training = True
+    return model
+
+
+def _check_state(changed: Sequence[str], each_time: Sequence[str], first: Sequence[Any], second: Sequence[Any]) -> None:
+    advice = (
+        "a compiled model has the value of its trace for good. Register it as a buffer and write to that, or keep it outside of the forward"
+    )
+    if each_time:  # once is a cache, each time a counter
+        raise CaptureError(f"the forward changes {', '.join(each_time)} from call to call: {advice}")
+    pairs = [(a, b) for a, b in zip(first, second, strict=True) if isinstance(a, torch.Tensor)]
+    if any(_error(b, a) > TOLERANCE.get(a.dtype, 0.0) for a, b in pairs):
+        raise CaptureError(f"what the forward computes depends on {', '.join(changed)}, which it changes: {advice}")
+
+
+def _graph(captured: Captured, sample: Any) -> Made:
+    own = {i.target: captured.state[i.target] for i in captured.inputs if i.kind != "input"}
+    own = {name: t if isinstance(t, nn.Parameter) else t.clone() for name, t in own.items()}  # statistics are written to
+    buffers = {i.target: own[i.target] for i in captured.inputs if i.kind == "buffer"}
+    with _SameNumbers():
+        flat = _run(captured, sample, fx.Interpreter(fx.GraphModule(nn.Module(), captured.graph)), own)
+        count = captured.out_spec.num_leaves
+        return _made(captured, flat[:count], {**buffers, **dict(zip(captured.updates, flat[count:], strict=True))})
+
+
+def _run(captured: Captured, sample: Any, interpreter: fx.Interpreter, own: Mapping[str, torch.Tensor]) -> Sequence[Any]:
+    leaves = captured.in_spec.flatten_up_to(arguments_of(sample))
+    tensors = iter(leaf for i, leaf in enumerate(leaves) if i not in captured.constants_in)
+    return interpreter.run(*[next(tensors) if i.kind == "input" else own[i.target] for i in captured.inputs])  # type: ignore[no-any-return]
+
+
+def _made(captured: Captured, leaves: Sequence[Any], buffers: dict[str, torch.Tensor]) -> Made:
+    names = ["loss" if i == captured.loss else f"output {i}" for i in range(len(leaves))]
+    outputs = {name: v for name, v in zip(names, leaves, strict=True) if isinstance(v, torch.Tensor)}
+    loss, trained = outputs["loss"], {n: t for n, t in captured.state.items() if isinstance(t, nn.Parameter) and t.requires_grad}
+    gradients = dict(zip(trained, _gradients(loss, list(trained.values())), strict=True)) if loss.requires_grad else {}
+    done = {"loss": outputs.pop("loss").detach(), **{name: v.detach() for name, v in outputs.items()}}
+    return Made(done, gradients, buffers)
+
+
+def _gradients(loss: torch.Tensor, parameters: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+    try:
+        return torch.autograd.grad(loss, parameters, allow_unused=True)  # and not backward, which calls hooks that may step an optimizer
+    except RuntimeError as e:
+        if "checkpoint" not in str(e):
+            raise
+    before = [p.grad for p in parameters]  # a re-entrant checkpoint knows backward alone
+    for p in parameters:
+        p.grad = None
+    loss.backward()
+    found = [p.grad for p in parameters]
+    for p, grad in zip(parameters, before, strict=True):
+        p.grad = grad
+    return found
+
+
+def differences(found: Made, expected: Made) -> list[Difference]:
+    """Between what two made, the loss first; a gradient that is missing is zero."""
+    largest = max((float(g.double().norm()) for g in expected.gradients.values() if g is not None), default=0.0)
+    mine, theirs, result = found.named(), expected.named(), []
+    for name, value in theirs.items():
+        if name.startswith("buffer ") and name not in mine:
+            continue  # nobody reads or writes it
+        other = mine.get(name)
+        if value is None and other is None:
+            continue
+        value = torch.zeros_like(other) if value is None else value  # type: ignore[arg-type]
+        other = torch.zeros_like(value) if other is None else other
+        floor = 1e-3 * largest if name.startswith("gradient") else 0.0
+        allowed = TOLERANCE.get(value.dtype, 0.0)
+        result.append(Difference(name, _error(other, value, floor), allowed, _words(other), _words(value)))
+    return result
+
+
+def _error(found: torch.Tensor, expected: torch.Tensor, floor: float = 0.0) -> float:
+    """The norm of the difference beside that of what is expected, or ``floor`` where that is more; what is not a number is equal to what is
+    none."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return float("inf")
+    a, b = (t.detach().to(torch.complex128 if t.is_complex() else torch.float64) for t in (found, expected))
+    same = (a == b) | (a.isnan() & b.isnan())
+    difference = float(torch.where(same, torch.zeros_like(a), a - b).norm())
+    scale = max(float(torch.where(b.isfinite(), b, torch.zeros_like(b)).norm()), floor, 1e-30)
+    return difference / scale if difference == difference else float("inf")
+
+
+def _words(t: torch.Tensor) -> str:
+    return f"{t.item():.7g}" if t.numel() == 1 else f"of norm {float(t.detach().double().abs().norm()):.7g} {list(t.shape)}"
+
+
+def _first_place(captured: Captured, model: nn.Module, sample: Any, loss_fn: LossFunction | None) -> str:
+    """The first module to be done whose results are nowhere among those of its part of the graph."""
+    done: list[tuple[str, torch.Tensor]] = []
+
+    def note(name: str) -> Any:
+        return lambda module, given, out: done.extend((name, t.detach().clone()) for t in pytree.tree_leaves(out) if _floats(t))
+
+    handles = [module.register_forward_hook(note(name)) for name, module in model.named_modules() if name]
+    try:
+        module, args, kwargs = called(_training(model), sample, loss_fn)
+        with _SameNumbers():
+            module(*args, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    watched = _Values(captured.graph)
+    with _SameNumbers():
+        _run(captured, sample, watched, {name: t.clone() for name, t in captured.state.items()})
+    for name, value in done:
+        inside = [(n, t) for n, t in watched.seen if f"{n.meta.get('module', '')}.".startswith(f"{name}.")]
+        allowed = TOLERANCE.get(value.dtype, 0.0)
+        if inside and not any(t.shape == value.shape and _error(t, value) <= allowed for _, t in inside):
+            return f"; the first module that differs is {name!r}, at {inside[-1][0].meta.get('source')}"
+    return ""
+
+
+def _floats(t: Any) -> bool:
+    return isinstance(t, torch.Tensor) and t.is_floating_point()
+
+
+class _SameNumbers(TorchDispatchMode):
+    """Random operators draw the same for the same operands' shapes, in whatever order they run."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            shapes = [tuple(a.shape) if isinstance(a, torch.Tensor) else a for a in args if not isinstance(a, torch.Generator)]
+            torch.manual_seed(zlib.crc32(f"{func} {shapes}".encode()))
+        return func(*args, **(kwargs or {}))
+
+
+class _Values(fx.Interpreter):
+    """Keeps what each call returns."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        super().__init__(fx.GraphModule(nn.Module(), graph))
+        self.seen: list[tuple[fx.Node, torch.Tensor]] = []
+
+    def run_node(self, n: fx.Node) -> Any:
+        """As an interpreter does."""
+        result = super().run_node(n)
+        self.seen.extend((n, t.detach()) for t in pytree.tree_leaves(result) if n.op == "call_function" and _floats(t))
+        return result
+
+
+def _behind(found: Sequence[Difference]) -> str:
+    """Where values agree and gradients do not."""
+    gradients = [d for d in found if d.name.startswith("gradient of ")]
+    right = [d.name for d in gradients if d.error <= d.allowed]
+    wrong = [d.name for d in gradients if not d.error <= d.allowed]
+    return f"; its values agree, but the {wrong[-1]} does not" + (f" (the {right[-1]} does)" if right else "") if wrong else ""

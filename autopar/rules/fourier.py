@@ -1,0 +1,23 @@
+"""Complex numbers as pairs, and Fourier transforms: the dims transformed are whole."""
+
+from __future__ import annotations
+
+from autopar.rules.registry import Call, register_rule
+from autopar.rules.rule import Rule
+
+
+@register_rule("aten.view_as_real")
+def pairs(call: Call) -> Rule:
+    return call.rule("~... -> ... p", whole="p")
+
+
+@register_rule("aten.view_as_complex")
+def numbers(call: Call) -> Rule:
+    return call.rule("~... p -> ...", whole="p")
+
+
+@register_rule("aten._fft_c2c", "aten._fft_r2c", "aten._fft_c2r")
+def transform(call: Call) -> Rule:
+    dims = call.dims("dim")
+    before, after = (" ".join(f"{x}{d}" if d in dims else f"d{d}" for d in range(len(call.shape))) for x in "xy")
+    return call.rule(f"~{before} -> {after}", whole=[f"{x}{d}" for d in dims for x in "xy"])

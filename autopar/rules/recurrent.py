@@ -1,0 +1,22 @@
+"""Recurrent layers: samples are apart, all else goes into each step."""
+
+from __future__ import annotations
+
+from autopar.rules.registry import Call, register_rule
+from autopar.rules.rule import Rule
+
+
+@register_rule("aten.gru", "aten.lstm", "aten.rnn_relu", "aten.rnn_tanh")
+def recurrent(call: Call) -> Rule | None:
+    """Of a sequence before its samples, as lowering writes it: states have their layers first."""
+    if call.arguments.get("batch_first", True) or len(call.shapes[0]) != 3:  # or a packed sequence
+        return None
+    states = 2 if call.name == "aten.lstm" else 1
+    weights = [" ".join(f"w{k}_{d}" for d in range(len(s))) for k, s in enumerate(call.shapes[1 + states :])]
+    operands = ["t b i", *["l b h"] * states, *weights]
+    whole = ["t", "i", "l", "h", "o", *(f for w in weights for f in w.split())]
+    if states == 2 and call.shapes[1] != call.shapes[2]:  # projected
+        operands[2] = "l b c"
+        whole.append("c")
+    drawn = {"b": "drawn"} if call["train"] and call["dropout"] else {}
+    return call.rule(", ".join("~" + o for o in operands) + " -> t b o", whole=whole, kernels=drawn)

@@ -1,0 +1,79 @@
+"""Operators that write at places which an index names: the dims written along are whole, others are apart.
+
+Where ``index_add`` and ``index_put`` add, the places of what is added are summed over, so they may be split as a pending sum. Where they
+overwrite, two parts that hit one place would not agree on which came last.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.fx as fx
+
+from autopar.rules.registry import Call, register_rule
+from autopar.rules.rule import Rule
+
+
+@register_rule("aten.index_add", "aten.index_copy", "aten.index_fill", "aten.index_reduce")
+def along_a_dim(call: Call) -> Rule | None:
+    n, (dim,) = len(call.shape), call.dims("dim")
+    if not n or any(len(s) not in (1, n) for s in call.shapes[1:]):
+        return None
+    this, source = (" ".join(x if d == dim else f"d{d}" for d in range(n)) for x in "vi")
+    if call.name == "aten.index_add":
+        return call.rule(f"{this}, ~i + {source} -> {this}", whole="v")
+    rest = [f"~{source}"] if len(call.inputs) == 3 and call.shapes[2] else ["~"] * (len(call.inputs) - 2)
+    return call.rule(f"{', '.join([f'~{this}', '~i', *rest])} -> {this}", whole="vi")
+
+
+@register_rule("aten.scatter", "aten.scatter_add", "aten.scatter_reduce")
+def at_places(call: Call) -> Rule | None:
+    """A dim in which the index is as long as both tensors is apart; of others it names a part."""
+    n, (dim,) = len(call.shape), call.dims("dim")
+    if not n or any(len(s) != n for s in call.shapes):
+        return None
+    apart = [d for d in range(n) if d != dim and len({s[d] for s in call.shapes}) == 1]
+
+    def names(letter: str) -> list[str]:
+        return [f"d{d}" if d in apart else f"{letter}{d}" for d in range(n)]
+
+    this, index, source = names("v"), names("i"), names("j")
+    whole = {*this, *index, *source} - {f"d{d}" for d in apart}
+    texts = [" ".join(dims) for dims in (this, index, source)[: len(call.inputs)]]
+    if call.name == "aten.scatter_add":
+        return call.rule(f"{texts[0]}, ~{texts[1]} + {texts[2]} -> {texts[0]}", whole=whole)
+    return call.rule(f"{', '.join('~' + t for t in texts)} -> {texts[0]}", whole=whole)
+
+
+@register_rule("aten.index_put")
+def index_put(call: Call) -> Rule | None:
+    """By adjacent dims, or one number by a mask."""
+    given = call["indices"]
+    places = [d for d, i in enumerate(given) if isinstance(i, fx.Node)]
+    masks = [given[d].meta["val"].dtype == torch.bool for d in places]
+    if masks == [True] and places == [0]:
+        return _masked(call)
+    if any(masks) or not places or places != list(range(places[0], places[-1] + 1)):
+        return None
+    *indices, values = call.shapes[1:]
+    names, into = [f"d{d}" for d in range(len(call.shape))], [f"b{k}" for k in range(max(map(len, indices)))]
+    this = " ".join(f"v{d}" if d in places else name for d, name in enumerate(names))
+    texts = [" ".join(into[len(into) - len(s) :]) for s in indices]
+    written = [*names[: places[0]], *into, *names[places[-1] + 1 :]]
+    length = dict(zip(into, torch.broadcast_shapes(*indices), strict=True))
+    sizes = {**length, **{name: call.shape[d] for d, name in enumerate(names) if d not in places}}
+    source = " ".join(written[len(written) - len(values) :])
+    whole = [f"v{d}" for d in places]
+    if not call["accumulate"]:
+        return call.rule(f"{', '.join('~' + s for s in (this, *texts, source))} -> {this}", whole=[*whole, *into], sizes=sizes)
+    if values != tuple(sizes[x] for x in written):  # one value for several places
+        whole += into
+    return call.rule(f"{this}, {', '.join('~' + s for s in texts)} + {source} -> {this}", whole=whole, sizes=sizes)
+
+
+def _masked(call: Call) -> Rule | None:
+    """One number for all places where a mask of the first dims holds."""
+    _, mask, values = call.shapes
+    if set(values) - {1}:
+        return None
+    names = [f"d{d}" for d in range(len(call.shape))]
+    return call.rule(f"~{' '.join(names)}, ~{' '.join(names[: len(mask)])}, ~{' '.join('1' * len(values))} -> {' '.join(names)}")

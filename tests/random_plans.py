@@ -1,0 +1,237 @@
+"""Random legal plans for random programs, and whether they compute what the eager model does."""
+
+from __future__ import annotations
+
+import copy
+import random
+import traceback
+import warnings
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from equivalence import Step, differences, full, own, vanishing, worst
+from random_programs import Batch, program
+from torch import nn
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+import autopar
+from autopar.cost_model.cluster import Level
+from autopar.errors import AutoparError, PlanError
+from autopar.search.problem import Vertex, Weights
+
+TOLERANCE = 1e-9
+FREE = autopar.Cluster("free", autopar.Cluster.load("cpu").device, (Level("links", None, latency=0.0, bandwidth=1e18),))
+SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a seed ended: "right", "refused" (an AutoparError), "wrong" or "crashed"; what there is to say of it; and what was drawn before
+    and refused, each with the reason."""
+
+    seed: int
+    ranks: int
+    options: str
+    kind: str
+    detail: str = ""
+    refusals: Sequence[tuple[str, str]] = ()
+
+
+@dataclass(frozen=True)
+class Job:
+    """A seed with what was planned for it: a plan, or how that ended; and what was refused before."""
+
+    seed: int
+    options: dict[str, Any]
+    plan: autopar.Plan | None
+    outcome: Outcome | None
+    refusals: Sequence[tuple[str, str]] = ()
+
+
+def options(seed: int, ranks: int, samples: int, normalises: bool) -> dict[str, Any]:
+    """What is asked of the plan. Statistics of BatchNorm are those of the whole batch unless microbatches are asked for: they are not."""
+    numbers = random.Random(seed)
+    chosen: dict[str, Any] = {}
+    data = pipeline = 1
+    if ranks > 1:
+        data, tensor, pipeline = numbers.choice([grid for grid in _grids(ranks) if not grid[0] or samples % grid[0] == 0])
+        if data == 0:
+            chosen["mesh"], data = numbers.choice([(ranks,), (2, ranks // 2)] if ranks > 2 else [(ranks,)]), 1
+        elif numbers.random() < 0.9:
+            chosen["parallel"] = dict(data=data, pipeline=pipeline)
+            if tensor > 1:
+                chosen["parallel"]["tensor"] = dict(
+                    size=tensor, mode=numbers.choice(("1d", "1d", "1d", "2d" if tensor == 4 else "sequence"))
+                )
+            if pipeline > 1 and numbers.random() < 0.6:
+                chosen["schedule"] = numbers.choice(SCHEDULES)
+                if chosen["schedule"] in ("interleaved-1f1b", "zero-bubble"):
+                    chosen["parallel"]["pipeline"] = dict(size=pipeline, chunks=2 if chosen["schedule"][0] == "i" else 1)
+        if data > 1 and numbers.random() < 0.5:
+            chosen["zero"] = numbers.choice((0, 1, 2, 3))
+    parts = [
+        m for m in (max(pipeline, 2), 2 * pipeline, 4, samples // 2) if m >= pipeline and samples % (m * data) == 0 and samples // m > 1
+    ]
+    if parts and not normalises and (ranks == 1 or numbers.random() < (0.9 if pipeline > 1 else 0.5)):
+        chosen["micro_batch_size"] = samples // (data * numbers.choice(parts))
+    if ranks == 2 and pipeline == 1 and numbers.random() < 0.1:
+        chosen["constraints"] = {numbers.choice(("blocks.0.*weight", "blocks.1*", "blocks.*.w")): numbers.choice(("S0", "S1", "I", "R"))}
+    if numbers.random() < 0.3:
+        chosen["recompute"] = numbers.choice(("none", "full"))
+    return chosen
+
+
+def draws(seed: int, ranks: int, samples: int, normalises: bool) -> Iterator[dict[str, Any]]:
+    """What is asked in turn, until there is a plan: a model that mixes its samples has none in microbatches, a small one none in stages."""
+    chosen = options(seed, ranks, samples, normalises)
+    yield chosen
+    whole = {name: value for name, value in chosen.items() if name not in ("micro_batch_size", "schedule", "constraints")}
+    if (parallel := whole.get("parallel")) and isinstance(parallel["pipeline"], dict):
+        whole["parallel"] = parallel | {"pipeline": parallel["pipeline"]["size"]}
+    free = {"mesh": (ranks,)} | ({"recompute": chosen["recompute"]} if "recompute" in chosen else {})
+    yield from (other for other in (whole, free) if other != chosen)
+
+
+def _grids(ranks: int) -> list[tuple[int, int, int]]:
+    """Data, tensor and pipeline sizes; data 0 is a mesh whose axes are free."""
+    found = [(d, t, ranks // (d * t)) for d in (1, 2, 4) for t in (1, 2, 4) if ranks % (d * t) == 0]
+    return [*found, (0, 1, 1), (0, 1, 1)]
+
+
+@contextmanager
+def any_costs(seed: int) -> Iterator[None]:
+    """Within, each choice of each node has a price drawn at random beside its own: any legal plan may be the best."""
+    true = Vertex.cost
+
+    def cost(self: Vertex, weights: Weights) -> np.ndarray:
+        numbers = np.random.default_rng([seed, zlib.crc32(self.node.name.encode())])
+        return true(self, weights) + 1e-3 * numbers.lognormal(0.0, 2.0, len(self.choices))
+
+    with mock.patch.object(Vertex, "cost", cost):
+        yield
+
+
+def planned(seeds: Sequence[int], ranks: int, first: int, every: int) -> list[Job]:
+    """Plans of each ``every``-th seed."""
+    return [_planned(seed, ranks) for seed in seeds[first::every]]
+
+
+def _planned(seed: int, ranks: int) -> Job:
+    model, batches = program(seed)
+    normalises = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
+    refusals: list[tuple[str, str]] = []
+    for asked in draws(seed, ranks, len(batches[0]["x"]), normalises):
+        try:
+            warnings.simplefilter("default")  # torch warns of what export assigns, of a GRU for one
+            if seed % 3:
+                with any_costs(seed):
+                    plan = autopar.plan(model, batches[0], ranks, progress=False, cluster=FREE, **asked)
+            else:
+                plan = autopar.plan(model, batches[0], ranks, progress=False, **asked)
+        except PlanError as e:
+            outcome = _ended(seed, ranks, asked, e, "plan", tuple(refusals))
+            refusals.append((repr(asked), f"PlanError: {e}"))
+        except Exception as e:
+            return Job(seed, asked, None, _ended(seed, ranks, asked, e, "plan", refusals))
+        else:
+            return Job(seed, asked, plan, None, refusals)
+    return Job(seed, asked, None, outcome)
+
+
+def _ended(seed: int, ranks: int, asked: dict[str, Any], error: Exception, when: str, refusals: Sequence[tuple[str, str]]) -> Outcome:
+    kind = "refused" if isinstance(error, AutoparError) else "crashed"
+    trace = "" if kind == "refused" else "\n" + "".join(traceback.format_tb(error.__traceback__))
+    return Outcome(seed, ranks, repr(asked), kind, f"{when}: {type(error).__name__}: {error}{trace}", refusals)
+
+
+def checked(job: Job, ranks: int) -> Outcome:
+    """Two steps of training, with one of SGD between them, beside the eager model on one device; a rank's work."""
+    _clear_sharding_prop_cache()  # it holds meshes of earlier tests, whose groups are gone
+    assert job.plan is not None
+    (model, batches), habits = program(job.seed), Habits.of(job.seed, whole=job.plan.microbatches == len(job.plan.stages) == 1)
+    expected = trained(copy.deepcopy(model), batches, habits)
+    warnings.simplefilter("default")
+    try:
+        compiled = autopar.compile(model, batches[0], ranks, plan=job.plan, progress=False)
+        found = trained(compiled, batches, habits)
+    except Exception as e:
+        return _ended(job.seed, ranks, job.options, e, "run", job.refusals)
+    error, name = max(_worst(mine, one) for mine, one in zip(found, expected, strict=True))
+    kind = "right" if error < TOLERANCE else "wrong"
+    return Outcome(job.seed, ranks, repr(job.options), kind, f"{name}: {error:.2g}" if kind == "wrong" else "", job.refusals)
+
+
+def slice_of(seeds: Sequence[int], ranks: int) -> list[Outcome]:
+    """The outcomes of a few seeds, planned by all ranks together; a rank's work."""
+    everywhere: list[Any] = [None] * ranks
+    dist.all_gather_object(everywhere, planned(seeds, ranks, dist.get_rank(), ranks))
+    return [job.outcome or checked(job, ranks) for jobs in everywhere for job in jobs]
+
+
+def _worst(found: Step, expected: Step) -> tuple[float, str]:
+    missing = set(expected.outputs) ^ set(found.outputs)
+    if missing:
+        return float("inf"), f"outputs {missing}"
+    try:
+        return worst(differences(found, own(expected, found), vanishing(expected)))
+    except AssertionError as e:
+        return float("inf"), str(e)
+
+
+@dataclass(frozen=True)
+class Habits:
+    """What a user does in the loop beside the usual."""
+
+    second: bool  # a second loss, of an output; where the batch is cut, its gradient cannot arrive, and the backward raises
+    unfreeze: bool  # all parameters are trained from the second step on
+    inputs: bool  # the gradient of the input is wanted
+    accumulate: bool  # gradients are not cleared after the first step
+    scale: float  # of the loss before its backward
+
+    @staticmethod
+    def of(seed: int, whole: bool) -> Habits:
+        """``whole``: the batch goes through the model in one piece."""
+        numbers = random.Random(f"habits {seed}")
+        second, unfreeze, inputs, accumulate = (numbers.random() < share for share in (0.06, 0.3, 0.06, 0.1))
+        return Habits(second and whole, unfreeze, inputs, accumulate, 0.5 if numbers.random() < 0.1 else 1.0)
+
+
+def trained(model: nn.Module, batches: Sequence[Batch], habits: Habits) -> list[Step]:
+    """A step of SGD on each batch: what each computed."""
+    trainable = list(model.parameters())
+    optimizer = torch.optim.SGD(trainable, lr=0.05) if trainable else None  # a stage may have none
+    found = []
+    for batch in batches:
+        found.append(_step(model, batch, habits))
+        if optimizer is not None:
+            optimizer.step()
+        if not habits.accumulate:
+            model.zero_grad()
+        if habits.unfreeze:
+            model.requires_grad_(True)
+    return found
+
+
+def _step(model: nn.Module, batch: Batch, habits: Habits) -> Step:
+    batch = dict(batch)
+    if habits.inputs and batch["x"].is_floating_point():
+        batch["x"] = batch["x"].clone().requires_grad_()
+    output = model(**batch)
+    outputs = {"loss": output} if isinstance(output, torch.Tensor) else output
+    total = outputs["loss"] * habits.scale
+    if habits.second and "hidden" in outputs:
+        total = total + full(outputs["hidden"]).square().mean()
+    total.backward()
+    tensors = {name: full(value).detach() for name, value in outputs.items() if isinstance(value, torch.Tensor)}
+    named = {name: value.long() if value.dtype == torch.bool else value for name, value in tensors.items()}
+    gradients = {n: None if p.grad is None else full(p.grad).clone() for n, p in model.named_parameters()}
+    if batch["x"].requires_grad:
+        gradients["the input x"] = batch["x"].grad
+    return Step(named, gradients, {n: full(b).clone() for n, b in model.named_buffers()})

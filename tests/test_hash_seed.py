@@ -1,0 +1,65 @@
+"""The captured graph, its fingerprint and the plan are those of the model alone, whatever Python's hash seed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autopar
+from autopar.planner import Traced
+
+KINDS = {"sliding", "full", "global"}  # a set, as transformers has of the kinds of layers
+
+
+class Rotary(nn.Module):
+    """One table of angles for each kind of layer, in buffers; ModernBERT has two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for i, kind in enumerate(sorted(KINDS), 1):
+            self.register_buffer(f"{kind}_frequency", torch.linspace(0.1, 1.0, 4) * i)
+
+    def forward(self, positions: torch.Tensor, kind: str) -> torch.Tensor:
+        return (positions[:, None] * getattr(self, f"{kind}_frequency")).cos() * torch.tensor([1.0, 2.0, 3.0, float(len(kind))])
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rotary = Rotary()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tables = {kind: self.rotary(torch.arange(8.0), kind) for kind in KINDS}
+        for layer, kind in zip(self.layers, ("full", "sliding", "global", "full"), strict=True):
+            x = x + F.gelu(layer(x * tables[kind]))
+        return x.square().mean()
+
+
+def described() -> str:
+    """The graph's fingerprint and the plan without its timings."""
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(4, 8, 4)
+    traced = Traced(model, x, None).whole
+    constants = [traced.state[i.target].tolist() for i in traced.inputs if i.kind == "constant"]
+    plan = autopar.plan(model, x, 4, cluster="a100-sxm", progress=False)
+    plan.timings.clear()
+    return f"{traced.fingerprint} {hashlib.sha256(repr((constants, traced.inputs, plan)).encode()).hexdigest()}"
+
+
+def test_graph_and_plan_do_not_depend_on_the_hash_seed() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", "import test_hash_seed; print(test_hash_seed.described())"]
+    running = [
+        subprocess.Popen(command, env={**environment, "PYTHONHASHSEED": seed}, stdout=subprocess.PIPE, text=True)
+        for seed in ("1", "3", "4")
+    ]
+    found = [process.communicate(timeout=200)[0].strip().splitlines()[-1] for process in running]
+    assert len(set(found)) == 1, found

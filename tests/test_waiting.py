@@ -1,0 +1,131 @@
+"""Ranks of which one will never come to where another waits: an error on all of them within seconds, that says who, where and what."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import Pool
+from test_drift import DATA, PIPED, Network, batch, usual
+from torch import nn
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+import autopar
+from autopar.runtime import waiting
+
+ODD = 6  # the step at which rank 1 does something else, when calls share an exchange
+GROUP_TIMEOUT = 50.0
+SECONDS = 20.0  # far less than the group's timeout, for a busy machine
+
+
+def without_gradients(compiled: nn.Module, optimizer: Any, step: int) -> None:
+    with torch.no_grad():
+        compiled(**batch(step))
+
+
+def in_eval(compiled: nn.Module, optimizer: Any, step: int) -> None:
+    compiled.eval()
+    usual(compiled, optimizer, batch(step))
+
+
+def freezes(compiled: nn.Module, optimizer: Any, step: int) -> None:
+    next(compiled.parameters()).requires_grad_(False)
+    usual(compiled, optimizer, batch(step))
+
+
+def skips_backward(compiled: nn.Module, optimizer: Any, step: int) -> None:
+    compiled(**batch(step))
+    compiled(**batch(step + 1))
+
+
+def last_batch_is_small(compiled: nn.Module, optimizer: Any, step: int) -> None:
+    usual(compiled, optimizer, {name: x[:6] for name, x in batch(step).items()})
+
+
+def goes_on_after_a_small_batch(compiled: nn.Module, optimizer: Any, step: int) -> None:
+    try:
+        last_batch_is_small(compiled, optimizer, step)
+    except autopar.RunError:
+        usual(compiled, optimizer, batch(step + 1))
+
+
+def ends(compiled: nn.Module, optimizer: Any, step: int) -> None:
+    waiting._WAITING[dist.group.WORLD]._end()  # as where the process ends and its connections stay open for a while
+    raise ZeroDivisionError("in the user's own code")
+
+
+Case = tuple[dict[str, Any], Callable[..., None], str, str]  # options, what rank 1 does, what rank 0 says, what rank 1 says
+DRIFTED = r"drifted apart before call 7: rank 1 of 2 called the program in another mode than rank 0, in "
+FROZEN = r"drifted apart before call 7: rank 1 of 2 had frozen other parameters than rank 0"
+SMALL = r"rank 1 of 2 failed in call 7: RunError: x has size 6 in dim 0, expected 8"
+UNLIKE = SMALL + r"|before call 7: rank 1 of 2 had 1 calls or backwards that failed, rank 0 0"  # by who looks first
+FAST: list[Case] = [
+    (DATA, skips_backward, r"before call 8: rank 1 of 2 had run the backward of 6 losses, rank 0 of 7", "backward of 6 losses"),
+    (DATA, last_batch_is_small, SMALL, "^x has size 6"),
+]
+SLOW: list[Case] = [
+    (DATA, without_gradients, DRIFTED + r"train\(\) without gradients, not in train\(\)", DRIFTED),
+    (DATA, in_eval, DRIFTED + r"eval\(\), not in train\(\)", DRIFTED),
+    (DATA, freezes, FROZEN, FROZEN),
+    (DATA, goes_on_after_a_small_batch, UNLIKE, UNLIKE),
+    (DATA, ends, r"rank 1 of 2 has ended after call 6, and rank 0 is in call 7", "the user's own code"),
+    (PIPED, without_gradients, DRIFTED, DRIFTED),
+    (PIPED, last_batch_is_small, SMALL, "^x has size 6"),
+]
+
+
+def loop(cases: list[Case], folder: str) -> list[tuple[str, float]]:
+    """What each case ended with on this rank, and after how many seconds."""
+    waiting._TICK, waiting._PATIENCE = 0.1, 0.5
+    found = []
+    rank, timeout = dist.get_rank(), timedelta(seconds=GROUP_TIMEOUT)
+    for number, (options, habit, _, _) in enumerate(cases):
+        dist.destroy_process_group()  # its connections are broken
+        store = dist.FileStore(str(Path(folder) / str(number)), 2)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
+        _clear_sharding_prop_cache()
+        compiled = autopar.compile(Network(), batch(0), 2, progress=False, **options)
+        optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+        for step in range(ODD):
+            usual(compiled, optimizer, batch(step))
+        begun = time.monotonic()
+        try:
+            if rank == 1:
+                habit(compiled, optimizer, ODD)
+            for step in range(ODD, ODD + 20):
+                usual(compiled, optimizer, batch(step))
+            found.append(("nobody noticed", 0.0))
+        except (autopar.RunError, ZeroDivisionError) as error:
+            found.append((str(error), time.monotonic() - begun))
+            time.sleep(2.0 if rank == 1 else 0.0)  # it is still there, so no connection closes by itself
+    return found
+
+
+def check(cases: list[Case]) -> None:
+    pool = Pool(2)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            everywhere = pool.run_to_the_end(loop, cases, folder, timeout=len(cases) * GROUP_TIMEOUT)
+    finally:
+        pool.close()
+    for rank, results in enumerate(everywhere):
+        for (message, seconds), (_, habit, *expected) in zip(results, cases, strict=True):
+            assert re.search(expected[rank], message), (rank, habit.__name__, message)
+            assert seconds < SECONDS, (rank, habit.__name__, seconds)
+
+
+def test_no_rank_waits_for_one_that_will_not_come() -> None:
+    check(FAST)
+
+
+@pytest.mark.slow
+def test_no_rank_waits_for_one_that_will_not_come_however_it_went_away() -> None:
+    check(SLOW)
