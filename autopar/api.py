@@ -199,6 +199,8 @@ def _join_group(world_size: int, device: torch.device) -> None:
 
 def _check(world_size: int, device: torch.device, sample: Any, plan: Plan | None, options: dict[str, Any]) -> None:
     """What can be seen to be wrong before anything is done."""
+    if torch.is_inference_mode_enabled():
+        raise RunError("compile was called under torch.inference_mode(), where parameters are made that cannot train: call it outside")
     if plan is not None:
         checked(plan, Plan)
     ranks = dist.get_world_size()

@@ -72,20 +72,14 @@ def split_stages(
         trained: names of the placeholders that require a gradient.
         may_train: names of others that may, at some later call.
     """
-    return _Splitter(graph, stages, results, loss, updates, trained, may_train).run()
+    return _Splitter(graph, stages, results, loss, updates, {*trained}, {*trained, *may_train}).run()
 
 
 class _Splitter:
     def __init__(
-        self,
-        graph: fx.Graph,
-        stages: int,
-        results: int,
-        loss: int,
-        updates: Sequence[str],
-        trained: Collection[str],
-        may_train: Collection[str],
+        self, graph: fx.Graph, stages: int, results: int, loss: int, updates: Sequence[str], trained: set[str], may_train: set[str]
     ) -> None:
+        """``may_train`` has those of ``trained``, too."""
         self.graph, self.stages, self.buffers = graph, stages, updates
         outputs: tuple[fx.Node, ...] = graph.output_node().args[0]  # type: ignore[assignment]
         self.results, self.new_values = outputs[:results], outputs[results : results + len(updates)]
@@ -95,7 +89,7 @@ class _Splitter:
                 self.sends[node.meta["stage"]].append(node)
         places = {n: i for i, n in enumerate([n for n in graph.nodes if n.op == "placeholder"][1:])}
         self.trained = {i for n, i in places.items() if n.name in trained}
-        self.sources = gradient_sources(graph.nodes, {n: i for n, i in places.items() if n.name in {*trained, *may_train}})
+        self.sources = gradient_sources(graph.nodes, {n: i for n, i in places.items() if n.name in may_train})
         self.gradients = _reaching(outputs[loss], self.sources)
 
     def run(self) -> list[StageGraph]:

@@ -426,6 +426,21 @@ def test_a_world_size_that_is_not_the_process_groups(ranks: Pools) -> None:
     ranks(2).run(_world_size)
 
 
+def _inference() -> None:
+    model, sample = zoo.mlp()
+    with torch.inference_mode(), pytest.raises(RunError, match=r"compile was called under torch.inference_mode\(\)"):
+        compile_(model, sample)
+    compiled = compile_(model, sample)
+    with torch.inference_mode():
+        seen, expected = compiled(**sample)["loss"], model(**sample)["loss"]
+    assert float(seen) == pytest.approx(float(expected), rel=1e-6)
+    compiled(**sample)["loss"].backward()
+
+
+def test_compile_within_inference_mode_is_refused_and_calls_are_not(ranks: Pools) -> None:
+    ranks(2).run(_inference)
+
+
 def test_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(RunError, match=r"world_size=4\) needs 4 processes: .*torchrun --nproc-per-node 4"):

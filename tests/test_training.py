@@ -116,6 +116,50 @@ def test_assigned_data_is_the_parameters(ranks: Pools, options: dict[str, Any]) 
     ranks(2).run(_assigns, options)
 
 
+def _draws(options: dict[str, Any]) -> None:
+    """Parameters drawn anew, also on ranks whose seeds differ, and through ``data``, as transformers does."""
+    with Double():
+        model, sample = zoo.mlp(dtype=torch.float64)
+        compiled = build(model, sample, **options)
+        rank = dist.get_rank()
+        for m, seed in ((model, 5), (compiled, 5 + rank)):
+            torch.manual_seed(seed)
+            for p in m.parameters():
+                nn.init.normal_(p, 0.1, 0.02)
+                p.data.uniform_(-0.1, 0.2)
+                if p.ndim == 2:
+                    nn.init.kaiming_uniform_(p)
+                    nn.init.trunc_normal_(p, std=0.02)
+        for name, p in compiled.named_parameters():
+            close(p, dict(model.named_parameters())[name], name=name)
+        compiled.check_replicas()
+        close(loss_of(compiled(**sample)), loss_of(model(**sample)))
+        wide = next(p for p in compiled.parameters() if p.ndim == 2)
+        for draw in (torch.randn_like, nn.init.orthogonal_, lambda p: nn.functional.dropout(p, 0.5)):
+            with pytest.raises(autopar.RunError, match="would draw on each of its ranks apart"):
+                draw(wide)
+        others = dist.tensor.distribute_tensor(torch.zeros(8), dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)))
+        with pytest.warns(UserWarning, match="may not have complete support"):
+            others.normal_()  # as torch does it
+
+
+@pytest.mark.parametrize("options", [PAIR, dict(parallel=dict(tensor=dict(size=2, mode="1d")))], ids=["zero", "rows"])
+def test_parameters_are_drawn_as_on_one_device(ranks: Pools, options: dict[str, Any]) -> None:
+    ranks(2).run(_draws, options)
+
+
+def _draws_in_stages() -> None:
+    with Double():
+        model, sample = zoo.mlp(dtype=torch.float64)
+        compiled = build(model, sample, parallel=dict(data=2, pipeline=2))
+    with pytest.raises(autopar.RunError, match="the ranks of a pipeline hold different parameters"):
+        nn.init.normal_(next(iter(compiled.parameters())))
+
+
+def test_a_pipeline_refuses_to_draw_parameters(ranks: Pools) -> None:
+    ranks(4).run(_draws_in_stages)
+
+
 def _norms(options: dict[str, Any]) -> None:
     with Double():
         model, sample = zoo.llama(dtype=torch.float64)

@@ -6,37 +6,58 @@ This patches a private class of torch: ``data`` of DTensor, whose part of this r
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.errors import RunError
+from autopar.runtime.mesh import Mesh
 
 _DATA: Any = torch.Tensor.data  # a descriptor
 
-Placed = Callable[[torch.Tensor], DTensor]
-_FOLLOWED = WeakIdKeyDictionary()  # by parameter: its name and how a whole tensor is laid as it lies
+
+class Followed(NamedTuple):
+    """A program's parameter: its ``name``, the ``mesh`` that it lies on, and how a whole tensor is ``placed`` as it lies."""
+
+    name: str
+    mesh: Mesh
+    placed: Callable[[torch.Tensor], DTensor]
 
 
-def follow_assignments(parameter: DTensor, name: str, placed: Placed) -> None:
-    """From now on ``parameter.data = value`` gives ``parameter`` these values; ``placed`` lays a whole tensor as it lies."""
-    _FOLLOWED[parameter] = name, placed
+_FOLLOWED = WeakIdKeyDictionary()
+
+
+def follow_assignments(parameter: DTensor, known: Followed) -> None:
+    """From now on ``parameter.data = value`` gives ``parameter`` these values."""
+    _FOLLOWED[parameter] = known
     if "data" not in vars(DTensor):
-        DTensor.data = property(_DATA.__get__, _assign)  # type: ignore[method-assign, assignment]
+        DTensor.data = property(_data, _assign)  # type: ignore[method-assign, assignment]
+
+
+def followed(tensor: torch.Tensor) -> Followed | None:
+    """What is known of a program's parameter, or of its ``data``; None of any other tensor."""
+    return _FOLLOWED.get(tensor)
+
+
+def _data(tensor: DTensor) -> torch.Tensor:
+    data = _DATA.__get__(tensor)
+    if tensor in _FOLLOWED:
+        _FOLLOWED[data] = _FOLLOWED[tensor]
+    return data
 
 
 @torch.no_grad()
 def _assign(tensor: DTensor, value: torch.Tensor) -> None:
-    if tensor not in _FOLLOWED:
+    known = followed(tensor)
+    if known is None:
         _DATA.__set__(tensor, value)
         return
-    name, placed = _FOLLOWED[tensor]
     if value.shape != tensor.shape or value.dtype != tensor.dtype:
         raise RunError(
-            f"{name}.data = … was given {value.dtype} of shape {tuple(value.shape)}, and the program was compiled for {tensor.dtype} of "
-            f"shape {tuple(tensor.shape)}: compile the changed model"
+            f"{known.name}.data = … was given {value.dtype} of shape {tuple(value.shape)}, and the program was compiled for "
+            f"{tensor.dtype} of shape {tuple(tensor.shape)}: compile the changed model"
         )
-    whole = value if isinstance(value, DTensor) else placed(value)
+    whole = value if isinstance(value, DTensor) else known.placed(value)
     tensor._local_tensor = whole.redistribute(tensor.device_mesh, tensor.placements).to_local().detach()

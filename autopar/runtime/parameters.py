@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from autopar.errors import RunError
 from autopar.layout import I, Layout, S, local_shape, movable, show
 from autopar.runtime.agree import together
-from autopar.runtime.assigned_data import follow_assignments
+from autopar.runtime.assigned_data import Followed, follow_assignments
+from autopar.runtime.drawn_values import follow_draws
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.placements import as_placed, layout_of, placements
 from autopar.runtime.unfilled import Unfilled, without_values
@@ -184,7 +185,8 @@ class State:
         placed = local if mesh.size == 1 else distribute(local, stored, mesh)
         parameter = nn.Parameter(placed, requires_grad=trains)
         if isinstance(parameter, DTensor):
-            follow_assignments(parameter, name, lambda whole: laid(whole, stored, mesh))
+            follow_assignments(parameter, Followed(name, mesh, lambda whole: laid(whole, stored, mesh)))
+            follow_draws(mesh)
         inside = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
         dtype = self._computes_in.get(name, inside.dtype)
         if share_leaf and mesh.size == 1 and dtype == inside.dtype:
