@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 import traceback
 import warnings
@@ -163,7 +164,8 @@ def checked(job: Job, ranks: int) -> Outcome:
         found = trained(compiled, batches, habits)
     except Exception as e:
         return _ended(job.seed, ranks, job.options, e, "run", job.refusals)
-    error, name = max(_worst(mine, one) for mine, one in zip(found, expected, strict=True))
+    pairs = [(mine, one) for mine, one in zip(found, expected, strict=True) if one.outputs["loss"].isfinite()]  # SGD may diverge
+    error, name = max((_worst(mine, one) for mine, one in pairs), default=(math.inf, "no finite loss"))
     kind = "right" if error < TOLERANCE else "wrong"
     return Outcome(job.seed, ranks, repr(job.options), kind, f"{name}: {error:.2g}" if kind == "wrong" else "", job.refusals)
 

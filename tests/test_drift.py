@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from pool import Pools
@@ -133,3 +134,19 @@ def test_ranks_that_drift_apart_all_raise_in_time(ranks: Pools) -> None:
         for (message, step), (_, habit, first, expected) in zip(results, CASES, strict=True):
             assert re.search(expected, message), (habit.__name__, message)
             assert step <= first + 2
+
+
+def _fails_on_one_rank() -> None:
+    _clear_sharding_prop_cache()
+    first = autopar.compile(Network(), batch(0), 2, progress=False, **DATA)
+    if dist.get_rank() == 1:
+        with pytest.raises(autopar.RunError, match="x has size 6"):
+            first(**{name: x[:6] for name, x in batch(0).items()})
+    second = autopar.compile(Network(), batch(0), 2, progress=False, **DATA)
+    usual(second, torch.optim.SGD(second.parameters(), lr=0.1), batch(0))
+    with pytest.raises(autopar.RunError, match="rank 1 of 2 had 1 calls or backwards that failed, rank 0 0"):
+        first(**batch(0))
+
+
+def test_failures_of_one_program_are_not_anothers(ranks: Pools) -> None:
+    ranks(2).run(_fails_on_one_rank)

@@ -117,7 +117,7 @@ class Drift:
         self._steps += self._stepped
         self._stepped = False
         self._restarts += seed is not None
-        failures = self._waiting.failures
+        failures = self._waiting.failures[self._name]
         counts = [self._identity, self._calls, mode, trains, failures, self._backwards, self._steps, self._restarts, stream, drawn]
         self._records.append(counts)
         kind, before = (mode, trains, failures, self._backwards - self._before if self._meets else 0), self._kind
@@ -223,7 +223,7 @@ class Drift:
     def position(self) -> Position:
         """Where this rank is: how often it did what, and the records of its last calls."""
         # Another thread asks: calls are read after what is counted between them, which so is never more than it was at that call.
-        between = (self._waiting.failures, self._backwards, self._steps + self._stepped, self._restarts)
+        between = (self._waiting.failures[self._name], self._backwards, self._steps + self._stepped, self._restarts)
         now = dict(zip(_GROWING, (self._calls, *between), strict=True))
         return {"now": now, "records": {str(record[1]): record for record in tuple(self._records)}}
 

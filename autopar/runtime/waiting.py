@@ -15,6 +15,7 @@ import os
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -46,7 +47,7 @@ class Waiting:
     """Where this rank of the default process group is, and where the others are. ``name`` is the same on all ranks and nowhere else."""
 
     def __init__(self, world: dist.ProcessGroup, name: str) -> None:
-        self.failures = 0  # calls and backwards that raised
+        self.failures = Counter[str]()  # calls and backwards that raised, by program
         self.moves = 0
         self._depth = 0  # of places where this rank may wait
         self._done: torch.cuda.Event | None = None  # on the device, of what was begun in the last of them
@@ -99,8 +100,9 @@ class Waiting:
                 found = None
             if found is not None:
                 raise RunError(found) from error
-        self.failures += 1
-        self._failed = [self.failures, *self._last, f"{type(error).__name__}: {error!s:.500}"]
+        program, call = self._last
+        self.failures[program] += 1
+        self._failed = [self.failures[program], program, call, f"{type(error).__name__}: {error!s:.500}"]
         try:
             self._tell()
         except Exception:
@@ -108,7 +110,7 @@ class Waiting:
 
     def _position(self) -> Position:
         programs = {name: told.position() for name, known in list(self._programs.items()) if (told := known()) is not None}
-        return {"programs": programs, "failures": self.failures, "failed": self._failed, "ended": self._ended}
+        return {"programs": programs, "failed": self._failed, "ended": self._ended}
 
     def _tell(self) -> None:
         if (files := open_files()) != self._files:  # there may be groups that are new
@@ -155,7 +157,7 @@ class Waiting:
         who = f"rank {other} of {self._ranks}"
         count, program, call, text = its["failed"] or (0, "", 0, "")
         for name, place in mine["programs"].items():
-            if name == program and count > mine["failures"] and call <= place["now"]["calls"]:
+            if name == program and count > place["now"]["failures"] and call <= place["now"]["calls"]:
                 return f"{who} failed in call {call}: {text}. The others cannot go on without it: start again from the last checkpoint"
             there = its["programs"].get(name)
             told = self._programs[name]()
