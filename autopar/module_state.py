@@ -16,6 +16,7 @@ from torch import nn
 _NUMBERS = (bool, int, float, complex, str, type(None))
 _CONTAINERS = (list, dict, set, deque)
 _CODE = (type, ModuleType, FunctionType, MethodType, functools.partial)
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # attributes, a module's mode among them
 _MOST = 10_000  # objects that are looked into; what is held beyond, such as a data set, is no state of a forward
 
 
@@ -63,7 +64,7 @@ def _same(a: Any, b: Any) -> bool:
 
 def _own(holder: Any) -> dict[str, Any]:
     """An object's attributes; of a module, but those that ``nn.Module`` has."""
-    return {k: v for k, v in vars(holder).items() if not isinstance(holder, nn.Module) or k not in _BASE}
+    return {k: v for k, v in vars(holder).items() if not isinstance(holder, nn.Module) or k not in OF_EVERY_MODULE}
 
 
 def _holders(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -90,9 +91,6 @@ def _items(place: str, value: Any) -> list[tuple[str, Any]]:
 def _has_attributes(value: Any) -> bool:
     """Whether it is an object of the user's: neither a tensor, code, nor torch's own."""
     return hasattr(value, "__dict__") and not isinstance(value, _CODE) and not type(value).__module__.startswith("torch")
-
-
-_BASE = frozenset(vars(nn.Module()))
 
 
 @contextmanager
@@ -136,5 +134,9 @@ def kept_as_they_are(model: nn.Module) -> Iterator[None]:
 def _contents(holder: Any) -> list[tuple[Any, Any]]:
     """The containers among an object's attributes, a module's hooks among them, with what is in them."""
     own = [value for value in _own(holder).values() if type(value) in _CONTAINERS]
-    hooks = [value for name, value in vars(holder).items() if name in _BASE and "_hooks" in name] if isinstance(holder, nn.Module) else []
+    hooks = (
+        [value for name, value in vars(holder).items() if name in OF_EVERY_MODULE and "_hooks" in name]
+        if isinstance(holder, nn.Module)
+        else []
+    )
     return [(container, copy.copy(container)) for container in (*own, *hooks)]

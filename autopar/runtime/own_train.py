@@ -14,11 +14,11 @@ from typing import Any
 from torch import nn
 
 from autopar.errors import RunError
+from autopar.module_state import OF_EVERY_MODULE
 
 Modes = dict[str, "bool | None"]  # whether each part trains after a call, by its path; None where the call leaves it as it was
 
 _KEPT = "_own_modes"
-_TORCHS = frozenset(vars(nn.Module()))  # attributes of every module, its mode among them
 _CALLS: dict[str, Callable[[nn.Module], Any]] = {
     "train(True)": lambda module: module.train(True),
     "train(False)": lambda module: module.train(False),
@@ -84,7 +84,7 @@ def _noted(module: nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for path, part in module.named_modules():
         prefix = f"{path}." if path else ""
-        found |= {prefix + name: value for name, value in vars(part).items() if name not in _TORCHS}
+        found |= {prefix + name: value for name, value in vars(part).items() if name not in OF_EVERY_MODULE}
         found |= {prefix + name: child for name, child in part._modules.items()}
         found |= {prefix + name: buffer for name, buffer in part._buffers.items()}
         for name, parameter in part._parameters.items():
