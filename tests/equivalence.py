@@ -108,21 +108,25 @@ def own(expected: Step, found: Step) -> Step:
 
 
 def vanishing(expected: Step) -> set[str]:
-    """The parameters whose gradient is zero but for rounding, ``expected`` being in float64.
+    """The parameters whose gradient is zero but for rounding, and the outputs that are, ``expected`` being in float64.
 
     A bias that a LayerNorm takes out again, for one. In float32 such a gradient is noise on one device too: the mixer's is 2e-5 of a
     thousandth of the largest gradient there, where 0 would be right.
     """
-    sizes = {name: float(g.abs().max()) for name, g in expected.gradients.items() if g is not None}
-    return {name for name, size in sizes.items() if size < 1e-12 * max(sizes.values())}
+    found = set[str]()
+    for tensors in (expected.gradients, expected.outputs):
+        sizes = {name: float(t.abs().max()) for name, t in tensors.items() if t is not None and t.numel()}
+        found |= {name for name, size in sizes.items() if size < 1e-12 * max(sizes.values())}
+    return found
 
 
 def differences(found: Step, expected: Step, vanishes: Collection[str] = ()) -> dict[str, float]:
     """Relative errors of the outputs, of each gradient (against a thousandth of the largest at least) and of the buffers.
 
-    Gradients that ``vanishes`` names are measured against the largest.
+    Gradients and outputs that ``vanishes`` names are measured against the largest.
     """
-    errors = {name: error(value, expected.outputs[name]) for name, value in found.outputs.items()}
+    most = max((float(t.abs().max()) for t in expected.outputs.values() if t.numel()), default=0.0)
+    errors = {name: error(value, expected.outputs[name], most if name in vanishes else 0.0) for name, value in found.outputs.items()}
     assert "loss" in errors
     assert list(found.gradients) == list(expected.gradients)
     largest = max((float(g.abs().max()) for g in expected.gradients.values() if g is not None), default=0.0)  # a stage may have none

@@ -73,12 +73,31 @@ def chain(batch: int) -> tuple[nn.Module, dict[str, Any]]:
     return Chain(), {"x": torch.randn(batch, SEQUENCE, WIDTH)}
 
 
+class Returning(nn.Module):
+    """A linear layer keeps its input alone: the last one's result in a stage is held because it is returned, and is sent, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        hidden = []
+        for layer in self.layers:
+            x = layer(x)
+            hidden.append(x)
+        return {"loss": x.square().mean(), "hidden": hidden[:-1]}
+
+
+def returning(batch: int) -> tuple[nn.Module, dict[str, Any]]:
+    return Returning(), {"x": torch.randn(batch, SEQUENCE, WIDTH)}
+
+
 def _by_name(*models: Callable[[int], tuple[nn.Module, dict[str, Any]]]) -> dict[str, Callable[[int], tuple[nn.Module, dict[str, Any]]]]:
     return {f.__name__: f for f in models}
 
 
 MODELS = _by_name(gpt2, gpt2_with_dropout, llama, vit, cnn)
-ALL_MODELS = MODELS | _by_name(chain)
+ALL_MODELS = MODELS | _by_name(chain, returning)
 
 
 def made(name: str, batch: int) -> tuple[nn.Module, dict[str, Any]]:

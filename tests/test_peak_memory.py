@@ -45,7 +45,7 @@ FAST = [
     ("vit", "data, microbatches"),
     ("cnn", "data"),
     ("gpt2", "tensor"),
-    *(("chain", way) for way in ("pipeline", "interleaved", "zero-bubble")),
+    *((name, way) for name in ("chain", "returning") for way in ("pipeline", "interleaved", "zero-bubble")),
 ]
 
 

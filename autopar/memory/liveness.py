@@ -81,8 +81,13 @@ class Body:
 
     @property
     def sent_and_kept(self) -> set[Memory]:
-        """What of that autograd keeps, too."""
-        return {memory for memory in self.sent if memory in self.survey.kept}
+        """What of that autograd keeps, too, and that is not returned."""
+        return {memory for memory in self.sent if memory in self.survey.kept and memory not in self.outputs}
+
+    @property
+    def returned(self) -> set[Memory]:
+        """The memory of the outputs that the stage makes."""
+        return {memory for memory in self.outputs if memory is not None}
 
     def receives(self, forward: bool) -> int:
         """The bytes that a forward, or a backward, is sent."""

@@ -119,6 +119,11 @@ class Peak:
     def _looped(self) -> bool:
         return self._run.schedule in LOOPED and self._run.stages > 1
 
+    @property
+    def _collects(self) -> bool:
+        """Whether outputs of several microbatches, or stages, are held until all are done."""
+        return self._run.microbatches > 1 or self._run.stages > 1
+
     # A rank's step
 
     def _rank(self, own: range, order: list[Action], early: list[list[Action]]) -> dict[int, dict[str, int]]:
@@ -171,9 +176,11 @@ class Peak:
 
     def _end(self, own: range, walk: Walk) -> None:
         """What comes after the last backward."""
+        walk.arrive(end=True)
         for stage in own:
-            if outputs := walk.now[stage].get(OUTPUTS, 0):
-                walk.act(stage, Effect({}, outputs, {OUTPUTS: outputs}))  # put together
+            if walk.now[stage].get(OUTPUTS, 0):  # put together one by one
+                largest = self._run.microbatches * max(m.nbytes for m in self._stages[stage].body.returned)
+                walk.act(stage, Effect({}, largest, {OUTPUTS: largest}))
             ledger = Ledger()
             self._stages[stage].leaves.finish(ledger)
             walk.act(stage, Effect(dict(ledger.now), ledger.most, ledger.at))
@@ -207,11 +214,14 @@ class Peak:
         if split and whole and kind == BACKWARD:
             return 0
         first = Ledger() if kind == WEIGHT and not whole else ledger
-        backward = Backward(stage.body, first, lambda name, grad: stage.owners[name].arrive(name, grad, ledger), held)
+        returned = stage.body.returned & stage.body.survey.kept if self._collects else set[Memory]()
+        backward = Backward(stage.body, first, lambda name, grad: stage.owners[name].arrive(name, grad, ledger), {*held, *returned})
         leaving = backward.run() if whole else backward.inputs()
         if kind == WEIGHT and not whole:
             backward.weights(ledger)
         leaving = leaving if kind == BACKWARD else 0
+        if kind == (WEIGHT if split else BACKWARD):  # autograd lets go
+            ledger.move(sum(m.nbytes for m in returned), ACTIVATIONS, OUTPUTS)
         if self._run.schedule in LOOPED and kind == (WEIGHT if split else BACKWARD):  # autograd lets go, but not who sent it
             again = sum(m.nbytes for m in stage.body.sent_and_kept)
             ledger.add(TRANSIENT, again)
@@ -219,13 +229,11 @@ class Peak:
         return leaving
 
     def _forward(self, stage: _Stage, ledger: Ledger) -> int:
-        body, several = stage.body, self._run.microbatches > 1 or self._run.stages > 1
-        body.forward(ledger, keeps_outputs=several)
-        kept = body.survey.kept
-        if several:
-            outputs = sum(m.nbytes for m in {*body.outputs} if m is not None and m not in kept)
-            ledger.move(outputs, TRANSIENT, OUTPUTS)
-        return sum(m.nbytes for m in {*body.sent} if m not in kept)
+        body = stage.body
+        body.forward(ledger, keeps_outputs=self._collects)
+        kept, returned = body.survey.kept, body.returned if self._collects else set()
+        ledger.move(sum(m.nbytes for m in returned - kept), TRANSIENT, OUTPUTS)
+        return sum(m.nbytes for m in {*body.sent} - returned - kept)
 
     # What a stage is
 
