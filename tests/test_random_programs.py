@@ -25,6 +25,7 @@ FAILED = {  # on two ranks, before
     17: "a mask that was offered as a pending sum, which truth values have not: the planner's own plan was refused",
     35: "a free plan of sorted values, whose microbatches were of another size",
     123: "a pipeline whose first stage is frozen",
+    382: "a stage's output that is also sent: its memory was less than none, and the planner's own plan was refused",
     1044: "every other row of a dim that is cut: the second type check refused what is right",
 }
 
