@@ -24,7 +24,7 @@ from autopar.plan import Plan
 from autopar.plan_data import as_asked, checked
 from autopar.planner import LossFunction, Planner, Traced, batch_size
 from autopar.profile import check_machine
-from autopar.runtime.agree import same_on_all_ranks, together
+from autopar.runtime.agree import same_on_all_ranks, shared_out, together
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.program import Compiled
 from autopar.runtime.typecheck import check_types
@@ -92,9 +92,12 @@ def compile(
     together("compile", partial(_check, world_size, device, traced.sample, plan, options))
     same_on_all_ranks("to be made" if plan is None else "given", "the plan")
     together("tracing the model", lambda: traced.whole)
-    unverified = together("comparing the captured graph with the model", partial(_verify, traced)) if verify else []
-    if plan is None:
-        plan = _plan_on_rank_0(partial(_planned_here, traced, device, world_size, cluster, progress, options))
+    choose = partial(_planned_here, traced, device, world_size, cluster, progress, options) if plan is None else None
+    (unverified, chosen), evaluating = shared_out(
+        ("planning", partial(_verified_and_chosen, traced, verify, choose)),
+        ("tracing the model in eval()", lambda: traced.evaluating),
+    )
+    plan = plan or chosen
     same_on_all_ranks(repr(dataclasses.replace(plan, timings={}, options={})), "the plan")
     check_batch(plan, batch_size(traced.sample))
     analysis, prologue = together("deriving a microbatch", partial(traced.analyse, plan.microbatches))
@@ -106,7 +109,6 @@ def compile(
         analysis = cut_stages(analysis, [stage.start for stage in plan.stages[1:]])
     together("checking the plan", partial(check_plan, plan, analysis))
     mesh = Mesh(plan.mesh_sizes, plan.mesh_names, None if device.type == "meta" else device, pipeline=plan.pipeline, modes=plan.modes)
-    evaluating = together("tracing the model in eval()", lambda: traced.evaluating)
     lowered = lower(analysis, plan, prologue, mesh.device, evaluating)
     notes = [*unverified, *_check_types(analysis, lowered, mesh)]
     noted = dataclasses.replace(plan, notes=(*plan.notes, *notes)) if notes else plan
@@ -133,11 +135,16 @@ def _check_types(analysis: Analysis, lowered: Lowered, mesh: Mesh) -> list[str]:
     return list(dict.fromkeys(f"the type check does not know {describe(nodes[name])}" for name in trusted))
 
 
+def _verified_and_chosen(traced: Traced, verify: bool, choose: Callable[[], Plan] | None) -> tuple[list[str], Plan | None]:
+    """Notes on what was not compared of the captured graph and the model, and the plan, if one is to be chosen."""
+    return _verify(traced) if verify else [], choose() if choose is not None else None
+
+
 def _verify(traced: Traced) -> list[str]:
-    """On rank 0, whose weights are everybody's. Returns a note where nothing was compared."""
+    """Compares the captured graph with the model. Returns a note where nothing was compared."""
     problem = not_comparable(traced.whole, traced.model, traced.sample)
     try:
-        if not problem and dist.get_rank() == 0:
+        if not problem:
             check_captured(traced.whole, traced.model, traced.sample, traced.loss_fn)
     except SampleError as e:
         problem = str(e)
@@ -241,20 +248,3 @@ def _planned_here(traced: Traced, device: torch.device, world_size: int, cluster
     """Planned where it will run: a profile must be of this machine."""
     check_machine(cluster_of(cluster, traced.model), device)
     return planned(traced, world_size, cluster, progress, options)
-
-
-def _plan_on_rank_0(planned: Callable[[], Plan]) -> Plan:
-    """Planned once, so that all ranks hold one plan; an error is every rank's."""
-    outcome: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            outcome = [planned()]
-        except AutoparError as e:
-            outcome = [e]
-        except BaseException as e:
-            dist.broadcast_object_list([RunError(f"planning failed on rank 0: {type(e).__name__}: {e}")], src=0)
-            raise
-    dist.broadcast_object_list(outcome, src=0)
-    if isinstance(outcome[0], AutoparError):
-        raise outcome[0]
-    return outcome[0]
