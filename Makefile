@@ -8,6 +8,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TYPED := build/typecheck
+JOBS ?= 2
+
+# Tests that measure time run by themselves, after the others. pytest exits with 5 when it collected nothing, which is no failure here.
+define pytest
+$(BIN)/python -m pytest -m "($(1)) and not alone" -n $(JOBS) --dist worksteal $(ARGS) || [ $$? -eq 5 ]
+$(BIN)/python -m pytest -m "($(1)) and alone" $(ARGS) || [ $$? -eq 5 ]
+endef
 
 .PHONY: help venv demo test test-slow test-exhaustive check lint types format bench clean
 
@@ -25,15 +32,14 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## plan a small GPT, train it on 4 local ranks, compare with one process
 	@$(BIN)/python examples/train_gpt.py --ranks 4 $(ARGS)
 
-test: $(STAMP) ## the tests (ARGS=… goes to pytest)
-	$(BIN)/python -m pytest -m "not slow and not exhaustive" $(ARGS)
+test: $(STAMP) ## the tests, JOBS=2 at a time (ARGS=… goes to pytest)
+	$(call pytest,not slow and not exhaustive)
 
-# pytest exits with 5 when it collected nothing, which is no failure here.
 test-slow: $(STAMP) ## the tests that take minutes
-	$(BIN)/python -m pytest -m slow $(ARGS) || [ $$? -eq 5 ]
+	$(call pytest,slow)
 
 test-exhaustive: $(STAMP) ## the rest of the products of models and options, which neither test nor test-slow runs
-	$(BIN)/python -m pytest -m exhaustive $(ARGS)
+	$(call pytest,exhaustive)
 
 check: lint types ## ruff and mypy
 

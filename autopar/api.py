@@ -16,7 +16,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from autopar.analysis import Analysis
 from autopar.cost_model import Cluster
 from autopar.eager import SampleError, check_captured, not_comparable
-from autopar.errors import AutoparError, PlanError, RunError
+from autopar.errors import PlanError, RunError
 from autopar.graph import describe
 from autopar.passes.lower import Lowered, lower
 from autopar.passes.stages import cut_stages

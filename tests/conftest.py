@@ -6,8 +6,11 @@ import gc
 from collections.abc import Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
 from pool import Pools
+
+torch.set_num_threads(1)  # other tests run on the other cores
 
 
 def pytest_collection_finish() -> None:

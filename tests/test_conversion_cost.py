@@ -211,6 +211,7 @@ def test_a_layout_that_does_not_divide() -> None:
         conversions.matrix((8, 6), 2, True, [(S(1),)])
 
 
+@pytest.mark.alone
 def test_three_axes_are_fast() -> None:
     sizes, shape = (4, 8, 8), (256, 2048, 256, 256)
     states = layouts(shape, sizes)

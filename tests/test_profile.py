@@ -29,6 +29,8 @@ from autopar.profile.probes import launches
 from autopar.profile.summary import _mean
 from autopar.profile.timing import COLD, Timing, pooled, replay, timed
 
+pytestmark = pytest.mark.alone
+
 CPU = torch.device("cpu")
 aten = torch.ops.aten
 

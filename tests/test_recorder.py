@@ -28,6 +28,8 @@ from autopar.errors import RunError
 from autopar.runtime import collectives
 from autopar.runtime.recorder import Recorder
 
+pytestmark = pytest.mark.alone
+
 SLACK = 0.1  # seconds that tiny models and a busy machine add to what sleeps
 STEPS = 7
 

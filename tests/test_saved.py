@@ -100,6 +100,7 @@ def test_calls_save_what_they_save_on_real_tensors(name: str, dtype: torch.dtype
             assert asked[node] == found, node.name
 
 
+@pytest.mark.alone
 def test_a_thousand_calls_are_asked_in_a_second() -> None:
     _, _, analysis = _analysed("gpt2", layers=24)
     start = time.perf_counter()

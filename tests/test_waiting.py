@@ -21,6 +21,8 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 import autopar
 from autopar.runtime import waiting
 
+pytestmark = pytest.mark.alone
+
 ODD = 6  # the step at which rank 1 does something else, when calls share an exchange
 GROUP_TIMEOUT = 50.0
 SECONDS = 20.0  # far less than the group's timeout, for a busy machine
