@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -26,6 +27,7 @@ from autopar.precision import dtype_of
 from autopar.profile.missing import Missing
 from autopar.report import describe
 from autopar.search.decide import write_down
+from autopar.search.failures import not_searched
 from autopar.search.known import Known
 from autopar.search.options import Options
 from autopar.search.outer import best
@@ -94,6 +96,7 @@ class Planner:
             self._step("reporting")
             with resized(found.analysis, samples // found.microbatches, found.analysis.rules):
                 plan = describe(write_down(found, self.cluster, self.options, searches.timings), found)
+                plan = replace(plan, notes=(*plan.notes, *not_searched(searches.unsolved, self.options)))
                 plan = taking_turns(plan, found, self.cluster.device.ranks_per_core)
         plan.timings["capture"] = self.capturing
         plan.timings["total"] = time.perf_counter() - start

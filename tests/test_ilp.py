@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pulp
 import pytest
 import zoo
 
+import autopar
 from autopar.analysis import Analysis
 from autopar.capture import capture
 from autopar.cost_model import Cluster
 from autopar.passes.canonicalise import canonicalise
 from autopar.search.options import Axis, Options
 from autopar.search.problem import Problem, Weights
+from autopar.search.program import UnsolvedError
 from autopar.search.search import Search
 from autopar.search.shape import Shape
-from autopar.search.solve import Model
+from autopar.search.solve import Model, _Program
 
 
 def textbook(problem: Problem, weights: Weights) -> float:
@@ -104,3 +107,30 @@ def test_same_optimum_at_a_price_of_memory() -> None:
     assert solution.bill.recomputation[0] > 0
     assert solution.bill.kept[0] < fastest.bill.kept[0]
     assert solution.value == pytest.approx(textbook(problem, weights), rel=1e-4)  # both branch to a gap
+
+
+def test_what_is_not_solved_in_time_is_noted_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes whose linear program has more columns than a limit stand for those that take longer than ``time_limit``."""
+    model, sample = zoo.mlp(batch=64, dropout=0.0)
+    solve, sizes = _Program.solve, list[int]()
+
+    def limited(self: _Program, time_limit: float) -> tuple[dict[int, int], float]:
+        sizes.append(self.columns)
+        if self.columns > most:
+            raise UnsolvedError
+        return solve(self, time_limit)
+
+    def planned(**options: Any) -> autopar.Plan:
+        return autopar.plan(model, sample, 8, cluster="h100-sxm", progress=False, **options)
+
+    monkeypatch.setattr(_Program, "solve", limited)
+    most = 10**9
+    free = planned()
+    assert not [note for note in free.notes if note.startswith("not searched")]
+    most = max(sizes) - 1
+    without = planned()
+    assert [note for note in without.notes if note.startswith("not searched: ") and note.endswith("within time_limit=60 s")]
+    assert without.step_time >= free.step_time
+    most = -1
+    with pytest.raises(autopar.PlanError, match=r"no plan was found: not searched: mesh .*; the solver found no plan for them within time_"):
+        planned()

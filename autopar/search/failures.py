@@ -11,9 +11,11 @@ from autopar.search.search import Search
 from autopar.search.shape import Shape
 
 
-def failure(failures: Sequence[PlanError], options: Options, samples: int) -> PlanError:
-    """The error of a search over shapes that all failed, of a batch of ``samples``."""
+def failure(failures: Sequence[PlanError], unsolved: Sequence[Shape], options: Options, samples: int) -> PlanError:
+    """The error of a search over shapes that all failed or were left ``unsolved``, of a batch of ``samples``."""
     size = options.micro_batch_size
+    if unsolved:
+        return PlanError(f"no plan was found: {not_searched(unsolved, options)[0]}. Give a higher one, or parallel= or mesh= sizes")
     if size is None and failures:  # what was wrong with sizes that nobody asked for says least
         return next((f for f in failures if not str(f).startswith("micro_batch_size")), failures[0])
     if size is None:
@@ -28,6 +30,14 @@ def failure(failures: Sequence[PlanError], options: Options, samples: int) -> Pl
     why = failures[0] if failures else f"the batch must be a multiple of {size} x the data-parallel size, {degrees}"
     asked = f"{size} sample{'s' * (size > 1)} a microbatch"
     return PlanError(f"micro_batch_size={size}: a batch of {samples} on {ranks} ranks has no plan with {asked}: {why}")
+
+
+def not_searched(shapes: Sequence[Shape], options: Options) -> list[str]:
+    """What to note of a plan beside which ``shapes`` could not be solved."""
+    names = list(dict.fromkeys(map(str, shapes)))
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    limit = f"the solver found no plan for them within time_limit={options.time_limit:g} s"
+    return [f"not searched: {', '.join(names[:3])}{more}; {limit}"] if names else []
 
 
 def too_many_stages(shape: Shape, parts: int) -> PlanError:

@@ -15,6 +15,7 @@ from autopar.search.found import Found
 from autopar.search.least import fullest, leanest
 from autopar.search.modes import alternatives, modes
 from autopar.search.options import mesh_of
+from autopar.search.program import UnsolvedError
 from autopar.search.resize import resized
 from autopar.search.schedules import check_schedule
 from autopar.search.searches import Searches
@@ -138,8 +139,12 @@ class Outer:
             return self._leanest()
         others = sorted((d for d in self._drafted if d is not best), key=lambda d: d.seconds)
         for draft in (best, *others[: FITTED - 1]):  # drafts may turn out larger than they looked
-            with suppress(BudgetError):
+            try:
                 return fitted(self.searches, draft)
+            except UnsolvedError:
+                self.searches.unsolved.append(draft.shape)
+            except BudgetError:
+                pass
         shapes = self._possible([replace(best.shape, microbatches=m) for m in self._microbatches(best.shape)])
         tried = dict.fromkeys((*shapes, *(draft.shape for draft in self._drafted)))
         left = [shape for family in self.families() for shape in self._possible(family) if shape not in tried]
@@ -176,7 +181,7 @@ class Outer:
     def _leanest(self, most: int = MOST_LEAN) -> Found:
         """The plan that takes least memory of the shapes that come nearest, if that fits."""
         if not self._short:
-            raise failure(self.failures, self.options, self.searches.samples)
+            raise failure(self.failures, self.searches.unsolved, self.options, self.searches.samples)
         errors: list[BudgetError] = []
         for least, shape in sorted(self._short, key=lambda short: short[0])[:most]:
             if errors and least >= min(e.least for e in errors):
@@ -192,7 +197,7 @@ class Outer:
                 return found
             errors.append(too_little(search, shape, samples, kinds, rank))
         if not errors:
-            raise failure(self.failures, self.options, self.searches.samples)
+            raise failure(self.failures, self.searches.unsolved, self.options, self.searches.samples)
         raise min(errors, key=lambda e: e.least)
 
     def _floors(self, families: Iterable[Sequence[Shape]]) -> Iterator[tuple[float, tuple[Shape, ...]]]:
@@ -223,9 +228,9 @@ class Outer:
                     priced.append((estimate, bound, shapes))
                     limit = min(limit, estimate) if best is None else limit
             except PlanError as e:
-                if not offered:
+                if not offered and not isinstance(e, UnsolvedError):
                     raise
-                self.failures.append(e)
+                self._failed(shapes[0], e)
                 continue
             # To cut the same samples' tensors over more ranks sends more and computes in smaller pieces; modes differ.
             if bound > 2 * limit and shapes[0].mode is None:
@@ -252,12 +257,19 @@ class Outer:
                 self._short.append((e.least, shape))
                 continue
             except PlanError as e:
-                self.failures.append(e)
+                self._failed(shape, e)
                 continue
             self._drafted.append(draft)
             yield draft
             if len(draft.points) == 1:
                 return
+
+    def _failed(self, shape: Shape, error: PlanError) -> None:
+        """Remembers why a shape has no plan. Of modes that nobody asked for those count that are solved fast."""
+        if not isinstance(error, UnsolvedError):
+            self.failures.append(error)
+        elif not self.options.offers(shape.mode):
+            self.searches.unsolved.append(shape)
 
     def _better(self, best: Draft | None, drafts: Iterable[Draft]) -> Draft | None:
         for draft in drafts:

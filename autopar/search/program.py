@@ -15,6 +15,13 @@ _STOPPED = (highspy.HighsModelStatus.kTimeLimit, highspy.HighsModelStatus.kSolut
 _NONE = (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible)  # no cost is below 0: it is bounded
 
 
+class UnsolvedError(PlanError):
+    """The solver ended without a solution, though there may be one."""
+
+    def __init__(self, why: str = "the solver found no plan in the time it had") -> None:
+        super().__init__(f"{why}: raise time_limit")
+
+
 @dataclass(frozen=True)
 class Solved:
     """The values of all columns (None where none were found), and a proven bound of the objective: no solution is below."""
@@ -77,7 +84,7 @@ class Program:
             return Solved(found, (info.mip_dual_bound if whole else info.objective_function_value) / self.scale)
         if status in _STOPPED:
             return Solved(found, info.mip_dual_bound / self.scale if whole else -np.inf)
-        raise PlanError(f"the solver stopped without a plan: {highs.modelStatusToString(status)}; raise time_limit")
+        raise UnsolvedError(f"the solver stopped without a plan, {highs.modelStatusToString(status)}")
 
     def branch(self, highs: highspy.Highs) -> None:
         """From now on ``integers`` are."""

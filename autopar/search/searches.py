@@ -24,11 +24,15 @@ class Searches:
     Args:
         known_of: what is known of the graph of a batch in so many microbatches, of any size; a PlanError where there is none.
         samples: of the whole batch.
+
+    Attributes:
+        unsolved: shapes that have no plan only because the solver found none in ``time_limit``.
     """
 
     def __init__(self, known_of: Callable[[int], Known], samples: int, options: Options, progress: Progress) -> None:
         self.known_of, self.samples, self.options, self.progress = known_of, samples, options, progress
         self.timings: dict[str, float] = {}
+        self.unsolved: list[Shape] = []
         self._searches: dict[bool, Search] = {}
         self._failed: dict[int, PlanError] = {}
 
@@ -84,7 +88,7 @@ class Searches:
     def in_blocks(self) -> Searches:
         """Those of plans that recompute every block."""
         other = Searches(self.known_of, self.samples, replace(self.options, recompute="full"), self.progress)
-        other.timings = self.timings
+        other.timings, other.unsolved = self.timings, self.unsolved
         return other
 
     def part(self, shape: Shape) -> int:

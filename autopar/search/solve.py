@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.errors import PlanError
 from autopar.search.problem import Again, Bill, Group, Port, Problem, Weights, weighed
-from autopar.search.program import Flows, Solved
+from autopar.search.program import Flows, Solved, UnsolvedError
 
 
 @dataclass(frozen=True)
@@ -207,5 +206,5 @@ class _Program(Flows):
 
     def _found(self, solved: Solved) -> np.ndarray:
         if solved.values is None:
-            raise PlanError("the solver found no plan in the time it had: raise time_limit")
+            raise UnsolvedError
         return solved.values
