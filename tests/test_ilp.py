@@ -132,5 +132,5 @@ def test_what_is_not_solved_in_time_is_noted_or_refused(monkeypatch: pytest.Monk
     assert [note for note in without.notes if note.startswith("not searched: ") and note.endswith("within time_limit=60 s")]
     assert without.step_time >= free.step_time
     most = -1
-    with pytest.raises(autopar.PlanError, match=r"no plan was found: not searched: mesh .*; the solver found no plan for them within time_"):
+    with pytest.raises(autopar.PlanError, match=r"no plan was found: not searched: mesh .*; the solver found no plan for them"):
         planned()
