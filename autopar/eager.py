@@ -39,7 +39,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Made:
-    """What a step makes: outputs, gradients of parameters, and new values of buffers, by their names."""
+    """What a step makes: outputs, gradients of parameters (sparse ones as dense tensors), and new values of buffers, by their names."""
 
     outputs: dict[str, Any]
     gradients: dict[str, torch.Tensor | None]
@@ -159,7 +159,9 @@ def _made(captured: Captured, leaves: Sequence[Any], buffers: dict[str, torch.Te
     names = ["loss" if i == captured.loss else f"output {i}" for i in range(len(leaves))]
     outputs = {name: v for name, v in zip(names, leaves, strict=True) if isinstance(v, torch.Tensor)}
     loss, trained = outputs["loss"], {n: t for n, t in captured.state.items() if isinstance(t, nn.Parameter) and t.requires_grad}
-    gradients = dict(zip(trained, _gradients(loss, list(trained.values())), strict=True)) if loss.requires_grad else {}
+    found = _gradients(loss, list(trained.values())) if loss.requires_grad else ()
+    dense = [g.to_dense() if g is not None and g.is_sparse else g for g in found]
+    gradients = dict(zip(trained, dense, strict=True)) if loss.requires_grad else {}
     done = {"loss": outputs.pop("loss").detach(), **{name: v.detach() for name, v in outputs.items()}}
     return Made(done, gradients, buffers)
 

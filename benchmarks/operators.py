@@ -168,6 +168,7 @@ def check(case: Case, checked: set[str]) -> tuple[str, str]:
         close(found.detach(), loss, "captured", TOLERANCE)
         for name, grad in zip(state, torch.autograd.grad(found, list(state.values()), allow_unused=True), strict=True):
             if (expected := grads[name]) is not None:
+                grad = grad.to_dense() if grad is not None and grad.is_sparse else grad
                 close(grad if grad is not None else torch.zeros_like(expected), expected, f"captured gradient of {name}", TOLERANCE)
     return _split(captured.graph, interpreter.seen, checked)
 
@@ -224,7 +225,8 @@ def _eager(model: nn.Module, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.T
     model.zero_grad()
     loss = model(*tensors)
     loss.backward()
-    return loss.detach(), {n: p.grad for n, p in model.named_parameters()}
+    grads = {n: p.grad for n, p in model.named_parameters()}
+    return loss.detach(), {n: g.to_dense() if g is not None and g.is_sparse else g for n, g in grads.items()}
 
 
 def _is_random(node: fx.Node) -> bool:

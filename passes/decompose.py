@@ -22,13 +22,18 @@ from autopar.rules.registry import has_rule
 
 Composed = Callable[..., Any]
 
+# Torch writes these with an operator that takes indices to lie in memory one after the other; only they make sure of that.
+_WHOLE = (aten.embedding_bag.default, aten.embedding_bag.padding_idx)
+
 
 def decompose(graph: fx.Graph, known: Collection[Any]) -> None:
     """Replace composite operators without a rule, but for those that are ``known``: other passes have something to do with them."""
     rest = [n for n in graph.nodes if n.op == "call_function"]
     while rest:
         node = rest.pop(0)
-        if node.target in known or not _makes_tensors(node) or (written := _OURS.get(node.target) or _torchs(node.target)) is None:
+        if node.target in known or node.target in _WHOLE or not _makes_tensors(node):
+            continue
+        if (written := _OURS.get(node.target) or _torchs(node.target)) is None:
             continue
         if has_rule(node) and node.target not in _OURS:
             continue
@@ -98,16 +103,22 @@ def _inline(graph: fx.Graph, node: fx.Node, inner: fx.Graph) -> list[fx.Node]:
                 copies[each].meta = {**node.meta, "val": pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, each.meta["val"])}
                 made.append(copies[each])
     results = inner.output_node().args[0]
-    if isinstance(node.meta["val"], torch.Tensor):
-        (result,) = results if isinstance(results, (list, tuple)) else (results,)
-        replace(node, copies[result])  # type: ignore[index]
-        return made
-    for user in list(node.users):
-        if user.target is operator.getitem:
-            replace(user, copies[results[user.args[1]]])  # type: ignore[index]
-    if not node.users:
+    if isinstance(node.meta["val"], torch.Tensor) and isinstance(results, (list, tuple)):
+        (results,) = results
+    _give(node, pytree.tree_map_only(fx.Node, copies.__getitem__, results))
+    if not node.users and node in graph.nodes:
         graph.erase_node(node)
     return made
+
+
+def _give(node: fx.Node, result: Any) -> None:
+    """Put ``result``, a node or such in lists and tuples, in the place of what ``node`` makes."""
+    if isinstance(result, fx.Node):
+        replace(node, result)
+        return
+    for user in list(node.users):
+        if user.target is operator.getitem:
+            _give(user, result[user.args[1]])  # type: ignore[index]
 
 
 # -- Operators that torch does not write with others, or not with those that have rules

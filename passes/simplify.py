@@ -228,6 +228,10 @@ _TABLE: dict[Any, Callable[[fx.Graph, fx.Node], fx.Node | None]] = {
     **_overloads(_transpose, aten.transpose),
     **_overloads(_pad, aten.pad),
     **_overloads(_square, aten.square),
+    # A tensor of a graph holds its values, conjugated or negated, and none says that they are still to be.
+    aten._conj.default: _renamed(aten.conj_physical.default),
+    aten._neg_view.default: _renamed(aten.neg.default),
+    **_overloads(_operand, aten.resolve_conj, aten.resolve_neg),
     **_same_overloads(aten.__and__, aten.bitwise_and),
     **_same_overloads(aten.__or__, aten.bitwise_or),
     **_same_overloads(aten.__xor__, aten.bitwise_xor),

@@ -1,4 +1,5 @@
-"""A slice of torch's own table of operators, of each family some: one sample each, split in every way that its rule offers.
+"""A slice of torch's own table of operators, of each family some: one sample each, split in every way that its rule offers. And modules
+whose operators are odd.
 
 ``benchmarks/operators.py`` runs all of it.
 """
@@ -7,7 +8,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
+from pool import Pools
+from torch.distributed.tensor import DTensor
 
+import autopar
 from autopar.capture import capture
 from autopar.errors import CaptureError
 from autopar.passes.canonicalise import canonicalise
@@ -22,7 +27,7 @@ cat unfold repeat_interleave
 gather index_add scatter_add index_put
 topk linalg.qr
 nn.functional.triplet_margin_loss nn.functional.nll_loss
-logspace.tensor_overload to_sparse fft.rfft"""
+logspace.tensor_overload to_sparse fft.rfft fft.ihfftn histogramdd"""
 BY_RULE = "where special.i1e nn.functional.prelu var logsumexp einsum addmm cdist"  # whatever the sample
 
 
@@ -38,6 +43,40 @@ def test_a_slice_of_torchs_operators_is_what_eager_computes() -> None:
     split = {name for name, (status, _) in found.items() if status == operators.SPLIT}
     assert set(BY_RULE.split()) <= split, found
     assert "to_sparse" not in split
+
+
+class Bags(torch.nn.Module):
+    """Means of some rows of a weight, which has sparse gradients."""
+
+    def __init__(self, bags: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows = torch.nn.EmbeddingBag(9, 4, sparse=True) if bags else torch.nn.Embedding(9, 4, sparse=True)
+        self.head = torch.nn.Linear(4, 1)
+        self.double()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.rows(ids)).square().mean()
+
+
+def _with_sparse_gradients(bags: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient of rows, given ids that do not lie one after the other, and that of one device."""
+    ids = torch.arange(32).reshape(8, 4).remainder(9)[:, ::2]
+    model, compiled = Bags(bags), autopar.compile(Bags(bags), ids.contiguous(), dist.get_world_size(), progress=False)
+    model(ids).backward()
+    compiled(ids).backward()
+    found = dict(compiled.named_parameters())["rows.weight"].grad
+    expected = model.rows.weight.grad
+    assert isinstance(found, DTensor)
+    assert expected is not None
+    assert expected.is_sparse
+    return found.full_tensor(), expected.to_dense()
+
+
+@pytest.mark.parametrize("bags", [False, True])
+def test_sparse_gradients_are_those_of_one_device_and_dense(bags: bool, ranks: Pools) -> None:
+    for found, expected in ranks(2).run(_with_sparse_gradients, bags):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_rescaling_embeddings_are_refused_with_what_to_write() -> None:

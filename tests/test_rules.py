@@ -131,6 +131,8 @@ LATER = [
     row(aten.complex.default, n(4, 6), n(4, 1)),
     row(aten.polar.default, n(4, 6), n(4, 1)),
     row(aten.view_as_real.default, torch.complex(n(4, 6), n(4, 6))),
+    row(aten.conj_physical.default, torch.complex(n(4, 6), n(4, 6))),
+    row(aten._conj_physical.default, torch.complex(n(4, 6), n(4, 6))),
     row(aten.view_as_complex.default, n(4, 6, 2)),
     row(aten._fft_r2c.default, n(4, 6, 8), [2], 0, True),
     row(aten._fft_c2c.default, torch.complex(n(4, 6, 2), n(4, 6, 2)), [0, 1], 0, True),

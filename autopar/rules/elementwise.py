@@ -13,7 +13,7 @@ copysign fmax fmin hardshrink hypot logaddexp2 sinc softshrink threshold"""
 _OUTPUT = "exp exp2 expm1 reciprocal relu rsqrt sigmoid sqrt tan tanh"
 _NOTHING = """bitwise_and bitwise_not bitwise_or bitwise_xor ceil eq floor floor_divide fmod frac ge gt isfinite isinf isnan le logical_and
 logical_not logical_or logical_xor lt nan_to_num ne remainder round sign trunc
-deg2rad heaviside isneginf isposinf nextafter rad2deg sgn signbit"""
+conj_physical _conj_physical deg2rad heaviside isneginf isposinf nextafter rad2deg sgn signbit"""
 _SPECIAL = """digamma erfinv i0 igamma igammac ldexp lgamma mvlgamma polygamma special_entr special_erfcx special_i0e special_i1 special_i1e
 special_log_ndtr special_ndtri special_xlog1py special_zeta"""
 
