@@ -176,7 +176,7 @@ def _step(ranks: int, model: nn.Module, sample: Any, loss_fn: LossFunction | Non
 
 
 def _whole(t: torch.Tensor) -> torch.Tensor:
-    return t.full_tensor() if isinstance(t, DTensor) else t
+    return t.full_tensor() if isinstance(t, DTensor) else t.to_dense() if t.is_sparse else t
 
 
 def _summary(what: str, found: tuple[Difference, ...]) -> str:

@@ -68,7 +68,7 @@ def not_comparable(captured: Captured, model: nn.Module, sample: Any) -> str:
 def check_captured(captured: Captured, model: nn.Module, sample: Any, loss_fn: LossFunction | None) -> list[Difference]:
     """Runs the model and ``captured``, the canonical graph of its training, on ``sample``; returns what was compared.
 
-    The model is afterwards as it was: gradients, buffers, modes, attributes of modules, and the random numbers to come.
+    Model and sample are afterwards as they were: gradients, buffers, modes, attributes of modules, and the random numbers to come.
 
     Raises:
         CaptureError: they differ, or the forward changes an attribute from call to call.
@@ -107,25 +107,34 @@ def eager_step(captured: Captured, model: nn.Module, sample: Any, loss_fn: LossF
 
     Raises CaptureError where the forward changes an attribute from call to call.
     """
-    module, args, kwargs = called(_training(model), sample, loss_fn)
+    _training(model)
     before = State(model)
     with _SameNumbers():
-        leaves = pytree.tree_leaves(module(*args, **kwargs))
+        leaves = pytree.tree_leaves(_outputs(model, sample, loss_fn))
         after = State(model)
         made = _made(captured, leaves, {n: b.clone() for n, b in model.named_buffers()})
         if changed := after.changed_since(before):
             before.put_back_buffers()
             with torch.no_grad():
-                again = pytree.tree_leaves(module(*args, **kwargs))
+                again = pytree.tree_leaves(_outputs(model, sample, loss_fn))
             _check_state(changed, State(model).numbers_changed_since(after), leaves, again)
     return made
 
 
-def _training(model: nn.Module) -> nn.Module:
+def _outputs(model: nn.Module, sample: Any, loss_fn: LossFunction | None) -> Any:
+    module, args, kwargs = called(model, _copied(sample), loss_fn)
+    return module(*args, **kwargs)
+
+
+def _copied(sample: Any) -> Any:
+    """For one forward, which may write to its input."""
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), sample)
+
+
+def _training(model: nn.Module) -> None:
     """As it is traced: all of it in training, which passes make into what any of it does in ``eval()``."""
     for module in model.modules():
         module.training = True
-    return model
 
 
 def _check_state(changed: Sequence[str], each_time: Sequence[str], first: Sequence[Any], second: Sequence[Any]) -> None:
@@ -150,7 +159,7 @@ def _graph(captured: Captured, sample: Any) -> Made:
 
 
 def _run(captured: Captured, sample: Any, interpreter: fx.Interpreter, own: Mapping[str, torch.Tensor]) -> Sequence[Any]:
-    leaves = captured.in_spec.flatten_up_to(arguments_of(sample))
+    leaves = captured.in_spec.flatten_up_to(arguments_of(_copied(sample)))
     tensors = iter(leaf for i, leaf in enumerate(leaves) if i not in captured.constants_in)
     return interpreter.run(*[next(tensors) if i.kind == "input" else own[i.target] for i in captured.inputs])  # type: ignore[no-any-return]
 
@@ -225,9 +234,9 @@ def _first_place(captured: Captured, model: nn.Module, sample: Any, loss_fn: Los
 
     handles = [module.register_forward_hook(note(name)) for name, module in model.named_modules() if name]
     try:
-        module, args, kwargs = called(_training(model), sample, loss_fn)
+        _training(model)
         with _SameNumbers():
-            module(*args, **kwargs)
+            _outputs(model, sample, loss_fn)
     finally:
         for handle in handles:
             handle.remove()

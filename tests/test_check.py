@@ -241,6 +241,33 @@ def test_a_tensor_that_the_next_call_reads_is_refused_by_name() -> None:
         autopar.compile(model, x, 1, progress=False)
 
 
+class Doubling(nn.Module):
+    """Writes to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(6, 1).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x.mul_(2.0)).square().mean()
+
+
+def test_a_forward_that_writes_to_its_input_leaves_the_sample_as_it_was() -> None:
+    x = torch.ones(8, 6, dtype=torch.float64)
+    compiled = autopar.compile(Doubling(), x, 1, progress=False)
+    assert any(note.startswith("the forward writes to its input") for note in compiled.plan.notes)
+    loss = compiled(x)
+    assert torch.equal(x, torch.ones(8, 6, dtype=torch.float64))
+    torch.testing.assert_close(loss, Doubling()(x), rtol=1e-12, atol=0)
+
+
+def test_sparse_gradients_are_compared() -> None:
+    model, ids = nn.Embedding(9, 4, sparse=True), torch.arange(8)
+    found = autopar.check(model, ids, loss_fn=lambda rows, batch: rows.square().mean())
+    assert "gradient of weight" in {d.name for d in found.captured}
+
+
 def test_a_loss_that_closes_over_a_tensor() -> None:
     target = torch.randn(8, 6, dtype=torch.float64)
     model, x = made()
