@@ -256,12 +256,14 @@ def _floats(t: Any) -> bool:
 
 
 class _SameNumbers(TorchDispatchMode):
-    """Random operators draw the same for the same operands' shapes, in whatever order they run."""
+    """Random operators draw the same for the same operands' shapes, in whatever order they run, and whether they write them to a tensor
+    (``normal_``) or return a new one (``normal_functional``, ``uniform``)."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            shapes = [tuple(a.shape) if isinstance(a, torch.Tensor) else a for a in args if not isinstance(a, torch.Generator)]
-            torch.manual_seed(zlib.crc32(f"{func} {shapes}".encode()))
+            shapes = [tuple(a.shape) if isinstance(a, torch.Tensor) else a for a in args if isinstance(a, (torch.Tensor, list, tuple))]
+            name = f"{func.overloadpacket}".removesuffix("_functional").removesuffix("_").replace("randint_like", "random")
+            torch.manual_seed(zlib.crc32(f"{name} {shapes}".encode()))
         return func(*args, **(kwargs or {}))
 
 

@@ -184,6 +184,10 @@ class _Walk:
             return self.make(aten.full_like.default, (this, 0), {}, node)
         if node.target is aten.fill_.Scalar:
             return self.make(aten.full_like.default, (this, args["value"]), {}, node)
+        if node.target is aten.bernoulli_.float:
+            return self.make(aten.bernoulli.p, (this, args["p"]), {}, node)
+        if node.target is getattr(aten.random_, "from") and args["to"] is not None:  # no Python code can name ``aten.random.from``
+            return self.make(aten.randint_like.low_dtype, (this, args["from"], args["to"]), {}, node)
         if node.target in (aten.copy_.default, aten.fill_.Tensor):
             new = args["src" if node.target is aten.copy_.default else "value"]
             if (value := self.number(new)) is not None:

@@ -71,12 +71,17 @@ def _name(target: Any) -> str:
     return str(getattr(target, "__name__", "")).partition(".")[0]
 
 
+# These draw numbers in the shape of an operand. In a model torch knows that, by the function or the method that was called.
+_OF_A_SHAPE = {getattr(p, name) for p in (aten.randint_like, aten.normal_functional) for name in p.overloads()}
+
+
 def stop_gradients(graph: fx.Graph, trainable: set[fx.Node]) -> None:
-    """Detach what a ``no_grad`` node reads, so that the graph needs no grad mode of its own to have the right gradients."""
+    """Detach what a ``no_grad`` node reads, so that the graph needs no grad mode of its own to have the right gradients; and of what has
+    no derivative what gives a shape alone."""
     needing = needing_grad(graph.nodes, trainable)
     detached: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
-        if not node.meta.get("no_grad"):
+        if not node.meta.get("no_grad") and node.target not in _OF_A_SHAPE:
             continue
         for i, (source, _) in enumerate(operands(node)):
             if source in needing:

@@ -262,6 +262,40 @@ def test_a_forward_that_writes_to_its_input_leaves_the_sample_as_it_was() -> Non
     torch.testing.assert_close(loss, Doubling()(x), rtol=1e-12, atol=0)
 
 
+DRAWN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "uniform_": lambda h: torch.empty(8, 1).uniform_(),
+    "normal_": lambda h: torch.empty_like(h).normal_(),
+    "of what trains": lambda h: h.clone().normal_(),
+    "bernoulli_": lambda h: torch.zeros(8, 1).bernoulli_(0.3),
+    "bernoulli_ by default": lambda h: torch.zeros(8, 1).bernoulli_(),
+    "random_": lambda h: torch.empty(8, 1).random_(2, 5),
+    "random_ up to": lambda h: torch.empty(8, 1).random_(5),
+    "exponential_": lambda h: h.detach().clone().exponential_(),
+    "randint_like": lambda h: torch.randint_like(h, 9),
+}
+
+
+class Drawing(nn.Module):
+    """Adds noise."""
+
+    def __init__(self, noise: str) -> None:
+        super().__init__()
+        self.body, self.noise = nn.Linear(4, 1), noise
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.body(x)
+        return (h + DRAWN[self.noise](h)).square().mean()
+
+
+@pytest.mark.parametrize("noise", list(DRAWN))
+def test_numbers_drawn_in_place_are_compared(noise: str) -> None:
+    x = torch.randn(8, 4)
+    compiled = autopar.compile(Drawing(noise), x, 1, progress=False)
+    assert not [note for note in compiled.plan.notes if "not compared" in note]
+    compiled(x).backward()
+    assert all(p.grad is not None for p in compiled.parameters())
+
+
 def test_sparse_gradients_are_compared() -> None:
     model, ids = nn.Embedding(9, 4, sparse=True), torch.arange(8)
     found = autopar.check(model, ids, loss_fn=lambda rows, batch: rows.square().mean())

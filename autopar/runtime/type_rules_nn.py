@@ -73,6 +73,8 @@ def _batch_norm(call: Call) -> Any:
 def _convolution(call: Call) -> Any:
     """Space may be cut where windows lie side by side: each rank then has as many as its part has strides."""
     x, weight = call.args[:2]
+    if x.ndim < weight.ndim:
+        raise NotImplementedError("an input without a batch, whose rule cuts nothing")
     stride, padding, dilation = (_each(call.arg(*where), x.ndim - 2) for where in ((3, "stride", 1), (4, "padding", 0), (5, "dilation", 1)))
     reach = [d * (n - 1) + 1 for d, n in zip(dilation, weight.shape[2:], strict=True)]
     apart = [p in (0, "same", "valid") and n <= s for p, n, s in zip(padding, reach, stride, strict=True)]
