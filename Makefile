@@ -12,7 +12,7 @@ JOBS ?= 2
 
 # Tests that measure time run by themselves, after the others. pytest exits with 5 when it collected nothing, which is no failure here.
 define pytest
-$(BIN)/python -m pytest -m "($(1)) and not alone" -n $(JOBS) --dist worksteal $(ARGS) || [ $$? -eq 5 ]
+$(BIN)/python -m pytest -m "($(1)) and not alone" -n $(JOBS) --dist loadfile $(ARGS) || [ $$? -eq 5 ]
 $(BIN)/python -m pytest -m "($(1)) and alone" $(ARGS) || [ $$? -eq 5 ]
 endef
 

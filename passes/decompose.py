@@ -106,8 +106,6 @@ def _inline(graph: fx.Graph, node: fx.Node, inner: fx.Graph) -> list[fx.Node]:
     if isinstance(node.meta["val"], torch.Tensor) and isinstance(results, (list, tuple)):
         (results,) = results
     _give(node, pytree.tree_map_only(fx.Node, copies.__getitem__, results))
-    if not node.users and node in graph.nodes:
-        graph.erase_node(node)
     return made
 
 
@@ -119,6 +117,8 @@ def _give(node: fx.Node, result: Any) -> None:
     for user in list(node.users):
         if user.target is operator.getitem:
             _give(user, result[user.args[1]])  # type: ignore[index]
+    if not node.users:
+        node.graph.erase_node(node)
 
 
 # -- Operators that torch does not write with others, or not with those that have rules
