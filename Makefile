@@ -60,6 +60,7 @@ format: $(STAMP) ## rewrite the sources in the style that check asks for
 
 bench: $(STAMP) ## planning time and memory; overhead of a step; tensor modes; time against memory; planning all together; a sweep; accuracy
 	$(BIN)/python benchmarks/planning.py
+	$(BIN)/python benchmarks/verify.py
 	$(BIN)/python benchmarks/step_time.py
 	$(BIN)/python benchmarks/modes.py
 	$(BIN)/python benchmarks/frontier.py

@@ -1,7 +1,6 @@
 """One call turns a single-device PyTorch model into a distributed training program."""
 
 from autopar.api import compile, plan
-from autopar.checking import Checked, check
 from autopar.compare_modes import Modes, compare_modes
 from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, CaptureError, PlanError, RunError
@@ -12,6 +11,7 @@ from autopar.runtime.clip import clip_grad_norm_
 from autopar.runtime.program import Compiled
 from autopar.search.modes import Mode, Operation, register_mode
 from autopar.sweep import Sweep, sweep
+from autopar.verification.check import Checked, check
 
 __all__ = [
     "AutoparError",

@@ -15,7 +15,6 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from autopar.analysis import Analysis
 from autopar.cost_model import Cluster
-from autopar.eager import SampleError, check_captured, not_comparable
 from autopar.errors import PlanError, RunError
 from autopar.graph import describe
 from autopar.passes.lower import Lowered, lower
@@ -30,6 +29,7 @@ from autopar.runtime.program import Compiled
 from autopar.runtime.typecheck import check_types
 from autopar.search.check_plan import check_batch, check_plan
 from autopar.search.options import Options
+from autopar.verification.few_samples import compare
 
 
 def plan(
@@ -77,8 +77,9 @@ def compile(
 
     Args:
         plan: a plan made before, for the same model and sample; without one, rank 0 plans and the others receive it.
-        verify: whether rank 0 runs the model and its captured graph once on the sample, where weights and sample have values, and compares
-            what they make; see :func:`autopar.check`.
+        verify: whether rank 0 runs the model and its captured graph on a few samples of the sample input, where weights and sample have
+            values, and compares the results; see :func:`autopar.check`. Where a few samples cannot stand for the batch, or do not agree,
+            on all of it.
 
     The other arguments are those of :func:`plan`.
 
@@ -142,12 +143,7 @@ def _verified_and_chosen(traced: Traced, verify: bool, choose: Callable[[], Plan
 
 def _verify(traced: Traced) -> list[str]:
     """Compares the captured graph with the model. Returns a note where nothing was compared."""
-    problem = not_comparable(traced.whole, traced.model, traced.sample)
-    try:
-        if not problem:
-            check_captured(traced.whole, traced.model, traced.sample, traced.loss_fn)
-    except SampleError as e:
-        problem = str(e)
+    problem = compare(traced.analyse(1)[0], traced.model, traced.sample, traced.loss_fn)
     return [f"captured and eager were not compared: {problem}; autopar.check does it for a sample that fits"] if problem else []
 
 

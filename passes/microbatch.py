@@ -43,6 +43,12 @@ def accumulate(analysis: Analysis, microbatches: int) -> tuple[Captured, fx.Grap
     return deriver.run()
 
 
+def room(analysis: Analysis) -> int:
+    """Into how many microbatches at most the batch goes; each divisor of that number will do. 1 where an operator mixes samples."""
+    types = analysis.once(_typed)
+    return 1 if isinstance(types, PlanError) else _Deriver(analysis, types, 1).room
+
+
 def _divisors(n: int) -> str:
     return " or ".join(str(d) for d in range(1, n + 1) if n % d == 0)
 

@@ -15,9 +15,10 @@ from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
 import autopar
 from autopar.capture import Captured
-from autopar.eager import Difference, check_captured
 from autopar.errors import CaptureError, RunError
 from autopar.planner import Traced
+from autopar.verification.differences import Difference
+from autopar.verification.eager import check_captured
 
 
 class Net(nn.Module):

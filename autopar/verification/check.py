@@ -21,11 +21,12 @@ from torch.utils import _pytree as pytree
 
 from autopar.api import compile as compile_plan
 from autopar.capture import LossFunction, arguments_of
-from autopar.eager import Difference, Made, check_captured, differences, eager_step, not_comparable
 from autopar.errors import AutoparError, RunError
 from autopar.graph import arguments
 from autopar.plan import Plan
 from autopar.planner import Traced
+from autopar.verification.differences import Difference, StepResults, differences
+from autopar.verification.eager import check_captured, eager_step, not_comparable
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def check(
         raise RunError(f"check: {draws[0].target} draws random numbers, and a program draws others than one device: set dropout to 0")
     ranks = _run_plan(model, traced.sample, loss_fn, plan, plan.world_size if plan else int(world_size or 1), timeout, options)
     for rank, found in enumerate(ranks):
-        if wrong := [d for d in found if not d.error <= d.allowed]:
+        if wrong := [d for d in found if not d.is_allowed]:
             first = max(wrong, key=lambda d: d.error)
             raise RunError(
                 f"check: on rank {rank} of {len(ranks)} {first.name} is {first.found}, on one device {first.expected} "
@@ -169,10 +170,10 @@ def _step(ranks: int, model: nn.Module, sample: Any, loss_fn: LossFunction | Non
     outputs |= {f"output {i}": _whole(t.detach()) for i, t in enumerate(leaves) if isinstance(t, torch.Tensor) and i != captured.loss}
     loss.backward()
     gradients = {name: None if p.grad is None else _whole(p.grad) for name, p in compiled.named_parameters() if p.requires_grad}
-    made = Made(outputs, gradients, {name: _whole(b) for name, b in compiled.named_buffers()})
+    made = StepResults(outputs, gradients, {name: _whole(b) for name, b in compiled.named_buffers()})
     expected = eager_step(captured, model, sample, loss_fn)
     kept = {name: g for name, g in expected.gradients.items() if name in gradients}  # a stage has its own
-    return differences(made, Made(expected.outputs, kept, expected.buffers))
+    return differences(made, StepResults(expected.outputs, kept, expected.buffers))
 
 
 def _whole(t: torch.Tensor) -> torch.Tensor:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,40 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autopar.capture import Captured, LossFunction, arguments_of, called
 from autopar.errors import CaptureError, RunError
 from autopar.module_state import State, kept_as_they_are
+from autopar.verification.differences import TOLERANCE, Difference, StepResults, differences, relative_error
 
-# Of a tensor's norm. The graph computes a loss and its gradients in another order than the model, so they differ by rounding.
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
+ChangeOutputs = Callable[[Sequence[Any]], Sequence[Any]]
+_GIVEN = ("input", "hoisted")  # kinds of placeholders that are none of the model's state
 _BYTES = 1 << 31  # of tensors in the graph: a larger one is not run on one device
 
 
 class SampleError(RunError):
     """The model fails on one device."""
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Of one thing that both made: its ``name`` ("loss", "gradient of body.weight"), the ``error`` relative to the model's value, what is
-    ``allowed``, and both values in words."""
-
-    name: str
-    error: float
-    allowed: float
-    found: str
-    expected: str
-
-
-@dataclass(frozen=True)
-class Made:
-    """What a step makes: outputs, gradients of parameters (sparse ones as dense tensors), and new values of buffers, by their names."""
-
-    outputs: dict[str, Any]
-    gradients: dict[str, torch.Tensor | None]
-    buffers: dict[str, torch.Tensor]
-
-    def named(self) -> dict[str, Any]:
-        """All of it."""
-        gradients = {f"gradient of {name}": g for name, g in self.gradients.items()}
-        return {**self.outputs, **gradients, **{f"buffer {name}": b for name, b in self.buffers.items()}}
 
 
 def not_comparable(captured: Captured, model: nn.Module, sample: Any) -> str:
@@ -83,16 +57,16 @@ def check_captured(captured: Captured, model: nn.Module, sample: Any, loss_fn: L
             raise SampleError(f"the model fails on the sample, {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}") from e
     with kept_as_they_are(model), torch.enable_grad():
         try:
-            graph = _graph(captured, sample)
+            graph = graph_step(captured, tensors_of(captured, sample))
         except Exception as e:
             raise CaptureError(
                 f"the captured graph does not run where the model does, {type(e).__name__}: {e}; verify=False compiles all the same"
             ) from e
     found = differences(graph, eager)
-    wrong = [d for d in found if not d.error <= d.allowed]
+    wrong = [d for d in found if not d.is_allowed]
     if wrong:
         first = wrong[0]
-        with kept_as_they_are(model), torch.no_grad():
+        with kept_as_they_are(model), torch.enable_grad():
             place = _first_place(captured, model, sample, loss_fn) or _behind(found)
         raise CaptureError(
             f"the captured graph is not what the model computes: {first.name} is {first.found}, in the model {first.expected} "
@@ -102,7 +76,7 @@ def check_captured(captured: Captured, model: nn.Module, sample: Any, loss_fn: L
     return found
 
 
-def eager_step(captured: Captured, model: nn.Module, sample: Any, loss_fn: LossFunction | None) -> Made:
+def eager_step(captured: Captured, model: nn.Module, sample: Any, loss_fn: LossFunction | None) -> StepResults:
     """Forward and backward of the model in train(), which changes its buffers.
 
     Raises CaptureError where the forward changes an attribute from call to call.
@@ -112,7 +86,7 @@ def eager_step(captured: Captured, model: nn.Module, sample: Any, loss_fn: LossF
     with _SameNumbers():
         leaves = pytree.tree_leaves(_outputs(model, sample, loss_fn))
         after = State(model)
-        made = _made(captured, leaves, {n: b.clone() for n, b in model.named_buffers()})
+        made = _results(captured, leaves, {n: b.clone() for n, b in model.named_buffers()})
         if changed := after.changed_since(before):
             before.put_back_buffers()
             with torch.no_grad():
@@ -144,35 +118,51 @@ def _check_state(changed: Sequence[str], each_time: Sequence[str], first: Sequen
     if each_time:  # once is a cache, each time a counter
         raise CaptureError(f"the forward changes {', '.join(each_time)} from call to call: {advice}")
     pairs = [(a, b) for a, b in zip(first, second, strict=True) if isinstance(a, torch.Tensor)]
-    if any(_error(b, a) > TOLERANCE.get(a.dtype, 0.0) for a, b in pairs):
+    if any(relative_error(b, a) > TOLERANCE.get(a.dtype, 0.0) for a, b in pairs):
         raise CaptureError(f"what the forward computes depends on {', '.join(changed)}, which it changes: {advice}")
 
 
-def _graph(captured: Captured, sample: Any) -> Made:
-    own = {i.target: captured.state[i.target] for i in captured.inputs if i.kind != "input"}
+def graph_step(captured: Captured, given: Sequence[torch.Tensor], change: ChangeOutputs | None = None) -> StepResults:
+    """Forward and backward of the captured graph.
+
+    Args:
+        given: the user's tensors and what was hoisted, in the order of ``captured.inputs``.
+        change: makes other outputs of the graph's, before the backward.
+    """
+    own = {i.target: captured.state[i.target] for i in captured.inputs if i.kind not in _GIVEN}
     own = {name: t if isinstance(t, nn.Parameter) else t.clone() for name, t in own.items()}  # statistics are written to
     buffers = {i.target: own[i.target] for i in captured.inputs if i.kind == "buffer"}
     with _SameNumbers():
-        flat = _run(captured, sample, fx.Interpreter(fx.GraphModule(nn.Module(), captured.graph)), own)
+        flat = _run(captured, given, fx.Interpreter(fx.GraphModule(nn.Module(), captured.graph)), own)
         count = captured.out_spec.num_leaves
-        return _made(captured, flat[:count], {**buffers, **dict(zip(captured.updates, flat[count:], strict=True))})
+        outputs = change(flat[:count]) if change is not None else flat[:count]
+        return _results(captured, outputs, {**buffers, **dict(zip(captured.updates, flat[count:], strict=True))})
 
 
-def _run(captured: Captured, sample: Any, interpreter: fx.Interpreter, own: Mapping[str, torch.Tensor]) -> Sequence[Any]:
+def tensors_of(captured: Captured, sample: Any) -> list[torch.Tensor]:
+    """The tensors of a sample that the graph has placeholders for, in their order: copies, which a forward may write to."""
     leaves = captured.in_spec.flatten_up_to(arguments_of(_copied(sample)))
-    tensors = iter(leaf for i, leaf in enumerate(leaves) if i not in captured.constants_in)
-    return interpreter.run(*[next(tensors) if i.kind == "input" else own[i.target] for i in captured.inputs])  # type: ignore[no-any-return]
+    return [leaf for i, leaf in enumerate(leaves) if i not in captured.constants_in]
 
 
-def _made(captured: Captured, leaves: Sequence[Any], buffers: dict[str, torch.Tensor]) -> Made:
-    names = ["loss" if i == captured.loss else f"output {i}" for i in range(len(leaves))]
-    outputs = {name: v for name, v in zip(names, leaves, strict=True) if isinstance(v, torch.Tensor)}
+def _run(captured: Captured, given: Sequence[torch.Tensor], interpreter: fx.Interpreter, own: Mapping[str, torch.Tensor]) -> Sequence[Any]:
+    tensors = iter(given)
+    return interpreter.run(*[next(tensors) if i.kind in _GIVEN else own[i.target] for i in captured.inputs])  # type: ignore[no-any-return]
+
+
+def _results(captured: Captured, leaves: Sequence[Any], buffers: dict[str, torch.Tensor]) -> StepResults:
+    outputs = {output_name(captured, i): v for i, v in enumerate(leaves) if isinstance(v, torch.Tensor)}
     loss, trained = outputs["loss"], {n: t for n, t in captured.state.items() if isinstance(t, nn.Parameter) and t.requires_grad}
     found = _gradients(loss, list(trained.values())) if loss.requires_grad else ()
     dense = [g.to_dense() if g is not None and g.is_sparse else g for g in found]
     gradients = dict(zip(trained, dense, strict=True)) if loss.requires_grad else {}
     done = {"loss": outputs.pop("loss").detach(), **{name: v.detach() for name, v in outputs.items()}}
-    return Made(done, gradients, buffers)
+    return StepResults(done, gradients, buffers)
+
+
+def output_name(captured: Captured, i: int) -> str:
+    """What messages call flat output ``i``."""
+    return "loss" if i == captured.loss else f"output {i}"
 
 
 def _gradients(loss: torch.Tensor, parameters: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
@@ -189,40 +179,6 @@ def _gradients(loss: torch.Tensor, parameters: list[torch.Tensor]) -> Sequence[t
     for p, grad in zip(parameters, before, strict=True):
         p.grad = grad
     return found
-
-
-def differences(found: Made, expected: Made) -> list[Difference]:
-    """Between what two made, the loss first; a gradient that is missing is zero."""
-    largest = max((float(g.double().norm()) for g in expected.gradients.values() if g is not None), default=0.0)
-    mine, theirs, result = found.named(), expected.named(), []
-    for name, value in theirs.items():
-        if name.startswith("buffer ") and name not in mine:
-            continue  # nobody reads or writes it
-        other = mine.get(name)
-        if value is None and other is None:
-            continue
-        value = torch.zeros_like(other) if value is None else value  # type: ignore[arg-type]
-        other = torch.zeros_like(value) if other is None else other
-        floor = 1e-3 * largest if name.startswith("gradient") else 0.0
-        allowed = TOLERANCE.get(value.dtype, 0.0)
-        result.append(Difference(name, _error(other, value, floor), allowed, _words(other), _words(value)))
-    return result
-
-
-def _error(found: torch.Tensor, expected: torch.Tensor, floor: float = 0.0) -> float:
-    """The norm of the difference beside that of what is expected, or ``floor`` where that is more; what is not a number is equal to what is
-    none."""
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        return float("inf")
-    a, b = (t.detach().to(torch.complex128 if t.is_complex() else torch.float64) for t in (found, expected))
-    same = (a == b) | (a.isnan() & b.isnan())
-    difference = float(torch.where(same, torch.zeros_like(a), a - b).norm())
-    scale = max(float(torch.where(b.isfinite(), b, torch.zeros_like(b)).norm()), floor, 1e-30)
-    return difference / scale if difference == difference else float("inf")
-
-
-def _words(t: torch.Tensor) -> str:
-    return f"{t.item():.7g}" if t.numel() == 1 else f"of norm {float(t.detach().double().abs().norm()):.7g} {list(t.shape)}"
 
 
 def _first_place(captured: Captured, model: nn.Module, sample: Any, loss_fn: LossFunction | None) -> str:
@@ -242,11 +198,11 @@ def _first_place(captured: Captured, model: nn.Module, sample: Any, loss_fn: Los
             handle.remove()
     watched = _Values(captured.graph)
     with _SameNumbers():
-        _run(captured, sample, watched, {name: t.clone() for name, t in captured.state.items()})
+        _run(captured, tensors_of(captured, sample), watched, {name: t.clone() for name, t in captured.state.items()})
     for name, value in done:
         inside = [(n, t) for n, t in watched.seen if f"{n.meta.get('module', '')}.".startswith(f"{name}.")]
         allowed = TOLERANCE.get(value.dtype, 0.0)
-        if inside and not any(t.shape == value.shape and _error(t, value) <= allowed for _, t in inside):
+        if inside and not any(t.shape == value.shape and relative_error(t, value) <= allowed for _, t in inside):
             return f"; the first module that differs is {name!r}, at {inside[-1][0].meta.get('source')}"
     return ""
 
@@ -284,6 +240,6 @@ class _Values(fx.Interpreter):
 def _behind(found: Sequence[Difference]) -> str:
     """Where values agree and gradients do not."""
     gradients = [d for d in found if d.name.startswith("gradient of ")]
-    right = [d.name for d in gradients if d.error <= d.allowed]
-    wrong = [d.name for d in gradients if not d.error <= d.allowed]
+    right = [d.name for d in gradients if d.is_allowed]
+    wrong = [d.name for d in gradients if not d.is_allowed]
     return f"; its values agree, but the {wrong[-1]} does not" + (f" (the {right[-1]} does)" if right else "") if wrong else ""

@@ -1,0 +1,149 @@
+"""Captured equals eager, on a few samples of the batch: a small part of a step's time.
+
+The graph of a microbatch follows from the graph of the whole batch by types (``passes/microbatch.py``). Here the
+whole batch is a few samples repeated ``count`` times, so that every microbatch holds the same few samples. The model
+alone, on those samples, must then compute what one microbatch computes: a loss that is a mean over the batch is
+``count`` times the microbatch's share, a loss that is a sum is that share itself.
+
+Where model and graph agree, :func:`autopar.compile` asks no more. Where they do not, the whole batch decides: a model
+may treat batches of different sizes differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autopar.analysis import Analysis
+from autopar.capture import Captured, LossFunction, arguments_of
+from autopar.errors import PlanError
+from autopar.layout import P, Type
+from autopar.module_state import kept_as_they_are
+from autopar.passes.microbatch import accumulate, room
+from autopar.verification.differences import TOLERANCE, differences, relative_error
+from autopar.verification.eager import SampleError, check_captured, eager_step, graph_step, not_comparable, output_name, tensors_of
+
+FEWEST = 2  # samples: a single one does not show that the model mixes samples
+LARGEST_PART = 2  # the batch holds at least so many times the few samples: else two runs take longer than one step
+
+
+@dataclass(frozen=True)
+class FewSamples:
+    """A few samples of a batch.
+
+    Attributes:
+        captured: the graph of one microbatch, which holds them.
+        prologue: the graph of the values that are computed once for all microbatches, if there are any.
+        count: microbatches in the batch.
+    """
+
+    captured: Captured
+    prologue: fx.Graph | None
+    count: int
+
+    def agree(self, model: nn.Module, sample: Any, loss_fn: LossFunction | None) -> bool:
+        """Whether model and graph compute the same on the first few samples of ``sample``. The model stays as it was."""
+        try:
+            few = self._few(sample)
+            with kept_as_they_are(model), torch.enable_grad():
+                expected = eager_step(self.captured, model, few, loss_fn)
+            with kept_as_they_are(model), torch.enable_grad():
+                given = [*tensors_of(self.captured, few), *self._hoisted(few)]
+                found = graph_step(self.captured, given, partial(self._scaled, expected.outputs))
+        except Exception:  # in a batch of another size the model may fail in any way
+            return False
+        return all(d.is_allowed for d in differences(found, expected))
+
+    def _times(self, kind: str) -> list[Type]:
+        """What a microbatch has of the tensors of one kind that the graph is given."""
+        placeholders = self.captured.graph.find_nodes(op="placeholder")
+        return [n.meta["time"] for n, i in zip(placeholders, self.captured.inputs, strict=True) if i.kind == kind]
+
+    def _scaled(self, expected: Mapping[str, torch.Tensor], outputs: Sequence[Any]) -> list[Any]:
+        """The outputs of one microbatch, its shares of means over the batch made whole."""
+        nodes: Sequence[Any] = self.captured.graph.output_node().args[0]  # type: ignore[assignment]
+        found = list(outputs)
+        for i, node in enumerate(nodes[: len(found)]):
+            if isinstance(node, fx.Node) and node.meta["time"] is P:
+                mean, value = found[i] * self.count, expected[output_name(self.captured, i)]
+                found[i] = mean if relative_error(mean, value) <= TOLERANCE.get(value.dtype, 0.0) else found[i]
+        return found
+
+    def _few(self, sample: Any) -> Any:
+        """The sample with the first microbatch in place of each tensor that microbatches have their part of."""
+        spec = self.captured.in_spec
+        times = iter(self._times("input"))
+        leaves = [
+            leaf if i in self.captured.constants_in else first(leaf, next(times), self.count)
+            for i, leaf in enumerate(spec.flatten_up_to(arguments_of(sample)))
+        ]
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        return kwargs or (args if not isinstance(sample, torch.Tensor) else args[0])
+
+    def _hoisted(self, few: Any) -> list[torch.Tensor]:
+        """What the prologue computes of the few samples repeated, and a microbatch has."""
+        if self.prologue is None:
+            return []
+        inputs = zip(tensors_of(self.captured, few), self._times("input"), strict=True)
+        whole = iter([repeated(t, time, self.count) for t, time in inputs])
+        given = (i for i in self.captured.inputs if i.kind != "hoisted")
+        tensors = [next(whole) if i.kind == "input" else self.captured.state[i.target] for i in given]
+        with torch.no_grad():
+            made = fx.Interpreter(fx.GraphModule(nn.Module(), self.prologue)).run(*tensors)
+        return [first(t, time, self.count) for t, time in zip(made, self._times("hoisted"), strict=True)]
+
+
+def few_samples(analysis: Analysis) -> FewSamples | None:
+    """The fewest samples of the batch that can stand for it; None where nothing less than most of the batch can.
+
+    ``analysis`` is that of the graph of the whole batch.
+    """
+    size = analysis.batch.size
+    try:
+        most = room(analysis)
+        counts = [n for n in range(LARGEST_PART, size // FEWEST + 1) if most % n == 0]
+        return FewSamples(*accumulate(analysis, counts[-1]), counts[-1]) if counts else None
+    except PlanError:
+        return None
+
+
+def compare(analysis: Analysis, model: nn.Module, sample: Any, loss_fn: LossFunction | None) -> str:
+    """Compares the model with its captured graph: on a few samples, and on the whole batch where those do not agree.
+
+    Returns why nothing was compared; empty where model and graph agree.
+
+    Raises:
+        CaptureError: they differ; see :func:`check_captured`.
+    """
+    whole, few = analysis.captured, few_samples(analysis)
+    if few is not None and not not_comparable(few.captured, model, sample) and few.agree(model, sample, loss_fn):
+        return ""
+    if problem := not_comparable(whole, model, sample):
+        return problem
+    try:
+        check_captured(whole, model, sample, loss_fn)
+    except SampleError as e:
+        return str(e)
+    return ""
+
+
+def first(t: torch.Tensor, time: Type, count: int) -> torch.Tensor:
+    """The first of ``count`` microbatches of a tensor: the first chunk of each part that the model takes of the batch."""
+    if not time.is_shard:
+        return t
+    return t.unflatten(time.dim, (time.pieces, count, -1)).select(time.dim + 1, 0).flatten(time.dim, time.dim + 1)
+
+
+def repeated(t: torch.Tensor, time: Type, count: int) -> torch.Tensor:
+    """The inverse: a tensor of which each of ``count`` microbatches is ``t``."""
+    if not time.is_shard:
+        return t
+    parts = t.unflatten(time.dim, (time.pieces, 1, -1))
+    return parts.repeat_interleave(count, time.dim + 1).flatten(time.dim, time.dim + 2)
