@@ -1,17 +1,17 @@
 """One call turns a single-device PyTorch model into a distributed training program."""
 
 from autopar.api import compile, plan
+from autopar.check import Checked, check
 from autopar.compare_modes import Modes, compare_modes
 from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, CaptureError, PlanError, RunError
 from autopar.plan import Plan
-from autopar.report.compare import Comparison
 from autopar.rules import Option, register_rule
-from autopar.runtime.clip import clip_grad_norm_
-from autopar.runtime.program import Compiled
-from autopar.search.modes import Mode, Operation, register_mode
+from autopar.runtime.measure.compare import Comparison
+from autopar.runtime.module.program import Compiled
+from autopar.runtime.parameters.clip import clip_grad_norm_
+from autopar.search.space.modes import Mode, Operation, register_mode
 from autopar.sweep import Sweep, sweep
-from autopar.verification.check import Checked, check
 
 __all__ = [
     "AutoparError",

@@ -13,22 +13,23 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from autopar.analysis import Analysis
 from autopar.cost_model import Cluster
 from autopar.errors import PlanError, RunError
-from autopar.graph import describe
-from autopar.passes.lower import Lowered, lower
-from autopar.passes.stages import cut_stages
+from autopar.frontend.planner import check_sample, device_of, known_options, planned, planned_here
+from autopar.frontend.traced import Traced, batch_size
+from autopar.ir.captured import LossFunction
+from autopar.ir.nodes import describe
+from autopar.ir.plan_json import checked
+from autopar.passes.lowering.lower import Lowered, lower
+from autopar.passes.lowering.stages import cut_stages
 from autopar.plan import Plan
-from autopar.plan_data import as_asked, checked
-from autopar.planner import LossFunction, Planner, Traced, batch_size
-from autopar.profile import check_machine
-from autopar.runtime.agree import same_on_all_ranks, shared_out, together
-from autopar.runtime.mesh import Mesh
-from autopar.runtime.program import Compiled
-from autopar.runtime.typecheck import check_types
-from autopar.search.check_plan import check_batch, check_plan
-from autopar.search.options import Options
+from autopar.rules.analysis import Analysis
+from autopar.runtime.communication.agree import same_on_all_ranks, shared_out, together
+from autopar.runtime.communication.mesh import Mesh
+from autopar.runtime.module.program import Compiled
+from autopar.runtime.typecheck.typecheck import check_types
+from autopar.search.result.check_plan import check_batch, check_plan
+from autopar.search.space.options import Options
 from autopar.verification.few_samples import compare
 
 
@@ -45,11 +46,13 @@ def plan(
     """Decide how to train ``model`` on ``world_size`` devices. Needs no GPU and no process group.
 
     Args:
-        model: any module that ``torch.export`` takes, on CPU, GPU or the meta device. It is not changed.
-        sample_input: a tensor, a tuple of positional arguments or a dict of keywords, with the shapes of the global batch.
+        model: any module that ``torch.export`` takes, on CPU, GPU or the meta device. It is not
+            changed.
+        sample_input: a tensor, a tuple of positional arguments or a dict of keywords, with the
+            shapes of the global batch.
         world_size: devices.
-        cluster: a preset's name (``"cpu"``, ``"a100-sxm"``, ``"h100-sxm"``), a file or a :class:`Cluster`; by default "cpu" for a model
-            on the CPU.
+        cluster: a preset's name (``"cpu"``, ``"a100-sxm"``, ``"h100-sxm"``), a file or a
+            :class:`Cluster`; by default "cpu" for a model on the CPU.
         loss_fn: ``loss_fn(output, batch)``, for a model that does not return its loss.
         progress: whether to show a progress bar.
         options: see :class:`Options`.
@@ -58,7 +61,13 @@ def plan(
         CaptureError: the model could not be traced, or has no loss.
         PlanError: no plan meets the options.
     """
-    return planned(Traced(model, sample_input, loss_fn, options.get("precision")), world_size, cluster, progress, options)
+    return planned(
+        Traced(model, sample_input, loss_fn, options.get("precision")),
+        world_size,
+        cluster,
+        progress,
+        options,
+    )
 
 
 def compile(
@@ -73,27 +82,38 @@ def compile(
     verify: bool = True,
     **options: Any,
 ) -> Compiled:
-    """Make ``model`` a distributed program: called and trained like the model itself. Call it in each rank, under ``torchrun``.
+    """Make ``model`` a distributed program: called and trained like the model itself. Call it in
+    each rank, under ``torchrun``.
 
     Args:
-        plan: a plan made before, for the same model and sample; without one, rank 0 plans and the others receive it.
-        verify: whether rank 0 runs the model and its captured graph on a few samples of the sample input, where weights and sample have
-            values, and compares the results; see :func:`autopar.check`. Where a few samples cannot stand for the batch, or do not agree,
+        plan: a plan made before, for the same model and sample; without one, rank 0 plans and the
+            others receive it.
+        verify: whether rank 0 runs the model and its captured graph on a few samples of the sample
+            input, where weights and sample have values, and compares the results; see
+            :func:`autopar.check`. Where a few samples cannot stand for the batch, or do not agree,
             on all of it.
 
     The other arguments are those of :func:`plan`.
 
     Raises:
-        RunError: the world size is not the process group's, or ranks hold different models or plans.
+        RunError: the world size is not the process group's, or ranks hold different models or
+            plans.
         CaptureError, PlanError: as :func:`plan`.
     """
-    device, precision = _device(model), plan.precision if isinstance(plan, Plan) else options.get("precision")
+    device, precision = (
+        device_of(model),
+        plan.precision if isinstance(plan, Plan) else options.get("precision"),
+    )
     traced = Traced(model, sample_input, loss_fn, precision)
     _join_group(world_size, device)
     together("compile", partial(_check, world_size, device, traced.sample, plan, options))
     same_on_all_ranks("to be made" if plan is None else "given", "the plan")
     together("tracing the model", lambda: traced.whole)
-    choose = partial(_planned_here, traced, device, world_size, cluster, progress, options) if plan is None else None
+    choose = (
+        partial(planned_here, traced, device, world_size, cluster, progress, options)
+        if plan is None
+        else None
+    )
     (unverified, chosen), evaluating = shared_out(
         ("planning", partial(_verified_and_chosen, traced, verify, choose)),
         ("tracing the model in eval()", lambda: traced.evaluating),
@@ -101,15 +121,26 @@ def compile(
     plan = plan or chosen
     same_on_all_ranks(repr(dataclasses.replace(plan, timings={}, options={})), "the plan")
     check_batch(plan, batch_size(traced.sample))
-    analysis, prologue = together("deriving a microbatch", partial(traced.analyse, plan.microbatches))
+    analysis, prologue = together(
+        "deriving a microbatch", partial(traced.analyse, plan.microbatches)
+    )
     found = analysis.captured.fingerprint
     same_on_all_ranks(found + _described(analysis.captured.state), "the model")
     if found != plan.fingerprint:
-        raise RunError(f"the plan was made for a graph with fingerprint {plan.fingerprint}, this model and sample give {found}: plan again")
+        raise RunError(
+            f"the plan was made for a graph with fingerprint {plan.fingerprint}, this model and "
+            f"sample give {found}: plan again"
+        )
     if len(plan.stages) > 1:
         analysis = cut_stages(analysis, [stage.start for stage in plan.stages[1:]])
     together("checking the plan", partial(check_plan, plan, analysis))
-    mesh = Mesh(plan.mesh_sizes, plan.mesh_names, None if device.type == "meta" else device, pipeline=plan.pipeline, modes=plan.modes)
+    mesh = Mesh(
+        plan.mesh_sizes,
+        plan.mesh_names,
+        None if device.type == "meta" else device,
+        pipeline=plan.pipeline,
+        modes=plan.modes,
+    )
     lowered = lower(analysis, plan, prologue, mesh.device, evaluating)
     notes = [*unverified, *_check_types(analysis, lowered, mesh)]
     noted = dataclasses.replace(plan, notes=(*plan.notes, *notes)) if notes else plan
@@ -117,14 +148,23 @@ def compile(
 
 
 def _check_types(analysis: Analysis, lowered: Lowered, mesh: Mesh) -> list[str]:
-    """The second opinion: another type system must infer the layouts that the plan claims. Returns notes on what it does not know."""
+    """The second opinion: another type system must infer the layouts that the plan claims. Returns
+    notes on what it does not know.
+    """
     if mesh.size == 1:
         return []
     trainable = {n.name for n in analysis.may_require_grad}
     values, layouts = [], []
     for n in lowered.train.graph.nodes:
         if n.op == "placeholder" and n.name != "mesh":
-            values.append(torch.empty(n.meta["local"], dtype=n.meta["val"].dtype, device="meta", requires_grad=n.name in trainable))
+            values.append(
+                torch.empty(
+                    n.meta["local"],
+                    dtype=n.meta["val"].dtype,
+                    device="meta",
+                    requires_grad=n.name in trainable,
+                )
+            )
             layouts.append(n.meta["layout"])
     try:
         trusted = check_types(lowered.train, mesh, values, layouts)
@@ -133,62 +173,39 @@ def _check_types(analysis: Analysis, lowered: Lowered, mesh: Mesh) -> list[str]:
     except Exception as e:  # it is an opinion: what it cannot read may still be right
         return [f"the type check was not finished, {type(e).__name__}: {e}"]
     nodes = {n.name: n for n in lowered.train.graph.nodes}
-    return list(dict.fromkeys(f"the type check does not know {describe(nodes[name])}" for name in trusted))
+    return list(
+        dict.fromkeys(f"the type check does not know {describe(nodes[name])}" for name in trusted)
+    )
 
 
-def _verified_and_chosen(traced: Traced, verify: bool, choose: Callable[[], Plan] | None) -> tuple[list[str], Plan | None]:
-    """Notes on what was not compared of the captured graph and the model, and the plan, if one is to be chosen."""
+def _verified_and_chosen(
+    traced: Traced, verify: bool, choose: Callable[[], Plan] | None
+) -> tuple[list[str], Plan | None]:
+    """Notes on what was not compared of the captured graph and the model, and the plan, if one is
+    to be chosen.
+    """
     return _verify(traced) if verify else [], choose() if choose is not None else None
 
 
 def _verify(traced: Traced) -> list[str]:
     """Compares the captured graph with the model. Returns a note where nothing was compared."""
     problem = compare(traced.analyse(1)[0], traced.model, traced.sample, traced.loss_fn)
-    return [f"captured and eager were not compared: {problem}; autopar.check does it for a sample that fits"] if problem else []
-
-
-def known_options(options: dict[str, Any]) -> dict[str, Any]:
-    """``options``, if they are options; PlanError where one is not."""
-    names = [n for n in Options.__dataclass_fields__ if n != "world_size"]
-    if unknown := sorted(map(str, set(options) - set(names))):
-        raise PlanError(f"unknown option {', '.join(unknown)}: the options are {', '.join(names)}")
-    return options
-
-
-def check_sample(sample: Any) -> None:
-    """Raises PlanError for a batch of none."""
-    if not batch_size(sample):
-        raise PlanError("sample_input is a batch of no samples: give one of the size that will be trained on")
-
-
-def _device(model: nn.Module) -> torch.device:
-    if not isinstance(model, nn.Module):
-        raise PlanError(f"model={model!r:.100}: give an nn.Module")
-    found = {p.device.type: p.device for p in model.parameters()}
-    if len(found) > 1:
-        raise RunError(f"the model's parameters are on {' and '.join(sorted(found))}: move it to one device first")
-    return next(iter(found.values()), torch.device("cpu"))
-
-
-def cluster_of(cluster: Any, model: nn.Module) -> Cluster:
-    """The cluster that was asked for; the CPU's for a model that lies there."""
-    if isinstance(cluster, Cluster):
-        return cluster
-    if cluster is None:
-        if (device := _device(model).type) != "cpu":
-            raise PlanError(
-                f"the model is on {device}: say what it will train on, cluster= one of {', '.join(Cluster.presets())}, or a file"
-            )
-        cluster = "cpu"
-    if not isinstance(cluster, (str, os.PathLike)):
-        raise PlanError(f"cluster={cluster!r}: give one of {', '.join(Cluster.presets())}, a cluster file's path, or a Cluster")
-    return Cluster.load(cluster)
+    return (
+        [
+            f"captured and eager were not compared: {problem}; autopar.check does it for a sample "
+            "that fits"
+        ]
+        if problem
+        else []
+    )
 
 
 def _join_group(world_size: int, device: torch.device) -> None:
     """Use the process group there is; make one under torchrun, or for a single process."""
     if not dist.is_initialized():
-        on_gpu = device.type == "cuda" or (device.type == "meta" and torch.cuda.is_available())  # a model on meta trains where it can
+        on_gpu = device.type == "cuda" or (
+            device.type == "meta" and torch.cuda.is_available()
+        )  # a model on meta trains where it can
         backend = "nccl" if on_gpu else "gloo"
         if "RANK" in os.environ:
             dist.init_process_group(backend)
@@ -196,51 +213,52 @@ def _join_group(world_size: int, device: torch.device) -> None:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         else:
             raise RunError(
-                f"compile(world_size={world_size}) needs {world_size} processes: start it with torchrun --nproc-per-node {world_size}"
+                f"compile(world_size={world_size}) needs {world_size} processes: start it with "
+                f"torchrun --nproc-per-node {world_size}"
             )
 
 
-def _check(world_size: int, device: torch.device, sample: Any, plan: Plan | None, options: dict[str, Any]) -> None:
+def _check(
+    world_size: int, device: torch.device, sample: Any, plan: Plan | None, options: dict[str, Any]
+) -> None:
     """What can be seen to be wrong before anything is done."""
     if torch.is_inference_mode_enabled():
-        raise RunError("compile was called under torch.inference_mode(), where parameters are made that cannot train: call it outside")
+        raise RunError(
+            "compile was called under torch.inference_mode(), where parameters are made that "
+            "cannot train: call it outside"
+        )
     if plan is not None:
         checked(plan, Plan)
     ranks = dist.get_world_size()
     if ranks != world_size:
-        raise RunError(f"compile was asked for world_size={world_size}, the process group has {ranks} ranks: pass world_size={ranks}")
+        raise RunError(
+            f"compile was asked for world_size={world_size}, the process group has {ranks} ranks: "
+            f"pass world_size={ranks}"
+        )
     if plan is not None and plan.world_size != world_size:
-        raise RunError(f"the plan is for world_size={plan.world_size}, compile was asked for {world_size}: plan again for {world_size}")
+        raise RunError(
+            f"the plan is for world_size={plan.world_size}, compile was asked for {world_size}: "
+            f"plan again for {world_size}"
+        )
     if plan is None:
         Options(world_size, **known_options(options))
         check_sample(sample)
     if plan is not None and options:
         unused = ", ".join(sorted(options))
-        raise PlanError(f"plan= decides everything, so {unused} would have no effect: give the options to autopar.plan")
+        raise PlanError(
+            f"plan= decides everything, so {unused} would have no effect: give the options to "
+            "autopar.plan"
+        )
     for path, leaf in tree_flatten_with_path(sample)[0]:
         if isinstance(leaf, torch.Tensor) and leaf.device.type != device.type != "meta":
             place = f"sample_input{keystr(path)} is on {leaf.device}, the model on {device}"
-            raise RunError(f"{place}: a batch must lie where the model does, so pass it .to({str(device)!r})")
+            raise RunError(
+                f"{place}: a batch must lie where the model does, so pass it .to({str(device)!r})"
+            )
 
 
 def _described(state: dict[str, torch.Tensor]) -> str:
-    """What of a model's tensors the program is built on, also of those that the graph does not use."""
+    """What of a model's tensors the program is built on, also of those that the graph does not
+    use.
+    """
     return repr([(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in state.items()])
-
-
-def planned(traced: Traced, world_size: int, cluster: Any, progress: bool, options: dict[str, Any]) -> Plan:
-    """:func:`plan`, of a model that may be traced already."""
-    chosen = Options(world_size, **known_options(options))
-    hardware = cluster_of(cluster, traced.model)
-    hardware.check(world_size)
-    check_sample(traced.sample)
-    asked = {"world_size": world_size, "cluster": hardware.name if cluster is None else cluster, **options}
-    if traced.loss_fn is not None:
-        asked["loss_fn"] = traced.loss_fn
-    return dataclasses.replace(Planner(traced, hardware, chosen, progress).run(), options=as_asked(asked))
-
-
-def _planned_here(traced: Traced, device: torch.device, world_size: int, cluster: Any, progress: bool, options: dict[str, Any]) -> Plan:
-    """Planned where it will run: a profile must be of this machine."""
-    check_machine(cluster_of(cluster, traced.model), device)
-    return planned(traced, world_size, cluster, progress, options)

@@ -1,4 +1,6 @@
-"""The command line: ``autopar profile -o cluster.json``, alone or under torchrun; ``--calibrate`` measures nothing and corrects a file."""
+"""The command line: ``autopar profile -o cluster.json``, alone or under torchrun; ``--calibrate``
+measures nothing and corrects a file.
+"""
 
 from __future__ import annotations
 
@@ -10,30 +12,61 @@ from pathlib import Path
 
 from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, PlanError
-from autopar.report.compare import Comparison
+from autopar.runtime.measure.compare import Comparison
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status."""
-    parser = argparse.ArgumentParser(prog="autopar", description="An auto-parallel compiler for PyTorch.")
+    parser = argparse.ArgumentParser(
+        prog="autopar", description="An auto-parallel compiler for PyTorch."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    profile = commands.add_parser("profile", help="measure this machine into a cluster file", description=Cluster.measure.__doc__)
+    profile = commands.add_parser(
+        "profile",
+        help="measure this machine into a cluster file",
+        description=Cluster.measure.__doc__,
+    )
     profile.formatter_class = argparse.RawDescriptionHelpFormatter
-    profile.add_argument("-o", "--output", type=Path, default=Path("cluster.json"), help="the file to write (cluster.json)")
-    profile.add_argument("--device", choices=("cpu", "cuda"), help="what to measure; a GPU where there is one")
-    profile.add_argument("--no-progress", dest="progress", action="store_false", help="show no progress bar")
-    profile.add_argument("--calibrate", type=Path, metavar="COMPARISON", help="measure nothing: correct a cluster by a saved compare()")
-    profile.add_argument("--cluster", help="with --calibrate: what the plan was for, a preset's name or a file (the name in the plan)")
+    profile.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("cluster.json"),
+        help="the file to write (cluster.json)",
+    )
+    profile.add_argument(
+        "--device", choices=("cpu", "cuda"), help="what to measure; a GPU where there is one"
+    )
+    profile.add_argument(
+        "--no-progress", dest="progress", action="store_false", help="show no progress bar"
+    )
+    profile.add_argument(
+        "--calibrate",
+        type=Path,
+        metavar="COMPARISON",
+        help="measure nothing: correct a cluster by a saved compare()",
+    )
+    profile.add_argument(
+        "--cluster",
+        help="with --calibrate: what the plan was for, a preset's name or a file (the name in the "
+        "plan)",
+    )
     given = parser.parse_args(arguments)
     if given.cluster is not None and given.calibrate is None:
         profile.error("--cluster is what --calibrate corrects: give a comparison, or leave it out")
     try:
-        cluster = _calibrated(given) if given.calibrate else Cluster.measure(given.output, device=given.device, progress=given.progress)
+        cluster = (
+            _calibrated(given)
+            if given.calibrate
+            else Cluster.measure(given.output, device=given.device, progress=given.progress)
+        )
     except AutoparError as error:
         print(f"autopar: {error}", file=sys.stderr)
         return 1
     if _first():
-        ranks = "any number of ranks" if math.isinf(cluster.capacity) else f"{cluster.capacity} ranks"
+        ranks = (
+            "any number of ranks" if math.isinf(cluster.capacity) else f"{cluster.capacity} ranks"
+        )
         print(f"{given.output}: {cluster.device.name}, {ranks}")
     return 0
 
@@ -42,8 +75,12 @@ def _calibrated(given: argparse.Namespace) -> Cluster:
     comparison = Comparison.load(given.calibrate)
     if given.cluster is None and comparison.cluster not in Cluster.presets():
         known = f"the plan was for cluster {comparison.cluster!r}, which is no preset"
-        raise PlanError(f"{known}: give its file with --cluster, such as --cluster {comparison.cluster}.json")
-    cluster = Cluster.load(given.cluster or comparison.cluster).calibrated(comparison, given.output.stem)
+        raise PlanError(
+            f"{known}: give its file with --cluster, such as --cluster {comparison.cluster}.json"
+        )
+    cluster = Cluster.load(given.cluster or comparison.cluster).calibrated(
+        comparison, given.output.stem
+    )
     cluster.save(given.output)
     return cluster
 

@@ -13,15 +13,16 @@ from typing import Any
 from torch import nn
 from tqdm import tqdm
 
-from autopar.api import cluster_of, known_options, planned
 from autopar.cost_model import Cluster
 from autopar.cost_model.collectives import KINDS, received_bytes
 from autopar.errors import AutoparError, BudgetError, PlanError
+from autopar.formatting.table import WIDTH, cut, nbytes, seconds, table
+from autopar.frontend.planner import cluster_of, known_options, planned
+from autopar.frontend.traced import Traced
+from autopar.ir.captured import LossFunction
 from autopar.plan import Plan
-from autopar.planner import LossFunction, Traced
-from autopar.report.table import WIDTH, cut, nbytes, seconds, table
-from autopar.search.modes import alternatives, modes
-from autopar.search.options import Options
+from autopar.search.space.modes import alternatives, modes
+from autopar.search.space.options import Options
 
 Parallel = Mapping[str, Any]
 
@@ -32,7 +33,8 @@ class Entry:
 
     Attributes:
         parallel: what was asked for.
-        plan: None where there is none. Of a mode that does not fit, the one that takes least memory.
+        plan: None where there is none. Of a mode that does not fit, the one that takes least
+            memory.
         fits: whether it fits the memory of a device.
         error: why there is no plan, or none that fits.
     """
@@ -44,9 +46,13 @@ class Entry:
 
     @property
     def received(self) -> dict[str, float]:
-        """Bytes that the rank with most to do receives in a step, by collective; of a transfer between stages nothing."""
+        """Bytes that the rank with most to do receives in a step, by collective; of a transfer
+        between stages nothing.
+        """
         found: dict[str, float] = defaultdict(float)
-        for _, kind, axis, *_, times, total, _ in self.plan.rows["collectives"] if self.plan is not None else ():
+        for _, kind, axis, *_, times, total, _ in (
+            self.plan.rows["collectives"] if self.plan is not None else ()
+        ):
             if times and 0 <= axis < len(self.plan.mesh_sizes):  # type: ignore[union-attr]
                 found[kind] += received_bytes(kind, total, self.plan.mesh_sizes[axis])  # type: ignore[union-attr]
         return dict(found)
@@ -54,7 +60,8 @@ class Entry:
 
 @dataclass(frozen=True, repr=False)
 class Modes:
-    """What :func:`compare_modes` found. Printed, it is a table, the fastest of those that fit first.
+    """What :func:`compare_modes` found. Printed, it is a table, the fastest of those that fit
+    first.
 
     Attributes:
         entries: one for each mode.
@@ -65,20 +72,41 @@ class Modes:
     budget: float
 
     def __str__(self) -> str:
-        planned = sorted((e for e in self.entries if e.plan is not None), key=lambda e: (not e.fits, e.plan.step_time))  # type: ignore[union-attr]
+        planned = sorted(
+            (e for e in self.entries if e.plan is not None),
+            key=lambda e: (not e.fits, e.plan.step_time),  # type: ignore[union-attr]
+        )
         kinds = [kind for kind in KINDS if any(e.received.get(kind) for e in planned)]
         rows = [[_name(e.parallel), *_figures(e, kinds)] for e in planned]
         headers = ["mode", "step", *(_SHORT[kind] for kind in kinds), "params", "activ.", "peak"]
         legend = (
-            "bytes that one rank receives in a step, by collective; bytes of parameters, of activations and of all on the fullest device"
+            "bytes that one rank receives in a step, by collective; bytes of parameters, of "
+            "activations and of all on the fullest device"
         )
-        lines = [table(rows, headers, "l" + "r" * (len(headers) - 1), flexible=(0,)), *textwrap.wrap(legend, WIDTH)]
-        meshes = (f"{_name(e.parallel)}: {' x '.join(f'{name} {n}' for name, n in e.plan.mesh.items())}" for e in planned)  # type: ignore[union-attr]
+        lines = [
+            table(rows, headers, "l" + "r" * (len(headers) - 1), flexible=(0,)),
+            *textwrap.wrap(legend, WIDTH),
+        ]
+        meshes = (
+            f"{_name(e.parallel)}: {' x '.join(f'{name} {n}' for name, n in e.plan.mesh.items())}"  # type: ignore[union-attr]
+            for e in planned
+        )
         lines += textwrap.wrap(f"meshes: {'; '.join(meshes)}", WIDTH) if planned else []
         for fits, what in ((True, "fit"), (False, "do not, here with the plan that takes least")):
             if names := [_name(e.parallel) for e in planned if e.fits is fits]:
-                lines += textwrap.wrap(f"{what}{f' in {nbytes(self.budget)}' * fits}: {', '.join(names)}", WIDTH)
-        return "\n".join([*lines, *(cut(f"{_name(e.parallel)}: {e.error}", WIDTH) for e in self.entries if e.plan is None)])
+                lines += textwrap.wrap(
+                    f"{what}{f' in {nbytes(self.budget)}' * fits}: {', '.join(names)}", WIDTH
+                )
+        return "\n".join(
+            [
+                *lines,
+                *(
+                    cut(f"{_name(e.parallel)}: {e.error}", WIDTH)
+                    for e in self.entries
+                    if e.plan is None
+                ),
+            ]
+        )
 
     __repr__ = __str__
 
@@ -95,39 +123,59 @@ def compare_modes(
     pipeline: Any = 1,
     **options: Any,
 ) -> Modes:
-    """Plan one model in every mode of tensor and sequence parallelism that its devices allow, tracing it once.
+    """Plan one model in every mode of tensor and sequence parallelism that its devices allow,
+    tracing it once.
 
-    Each mode, a user's own among them that needs no keywords, gets the most ranks that it can have, the rest is data-parallel; what its
-    keywords leave open (depth, ring) is chosen. Plain data parallelism stands beside them.
+    Each mode, a user's own among them that needs no keywords, gets the most ranks that it can have,
+    the rest is data-parallel; what its keywords leave open (depth, ring) is chosen. Plain data
+    parallelism stands beside them.
 
     Args:
         model, sample_input, loss_fn, cluster, progress: as for :func:`autopar.plan`.
         world_size: the number of ranks.
-        data: data-parallel replicas that all shall have; unless given, as many as a mode leaves ranks for.
+        data: data-parallel replicas that all shall have; unless given, as many as a mode leaves
+            ranks for.
         pipeline: as in ``parallel=``.
-        options: the other options of :func:`autopar.plan`; ``parallel`` and ``mesh`` are not among them.
+        options: the other options of :func:`autopar.plan`; ``parallel`` and ``mesh`` are not among
+            them.
 
     Raises:
         CaptureError: the model could not be traced, or has no loss.
-        PlanError: an option that there is not. A mode that has no plan raises nothing; its row says why.
+        PlanError: an option that there is not. A mode that has no plan raises nothing; its row says
+            why.
     """
     if fixed := sorted({"parallel", "mesh"} & set(options)):
-        raise PlanError(f"compare_modes decides {' and '.join(fixed)} itself: leave it out; data= and pipeline= can be given")
+        raise PlanError(
+            f"compare_modes decides {' and '.join(fixed)} itself: leave it out; data= and "
+            "pipeline= can be given"
+        )
     Options(world_size, **known_options(options))
     stages = _stages(pipeline)
     sizes = (stages, 1 if data is None else data)
-    if any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in sizes) or world_size % (stages * (data or 1)):
-        raise PlanError(f"pipeline={pipeline!r} and data={data!r} do not divide world_size {world_size}")
-    hardware, traced = cluster_of(cluster, model), Traced(model, sample_input, loss_fn, options.get("precision"))
+    if any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in sizes) or world_size % (
+        stages * (data or 1)
+    ):
+        raise PlanError(
+            f"pipeline={pipeline!r} and data={data!r} do not divide world_size {world_size}"
+        )
+    hardware, traced = (
+        cluster_of(cluster, model),
+        Traced(model, sample_input, loss_fn, options.get("precision")),
+    )
     _ = traced.whole
     asked = [dict(tensor, pipeline=pipeline) for tensor in _tensors(world_size // stages, data)]
-    entries = [_entry(traced, world_size, hardware, each, options) for each in tqdm(asked, "modes", disable=not progress, leave=False)]
+    entries = [
+        _entry(traced, world_size, hardware, each, options)
+        for each in tqdm(asked, "modes", disable=not progress, leave=False)
+    ]
     return Modes(tuple(entries), options.get("memory_budget") or hardware.device.memory)
 
 
 def _tensors(ranks: int, data: int | None) -> list[dict[str, Any]]:
     """What is asked of ``parallel`` beside the pipeline."""
-    sizes = [ranks // data] if data is not None else [n for n in range(ranks, 1, -1) if ranks % n == 0]
+    sizes = (
+        [ranks // data] if data is not None else [n for n in range(ranks, 1, -1) if ranks % n == 0]
+    )
     found: list[dict[str, Any]] = [dict(data=ranks)] if data in (None, ranks) else []
     for name in modes():
         if size := next((n for n in sizes if alternatives(name, n)), None):
@@ -135,7 +183,9 @@ def _tensors(ranks: int, data: int | None) -> list[dict[str, Any]]:
     return found
 
 
-def _entry(traced: Traced, world_size: int, cluster: Cluster, parallel: Parallel, options: dict[str, Any]) -> Entry:
+def _entry(
+    traced: Traced, world_size: int, cluster: Cluster, parallel: Parallel, options: dict[str, Any]
+) -> Entry:
     asked = {**options, "parallel": parallel}
     try:
         return Entry(parallel, planned(traced, world_size, cluster, False, asked), True)

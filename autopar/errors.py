@@ -8,11 +8,15 @@ class AutoparError(Exception):
 
 
 class CaptureError(AutoparError):
-    """The model could not be turned into a graph; the message names the module, the source line and what usually helps."""
+    """The model could not be turned into a graph; the message names the module, the source line and
+    what usually helps.
+    """
 
 
 class PlanError(AutoparError):
-    """No plan satisfies what was asked; the message gives the numbers and the options that would change them."""
+    """No plan satisfies what was asked; the message gives the numbers and the options that would
+    change them.
+    """
 
 
 class BudgetError(PlanError):

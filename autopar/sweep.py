@@ -10,15 +10,20 @@ from typing import Any, TypeGuard, overload
 from torch import nn
 from tqdm import tqdm
 
-from autopar.api import cluster_of, known_options, planned
 from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, BudgetError, PlanError
+from autopar.formatting.table import WIDTH, cut, nbytes, seconds, table
+from autopar.frontend.planner import cluster_of, known_options, planned
+from autopar.frontend.traced import Traced
+from autopar.ir.captured import LossFunction
+from autopar.ir.precision import COMPUTE
 from autopar.plan import Plan
-from autopar.planner import LossFunction, Traced
-from autopar.precision import COMPUTE
-from autopar.report.table import WIDTH, cut, nbytes, seconds, table
 
-_SHORT = {"world_size": "devices", "micro_batch_size": "micro batch", "memory_budget": "budget"}  # columns
+_SHORT = {
+    "world_size": "devices",
+    "micro_batch_size": "micro batch",
+    "memory_budget": "budget",
+}  # columns
 Configuration = Mapping[str, Any]
 Outcome = Plan | AutoparError
 
@@ -33,51 +38,82 @@ def sweep(
     progress: bool = True,
     **options: Any,
 ) -> Sweep:
-    """Plan one model for each of many configurations, tracing it once: the same plans that :func:`plan` makes, in a fraction of the time.
+    """Plan one model for each of many configurations, tracing it once: the same plans that
+    :func:`plan` makes, in a fraction of the time.
 
     Args:
         model, sample_input, loss_fn: as for :func:`plan`.
-        configurations: dicts of the options of :func:`plan`, with ``world_size``; one may have its own ``cluster``.
+        configurations: dicts of the options of :func:`plan`, with ``world_size``; one may have its
+            own ``cluster``.
         cluster: that of all configurations that have none of their own.
         progress: whether to show a progress bar.
         options: those of all configurations; a configuration's own come first.
 
     Raises:
         CaptureError: the model could not be traced, or has no loss.
-        PlanError: there is no configuration, or one is no dict, has no world size or an option that there is not. Before anything is
-            planned; a configuration that has no plan raises nothing, its entry says why.
+        PlanError: there is no configuration, or one is no dict, has no world size or an option that
+            there is not. Before anything is planned; a configuration that has no plan raises
+            nothing, its entry says why.
     """
     asked = _checked(configurations, options)
     if any("cluster" not in each for each in asked):
         common = cluster_of(cluster, model)
         asked = tuple({"cluster": common, **each} for each in asked)
     precisions = dict.fromkeys(map(_precision, asked))  # each has a graph of its own
-    traced = {precision: Traced(model, sample_input, loss_fn, precision) for precision in precisions}
+    traced = {
+        precision: Traced(model, sample_input, loss_fn, precision) for precision in precisions
+    }
     _ = traced[_precision(asked[0])].whole  # what cannot be traced has no plan at all
-    outcomes = [_outcome(traced[_precision(each)], each) for each in tqdm(asked, "sweep", unit=" plans", disable=not progress, leave=False)]
+    outcomes = [
+        _outcome(traced[_precision(each)], each)
+        for each in tqdm(asked, "sweep", unit=" plans", disable=not progress, leave=False)
+    ]
     return Sweep(asked, tuple(outcomes))
 
 
-def _checked(configurations: Iterable[Configuration], options: dict[str, Any]) -> tuple[Configuration, ...]:
+def _checked(
+    configurations: Iterable[Configuration], options: dict[str, Any]
+) -> tuple[Configuration, ...]:
     """The configurations with all that is asked of them; PlanError where one is none."""
-    given = configurations if isinstance(configurations, Iterable) and not isinstance(configurations, (Mapping, str)) else None
+    given = (
+        configurations
+        if isinstance(configurations, Iterable) and not isinstance(configurations, (Mapping, str))
+        else None
+    )
     if given is None:
-        raise PlanError(f"configurations={configurations!r}: give a list of dicts, for example [dict(world_size=8)]")
+        raise PlanError(
+            f"configurations={configurations!r}: give a list of dicts, for example "
+            "[dict(world_size=8)]"
+        )
     asked: list[Configuration] = []
     for i, own in enumerate(given):
         where = f"configurations[{i}]"
         if not isinstance(own, Mapping):
-            raise PlanError(f"{where} is {own!r}: give a dict of options, for example dict(world_size=8)")
+            raise PlanError(
+                f"{where} is {own!r}: give a dict of options, for example dict(world_size=8)"
+            )
         each = {**options, **own}
         if "world_size" not in each:
-            raise PlanError(f"{where} has no world_size: say for how many devices, for example dict(world_size=8)")
+            raise PlanError(
+                f"{where} has no world_size: say for how many devices, for example "
+                "dict(world_size=8)"
+            )
         try:
-            known_options({name: value for name, value in each.items() if name not in ("world_size", "cluster")})
+            known_options(
+                {
+                    name: value
+                    for name, value in each.items()
+                    if name not in ("world_size", "cluster")
+                }
+            )
         except PlanError as e:
             raise PlanError(f"{where} has an {e}") from e
         asked.append(each)
     if not asked:
-        raise PlanError("configurations is empty: give one dict of options at least, for example [dict(world_size=8)]")
+        raise PlanError(
+            "configurations is empty: give one dict of options at least, for example "
+            "[dict(world_size=8)]"
+        )
     return tuple(asked)
 
 
@@ -97,10 +133,12 @@ def _outcome(traced: Traced, configuration: Configuration) -> Outcome:
 
 @dataclass(frozen=True, repr=False)
 class Sweep(Sequence[Outcome]):
-    """What :func:`sweep` found, in the order of the configurations: each one's :class:`Plan`, or the error that says why it has none.
+    """What :func:`sweep` found, in the order of the configurations: each one's :class:`Plan`, or
+    the error that says why it has none.
 
-    Printed, it is a table: what differs between the configurations, the step time, that relative to the fastest, the memory of the fullest
-    device (where that is too much: the least that any plan needs), and below it what else was wrong.
+    Printed, it is a table: what differs between the configurations, the step time, that relative to
+    the fastest, the memory of the fullest device (where that is too much: the least that any plan
+    needs), and below it what else was wrong.
 
     Attributes:
         configurations: all that was asked of each, common options included.
@@ -119,7 +157,10 @@ class Sweep(Sequence[Outcome]):
         """
         plans = [outcome for outcome in self.outcomes if isinstance(outcome, Plan)]
         if not plans:
-            raise PlanError(f"none of {len(self.outcomes)} configurations has a plan; the first: {next(iter(self.outcomes), '')}")
+            raise PlanError(
+                f"none of {len(self.outcomes)} configurations has a plan; the first: "
+                f"{next(iter(self.outcomes), '')}"
+            )
         return min(plans, key=lambda plan: plan.step_time)
 
     def __len__(self) -> int:
@@ -139,13 +180,28 @@ class Sweep(Sequence[Outcome]):
 
     def __str__(self) -> str:
         columns = _differing([_cells(each) for each in self.configurations])
-        fastest = min((plan.step_time for plan in self.outcomes if isinstance(plan, Plan)), default=0.0)
+        fastest = min(
+            (plan.step_time for plan in self.outcomes if isinstance(plan, Plan)), default=0.0
+        )
         rows = []
         for i, outcome in enumerate(self.outcomes):
-            rows.append([str(i), *(column[i] for column in columns.values()), *_found(outcome, fastest)])
-        align = "r" + "".join("r" if all(c.isdecimal() for c in column if c) else "l" for column in columns.values()) + "rrrl"
+            rows.append(
+                [str(i), *(column[i] for column in columns.values()), *_found(outcome, fastest)]
+            )
+        align = (
+            "r"
+            + "".join(
+                "r" if all(c.isdecimal() for c in column if c) else "l"
+                for column in columns.values()
+            )
+            + "rrrl"
+        )
         text = table(rows, ["", *columns, "step", "relative", "memory", "fits"], align)
-        why = [f"{i}: {e}" for i, e in enumerate(self.outcomes) if isinstance(e, AutoparError) and not _short_of_memory(e)]
+        why = [
+            f"{i}: {e}"
+            for i, e in enumerate(self.outcomes)
+            if isinstance(e, AutoparError) and not _short_of_memory(e)
+        ]
         return "\n".join([text, *([""] if why else []), *(cut(line, WIDTH) for line in why)])
 
     __repr__ = __str__
@@ -153,8 +209,17 @@ class Sweep(Sequence[Outcome]):
 
 def _found(outcome: Outcome, fastest: float) -> list[str]:
     if isinstance(outcome, Plan):
-        return [seconds(outcome.step_time), f"{outcome.step_time / fastest:.2f}", nbytes(max(outcome.peak_memory)), "yes"]
-    return ["", "", nbytes(outcome.least), "no"] if _short_of_memory(outcome) else ["", "", "", "see below"]
+        return [
+            seconds(outcome.step_time),
+            f"{outcome.step_time / fastest:.2f}",
+            nbytes(max(outcome.peak_memory)),
+            "yes",
+        ]
+    return (
+        ["", "", nbytes(outcome.least), "no"]
+        if _short_of_memory(outcome)
+        else ["", "", "", "see below"]
+    )
 
 
 def _short_of_memory(error: AutoparError) -> TypeGuard[BudgetError]:
@@ -163,15 +228,24 @@ def _short_of_memory(error: AutoparError) -> TypeGuard[BudgetError]:
 
 
 def _cells(configuration: Configuration) -> dict[str, str]:
-    """What is asked, by the name of a column: each kind of ``parallel`` has one, and its mode, say, another."""
+    """What is asked, by the name of a column: each kind of ``parallel`` has one, and its mode, say,
+    another.
+    """
     found: dict[str, str] = {}
     for name, value in configuration.items():
         if name != "parallel" or not isinstance(value, Mapping):
-            found[_SHORT.get(name, name)] = nbytes(value) if name == "memory_budget" and isinstance(value, (int, float)) else _text(value)
+            found[_SHORT.get(name, name)] = (
+                nbytes(value)
+                if name == "memory_budget" and isinstance(value, (int, float))
+                else _text(value)
+            )
             continue
         for kind, size in value.items():
             parts = size if isinstance(size, Mapping) else {"size": size}
-            found |= {str(kind) if part == "size" else f"{kind} {part}": _text(one) for part, one in parts.items()}
+            found |= {
+                str(kind) if part == "size" else f"{kind} {part}": _text(one)
+                for part, one in parts.items()
+            }
     return found
 
 
@@ -181,7 +255,9 @@ def _text(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{name}: {_text(part)}" for name, part in value.items())
     if isinstance(value, (list, tuple)):
-        return ("x" if all(isinstance(part, int) for part in value) else ", ").join(map(_text, value))
+        return ("x" if all(isinstance(part, int) for part in value) else ", ").join(
+            map(_text, value)
+        )
     return "" if value is None else str(value)
 
 
@@ -189,4 +265,8 @@ def _differing(configurations: Sequence[dict[str, str]]) -> dict[str, list[str]]
     """The columns that do not say the same of all configurations that have them."""
     names = dict.fromkeys(name for each in configurations for name in each)
     columns = {name: [each.get(name, "") for each in configurations] for name in names}
-    return {name: column for name, column in columns.items() if len({cell for cell in column if cell or " " not in name}) > 1}
+    return {
+        name: column
+        for name, column in columns.items()
+        if len({cell for cell in column if cell or " " not in name}) > 1
+    }

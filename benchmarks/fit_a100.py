@@ -1,12 +1,15 @@
-"""Fits what no datasheet says of an A100, and of Megatron-DeepSpeed on it, to a third of vTrain's single-node runs.
+"""Fits what no datasheet says of an A100, and of Megatron-DeepSpeed on it, to a third of vTrain's
+single-node runs.
 
     python benchmarks/fit_a100.py --write
 
-writes the preset ``a100-sxm`` and, with what is that software's and not the device's (the time between two launches, a step's overhead,
-nothing of the gradients' sum hidden since it did not go in buckets), ``benchmarks/a100-megatron-deepspeed.json``.
+writes the preset ``a100-sxm`` and, with what is that software's and not the device's (the time
+between two launches, a step's overhead, nothing of the gradients' sum hidden since it did not go in
+buckets), ``benchmarks/a100-megatron-deepspeed.json``.
 
-Every third run, in the order of the file, is used: rows 0, 3, 6, ... Nothing else that ``accuracy.py`` scores is: what the runs leave open
-stays at the value that is known from elsewhere (PRIOR says from where, and how far a fit may move it: a standard deviation in logarithms).
+Every third run, in the order of the file, is used: rows 0, 3, 6, ... Nothing else that
+``accuracy.py`` scores is: what the runs leave open stays at the value that is known from elsewhere
+(PRIOR says from where, and how far a fit may move it: a standard deviation in logarithms).
 """
 
 from __future__ import annotations
@@ -26,16 +29,19 @@ from tqdm import tqdm
 
 from autopar.cost_model import Cluster, Compute, axes, makespans, point_to_point, seconds
 from autopar.cost_model.device import Tile
-from autopar.planner import Traced
-from autopar.search.found import Found
-from autopar.search.items import FORWARD, STEP, items
-from autopar.search.shape import Shape
+from autopar.frontend.traced import Traced
+from autopar.search.pricing.items import FORWARD, STEP, items
+from autopar.search.result.found import Found
+from autopar.search.space.shape import Shape
 
-NOISE = 0.08  # what a run may differ from the model and count in full; beyond this it counts less (soft L1)
-BYTES = (
-    34.0  # that Adam moves for an element: float32 parameter, gradient and two moments are read, all but the gradient written; and the cast
-)
-TILES = (Tile(64, 64),)  # cuBLAS chooses between many sizes: what is left over is as if all were small
+# what a run may differ from the model and count in full; beyond this it counts less (soft L1)
+NOISE = 0.08
+# that Adam moves for an element: float32 parameter, gradient and two moments are read, all but the
+# gradient written; and the cast
+BYTES = 34.0
+TILES = (
+    Tile(64, 64),
+)  # cuBLAS chooses between many sizes: what is left over is as if all were small
 VALIDATION = Path(__file__).parent / "validation"
 RUNS = Path(__file__).with_name("a100-megatron-deepspeed.json")
 PRESET = Path(__file__).parent.parent / "cost_model" / "clusters" / "a100-sxm.json"
@@ -44,25 +50,48 @@ PRIOR = {
     "matmul": (0.76, 0.05, "cuBLAS reaches 230 to 250 of 312 TFLOP/s in long float16 products"),
     "memory": (0.80, 0.05, "STREAM-like kernels reach 80 % of HBM2e's rate"),
     "launch": (3e-5, 1.0, "eager PyTorch launches a kernel each 10 to 50 us"),
-    "inner": (50.0, 0.5, "a tile fills and drains its pipeline in about as long as 50 summands take"),
+    "inner": (
+        50.0,
+        0.5,
+        "a tile fills and drains its pipeline in about as long as 50 summands take",
+    ),
     "startup": (3.5e-5, 0.3, "a small NCCL all-reduce of two ranks, with its launch"),
     "latency": (4e-6, 0.3, "one step of NCCL's ring over NVLink"),
-    "nvlink": (0.77, 0.01, "230 GB/s bus bandwidth of a long all-reduce on DGX A100 (NVIDIA, nccl-tests) of 300"),
+    "nvlink": (
+        0.77,
+        0.01,
+        "230 GB/s bus bandwidth of a long all-reduce on DGX A100 (NVIDIA, nccl-tests) of 300",
+    ),
     "overhead": (3e-3, 1.0, "an optimizer step's work on the host, reading the loss"),
 }
 
 
 def cluster_of(base: Cluster, values: dict[str, float]) -> Cluster:
-    """The preset with other values; nothing of the gradients' sum is hidden, as these runs do not send it in buckets."""
-    curves = {**base.device.efficiency, "matmul": ((1e9, values["matmul"]),), "elementwise": ((1e6, values["memory"]),)}
+    """The preset with other values; nothing of the gradients' sum is hidden, as these runs do not
+    send it in buckets.
+    """
+    curves = {
+        **base.device.efficiency,
+        "matmul": ((1e9, values["matmul"]),),
+        "elementwise": ((1e6, values["memory"]),),
+    }
     device = replace(base.device, tiles=TILES, inner=values["inner"], efficiency=curves)
     device = replace(device, launch=values["launch"], overhead=values["overhead"], overlap=0.0)
-    nvlink = replace(base.links[0], startup=values["startup"], latency=values["latency"], efficiency=values["nvlink"])
-    return replace(base, device=device, links=(nvlink, replace(base.links[1], startup=values["startup"])))
+    nvlink = replace(
+        base.links[0],
+        startup=values["startup"],
+        latency=values["latency"],
+        efficiency=values["nvlink"],
+    )
+    return replace(
+        base, device=device, links=(nvlink, replace(base.links[1], startup=values["startup"]))
+    )
 
 
 class Repriced:
-    """Plans whose seconds under other figures are wanted often: kernels and collectives as arrays."""
+    """Plans whose seconds under other figures are wanted often: kernels and collectives as
+    arrays.
+    """
 
     def __init__(self, found: Iterable[tuple[Run, Found]]) -> None:
         """``found`` is read one by one, each within ``resized`` to its microbatch."""
@@ -80,18 +109,43 @@ class Repriced:
             shared = []
             for item in items(f):
                 if item.term is not None and item.term.axis == f.costs.pipeline_axis:
-                    shared.append(([stage for stage, count in enumerate(item.count) if count], item.nbytes))
+                    shared.append(
+                        ([stage for stage, count in enumerate(item.count) if count], item.nbytes)
+                    )
                 for stage, count in enumerate(item.count):
                     if count and item.phase != STEP:
                         late = int(item.phase != FORWARD)
                         if item.term is None:
-                            row = (i, stage, late, count, item.flops, item.nbytes, *(item.product or ()))
-                            self.kernels[item.kind, item.dtype, item.product is not None].append(row)
+                            row = (
+                                i,
+                                stage,
+                                late,
+                                count,
+                                item.flops,
+                                item.nbytes,
+                                *(item.product or ()),
+                            )
+                            self.kernels[item.kind, item.dtype, item.product is not None].append(
+                                row
+                            )
                         elif item.term.kind != "copy":
-                            self.sent[i].append((stage, late, count, item.term.kind, item.term.nbytes, item.term.axis))
+                            self.sent[i].append(
+                                (
+                                    stage,
+                                    late,
+                                    count,
+                                    item.term.kind,
+                                    item.term.nbytes,
+                                    item.term.axis,
+                                )
+                            )
             for v, k in zip(f.problem.vertices, f.solution.chosen, strict=True):
                 if v.node.op == "placeholder" and f.costs.differentiable(v.node):
-                    stored += v.count * f.costs.local_bytes(v.node, [v.choices[k].out])[0] / v.node.meta["val"].dtype.itemsize
+                    stored += (
+                        v.count
+                        * f.costs.local_bytes(v.node, [v.choices[k].out])[0]
+                        / v.node.meta["val"].dtype.itemsize
+                    )
             self.elements.append(stored.tolist())
             self.shared.append(shared)
         self.tables = {key: np.array(rows) for key, rows in self.kernels.items()}
@@ -101,10 +155,19 @@ class Repriced:
         compute = Compute(cluster)
         busy = np.zeros((len(self.runs), max(s.stages for s in self.shapes), 2))
         for (kind, dtype, product), rows in self.tables.items():
-            taken = compute.seconds(kind, dtype, rows[:, 4], rows[:, 5], list(rows[:, 6:].T) if product else None)
+            taken = compute.seconds(
+                kind, dtype, rows[:, 4], rows[:, 5], list(rows[:, 6:].T) if product else None
+            )
             np.add.at(busy, tuple(rows[:, :3].T.astype(int)), taken * rows[:, 3])
-        found = {sizes: axes(sizes, cluster) for sizes in {(s.pipeline, *s.sizes) for s in self.shapes}}
-        return np.array([self._step(i, busy[i], compute, found[(s.pipeline, *s.sizes)]) for i, s in enumerate(self.shapes)])
+        found = {
+            sizes: axes(sizes, cluster) for sizes in {(s.pipeline, *s.sizes) for s in self.shapes}
+        }
+        return np.array(
+            [
+                self._step(i, busy[i], compute, found[(s.pipeline, *s.sizes)])
+                for i, s in enumerate(self.shapes)
+            ]
+        )
 
     def _step(self, i: int, busy: np.ndarray, compute: Compute, links: Sequence) -> float:
         run, shape = self.runs[i], self.shapes[i]
@@ -115,11 +178,23 @@ class Repriced:
         ends = []
         for elements in self.elements[i]:
             end = compute.optimizer_seconds(elements * BYTES) + compute.overhead
-            ends.append(end + (seconds("all_reduce", 2 * elements, links[1]) if run.data > 1 else 0.0))
+            ends.append(
+                end + (seconds("all_reduce", 2 * elements, links[1]) if run.data > 1 else 0.0)
+            )
         for stages, nbytes in self.shared[i]:
             for stage in stages:
-                ends[stage] += 2 * (len(stages) - 1) * point_to_point(nbytes / len(stages), links[0])
-        span = makespans(shape.schedule, shape.pipeline, 1, shape.microbatches, forward, backward, send=np.full_like(forward, send))
+                ends[stage] += (
+                    2 * (len(stages) - 1) * point_to_point(nbytes / len(stages), links[0])
+                )
+        span = makespans(
+            shape.schedule,
+            shape.pipeline,
+            1,
+            shape.microbatches,
+            forward,
+            backward,
+            send=np.full_like(forward, send),
+        )
         return float(span[0]) + max(ends)
 
 
@@ -140,24 +215,50 @@ def fitted(repriced: Repriced, base: Cluster) -> dict[str, float]:
     measured = np.array([run.seconds for run in repriced.runs])
 
     def misses(x: np.ndarray) -> np.ndarray:
-        off = np.log(repriced.seconds(cluster_of(base, dict(zip(names, np.exp(x), strict=True)))) / measured) / NOISE
-        return np.concatenate([np.sign(off) * np.sqrt(2 * (np.sqrt(1 + off**2) - 1)), (x - start) / spread])
+        off = (
+            np.log(
+                repriced.seconds(cluster_of(base, dict(zip(names, np.exp(x), strict=True))))
+                / measured
+            )
+            / NOISE
+        )
+        return np.concatenate(
+            [np.sign(off) * np.sqrt(2 * (np.sqrt(1 + off**2) - 1)), (x - start) / spread]
+        )
 
-    return dict(zip(names, np.exp(least_squares(misses, start, max_nfev=15, diff_step=1e-3).x).tolist(), strict=True))
+    return dict(
+        zip(
+            names,
+            np.exp(least_squares(misses, start, max_nfev=15, diff_step=1e-3).x).tolist(),
+            strict=True,
+        )
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--write", action="store_true", help="write both files")
     arguments = parser.parse_args()
     base = Cluster.load("a100-sxm")
     groups = list(by_model(runs(VALIDATION / "vtrain_a100_single_node.csv")[::3]))
     repriced = Repriced(priced(tqdm(groups, desc="planning"), base))
     values = fitted(repriced, base)
-    off = repriced.seconds(cluster_of(base, values)) / np.array([run.seconds for run in repriced.runs]) - 1
-    rows = [(name, value, f"{values[name]:.3g}", deviation, why) for name, (value, deviation, why) in PRIOR.items()]
+    off = (
+        repriced.seconds(cluster_of(base, values))
+        / np.array([run.seconds for run in repriced.runs])
+        - 1
+    )
+    rows = [
+        (name, value, f"{values[name]:.3g}", deviation, why)
+        for name, (value, deviation, why) in PRIOR.items()
+    ]
     print(tabulate(rows, headers=("", "prior", "fitted", "may move", "")))
-    print(f"\n{len(off)} runs fitted: mean error {100 * abs(off).mean():.2f} %, worst {100 * abs(off).max():.1f} %")
+    print(
+        f"\n{len(off)} runs fitted: mean error {100 * abs(off).mean():.2f} %, worst "
+        f"{100 * abs(off).max():.1f} %"
+    )
     if arguments.write:
         write(base, {name: float(f"{value:.3g}") for name, value in values.items()})
 
@@ -165,11 +266,29 @@ def main() -> None:
 def write(base: Cluster, values: dict[str, float]) -> None:
     """Both files, with where each figure is from."""
     source = "benchmarks/fit_a100.py: rows 0, 3, 6, ... of vTrain's single-node runs"
-    names = ("device.tiles", "device.inner", "device.efficiency.matmul", "device.efficiency.elementwise")
-    links = ("links.nvlink.startup", "links.nvlink.latency", "links.nvlink.efficiency", "links.network.startup")
+    names = (
+        "device.tiles",
+        "device.inner",
+        "device.efficiency.matmul",
+        "device.efficiency.elementwise",
+    )
+    links = (
+        "links.nvlink.startup",
+        "links.nvlink.latency",
+        "links.nvlink.efficiency",
+        "links.network.startup",
+    )
     sources = {**base.sources, **dict.fromkeys((*names, *links), source)}
-    run = replace(cluster_of(base, values), sources={**sources, "device.launch": source, "device.overhead": source})
-    own = replace(run.device, launch=base.device.launch, overhead=base.device.overhead, overlap=base.device.overlap)
+    run = replace(
+        cluster_of(base, values),
+        sources={**sources, "device.launch": source, "device.overhead": source},
+    )
+    own = replace(
+        run.device,
+        launch=base.device.launch,
+        overhead=base.device.overhead,
+        overlap=base.device.overlap,
+    )
     replace(run, device=own, sources=sources).save(PRESET)
     replace(run, name="a100-megatron-deepspeed").save(RUNS)
 

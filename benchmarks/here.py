@@ -1,4 +1,6 @@
-"""Predictions for this machine beside what it does: profiled, planned, trained with; on 1, 2 and 4 local ranks."""
+"""Predictions for this machine beside what it does: profiled, planned, trained with; on 1, 2 and 4
+local ranks.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.cost_model import Cluster
-from autopar.runtime.peak import peak_bytes
+from autopar.runtime.measure.peak import peak_bytes
 
 RANKS = (1, 2, 4)
 WARM, STEPS = 3, 9
@@ -30,21 +32,46 @@ Sample = dict[str, torch.Tensor]
 
 
 def gpt() -> tuple[nn.Module, Sample]:
-    sizes = dict(n_embd=HIDDEN, n_layer=LAYERS, n_head=4, n_positions=SEQUENCE, vocab_size=VOCABULARY, use_cache=False)
+    sizes = dict(
+        n_embd=HIDDEN,
+        n_layer=LAYERS,
+        n_head=4,
+        n_positions=SEQUENCE,
+        vocab_size=VOCABULARY,
+        use_cache=False,
+    )
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)), tokens()
 
 
 def llama() -> tuple[nn.Module, Sample]:
-    sizes = dict(hidden_size=HIDDEN, intermediate_size=2 * HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=VOCABULARY, use_cache=False)), tokens()
+    sizes = dict(
+        hidden_size=HIDDEN,
+        intermediate_size=2 * HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**sizes, vocab_size=VOCABULARY, use_cache=False)
+    ), tokens()
 
 
 def vit() -> tuple[nn.Module, Sample]:
-    sizes = dict(hidden_size=HIDDEN, intermediate_size=4 * HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=4)
+    sizes = dict(
+        hidden_size=HIDDEN,
+        intermediate_size=4 * HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+    )
     height, width = 72, 56  # 9 x 7 patches and one for the class: a sequence that 4 ranks can split
-    config = transformers.ViTConfig(**sizes, image_size=(height, width), patch_size=8, num_labels=16)
+    config = transformers.ViTConfig(
+        **sizes, image_size=(height, width), patch_size=8, num_labels=16
+    )
     images = torch.randn(BATCH, 3, height, width)
-    return transformers.ViTForImageClassification(config), {"pixel_values": images, "labels": torch.arange(BATCH)}
+    return transformers.ViTForImageClassification(config), {
+        "pixel_values": images,
+        "labels": torch.arange(BATCH),
+    }
 
 
 class CNN(nn.Module):
@@ -54,7 +81,13 @@ class CNN(nn.Module):
         super().__init__()
         parts: list[nn.Module] = []
         for before, after in ((3, 32), (32, 64), (64, 64), (64, 128)):
-            parts.append(nn.Sequential(nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU()))
+            parts.append(
+                nn.Sequential(
+                    nn.Conv2d(before, after, 3, padding=1, bias=False),
+                    nn.BatchNorm2d(after),
+                    nn.ReLU(),
+                )
+            )
         self.body, self.head = nn.Sequential(*parts), nn.Linear(128, 16)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -70,7 +103,12 @@ def tokens() -> Sample:
     return {"input_ids": ids, "labels": ids}
 
 
-MODELS: dict[str, Callable[[], tuple[nn.Module, Sample]]] = {"gpt": gpt, "llama": llama, "vit": vit, "cnn": cnn}
+MODELS: dict[str, Callable[[], tuple[nn.Module, Sample]]] = {
+    "gpt": gpt,
+    "llama": llama,
+    "vit": vit,
+    "cnn": cnn,
+}
 
 
 @dataclass(frozen=True)
@@ -88,14 +126,33 @@ def cases(ranks: int) -> Iterator[Case]:
         for recompute in ("none", "full"):
             kept = dict(recompute=recompute, zero=0)
             name = "" if recompute == "none" else ", recomputed"
-            yield Case(model, ("data" if ranks > 1 else "one rank") + name, dict(parallel=dict(data=ranks), **kept))
+            yield Case(
+                model,
+                ("data" if ranks > 1 else "one rank") + name,
+                dict(parallel=dict(data=ranks), **kept),
+            )
             if ranks > 1 and model != "cnn":
                 tensor = dict(size=ranks, mode="1d")
-                yield Case(model, "tensor" + name, dict(parallel=dict(tensor=tensor), constraints=_norms(model, "I"), **kept))
-                yield Case(model, "sequence" + name, dict(parallel=dict(tensor=tensor), constraints=_norms(model, "S1"), **kept))
+                yield Case(
+                    model,
+                    "tensor" + name,
+                    dict(parallel=dict(tensor=tensor), constraints=_norms(model, "I"), **kept),
+                )
+                yield Case(
+                    model,
+                    "sequence" + name,
+                    dict(parallel=dict(tensor=tensor), constraints=_norms(model, "S1"), **kept),
+                )
             if ranks > 1:
                 yield Case(
-                    model, "pipeline" + name, dict(parallel=dict(pipeline=ranks), micro_batch_size=BATCH // 8, schedule="1f1b", **kept)
+                    model,
+                    "pipeline" + name,
+                    dict(
+                        parallel=dict(pipeline=ranks),
+                        micro_batch_size=BATCH // 8,
+                        schedule="1f1b",
+                        **kept,
+                    ),
                 )
 
 
@@ -110,10 +167,14 @@ def _norms(model: str, layout: str) -> dict[str, str]:
 
 
 def run(case: Case, cluster: Cluster, ranks: int) -> dict[str, Any]:
-    """Predicted and measured: seconds of a step, and the peak memory in bytes of the rank whose prediction is the worst."""
+    """Predicted and measured: seconds of a step, and the peak memory in bytes of the rank whose
+    prediction is the worst.
+    """
     torch.manual_seed(0)
     model, sample = MODELS[case.model]()
-    compiled = autopar.compile(model, sample, ranks, cluster=cluster, progress=False, **case.options)
+    compiled = autopar.compile(
+        model, sample, ranks, cluster=cluster, progress=False, **case.options
+    )
     optimizer = torch.optim.AdamW(compiled.parameters(), lr=1e-4)
 
     def step() -> None:
@@ -134,11 +195,20 @@ def run(case: Case, cluster: Cluster, ranks: int) -> dict[str, Any]:
     lasting += [t for state in optimizer.state.values() for t in state.values() if t.ndim]
     each = ranks // compiled.plan.pipeline
     # gloo's threads may let go of what they sent late, so that one step may have more than another.
-    said, held = compiled.plan.peak_memory[dist.get_rank() // each], min(peak_bytes(step) for _ in range(3))
+    said, held = (
+        compiled.plan.peak_memory[dist.get_rank() // each],
+        min(peak_bytes(step) for _ in range(3)),
+    )
     pairs: list[Any] = [None] * ranks
     dist.all_gather_object(pairs, (said, sum(_local(t).nbytes for t in lasting) + held))
     worst = max(pairs, key=lambda pair: abs(pair[0] / pair[1] - 1))
-    found = dict(model=case.model, plan=case.name, ranks=ranks, predicted=compiled.plan.step_time, measured=statistics.median(taken[WARM:]))
+    found = dict(
+        model=case.model,
+        plan=case.name,
+        ranks=ranks,
+        predicted=compiled.plan.step_time,
+        measured=statistics.median(taken[WARM:]),
+    )
     return found | dict(predicted_bytes=worst[0], measured_bytes=worst[1])
 
 
@@ -157,12 +227,18 @@ def worker(folder: Path, profile: Path | None) -> None:
     dist.init_process_group("gloo")
     try:
         ranks = dist.get_world_size()
-        cluster = Cluster.load(profile) if profile else Cluster.measure(folder / f"cluster-{ranks}.json")
+        cluster = (
+            Cluster.load(profile) if profile else Cluster.measure(folder / f"cluster-{ranks}.json")
+        )
         rows = []
         for case in cases(ranks):
             rows.append(run(case, cluster, ranks))
             if dist.get_rank() == 0:
-                print({k: round(v, 4) if isinstance(v, float) else v for k, v in rows[-1].items()}, file=sys.stderr, flush=True)
+                print(
+                    {k: round(v, 4) if isinstance(v, float) else v for k, v in rows[-1].items()},
+                    file=sys.stderr,
+                    flush=True,
+                )
         if dist.get_rank() == 0:
             (folder / f"rows-{ranks}.json").write_text(json.dumps(rows))
     finally:
@@ -174,7 +250,15 @@ def measured(ranks: int, folder: Path) -> list[dict[str, Any]]:
     from torch.distributed.run import main as torchrun
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    torchrun(["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}", __file__, str(folder)])
+    torchrun(
+        [
+            "--standalone",
+            "--local-addr=127.0.0.1",
+            f"--nproc-per-node={ranks}",
+            __file__,
+            str(folder),
+        ]
+    )
     rows: list[dict[str, Any]] = json.loads((folder / f"rows-{ranks}.json").read_text())
     return rows
 

@@ -1,9 +1,12 @@
-"""What it brings to decide sharding and recomputation together: against the best sharding first, then the best recomputation for it.
+"""What it brings to decide sharding and recomputation together: against the best sharding first,
+then the best recomputation for it.
 
-The models, batches, devices and meshes are those of table 1 of arXiv 2104.04473 (Megatron-LM), with microbatches so large that memory
-binds. Both plans are predictions for the same cluster, under the same budgets. First and then: every node and parameter is sharded as in
-the fastest plan where memory is free, and only what is recomputed is chosen under the budget (and the stage cuts, anew). A plan counts for
-all budgets that it fits, so that neither column gets worse where there is more memory.
+The models, batches, devices and meshes are those of table 1 of arXiv 2104.04473 (Megatron-LM), with
+microbatches so large that memory binds. Both plans are predictions for the same cluster, under the
+same budgets. First and then: every node and parameter is sharded as in the fastest plan where
+memory is free, and only what is recomputed is chosen under the budget (and the stage cuts, anew). A
+plan counts for all budgets that it fits, so that neither column gets worse where there is more
+memory.
 """
 
 from __future__ import annotations
@@ -17,18 +20,18 @@ from planning import build
 from tabulate import tabulate
 from tqdm import tqdm
 
-from autopar.analysis import Analysis
 from autopar.cost_model import Cluster
 from autopar.errors import BudgetError
-from autopar.planner import Traced
-from autopar.search.found import Found
-from autopar.search.neighbourhood import as_chosen, restrict
-from autopar.search.options import Options
+from autopar.frontend.traced import Traced
+from autopar.rules.analysis import Analysis
+from autopar.search.ilp.neighbourhood import as_chosen, restrict
+from autopar.search.ilp.problem import Problem
 from autopar.search.outer import Outer
-from autopar.search.problem import Problem
+from autopar.search.result.found import Found
 from autopar.search.search import Search
 from autopar.search.searches import Searches
-from autopar.search.shape import Shape
+from autopar.search.space.options import Options
+from autopar.search.space.shape import Shape
 
 VOCABULARY, SEQUENCE = 51200, 2048
 UNLIMITED = 1e9  # GB
@@ -36,7 +39,9 @@ UNLIMITED = 1e9  # GB
 
 @dataclass(frozen=True)
 class Case:
-    """A GPT, the devices of a published run and their mesh; ``micro`` samples in a microbatch of a replica."""
+    """A GPT, the devices of a published run and their mesh; ``micro`` samples in a microbatch of a
+    replica.
+    """
 
     layers: int
     hidden: int
@@ -57,7 +62,9 @@ class Case:
         return "1f1b" if self.pipeline > 1 else None
 
     def __str__(self) -> str:
-        axes = f"data {self.data} x tensor {self.tensor}" + f" x pipeline {self.pipeline}" * (self.pipeline > 1)
+        axes = f"data {self.data} x tensor {self.tensor}" + f" x pipeline {self.pipeline}" * (
+            self.pipeline > 1
+        )
         return f"{axes}, {self.batch // self.data // self.micro} microbatches of {self.micro}"
 
 
@@ -77,10 +84,15 @@ class Sharded(Search):
         self._free = free
 
     def problem(self, shape: Shape, samples: int) -> Problem:
-        return self.known.problems.of((shape.pipeline, shape.axes, samples), lambda: self._sharded(shape, samples))
+        return self.known.problems.of(
+            (shape.pipeline, shape.axes, samples), lambda: self._sharded(shape, samples)
+        )
 
     def _sharded(self, shape: Shape, samples: int) -> Problem:
-        free, fastest = self._free.problem(shape, samples), self._free.prices(shape, samples).at(0.0)
+        free, fastest = (
+            self._free.problem(shape, samples),
+            self._free.prices(shape, samples).at(0.0),
+        )
         return restrict(free, as_chosen(free, fastest.chosen))
 
 
@@ -88,7 +100,9 @@ class Given(Searches):
     """A search that is there already."""
 
     def __init__(self, search: Search, samples: int) -> None:
-        super().__init__(lambda microbatches: search.known, samples, search.options, lambda what: None)
+        super().__init__(
+            lambda microbatches: search.known, samples, search.options, lambda what: None
+        )
         self._search = search
 
     def of(self, microbatches: int) -> Search:
@@ -98,8 +112,16 @@ class Given(Searches):
 def searches(name: str, cluster: Cluster, budget: float, analysis: Analysis) -> Iterator[Search]:
     """That of both together, and that of recomputation alone."""
     case = CASES[name]
-    parallel = dict(data=case.data, pipeline=case.pipeline, tensor=dict(size=case.tensor, mode="1d"))
-    options = Options(case.devices, parallel=parallel, micro_batch_size=case.micro, memory_budget=budget, schedule=case.schedule)
+    parallel = dict(
+        data=case.data, pipeline=case.pipeline, tensor=dict(size=case.tensor, mode="1d")
+    )
+    options = Options(
+        case.devices,
+        parallel=parallel,
+        micro_batch_size=case.micro,
+        memory_budget=budget,
+        schedule=case.schedule,
+    )
     yield Search(analysis, cluster, options)
     yield Sharded(Search(analysis, cluster, options), options)
 
@@ -114,17 +136,36 @@ def plan(search: Search, samples: int) -> Found | BudgetError:
 def rows(name: str, cluster: Cluster, budgets: list[float]) -> Iterator[tuple[str, ...]]:
     """Of each budget, in GB, the smallest first; at the end where memory is free."""
     case = CASES[name]
-    sizes = dict(n_layer=case.layers, n_embd=case.hidden, n_head=case.heads, vocab_size=VOCABULARY, n_positions=SEQUENCE)
+    sizes = dict(
+        n_layer=case.layers,
+        n_embd=case.hidden,
+        n_head=case.heads,
+        vocab_size=VOCABULARY,
+        n_positions=SEQUENCE,
+    )
     off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     model, sample = build("GPT2", sizes | off, case.batch, SEQUENCE)
     analysis = Traced(model, sample, None).analyse(case.batch // case.data // case.micro)[0]
     joint: Found | BudgetError | None = None
     apart: Found | BudgetError | None = None
     for budget in [*sorted(budgets), UNLIMITED]:
-        both, alone = (plan(search, case.batch) for search in searches(name, cluster, 1e9 * budget, analysis))
+        both, alone = (
+            plan(search, case.batch) for search in searches(name, cluster, 1e9 * budget, analysis)
+        )
         joint, apart = (better(old, new) for old, new in ((joint, both), (apart, alone)))
-        ratio = f"{seconds(apart) / seconds(joint):.3f}" if math.isfinite(seconds(joint) + seconds(apart)) else ""
-        yield (name, str(case), "free" if budget == UNLIMITED else f"{budget:g}", shown(joint), shown(apart), ratio)
+        ratio = (
+            f"{seconds(apart) / seconds(joint):.3f}"
+            if math.isfinite(seconds(joint) + seconds(apart))
+            else ""
+        )
+        yield (
+            name,
+            str(case),
+            "free" if budget == UNLIMITED else f"{budget:g}",
+            shown(joint),
+            shown(apart),
+            ratio,
+        )
 
 
 def better(old: Found | BudgetError | None, new: Found | BudgetError) -> Found | BudgetError:
@@ -142,15 +183,33 @@ def shown(found: Found | BudgetError) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="NAME", help=", ".join(CASES))
-    parser.add_argument("--budgets", nargs="+", type=float, default=[80.0, 60.0, 40.0, 30.0], help="GB a device")
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        choices=CASES,
+        default=list(CASES),
+        metavar="NAME",
+        help=", ".join(CASES),
+    )
+    parser.add_argument(
+        "--budgets", nargs="+", type=float, default=[80.0, 60.0, 40.0, 30.0], help="GB a device"
+    )
     parser.add_argument("--cluster", default="a100-sxm")
     options = parser.parse_args()
     cluster = Cluster.load(options.cluster)
-    found = [row for name in tqdm(options.cases, "planning", leave=False) for row in reversed(list(rows(name, cluster, options.budgets)))]
+    found = [
+        row
+        for name in tqdm(options.cases, "planning", leave=False)
+        for row in reversed(list(rows(name, cluster, options.budgets)))
+    ]
     headers = ("model", "mesh", "budget GB", "together s", "first and then s", "ratio")
-    print(f"{options.cluster}, bf16, AdamW, sequence {SEQUENCE}\n\n{tabulate(found, headers=headers, disable_numparse=True)}")
+    print(
+        f"{options.cluster}, bf16, AdamW, sequence "
+        f"{SEQUENCE}\n\n{tabulate(found, headers=headers, disable_numparse=True)}"
+    )
 
 
 if __name__ == "__main__":

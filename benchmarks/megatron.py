@@ -1,4 +1,6 @@
-"""A GPT as Megatron-LM runs it, and its parallel layout as constraints: to price published runs of it by the planner's own path."""
+"""A GPT as Megatron-LM runs it, and its parallel layout as constraints: to price published runs of
+it by the planner's own path.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +14,20 @@ from published import Run
 from torch import nn
 
 from autopar.cost_model import Cluster
-from autopar.planner import Traced
-from autopar.search.found import Found
-from autopar.search.options import Options
+from autopar.frontend.traced import Traced
 from autopar.search.outer import Outer
-from autopar.search.resize import resized
+from autopar.search.pricing.resize import resized
+from autopar.search.result.found import Found
 from autopar.search.searches import Searches
+from autopar.search.space.options import Options
 
 VOCABULARY = 50304  # 50257, padded as Megatron pads it so that it splits
 
 
 class Layer(nn.Module):
-    """Attention whose scores lie in memory, and an MLP; activations are [sequence, batch, hidden]."""
+    """Attention whose scores lie in memory, and an MLP; activations are [sequence, batch,
+    hidden].
+    """
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -31,22 +35,36 @@ class Layer(nn.Module):
         self.ln1, self.ln2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
         self.qkv, self.proj = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
         self.fc1, self.fc2 = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
-        self.dropout, self.dropout1, self.dropout2 = nn.Dropout(0.1), nn.Dropout(0.1), nn.Dropout(0.1)
+        self.dropout, self.dropout1, self.dropout2 = (
+            nn.Dropout(0.1),
+            nn.Dropout(0.1),
+            nn.Dropout(0.1),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         s, b, h = x.shape
-        parts = self.qkv(self.ln1(x)).view(s, b, self.heads, 3 * h // self.heads).split(h // self.heads, -1)
+        parts = (
+            self.qkv(self.ln1(x))
+            .view(s, b, self.heads, 3 * h // self.heads)
+            .split(h // self.heads, -1)
+        )
         q, k, v = (part.permute(1, 2, 0, 3) for part in parts)
-        scores = torch.matmul(q, k.transpose(-1, -2))  # the scale and the mask are part of the fused softmax
+        scores = torch.matmul(
+            q, k.transpose(-1, -2)
+        )  # the scale and the mask are part of the fused softmax
         context = torch.matmul(self.dropout(torch.softmax(scores, -1)), v)
         x = x + self.dropout1(self.proj(context.permute(2, 0, 1, 3).reshape(s, b, h)))
         return x + self.dropout2(self.fc2(F.gelu(self.fc1(self.ln2(x)))))
 
 
 class GPT(nn.Module):
-    """Tokens [batch, sequence] to the mean cross entropy of the next one; input and output embedding are tied."""
+    """Tokens [batch, sequence] to the mean cross entropy of the next one; input and output
+    embedding are tied.
+    """
 
-    def __init__(self, hidden: int, heads: int, layers: int, sequence: int, vocabulary: int = VOCABULARY) -> None:
+    def __init__(
+        self, hidden: int, heads: int, layers: int, sequence: int, vocabulary: int = VOCABULARY
+    ) -> None:
         super().__init__()
         self.embed, self.position = nn.Embedding(vocabulary, hidden), nn.Embedding(sequence, hidden)
         self.dropout = nn.Dropout(0.1)
@@ -64,7 +82,9 @@ class GPT(nn.Module):
 
 
 def constraints(data: int, tensor: int, sequence_parallel: bool = False) -> dict[str, str]:
-    """Megatron's layouts on a mesh of these sizes (arXiv 1909.08053; 2205.05198 with the sequence split between the products)."""
+    """Megatron's layouts on a mesh of these sizes (arXiv 1909.08053; 2205.05198 with the sequence
+    split between the products).
+    """
     if tensor == 1:
         return {}
 
@@ -104,11 +124,15 @@ def options(run: Run) -> dict[str, Any]:
     fixed = configuration(run.tensor, run.pipeline, run.data, run.microbatch)
     if cuts:
         fixed["parallel"]["pipeline"] = dict(size=run.pipeline, split_before=cuts)
-    schedule = "1f1b" if run.batch // run.data // run.microbatch >= run.pipeline else "gpipe"  # the same where there are so few
+    schedule = (
+        "1f1b" if run.batch // run.data // run.microbatch >= run.pipeline else "gpipe"
+    )  # the same where there are so few
     return fixed | dict(schedule=schedule, reduce_dtype="fp16")
 
 
-def configuration(tensor: int, pipeline: int, data: int, microbatch: int, sequence_parallel: bool = False) -> dict[str, Any]:
+def configuration(
+    tensor: int, pipeline: int, data: int, microbatch: int, sequence_parallel: bool = False
+) -> dict[str, Any]:
     """Plan's options for Megatron's layouts, everything recomputed, Adam without ZeRO."""
     parallel: dict[str, Any] = {"data": data, "pipeline": pipeline}
     if tensor > 1:
@@ -130,6 +154,8 @@ def configuration(tensor: int, pipeline: int, data: int, microbatch: int, sequen
 def searched(traced: Traced, samples: int, cluster: Cluster, **options: Any) -> Iterator[Found]:
     """What a search finds, its graph within as large as a microbatch."""
     chosen = Options(**options)
-    found = Outer(Searches(lambda n: traced.known(n, cluster), samples, chosen, lambda _: None)).run()
+    found = Outer(
+        Searches(lambda n: traced.known(n, cluster), samples, chosen, lambda _: None)
+    ).run()
     with resized(found.analysis, samples // found.microbatches, found.analysis.rules):
         yield found

@@ -1,8 +1,11 @@
-"""What a training step takes in each tensor mode, and what it takes sharded by hand with torch.distributed.tensor.parallel.
+"""What a training step takes in each tensor mode, and what it takes sharded by hand with
+torch.distributed.tensor.parallel.
 
-On 4 and on 8 local ranks all modes live in the same processes and take turns, so that a drift of the machine hits all; a ratio is the
-median over the turns of the ratio of two, with the 95 % interval of that median. Each has to compute the loss of one device first, and
-that of the step after it. Mode "1d" shall be no slower than torch's tensor parallelism, with what lies between blocks whole or split.
+On 4 and on 8 local ranks all modes live in the same processes and take turns, so that a drift of
+the machine hits all; a ratio is the median over the turns of the ratio of two, with the 95 %
+interval of that median. Each has to compute the loss of one device first, and that of the step
+after it. Mode "1d" shall be no slower than torch's tensor parallelism, with what lies between
+blocks whole or split.
 """
 
 from __future__ import annotations
@@ -20,12 +23,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from step_time import Step, backward_of, build, compare, inputs, launch, one_thread_a_rank, take_turns, timed
+from step_time import (
+    Step,
+    backward_of,
+    build,
+    compare,
+    inputs,
+    launch,
+    one_thread_a_rank,
+    take_turns,
+    timed,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch_tensor import ByHand
 
 import autopar
-from autopar.report.table import seconds, table
+from autopar.formatting.table import seconds, table
 
 Batch = dict[str, torch.Tensor]
 RATE, TOLERANCE = 1e-4, 1e-5
@@ -56,11 +69,19 @@ NAMES = {
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     every = [*dict.fromkeys(mode for modes in MODES.values() for mode in modes), *BY_HAND]
     parser.add_argument("--ranks", nargs="+", type=int, choices=tuple(MODES), default=list(MODES))
     parser.add_argument("--model", nargs="+", choices=("gpt2", "llama"), default=["gpt2", "llama"])
-    parser.add_argument("--modes", nargs="+", choices=every, default=every, help="beside 1d, which is always measured")
+    parser.add_argument(
+        "--modes",
+        nargs="+",
+        choices=every,
+        default=every,
+        help="beside 1d, which is always measured",
+    )
     parser.add_argument("--rounds", type=int, default=8, help="turns of each mode")
     parser.add_argument("--steps", type=int, default=1, help="steps in one turn")
     parser.add_argument("--layers", type=int, default=4)
@@ -68,14 +89,20 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--batch", type=int, default=8, help="sequences in the batch")
     parser.add_argument("--sequence", type=int, default=128)
-    parser.add_argument("--cluster", default="cpu", help="what to plan for: a preset or a cluster file")
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)  # where rank 0 of a case leaves its rows
+    parser.add_argument(
+        "--cluster", default="cpu", help="what to plan for: a preset or a cluster file"
+    )
+    parser.add_argument(
+        "--out", type=Path, help=argparse.SUPPRESS
+    )  # where rank 0 of a case leaves its rows
     return parser.parse_args()
 
 
 def made(options: argparse.Namespace) -> torch.nn.Module:
     """The same weights each time."""
-    return build(argparse.Namespace(**vars(options) | dict(model=options.model[0])), heads=options.heads)
+    return build(
+        argparse.Namespace(**vars(options) | dict(model=options.model[0])), heads=options.heads
+    )
 
 
 def variants(
@@ -85,9 +112,20 @@ def variants(
     ranks = dist.get_world_size()
     for name, keywords in MODES[ranks].items():
         if name in ("1d", *options.modes):
-            how = dict(parallel=dict(tensor=dict(size=ranks, **keywords)), recompute="none", micro_batch_size=options.batch)
-            compiled = autopar.compile(made(options), batch, ranks, cluster=options.cluster, progress=False, **how)
-            yield name, backward_of(compiled, batch), torch.optim.AdamW(compiled.parameters(), lr=RATE), compiled.plan.step_time
+            how = dict(
+                parallel=dict(tensor=dict(size=ranks, **keywords)),
+                recompute="none",
+                micro_batch_size=options.batch,
+            )
+            compiled = autopar.compile(
+                made(options), batch, ranks, cluster=options.cluster, progress=False, **how
+            )
+            yield (
+                name,
+                backward_of(compiled, batch),
+                torch.optim.AdamW(compiled.parameters(), lr=RATE),
+                compiled.plan.step_time,
+            )
     mesh = init_device_mesh("cpu", (ranks,))
     for name, sequence in BY_HAND.items():
         if name in options.modes:
@@ -109,14 +147,21 @@ def difference(step: Step, losses: list[torch.Tensor], name: str) -> float:
     """How far the first losses are from those of one device, relative to them."""
     worst = max(float(abs(step() / loss - 1)) for loss in losses)
     if not worst < TOLERANCE:
-        raise SystemExit(f"{name}: the losses of the first {len(losses)} steps differ from one device's by {worst:.1e}")
+        raise SystemExit(
+            f"{name}: the losses of the first {len(losses)} steps differ from one device's by "
+            f"{worst:.1e}"
+        )
     return worst
 
 
 def case(options: argparse.Namespace) -> list[dict[str, Any]]:
     """One model on one number of ranks, on each of them."""
     ranks, model = dist.get_world_size(), options.model[0]
-    batch = inputs(torch.randint(0, 1024, (options.batch, options.sequence), generator=torch.Generator().manual_seed(1)))
+    batch = inputs(
+        torch.randint(
+            0, 1024, (options.batch, options.sequence), generator=torch.Generator().manual_seed(1)
+        )
+    )
     single = made(options)
     alone = step_of(backward_of(single, batch), torch.optim.AdamW(single.parameters(), lr=RATE))
     losses = [alone() for _ in range(2)]
@@ -125,8 +170,13 @@ def case(options: argparse.Namespace) -> list[dict[str, Any]]:
     for name, backward, optimizer, predicted in variants(options, batch):
         steps[name] = step_of(backward, optimizer)
         rows[name] = dict(ranks=ranks, model=model, mode=name, predicted=predicted)
-        rows[name]["difference"] = difference(steps[name], losses, f"{model}, {ranks} ranks, {name}")
-    timers = {name: partial(timed, step, options.steps, torch.device("cpu")) for name, step in steps.items()}
+        rows[name]["difference"] = difference(
+            steps[name], losses, f"{model}, {ranks} ranks, {name}"
+        )
+    timers = {
+        name: partial(timed, step, options.steps, torch.device("cpu"))
+        for name, step in steps.items()
+    }
     times = take_turns(timers, options.rounds, f"{model}, {ranks} ranks")
     for name, row in rows.items():
         row["measured"] = statistics.median(times[name])
@@ -150,7 +200,13 @@ def worker(options: argparse.Namespace) -> None:
 def cells(row: dict[str, Any]) -> list[str]:
     predicted = "" if row["predicted"] is None else seconds(row["predicted"])
     of_1d = "{ratio:.2f} ({low:.2f} - {high:.2f})".format(**row["of_1d"]) if "of_1d" in row else ""
-    said = [str(row["ranks"]), row["model"], NAMES.get(row["mode"], row["mode"]), predicted, seconds(row["measured"])]
+    said = [
+        str(row["ranks"]),
+        row["model"],
+        NAMES.get(row["mode"], row["mode"]),
+        predicted,
+        seconds(row["measured"]),
+    ]
     return [*said, f"{row['to_1d']:.2f}", of_1d, f"{row['difference']:.0e}"]
 
 
@@ -162,11 +218,28 @@ def main() -> None:
     one_thread_a_rank()
     with tempfile.TemporaryDirectory() as folder:
         cases = [(ranks, model) for ranks in options.ranks for model in options.model]
-        found = [launch(ranks, folder, f"--model={model}", script=__file__) for ranks, model in cases]
-    headers = ["ranks", "model", "mode", "predicted", "measured", "to 1d", "1d to it (95 %)", "loss differs"]
-    size = f"{options.layers} layers, hidden {options.hidden}, {options.heads} heads, batch {options.batch} x {options.sequence}, float32"
+        found = [
+            launch(ranks, folder, f"--model={model}", script=__file__) for ranks, model in cases
+        ]
+    headers = [
+        "ranks",
+        "model",
+        "mode",
+        "predicted",
+        "measured",
+        "to 1d",
+        "1d to it (95 %)",
+        "loss differs",
+    ]
+    size = (
+        f"{options.layers} layers, hidden {options.hidden}, {options.heads} heads, batch "
+        f"{options.batch} x {options.sequence}, float32"
+    )
     rows = [cells(row) for part in found for row in part]
-    print(f"\n{size}; {options.rounds} turns of {options.steps} steps\n\n{table(rows, headers, 'lllrrrrr')}")
+    print(
+        f"\n{size}; {options.rounds} turns of {options.steps} "
+        f"steps\n\n{table(rows, headers, 'lllrrrrr')}"
+    )
     if not all(found):
         sys.exit(1)
 

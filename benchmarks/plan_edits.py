@@ -1,11 +1,12 @@
-"""What becomes of plan files that were edited at random: each is refused with a PlanError (a RunError where it is for another graph), or it
-trains as one device does.
+"""What becomes of plan files that were edited at random: each is refused with a PlanError (a
+RunError where it is for another graph), or it trains as one device does.
 
     python benchmarks/plan_edits.py              # 250 edits of each of six kinds of plan, some minutes
     python benchmarks/plan_edits.py --edits 50 --kinds zero pipeline
 
-An edit's seed is its kind and its number. Most are refused before anything runs; those that pass run on real ranks, once for each program
-that is another one, and loss, outputs and gradients are compared with the eager model's in float64 (1e-9).
+An edit's seed is its kind and its number. Most are refused before anything runs; those that pass
+run on real ranks, once for each program that is another one, and loss, outputs and gradients are
+compared with the eager model's in float64 (1e-9).
 """
 
 from __future__ import annotations
@@ -24,10 +25,19 @@ from pool import Pools, RankError  # type: ignore[import-not-found]
 from tabulate import tabulate
 from tqdm import tqdm
 
+from autopar.frontend.traced import Traced
 from autopar.plan import Plan
-from autopar.planner import Traced
 
-COLUMNS = ("edits", "PlanError", "RunError", "same program", "right", "refused late", "wrong", "crashed")
+COLUMNS = (
+    "edits",
+    "PlanError",
+    "RunError",
+    "same program",
+    "right",
+    "refused late",
+    "wrong",
+    "crashed",
+)
 AT_ONCE = 12  # plans that one call of the ranks runs
 
 
@@ -53,7 +63,9 @@ def outcomes(kind: str, count: int, ranks: Pools) -> Counter[str]:
             found["same program"] += 1
         else:
             left.setdefault(edits.program(result), ([], result))[0].append(number)
-    for (numbers, _), outcome in zip(left.values(), _ran(kind, [p for _, p in left.values()], ranks), strict=True):
+    for (numbers, _), outcome in zip(
+        left.values(), _ran(kind, [p for _, p in left.values()], ranks), strict=True
+    ):
         found[outcome.partition(":")[0]] += len(numbers)
         if not outcome.startswith(("right", "refused late")):
             print(f"{kind} {', '.join(map(str, numbers))} {outcome}")
@@ -75,8 +87,13 @@ def _ran(kind: str, plans: list[Plan], ranks: Pools) -> Iterator[str]:
 
 def _on_ranks(kind: str, plans: list[Plan], ranks: Pools) -> list[str]:
     """The worst that a rank says of each."""
-    everywhere = ranks(edits.KINDS[kind][1]).run(edits.run, kind, plans, timeout=30 + 5 * len(plans))
-    return [max(each, key=lambda said: (said != "right", said)) for each in zip(*everywhere, strict=True)]
+    everywhere = ranks(edits.KINDS[kind][1]).run(
+        edits.run, kind, plans, timeout=30 + 5 * len(plans)
+    )
+    return [
+        max(each, key=lambda said: (said != "right", said))
+        for each in zip(*everywhere, strict=True)
+    ]
 
 
 def main() -> None:
@@ -91,7 +108,12 @@ def main() -> None:
     finally:
         ranks.close()
     rows["all"] = sum(rows.values(), Counter())
-    print(tabulate([[kind, *(row[column] for column in COLUMNS)] for kind, row in rows.items()], ["plan", *COLUMNS]))
+    print(
+        tabulate(
+            [[kind, *(row[column] for column in COLUMNS)] for kind, row in rows.items()],
+            ["plan", *COLUMNS],
+        )
+    )
     if rows["all"]["wrong"] or rows["all"]["crashed"]:
         raise SystemExit(1)
 

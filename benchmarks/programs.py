@@ -1,8 +1,10 @@
-"""Random small models under random legal plans, beside the eager model on one device: how many are right, refused, wrong or crash.
+"""Random small models under random legal plans, beside the eager model on one device: how many are
+right, refused, wrong or crash.
 
-Each seed is a model and a plan for it, on one rank (with microbatches), two or four; where the options that were drawn are refused (a model
-that mixes its samples has no microbatches), others are drawn. Prints every seed that fails, with the options, and what to run to see it
-again; at the end the counts, and refusals by message. With ``--out`` outcomes are kept, and seeds that are there are
+Each seed is a model and a plan for it, on one rank (with microbatches), two or four; where the
+options that were drawn are refused (a model that mixes its samples has no microbatches), others are
+drawn. Prints every seed that fails, with the options, and what to run to see it again; at the end
+the counts, and refusals by message. With ``--out`` outcomes are kept, and seeds that are there are
 not run again.
 """
 
@@ -50,7 +52,11 @@ def run(seeds: Sequence[int], ranks: int) -> Iterator[Outcome]:
 
 def _plans(pool: Pool, seeds: Sequence[int], ranks: int) -> list[Job]:
     try:
-        return [job for part in pool.run(_share, list(seeds), ranks, timeout=SECONDS * AT_ONCE) for job in part]
+        return [
+            job
+            for part in pool.run(_share, list(seeds), ranks, timeout=SECONDS * AT_ONCE)
+            for job in part
+        ]
     except RankError as e:
         if len(seeds) > 1:
             return [job for seed in seeds for job in _plans(pool, [seed], ranks)]
@@ -78,10 +84,16 @@ def _message(detail: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", default="0:2000", help="A:B, from A to B - 1; or one")
     parser.add_argument("--ranks", type=int, help="only seeds that run on as many ranks")
-    parser.add_argument("--out", type=Path, help="a file of JSON lines for the outcomes; what is there is not run again")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="a file of JSON lines for the outcomes; what is there is not run again",
+    )
     parser.add_argument("--show", action="store_true", help="print each model")
     args = parser.parse_args()
     first, _, last = args.seeds.partition(":")
@@ -95,21 +107,38 @@ def main() -> None:
         if args.show:
             for seed in todo:
                 print(seed, program(seed)[0])
-        for outcome in tqdm(run(todo, ranks), total=len(todo), desc=f"{ranks} ranks", disable=not sys.stderr.isatty()):
+        for outcome in tqdm(
+            run(todo, ranks),
+            total=len(todo),
+            desc=f"{ranks} ranks",
+            disable=not sys.stderr.isatty(),
+        ):
             done[outcome.seed] = outcome
             if args.out:
                 with args.out.open("a") as file:
                     file.write(json.dumps(dataclasses.asdict(outcome)) + "\n")
             if outcome.kind in ("wrong", "crashed"):
-                print(f"seed {outcome.seed} on {ranks} ranks, {outcome.options}: {outcome.kind}: {outcome.detail}", flush=True)
+                print(
+                    f"seed {outcome.seed} on {ranks} ranks, {outcome.options}: {outcome.kind}: "
+                    f"{outcome.detail}",
+                    flush=True,
+                )
     report([o for seed, o in sorted(done.items()) if not args.ranks or o.ranks == args.ranks])
 
 
 def report(outcomes: Sequence[Outcome]) -> None:
     """The counts."""
     kinds = ("right", "refused", "wrong", "crashed")
-    rows = [[ranks, *(sum(o.kind == k and o.ranks == ranks for o in outcomes) for k in kinds)] for ranks in (1, 2, 4)]
-    print(tabulate([*rows, ["all", *(sum(o.kind == k for o in outcomes) for k in kinds)]], ["ranks", *kinds]))
+    rows = [
+        [ranks, *(sum(o.kind == k and o.ranks == ranks for o in outcomes) for k in kinds)]
+        for ranks in (1, 2, 4)
+    ]
+    print(
+        tabulate(
+            [*rows, ["all", *(sum(o.kind == k for o in outcomes) for k in kinds)]],
+            ["ranks", *kinds],
+        )
+    )
     for kind in kinds[1:]:
         _messages(kind, [o.detail for o in outcomes if o.kind == kind])
     _messages("refused, another drawn", [message for o in outcomes for _, message in o.refusals])

@@ -40,7 +40,9 @@ def runs(path: Path) -> list[Run]:
         rows = list(csv.reader(file))[1:]
     found = []
     for row in rows:
-        gpus, batch, microbatch, hidden, heads, layers, sequence, tensor, data, pipeline = (int(float(x)) for x in row[-11:-1])
+        gpus, batch, microbatch, hidden, heads, layers, sequence, tensor, data, pipeline = (
+            int(float(x)) for x in row[-11:-1]
+        )
         sizes = batch, microbatch, hidden, heads, layers, sequence
         found.append(Run(gpus, *sizes, tensor, data, pipeline, seconds=float(row[-1]) / 1e3))
     return found
@@ -59,5 +61,7 @@ def all_reduces(path: Path) -> dict[tuple[str, int], list[tuple[float, float]]]:
     curves: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
-            curves[row["gpu"], int(row["ranks"])].append((float(row["bytes"]), float(row["time_ns"]) * 1e-9))
+            curves[row["gpu"], int(row["ranks"])].append(
+                (float(row["bytes"]), float(row["time_ns"]) * 1e-9)
+            )
     return dict(curves)

@@ -1,10 +1,13 @@
-"""What a compiled step costs beside the plain step: one rank, two data-parallel ranks against DistributedDataParallel, and a pipeline.
+"""What a compiled step costs beside the plain step: one rank, two data-parallel ranks against
+DistributedDataParallel, and a pipeline.
 
-A pipeline is measured against torch's own 1F1B of stages cut by hand at the same layers, and both against the schedule's ideal: the
-timeline of the stages' times, each measured by running the plain layers on their rank with nothing sent, all ranks at once.
+A pipeline is measured against torch's own 1F1B of stages cut by hand at the same layers, and both
+against the schedule's ideal: the timeline of the stages' times, each measured by running the plain
+layers on their rank with nothing sent, all ranks at once.
 
-All variants live in the same processes and take turns (A B, B A, ...), so that a drift of the machine hits all; a row is the median over
-the turns of the ratio of two, with the 95 % interval of that median. A target inside the interval is neither met nor missed.
+All variants live in the same processes and take turns (A B, B A, ...), so that a drift of the
+machine hits all; a row is the median over the turns of the ratio of two, with the 95 % interval of
+that median. A target inside the interval is neither met nor missed.
 """
 
 from __future__ import annotations
@@ -38,7 +41,9 @@ MICROBATCHES = 8  # of a pipelined step
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--model", choices=("gpt2", "llama"), default="gpt2")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256)
@@ -46,17 +51,47 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--steps", type=int, default=3, help="steps in one turn")
     parser.add_argument("--repeats", type=int, default=30, help="turns of each variant")
-    parser.add_argument("--cases", nargs="*", type=int, default=[1, 2], metavar="RANKS", help="world sizes to measure")
-    parser.add_argument("--pipelines", nargs="*", type=int, default=[2], metavar="RANKS", help="pipelines to measure")
-    parser.add_argument("--micro-batch", type=int, default=2, help=f"sequences in a microbatch of a pipeline, which has {MICROBATCHES}")
+    parser.add_argument(
+        "--cases",
+        nargs="*",
+        type=int,
+        default=[1, 2],
+        metavar="RANKS",
+        help="world sizes to measure",
+    )
+    parser.add_argument(
+        "--pipelines",
+        nargs="*",
+        type=int,
+        default=[2],
+        metavar="RANKS",
+        help="pipelines to measure",
+    )
+    parser.add_argument(
+        "--micro-batch",
+        type=int,
+        default=2,
+        help=f"sequences in a microbatch of a pipeline, which has {MICROBATCHES}",
+    )
     parser.add_argument("--cluster", default="h100-sxm" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--zero", type=int, choices=(0, 1, 2), help="fix how parameters are kept; otherwise the search decides")
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)  # where rank 0 of a case leaves its rows
-    parser.add_argument("--pipelined", action="store_true", help=argparse.SUPPRESS)  # this case is a pipeline
+    parser.add_argument(
+        "--zero",
+        type=int,
+        choices=(0, 1, 2),
+        help="fix how parameters are kept; otherwise the search decides",
+    )
+    parser.add_argument(
+        "--out", type=Path, help=argparse.SUPPRESS
+    )  # where rank 0 of a case leaves its rows
+    parser.add_argument(
+        "--pipelined", action="store_true", help=argparse.SUPPRESS
+    )  # this case is a pipeline
     return parser.parse_args()
 
 
-def build(options: argparse.Namespace, vocab_size: int = 1024, heads: int = 0, **more: Any) -> torch.nn.Module:
+def build(
+    options: argparse.Namespace, vocab_size: int = 1024, heads: int = 0, **more: Any
+) -> torch.nn.Module:
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -64,26 +99,48 @@ def build(options: argparse.Namespace, vocab_size: int = 1024, heads: int = 0, *
     heads = heads or max(1, options.hidden // 64)
     if options.model == "gpt2":
         off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        sizes = dict(n_embd=options.hidden, n_layer=options.layers, n_head=heads, n_positions=options.sequence)
-        config = transformers.GPT2Config(vocab_size=vocab_size, bos_token_id=0, eos_token_id=0, **sizes, **off, **more)
+        sizes = dict(
+            n_embd=options.hidden,
+            n_layer=options.layers,
+            n_head=heads,
+            n_positions=options.sequence,
+        )
+        config = transformers.GPT2Config(
+            vocab_size=vocab_size, bos_token_id=0, eos_token_id=0, **sizes, **off, **more
+        )
         return transformers.GPT2LMHeadModel(config)
     sizes = dict(
-        hidden_size=options.hidden, num_hidden_layers=options.layers, num_attention_heads=heads, intermediate_size=3 * options.hidden
+        hidden_size=options.hidden,
+        num_hidden_layers=options.layers,
+        num_attention_heads=heads,
+        intermediate_size=3 * options.hidden,
     )
-    config = transformers.LlamaConfig(vocab_size=vocab_size, max_position_embeddings=options.sequence, **sizes, **more)
+    config = transformers.LlamaConfig(
+        vocab_size=vocab_size, max_position_embeddings=options.sequence, **sizes, **more
+    )
     return transformers.LlamaForCausalLM(config)
 
 
-def variants(options: argparse.Namespace, device: torch.device) -> dict[str, tuple[torch.nn.Module, dict[str, torch.Tensor]]]:
-    """The plain model (DistributedDataParallel on its share of the batch, given several ranks) and the compiled one on the whole batch."""
+def variants(
+    options: argparse.Namespace, device: torch.device
+) -> dict[str, tuple[torch.nn.Module, dict[str, torch.Tensor]]]:
+    """The plain model (DistributedDataParallel on its share of the batch, given several ranks) and
+    the compiled one on the whole batch.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    tokens = torch.randint(0, 1024, (options.batch, options.sequence), generator=torch.Generator().manual_seed(1)).to(device)
+    tokens = torch.randint(
+        0, 1024, (options.batch, options.sequence), generator=torch.Generator().manual_seed(1)
+    ).to(device)
     share = tokens.chunk(ranks)[rank]
     plain: torch.nn.Module = build(options).to(device)
     if ranks > 1:
         plain = torch.nn.parallel.DistributedDataParallel(plain, gradient_as_bucket_view=True)
     compiled = autopar.compile(
-        build(options).to(device), whole := inputs(tokens), ranks, cluster=options.cluster, parallel=dict(data=ranks)
+        build(options).to(device),
+        whole := inputs(tokens),
+        ranks,
+        cluster=options.cluster,
+        parallel=dict(data=ranks),
     )
     return {"plain": (plain, inputs(share)), "compiled": (compiled, whole)}
 
@@ -92,12 +149,21 @@ def inputs(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     return dict(input_ids=tokens, labels=tokens.clone(), use_cache=False)  # type: ignore[dict-item]
 
 
-def pipelined(options: argparse.Namespace, device: torch.device) -> tuple[ByHand, torch.nn.Module, dict[str, torch.Tensor]]:
-    """The pipeline by hand, and the compiled one of the same cut with its batch; embeddings are not tied, which by hand is more work."""
+def pipelined(
+    options: argparse.Namespace, device: torch.device
+) -> tuple[ByHand, torch.nn.Module, dict[str, torch.Tensor]]:
+    """The pipeline by hand, and the compiled one of the same cut with its batch; embeddings are not
+    tied, which by hand is more work.
+    """
     batch = MICROBATCHES * options.micro_batch
-    tokens = torch.randint(0, 1024, (batch, options.sequence), generator=torch.Generator().manual_seed(1)).to(device)
+    tokens = torch.randint(
+        0, 1024, (batch, options.sequence), generator=torch.Generator().manual_seed(1)
+    ).to(device)
     by_hand = ByHand(build(options, tie_word_embeddings=False).to(device), tokens, MICROBATCHES)
-    ranks, layers = dist.get_world_size(), "transformer.h" if options.model == "gpt2" else "model.layers"
+    ranks, layers = (
+        dist.get_world_size(),
+        "transformer.h" if options.model == "gpt2" else "model.layers",
+    )
     cuts = [f"{layers}.{i}" for i in boundaries(options.layers, ranks)[1:-1]]
     compiled = autopar.compile(
         build(options, tie_word_embeddings=False).to(device),
@@ -148,7 +214,13 @@ def timed(step: Step, count: int, device: torch.device) -> float:
 def take_turns(variants: Mapping[str, Callable[[], float]], repeats: int, label: str) -> Times:
     """Seconds of each variant in each turn; the order alternates."""
     times: Times = {name: [] for name in variants}
-    turns = tqdm(range(repeats + 1), label, disable=dist.get_rank() != 0, leave=False, mininterval=0.2 if sys.stderr.isatty() else 10)
+    turns = tqdm(
+        range(repeats + 1),
+        label,
+        disable=dist.get_rank() != 0,
+        leave=False,
+        mininterval=0.2 if sys.stderr.isatty() else 10,
+    )
     for turn in turns:
         for name in list(variants)[:: 1 if turn % 2 else -1]:
             took = variants[name]()
@@ -162,11 +234,15 @@ def compare(times: Times, other: str, ours: str) -> dict[str, float]:
     ratios = [b / a for a, b in zip(times[other], times[ours], strict=True)]
     low, high = interval(ratios)
     reference, seconds = (statistics.median(times[name]) for name in (other, ours))
-    return dict(reference=reference, seconds=seconds, ratio=statistics.median(ratios), low=low, high=high)
+    return dict(
+        reference=reference, seconds=seconds, ratio=statistics.median(ratios), low=low, high=high
+    )
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-    """The 95 % confidence interval of the median, from order statistics (binomial, by its normal approximation)."""
+    """The 95 % confidence interval of the median, from order statistics (binomial, by its normal
+    approximation).
+    """
     ordered = sorted(values)
     skipped = max(0, math.floor(len(ordered) / 2 - 0.98 * math.sqrt(len(ordered))))
     return ordered[skipped], ordered[-1 - skipped]
@@ -188,10 +264,19 @@ def case(options: argparse.Namespace, device: torch.device) -> list[dict]:
     other = "plain model" if ranks == 1 else "DistributedDataParallel"
     rows = []
     for kind in steps["plain"]:
-        timers = {name: partial(timed, of[kind], options.steps, device) for name, of in steps.items()}
+        timers = {
+            name: partial(timed, of[kind], options.steps, device) for name, of in steps.items()
+        }
         times = take_turns(timers, options.repeats, f"{ranks} rank{'s' * (ranks > 1)}, {kind}")
         row = compare(times, "plain", "compiled")
-        rows.append(dict(case=f"{ranks} rank{'s' * (ranks > 1)} against {other}", kind=kind, target=1.02 if ranks == 1 else 1.0, **row))
+        rows.append(
+            dict(
+                case=f"{ranks} rank{'s' * (ranks > 1)} against {other}",
+                kind=kind,
+                target=1.02 if ranks == 1 else 1.0,
+                **row,
+            )
+        )
     losses = [steps[name]["forward + backward"]() for name in ("plain", "compiled")]
     if ranks > 1:
         dist.all_reduce(losses[0])
@@ -202,18 +287,35 @@ def case(options: argparse.Namespace, device: torch.device) -> list[dict]:
 def pipeline_case(options: argparse.Namespace, device: torch.device) -> list[dict]:
     """One pipeline, on each of its ranks."""
     by_hand, compiled, batch = pipelined(options, device)
-    steps = {"by hand": steps_of(by_hand.backward, by_hand.part), "compiled": steps_of(backward_of(compiled, batch), compiled)}
+    steps = {
+        "by hand": steps_of(by_hand.backward, by_hand.part),
+        "compiled": steps_of(backward_of(compiled, batch), compiled),
+    }
     ranks = dist.get_world_size()
     rows = []
     for kind in steps["compiled"]:
-        timers = {name: partial(timed, of[kind], options.steps, device) for name, of in steps.items()}
-        pairs: list[tuple[str, str, str, float | None]] = [("against torch's 1F1B", "by hand", "compiled", 1.0)]
+        timers = {
+            name: partial(timed, of[kind], options.steps, device) for name, of in steps.items()
+        }
+        pairs: list[tuple[str, str, str, float | None]] = [
+            ("against torch's 1F1B", "by hand", "compiled", 1.0)
+        ]
         if kind == "forward + backward":
             timers["ideal"] = partial(ideal, by_hand, options, device)
-            pairs += [("against the ideal", "ideal", "compiled", None), ("torch's 1F1B against the ideal", "ideal", "by hand", None)]
+            pairs += [
+                ("against the ideal", "ideal", "compiled", None),
+                ("torch's 1F1B against the ideal", "ideal", "by hand", None),
+            ]
         times = take_turns(timers, options.repeats, f"pipeline of {ranks}, {kind}")
         for what, other, ours, target in pairs:
-            rows.append(dict(case=f"pipeline of {ranks}: {what}", kind=kind, target=target, **compare(times, other, ours)))
+            rows.append(
+                dict(
+                    case=f"pipeline of {ranks}: {what}",
+                    kind=kind,
+                    target=target,
+                    **compare(times, other, ours),
+                )
+            )
     loss = steps["by hand"]["forward + backward"]()
     dist.all_reduce(loss)
     difference = float(abs(loss - steps["compiled"]["forward + backward"]()))
@@ -221,9 +323,13 @@ def pipeline_case(options: argparse.Namespace, device: torch.device) -> list[dic
 
 
 def ideal(by_hand: ByHand, options: argparse.Namespace, device: torch.device) -> float:
-    """Seconds of a step if nothing but the stages' own work took time: 1F1B's timeline of the stages alone."""
+    """Seconds of a step if nothing but the stages' own work took time: 1F1B's timeline of the
+    stages alone.
+    """
     dist.barrier()
-    took = [by_hand.alone(options.hidden, partial(synchronize, device)) for _ in range(options.steps)]
+    took = [
+        by_hand.alone(options.hidden, partial(synchronize, device)) for _ in range(options.steps)
+    ]
     by_hand.part.zero_grad()
     mine = [statistics.mean(each) for each in zip(*took, strict=True)]
     stages: list[list[float]] = [mine] * by_hand.ranks
@@ -247,7 +353,9 @@ def worker(options: argparse.Namespace) -> None:
 
 
 def one_thread_a_rank() -> None:
-    """In every case, because threads that wait for each other are the larger noise; and gloo on the loopback."""
+    """In every case, because threads that wait for each other are the larger noise; and gloo on the
+    loopback.
+    """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     if loopback:
@@ -255,25 +363,56 @@ def one_thread_a_rank() -> None:
 
 
 def launch(ranks: int, folder: str, *more: str, script: str = __file__) -> list[dict]:
-    """Run one case of ``script`` in its own processes and read what rank 0 found; nothing if it failed."""
+    """Run one case of ``script`` in its own processes and read what rank 0 found; nothing if it
+    failed.
+    """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
     out = Path(folder) / f"{ranks}{''.join(more)}.json"
     try:
-        torchrun(["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}", script, *sys.argv[1:], f"--out={out}", *more])
+        torchrun(
+            [
+                "--standalone",
+                "--local-addr=127.0.0.1",
+                f"--nproc-per-node={ranks}",
+                script,
+                *sys.argv[1:],
+                f"--out={out}",
+                *more,
+            ]
+        )
     except ChildFailedError:
         print(f"{ranks} ranks failed; the reason is above", file=sys.stderr)
     return json.loads(out.read_text()) if out.exists() else []
 
 
 def table(rows: list[dict]) -> str:
-    headers = ("case", "measured", "reference ms", "ms", "ratio", "95 %", "target", "loss differs by")
+    headers = (
+        "case",
+        "measured",
+        "reference ms",
+        "ms",
+        "ratio",
+        "95 %",
+        "target",
+        "loss differs by",
+    )
     cells = []
     for row in rows:
         spread = f"{row['low']:.3f} - {row['high']:.3f}"
         milliseconds = (f"{1e3 * row['reference']:.1f}", f"{1e3 * row['seconds']:.1f}")
-        cells.append((row["case"], row["kind"], *milliseconds, f"{row['ratio']:.3f}", spread, verdict(row), f"{row['difference']:.1e}"))
+        cells.append(
+            (
+                row["case"],
+                row["kind"],
+                *milliseconds,
+                f"{row['ratio']:.3f}",
+                spread,
+                verdict(row),
+                f"{row['difference']:.1e}",
+            )
+        )
     return tabulate(cells, headers=headers, disable_numparse=True)
 
 
@@ -286,9 +425,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         rows = [row for ranks in options.cases for row in launch(ranks, folder)]
         rows += [row for ranks in options.pipelines for row in launch(ranks, folder, "--pipelined")]
-    size = f"{options.layers} layers, hidden {options.hidden}, batch {options.batch} x {options.sequence}, float32"
-    pipelines = f"pipelines: 1F1B, {MICROBATCHES} microbatches of {options.micro_batch} x {options.sequence}"
-    print(f"\n{options.model}, {size}; {pipelines}; {options.repeats} turns of {options.steps} steps\n\n{table(rows)}")
+    size = (
+        f"{options.layers} layers, hidden {options.hidden}, batch {options.batch} x "
+        f"{options.sequence}, float32"
+    )
+    pipelines = (
+        f"pipelines: 1F1B, {MICROBATCHES} microbatches of {options.micro_batch} x "
+        f"{options.sequence}"
+    )
+    print(
+        f"\n{options.model}, {size}; {pipelines}; {options.repeats} turns of {options.steps} "
+        f"steps\n\n{table(rows)}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""How long a sweep over fixed configurations takes: the first of them, the others, and the same by separate calls of autopar.plan.
+"""How long a sweep over fixed configurations takes: the first of them, the others, and the same by
+separate calls of autopar.ir.plan_data.
 
-The model is a GPT on the meta device; a configuration is data x tensor x pipeline ranks, a microbatch, what is recomputed and ZeRO's level.
+The model is a GPT on the meta device; a configuration is data x tensor x pipeline ranks, a
+microbatch, what is recomputed and ZeRO's level.
 """
 
 from __future__ import annotations
@@ -17,17 +19,43 @@ from tabulate import tabulate
 
 import autopar
 
-GPT = dict(n_embd=2048, n_head=16, vocab_size=50304, n_positions=1024, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-MESHES = ((8, 1, 1), (4, 2, 1), (2, 4, 1), (4, 2, 2), (4, 4, 2), (4, 2, 4), (8, 8, 1), (4, 4, 4), (8, 4, 2), (2, 8, 4))
+GPT = dict(
+    n_embd=2048,
+    n_head=16,
+    vocab_size=50304,
+    n_positions=1024,
+    resid_pdrop=0.0,
+    embd_pdrop=0.0,
+    attn_pdrop=0.0,
+)
+MESHES = (
+    (8, 1, 1),
+    (4, 2, 1),
+    (2, 4, 1),
+    (4, 2, 2),
+    (4, 4, 2),
+    (4, 2, 4),
+    (8, 8, 1),
+    (4, 4, 4),
+    (8, 4, 2),
+    (2, 8, 4),
+)
 MEMORY = (("none", 0), ("full", 1), ("auto", 2), ("none", 3), ("auto", 3))  # recompute and zero
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--configurations", type=int, default=100, help="how many of the hundred")
-    parser.add_argument("--separately", type=int, default=5, help="how many of them are planned by separate calls too")
+    parser.add_argument(
+        "--separately",
+        type=int,
+        default=5,
+        help="how many of them are planned by separate calls too",
+    )
     parser.add_argument("--cluster", default="h100-sxm")
     parser.add_argument("--table", action="store_true", help="print the sweep's table too")
     return parser.parse_args()
@@ -48,7 +76,9 @@ def configurations() -> list[dict[str, Any]]:
     ]
 
 
-def separately(model: torch.nn.Module, sample: Any, configuration: dict[str, Any], cluster: str) -> float:
+def separately(
+    model: torch.nn.Module, sample: Any, configuration: dict[str, Any], cluster: str
+) -> float:
     start = time.perf_counter()
     autopar.plan(model, sample, cluster=cluster, progress=False, **configuration)
     return time.perf_counter() - start
@@ -65,17 +95,25 @@ def main() -> None:
     if options.table:
         print(f"{found}\n")
     others = [plan.timings["total"] for plan in plans[1:]]
-    alone = [separately(model, sample, each, options.cluster) for each in asked[: options.separately]]
+    alone = [
+        separately(model, sample, each, options.cluster) for each in asked[: options.separately]
+    ]
     ratio = statistics.mean(alone) * len(asked) / total
     rows = [
         (f"all {len(asked)}, {len(plans)} of them with a plan", total),
         ("the first, with tracing", total - sum(others)),
         ("the others, median", statistics.median(others)),
         ("the others, worst", max(others)),
-        (f"one by a separate call of autopar.plan, mean of {len(alone)}", statistics.mean(alone)),
+        (
+            f"one by a separate call of autopar.plan, mean of {len(alone)}",
+            statistics.mean(alone),
+        ),
     ]
     print(tabulate(rows, headers=["a sweep", "seconds"], floatfmt=".2f"))
-    print(f"\nGPT of {options.layers} layers, hidden 2048; separate calls would take {ratio:.1f} times as long")
+    print(
+        f"\nGPT of {options.layers} layers, hidden 2048; separate calls would take {ratio:.1f} "
+        "times as long"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""A language model cut into pipeline stages by hand, for torch.distributed.pipelining: what a planned pipeline is compared with."""
+"""A language model cut into pipeline stages by hand, for torch.distributed.pipelining: what a
+planned pipeline is compared with.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 
 class Part(nn.Module):
-    """Layers ``start`` to ``stop`` of a GPT-2 or a Llama, with the embedding before the first and the head after the last."""
+    """Layers ``start`` to ``stop`` of a GPT-2 or a Llama, with the embedding before the first and
+    the head after the last.
+    """
 
     def __init__(self, model: Any, start: int, stop: int) -> None:
         super().__init__()
@@ -25,7 +29,11 @@ class Part(nn.Module):
         self.tokens = None if start else body.wte if gpt2 else body.embed_tokens
         self.places = body.wpe if gpt2 and not start else None
         self.rotary = None if gpt2 else body.rotary_emb
-        self.head = nn.Sequential(body.ln_f if gpt2 else body.norm, model.lm_head) if stop == len(layers) else None
+        self.head = (
+            nn.Sequential(body.ln_f if gpt2 else body.norm, model.lm_head)
+            if stop == len(layers)
+            else None
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         places = torch.arange(x.shape[1], device=x.device)[None]
@@ -43,7 +51,12 @@ class ByHand:
     """This rank's part of ``model`` on torch's 1F1B, for one batch in ``microbatches``."""
 
     def __init__(self, model: Any, tokens: torch.Tensor, microbatches: int) -> None:
-        self.rank, self.ranks, self.tokens, self.microbatches = dist.get_rank(), dist.get_world_size(), tokens, microbatches
+        self.rank, self.ranks, self.tokens, self.microbatches = (
+            dist.get_rank(),
+            dist.get_world_size(),
+            tokens,
+            microbatches,
+        )
         vocabulary, loss_function = model.config.vocab_size, model.loss_function
 
         def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -60,13 +73,25 @@ class ByHand:
         losses: list[torch.Tensor] = []
         last = self.rank == self.ranks - 1
         given = [self.tokens] if self.rank == 0 else []
-        self.schedule.step(*given, target=self.tokens if last else None, losses=losses, return_outputs=False)
-        return torch.stack(losses).sum().detach() if last else torch.zeros((), device=self.tokens.device)
+        self.schedule.step(
+            *given, target=self.tokens if last else None, losses=losses, return_outputs=False
+        )
+        return (
+            torch.stack(losses).sum().detach()
+            if last
+            else torch.zeros((), device=self.tokens.device)
+        )
 
     def alone(self, width: int, wait: Callable[[], None]) -> tuple[float, float]:
-        """Seconds of this part's forward and backward of a microbatch, with nothing sent; ``wait`` is called before a clock is read."""
+        """Seconds of this part's forward and backward of a microbatch, with nothing sent; ``wait``
+        is called before a clock is read.
+        """
         tokens = self.tokens.chunk(self.microbatches)[0]
-        received = torch.randn(*tokens.shape, width, device=tokens.device, requires_grad=True) if self.rank else tokens
+        received = (
+            torch.randn(*tokens.shape, width, device=tokens.device, requires_grad=True)
+            if self.rank
+            else tokens
+        )
         forward = backward = 0.0
         for _ in range(self.microbatches):
             wait()

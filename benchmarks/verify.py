@@ -11,11 +11,14 @@ import torch
 import transformers
 from tabulate import tabulate
 
-from autopar.planner import Traced
+from autopar.frontend.traced import Traced
 from autopar.verification.eager import check_captured
 from autopar.verification.few_samples import compare
 
-SHAPES = {"4 layers of 128, 8 x 64 tokens": (4, 128, 8, 64), "GPT-2 small, 8 x 128 tokens": (12, 768, 8, 128)}
+SHAPES = {
+    "4 layers of 128, 8 x 64 tokens": (4, 128, 8, 64),
+    "GPT-2 small, 8 x 128 tokens": (12, 768, 8, 128),
+}
 
 
 def seconds(call: Callable[[], object], repeats: int) -> float:
@@ -31,7 +34,9 @@ def seconds(call: Callable[[], object], repeats: int) -> float:
 def row(layers: int, width: int, samples: int, tokens: int, repeats: int) -> tuple[str, ...]:
     """Seconds of a step, and the comparisons' in steps."""
     torch.manual_seed(0)
-    config = transformers.GPT2Config(n_layer=layers, n_embd=width, n_head=4, bos_token_id=0, eos_token_id=0)
+    config = transformers.GPT2Config(
+        n_layer=layers, n_embd=width, n_head=4, bos_token_id=0, eos_token_id=0
+    )
     model = transformers.GPT2LMHeadModel(config)
     ids = torch.randint(config.vocab_size, (samples, tokens))
     sample = {"input_ids": ids, "labels": ids.clone()}
@@ -55,7 +60,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     repeats = parser.parse_args().repeats
     rows = [(name, *row(*shape, repeats)) for name, shape in SHAPES.items()]
-    print(tabulate(rows, ("GPT-2", "training step", "few samples, in steps", "whole batch, in steps"), disable_numparse=True))
+    print(
+        tabulate(
+            rows,
+            ("GPT-2", "training step", "few samples, in steps", "whole batch, in steps"),
+            disable_numparse=True,
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""What a machine can do: one device's speed and memory, and the links between devices, read from a data file.
+"""What a machine can do: one device's speed and memory, and the links between devices, read from a
+data file.
 
-Presets lie in ``clusters/``; every figure in a file names its source. A file is versioned by ``schema`` and written whole or not at all.
+Presets lie in ``clusters/``; every figure in a file names its source. A file is versioned by
+``schema`` and written whole or not at all.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any
 from autopar.cost_model.calibrate import Compared, calibrated
 from autopar.cost_model.device import Device, Level, Tile
 from autopar.errors import PlanError
-from autopar.files import write_json
+from autopar.formatting.files import write_json
 
 SCHEMA = 2
 _PRESETS = Path(__file__).parent / "clusters"
@@ -26,7 +28,8 @@ _PRESETS = Path(__file__).parent / "clusters"
 class Cluster:
     """Devices of one kind and their links, fastest level first.
 
-    ``sources`` says for each figure where it comes from, ``machine`` of a profile what was measured.
+    ``sources`` says for each figure where it comes from, ``machine`` of a profile what was
+    measured.
     """
 
     name: str
@@ -37,15 +40,23 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if not self.links:
-            raise PlanError(f"cluster {self.name!r} has no links: give at least one level, with size null for any number of devices")
+            raise PlanError(
+                f"cluster {self.name!r} has no links: give at least one level, with size null for "
+                "any number of devices"
+            )
         inner = 1
         for position, level in enumerate(self.links):
             last = position == len(self.links) - 1
             if level.size is None and not last:
-                raise PlanError(f"cluster {self.name!r}: level {level.name!r} has no size, which only the last (slowest) level may lack")
+                raise PlanError(
+                    f"cluster {self.name!r}: level {level.name!r} has no size, which only the "
+                    "last (slowest) level may lack"
+                )
             if level.size is not None:
                 if level.size % inner:
-                    nested = f"has {level.size} devices, no multiple of the {inner} of the level below"
+                    nested = (
+                        f"has {level.size} devices, no multiple of the {inner} of the level below"
+                    )
                     raise PlanError(f"cluster {self.name!r}: level {level.name!r} {nested}")
                 inner = level.size
 
@@ -58,26 +69,41 @@ class Cluster:
         """PlanError where ``world_size`` devices are more than there are."""
         if world_size > self.capacity:
             asked = f"world_size={world_size} needs {world_size} devices"
-            more = f", or measure as many: torchrun --nproc-per-node {world_size} -m autopar profile" if self.machine else ""
-            raise PlanError(f"{asked}, cluster {self.name!r} has {self.capacity}: lower world_size or give another cluster={more}")
+            more = (
+                f", or measure as many: torchrun --nproc-per-node {world_size} -m autopar profile"
+                if self.machine
+                else ""
+            )
+            raise PlanError(
+                f"{asked}, cluster {self.name!r} has {self.capacity}: lower world_size or give "
+                f"another cluster={more}"
+            )
 
     @classmethod
-    def measure(cls, path: str | os.PathLike[str] = "cluster.json", device: str | None = None, progress: bool = True) -> Cluster:
-        """Measure this machine and write what was found to ``path``: kernels in several sizes and dtypes, memory, collectives.
+    def measure(
+        cls,
+        path: str | os.PathLike[str] = "cluster.json",
+        device: str | None = None,
+        progress: bool = True,
+    ) -> Cluster:
+        """Measure this machine and write what was found to ``path``: kernels in several sizes and
+        dtypes, memory, collectives.
 
-        Call it in each rank under torchrun, which then compute at once as they do in training; alone it measures one device. It takes
-        under two minutes. A profile that was interrupted goes on where it was.
+        Call it in each rank under torchrun, which then compute at once as they do in training;
+        alone it measures one device. It takes under two minutes. A profile that was interrupted
+        goes on where it was.
 
         Raises:
             RunError: there is no such device.
         """
-        from autopar.profile import measured  # which opens devices: nothing else of the cost model does
+        from autopar.profile import measured
 
         return measured(Path(path), device, progress)
 
     def calibrated(self, comparison: Compared, name: str | None = None) -> Cluster:
-        """This cluster with the speeds that a run had, which :meth:`Compiled.compare` found: kernels and links each take so many times as
-        long, and what a step took besides is the device's overhead. ``name``: of the new cluster (free: this one's and "-calibrated").
+        """This cluster with the speeds that a run had, which :meth:`Compiled.compare` found:
+        kernels and links each take so many times as long, and what a step took besides is the
+        device's overhead. ``name``: of the new cluster (free: this one's and "-calibrated").
 
         Raises:
             PlanError: the comparison is with another cluster, or with nothing like this one.
@@ -93,24 +119,31 @@ class Cluster:
     def load(cls, name_or_path: str | os.PathLike[str]) -> Cluster:
         """The cluster of a preset's name or of a ``.json`` file's path.
 
-        Raises PlanError where there is none, where its schema differs, or where a field is missing, unknown or out of range.
+        Raises PlanError where there is none, where its schema differs, or where a field is missing,
+        unknown or out of range.
         """
         try:
             path = Path(os.fsdecode(name_or_path))
             exists = path.exists()
         except (TypeError, ValueError) as error:
             known = ", ".join(cls.presets())
-            raise PlanError(f"cluster={name_or_path!r:.100}: give one of {known}, or a cluster file's path") from error
+            raise PlanError(
+                f"cluster={name_or_path!r:.100}: give one of {known}, or a cluster file's path"
+            ) from error
         if path.suffix != ".json" and len(path.parts) == 1 and not exists:
             if path.name not in cls.presets():
                 raise PlanError(
-                    f"no cluster {path.name!r}: the presets are {', '.join(cls.presets())}; or give the path of a cluster's .json file"
+                    f"no cluster {path.name!r}: the presets are {', '.join(cls.presets())}; or "
+                    "give the path of a cluster's .json file"
                 )
             path = _PRESETS / f"{path.name}.json"
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
-            raise PlanError(f"cannot read the cluster file {path}: {error.strerror}; the presets are {', '.join(cls.presets())}") from error
+            raise PlanError(
+                f"cannot read the cluster file {path}: {error.strerror}; the presets are "
+                f"{', '.join(cls.presets())}"
+            ) from error
         except (ValueError, RecursionError) as error:
             raise PlanError(f"the cluster file {path} is not JSON: {error}") from error
         try:
@@ -121,23 +154,41 @@ class Cluster:
     @classmethod
     def _from_data(cls, data: Any) -> Cluster:
         if not isinstance(data, dict):
-            raise PlanError(f"expected an object with schema, name, device and links, found {type(data).__name__}")
+            raise PlanError(
+                "expected an object with schema, name, device and links, found "
+                f"{type(data).__name__}"
+            )
         found = data.get("schema")
         if found != SCHEMA:
-            renew = "measure it again with: python -m autopar profile -o FILE (under torchrun for several ranks)"
+            renew = (
+                "measure it again with: python -m autopar profile -o FILE (under torchrun for "
+                "several ranks)"
+            )
             raise PlanError(f"its schema is {found!r}, this version reads {SCHEMA}: {renew}")
         values = _checked(cls, "", {key: value for key, value in data.items() if key != "schema"})
         given = dict(_checked(Device, "device.", values["device"]))
-        tiles = [Tile(**_checked(Tile, f"device.tiles[{i}].", tile)) for i, tile in enumerate(given.pop("tiles", ()))]
+        tiles = [
+            Tile(**_checked(Tile, f"device.tiles[{i}].", tile))
+            for i, tile in enumerate(given.pop("tiles", ()))
+        ]
         curves = {name: _points(curve) for name, curve in given.pop("efficiency").items()}
         device = Device(**given, efficiency=curves, tiles=tuple(tiles))
         if not isinstance(values["links"], list):
-            raise PlanError(f"links is {type(values['links']).__name__}: give a list of levels, fastest first")
-        links = tuple(_level(_checked(Level, f"links[{i}].", level)) for i, level in enumerate(values["links"]))
-        return cls(values["name"], device, links, values.get("sources", {}), values.get("machine", {}))
+            raise PlanError(
+                f"links is {type(values['links']).__name__}: give a list of levels, fastest first"
+            )
+        links = tuple(
+            _level(_checked(Level, f"links[{i}].", level))
+            for i, level in enumerate(values["links"])
+        )
+        return cls(
+            values["name"], device, links, values.get("sources", {}), values.get("machine", {})
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the file that :meth:`load` reads; ``path`` is replaced at once, or kept as it was where writing fails."""
+        """Write the file that :meth:`load` reads; ``path`` is replaced at once, or kept as it was
+        where writing fails.
+        """
         write_json(path, {"schema": SCHEMA, **asdict(self)}, indent=2)
 
 
@@ -156,9 +207,16 @@ def _checked(cls: type, prefix: str, data: Any) -> dict[str, Any]:
 
 
 def _level(data: dict[str, Any]) -> Level:
-    curves = {kind: {ranks: _points(c) for ranks, c in by_ranks.items()} for kind, by_ranks in data.get("measured", {}).items()}
+    curves = {
+        kind: {ranks: _points(c) for ranks, c in by_ranks.items()}
+        for kind, by_ranks in data.get("measured", {}).items()
+    }
     return Level(**{**data, "measured": curves})
 
 
 def _points(data: Any) -> Any:
-    return tuple(map(tuple, data)) if isinstance(data, list) and all(isinstance(point, list) for point in data) else data
+    return (
+        tuple(map(tuple, data))
+        if isinstance(data, list) and all(isinstance(point, list) for point in data)
+        else data
+    )

@@ -1,8 +1,10 @@
-"""Seconds of a collective along one mesh axis: latency and bandwidth on the links it crosses, contended as they are shared.
+"""Seconds of a collective along one mesh axis: latency and bandwidth on the links it crosses,
+contended as they are shared.
 
-Ring and tree formulas as in Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH"
-(2005). An axis that crosses levels runs level by level: for an all-gather, over the network between the ranks of the same place in
-each node, then inside each node.
+Ring and tree formulas as in Thakur, Rabenseifner and Gropp, "Optimization of Collective
+Communication Operations in MPICH" (2005). An axis that crosses levels runs level by level: for an
+all-gather, over the network between the ranks of the same place in each node, then inside each
+node.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ class Hop:
     latency: float  # seconds for one message
     bandwidth: float  # B/s into one unit, for one group
     startup: float = 0.0  # seconds before the first message
-    measured: Mapping[str, Curve] = field(default_factory=dict, hash=False)  # of a collective: (bytes, seconds)
+    measured: Mapping[str, Curve] = field(
+        default_factory=dict, hash=False
+    )  # of a collective: (bytes, seconds)
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,9 @@ def axes(sizes: Sequence[int], cluster: Cluster) -> tuple[Axis, ...]:
     """Each axis of a mesh on a cluster.
 
     Args:
-        sizes: axis sizes, slowest first; ranks are numbered row-major, so that the last axis has neighbours. For a mesh inside a
-            pipeline stage, put the number of stages first and drop the first axis of the answer: stages share the nodes' links.
+        sizes: axis sizes, slowest first; ranks are numbered row-major, so that the last axis has
+            neighbours. For a mesh inside a pipeline stage, put the number of stages first and drop
+            the first axis of the answer: stages share the nodes' links.
         cluster: the links.
 
     Raises:
@@ -78,27 +83,45 @@ def _axis(sizes: Sequence[int], position: int, links: tuple[Level, ...]) -> Axis
         outer = 1 if level.size is None else _units(ranks // level.size)
         ways = -(-units // outer)
         if ways > 1:
-            hops.append(_hop(level, ways, inner, _sharing(ranks // unit_size) if level.shared else 1))
+            hops.append(
+                _hop(level, ways, inner, _sharing(ranks // unit_size) if level.shared else 1)
+            )
         units, unit_size, inner = outer, level.size or unit_size, inner * ways
     return Axis(n, tuple(hops))
 
 
 def _units(unit: npt.NDArray[np.int64]) -> int:
-    """Over how many units the most scattered group spreads; along a group the unit's number never falls."""
+    """Over how many units the most scattered group spreads; along a group the unit's number never
+    falls.
+    """
     return 1 + int((np.diff(unit, axis=1) != 0).sum(axis=1).max())
 
 
 def _sharing(unit: npt.NDArray[np.int64]) -> int:
     """How many groups that leave their unit meet in the busiest one."""
     leaves = unit[:, :1] != unit[:, -1:]
-    first = np.concatenate([np.ones_like(unit[:, :1], dtype=bool), np.diff(unit, axis=1) != 0], axis=1)
+    first = np.concatenate(
+        [np.ones_like(unit[:, :1], dtype=bool), np.diff(unit, axis=1) != 0], axis=1
+    )
     return int(np.bincount(unit[first & leaves]).max(initial=1))
 
 
 def _hop(level: Level, ways: int, inner: int, groups: int) -> Hop:
     bandwidth = level.by_ranks.get(str(ways), level.bandwidth) * level.efficiency
-    measured = {kind: by_ranks[str(ways)] for kind, by_ranks in level.measured.items() if inner == 1 and str(ways) in by_ranks}
-    return Hop(level.name, ways, inner, level.latency, bandwidth / groups if level.shared else bandwidth * inner, level.startup, measured)
+    measured = {
+        kind: by_ranks[str(ways)]
+        for kind, by_ranks in level.measured.items()
+        if inner == 1 and str(ways) in by_ranks
+    }
+    return Hop(
+        level.name,
+        ways,
+        inner,
+        level.latency,
+        bandwidth / groups if level.shared else bandwidth * inner,
+        level.startup,
+        measured,
+    )
 
 
 @overload
@@ -110,32 +133,41 @@ def seconds(kind: str, nbytes: float | FloatArray, axis: Axis) -> float | FloatA
 
     Args:
         kind: one of KINDS.
-        nbytes: bytes of the tensor when it is whole along this axis, and as local as it is along the others: what an all-gather
-            ends with and a reduce-scatter begins with. A number or an array.
+        nbytes: bytes of the tensor when it is whole along this axis, and as local as it is along
+            the others: what an all-gather ends with and a reduce-scatter begins with. A number or
+            an array.
         axis: where it runs.
     """
     amount = np.asarray(nbytes, dtype=np.float64)
     measured = axis.hops[0].measured if len(axis.hops) == 1 else {}
     if kind == "shift" and {"send", "all_to_all"} <= measured.keys():
-        total = np.maximum(_between(measured["send"], amount), _between(measured["all_to_all"], amount))
+        total = np.maximum(
+            _between(measured["send"], amount), _between(measured["all_to_all"], amount)
+        )
     elif kind in measured:
         total = _between(measured[kind], amount)
     else:
-        total = np.full_like(amount, max((hop.startup for hop in axis.hops), default=0.0))  # one kernel for all levels
+        total = np.full_like(
+            amount, max((hop.startup for hop in axis.hops), default=0.0)
+        )  # one kernel for all levels
         for hop in axis.hops:
             total = total + _FORMULAS[kind](amount, hop, axis.size)
     return total if isinstance(nbytes, np.ndarray) else float(total)
 
 
 def _between(points: Curve, nbytes: FloatArray) -> FloatArray:
-    """Between measured points straight where bytes and seconds are logarithms; less takes as long as the first, more in proportion."""
+    """Between measured points straight where bytes and seconds are logarithms; less takes as long
+    as the first, more in proportion.
+    """
     known = np.log(np.array(points))
     seconds = np.exp(np.interp(np.log(np.maximum(nbytes, 1.0)), known[:, 0], known[:, 1]))
     return seconds * np.maximum(nbytes / points[-1][0], 1.0)
 
 
 def _gather(nbytes: FloatArray, hop: Hop, n: int) -> FloatArray:
-    """The better of a ring (n-1 short steps) and a tree (few steps, but no rank is spared its own part)."""
+    """The better of a ring (n-1 short steps) and a tree (few steps, but no rank is spared its own
+    part).
+    """
     ring = (hop.ways - 1) * hop.latency + (hop.ways - 1) / hop.ways * nbytes / hop.bandwidth
     tree = math.ceil(math.log2(hop.ways)) * hop.latency + nbytes / hop.bandwidth
     return np.minimum(ring, tree)
@@ -146,8 +178,12 @@ def _all_reduce(nbytes: FloatArray, hop: Hop, n: int) -> FloatArray:
 
 
 def _all_to_all(nbytes: FloatArray, hop: Hop, n: int) -> FloatArray:
-    """Pairwise exchange, or Bruck's algorithm: log2 steps that move half of the data each. Nothing is saved by going level by level."""
-    unit = nbytes / n * hop.inner / hop.bandwidth  # seconds for what the ranks of one unit hold together
+    """Pairwise exchange, or Bruck's algorithm: log2 steps that move half of the data each. Nothing
+    is saved by going level by level.
+    """
+    unit = (
+        nbytes / n * hop.inner / hop.bandwidth
+    )  # seconds for what the ranks of one unit hold together
     steps = math.ceil(math.log2(hop.ways))
     pairwise = (hop.ways - 1) * hop.latency + unit * hop.inner * (hop.ways - 1) / n
     bruck = steps * hop.latency + unit * hop.inner * hop.ways / n * steps / 2
@@ -159,8 +195,8 @@ def _broadcast(nbytes: FloatArray, hop: Hop, n: int) -> FloatArray:
 
 
 def _shift(nbytes: FloatArray, hop: Hop, n: int) -> FloatArray:
-    """An all-to-all in which each rank is sent ``nbytes`` by the ranks beside it only. Where these were measured it takes no less than one
-    of that much: gloo sends empty messages, too."""
+    """An all-to-all in which each rank is sent ``nbytes`` by the ranks beside it only. Where these
+    were measured it takes no less than one of that much: gloo sends empty messages, too."""
     return hop.latency + nbytes * hop.inner / hop.bandwidth
 
 
@@ -175,14 +211,21 @@ _FORMULAS = {
 
 
 def point_to_point(nbytes: float, axis: Axis) -> float:
-    """Seconds to send ``nbytes`` to the next rank along ``axis``, over the slowest of the links between neighbours."""
+    """Seconds to send ``nbytes`` to the next rank along ``axis``, over the slowest of the links
+    between neighbours.
+    """
     if len(axis.hops) == 1 and "send" in axis.hops[0].measured:
         return float(_between(axis.hops[0].measured["send"], np.asarray(nbytes)))
-    return max((hop.startup + hop.latency + nbytes * hop.inner / hop.bandwidth for hop in axis.hops), default=0.0)
+    return max(
+        (hop.startup + hop.latency + nbytes * hop.inner / hop.bandwidth for hop in axis.hops),
+        default=0.0,
+    )
 
 
 def received_bytes(kind: str, nbytes: float, n: int) -> float:
-    """Bytes that one of ``n`` ranks receives in a bandwidth-optimal collective; ``nbytes`` as in :func:`seconds`."""
+    """Bytes that one of ``n`` ranks receives in a bandwidth-optimal collective; ``nbytes`` as in
+    :func:`seconds`.
+    """
     if n == 1:
         return 0.0
     share = {

@@ -1,8 +1,10 @@
-"""Seconds to convert a tensor between layouts, forward and backward, by the cheapest path of single-axis steps.
+"""Seconds to convert a tensor between layouts, forward and backward, by the cheapest path of
+single-axis steps.
 
-A step's backward is the step between the duals, the other way round, so one table of forward steps prices both. Gradients of parameters may
-be summed in another dtype than the rest moves in: ``summed`` is the bytes of one element where a step sums in the backward. For one tensor
-all pairs of layouts are solved at once, since a search asks for nearly all of them.
+A step's backward is the step between the duals, the other way round, so one table of forward steps
+prices both. Gradients of parameters may be summed in another dtype than the rest moves in:
+``summed`` is the bytes of one element where a step sums in the backward. For one tensor all pairs
+of layouts are solved at once, since a search asks for nearly all of them.
 """
 
 from __future__ import annotations
@@ -20,11 +22,14 @@ from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import FloatArray, axes, seconds
 from autopar.cost_model.compute import Compute
 from autopar.errors import PlanError
-from autopar.layout import I, Layout, P, R, S, Type, legal, show
+from autopar.ir.layout import I, Layout, P, R, S, Type, legal, show
 
-STEP = 1e-9  # seconds that any step costs, so that of equally good paths the shortest is the cheapest and none is longer than it must be
+# seconds that any step costs, so that of equally good paths the shortest is the cheapest and none
+# is longer than it must be
+STEP = 1e-9
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-_STATES = 600  # layouts of a tensor: where there are more, paths pass through those alone that are asked for
+# layouts of a tensor: where there are more, paths pass through those alone that are asked for
+_STATES = 600
 _COPY = len(COLLECTIVES)  # the column of local memory traffic in a table of terms
 
 Step = tuple[int, Type, Type]
@@ -32,7 +37,9 @@ Step = tuple[int, Type, Type]
 
 @dataclass(frozen=True)
 class Term:
-    """One part of a conversion's price. ``nbytes`` is what :func:`collectives.seconds` takes, or the local traffic of a "copy"."""
+    """One part of a conversion's price. ``nbytes`` is what :func:`collectives.seconds` takes, or
+    the local traffic of a "copy".
+    """
 
     kind: str
     axis: int
@@ -42,11 +49,12 @@ class Term:
 
 
 def forward_terms(src: Type, dst: Type, n: int, leading: Sequence[bool]) -> tuple[float, ...]:
-    """What one step does: how many of each of COLLECTIVES, then local traffic as a multiple of the bytes that are whole along the axis.
+    """What one step does: how many of each of COLLECTIVES, then local traffic as a multiple of the
+    bytes that are whole along the axis.
 
-    Collectives work on contiguous chunks, so that cutting or joining along a dim that is not the leading one adds a copy (a read and
-    a write); so does an order of its pieces that is not the dim's. ``leading`` says for each dim whether all dims before it are 1. A slice
-    is a view.
+    Collectives work on contiguous chunks, so that cutting or joining along a dim that is not the
+    leading one adds a copy (a read and a write); so does an order of its pieces that is not the
+    dim's. ``leading`` says for each dim whether all dims before it are 1. A slice is a view.
     """
     counts = dict.fromkeys(COLLECTIVES, 0.0)
     copy = 0.0
@@ -69,13 +77,24 @@ def forward_terms(src: Type, dst: Type, n: int, leading: Sequence[bool]) -> tupl
 class _Graph:
     """The legal layouts of one tensor, the steps between them and the distances."""
 
-    def __init__(self, states: list[Layout], numbers: npt.NDArray[np.int64], to: npt.NDArray[np.intp], costs: FloatArray) -> None:
-        """``numbers`` [state, axis] are positions of types; ``to``, ``costs`` [state, axis * types + type], infinite where no step is."""
+    def __init__(
+        self,
+        states: list[Layout],
+        numbers: npt.NDArray[np.int64],
+        to: npt.NDArray[np.intp],
+        costs: FloatArray,
+    ) -> None:
+        """``numbers`` [state, axis] are positions of types; ``to``, ``costs`` [state, axis * types
+        + type], infinite where no step is.
+        """
         self.states, self.to, self.costs = states, to, costs
         self.types = to.shape[1] // max(numbers.shape[1], 1)
         self.index = {layout: i for i, layout in enumerate(states)}
         # A step back along an axis is one, too: what leads to a state are those that it leads to.
-        back = np.arange(to.shape[1]) // self.types * self.types + numbers[:, np.arange(to.shape[1]) // self.types]
+        back = (
+            np.arange(to.shape[1]) // self.types * self.types
+            + numbers[:, np.arange(to.shape[1]) // self.types]
+        )
         self._arriving = np.where(np.isfinite(costs), costs[to, back], np.inf)
         self._rows: dict[int, FloatArray] = {}
         self._columns: dict[int, FloatArray] = {}
@@ -108,7 +127,10 @@ class _Graph:
 
     def position(self, layout: Layout) -> int:
         if layout not in self.index:
-            raise PlanError(f"layout {show(layout)} is not legal for this tensor: a dim that it cuts is missing or does not divide")
+            raise PlanError(
+                f"layout {show(layout)} is not legal for this tensor: a dim that it cuts is "
+                "missing or does not divide"
+            )
         return self.index[layout]
 
 
@@ -126,12 +148,21 @@ class Conversions:
         self.pipeline, *self.axes = axes((stages, *sizes), cluster)
         self._compute = Compute(cluster)
         self._graphs: dict[tuple[tuple[int, ...], int, bool, int], list[_Graph]] = defaultdict(list)
-        self._asked: dict[tuple[tuple[int, ...], int, bool, int], dict[Layout, None]] = defaultdict(dict)
+        self._asked: dict[tuple[tuple[int, ...], int, bool, int], dict[Layout, None]] = defaultdict(
+            dict
+        )
         self._tables: dict[tuple[tuple[bool, ...], tuple[Type, ...], int, bool], FloatArray] = {}
-        self._known: dict[tuple[tuple[int, ...], int, bool, Layout, Layout, int | None], list[Term]] = {}
+        self._known: dict[
+            tuple[tuple[int, ...], int, bool, Layout, Layout, int | None], list[Term]
+        ] = {}
 
     def matrix(
-        self, shape: Sequence[int], itemsize: int, differentiable: bool, layouts: Sequence[Layout], summed: int | None = None
+        self,
+        shape: Sequence[int],
+        itemsize: int,
+        differentiable: bool,
+        layouts: Sequence[Layout],
+        summed: int | None = None,
     ) -> FloatArray:
         """Seconds of the cheapest conversion between each two of ``layouts``, as [from, to].
 
@@ -150,31 +181,55 @@ class Conversions:
         return graph.distances(positions)[:, positions]
 
     def path(
-        self, shape: Sequence[int], itemsize: int, differentiable: bool, src: Layout, dst: Layout, summed: int | None = None
+        self,
+        shape: Sequence[int],
+        itemsize: int,
+        differentiable: bool,
+        src: Layout,
+        dst: Layout,
+        summed: int | None = None,
     ) -> tuple[Step, ...]:
-        """The steps (axis, from, to) of the cheapest conversion; of equally cheap ones the shortest, then the earliest axis first."""
+        """The steps (axis, from, to) of the cheapest conversion; of equally cheap ones the
+        shortest, then the earliest axis first.
+        """
         graph = self._graph(shape, itemsize, differentiable, summed, (src, dst))
         at, end = graph.position(src), graph.position(dst)
         steps: list[Step] = []
         while at != end:
             rest = graph.costs[at] + graph.distances_to(end)[graph.to[at]]
-            best = int(np.argmax(rest <= rest.min() * (1 + 1e-12)))  # the first of those that differ by rounding only
+            best = int(
+                np.argmax(rest <= rest.min() * (1 + 1e-12))
+            )  # the first of those that differ by rounding only
             axis, following = best // graph.types, int(graph.to[at, best])
             steps.append((axis, graph.states[at][axis], graph.states[following][axis]))
             at = following
         return tuple(steps)
 
     def terms(
-        self, shape: Sequence[int], itemsize: int, differentiable: bool, src: Layout, dst: Layout, summed: int | None = None
+        self,
+        shape: Sequence[int],
+        itemsize: int,
+        differentiable: bool,
+        src: Layout,
+        dst: Layout,
+        summed: int | None = None,
     ) -> list[Term]:
-        """The parts of the price of :meth:`path`, in the order they run; each of the steps costs STEP besides."""
+        """The parts of the price of :meth:`path`, in the order they run; each of the steps costs
+        STEP besides.
+        """
         key = tuple(shape), itemsize, differentiable, src, dst, summed
         if key not in self._known:
             self._known[key] = self._along(*key)
         return self._known[key]
 
     def _along(
-        self, shape: tuple[int, ...], itemsize: int, differentiable: bool, src: Layout, dst: Layout, summed: int | None
+        self,
+        shape: tuple[int, ...],
+        itemsize: int,
+        differentiable: bool,
+        src: Layout,
+        dst: Layout,
+        summed: int | None,
     ) -> list[Term]:
         forward: list[Term] = []
         backward: list[Term] = []
@@ -184,50 +239,104 @@ class Conversions:
             nbytes = float(self._bytes(shape, itemsize, [layout], axis)[0])
             forward += self._terms(before, after, axis, nbytes, leading, "forward")
             if differentiable:
-                back = float(self._bytes(shape, summed or itemsize, [layout], axis)[0]) if after is R else nbytes
-                backward = self._terms(after.dual, before.dual, axis, back, leading, "backward") + backward
+                back = (
+                    float(self._bytes(shape, summed or itemsize, [layout], axis)[0])
+                    if after is R
+                    else nbytes
+                )
+                backward = (
+                    self._terms(after.dual, before.dual, axis, back, leading, "backward") + backward
+                )
             layout = (*layout[:axis], after, *layout[axis + 1 :])
         return forward + backward
 
-    def _terms(self, src: Type, dst: Type, axis: int, nbytes: float, leading: tuple[bool, ...], phase: str) -> list[Term]:
+    def _terms(
+        self, src: Type, dst: Type, axis: int, nbytes: float, leading: tuple[bool, ...], phase: str
+    ) -> list[Term]:
         *counts, copy = forward_terms(src, dst, self.sizes[axis], leading)
         pairs = zip(COLLECTIVES, counts, strict=True)
-        result = [Term(kind, axis, nbytes, seconds(kind, nbytes, self.axes[axis]), phase) for kind, count in pairs if count]
+        result = [
+            Term(kind, axis, nbytes, seconds(kind, nbytes, self.axes[axis]), phase)
+            for kind, count in pairs
+            if count
+        ]
         if copy:
-            result.append(Term("copy", axis, copy * nbytes, copy * float(self._copying(nbytes)), phase))
+            result.append(
+                Term("copy", axis, copy * nbytes, copy * float(self._copying(nbytes)), phase)
+            )
         return result
 
-    def _bytes(self, shape: Sequence[int], itemsize: int, states: list[Layout], axis: int) -> FloatArray:
+    def _bytes(
+        self, shape: Sequence[int], itemsize: int, states: list[Layout], axis: int
+    ) -> FloatArray:
         """[state]: a rank's bytes, were the tensor whole along ``axis``."""
-        cuts = np.array([[n if t.is_shard else 1 for t, n in zip(state, self.sizes, strict=True)] for state in states])
+        cuts = np.array(
+            [
+                [n if t.is_shard else 1 for t, n in zip(state, self.sizes, strict=True)]
+                for state in states
+            ]
+        )
         cuts[:, axis] = 1
         parts: FloatArray = np.divide(math.prod(shape) * itemsize, cuts.prod(axis=1))
         return parts
 
-    def _graph(self, shape: Sequence[int], itemsize: int, differentiable: bool, summed: int | None, layouts: Collection[Layout]) -> _Graph:
+    def _graph(
+        self,
+        shape: Sequence[int],
+        itemsize: int,
+        differentiable: bool,
+        summed: int | None,
+        layouts: Collection[Layout],
+    ) -> _Graph:
         """One that has these layouts: the first that was asked for, if it has them."""
         key = tuple(shape), itemsize, differentiable, summed or itemsize
-        found = next((graph for graph in self._graphs[key] if all(layout in graph.index for layout in layouts)), None)
+        found = next(
+            (
+                graph
+                for graph in self._graphs[key]
+                if all(layout in graph.index for layout in layouts)
+            ),
+            None,
+        )
         if found is None:
             self._asked[key].update(dict.fromkeys(layouts))
             found = self._build(*key, self._asked[key])
             self._graphs[key].append(found)
         return found
 
-    def _build(self, shape: tuple[int, ...], itemsize: int, differentiable: bool, summed: int, layouts: Collection[Layout]) -> _Graph:
+    def _build(
+        self,
+        shape: tuple[int, ...],
+        itemsize: int,
+        differentiable: bool,
+        summed: int,
+        layouts: Collection[Layout],
+    ) -> _Graph:
         per_axis = self._types(len(shape), layouts)
-        types = tuple(dict.fromkeys((I, R, P, *map(S, range(len(shape))), *(t for own in per_axis for t in own))))
-        states = [state for state in itertools.product(*per_axis) if legal(shape, state, self.sizes)]
+        types = tuple(
+            dict.fromkeys(
+                (I, R, P, *map(S, range(len(shape))), *(t for own in per_axis for t in own))
+            )
+        )
+        states = [
+            state for state in itertools.product(*per_axis) if legal(shape, state, self.sizes)
+        ]
         order = {t: i for i, t in enumerate(types)}
-        numbers = np.array([[order[t] for t in state] for state in states]).reshape(len(states), len(self.sizes))
+        numbers = np.array([[order[t] for t in state] for state in states]).reshape(
+            len(states), len(self.sizes)
+        )
         to, costs = [], []
         for axis in range(len(self.sizes)):
             following, possible = _neighbours(numbers, axis, types)
             table = self._table(_leading(shape), types, axis, differentiable)
             nbytes = self._bytes(shape, itemsize, states, axis)
-            price = np.einsum("stk,ks->st", table[numbers[:, axis]], self._prices(nbytes, axis)) + STEP
+            price = (
+                np.einsum("stk,ks->st", table[numbers[:, axis]], self._prices(nbytes, axis)) + STEP
+            )
             if differentiable and summed != itemsize:  # the gradient of R is a pending sum
-                sums = (table - self._table(_leading(shape), types, axis, False))[numbers[:, axis], order[R]]
+                sums = (table - self._table(_leading(shape), types, axis, False))[
+                    numbers[:, axis], order[R]
+                ]
                 more = self._prices(nbytes * summed / itemsize, axis) - self._prices(nbytes, axis)
                 price[:, order[R]] += np.einsum("sk,ks->s", sums, more)
             to.append(following)
@@ -235,23 +344,32 @@ class Conversions:
         return _Graph(states, numbers, np.concatenate(to, axis=1), np.concatenate(costs, axis=1))
 
     def _types(self, dims: int, layouts: Collection[Layout]) -> list[tuple[Type, ...]]:
-        """The types of each axis of the layouts that paths may pass through: all, but of the rarer ways to cut only those asked for; of
-        many axes only those asked for altogether."""
+        """The types of each axis of the layouts that paths may pass through: all, but of the rarer
+        ways to cut only those asked for; of many axes only those asked for altogether."""
         plain = (I, R, P, *map(S, range(dims)))
-        asked = [dict.fromkeys(layout[axis] for layout in layouts) for axis in range(len(self.sizes))]
+        asked = [
+            dict.fromkeys(layout[axis] for layout in layouts) for axis in range(len(self.sizes))
+        ]
         if len(plain) ** len(self.sizes) > _STATES:
             plain = (I, R, P)
         return [tuple(dict.fromkeys((*plain, *own))) for own in asked]
 
     def _prices(self, nbytes: FloatArray, axis: int) -> FloatArray:
         """[term, state]: seconds of each term of a step."""
-        return np.stack([*(seconds(kind, nbytes, self.axes[axis]) for kind in COLLECTIVES), self._copying(nbytes)])
+        return np.stack(
+            [
+                *(seconds(kind, nbytes, self.axes[axis]) for kind in COLLECTIVES),
+                self._copying(nbytes),
+            ]
+        )
 
     def _copying(self, nbytes: FloatArray | float) -> FloatArray:
         """Seconds to move bytes from memory to memory, in passing."""
         return nbytes / self._compute.peak("copy", "float32", nbytes)
 
-    def _table(self, leading: tuple[bool, ...], types: tuple[Type, ...], axis: int, differentiable: bool) -> FloatArray:
+    def _table(
+        self, leading: tuple[bool, ...], types: tuple[Type, ...], axis: int, differentiable: bool
+    ) -> FloatArray:
         """[from type, to type, term]: how many of each term a step has, forward and backward."""
         n = self.sizes[axis]
         key = leading, types, n, differentiable
@@ -270,8 +388,11 @@ def _leading(shape: Sequence[int]) -> tuple[bool, ...]:
     return tuple(all(size == 1 for size in shape[:dim]) for dim in range(len(shape)))
 
 
-def _neighbours(numbers: npt.NDArray[np.int64], axis: int, types: tuple[Type, ...]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_]]:
-    """[state, type]: the state once ``axis`` has that type, and whether one step leads there (``layout.movable``, for all states).
+def _neighbours(
+    numbers: npt.NDArray[np.int64], axis: int, types: tuple[Type, ...]
+) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_]]:
+    """[state, type]: the state once ``axis`` has that type, and whether one step leads there
+    (``layout.movable``, for all states).
 
     ``numbers`` [state, axis] are positions in ``types``.
     """
@@ -282,13 +403,20 @@ def _neighbours(numbers: npt.NDArray[np.int64], axis: int, types: tuple[Type, ..
     positions[codes] = np.arange(len(numbers))
     targets = np.arange(count)
     following = positions[codes[:, None] + (targets - numbers[:, axis, None]) * weights[axis]]
-    dims, inner, pieces = (np.array([getattr(t, name) for t in types]) for name in ("dim", "is_inner", "pieces"))
+    dims, inner, pieces = (
+        np.array([getattr(t, name) for t in types]) for name in ("dim", "is_inner", "pieces")
+    )
     others = [i for i in range(width) if i != axis]
-    within = inner[numbers[:, others]][:, :, None] | ((np.array(others) > axis)[:, None] & ~inner[targets])
-    held = (within & (dims[numbers[:, others]][:, :, None] == dims[targets])).any(axis=1) & (dims[targets] >= 0)
+    within = inner[numbers[:, others]][:, :, None] | (
+        (np.array(others) > axis)[:, None] & ~inner[targets]
+    )
+    held = (within & (dims[numbers[:, others]][:, :, None] == dims[targets])).any(axis=1) & (
+        dims[targets] >= 0
+    )
     own = np.take_along_axis(held, numbers[:, axis, None], axis=1)
     mine = numbers[:, axis, None]
-    # No one rank's part is of what is inner and what is not; and from one order of pieces to another there are two steps.
+    # No one rank's part is of what is inner and what is not; and from one order of pieces to
+    # another there are two steps.
     apart = (inner[mine] != inner[targets]) | ((pieces[mine] > 1) & (pieces[targets] > 1))
     regrouped = (dims[mine] == dims[targets]) & apart & (dims[targets] >= 0)
     possible = (following >= 0) & (targets != mine) & ~held & ~own & ~regrouped

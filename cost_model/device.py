@@ -13,14 +13,27 @@ from autopar.errors import PlanError
 DTYPES = ("float32", "tf32", "bfloat16", "float16", "float64")
 KINDS = ("cpu", "cuda")
 # Kinds of kernels: the first three are measured by what they compute, the others by what they move.
-WORK = ("matmul", "attention", "conv", "elementwise", "transcendental", "normalisation", "reduction", "random", "indexing", "copy")
+WORK = (
+    "matmul",
+    "attention",
+    "conv",
+    "elementwise",
+    "transcendental",
+    "normalisation",
+    "reduction",
+    "random",
+    "indexing",
+    "copy",
+)
 MOST_EFFICIENT = 20.0  # memory that lies in a cache is faster than memory
 Curve = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What one multiprocessor computes of a product at a time, and how fast such kernels are for the device's fastest."""
+    """What one multiprocessor computes of a product at a time, and how fast such kernels are for
+    the device's fastest.
+    """
 
     rows: int
     columns: int
@@ -36,16 +49,18 @@ class Device:
         memory_bandwidth: B/s.
         memory: bytes.
         launch: seconds from the start of one kernel to the start of the next, however small it is.
-        efficiency: for a kind of kernel ("matmul", or "matmul.float32" of one dtype) or an ATen operator ("gelu_backward") points
-            (work, fraction): what part of the peak such a kernel of so many FLOPs reaches, or of the memory bandwidth one that moves so
-            many bytes.
+        efficiency: for a kind of kernel ("matmul", or "matmul.float32" of one dtype) or an ATen
+            operator ("gelu_backward") points (work, fraction): what part of the peak such a kernel
+            of so many FLOPs reaches, or of the memory bandwidth one that moves so many bytes.
         kind: torch's name of such devices: which kernels run, and what these keep for the backward.
         units: multiprocessors that work on a product's tiles at once.
         tiles: what products are cut into; none where how they are cut makes no difference.
         inner: summands of each element at which a product reaches half of its rate.
-        overhead: seconds of a step besides its kernels: reading the loss, the optimizer's work on the host.
+        overhead: seconds of a step besides its kernels: reading the loss, the optimizer's work on
+            the host.
         overlap: what part of the gradients' collectives the last backward hides.
-        ranks_per_core: how many ranks took turns on a core when kernels were measured, each with work all the time.
+        ranks_per_core: how many ranks took turns on a core when kernels were measured, each with
+            work all the time.
     """
 
     name: str
@@ -64,12 +79,18 @@ class Device:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise PlanError(f"device.kind is {self.kind!r}: give {' or '.join(KINDS)}, torch's name of such devices")
+            raise PlanError(
+                f"device.kind is {self.kind!r}: give {' or '.join(KINDS)}, torch's name of such "
+                "devices"
+            )
         if not isinstance(self.peak, Mapping):
-            raise PlanError(f"device.peak is {self.peak!r}: give FLOP/s for each dtype of {', '.join(DTYPES)}")
+            raise PlanError(
+                f"device.peak is {self.peak!r}: give FLOP/s for each dtype of {', '.join(DTYPES)}"
+            )
         if "float32" not in self.peak or not set(self.peak) <= set(DTYPES):
             raise PlanError(
-                f"device {self.name!r} gives peak FLOP/s for {sorted(self.peak)}: float32 is required, the others known are {DTYPES}"
+                f"device {self.name!r} gives peak FLOP/s for {sorted(self.peak)}: float32 is "
+                f"required, the others known are {DTYPES}"
             )
         for dtype, value in self.peak.items():
             _positive(f"device.peak.{dtype}", value)
@@ -78,18 +99,32 @@ class Device:
         for name in ("launch", "inner", "overhead", "overlap"):
             _positive(f"device.{name}", getattr(self, name), zero=True)
         if self.overlap > 1:
-            raise PlanError(f"device.overlap is {self.overlap!r}: give the part of collectives that is hidden, 0 to 1")
+            raise PlanError(
+                f"device.overlap is {self.overlap!r}: give the part of collectives that is "
+                "hidden, 0 to 1"
+            )
         for tile in self.tiles:
             for name in ("rows", "columns", "efficiency"):
                 _positive(f"device.tiles.{name}", getattr(tile, name))
-        if not isinstance(self.efficiency, Mapping) or not {"matmul", "elementwise"} <= set(self.efficiency):
-            found = sorted(self.efficiency) if isinstance(self.efficiency, Mapping) else repr(self.efficiency)
-            raise PlanError(f"device.efficiency gives {found}: give points for matmul and elementwise at least")
+        if not isinstance(self.efficiency, Mapping) or not {"matmul", "elementwise"} <= set(
+            self.efficiency
+        ):
+            found = (
+                sorted(self.efficiency)
+                if isinstance(self.efficiency, Mapping)
+                else repr(self.efficiency)
+            )
+            raise PlanError(
+                f"device.efficiency gives {found}: give points for matmul and elementwise at least"
+            )
         for name, curve in self.efficiency.items():
             operator, dot, dtype = name.partition(".")
             if not operator.isidentifier() or (dot and dtype not in DTYPES):
                 kinds = f"a kind of kernel ({', '.join(WORK)}) or an ATen operator"
-                raise PlanError(f"device.efficiency.{name}: give {kinds}; after a dot one of {', '.join(DTYPES)}")
+                raise PlanError(
+                    f"device.efficiency.{name}: give {kinds}; after a dot one of "
+                    f"{', '.join(DTYPES)}"
+                )
             _curve(f"device.efficiency.{name}", curve, most=MOST_EFFICIENT)
 
 
@@ -99,12 +134,15 @@ class Level:
 
     Attributes:
         latency: seconds for one message.
-        bandwidth: B/s in one direction. Where ``shared`` it is that of one unit of the level below (a node's NICs together) and divided
-            among the groups that use it; else it is each device's own.
+        bandwidth: B/s in one direction. Where ``shared`` it is that of one unit of the level below
+            (a node's NICs together) and divided among the groups that use it; else it is each
+            device's own.
         efficiency: the fraction of it that collectives reach.
         startup: seconds that a collective takes before its first message.
-        by_ranks: the bandwidth of a group of so many ranks, where it depends on their number: links that join some pairs only.
-        measured: for a collective, for a number of ranks, points (bytes, seconds), which come before the formulas.
+        by_ranks: the bandwidth of a group of so many ranks, where it depends on their number: links
+            that join some pairs only.
+        measured: for a collective, for a number of ranks, points (bytes, seconds), which come
+            before the formulas.
     """
 
     name: str
@@ -118,8 +156,13 @@ class Level:
     measured: Mapping[str, Mapping[str, Curve]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        if self.size is not None and (isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1):
-            raise PlanError(f"links.{self.name}.size is {self.size!r}: give how many consecutive devices it connects, null for any number")
+        if self.size is not None and (
+            isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1
+        ):
+            raise PlanError(
+                f"links.{self.name}.size is {self.size!r}: give how many consecutive devices it "
+                "connects, null for any number"
+            )
         for name in ("latency", "startup"):
             _positive(f"links.{self.name}.{name}", getattr(self, name), zero=True)
         _positive(f"links.{self.name}.bandwidth", self.bandwidth)
@@ -133,7 +176,11 @@ class Level:
 
 def _curve(name: str, curve: Any, most: float = math.inf) -> None:
     """PlanError unless these are points with growing work."""
-    pairs = isinstance(curve, tuple) and curve and all(isinstance(point, tuple) and len(point) == 2 for point in curve)
+    pairs = (
+        isinstance(curve, tuple)
+        and curve
+        and all(isinstance(point, tuple) and len(point) == 2 for point in curve)
+    )
     if not pairs:
         raise PlanError(f"{name} is {curve!r}: give a list of points [work, value], at least one")
     for work, value in curve:
@@ -148,7 +195,9 @@ def _curve(name: str, curve: Any, most: float = math.inf) -> None:
 def _positive(name: str, value: Any, zero: bool = False) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not (number and math.isfinite(value) and (value >= 0 if zero else value > 0)):
-        raise PlanError(f"{name} is {value!r}: give a number {'of at least' if zero else 'above'} 0")
+        raise PlanError(
+            f"{name} is {value!r}: give a number {'of at least' if zero else 'above'} 0"
+        )
 
 
 def _fraction(name: str, value: Any) -> None:

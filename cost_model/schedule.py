@@ -1,13 +1,16 @@
-"""Pipeline schedules: the order in which each rank runs its microbatches, and how many it holds at once.
+"""Pipeline schedules: the order in which each rank runs its microbatches, and how many it holds at
+once.
 
-The orders are those of ``torch.distributed.pipelining``. All four are one pattern, a warm-up of forwards and then one forward and one
-backward in turn, and differ in how long the warm-up is:
+The orders are those of ``torch.distributed.pipelining``. All four are one pattern, a warm-up of
+forwards and then one forward and one backward in turn, and differ in how long the warm-up is:
 
 - GPipe (arXiv 1811.06965): all forwards first.
-- 1F1B (arXiv 2006.09503): enough for the first backward to come back, one for each stage after this.
-- interleaved 1F1B (arXiv 2104.04473): with several stages a rank, which take turns in rounds of microbatches.
-- zero-bubble (ZB1P of arXiv 2401.10241): 1F1B, whose backward for weights is an action of its own that runs ``rank`` microbatches later,
-  in what would be the bubble.
+- 1F1B (arXiv 2006.09503): enough for the first backward to come back, one for each stage after
+  this.
+- interleaved 1F1B (arXiv 2104.04473): with several stages a rank, which take turns in rounds of
+  microbatches.
+- zero-bubble (ZB1P of arXiv 2401.10241): 1F1B, whose backward for weights is an action of its own
+  that runs ``rank`` microbatches later, in what would be the bubble.
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ LOOPED = ("interleaved-1f1b", "zero-bubble")
 
 
 class Action(NamedTuple):
-    """What a rank does at one time: "F" a forward, "B" a backward, "W" the weights' part of a backward where "B" is the inputs'."""
+    """What a rank does at one time: "F" a forward, "B" a backward, "W" the weights' part of a
+    backward where "B" is the inputs'.
+    """
 
     kind: str
     stage: int
@@ -54,7 +59,9 @@ class Pattern:
     total: int
 
     def forward(self, n: int) -> tuple[int, int]:
-        """The chunk and the microbatch of the ``n``-th forward; those of backwards, with the chunks the other way round."""
+        """The chunk and the microbatch of the ``n``-th forward; those of backwards, with the chunks
+        the other way round.
+        """
         turns, within = divmod(n, self.turn)
         return turns % self.chunks, turns // self.chunks * self.turn + within
 
@@ -66,8 +73,9 @@ class Pattern:
     def in_flight(self, chunk: int) -> int:
         """Most microbatches of ``chunk`` between their forward and the end of their backward.
 
-        After forward ``warmup + k`` of the one-forward-one-backward part ``k - lag`` backwards are done. Both counts repeat after a
-        round, and are straight lines between the turns: it is enough to look at these.
+        After forward ``warmup + k`` of the one-forward-one-backward part ``k - lag`` backwards are
+        done. Both counts repeat after a round, and are straight lines between the turns: it is
+        enough to look at these.
         """
         last, period = self.total - self.warmup - 1, self.turn * self.chunks
         bends = (
@@ -77,17 +85,25 @@ class Pattern:
         )
         held = [self.done(self.warmup, chunk)]
         for k in {min(bend, last) for bend in bends} if last >= 0 else ():
-            held.append(self.done(self.warmup + k + 1, chunk) - self.done(max(k - self.lag, 0), self.chunks - 1 - chunk))
+            held.append(
+                self.done(self.warmup + k + 1, chunk)
+                - self.done(max(k - self.lag, 0), self.chunks - 1 - chunk)
+            )
         return max(held)
 
 
 def pattern(schedule: str, pipeline: int, chunks: int, microbatches: int, rank: int) -> Pattern:
     """How ``rank`` runs ``schedule``; PlanError where these numbers make no schedule."""
     rounds = max(1, microbatches // pipeline)
-    chunked = chunks == 1 if schedule in SINGLE else schedule in LOOPED and microbatches % rounds == 0
+    chunked = (
+        chunks == 1 if schedule in SINGLE else schedule in LOOPED and microbatches % rounds == 0
+    )
     if min(pipeline, chunks, microbatches) < 1 or not chunked:
         asked = f"{microbatches} microbatches on {pipeline} ranks of {chunks} stages"
-        raise PlanError(f"schedule {schedule!r} does not run {asked}: {', '.join(SINGLE)} take one stage, the others equal rounds of them")
+        raise PlanError(
+            f"schedule {schedule!r} does not run {asked}: {', '.join(SINGLE)} take one stage, the "
+            "others equal rounds of them"
+        )
     turn, total, after = microbatches // rounds, microbatches * chunks, pipeline - 1 - rank
     warmup = {
         "gpipe": total,
@@ -95,7 +111,13 @@ def pattern(schedule: str, pipeline: int, chunks: int, microbatches: int, rank: 
         "interleaved-1f1b": (chunks - 1) * turn + 2 * after,
         "zero-bubble": (chunks - 1) * turn + after,
     }[schedule]
-    return Pattern(min(warmup, total), rank if schedule == "zero-bubble" else 0, turn if chunks > 1 else microbatches, chunks, total)
+    return Pattern(
+        min(warmup, total),
+        rank if schedule == "zero-bubble" else 0,
+        turn if chunks > 1 else microbatches,
+        chunks,
+        total,
+    )
 
 
 def actions(schedule: str, pipeline: int, chunks: int, microbatches: int) -> list[list[Action]]:
@@ -110,15 +132,29 @@ def actions(schedule: str, pipeline: int, chunks: int, microbatches: int) -> lis
     Raises:
         PlanError: these numbers make no schedule.
     """
-    return [_order(pattern(schedule, pipeline, chunks, microbatches, r), r, pipeline, schedule == "zero-bubble") for r in range(pipeline)]
+    return [
+        _order(
+            pattern(schedule, pipeline, chunks, microbatches, r),
+            r,
+            pipeline,
+            schedule == "zero-bubble",
+        )
+        for r in range(pipeline)
+    ]
 
 
 def _order(shape: Pattern, rank: int, pipeline: int, split: bool) -> list[Action]:
     places = [shape.forward(n) for n in range(shape.total)]
     forwards = [Action(FORWARD, chunk * pipeline + rank, m) for chunk, m in places]
-    backwards = [Action(BACKWARD, (shape.chunks - 1 - chunk) * pipeline + rank, m) for chunk, m in places]
+    backwards = [
+        Action(BACKWARD, (shape.chunks - 1 - chunk) * pipeline + rank, m) for chunk, m in places
+    ]
     order = forwards[: shape.warmup]
-    weights: list[Action | None] = [None] * shape.lag + [Action(WEIGHT, stage, m) for _, stage, m in backwards] if split else []
+    weights: list[Action | None] = (
+        [None] * shape.lag + [Action(WEIGHT, stage, m) for _, stage, m in backwards]
+        if split
+        else []
+    )
     for step in zip_longest(forwards[shape.warmup :], backwards, weights):
         order += [action for action in step if action is not None]
     return order
@@ -131,16 +167,24 @@ def awaited(action: Action, stages: int) -> Action | None:
         return Action(kind, stage - 1, microbatch) if stage else None
     if kind == WEIGHT:
         return Action(BACKWARD, stage, microbatch)
-    return Action(BACKWARD, stage + 1, microbatch) if stage + 1 < stages else Action(FORWARD, stage, microbatch)
+    return (
+        Action(BACKWARD, stage + 1, microbatch)
+        if stage + 1 < stages
+        else Action(FORWARD, stage, microbatch)
+    )
 
 
 @lru_cache(maxsize=4)
-def received_early(schedule: str, pipeline: int, chunks: int, microbatches: int) -> list[list[list[Action]]]:
-    """For each action of each rank in LOOPED schedules, the rank's later actions that have a buffer for what they are sent: torch prepares
-    it as soon as its sender is done in a simulation in which ranks take turns, an action each. Arguments as for :func:`actions`.
+def received_early(
+    schedule: str, pipeline: int, chunks: int, microbatches: int
+) -> list[list[list[Action]]]:
+    """For each action of each rank in LOOPED schedules, the rank's later actions that have a buffer
+    for what they are sent: torch prepares it as soon as its sender is done in a simulation in which
+    ranks take turns, an action each. Arguments as for :func:`actions`.
 
-    Torch's also takes turns to gather and reduce what a stage has, which is left out: it makes a difference of some buffers after a stage's
-    last backward, and everywhere from three stages a rank on.
+    Torch's also takes turns to gather and reduce what a stage has, which is left out: it makes a
+    difference of some buffers after a stage's last backward, and everywhere from three stages a
+    rank on.
     """
     orders, stages = actions(schedule, pipeline, chunks, microbatches), pipeline * chunks
     waiting: list[list[Action]] = [[] for _ in orders]
@@ -163,6 +207,10 @@ def received_early(schedule: str, pipeline: int, chunks: int, microbatches: int)
 
 @lru_cache(maxsize=1024)
 def in_flight(schedule: str, pipeline: int, chunks: int, microbatches: int) -> tuple[int, ...]:
-    """For each stage, the most microbatches whose activations it holds at once; arguments as for :func:`actions`."""
+    """For each stage, the most microbatches whose activations it holds at once; arguments as for
+    :func:`actions`.
+    """
     shapes = [pattern(schedule, pipeline, chunks, microbatches, rank) for rank in range(pipeline)]
-    return tuple(shapes[stage % pipeline].in_flight(stage // pipeline) for stage in range(pipeline * chunks))
+    return tuple(
+        shapes[stage % pipeline].in_flight(stage // pipeline) for stage in range(pipeline * chunks)
+    )

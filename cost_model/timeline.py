@@ -1,4 +1,6 @@
-"""When each rank of a pipeline does what: the timeline that follows from the ranks' orders and the stages' seconds."""
+"""When each rank of a pipeline does what: the timeline that follows from the ranks' orders and the
+stages' seconds.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each pipeline rank does what: its actions in order, with their starts and ends in seconds."""
+    """When each pipeline rank does what: its actions in order, with their starts and ends in
+    seconds.
+    """
 
     orders: Sequence[Sequence[Action]]
     starts: Sequence[Sequence[float]]
@@ -44,7 +48,9 @@ class Timeline:
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """Seconds that each rank computes."""
-        return tuple(sum(ends) - sum(starts) for starts, ends in zip(self.starts, self.ends, strict=True))
+        return tuple(
+            sum(ends) - sum(starts) for starts, ends in zip(self.starts, self.ends, strict=True)
+        )
 
     @property
     def bubble(self) -> tuple[float, ...]:
@@ -62,14 +68,17 @@ class Timeline:
         return [Event(rank, action, start, end) for action, start, end in columns]
 
     def in_flight(self, stage: int) -> int:
-        """Most microbatches whose forward ran and whose last backward action ("W" where there is one) has not."""
+        """Most microbatches whose forward ran and whose last backward action ("W" where there is
+        one) has not.
+        """
         own = [action.kind for order in self.orders for action in order if action.stage == stage]
         changes = {FORWARD: 1, WEIGHT if WEIGHT in own else BACKWARD: -1}
         return max(accumulate(changes.get(kind, 0) for kind in own), default=0)
 
 
 class Program:
-    """Orders made ready to be timed many times: their actions sorted by how many must run one after the other before them.
+    """Orders made ready to be timed many times: their actions sorted by how many must run one after
+    the other before them.
 
     Raises:
         PlanError: the orders wait for each other, or for what no rank does.
@@ -81,7 +90,11 @@ class Program:
         if len(place) < len(flat):
             twice = next(action for i, action in enumerate(flat) if place[action] != i)
             raise PlanError(f"the pipeline's orders have {twice} twice: every action runs once")
-        self.orders, self.stages, nothing = orders, 1 + max((action.stage for action in flat), default=-1), len(flat)
+        self.orders, self.stages, nothing = (
+            orders,
+            1 + max((action.stage for action in flat), default=-1),
+            len(flat),
+        )
         wanted = [awaited(action, self.stages) for action in flat]
         if missing := next((w for w in wanted if w is not None and w not in place), None):
             raise PlanError(f"the pipeline's orders wait for {missing}, which no rank runs")
@@ -100,41 +113,67 @@ class Program:
         stage, source = np.array([*(a.stage for a in flat), 0]), np.array([*sources, nothing])
         sent = (source < nothing) & (owner[source] != owner)
         self._link = np.where(sent, np.minimum(stage, stage[source]), self.stages)[self._sorted]
-        self._cost = np.array([_KINDS.index(a.kind) * self.stages + a.stage for a in flat], np.intp)[self._sorted]
+        self._cost = np.array(
+            [_KINDS.index(a.kind) * self.stages + a.stage for a in flat], np.intp
+        )[self._sorted]
 
     def _levels(self, flat: Sequence[Action], sources: Sequence[int]) -> npt.NDArray[np.intp]:
         """For each action, the length of the longest chain that ends with it."""
         levels = [-1] * len(flat) + [0]
-        at, stop, ranks = self._first[:-1].tolist(), self._first[1:].tolist(), range(len(self.orders))
+        at, stop, ranks = (
+            self._first[:-1].tolist(),
+            self._first[1:].tolist(),
+            range(len(self.orders)),
+        )
         moved = True
         while moved:
             moved, ranks = False, ranks[::-1]  # forwards go up the ranks, backwards down
             for rank in ranks:
-                i, end, own = at[rank], stop[rank], levels[at[rank] - 1] if at[rank] > self._first[rank] else 0
+                i, end, own = (
+                    at[rank],
+                    stop[rank],
+                    levels[at[rank] - 1] if at[rank] > self._first[rank] else 0,
+                )
                 while i < end and levels[sources[i]] >= 0:
                     own = levels[i] = 1 + max(own, levels[sources[i]])
                     i += 1
                 moved, at[rank] = moved or i > at[rank], i
-        if stuck := [f"rank {r} at {flat[at[r]]} for {flat[sources[at[r]]]}" for r in ranks if at[r] < stop[r]]:
+        if stuck := [
+            f"rank {r} at {flat[at[r]]} for {flat[sources[at[r]]]}"
+            for r in ranks
+            if at[r] < stop[r]
+        ]:
             raise PlanError(f"the pipeline's orders wait for each other: {'; '.join(stuck)}")
         return np.array(levels[:-1], np.intp)
 
-    def run(self, forward: Array, backward: Array, weight: Array, send: Array, overlap: bool) -> tuple[Array, Array]:
-        """Starts and ends of all actions, rank by rank; arrays by stage, with any number of further dims for as many timelines."""
+    def run(
+        self, forward: Array, backward: Array, weight: Array, send: Array, overlap: bool
+    ) -> tuple[Array, Array]:
+        """Starts and ends of all actions, rank by rank; arrays by stage, with any number of further
+        dims for as many timelines.
+        """
         shape = forward.shape[1:]
         took = np.concatenate([forward, backward, weight])[self._cost]
         transfer = np.concatenate([send, np.zeros((1, *shape))])[self._link]
         starts, ends = np.zeros((len(self._cost), *shape)), np.zeros((len(self._cost) + 1, *shape))
         for a, b in zip(self._bounds, self._bounds[1:], strict=False):
             free, arrived = ends[self._previous[a:b]], ends[self._source[a:b]]
-            starts[a:b] = np.maximum(free, arrived + transfer[a:b]) if overlap else np.maximum(free, arrived) + transfer[a:b]
+            starts[a:b] = (
+                np.maximum(free, arrived + transfer[a:b])
+                if overlap
+                else np.maximum(free, arrived) + transfer[a:b]
+            )
             ends[a:b] = starts[a:b] + took[a:b]
         return starts[self._place], ends[self._place]
 
     def timeline(self, starts: Array, ends: Array) -> Timeline:
         """What :meth:`run` gave for one timeline, by rank."""
         cuts = self._first[1:-1]
-        return Timeline(self.orders, [x.tolist() for x in np.split(starts, cuts)], [x.tolist() for x in np.split(ends, cuts)])
+        return Timeline(
+            self.orders,
+            [x.tolist() for x in np.split(starts, cuts)],
+            [x.tolist() for x in np.split(ends, cuts)],
+        )
 
 
 def simulate(
@@ -150,9 +189,11 @@ def simulate(
     Args:
         orders: each rank's actions.
         forward, backward, weight: seconds of one action "F", "B", "W", by stage.
-        send: seconds from each stage to the next, and of the gradient back; nothing between stages of one rank.
-        overlap: whether a tensor arrives while its receiver computes. torch's looped schedules ask for it as soon as it is made; GPipe
-            and 1F1B only when they want it, so that the whole transfer is waited for.
+        send: seconds from each stage to the next, and of the gradient back; nothing between stages
+            of one rank.
+        overlap: whether a tensor arrives while its receiver computes. torch's looped schedules ask
+            for it as soon as it is made; GPipe and 1F1B only when they want it, so that the whole
+            transfer is waited for.
 
     Raises:
         PlanError: the orders wait for each other, or for what no rank does.
@@ -160,7 +201,10 @@ def simulate(
     program = Program(orders)
     if weight is None and any(action.kind == WEIGHT for order in orders for action in order):
         raise ValueError('actions "W" need the seconds of each stage\'s "weight"')
-    f, b, w, s = (_by_stage(x, program.stages) for x in (forward, backward, weight or [0.0] * len(forward), send))
+    f, b, w, s = (
+        _by_stage(x, program.stages)
+        for x in (forward, backward, weight or [0.0] * len(forward), send)
+    )
     return program.timeline(*program.run(f, b, w, s, overlap))
 
 
@@ -177,9 +221,11 @@ def timeline_of(
     """The timeline of a schedule as torch runs it.
 
     Args:
-        schedule, pipeline, chunks, microbatches: as for :func:`autopar.cost_model.schedule.actions`.
+        schedule, pipeline, chunks, microbatches: as for
+            :func:`autopar.cost_model.schedule.actions`.
         forward, backward: seconds of one microbatch, by stage; ``backward`` is the whole one.
-        weight: the part of ``backward`` that is the weights', for the zero-bubble schedule; half of it if not given.
+        weight: the part of ``backward`` that is the weights', for the zero-bubble schedule; half of
+            it if not given.
         send: seconds from each stage to the next, and back; nothing if not given.
 
     Raises:
@@ -196,7 +242,8 @@ def in_turns(
     overlap: bool,
     cores: float,
 ) -> list[float]:
-    """When each rank is done, where those that have work share ``cores`` evenly, each on one at most.
+    """When each rank is done, where those that have work share ``cores`` evenly, each on one at
+    most.
 
     Args:
         orders, send, overlap: as for :func:`simulate`.
@@ -219,8 +266,16 @@ def in_turns(
             source = awaited(action, stages)
             if source is None or source in ended:
                 arrived = ended.get(source, 0.0) if source else 0.0
-                transfer = send[min(action.stage, source.stage)] if source and owner[source] != rank else 0.0
-                start = max(free[rank], arrived + transfer) if overlap else max(free[rank], arrived) + transfer
+                transfer = (
+                    send[min(action.stage, source.stage)]
+                    if source and owner[source] != rank
+                    else 0.0
+                )
+                start = (
+                    max(free[rank], arrived + transfer)
+                    if overlap
+                    else max(free[rank], arrived) + transfer
+                )
                 if start <= now:
                     running.add(rank)
                     left[rank] = seconds[action]
@@ -248,15 +303,24 @@ def makespans(
     weight: npt.ArrayLike | None = None,
     send: npt.ArrayLike | None = None,
 ) -> Array:
-    """The seconds that many timelines of one schedule take, computed together; arguments as for :func:`timeline_of`.
+    """The seconds that many timelines of one schedule take, computed together; arguments as for
+    :func:`timeline_of`.
 
     Args:
-        forward, backward, weight, send: of shape [stages, …], with one timeline for each place in the further dims.
+        forward, backward, weight, send: of shape [stages, …], with one timeline for each place in
+            the further dims.
 
     Returns:
         Of shape […].
     """
-    _, ends = _run(_program(schedule, pipeline, chunks, microbatches), schedule, forward, backward, weight, send)
+    _, ends = _run(
+        _program(schedule, pipeline, chunks, microbatches),
+        schedule,
+        forward,
+        backward,
+        weight,
+        send,
+    )
     return ends.max(axis=0)
 
 
@@ -280,7 +344,9 @@ def _run(
 def _by_stage(values: npt.ArrayLike, stages: int) -> Array:
     array = np.asarray(values, np.float64)
     if len(array) != stages:
-        raise ValueError(f"seconds of {len(array)} stages for a schedule of {stages}: give one for each stage")
+        raise ValueError(
+            f"seconds of {len(array)} stages for a schedule of {stages}: give one for each stage"
+        )
     return array
 
 

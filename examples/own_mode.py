@@ -1,7 +1,8 @@
 """Add a mode of tensor parallelism of one's own, and train with it.
 
-``torchrun --nproc-per-node 4 examples/own_mode.py`` trains a small transformer on four local ranks, CPU or GPU. The mode lets neighbours
-share features and the ranks further apart share samples, in one tensor group; autopar's own search decides all the rest.
+``torchrun --nproc-per-node 4 examples/own_mode.py`` trains a small transformer on four local ranks,
+CPU or GPU. The mode lets neighbours share features and the ranks further apart share samples, in
+one tensor group; autopar's own search decides all the rest.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ STEPS, BATCH, TOKENS, WIDTH = 30, 16, 8, 64
 
 @autopar.register_mode("neighbours")
 class Neighbours(autopar.Mode):
-    """Groups of ``near`` ranks in a row cut features, weights among them; the groups cut samples."""
+    """Groups of ``near`` ranks in a row cut features, weights among them; the groups cut
+    samples.
+    """
 
     def __init__(self, size: int, near: int = 2) -> None:
         super().__init__(size)
@@ -28,7 +31,9 @@ class Neighbours(autopar.Mode):
             raise ValueError(f"near={near} does not divide size={size}")
         self.near = near
 
-    def groups(self, rank: int, world_size: int, data: int, pipeline: int, tensor: int) -> dict[str, list[int]]:
+    def groups(
+        self, rank: int, world_size: int, data: int, pipeline: int, tensor: int
+    ) -> dict[str, list[int]]:
         first = rank // tensor * tensor
         place = rank - first
         return {
@@ -40,9 +45,17 @@ class Neighbours(autopar.Mode):
         return "near" not in split or split["near"].factor not in operation.batch
 
     def prefers(self, operation: autopar.Operation, split: Mapping[str, autopar.Option]) -> bool:
-        if operation.weight is not None and "near" in split and not split["near"].ins[operation.weight].is_shard:
+        if (
+            operation.weight is not None
+            and "near" in split
+            and not split["near"].ins[operation.weight].is_shard
+        ):
             return False
-        return not operation.is_activation or "far" not in split or split["far"].factor in operation.batch
+        return (
+            not operation.is_activation
+            or "far" not in split
+            or split["far"].factor in operation.batch
+        )
 
 
 class Regressor(nn.Module):
@@ -58,7 +71,11 @@ class Regressor(nn.Module):
 
 
 def main() -> None:
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     world_size = dist.get_world_size()
     torch.manual_seed(0)
@@ -74,7 +91,10 @@ def main() -> None:
         progress=False,
     )
     mesh = compiled.mesh
-    print(f"rank {mesh.local_rank('neighbours')}: near {mesh.ranks('near')}, far {mesh.ranks('far')}", flush=True)
+    print(
+        f"rank {mesh.local_rank('neighbours')}: near {mesh.ranks('near')}, far {mesh.ranks('far')}",
+        flush=True,
+    )
     optimizer = torch.optim.AdamW(compiled.parameters(), lr=3e-3)
     losses = []
     for _ in range(STEPS):

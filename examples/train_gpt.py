@@ -1,7 +1,9 @@
-"""Train a small byte-level GPT on several ranks with a plan that autopar makes, and compare it with one process.
+"""Train a small byte-level GPT on several ranks with a plan that autopar makes, and compare it with
+one process.
 
-``python examples/train_gpt.py --ranks 4`` starts four local ranks itself; ``torchrun --nproc-per-node 4 examples/train_gpt.py``
-does the same by hand. The model is a transformers class as it comes; the text is the Python standard library's own sources.
+``python examples/train_gpt.py --ranks 4`` starts four local ranks itself; ``torchrun
+--nproc-per-node 4 examples/train_gpt.py`` does the same by hand. The model is a transformers class
+as it comes; the text is the Python standard library's own sources.
 """
 
 from __future__ import annotations
@@ -27,22 +29,51 @@ MEASURED = 6  # steps after which what the plan predicted can be compared with w
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=4, help="local ranks to start; under torchrun, torchrun decides")
-    parser.add_argument("--model", choices=("llama", "gpt2"), default="llama", help="transformers class to train")
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=4,
+        help="local ranks to start; under torchrun, torchrun decides",
+    )
+    parser.add_argument(
+        "--model", choices=("llama", "gpt2"), default="llama", help="transformers class to train"
+    )
     parser.add_argument("--steps", type=int, default=250, help="optimiser steps")
     parser.add_argument("--layers", type=int, default=4, help="transformer blocks")
     parser.add_argument("--hidden", type=int, default=128, help="hidden dim; heads are 32 wide")
     parser.add_argument("--batch", type=int, default=16, help="sequences in the global batch")
     parser.add_argument("--sequence", type=int, default=128, help="bytes in a sequence")
     parser.add_argument("--lr", type=float, default=1e-3, help="AdamW's learning rate")
-    parser.add_argument("--cluster", default="cpu" if not torch.cuda.is_available() else "h100-sxm", help="what to plan for")
     parser.add_argument(
-        "--parallel", type=json.loads, help="""what to fix of the plan, as JSON: '{"data": 2, "tensor": {"size": 2, "mode": "1d"}}'"""
+        "--cluster",
+        default="cpu" if not torch.cuda.is_available() else "h100-sxm",
+        help="what to plan for",
     )
-    parser.add_argument("--dtype", choices=("float32", "float64", "bfloat16"), default="float32", help="of the parameters")
-    parser.add_argument("--text", type=Path, default=Path(os.__file__).parent, help="a file, or a folder whose *.py are read")
-    parser.add_argument("--save", type=Path, help="folder for the plan, its comparison with the run, and a torch.distributed.checkpoint")
+    parser.add_argument(
+        "--parallel",
+        type=json.loads,
+        help="""what to fix of the plan, as JSON: '{"data": 2, "tensor": {"size": 2, "mode": "1d"}}'""",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "float64", "bfloat16"),
+        default="float32",
+        help="of the parameters",
+    )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        default=Path(os.__file__).parent,
+        help="a file, or a folder whose *.py are read",
+    )
+    parser.add_argument(
+        "--save",
+        type=Path,
+        help="folder for the plan, its comparison with the run, and a torch.distributed.checkpoint",
+    )
     options = parser.parse_args()
     for name in ("ranks", "steps", "layers", "hidden", "batch", "sequence"):
         if getattr(options, name) < 1:
@@ -51,22 +82,39 @@ def arguments() -> argparse.Namespace:
 
 
 def launch(ranks: int) -> None:
-    """Run this script again on ``ranks`` local ranks, as torchrun does, over the loopback interface."""
+    """Run this script again on ``ranks`` local ranks, as torchrun does, over the loopback
+    interface.
+    """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     if loopback:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])  # a machine's own name need not resolve
+        os.environ.setdefault(
+            "GLOO_SOCKET_IFNAME", loopback[0]
+        )  # a machine's own name need not resolve
     try:
-        torchrun(["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}", __file__, *sys.argv[1:]])
+        torchrun(
+            [
+                "--standalone",
+                "--local-addr=127.0.0.1",
+                f"--nproc-per-node={ranks}",
+                __file__,
+                *sys.argv[1:],
+            ]
+        )
     except ChildFailedError as error:
-        sys.exit(f"a rank ended with exit code {error.get_first_failure()[1].exitcode}; the reason is above")
+        sys.exit(
+            f"a rank ended with exit code {error.get_first_failure()[1].exitcode}; the reason is "
+            "above"
+        )
 
 
 def build(options: argparse.Namespace, device: torch.device) -> torch.nn.Module:
-    """The same model on every rank: transformers' class, unmodified, without dropout so that runs can be compared."""
+    """The same model on every rank: transformers' class, unmodified, without dropout so that runs
+    can be compared.
+    """
     return network(options).to(device, getattr(torch, options.dtype))
 
 
@@ -78,17 +126,31 @@ def network(options: argparse.Namespace) -> torch.nn.Module:
     heads = max(1, options.hidden // 32)
     if options.model == "gpt2":
         off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        sizes = dict(n_embd=options.hidden, n_layer=options.layers, n_head=heads, n_positions=options.sequence)
-        config = transformers.GPT2Config(vocab_size=256, bos_token_id=0, eos_token_id=0, **sizes, **off)
+        sizes = dict(
+            n_embd=options.hidden,
+            n_layer=options.layers,
+            n_head=heads,
+            n_positions=options.sequence,
+        )
+        config = transformers.GPT2Config(
+            vocab_size=256, bos_token_id=0, eos_token_id=0, **sizes, **off
+        )
         return transformers.GPT2LMHeadModel(config)
     sizes = dict(
-        hidden_size=options.hidden, num_hidden_layers=options.layers, num_attention_heads=heads, intermediate_size=3 * options.hidden
+        hidden_size=options.hidden,
+        num_hidden_layers=options.layers,
+        num_attention_heads=heads,
+        intermediate_size=3 * options.hidden,
     )
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=256, max_position_embeddings=options.sequence, **sizes))
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(vocab_size=256, max_position_embeddings=options.sequence, **sizes)
+    )
 
 
 def read_text(source: Path, most: int = 2_000_000) -> torch.Tensor:
-    """The first ``most`` bytes of a file, or of a folder's Python sources in the order of their names."""
+    """The first ``most`` bytes of a file, or of a folder's Python sources in the order of their
+    names.
+    """
     files = [source] if source.is_file() else sorted(source.glob("*.py"))
     data = bytearray()
     for file in files:
@@ -97,19 +159,27 @@ def read_text(source: Path, most: int = 2_000_000) -> torch.Tensor:
 
 
 def batches(text: torch.Tensor, options: argparse.Namespace, device: torch.device) -> list[Batch]:
-    """The global batch of each step: sequences from random places in the text, the same on every rank and in every run."""
+    """The global batch of each step: sequences from random places in the text, the same on every
+    rank and in every run.
+    """
     draw = torch.Generator().manual_seed(1)
-    starts = torch.randint(0, len(text) - options.sequence, (options.steps, options.batch, 1), generator=draw)
+    starts = torch.randint(
+        0, len(text) - options.sequence, (options.steps, options.batch, 1), generator=draw
+    )
     tokens = text[starts + torch.arange(options.sequence)].long().to(device)
     return [dict(input_ids=step, labels=step) for step in tokens]
 
 
-def train(model: torch.nn.Module, data: list[Batch], lr: float, label: str, quiet: bool) -> tuple[list[float], float]:
+def train(
+    model: torch.nn.Module, data: list[Batch], lr: float, label: str, quiet: bool
+) -> tuple[list[float], float]:
     """Train on every batch; the losses, and the seconds it took."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     losses = []
     start = time.perf_counter()
-    bar = tqdm(data, label, disable=quiet, unit="step", mininterval=0.2 if sys.stderr.isatty() else 10)
+    bar = tqdm(
+        data, label, disable=quiet, unit="step", mininterval=0.2 if sys.stderr.isatty() else 10
+    )
     for batch in bar:
         loss = model(**batch).loss
         loss.backward()
@@ -132,21 +202,38 @@ def compare(losses: list[float], alone: list[float]) -> str:
     last = len(losses) - 1
     steps = sorted({round(last * tenth / 10) for tenth in range(11)})
     rows = [(step + 1, losses[step], alone[step], losses[step] - alone[step]) for step in steps]
-    return tabulate(rows, headers=("step", "distributed loss", "one-process loss", "difference"), floatfmt=("d", ".6f", ".6f", "+.1e"))
+    return tabulate(
+        rows,
+        headers=("step", "distributed loss", "one-process loss", "difference"),
+        floatfmt=("d", ".6f", ".6f", "+.1e"),
+    )
 
 
 def work(options: argparse.Namespace, text: torch.Tensor) -> None:
     """What one rank does."""
-    rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    gpus = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    rank, world_size, local_rank = (
+        int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    )
+    gpus = torch.cuda.is_available() and torch.cuda.device_count() >= int(
+        os.environ["LOCAL_WORLD_SIZE"]
+    )
     device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
     if gpus:
         torch.cuda.set_device(device)
     data = batches(text, options, device)
 
     if rank == 0:
-        print(f"\nPlanning {options.model} for {world_size} ranks of cluster {options.cluster!r}", flush=True)
-    compiled = autopar.compile(build(options, device), data[0], world_size, cluster=options.cluster, parallel=options.parallel)
+        print(
+            f"\nPlanning {options.model} for {world_size} ranks of cluster {options.cluster!r}",
+            flush=True,
+        )
+    compiled = autopar.compile(
+        build(options, device),
+        data[0],
+        world_size,
+        cluster=options.cluster,
+        parallel=options.parallel,
+    )
     if rank == 0:
         print(f"\n{compiled.plan.report().strip()}\n", flush=True)
     losses, seconds = train(compiled, data, options.lr, f"{world_size} ranks", quiet=rank != 0)
@@ -159,17 +246,29 @@ def work(options: argparse.Namespace, text: torch.Tensor) -> None:
 
     alone, seconds_alone = train(build(options, device), data, options.lr, "1 process", quiet=False)
     print(f"\n{compare(losses, alone)}\n")
-    for name, run, took in ((f"{world_size} ranks", losses, seconds), ("1 process", alone, seconds_alone)):
+    for name, run, took in (
+        (f"{world_size} ranks", losses, seconds),
+        ("1 process", alone, seconds_alone),
+    ):
         print(f"{name}: loss {run[0]:.4f} -> {run[-1]:.4f} in {len(run)} steps, {took:.0f} s")
     differences = [abs(a - b) for a, b in zip(losses, alone, strict=True)]
-    print(f"largest difference in the first ten steps: {max(differences[:10]):.1e}, at any step: {max(differences):.1e}")
-    print(f"(it starts as {options.dtype} rounding, since sums run in another order, and training amplifies it)")
+    print(
+        f"largest difference in the first ten steps: {max(differences[:10]):.1e}, at any step: "
+        f"{max(differences):.1e}"
+    )
+    print(
+        f"(it starts as {options.dtype} rounding, since sums run in another order, and training "
+        "amplifies it)"
+    )
     if comparison is not None:
         print(f"\n{comparison}")
         if options.save:
             comparison.save(options.save / "comparison.json")
     if options.save:
-        print(f"saved in {options.save}: {', '.join(sorted(path.name for path in options.save.iterdir()))}")
+        print(
+            f"saved in {options.save}: "
+            f"{', '.join(sorted(path.name for path in options.save.iterdir()))}"
+        )
 
 
 def main() -> None:
@@ -177,7 +276,8 @@ def main() -> None:
     text = read_text(options.text)
     if len(text) <= options.sequence:
         sys.exit(
-            f"--text {options.text} holds {len(text)} bytes of text and a sequence takes {options.sequence}: give another file or folder"
+            f"--text {options.text} holds {len(text)} bytes of text and a sequence takes "
+            f"{options.sequence}: give another file or folder"
         )
     if "RANK" not in os.environ:
         launch(options.ranks)
@@ -185,7 +285,9 @@ def main() -> None:
     try:
         work(options, text)
     except autopar.AutoparError as error:
-        quiet = os.environ["RANK"] != "0" and not isinstance(error, autopar.RunError)  # planning fails on all ranks alike
+        quiet = os.environ["RANK"] != "0" and not isinstance(
+            error, autopar.RunError
+        )  # planning fails on all ranks alike
         sys.exit(1 if quiet else f"rank {os.environ['RANK']}: {type(error).__name__}: {error}")
     finally:
         if dist.is_initialized():

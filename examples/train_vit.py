@@ -1,9 +1,12 @@
-"""Train a vision transformer on scikit-learn's digits in every mode of tensor parallelism, and draw it on top of one device's training.
+"""Train a vision transformer on scikit-learn's digits in every mode of tensor parallelism, and draw
+it on top of one device's training.
 
-``python examples/train_vit.py`` trains on one device, then starts local ranks for each mode; ``torchrun --nproc-per-node 4
-examples/train_vit.py --modes 2d`` runs one mode by hand and leaves ``2d.json`` in the folder that ``--out`` names. All runs start from the
-same weights and take the same batches. Width and heads are those of ViT-Tiny, which ``--layers 12`` makes it but for its images' size.
-``train_vit.svg`` is the picture with ``--layers 12`` and all other options left alone.
+``python examples/train_vit.py`` trains on one device, then starts local ranks for each mode;
+``torchrun --nproc-per-node 4 examples/train_vit.py --modes 2d`` runs one mode by hand and leaves
+``2d.json`` in the folder that ``--out`` names. All runs start from the same weights and take the
+same batches. Width and heads are those of ViT-Tiny, which ``--layers 12`` makes it but for its
+images' size. ``train_vit.svg`` is the picture with ``--layers 12`` and all other options left
+alone.
 """
 
 from __future__ import annotations
@@ -29,7 +32,12 @@ from tqdm import tqdm
 
 import autopar
 
-MODES: dict[str, dict[str, Any]] = {"1d": dict(size=4), "2d": dict(size=4), "2.5d": dict(size=8, depth=2), "3d": dict(size=8)}
+MODES: dict[str, dict[str, Any]] = {
+    "1d": dict(size=4),
+    "2d": dict(size=4),
+    "2.5d": dict(size=8, depth=2),
+    "3d": dict(size=8),
+}
 ALONE = "one device"
 FIRST = 20  # steps in which rounding has not been amplified much by training
 CLASSES, TEST_IMAGES = 10, 360
@@ -47,7 +55,9 @@ class Digits:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Of one training: the loss of each step, the test accuracy after each epoch, and the median seconds of a step."""
+    """Of one training: the loss of each step, the test accuracy after each epoch, and the median
+    seconds of a step.
+    """
 
     losses: list[float]
     accuracies: list[float]
@@ -63,23 +73,44 @@ class Run:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="modes to run; 1d and 2d take 4 ranks, the others 8")
-    parser.add_argument("--epochs", type=int, default=6, help="times through the training images")
-    parser.add_argument("--batch", type=int, default=64, help="images in the global batch, a multiple of 8")
-    parser.add_argument(
-        "--layers", type=int, default=4, help="transformer blocks; 12 make it a ViT-Tiny, and each step three times as long"
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--lr", type=float, default=5e-4, help="AdamW's learning rate at the end of the warmup")
     parser.add_argument(
-        "--out", type=Path, default=Path("build/train_vit"), help="folder for the picture, curves.svg, and each run's numbers"
+        "--modes",
+        nargs="+",
+        choices=MODES,
+        default=list(MODES),
+        help="modes to run; 1d and 2d take 4 ranks, the others 8",
+    )
+    parser.add_argument("--epochs", type=int, default=6, help="times through the training images")
+    parser.add_argument(
+        "--batch", type=int, default=64, help="images in the global batch, a multiple of 8"
+    )
+    parser.add_argument(
+        "--layers",
+        type=int,
+        default=4,
+        help="transformer blocks; 12 make it a ViT-Tiny, and each step three times as long",
+    )
+    parser.add_argument(
+        "--lr", type=float, default=5e-4, help="AdamW's learning rate at the end of the warmup"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("build/train_vit"),
+        help="folder for the picture, curves.svg, and each run's numbers",
     )
     options = parser.parse_args()
     for name in ("epochs", "batch", "layers"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} is {getattr(options, name)}; it must be at least 1")
     if options.batch % 8:
-        parser.error(f"--batch is {options.batch}; mode 2.5d and 3d split it over 4 ranks or 8: give a multiple of 8")
+        parser.error(
+            f"--batch is {options.batch}; mode 2.5d and 3d split it over 4 ranks or 8: give a "
+            "multiple of 8"
+        )
     if "RANK" in os.environ and len(options.modes) != 1:
         parser.error("under torchrun one mode runs: give --modes one")
     return options
@@ -98,14 +129,20 @@ def digits() -> Digits:
 
 
 def network(layers: int) -> torch.nn.Module:
-    """transformers' class, unmodified, without dropout so that runs can be compared; the same weights on every rank and in every run."""
+    """transformers' class, unmodified, without dropout so that runs can be compared; the same
+    weights on every rank and in every run.
+    """
     import transformers
 
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
-    tiny = dict(hidden_size=192, num_attention_heads=3, intermediate_size=768, num_hidden_layers=layers)
+    tiny = dict(
+        hidden_size=192, num_attention_heads=3, intermediate_size=768, num_hidden_layers=layers
+    )
     images = dict(image_size=8, patch_size=2, num_channels=1, num_labels=CLASSES)
-    config = transformers.ViTConfig(**tiny, **images, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    config = transformers.ViTConfig(
+        **tiny, **images, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+    )
     return transformers.ViTForImageClassification(config)
 
 
@@ -113,18 +150,29 @@ def sample(data: Digits, batch: int) -> dict[str, torch.Tensor]:
     return dict(pixel_values=data.train[:batch], labels=data.train_labels[:batch])
 
 
-def train(model: torch.nn.Module, data: Digits, options: argparse.Namespace, label: str, quiet: bool) -> Run:
+def train(
+    model: torch.nn.Module, data: Digits, options: argparse.Namespace, label: str, quiet: bool
+) -> Run:
     """Train for some epochs, and test after each."""
     from transformers import get_cosine_schedule_with_warmup
 
     per_epoch = len(data.train) // options.batch
     steps = per_epoch * options.epochs
-    # fused: in the first step torch works out DTensors' layouts, which in mode 3d on two busy cores made it take 22 s with foreach, so 6 s.
+    # fused: in the first step torch works out DTensors' layouts, which in mode 3d on two busy cores
+    # made it take 22 s with foreach, so 6 s.
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, fused=True)
-    schedule = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=steps // 10, num_training_steps=steps)
+    schedule = get_cosine_schedule_with_warmup(
+        optimizer, num_warmup_steps=steps // 10, num_training_steps=steps
+    )
     shuffle = torch.Generator().manual_seed(1)
     losses, seconds, accuracies = [], [], []
-    with tqdm(total=steps, desc=label, disable=quiet, unit="step", mininterval=0.2 if sys.stderr.isatty() else 10) as bar:
+    with tqdm(
+        total=steps,
+        desc=label,
+        disable=quiet,
+        unit="step",
+        mininterval=0.2 if sys.stderr.isatty() else 10,
+    ) as bar:
         for _ in range(options.epochs):
             order = torch.randperm(len(data.train), generator=shuffle)[: per_epoch * options.batch]
             for chosen in order.split(options.batch):
@@ -144,7 +192,9 @@ def train(model: torch.nn.Module, data: Digits, options: argparse.Namespace, lab
 
 @torch.no_grad()
 def accuracy(model: torch.nn.Module, data: Digits, batch: int) -> float:
-    """The part of the test images that a model gets right, in batches of the one size: the last is filled up with images from the start."""
+    """The part of the test images that a model gets right, in batches of the one size: the last is
+    filled up with images from the start.
+    """
     model.eval()
     images = len(data.test)
     found = []
@@ -156,7 +206,9 @@ def accuracy(model: torch.nn.Module, data: Digits, batch: int) -> float:
 
 
 def launch(mode: str) -> None:
-    """Run this script again for one mode on local ranks, as torchrun does, over the loopback interface."""
+    """Run this script again for one mode on local ranks, as torchrun does, over the loopback
+    interface.
+    """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
@@ -164,17 +216,37 @@ def launch(mode: str) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     if loopback:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])  # a machine's own name need not resolve
+        os.environ.setdefault(
+            "GLOO_SOCKET_IFNAME", loopback[0]
+        )  # a machine's own name need not resolve
     try:
-        torchrun(["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}", __file__, *sys.argv[1:], "--modes", mode])
+        torchrun(
+            [
+                "--standalone",
+                "--local-addr=127.0.0.1",
+                f"--nproc-per-node={ranks}",
+                __file__,
+                *sys.argv[1:],
+                "--modes",
+                mode,
+            ]
+        )
     except ChildFailedError as error:
-        sys.exit(f"mode {mode}: a rank ended with exit code {error.get_first_failure()[1].exitcode}; the reason is above")
+        sys.exit(
+            f"mode {mode}: a rank ended with exit code {error.get_first_failure()[1].exitcode}; "
+            "the reason is above"
+        )
 
 
 def distributed(mode: str, options: argparse.Namespace) -> Run:
     """The same training in one mode; to be called on each of its ranks."""
     data, ranks = digits(), MODES[mode]["size"]
-    given: dict[str, Any] = dict(cluster="cpu", optimizer="fused-adamw", parallel=dict(tensor=dict(MODES[mode], mode=mode)), progress=False)
+    given: dict[str, Any] = dict(
+        cluster="cpu",
+        optimizer="fused-adamw",
+        parallel=dict(tensor=dict(MODES[mode], mode=mode)),
+        progress=False,
+    )
     compiled = autopar.compile(network(options.layers), sample(data, options.batch), ranks, **given)
     return train(compiled, data, options, f"{mode} on {ranks} ranks", quiet=dist.get_rank() != 0)
 
@@ -189,8 +261,23 @@ def summary(runs: dict[str, Run]) -> str:
     for name, run in runs.items():
         apart = differences(run, runs[ALONE])
         compared = ("", "") if name == ALONE else (f"{max(apart[:FIRST]):.1e}", f"{max(apart):.1e}")
-        rows.append((name, MODES.get(name, dict(size=1))["size"], f"{run.accuracies[-1]:.3f}", *compared, f"{run.seconds:.3f}"))
-    heads = ("mode", "ranks", "test accuracy", f"loss difference, {FIRST} steps", "at any step", "seconds a step")
+        rows.append(
+            (
+                name,
+                MODES.get(name, dict(size=1))["size"],
+                f"{run.accuracies[-1]:.3f}",
+                *compared,
+                f"{run.seconds:.3f}",
+            )
+        )
+    heads = (
+        "mode",
+        "ranks",
+        "test accuracy",
+        f"loss difference, {FIRST} steps",
+        "at any step",
+        "seconds a step",
+    )
     return tabulate(rows, heads, "simple", disable_numparse=True, colalign=("left", *["right"] * 5))
 
 
@@ -198,9 +285,27 @@ def picture(runs: dict[str, Run], epochs: int) -> str:
     """Accuracy and loss of all runs, and how far each mode's loss has been from one device's."""
     accuracies = {name: run.accuracies for name, run in runs.items()}
     losses = {name: run.losses for name, run in runs.items()}
-    apart = {name: list(itertools.accumulate(differences(run, runs[ALONE]), max)) for name, run in runs.items() if name != ALONE}
-    charts = [Chart("test accuracy", "epoch", epochs, accuracies), Chart("training loss", "epoch", epochs, losses)]
-    return svg([*charts, Chart("largest difference from one device's loss so far", "epoch", epochs, apart, logarithmic=True)])
+    apart = {
+        name: list(itertools.accumulate(differences(run, runs[ALONE]), max))
+        for name, run in runs.items()
+        if name != ALONE
+    }
+    charts = [
+        Chart("test accuracy", "epoch", epochs, accuracies),
+        Chart("training loss", "epoch", epochs, losses),
+    ]
+    return svg(
+        [
+            *charts,
+            Chart(
+                "largest difference from one device's loss so far",
+                "epoch",
+                epochs,
+                apart,
+                logarithmic=True,
+            ),
+        ]
+    )
 
 
 def everything(options: argparse.Namespace) -> None:
@@ -212,7 +317,10 @@ def everything(options: argparse.Namespace) -> None:
         runs[mode] = Run.load(options.out / f"{mode}.json")
     drawing = options.out / "curves.svg"
     drawing.write_text(picture(runs, options.epochs), encoding="utf-8")
-    print(f"\n{summary(runs)}\n\n(differences start as float32 rounding, since sums run in another order, and training amplifies them)")
+    print(
+        f"\n{summary(runs)}\n\n(differences start as float32 rounding, since sums run in another "
+        "order, and training amplifies them)"
+    )
     print(f"drawn in {drawing}")
 
 
@@ -227,7 +335,9 @@ def main() -> None:
             run.save(options.out / f"{options.modes[0]}.json")
         dist.barrier()
     except autopar.AutoparError as error:
-        quiet = os.environ["RANK"] != "0" and not isinstance(error, autopar.RunError)  # planning fails on all ranks alike
+        quiet = os.environ["RANK"] != "0" and not isinstance(
+            error, autopar.RunError
+        )  # planning fails on all ranks alike
         sys.exit(1 if quiet else f"rank {os.environ['RANK']}: {type(error).__name__}: {error}")
     finally:
         if dist.is_initialized():

@@ -1,8 +1,11 @@
-"""The best assignment of a sharding problem by trying all of them: one vertex after the other, priced as the definition has it.
+"""The best assignment of a sharding problem by trying all of them: one vertex after the other,
+priced as the definition has it.
 
-Assignments that look the same to all later vertices are merged: of those only the cheapest can be part of the best or, where there is a
-budget of bytes, those of which no other is better in both. Those that cannot get below a limit are dropped: a bound of what is still to
-come is the same search, run backwards, with each reader of a shared conversion paying its part of it whoever else wants it.
+Assignments that look the same to all later vertices are merged: of those only the cheapest can be
+part of the best or, where there is a budget of bytes, those of which no other is better in both.
+Those that cannot get below a limit are dropped: a bound of what is still to come is the same
+search, run backwards, with each reader of a shared conversion paying its part of it whoever else
+wants it.
 """
 
 from __future__ import annotations
@@ -14,24 +17,34 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from autopar.layout import Layout
-from autopar.search.problem import Again, Group, Label, Problem, Vertex, Weights
+from autopar.ir.layout import Layout
+from autopar.search.ilp.problem import Again, Group, Label, Problem, Vertex, Weights
 
 Price = tuple[float, float]  # cost and bytes, of which the budget is
-Priced = tuple[float, float, float]  # the same, and the cost were conversions paid in parts by those assigned so far
+Priced = tuple[
+    float, float, float
+]  # the same, and the cost were conversions paid in parts by those assigned so far
 # What later vertices see of a tensor: its label once it is made, and the labels wanted of it.
 Seen = tuple[int | None, frozenset[Label]]
-State = tuple[tuple[int, Seen], ...]  # by tensor: those of which some vertices are assigned and some are not
+State = tuple[
+    tuple[int, Seen], ...
+]  # by tensor: those of which some vertices are assigned and some are not
 LARGEST = 3_000_000  # elements of a bound's table
 
 
 def cheapest(problem: Problem, weights: Weights, limit: float, budget: float = math.inf) -> float:
-    """The least cost of an assignment of one stage within ``budget`` bytes, if there is one below ``limit``; else ``limit``."""
+    """The least cost of an assignment of one stage within ``budget`` bytes, if there is one below
+    ``limit``; else ``limit``.
+    """
     return _Walk(problem, weights, limit, budget).run()
 
 
-def possible(problem: Problem, chosen: Sequence[int], again: Collection[tuple[int, Layout]]) -> bool:
-    """Whether all that a backward needs is there: each result that is looked at or converted again, and every conversion may be so."""
+def possible(
+    problem: Problem, chosen: Sequence[int], again: Collection[tuple[int, Layout]]
+) -> bool:
+    """Whether all that a backward needs is there: each result that is looked at or converted again,
+    and every conversion may be so.
+    """
     for g, group in enumerate(problem.groups):
         source, there = problem.made(group, chosen)
         for target, needed in problem.wanted(group, chosen).items():
@@ -51,13 +64,19 @@ def again_sets(problem: Problem, chosen: Sequence[int]) -> Iterator[Again]:
     for g, group in enumerate(problem.groups):
         source = problem.made(group, chosen)[0]
         wanted = problem.wanted(group, chosen).items()
-        needed += [(g, target) for target, need in wanted if need and group.moves[group.sources[source], group.targets[target]]]
+        needed += [
+            (g, target)
+            for target, need in wanted
+            if need and group.moves[group.sources[source], group.targets[target]]
+        ]
     for size in range(len(needed) + 1):
         yield from map(frozenset, itertools.combinations(needed, size))
 
 
 def assignments(problem: Problem) -> Iterator[tuple[list[int], Again]]:
-    """All that are possible, plainly; vertices in the graph's order, leaving off where what is chosen already cannot be."""
+    """All that are possible, plainly; vertices in the graph's order, leaving off where what is
+    chosen already cannot be.
+    """
     closing: dict[int, list[Group]] = defaultdict(list)
     for group in problem.groups:
         closing[max(group.producer, *(v for v, _ in group.ports))].append(group)
@@ -81,11 +100,16 @@ def _met(problem: Problem, group: Group, chosen: Sequence[int]) -> bool:
     """Whether a result that is looked at in the backward is there."""
     source, there = problem.made(group, chosen)
     wanted = problem.wanted(group, chosen).items()
-    return there or not any(need and not group.moves[group.sources[source], group.targets[target]] for target, need in wanted)
+    return there or not any(
+        need and not group.moves[group.sources[source], group.targets[target]]
+        for target, need in wanted
+    )
 
 
 def order(problem: Problem) -> list[int]:
-    """Vertices as in the graph, but parameters and inputs right before their first reader, so that few tensors are open at a time."""
+    """Vertices as in the graph, but parameters and inputs right before their first reader, so that
+    few tensors are open at a time.
+    """
     producers: dict[int, list[int]] = defaultdict(list)
     for group in problem.groups:
         for v, _ in group.ports:
@@ -93,7 +117,11 @@ def order(problem: Problem) -> list[int]:
     found: dict[int, None] = {}
     for v, vertex in enumerate(problem.vertices):
         if vertex.node.op != "placeholder":
-            found.update(dict.fromkeys(u for u in producers[v] if problem.vertices[u].node.op == "placeholder"))
+            found.update(
+                dict.fromkeys(
+                    u for u in producers[v] if problem.vertices[u].node.op == "placeholder"
+                )
+            )
             found[v] = None
     return list(found | dict.fromkeys(range(len(problem.vertices))))
 
@@ -101,8 +129,20 @@ def order(problem: Problem) -> list[int]:
 class _Tensor:
     """One group: what each conversion costs, by labels."""
 
-    def __init__(self, problem: Problem, group: Group, weights: Weights, choices: Sequence[Sequence[int]], with_bytes: bool) -> None:
-        self.group, self.producer, self.ports, self.with_bytes = group, group.producer, group.ports, with_bytes
+    def __init__(
+        self,
+        problem: Problem,
+        group: Group,
+        weights: Weights,
+        choices: Sequence[Sequence[int]],
+        with_bytes: bool,
+    ) -> None:
+        self.group, self.producer, self.ports, self.with_bytes = (
+            group,
+            group.producer,
+            group.ports,
+            with_bytes,
+        )
         self.made = problem.vertices[group.producer].outs
         self.wanted = {(v, p): problem.vertices[v].ins[p] for v, p in group.ports}
         self.second = float(group.count[0] * weights.micro[0])
@@ -110,7 +150,12 @@ class _Tensor:
         self.price = float(weights.price[0])
         self._known: dict[tuple[int, Label], list[Price]] = {}
         self.parts = {
-            port: np.array([[min([c for c, _ in self.ways(s, t)], default=math.inf) for t in labels] for s in range(len(self.made))])
+            port: np.array(
+                [
+                    [min([c for c, _ in self.ways(s, t)], default=math.inf) for t in labels]
+                    for s in range(len(self.made))
+                ]
+            )
             / len(group.ports)
             for port, labels in self.wanted.items()
         }
@@ -118,10 +163,16 @@ class _Tensor:
         used = {int(problem.vertices[self.producer].out_of[k]) for k in choices[self.producer]}
         layouts = {layout for labels in self.wanted.values() for layout, _ in labels}
         # Where memory costs nothing it does not matter who needs what.
-        self.matters = any(self.ways(s, (layout, True)) != self.ways(s, (layout, False)) for s in used for layout in layouts)
+        self.matters = any(
+            self.ways(s, (layout, True)) != self.ways(s, (layout, False))
+            for s in used
+            for layout in layouts
+        )
 
     def ways(self, made: int, wanted: Label) -> list[Price]:
-        """What it may cost to convert to a layout, and to have it in the backward if that is needed."""
+        """What it may cost to convert to a layout, and to have it in the backward if that is
+        needed.
+        """
         if (made, wanted) not in self._known:
             group, (layout, there) = self.group, self.made[made]
             s, t = group.sources[layout], group.targets[wanted[0]]
@@ -138,16 +189,26 @@ class _Tensor:
         return self._known[made, wanted]
 
     def prices(self, seen: Seen) -> list[Price]:
-        """Each layout wanted is converted to once, and kept or made again if one of its readers needs it."""
+        """Each layout wanted is converted to once, and kept or made again if one of its readers
+        needs it.
+        """
         made, wanted = seen
         assert made is not None
         each = [self.ways(made, label) for label in wanted]
-        return _best([(sum(c for c, _ in one), sum(b for _, b in one)) for one in itertools.product(*each)])
+        return _best(
+            [(sum(c for c, _ in one), sum(b for _, b in one)) for one in itertools.product(*each)]
+        )
 
     def part(self, seen: Seen, v: int, k: int, vertex: Vertex) -> float:
         """What choice ``k`` of vertex ``v`` pays for its own part of the conversions it wants."""
         made = seen[0]
-        return 0.0 if made is None else sum(float(self.parts[p][made, vertex.in_of[p[1]][k]]) for p in self.ports if p[0] == v)
+        return (
+            0.0
+            if made is None
+            else sum(
+                float(self.parts[p][made, vertex.in_of[p[1]][k]]) for p in self.ports if p[0] == v
+            )
+        )
 
     def with_choice(self, seen: Seen, v: int, k: int, vertex: Vertex) -> Seen:
         """What is seen once vertex ``v`` takes choice ``k``."""
@@ -160,7 +221,9 @@ class _Tensor:
 
 
 class _Bound:
-    """The least that vertices still to come cost, given the labels of the tensors ``axes`` that exist already."""
+    """The least that vertices still to come cost, given the labels of the tensors ``axes`` that
+    exist already.
+    """
 
     def __init__(self, axes: tuple[int, ...], table: np.ndarray) -> None:
         self.axes, self.table = axes, table
@@ -168,7 +231,14 @@ class _Bound:
     def __call__(self, seen: dict[int, Seen]) -> float:
         return float(self.table[tuple(seen[g][0] for g in self.axes)])  # type: ignore[misc]
 
-    def before(self, vertex: Vertex, v: int, costs: np.ndarray, choices: list[int], tensors: Sequence[_Tensor]) -> _Bound:
+    def before(
+        self,
+        vertex: Vertex,
+        v: int,
+        costs: np.ndarray,
+        choices: list[int],
+        tensors: Sequence[_Tensor],
+    ) -> _Bound:
         """The bound once ``v`` is to come too."""
         ports = [(g, p) for g, tensor in enumerate(tensors) for p in tensor.ports if p[0] == v]
         makes = [g for g in self.axes if tensors[g].producer == v]
@@ -179,7 +249,9 @@ class _Bound:
             s = int(vertex.out_of[k])
             rest = after.table[tuple(s if g in makes else slice(None) for g in after.axes)]
             left = [g for g in after.axes if g not in makes]
-            total = rest.reshape([len(tensors[g].made) if g in left else 1 for g in axes]) + float(costs[k])
+            total = rest.reshape([len(tensors[g].made) if g in left else 1 for g in axes]) + float(
+                costs[k]
+            )
             for g, p in ports:
                 part = tensors[g].parts[p][:, int(vertex.in_of[p[1]][k])]
                 total = total + part.reshape([-1 if other == g else 1 for other in axes])
@@ -187,12 +259,19 @@ class _Bound:
         return _Bound(axes, result)
 
     def _smaller(self, ports: set[int], makes: set[int], tensors: Sequence[_Tensor]) -> _Bound:
-        """A weaker bound, where the next table would be too large: of a tensor not asked for, the best label."""
+        """A weaker bound, where the next table would be too large: of a tensor not asked for, the
+        best label.
+        """
         bound = self
-        while math.prod(len(tensors[g].made) for g in ports | set(bound.axes) - makes) > LARGEST and set(bound.axes) - makes - ports:
+        while (
+            math.prod(len(tensors[g].made) for g in ports | set(bound.axes) - makes) > LARGEST
+            and set(bound.axes) - makes - ports
+        ):
             g = max(set(bound.axes) - makes - ports, key=lambda g: len(tensors[g].made))
             place = bound.axes.index(g)
-            bound = _Bound(bound.axes[:place] + bound.axes[place + 1 :], bound.table.min(axis=place))
+            bound = _Bound(
+                bound.axes[:place] + bound.axes[place + 1 :], bound.table.min(axis=place)
+            )
         return bound
 
 
@@ -203,16 +282,31 @@ class _Walk:
         self.order = order(problem)
         place = {v: i for i, v in enumerate(self.order)}
         with_bytes = budget < math.inf
-        self.nbytes = [float(v.count[0]) * (v.state + weights.flight[0] * v.kept) for v in self.vertices]
-        seconds = [weights.micro[0] * (v.forward + v.backward) + weights.step[0] * v.step for v in self.vertices]
-        self.costs = [float(v.count[0]) * s + weights.price[0] * n for v, s, n in zip(self.vertices, seconds, self.nbytes, strict=True)]
+        self.nbytes = [
+            float(v.count[0]) * (v.state + weights.flight[0] * v.kept) for v in self.vertices
+        ]
+        seconds = [
+            weights.micro[0] * (v.forward + v.backward) + weights.step[0] * v.step
+            for v in self.vertices
+        ]
+        self.costs = [
+            float(v.count[0]) * s + weights.price[0] * n
+            for v, s, n in zip(self.vertices, seconds, self.nbytes, strict=True)
+        ]
         if not with_bytes:
             self.nbytes = [np.zeros_like(n) for n in self.nbytes]
-        self.choices = [_distinct(v, c, n) for v, c, n in zip(self.vertices, self.costs, self.nbytes, strict=True)]
-        self.tensors = [_Tensor(problem, g, weights, self.choices, with_bytes) for g in problem.groups]
+        self.choices = [
+            _distinct(v, c, n)
+            for v, c, n in zip(self.vertices, self.costs, self.nbytes, strict=True)
+        ]
+        self.tensors = [
+            _Tensor(problem, g, weights, self.choices, with_bytes) for g in problem.groups
+        ]
         self.touched: dict[int, list[int]] = defaultdict(list)
         self.last: list[int] = []
-        forward = True  # a tensor of tied blocks may be wanted before it is made; then the bound has none
+        forward = (
+            True  # a tensor of tied blocks may be wanted before it is made; then the bound has none
+        )
         for g, tensor in enumerate(self.tensors):
             readers = {v for v, _ in tensor.ports}
             self.last.append(max(place[v] for v in {tensor.producer, *readers}))
@@ -224,7 +318,14 @@ class _Walk:
         for v in reversed(self.order):
             self.least.insert(0, self.least[0] + float(min(self.nbytes[v])))
             self.bounds.insert(
-                0, self.bounds[0].before(self.vertices[v], v, self.costs[v], self.choices[v], self.tensors if forward else ())
+                0,
+                self.bounds[0].before(
+                    self.vertices[v],
+                    v,
+                    self.costs[v],
+                    self.choices[v],
+                    self.tensors if forward else (),
+                ),
             )
 
     def run(self) -> float:
@@ -236,7 +337,14 @@ class _Walk:
             states = {state: _best(prices) for state, prices in following.items()}
         return min((prices[0][0] for prices in states.values()), default=self.limit)
 
-    def _extend(self, following: dict[State, list[Priced]], state: dict[int, Seen], prices: list[Priced], place: int, v: int) -> None:
+    def _extend(
+        self,
+        following: dict[State, list[Priced]],
+        state: dict[int, Seen],
+        prices: list[Priced],
+        place: int,
+        v: int,
+    ) -> None:
         vertex, least = self.vertices[v], self.least[place + 1]
         for k in self.choices[v]:
             seen, part = dict(state), float(self.costs[v][k])
@@ -246,7 +354,11 @@ class _Walk:
                 seen[g] = tensor.with_choice(old, v, k, vertex)
                 part += tensor.part(old, v, k, vertex)
                 if self.last[g] == place:  # now all is known of it
-                    added = [(c + cost, n + nbytes) for c, n in added for cost, nbytes in tensor.prices(seen[g])]
+                    added = [
+                        (c + cost, n + nbytes)
+                        for c, n in added
+                        for cost, nbytes in tensor.prices(seen[g])
+                    ]
             rest = self.bounds[place + 1](seen)
             found = [
                 (c + cost, n + nbytes, p + part)
@@ -255,14 +367,26 @@ class _Walk:
                 if max(p + part + rest, c + cost) < self.limit and n + nbytes + least <= self.budget
             ]
             if found:
-                following[tuple(sorted(((g, x) for g, x in seen.items() if self.last[g] > place), key=lambda item: item[0]))] += found
+                following[
+                    tuple(
+                        sorted(
+                            ((g, x) for g, x in seen.items() if self.last[g] > place),
+                            key=lambda item: item[0],
+                        )
+                    )
+                ] += found
 
 
 def _distinct(vertex: Vertex, costs: np.ndarray, nbytes: np.ndarray) -> list[int]:
-    """Without those choices than which another is better in every respect: it asks no more, gives no less, and costs no more."""
+    """Without those choices than which another is better in every respect: it asks no more, gives
+    no less, and costs no more.
+    """
 
     def better(a: int, b: int) -> bool:
-        one, other = ((costs[k], nbytes[k], not vertex.there[k], *(need[k] for need in vertex.needs)) for k in (a, b))
+        one, other = (
+            (costs[k], nbytes[k], not vertex.there[k], *(need[k] for need in vertex.needs))
+            for k in (a, b)
+        )
         return all(x <= y for x, y in zip(one, other, strict=True)) and (one != other or a < b)
 
     alike: dict[tuple, list[int]] = defaultdict(list)

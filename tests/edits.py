@@ -1,4 +1,6 @@
-"""Plan files that were edited at random: what may become of each, in one process and on real ranks."""
+"""Plan files that were edited at random: what may become of each, in one process and on real
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,9 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import autopar
 from autopar.errors import AutoparError, PlanError, RunError
-from autopar.passes.stages import cut_stages
-from autopar.planner import Traced
-from autopar.search.check_plan import check_batch, check_plan
+from autopar.frontend.traced import Traced
+from autopar.passes.lowering.stages import cut_stages
+from autopar.search.result.check_plan import check_batch, check_plan
 
 Data = dict[str, Any]
 Made = tuple[nn.Module, dict[str, torch.Tensor]]
@@ -34,7 +36,12 @@ class Language(nn.Module):
         self.tokens, self.places = nn.Embedding(words, width), nn.Parameter(torch.randn(8, width))
         self.blocks = nn.ModuleList(
             nn.ModuleDict(
-                dict(norm=nn.LayerNorm(width), qkv=nn.Linear(width, 3 * width), up=nn.Linear(width, 16), down=nn.Linear(16, width))
+                dict(
+                    norm=nn.LayerNorm(width),
+                    qkv=nn.Linear(width, 3 * width),
+                    up=nn.Linear(width, 16),
+                    down=nn.Linear(16, width),
+                )
             )
             for _ in range(2)
         )
@@ -43,8 +50,13 @@ class Language(nn.Module):
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         x = self.tokens(ids) + self.places
         for block in self.blocks:
-            q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in block["qkv"](block["norm"](x)).chunk(3, -1))
-            x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+            q, k, v = (
+                t.unflatten(-1, (2, -1)).transpose(1, 2)
+                for t in block["qkv"](block["norm"](x)).chunk(3, -1)
+            )
+            x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(
+                2
+            )
             x = x + block["down"](F.gelu(block["up"](x)))
         logits = self.head(x)
         return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
@@ -74,7 +86,10 @@ def make(name: str) -> Made:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         if name == "convolutions":
-            return Convolutions().double(), {"x": torch.randn(8, 4, 6, 6, dtype=torch.float64), "labels": torch.randint(4, (8,))}
+            return Convolutions().double(), {
+                "x": torch.randn(8, 4, 6, 6, dtype=torch.float64),
+                "labels": torch.randint(4, (8,)),
+            }
         return Language().double(), {name: torch.randint(16, (8, 8)) for name in ("ids", "labels")}
 
 
@@ -98,7 +113,8 @@ def plan(kind: str) -> autopar.Plan:
     return autopar.plan(*make(name), ranks, progress=False, **options)
 
 
-# -- edits --------------------------------------------------------------------------------------------------------------------------------
+# -- edits
+# --------------------------------------------------------------------------------------------------------------------------------
 
 JUNK: tuple[Any, ...] = (
     None,
@@ -125,8 +141,12 @@ Edit = Callable[[Data, random.Random], None]
 
 
 def _places(data: Any) -> Iterator[tuple[Any, Any]]:
-    """Every container in a plan with each of its keys; of long tables no more than of the others."""
-    keys = list(data) if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ()
+    """Every container in a plan with each of its keys; of long tables no more than of the
+    others.
+    """
+    keys = (
+        list(data) if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ()
+    )
     for key in keys:
         yield data, key
         yield from _places(data[key])
@@ -160,19 +180,52 @@ def _swap(data: Data, rng: random.Random) -> None:
 
 
 def _number(data: Data, rng: random.Random) -> None:
-    name = rng.choice(["world_size", "mesh_sizes", "microbatches", "data_degree", "pipeline", "gap", "stages", "seconds"])
-    held, key = (data, name) if not isinstance(data[name], (list, dict)) else rng.choice(list(_places(data[name])))
+    name = rng.choice(
+        [
+            "world_size",
+            "mesh_sizes",
+            "microbatches",
+            "data_degree",
+            "pipeline",
+            "gap",
+            "stages",
+            "seconds",
+        ]
+    )
+    held, key = (
+        (data, name)
+        if not isinstance(data[name], (list, dict))
+        else rng.choice(list(_places(data[name])))
+    )
     if isinstance(held[key], (int, float)):
-        held[key] = rng.choice([held[key] + 1, held[key] * 2, -held[key], 0, 2**60, held[key] + 0.5, bool(held[key]), str(held[key])])
+        held[key] = rng.choice(
+            [
+                held[key] + 1,
+                held[key] * 2,
+                -held[key],
+                0,
+                2**60,
+                held[key] + 0.5,
+                bool(held[key]),
+                str(held[key]),
+            ]
+        )
 
 
 def _layout(data: Data, rng: random.Random) -> None:
     """One type of a node's or parameter's layout is another."""
     if rng.random() < 0.5:
         node = data["nodes"][rng.choice(list(data["nodes"]))]
-        place, key = (node, "out") if not node["in"] or rng.random() < 0.5 else (node["in"], rng.randrange(len(node["in"])))
+        place, key = (
+            (node, "out")
+            if not node["in"] or rng.random() < 0.5
+            else (node["in"], rng.randrange(len(node["in"])))
+        )
     else:
-        place, key = data["parameters"][rng.choice(list(data["parameters"]))], rng.choice(["stored", "used"])
+        place, key = (
+            data["parameters"][rng.choice(list(data["parameters"]))],
+            rng.choice(["stored", "used"]),
+        )
     _change_type(place, key, rng)
 
 
@@ -183,7 +236,9 @@ def _change_type(place: Any, key: Any, rng: random.Random) -> None:
 
 
 def _parameter(data: Data, rng: random.Random) -> None:
-    """A parameter lies otherwise, and so its placeholder and what reads it: an edit that thinks of all but whether it is right."""
+    """A parameter lies otherwise, and so its placeholder and what reads it: an edit that thinks of
+    all but whether it is right.
+    """
     name = rng.choice(list(data["parameters"]))
     node = name.replace(".", "_")
     found = [n for n in data["nodes"] if n.endswith(node)]
@@ -211,7 +266,21 @@ def _split(data: Data, rng: random.Random) -> None:
     """A factor or a kernel is another."""
     node = data["nodes"][rng.choice(list(data["nodes"]))]
     found = rng.choice([".0", ".1", "k", "n", "v", "b", "d0", "r0", "x", None, 3])
-    kernel = rng.choice(["summa", "ring", "layer_norm", "embedding_vocabulary", "mean", "batch_norm", "dropout", "attention", "x", None, 3])
+    kernel = rng.choice(
+        [
+            "summa",
+            "ring",
+            "layer_norm",
+            "embedding_vocabulary",
+            "mean",
+            "batch_norm",
+            "dropout",
+            "attention",
+            "x",
+            None,
+            3,
+        ]
+    )
     for key, value in (("factors", found), ("kernels", kernel)):
         if node[key] and rng.random() < 0.6:
             node[key][rng.randrange(len(node[key]))] = value
@@ -242,7 +311,9 @@ def _recomputed(data: Data, rng: random.Random) -> None:
         *(f"{n} -> {rng.choice(TYPES)}" for n in data["conversions"]),
         *(f"{n} -> {w}" for n, p in data["conversions"].items() for w in p),
     ]
-    data["recomputed"] = rng.sample(names, rng.randrange(1, 6)) if rng.random() < 0.8 else rng.choice(names)
+    data["recomputed"] = (
+        rng.sample(names, rng.randrange(1, 6)) if rng.random() < 0.8 else rng.choice(names)
+    )
 
 
 def _stage(data: Data, rng: random.Random) -> None:
@@ -258,9 +329,34 @@ def _stage(data: Data, rng: random.Random) -> None:
 
 
 def _word(data: Data, rng: random.Random) -> None:
-    name = rng.choice(["schedule", "precision", "reduce_dtype", "fingerprint", "cluster", "mesh_names", "modes", "version"])
+    name = rng.choice(
+        [
+            "schedule",
+            "precision",
+            "reduce_dtype",
+            "fingerprint",
+            "cluster",
+            "mesh_names",
+            "modes",
+            "version",
+        ]
+    )
     data[name] = rng.choice(
-        ["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "fp32", "tf32", "fp8", "", ["a"], ["a", "a"], {"2d": ["x"]}, 5, None]
+        [
+            "gpipe",
+            "1f1b",
+            "interleaved-1f1b",
+            "zero-bubble",
+            "fp32",
+            "tf32",
+            "fp8",
+            "",
+            ["a"],
+            ["a", "a"],
+            {"2d": ["x"]},
+            5,
+            None,
+        ]
     )
 
 
@@ -275,15 +371,25 @@ def edited(text: str, seed: str) -> str:
     rng = random.Random(seed)
     if rng.random() < 0.05:
         at = rng.randrange(len(text))
-        return rng.choice([text[:at], text[:at] + rng.choice('{}[]",:0x') + text[at + 1 :], text[at:], text[:at] + "[" * 10**5])
+        return rng.choice(
+            [
+                text[:at],
+                text[:at] + rng.choice('{}[]",:0x') + text[at + 1 :],
+                text[at:],
+                text[:at] + "[" * 10**5,
+            ]
+        )
     data = json.loads(text)
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
-        with suppress(KeyError, TypeError, AttributeError, IndexError, ValueError):  # an earlier edit left nothing for this one
+        with suppress(
+            KeyError, TypeError, AttributeError, IndexError, ValueError
+        ):  # an earlier edit left nothing for this one
             rng.choice(EDITS)(data, rng)
     return json.dumps(data)
 
 
-# -- what becomes of them -----------------------------------------------------------------------------------------------------------------
+# -- what becomes of them
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def refused(text: str, traced: Traced) -> AutoparError | autopar.Plan:
@@ -308,12 +414,32 @@ def refused(text: str, traced: Traced) -> AutoparError | autopar.Plan:
 def program(found: autopar.Plan) -> str:
     """What of a plan runs: plans that say the same of it run alike."""
     starts = [stage.start for stage in found.stages]
-    parts = (found.nodes, found.parameters, found.conversions, starts, sorted(found.recomputed), found.microbatches, found.schedule)
-    return repr((*parts, found.mesh, found.pipeline, found.data_degree, found.reduce_dtype, found.world_size, found.modes))
+    parts = (
+        found.nodes,
+        found.parameters,
+        found.conversions,
+        starts,
+        sorted(found.recomputed),
+        found.microbatches,
+        found.schedule,
+    )
+    return repr(
+        (
+            *parts,
+            found.mesh,
+            found.pipeline,
+            found.data_degree,
+            found.reduce_dtype,
+            found.world_size,
+            found.modes,
+        )
+    )
 
 
 def run(kind: str, plans: list[autopar.Plan]) -> list[str]:
-    """Runs on each rank: what became of each plan: "right", an error that is one of autopar's, or what was wrong."""
+    """Runs on each rank: what became of each plan: "right", an error that is one of autopar's, or
+    what was wrong.
+    """
     _clear_sharding_prop_cache()
     name, ranks, _ = KINDS[kind]
     model, sample = make(name)
@@ -322,7 +448,9 @@ def run(kind: str, plans: list[autopar.Plan]) -> list[str]:
     with traced_once():
         for each in plans:
             try:
-                compiled = autopar.compile(copy.deepcopy(model), sample, ranks, plan=each, progress=False)
+                compiled = autopar.compile(
+                    copy.deepcopy(model), sample, ranks, plan=each, progress=False
+                )
                 mine = step(compiled, sample)
                 error, of = worst(differences(mine, own(expected, mine)))
                 close = 1e-9 if each.reduce_dtype is None else 1e-5

@@ -1,4 +1,6 @@
-"""Runs on each rank: a compiled model's loss, outputs and gradients against the same model on one device."""
+"""Runs on each rank: a compiled model's loss, outputs and gradients against the same model on one
+device.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,17 @@ from torch.overrides import TorchFunctionMode
 
 import autopar
 import autopar.api
-import autopar.planner
-from autopar.passes.evaluation import Evaluating
+import autopar.frontend.traced
+from autopar.passes.lowering.evaluation import Evaluating
 
 Made = TypeVar("Made")
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 
 
 class Double(TorchFunctionMode):
-    """Keeps float64 where a model casts to float32: transformers' normalisations, rotary embeddings and losses do."""
+    """Keeps float64 where a model casts to float32: transformers' normalisations, rotary embeddings
+    and losses do.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
@@ -36,7 +40,9 @@ class Double(TorchFunctionMode):
                 return args[0]
             if func is torch.Tensor.to:
                 args = tuple(torch.float64 if a is torch.float32 else a for a in args)
-                kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
+                kwargs = {
+                    k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()
+                }
         return func(*args, **(kwargs or {}))
 
 
@@ -51,7 +57,9 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def error(found: torch.Tensor, expected: torch.Tensor, scale: float = 0.0) -> float:
-    """The largest difference, relative to the largest expected value (or ``scale``, where that is more)."""
+    """The largest difference, relative to the largest expected value (or ``scale``, where that is
+    more).
+    """
     assert found.shape == expected.shape, (found.shape, expected.shape)
     assert found.dtype == expected.dtype, (found.dtype, expected.dtype)
     result = float((found - expected).abs().max() / max(float(expected.abs().max()), scale, 1e-30))
@@ -60,7 +68,9 @@ def error(found: torch.Tensor, expected: torch.Tensor, scale: float = 0.0) -> fl
 
 @dataclasses.dataclass
 class Step:
-    """What one step makes: the loss and the other outputs, gradients and buffers by name, all whole."""
+    """What one step makes: the loss and the other outputs, gradients and buffers by name, all
+    whole.
+    """
 
     outputs: dict[str, torch.Tensor]
     gradients: dict[str, torch.Tensor | None]
@@ -71,12 +81,20 @@ def step(model: nn.Module, sample: Mapping[str, Any]) -> Step:
     """One forward and backward of a model, compiled or not."""
     output = model(**sample)
     loss_of(output).backward()
-    named = {"loss": output} if isinstance(output, torch.Tensor) else {k: v for k, v in output.items() if isinstance(v, torch.Tensor)}
+    named = (
+        {"loss": output}
+        if isinstance(output, torch.Tensor)
+        else {k: v for k, v in output.items() if isinstance(v, torch.Tensor)}
+    )
     return Step({name: full(value).detach() for name, value in named.items()}, *_state(model))
 
 
-def step_in_parts(model: nn.Module, sample: Mapping[str, torch.Tensor], parts: int, ranks: int) -> Step:
-    """The same by hand, in ``parts`` microbatches of a batch that is cut over ``ranks``: gradient accumulation on one device."""
+def step_in_parts(
+    model: nn.Module, sample: Mapping[str, torch.Tensor], parts: int, ranks: int
+) -> Step:
+    """The same by hand, in ``parts`` microbatches of a batch that is cut over ``ranks``: gradient
+    accumulation on one device.
+    """
 
     def chunk(x: torch.Tensor, part: int) -> torch.Tensor:
         return x.unflatten(0, (ranks, parts, -1))[:, part].flatten(0, 1)
@@ -108,28 +126,38 @@ def own(expected: Step, found: Step) -> Step:
 
 
 def vanishing(expected: Step) -> set[str]:
-    """The parameters whose gradient is zero but for rounding, and the outputs that are, ``expected`` being in float64.
+    """The parameters whose gradient is zero but for rounding, and the outputs that are,
+    ``expected`` being in float64.
 
-    A bias that a LayerNorm takes out again, for one. In float32 such a gradient is noise on one device too: the mixer's is 2e-5 of a
-    thousandth of the largest gradient there, where 0 would be right.
+    A bias that a LayerNorm takes out again, for one. In float32 such a gradient is noise on one
+    device too: the mixer's is 2e-5 of a thousandth of the largest gradient there, where 0 would be
+    right.
     """
     found = set[str]()
     for tensors in (expected.gradients, expected.outputs):
-        sizes = {name: float(t.abs().max()) for name, t in tensors.items() if t is not None and t.numel()}
+        sizes = {
+            name: float(t.abs().max()) for name, t in tensors.items() if t is not None and t.numel()
+        }
         found |= {name for name, size in sizes.items() if size < 1e-12 * max(sizes.values())}
     return found
 
 
 def differences(found: Step, expected: Step, vanishes: Collection[str] = ()) -> dict[str, float]:
-    """Relative errors of the outputs, of each gradient (against a thousandth of the largest at least) and of the buffers.
+    """Relative errors of the outputs, of each gradient (against a thousandth of the largest at
+    least) and of the buffers.
 
     Gradients and outputs that ``vanishes`` names are measured against the largest.
     """
     most = max((float(t.abs().max()) for t in expected.outputs.values() if t.numel()), default=0.0)
-    errors = {name: error(value, expected.outputs[name], most if name in vanishes else 0.0) for name, value in found.outputs.items()}
+    errors = {
+        name: error(value, expected.outputs[name], most if name in vanishes else 0.0)
+        for name, value in found.outputs.items()
+    }
     assert "loss" in errors
     assert list(found.gradients) == list(expected.gradients)
-    largest = max((float(g.abs().max()) for g in expected.gradients.values() if g is not None), default=0.0)  # a stage may have none
+    largest = max(
+        (float(g.abs().max()) for g in expected.gradients.values() if g is not None), default=0.0
+    )  # a stage may have none
     for name, gradient in expected.gradients.items():
         mine = found.gradients[name]
         assert (gradient is None) == (mine is None), f"{name}: one of the gradients is missing"
@@ -141,7 +169,9 @@ def differences(found: Step, expected: Step, vanishes: Collection[str] = ()) -> 
 
 
 def compare(model: nn.Module, sample: Mapping[str, Any], compiled: nn.Module) -> dict[str, float]:
-    """Relative errors of the loss, of each output and each gradient; ``model`` has not been run yet."""
+    """Relative errors of the loss, of each output and each gradient; ``model`` has not been run
+    yet.
+    """
     expected = step(model, sample)
     return differences(step(compiled, sample), expected)
 
@@ -153,13 +183,15 @@ def worst(errors: dict[str, float]) -> tuple[float, str]:
 
 @contextmanager
 def traced_once() -> Iterator[None]:
-    """Within, the one model is traced once for each number of microbatches: that takes longer than all the rest of a test."""
-    trace, in_parts = autopar.planner._trace, autopar.planner._in_parts
+    """Within, the one model is traced once for each number of microbatches: that takes longer than
+    all the rest of a test.
+    """
+    trace, in_parts = autopar.frontend.traced._trace, autopar.frontend.traced._in_parts
     traced: dict[Any, Any] = {}
     known: dict[Any, Any] = {}
 
     def once(model: Any, sample: Any, loss_fn: Any, precision: str | None) -> Any:
-        key = autopar.planner.batch_size(sample), precision
+        key = autopar.frontend.traced.batch_size(sample), precision
         if key not in traced:
             traced[key] = trace(model, sample, loss_fn, precision)
         return traced[key]
@@ -171,16 +203,22 @@ def traced_once() -> Iterator[None]:
         return known[key]
 
     with (
-        mock.patch.object(autopar.planner, "_trace", once),
-        mock.patch.object(autopar.planner, "_in_parts", cached),
-        mock.patch.object(autopar.planner.Traced, "evaluating", Evaluating()),  # test_evaluation.py has its tests
-        mock.patch.object(autopar.api, "_verify", return_value=[]),  # and test_check.py of this; what is compared here is the whole
+        mock.patch.object(autopar.frontend.traced, "_trace", once),
+        mock.patch.object(autopar.frontend.traced, "_in_parts", cached),
+        mock.patch.object(
+            autopar.frontend.traced.Traced, "evaluating", Evaluating()
+        ),  # test_evaluation.py has its tests
+        mock.patch.object(
+            autopar.api, "_verify", return_value=[]
+        ),  # and test_check.py of this; what is compared here is the whole
     ):
         yield
 
 
 def shared(jobs: Mapping[str, Callable[[], Made]]) -> dict[str, Made]:
-    """What each of the jobs makes, on all ranks, where each rank has done its part of them: planning is most of a test's work."""
+    """What each of the jobs makes, on all ranks, where each rank has done its part of them:
+    planning is most of a test's work.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     mine = {key: make() for i, (key, make) in enumerate(jobs.items()) if i % world == rank}
     everywhere: list[Any] = [None] * world
@@ -197,8 +235,12 @@ class Outcome:
     plan: autopar.Plan
 
 
-def check(name: str, dtype: torch.dtype, configurations: dict[str, dict[str, Any]]) -> dict[str, Outcome]:
-    """One zoo model under each configuration of compile's options; the first is planned by compile itself."""
+def check(
+    name: str, dtype: torch.dtype, configurations: dict[str, dict[str, Any]]
+) -> dict[str, Outcome]:
+    """One zoo model under each configuration of compile's options; the first is planned by compile
+    itself.
+    """
     _clear_sharding_prop_cache()  # it holds meshes of earlier tests, whose groups are gone
     found = {}
     model, sample = getattr(zoo, name)(dtype=dtype)
@@ -208,16 +250,25 @@ def check(name: str, dtype: torch.dtype, configurations: dict[str, dict[str, Any
     with traced_once(), Double() if dtype == torch.float64 else contextlib.nullcontext():
         whole, world = step(copy.deepcopy(model), sample), dist.get_world_size()
         rest = list(configurations.items())[1:]
-        plans = shared({label: partial(autopar.plan, model, sample, world, progress=False, **options) for label, options in rest})
+        plans = shared(
+            {
+                label: partial(autopar.plan, model, sample, world, progress=False, **options)
+                for label, options in rest
+            }
+        )
         for label, options in configurations.items():
             try:
                 given = dict(plan=plans[label]) if label in plans else options
                 compiled = autopar.compile(model, sample, world, progress=False, **given)
                 plan, expected = compiled.plan, whole
                 if normalises and plan.microbatches > 1:  # statistics are of a microbatch
-                    expected = step_in_parts(copy.deepcopy(model), sample, plan.microbatches, plan.data_degree)
+                    expected = step_in_parts(
+                        copy.deepcopy(model), sample, plan.microbatches, plan.data_degree
+                    )
                 mine = step(compiled, sample)
-                here = own(expected, mine) if plan.pipeline > 1 else expected  # else every rank has all
+                here = (
+                    own(expected, mine) if plan.pipeline > 1 else expected
+                )  # else every rank has all
                 found[label] = Outcome(worst(differences(mine, here, vanishes)), plan)
             except Exception as e:
                 raise AssertionError(f"{name}, {label}: {e}") from e

@@ -1,4 +1,6 @@
-"""A rank of a training run in which rank 1 dies or hangs. In a file of its own, which imports little: each test starts it anew."""
+"""A rank of a training run in which rank 1 dies or hangs. In a file of its own, which imports
+little: each test starts it anew.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,20 @@ def train(rank: int, world_size: int, store: str, ending: str, answers: Any) -> 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=timedelta(seconds=TIMEOUT_SECONDS)
+        "gloo",
+        store=dist.FileStore(store, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=TIMEOUT_SECONDS),
     )
     model, batch = handmade.Network(), handmade.batch()
-    compiled = autopar.compile(model, batch, world_size, progress=False, parallel=dict(data=2, tensor=dict(size=2, mode="1d")))
+    compiled = autopar.compile(
+        model,
+        batch,
+        world_size,
+        progress=False,
+        parallel=dict(data=2, tensor=dict(size=2, mode="1d")),
+    )
     compiled(**batch)["loss"].backward()
     dist.barrier()
     start = time.monotonic()

@@ -1,4 +1,6 @@
-"""Small programs lowered by hand: a two-layer network in the field's layouts, to test the runtime on its own."""
+"""Small programs lowered by hand: a two-layer network in the field's layouts, to test the runtime
+on its own.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,12 @@ from torch import nn
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._pytree import tree_flatten
 
-from autopar.layout import Layout, P, R, S, Type, parse
-from autopar.passes.evaluation import Evaluating
-from autopar.plan import ParameterPlan
-from autopar.runtime.collectives import redistribute
-from autopar.runtime.mesh import Mesh
-from autopar.runtime.program import Compiled
+from autopar.ir.layout import Layout, P, R, S, Type, parse
+from autopar.ir.plan_data import ParameterPlan
+from autopar.passes.lowering.evaluation import Evaluating
+from autopar.runtime.communication.collectives import redistribute
+from autopar.runtime.communication.mesh import Mesh
+from autopar.runtime.module.program import Compiled
 
 torch.fx.wrap("redistribute")
 
@@ -24,7 +26,9 @@ BATCH, WIDTH, HIDDEN, OUT = 8, 6, 8, 4
 
 
 class Network(nn.Module):
-    """``loss`` and ``logits``; a parameter the loss does not reach, tied names, both kinds of buffer."""
+    """``loss`` and ``logits``; a parameter the loss does not reach, tied names, both kinds of
+    buffer.
+    """
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -42,7 +46,11 @@ class Network(nn.Module):
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
         self.calls += 1
         logits = self.fc2(F.gelu(self.fc1(x))) * self.scale
-        return {"loss": ((logits - y) ** 2).sum() / (BATCH * OUT), "logits": logits, "idle": self.idle(x[:, :2])}
+        return {
+            "loss": ((logits - y) ** 2).sum() / (BATCH * OUT),
+            "logits": logits,
+            "idle": self.idle(x[:, :2]),
+        }
 
 
 STATE = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias", "idle.weight", "calls", "scale")
@@ -56,9 +64,13 @@ def batch(seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
-def _body(mesh: Any, state: tuple, x: Any, y: Any, data: tuple[int, ...], tensor: int | None, whole: bool) -> tuple:
+def _body(
+    mesh: Any, state: tuple, x: Any, y: Any, data: tuple[int, ...], tensor: int | None, whole: bool
+) -> tuple:
     w1, b1, w2, b2, idle, calls, scale = state
-    start = "R" if data else "I"  # how activations enter tensor-parallel regions along no axis matters not
+    start = (
+        "R" if data else "I"
+    )  # how activations enter tensor-parallel regions along no axis matters not
     for axis in data:
         x, y = redistribute(x, mesh, axis, "I", "S0"), redistribute(y, mesh, axis, "I", "S0")
     h = x if tensor is None else redistribute(x, mesh, tensor, "I", "R")
@@ -76,9 +88,22 @@ def _body(mesh: Any, state: tuple, x: Any, y: Any, data: tuple[int, ...], tensor
 
 
 def graph(data: tuple[int, ...], tensor: int | None, whole: bool) -> torch.fx.GraphModule:
-    """The network with the batch cut along the mesh axes ``data``, and columns and rows along ``tensor``."""
+    """The network with the batch cut along the mesh axes ``data``, and columns and rows along
+    ``tensor``.
+    """
 
-    def program(mesh: Any, w1: Any, b1: Any, w2: Any, b2: Any, idle: Any, calls: Any, scale: Any, x: Any, y: Any) -> tuple:
+    def program(
+        mesh: Any,
+        w1: Any,
+        b1: Any,
+        w2: Any,
+        b2: Any,
+        idle: Any,
+        calls: Any,
+        scale: Any,
+        x: Any,
+        y: Any,
+    ) -> tuple:
         return _body(mesh, (w1, b1, w2, b2, idle, calls, scale), x, y, data, tensor, whole)
 
     return torch.fx.symbolic_trace(program)
@@ -92,10 +117,16 @@ def captured(model: nn.Module, sample: dict[str, torch.Tensor]) -> SimpleNamespa
         node.meta["val"] = (tensors.get(name) if name in tensors else sample[name]).to("meta")
     fake.output((nodes["x"], nodes["y"], nodes["x"], nodes["calls"]))
     parameters = dict(model.named_parameters())
-    kinds = {name: "parameter" if name in parameters else "buffer" if name in tensors else "input" for name in nodes}
+    kinds = {
+        name: "parameter" if name in parameters else "buffer" if name in tensors else "input"
+        for name in nodes
+    }
     return SimpleNamespace(
         graph=fake,
-        inputs=tuple(SimpleNamespace(name=node.name, kind=kinds[name], target=name) for name, node in nodes.items()),
+        inputs=tuple(
+            SimpleNamespace(name=node.name, kind=kinds[name], target=name)
+            for name, node in nodes.items()
+        ),
         in_spec=tree_flatten(((), sample))[1],
         constants_in={},
         out_spec=tree_flatten({"loss": 0, "logits": 0, "idle": 0})[1],
@@ -107,10 +138,17 @@ def captured(model: nn.Module, sample: dict[str, torch.Tensor]) -> SimpleNamespa
 
 
 # name: (mesh sizes, axes of the batch, axis of columns and rows, {parameter: (stored, used)})
-CASES: dict[str, tuple[tuple[int, ...], tuple[int, ...], int | None, dict[str, tuple[str, str]]]] = {
+CASES: dict[
+    str, tuple[tuple[int, ...], tuple[int, ...], int | None, dict[str, tuple[str, str]]]
+] = {
     "one": ((1,), (), None, dict.fromkeys(STATE, ("I", "I"))),
     "data": ((2,), (0,), None, dict.fromkeys(STATE, ("I", "R"))),
-    "zero": ((2,), (0,), None, {name: ("S0" if name not in ("calls", "scale") else "I", "R") for name in STATE}),
+    "zero": (
+        (2,),
+        (0,),
+        None,
+        {name: ("S0" if name not in ("calls", "scale") else "I", "R") for name in STATE},
+    ),
     "columns": (
         (2,),
         (),
@@ -123,7 +161,17 @@ CASES: dict[str, tuple[tuple[int, ...], tuple[int, ...], int | None, dict[str, t
             "idle.weight": ("I", "I"),
         },
     ),
-    "slice": ((2,), (), None, {"fc1.weight": ("S1", "I"), "fc1.bias": ("S0", "I"), "fc2.weight": ("I", "I"), "fc2.bias": ("S0", "I")}),
+    "slice": (
+        (2,),
+        (),
+        None,
+        {
+            "fc1.weight": ("S1", "I"),
+            "fc1.bias": ("S0", "I"),
+            "fc2.weight": ("I", "I"),
+            "fc2.bias": ("S0", "I"),
+        },
+    ),
     "grid": (
         (2, 2),
         (0,),
@@ -160,16 +208,26 @@ def build(
     model: nn.Module | None = None,
     hoisted: tuple[Type, ...] = (),
 ) -> Compiled:
-    """The compiled network; with ``whole``, logits are gathered on each rank; ``hoisted`` are the types of what the prologue returns."""
+    """The compiled network; with ``whole``, logits are gathered on each rank; ``hoisted`` are the
+    types of what the prologue returns.
+    """
     _clear_sharding_prop_cache()  # it holds meshes of earlier tests, whose groups are gone
     sizes, data, tensor, parameters = CASES[case]
     model = Network(seed) if model is None else model
     degree = 1
     for axis in data:
         degree *= sizes[axis]
-    layouts = {name: ParameterPlan(*(parse(text) for text in pair)) for name, pair in parameters.items()}
+    layouts = {
+        name: ParameterPlan(*(parse(text) for text in pair)) for name, pair in parameters.items()
+    }
     plan = SimpleNamespace(
-        mesh_sizes=sizes, microbatches=microbatches, data_degree=degree, parameters=layouts, world_size=4, precision=None, reduce_dtype=None
+        mesh_sizes=sizes,
+        microbatches=microbatches,
+        data_degree=degree,
+        parameters=layouts,
+        world_size=4,
+        precision=None,
+        reduce_dtype=None,
     )
     cut: Layout = parse(" ".join("S0" if axis in data else "I" for axis in range(len(sizes))))
     gathered = parse(" ".join("R" if axis in data else "I" for axis in range(len(sizes))))

@@ -1,5 +1,6 @@
-"""The peak of the bytes that tensors hold in a training step, measured in real processes, and models in which it matters what is counted:
-tiny, but with a vocabulary that is large against the width, so that logits count."""
+"""The peak of the bytes that tensors hold in a training step, measured in real processes, and
+models in which it matters what is counted: tiny, but with a vocabulary that is large against the
+width, so that logits count."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from torch import nn
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import autopar
-from autopar.memory.live_bytes import LiveBytes
 from autopar.plan import Plan
+from autopar.runtime.measure.live_bytes import LiveBytes
 
 SEQUENCE, VOCABULARY, WIDTH, LAYERS = 64, 512, 64, 4
 STEPS = 4
@@ -31,8 +32,12 @@ def _text(batch: int) -> dict[str, torch.Tensor]:
 
 def gpt2(batch: int, dropout: float = 0.0) -> tuple[nn.Module, dict[str, Any]]:
     drops = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": 0.0}
-    sizes = dict(vocab_size=VOCABULARY, n_positions=SEQUENCE, n_embd=WIDTH, n_layer=LAYERS, n_head=4)
-    return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, **drops, **_TOKENS, use_cache=False)), _text(batch)
+    sizes = dict(
+        vocab_size=VOCABULARY, n_positions=SEQUENCE, n_embd=WIDTH, n_layer=LAYERS, n_head=4
+    )
+    return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, **drops, **_TOKENS, use_cache=False)), _text(
+        batch
+    )
 
 
 def gpt2_with_dropout(batch: int) -> tuple[nn.Module, dict[str, Any]]:
@@ -40,15 +45,38 @@ def gpt2_with_dropout(batch: int) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def llama(batch: int) -> tuple[nn.Module, dict[str, Any]]:
-    sizes = dict(vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=3 * WIDTH, num_hidden_layers=LAYERS, num_attention_heads=4)
-    return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, num_key_value_heads=2, **_TOKENS, use_cache=False)), _text(batch)
+    sizes = dict(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=3 * WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+    )
+    return hf.LlamaForCausalLM(
+        hf.LlamaConfig(**sizes, num_key_value_heads=2, **_TOKENS, use_cache=False)
+    ), _text(batch)
 
 
 def vit(batch: int) -> tuple[nn.Module, dict[str, Any]]:
-    sizes = dict(hidden_size=WIDTH, intermediate_size=4 * WIDTH, num_hidden_layers=LAYERS, num_attention_heads=4)
-    config = hf.ViTConfig(**sizes, image_size=32, patch_size=4, num_labels=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    sizes = dict(
+        hidden_size=WIDTH,
+        intermediate_size=4 * WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+    )
+    config = hf.ViTConfig(
+        **sizes,
+        image_size=32,
+        patch_size=4,
+        num_labels=16,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
     images = torch.randn(batch, 3, 32, 32)
-    return hf.ViTForImageClassification(config), {"pixel_values": images, "labels": torch.randint(16, (batch,))}
+    return hf.ViTForImageClassification(config), {
+        "pixel_values": images,
+        "labels": torch.randint(16, (batch,)),
+    }
 
 
 def cnn(batch: int) -> tuple[nn.Module, dict[str, Any]]:
@@ -56,7 +84,9 @@ def cnn(batch: int) -> tuple[nn.Module, dict[str, Any]]:
 
 
 class Chain(nn.Module):
-    """Stages send what autograd keeps of a ReLU, and one rank's two stages of four share a weight."""
+    """Stages send what autograd keeps of a ReLU, and one rank's two stages of four share a
+    weight.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +104,9 @@ def chain(batch: int) -> tuple[nn.Module, dict[str, Any]]:
 
 
 class Returning(nn.Module):
-    """A linear layer keeps its input alone: the last one's result in a stage is held because it is returned, and is sent, too."""
+    """A linear layer keeps its input alone: the last one's result in a stage is held because it is
+    returned, and is sent, too.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +124,9 @@ def returning(batch: int) -> tuple[nn.Module, dict[str, Any]]:
     return Returning(), {"x": torch.randn(batch, SEQUENCE, WIDTH)}
 
 
-def _by_name(*models: Callable[[int], tuple[nn.Module, dict[str, Any]]]) -> dict[str, Callable[[int], tuple[nn.Module, dict[str, Any]]]]:
+def _by_name(
+    *models: Callable[[int], tuple[nn.Module, dict[str, Any]]],
+) -> dict[str, Callable[[int], tuple[nn.Module, dict[str, Any]]]]:
     return {f.__name__: f for f in models}
 
 
@@ -108,8 +142,8 @@ def made(name: str, batch: int) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def measured(plan: Plan, name: str, batch: int, slow: float = 0.0) -> float:
-    """Of this rank's steps from the second one on, the least: gloo's threads may let go of what they sent late, so that one step may have
-    more than another."""
+    """Of this rank's steps from the second one on, the least: gloo's threads may let go of what
+    they sent late, so that one step may have more than another."""
     model, sample = made(name, batch)
     return peak(model, sample, plan.world_size, plan=plan)
 
@@ -122,7 +156,9 @@ def peak(model: nn.Module, sample: dict[str, Any], world_size: int, **options: A
     with LiveBytes() as live:
         sample = {key: value.clone() for key, value in sample.items()}
         compiled = autopar.compile(model, sample, world_size, progress=False, **options)
-        compiled._drift = None  # whose records, of two kilobytes whatever the model, are no part of the plan
+        compiled._drift = (
+            None  # whose records, of two kilobytes whatever the model, are no part of the plan
+        )
         optimizer = torch.optim.AdamW(compiled.parameters(), lr=1e-3)
         for _ in range(STEPS):
             live.start()

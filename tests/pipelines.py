@@ -1,22 +1,45 @@
-"""Plans of pipelines that no planner made: stages with given seconds and bytes, for what only reads them."""
+"""Plans of pipelines that no planner made: stages with given seconds and bytes, for what only reads
+them.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from autopar.plan import Plan, StagePlan
+from autopar.ir.plan_data import StagePlan
+from autopar.plan import Plan
 
-SECONDS = {"forward": 1.0, "backward": 2.0, "send": 0.0, "gradient synchronisation": 1.0, "optimizer": 1.0}
+SECONDS = {
+    "forward": 1.0,
+    "backward": 2.0,
+    "send": 0.0,
+    "gradient synchronisation": 1.0,
+    "optimizer": 1.0,
+}
 NBYTES = {"parameters": 2.0**30, "gradients": 2.0**30, "optimizer": 2.0**31, "activations": 2.0**29}
 KEPT = 2.0**27
 
 
-def pipelined(pipeline: int, chunks: int, schedule: str, microbatches: int, took: dict[str, float] | None = None, **options: Any) -> Plan:
+def pipelined(
+    pipeline: int,
+    chunks: int,
+    schedule: str,
+    microbatches: int,
+    took: dict[str, float] | None = None,
+    **options: Any,
+) -> Plan:
     """A plan with equal stages, whose seconds are SECONDS changed by ``took``."""
     layers = [f"model.layers.{4 * i} to model.layers.{4 * i + 3}" for i in range(pipeline * chunks)]
     flight = [min(pipeline - i % pipeline, microbatches) for i in range(pipeline * chunks)]
     stages = [
-        StagePlan(f"node_{i}" if i else "", layers[i], {**SECONDS, **(took or {})}, dict(NBYTES), flight[i], KEPT)
+        StagePlan(
+            f"node_{i}" if i else "",
+            layers[i],
+            {**SECONDS, **(took or {})},
+            dict(NBYTES),
+            flight[i],
+            KEPT,
+        )
         for i in range(pipeline * chunks)
     ]
     return Plan(

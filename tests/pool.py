@@ -1,8 +1,9 @@
-"""Gloo worker processes that tests share: started when first used, one pool for each world size, and forked from a process that has
+"""Gloo worker processes that tests share: started when first used, one pool for each world size,
+and forked from a process that has
 imported what all of them need: that takes as long as many a test.
 
-``pool.run(fn, ...)`` runs a module-level function on every rank, inside an initialised default process group, and returns the
-ranks' results. Process groups made by a call end with it.
+``pool.run(fn, ...)`` runs a module-level function on every rank, inside an initialised default
+process group, and returns the ranks' results. Process groups made by a call end with it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ GROUP_TIMEOUT_SECONDS = 120
 START_SECONDS = 120
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["autopar", "torch.export._trace", "transformers.models.gpt2.modeling_gpt2"])
+CONTEXT.set_forkserver_preload(
+    ["autopar", "torch.export._trace", "transformers.models.gpt2.modeling_gpt2"]
+)
 
 
 class RankError(AssertionError):
@@ -40,8 +43,16 @@ class Pool:
         self._workers: list[tuple[Any, Connection]] = []
         self._store = ""
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = GROUP_TIMEOUT_SECONDS, **kwargs: Any) -> list[Any]:
-        """``fn(*args, **kwargs)`` on every rank; the results in the order of ranks. ``timeout`` in seconds."""
+    def run(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        timeout: float = GROUP_TIMEOUT_SECONDS,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """``fn(*args, **kwargs)`` on every rank; the results in the order of ranks. ``timeout`` in
+        seconds.
+        """
         if not self._workers:
             self._start()
         results = self._ask(("call", fn, args, kwargs), timeout)
@@ -64,15 +75,21 @@ class Pool:
         for process, _ in self._workers:
             process.join()
         if self._workers:
-            Path(self._store).unlink(missing_ok=True)  # a rank that ended by itself may have deleted it
+            Path(self._store).unlink(
+                missing_ok=True
+            )  # a rank that ended by itself may have deleted it
         self._workers = []
 
     def _start(self) -> None:
-        handle, self._store = tempfile.mkstemp(prefix="autopar-pool-")  # FileStore opens it anew for each group
+        handle, self._store = tempfile.mkstemp(
+            prefix="autopar-pool-"
+        )  # FileStore opens it anew for each group
         os.close(handle)
         for rank in range(self.world_size):
             here, there = CONTEXT.Pipe()
-            process = CONTEXT.Process(target=_work, args=(there, rank, self.world_size, self._store), daemon=True)
+            process = CONTEXT.Process(
+                target=_work, args=(there, rank, self.world_size, self._store), daemon=True
+            )
             process.start()
             there.close()
             self._workers.append((process, here))
@@ -96,7 +113,10 @@ class Pool:
         while rank_of:
             ready = wait(list(rank_of), max(0.0, deadline - time.monotonic()))
             if not ready:
-                self._fail(f"no answer from ranks {sorted(rank_of.values())} of {self.world_size} within {timeout:g} s")
+                self._fail(
+                    f"no answer from ranks {sorted(rank_of.values())} of {self.world_size} within "
+                    f"{timeout:g} s"
+                )
             for connection in ready:
                 rank = rank_of.pop(connection)  # type: ignore[call-overload]
                 try:
@@ -135,7 +155,11 @@ def _work(connection: Connection, rank: int, world_size: int, store: str) -> Non
     gc.freeze()  # what is imported stays: each collection would look at all of it
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=timedelta(seconds=GROUP_TIMEOUT_SECONDS)
+        "gloo",
+        store=dist.FileStore(store, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=GROUP_TIMEOUT_SECONDS),
     )
     connection.send_bytes(pickle.dumps((True, None)))
     while True:
@@ -152,7 +176,9 @@ def _work(connection: Connection, rank: int, world_size: int, store: str) -> Non
         connection.send_bytes(answer)
 
 
-def _obey(order: str, fn: Callable[..., Any] | None = None, args: tuple = (), kwargs: dict | None = None) -> Any:
+def _obey(
+    order: str, fn: Callable[..., Any] | None = None, args: tuple = (), kwargs: dict | None = None
+) -> Any:
     import torch.distributed as dist
 
     if order == "call":

@@ -1,4 +1,6 @@
-"""What the rows of random programs are, and the functions and modules that their expressions may name."""
+"""What the rows of random programs are, and the functions and modules that their expressions may
+name.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from autopar import register_rule
 
 @dataclass(frozen=True)
 class Row:
-    """An expression for tensors of so many dims (each digit of ``dims`` is one), with its parts by name."""
+    """An expression for tensors of so many dims (each digit of ``dims`` is one), with its parts by
+    name.
+    """
 
     text: str
     dims: str = "234"
@@ -119,7 +123,9 @@ def hooked(x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int = 2, **options: Any) -> torch.Tensor:
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int = 2, **options: Any
+) -> torch.Tensor:
     """Attention of [batch, sequence, features]."""
     q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2).flatten(2)

@@ -1,9 +1,10 @@
 """What random programs are made of: rows of an expression in ``x`` and of what it takes.
 
-``x`` is a tensor whose dim 0 is the batch; rows of ``MIXING`` let samples know of each other. In a text ``{d}`` is a dim drawn among the
-others. A part is a parameter's sizes (``"G L"``), a module (``"nn.Linear(L, G)"``), a buffer (``"buffer L"``), or an input of the model:
-``"floats B L"``, ``"mask B S"`` (bool), ``"weights B S"`` (a mask in floats), ``"ids L B S"`` (below L). Sizes are letters: B is the
-batch, S the second dim, L the last, G a width that is drawn, X all dims of ``x``.
+``x`` is a tensor whose dim 0 is the batch; rows of ``MIXING`` let samples know of each other. In a
+text ``{d}`` is a dim drawn among the others. A part is a parameter's sizes (``"G L"``), a module
+(``"nn.Linear(L, G)"``), a buffer (``"buffer L"``), or an input of the model: ``"floats B L"``,
+``"mask B S"`` (bool), ``"weights B S"`` (a mask in floats), ``"ids L B S"`` (below L). Sizes are
+letters: B is the batch, S the second dim, L the last, G a width that is drawn, X all dims of ``x``.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ CUSTOM = [
     row("stretched(x, w)", w="L"),
     row("turned(m(x)) + x", "23", m="nn.Linear(L, L)"),
     row("c(x)", c="Counter(L)"),
-    row("checkpoint(m, x, use_reentrant=False)", "23", m="nn.Sequential(nn.Linear(L, G), nn.Tanh())"),
+    row(
+        "checkpoint(m, x, use_reentrant=False)", "23", m="nn.Sequential(nn.Linear(L, G), nn.Tanh())"
+    ),
     row("reverse(m(x)) + x", "23", m="nn.Linear(L, L)"),
 ]
 REDUCING = [
@@ -141,9 +144,17 @@ SEQUENCES = [
     row("x[:, 0]", "3"),
     row("x[:, -1] + x[:, 0]", "3"),
     row("x.flatten(1)", "3"),
-    row("attend(q(x), k(x), v(x))", "3", q="nn.Linear(L, 8)", k="nn.Linear(L, 8)", v="nn.Linear(L, 8)"),
+    row(
+        "attend(q(x), k(x), v(x))",
+        "3",
+        q="nn.Linear(L, 8)",
+        k="nn.Linear(L, 8)",
+        v="nn.Linear(L, 8)",
+    ),
     row("attend(x @ q, x @ k, x @ v, is_causal=True)", "3", q="L 8", k="L 8", v="L 8"),
-    row("m(x, x, x, need_weights=False)[0]", "3", m="nn.MultiheadAttention(L, 2, batch_first=True)"),
+    row(
+        "m(x, x, x, need_weights=False)[0]", "3", m="nn.MultiheadAttention(L, 2, batch_first=True)"
+    ),
     row("m(x, x, x)[0]", "3", m="nn.MultiheadAttention(L, 2, batch_first=True)"),
     row("(x @ x.transpose(1, 2)).softmax(-1) @ x", "3"),
     row("(x @ x.mT).masked_fill(~m, -1e4).softmax(-1) @ x", "3", m="mask S S"),
@@ -160,7 +171,11 @@ SEQUENCES = [
     row("x + p", "3", p="S L"),
     row("x + e(torch.arange(S))", "3", e="nn.Embedding(S, L)"),
     row("x + e(i)", "3", e="nn.Embedding(12, L, padding_idx=0)", i="ids 12 B S"),
-    row("x.masked_fill(~m[..., None], 0.0).sum(1) / m.sum(1, keepdim=True).clamp(min=1)", "3", m="mask B S"),
+    row(
+        "x.masked_fill(~m[..., None], 0.0).sum(1) / m.sum(1, keepdim=True).clamp(min=1)",
+        "3",
+        m="mask B S",
+    ),
     row("x[torch.arange(B), i]", "3", i="ids S B"),
     row("x.gather(1, i[..., None].expand(-1, -1, L))", "3", i="ids S B 3"),
     row("x * (torch.arange(S)[:, None] < n[:, None, None])", "3", n="ids S B"),

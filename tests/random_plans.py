@@ -25,17 +25,19 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 import autopar
 from autopar.cost_model.cluster import Level
 from autopar.errors import AutoparError, PlanError
-from autopar.search.problem import Vertex, Weights
+from autopar.search.ilp.problem import Vertex, Weights
 
 TOLERANCE = 1e-9
-FREE = autopar.Cluster("free", autopar.Cluster.load("cpu").device, (Level("links", None, latency=0.0, bandwidth=1e18),))
+FREE = autopar.Cluster(
+    "free", autopar.Cluster.load("cpu").device, (Level("links", None, latency=0.0, bandwidth=1e18),)
+)
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a seed ended: "right", "refused" (an AutoparError), "wrong" or "crashed"; what there is to say of it; and what was drawn before
-    and refused, each with the reason."""
+    """How a seed ended: "right", "refused" (an AutoparError), "wrong" or "crashed"; what there is
+    to say of it; and what was drawn before and refused, each with the reason."""
 
     seed: int
     ranks: int
@@ -47,7 +49,9 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Job:
-    """A seed with what was planned for it: a plan, or how that ended; and what was refused before."""
+    """A seed with what was planned for it: a plan, or how that ended; and what was refused
+    before.
+    """
 
     seed: int
     options: dict[str, Any]
@@ -57,46 +61,74 @@ class Job:
 
 
 def options(seed: int, ranks: int, samples: int, normalises: bool) -> dict[str, Any]:
-    """What is asked of the plan. Statistics of BatchNorm are those of the whole batch unless microbatches are asked for: they are not."""
+    """What is asked of the plan. Statistics of BatchNorm are those of the whole batch unless
+    microbatches are asked for: they are not.
+    """
     numbers = random.Random(seed)
     chosen: dict[str, Any] = {}
     data = pipeline = 1
     if ranks > 1:
-        data, tensor, pipeline = numbers.choice([grid for grid in _grids(ranks) if not grid[0] or samples % grid[0] == 0])
+        data, tensor, pipeline = numbers.choice(
+            [grid for grid in _grids(ranks) if not grid[0] or samples % grid[0] == 0]
+        )
         if data == 0:
-            chosen["mesh"], data = numbers.choice([(ranks,), (2, ranks // 2)] if ranks > 2 else [(ranks,)]), 1
+            chosen["mesh"], data = (
+                numbers.choice([(ranks,), (2, ranks // 2)] if ranks > 2 else [(ranks,)]),
+                1,
+            )
         elif numbers.random() < 0.9:
             chosen["parallel"] = dict(data=data, pipeline=pipeline)
             if tensor > 1:
                 chosen["parallel"]["tensor"] = dict(
-                    size=tensor, mode=numbers.choice(("1d", "1d", "1d", "2d" if tensor == 4 else "sequence"))
+                    size=tensor,
+                    mode=numbers.choice(("1d", "1d", "1d", "2d" if tensor == 4 else "sequence")),
                 )
             if pipeline > 1 and numbers.random() < 0.6:
                 chosen["schedule"] = numbers.choice(SCHEDULES)
                 if chosen["schedule"] in ("interleaved-1f1b", "zero-bubble"):
-                    chosen["parallel"]["pipeline"] = dict(size=pipeline, chunks=2 if chosen["schedule"][0] == "i" else 1)
+                    chosen["parallel"]["pipeline"] = dict(
+                        size=pipeline, chunks=2 if chosen["schedule"][0] == "i" else 1
+                    )
         if data > 1 and numbers.random() < 0.5:
             chosen["zero"] = numbers.choice((0, 1, 2, 3))
     parts = [
-        m for m in (max(pipeline, 2), 2 * pipeline, 4, samples // 2) if m >= pipeline and samples % (m * data) == 0 and samples // m > 1
+        m
+        for m in (max(pipeline, 2), 2 * pipeline, 4, samples // 2)
+        if m >= pipeline and samples % (m * data) == 0 and samples // m > 1
     ]
-    if parts and not normalises and (ranks == 1 or numbers.random() < (0.9 if pipeline > 1 else 0.5)):
+    if (
+        parts
+        and not normalises
+        and (ranks == 1 or numbers.random() < (0.9 if pipeline > 1 else 0.5))
+    ):
         chosen["micro_batch_size"] = samples // (data * numbers.choice(parts))
     if ranks == 2 and pipeline == 1 and numbers.random() < 0.1:
-        chosen["constraints"] = {numbers.choice(("blocks.0.*weight", "blocks.1*", "blocks.*.w")): numbers.choice(("S0", "S1", "I", "R"))}
+        chosen["constraints"] = {
+            numbers.choice(("blocks.0.*weight", "blocks.1*", "blocks.*.w")): numbers.choice(
+                ("S0", "S1", "I", "R")
+            )
+        }
     if numbers.random() < 0.3:
         chosen["recompute"] = numbers.choice(("none", "full"))
     return chosen
 
 
 def draws(seed: int, ranks: int, samples: int, normalises: bool) -> Iterator[dict[str, Any]]:
-    """What is asked in turn, until there is a plan: a model that mixes its samples has none in microbatches, a small one none in stages."""
+    """What is asked in turn, until there is a plan: a model that mixes its samples has none in
+    microbatches, a small one none in stages.
+    """
     chosen = options(seed, ranks, samples, normalises)
     yield chosen
-    whole = {name: value for name, value in chosen.items() if name not in ("micro_batch_size", "schedule", "constraints")}
+    whole = {
+        name: value
+        for name, value in chosen.items()
+        if name not in ("micro_batch_size", "schedule", "constraints")
+    }
     if (parallel := whole.get("parallel")) and isinstance(parallel["pipeline"], dict):
         whole["parallel"] = parallel | {"pipeline": parallel["pipeline"]["size"]}
-    free = {"mesh": (ranks,)} | ({"recompute": chosen["recompute"]} if "recompute" in chosen else {})
+    free = {"mesh": (ranks,)} | (
+        {"recompute": chosen["recompute"]} if "recompute" in chosen else {}
+    )
     yield from (other for other in (whole, free) if other != chosen)
 
 
@@ -108,7 +140,9 @@ def _grids(ranks: int) -> list[tuple[int, int, int]]:
 
 @contextmanager
 def any_costs(seed: int) -> Iterator[None]:
-    """Within, each choice of each node has a price drawn at random beside its own: any legal plan may be the best."""
+    """Within, each choice of each node has a price drawn at random beside its own: any legal plan
+    may be the best.
+    """
     true = Vertex.cost
 
     def cost(self: Vertex, weights: Weights) -> np.ndarray:
@@ -133,7 +167,9 @@ def _planned(seed: int, ranks: int) -> Job:
             warnings.simplefilter("default")  # torch warns of what export assigns, of a GRU for one
             if seed % 3:
                 with any_costs(seed):
-                    plan = autopar.plan(model, batches[0], ranks, progress=False, cluster=FREE, **asked)
+                    plan = autopar.plan(
+                        model, batches[0], ranks, progress=False, cluster=FREE, **asked
+                    )
             else:
                 plan = autopar.plan(model, batches[0], ranks, progress=False, **asked)
         except PlanError as e:
@@ -146,17 +182,31 @@ def _planned(seed: int, ranks: int) -> Job:
     return Job(seed, asked, None, outcome)
 
 
-def _ended(seed: int, ranks: int, asked: dict[str, Any], error: Exception, when: str, refusals: Sequence[tuple[str, str]]) -> Outcome:
+def _ended(
+    seed: int,
+    ranks: int,
+    asked: dict[str, Any],
+    error: Exception,
+    when: str,
+    refusals: Sequence[tuple[str, str]],
+) -> Outcome:
     kind = "refused" if isinstance(error, AutoparError) else "crashed"
     trace = "" if kind == "refused" else "\n" + "".join(traceback.format_tb(error.__traceback__))
-    return Outcome(seed, ranks, repr(asked), kind, f"{when}: {type(error).__name__}: {error}{trace}", refusals)
+    return Outcome(
+        seed, ranks, repr(asked), kind, f"{when}: {type(error).__name__}: {error}{trace}", refusals
+    )
 
 
 def checked(job: Job, ranks: int) -> Outcome:
-    """Two steps of training, with one of SGD between them, beside the eager model on one device; a rank's work."""
+    """Two steps of training, with one of SGD between them, beside the eager model on one device; a
+    rank's work.
+    """
     _clear_sharding_prop_cache()  # it holds meshes of earlier tests, whose groups are gone
     assert job.plan is not None
-    (model, batches), habits = program(job.seed), Habits.of(job.seed, whole=job.plan.microbatches == len(job.plan.stages) == 1)
+    (model, batches), habits = (
+        program(job.seed),
+        Habits.of(job.seed, whole=job.plan.microbatches == len(job.plan.stages) == 1),
+    )
     expected = trained(copy.deepcopy(model), batches, habits)
     warnings.simplefilter("default")
     try:
@@ -164,10 +214,23 @@ def checked(job: Job, ranks: int) -> Outcome:
         found = trained(compiled, batches, habits)
     except Exception as e:
         return _ended(job.seed, ranks, job.options, e, "run", job.refusals)
-    pairs = [(mine, one) for mine, one in zip(found, expected, strict=True) if one.outputs["loss"].isfinite()]  # SGD may diverge
-    error, name = max((_worst(mine, one) for mine, one in pairs), default=(math.inf, "no finite loss"))
+    pairs = [
+        (mine, one)
+        for mine, one in zip(found, expected, strict=True)
+        if one.outputs["loss"].isfinite()
+    ]  # SGD may diverge
+    error, name = max(
+        (_worst(mine, one) for mine, one in pairs), default=(math.inf, "no finite loss")
+    )
     kind = "right" if error < TOLERANCE else "wrong"
-    return Outcome(job.seed, ranks, repr(job.options), kind, f"{name}: {error:.2g}" if kind == "wrong" else "", job.refusals)
+    return Outcome(
+        job.seed,
+        ranks,
+        repr(job.options),
+        kind,
+        f"{name}: {error:.2g}" if kind == "wrong" else "",
+        job.refusals,
+    )
 
 
 def slice_of(seeds: Sequence[int], ranks: int) -> list[Outcome]:
@@ -191,7 +254,9 @@ def _worst(found: Step, expected: Step) -> tuple[float, str]:
 class Habits:
     """What a user does in the loop beside the usual."""
 
-    second: bool  # a second loss, of an output; where the batch is cut, its gradient cannot arrive, and the backward raises
+    # a second loss, of an output; where the batch is cut, its gradient cannot arrive, and the
+    # backward raises
+    second: bool
     unfreeze: bool  # all parameters are trained from the second step on
     inputs: bool  # the gradient of the input is wanted
     accumulate: bool  # gradients are not cleared after the first step
@@ -201,8 +266,12 @@ class Habits:
     def of(seed: int, whole: bool) -> Habits:
         """``whole``: the batch goes through the model in one piece."""
         numbers = random.Random(f"habits {seed}")
-        second, unfreeze, inputs, accumulate = (numbers.random() < share for share in (0.06, 0.3, 0.06, 0.1))
-        return Habits(second and whole, unfreeze, inputs, accumulate, 0.5 if numbers.random() < 0.1 else 1.0)
+        second, unfreeze, inputs, accumulate = (
+            numbers.random() < share for share in (0.06, 0.3, 0.06, 0.1)
+        )
+        return Habits(
+            second and whole, unfreeze, inputs, accumulate, 0.5 if numbers.random() < 0.1 else 1.0
+        )
 
 
 def trained(model: nn.Module, batches: Sequence[Batch], habits: Habits) -> list[Step]:
@@ -231,9 +300,18 @@ def _step(model: nn.Module, batch: Batch, habits: Habits) -> Step:
     if habits.second and "hidden" in outputs:
         total = total + full(outputs["hidden"]).square().mean()
     total.backward()
-    tensors = {name: full(value).detach() for name, value in outputs.items() if isinstance(value, torch.Tensor)}
-    named = {name: value.long() if value.dtype == torch.bool else value for name, value in tensors.items()}
-    gradients = {n: None if p.grad is None else full(p.grad).clone() for n, p in model.named_parameters()}
+    tensors = {
+        name: full(value).detach()
+        for name, value in outputs.items()
+        if isinstance(value, torch.Tensor)
+    }
+    named = {
+        name: value.long() if value.dtype == torch.bool else value
+        for name, value in tensors.items()
+    }
+    gradients = {
+        n: None if p.grad is None else full(p.grad).clone() for n, p in model.named_parameters()
+    }
     if batch["x"].requires_grad:
         gradients["the input x"] = batch["x"].grad
     return Step(named, gradients, {n: full(b).clone() for n, b in model.named_buffers()})

@@ -1,6 +1,8 @@
-"""Random small models in float64, each drawn from a seed: blocks of ``program_rows`` one after the other, and a loss.
+"""Random small models in float64, each drawn from a seed: blocks of ``program_rows`` one after the
+other, and a loss.
 
-``program(seed)`` gives the model and two batches; ``print(model)`` shows what it computes, block by block, with the sizes of its parts.
+``program(seed)`` gives the model and two batches; ``print(model)`` shows what it computes, block by
+block, with the sizes of its parts.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ KINDS = (("floats", 0.5), ("ids", 0.2), ("images", 0.2), ("vectors", 0.1))
 class Block(nn.Module):
     """One row with its parts; ``given`` are the names under which the model's inputs come in."""
 
-    def __init__(self, text: str, parts: Mapping[str, Any], given: Mapping[str, str], residual: bool) -> None:
+    def __init__(
+        self, text: str, parts: Mapping[str, Any], given: Mapping[str, str], residual: bool
+    ) -> None:
         super().__init__()
         self.text, self.given, self.residual = text, dict(given), residual
         self.code = compile(text, f"<{text}>", "eval")
@@ -37,7 +41,9 @@ class Block(nn.Module):
         self.names = list(parts)
 
     def forward(self, x: torch.Tensor, inputs: Batch) -> torch.Tensor:
-        parts = {name: getattr(self, name) for name in self.names} | {name: inputs[key] for name, key in self.given.items()}
+        parts = {name: getattr(self, name) for name in self.names} | {
+            name: inputs[key] for name, key in self.given.items()
+        }
         y = eval(self.code, {**vars(SCOPE), **sizes(x), **parts, "x": x})
         return x + y if self.residual else y
 
@@ -52,7 +58,9 @@ class Block(nn.Module):
 
 
 class Program(nn.Module):
-    """Blocks one after the other, and the loss; further outputs are ``x`` ``after`` a block by its number, and ``outputs`` of the last."""
+    """Blocks one after the other, and the loss; further outputs are ``x`` ``after`` a block by its
+    number, and ``outputs`` of the last.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +82,9 @@ class Program(nn.Module):
 
     def extra_repr(self) -> str:
         return "returns " + (
-            "the loss alone" if self.alone else ", ".join(["loss", *(f"{n} after block {i}" for n, i in self.after.items())])
+            "the loss alone"
+            if self.alone
+            else ", ".join(["loss", *(f"{n} after block {i}" for n, i in self.after.items())])
         )
 
 
@@ -139,9 +149,19 @@ def _draw(drawn: Drawn) -> bool:
         table = _table(drawn, x, mixing)
         x = _extend(drawn, x, table)
     for _ in range(20):
-        table = [row for row in (COUPLED if drawn.chance(0.5 if mixing else 0.1) else TARGETED) if str(x.ndim) in row.dims]
+        table = [
+            row
+            for row in (COUPLED if drawn.chance(0.5 if mixing else 0.1) else TARGETED)
+            if str(x.ndim) in row.dims
+        ]
         block, loss = _fitted(drawn, numbers.choice(table), x, "loss")
-        if block is not None and loss is not None and loss.ndim == 0 and loss.requires_grad and 1e-3 < abs(float(loss.detach())) < 1e4:
+        if (
+            block is not None
+            and loss is not None
+            and loss.ndim == 0
+            and loss.requires_grad
+            and 1e-3 < abs(float(loss.detach())) < 1e4
+        ):
             drawn.model.loss = block
             _finish(drawn, x)
             return True
@@ -155,9 +175,15 @@ def _start(drawn: Drawn) -> torch.Tensor:
     second, last = numbers.choice((4, 4, 4, 8, 2, 6, 5)), numbers.choice((4, 8, 8, 8, 12, 6, 5))
     if kind == "ids":
         drawn.input("x", "ids12", (batch, second))
-        first = _block(drawn, Row("e(x)", "2", {"e": f"nn.Embedding(12, {last})"}), drawn.batch["x"], "0")
+        first = _block(
+            drawn, Row("e(x)", "2", {"e": f"nn.Embedding(12, {last})"}), drawn.batch["x"], "0"
+        )
     elif kind == "images":
-        x = drawn.batch[drawn.input("x", "floats", (batch, numbers.choice((2, 4, 3)), 8, numbers.choice((8, 4))))]
+        x = drawn.batch[
+            drawn.input(
+                "x", "floats", (batch, numbers.choice((2, 4, 3)), 8, numbers.choice((8, 4)))
+            )
+        ]
         first = _block(drawn, Row("m(x)", "4", {"m": "nn.Conv2d(S, G, 3, padding=1)"}), x, "0")
     else:
         shape = (batch, last) if kind == "vectors" else (batch, second, last)
@@ -174,12 +200,16 @@ def _table(drawn: Drawn, x: torch.Tensor, mixing: float) -> list[Row]:
     elif drawn.chance(0.06):
         table = rows.CUSTOM
     else:
-        table = drawn.numbers.choices((by_dims[x.ndim], rows.ELEMENTWISE, rows.REDUCING), (5, 2, 2))[0]
+        table = drawn.numbers.choices(
+            (by_dims[x.ndim], rows.ELEMENTWISE, rows.REDUCING), (5, 2, 2)
+        )[0]
     return [row for row in table if str(x.ndim) in row.dims]
 
 
 def _extend(drawn: Drawn, x: torch.Tensor, table: list[Row]) -> torch.Tensor:
-    """One more block, of a row that fits; now and then the last one once more, with its parameters."""
+    """One more block, of a row that fits; now and then the last one once more, with its
+    parameters.
+    """
     blocks = drawn.model.blocks
     for _ in range(20):
         again = len(blocks) > 1 and drawn.chance(0.08)
@@ -195,14 +225,25 @@ def _extend(drawn: Drawn, x: torch.Tensor, table: list[Row]) -> torch.Tensor:
 
 def _goes_on(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether another block may follow."""
-    shaped = 2 <= y.ndim <= 4 and y.shape[0] == x.shape[0] and min(y.shape) > 1 and y.numel() <= MOST
-    return shaped and y.requires_grad and y.dtype == torch.float64 and 1e-2 < float(y.detach().std()) < 50
+    shaped = (
+        2 <= y.ndim <= 4 and y.shape[0] == x.shape[0] and min(y.shape) > 1 and y.numel() <= MOST
+    )
+    return (
+        shaped
+        and y.requires_grad
+        and y.dtype == torch.float64
+        and 1e-2 < float(y.detach().std()) < 50
+    )
 
 
 def _block(drawn: Drawn, row: Row, x: torch.Tensor, name: str) -> Block:
     """A row with parts for ``x``; inputs are called after the block."""
     numbers, letters = drawn.numbers, sizes(x) | {"G": drawn.numbers.choice((4, 8, 8, 6))}
-    words = {"X": " ".join(map(str, x.shape)), "ones": " ".join(["1"] * (x.ndim - 1)), "lead": " ".join(map(str, x.shape[:-1]))}
+    words = {
+        "X": " ".join(map(str, x.shape)),
+        "ones": " ".join(["1"] * (x.ndim - 1)),
+        "lead": " ".join(map(str, x.shape[:-1])),
+    }
     text = row.text.replace("{d}", str(numbers.randrange(1, max(2, x.ndim))))
     parts: dict[str, Any] = {}
     given: dict[str, str] = {}
@@ -210,8 +251,14 @@ def _block(drawn: Drawn, row: Row, x: torch.Tensor, name: str) -> Block:
         if "(" in spec:
             parts[part] = eval(spec, {**vars(SCOPE), **letters}).double()
             continue
-        spec = spec.replace("{ones}", words["ones"]).replace("{lead}", words["lead"]).replace("X", words["X"])
-        kind, *shape = spec.split() if spec[:3] in ("buf", "flo", "mas", "wei", "ids") else ["", *spec.split()]
+        spec = (
+            spec.replace("{ones}", words["ones"])
+            .replace("{lead}", words["lead"])
+            .replace("X", words["X"])
+        )
+        kind, *shape = (
+            spec.split() if spec[:3] in ("buf", "flo", "mas", "wei", "ids") else ["", *spec.split()]
+        )
         if kind == "ids":
             kind, shape = f"ids{letters.get(shape[0], shape[0])}", shape[1:]
         numbered = [int(letters.get(s, s)) for s in shape]
@@ -223,7 +270,9 @@ def _block(drawn: Drawn, row: Row, x: torch.Tensor, name: str) -> Block:
     return Block(text, parts, given, False)
 
 
-def _fitted(drawn: Drawn, row: Row | Block, x: torch.Tensor, name: str) -> tuple[Block | None, torch.Tensor | None]:
+def _fitted(
+    drawn: Drawn, row: Row | Block, x: torch.Tensor, name: str
+) -> tuple[Block | None, torch.Tensor | None]:
     """A row's block, and what a copy of it makes of ``x``; None where it does not fit."""
     try:
         block = row if isinstance(row, Block) else _block(drawn, row, x, name)
@@ -249,7 +298,11 @@ def _finish(drawn: Drawn, x: torch.Tensor) -> None:
     if drawn.chance(0.15):
         for block in model.blocks[: numbers.randint(1, len(model.blocks))]:
             block.requires_grad_(False)
-    named = [(block, name, p) for block in model.blocks for name, p in block.named_parameters(recurse=False)]
+    named = [
+        (block, name, p)
+        for block in model.blocks
+        for name, p in block.named_parameters(recurse=False)
+    ]
     if len(named) > 1 and drawn.chance(0.3):
         block, name, parameter = numbers.choice(named)
         alike = [(b, n) for b, n, p in named if p is not parameter and p.shape == parameter.shape]
@@ -258,18 +311,25 @@ def _finish(drawn: Drawn, x: torch.Tensor) -> None:
 
 
 def _is_clear(drawn: Drawn) -> bool:
-    """Whether rounding does not decide on the result: parameters and inputs that are another by 1e-13 give the same to 1e-10."""
+    """Whether rounding does not decide on the result: parameters and inputs that are another by
+    1e-13 give the same to 1e-10.
+    """
     parameters = [p for p in drawn.model.parameters() if p.requires_grad]
     if not parameters:
         return False
     try:
-        exact, near = (_results(copy.deepcopy(drawn.model), drawn.batch, share) for share in (0.0, 1e-13))
+        exact, near = (
+            _results(copy.deepcopy(drawn.model), drawn.batch, share) for share in (0.0, 1e-13)
+        )
     except RuntimeError:  # what is changed in place, autograd may have kept
         return False
     scale = max(float(g.abs().max()) for g in exact[1:])
     if not (1e-6 < scale < 1e4):
         return False
-    close = [float((a - b).abs().max()) <= 1e-10 * max(float(a.abs().max()), 1e-3 * scale) for a, b in zip(exact, near, strict=True)]
+    close = [
+        float((a - b).abs().max()) <= 1e-10 * max(float(a.abs().max()), 1e-3 * scale)
+        for a, b in zip(exact, near, strict=True)
+    ]
     return all(close)
 
 

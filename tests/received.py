@@ -14,15 +14,19 @@ from torch.utils._pytree import tree_leaves
 
 
 class Received(TorchDispatchMode):
-    """Counts what this rank receives, as if each collective were one that moves no more than it must.
+    """Counts what this rank receives, as if each collective were one that moves no more than it
+    must.
 
-    Of ``n`` ranks: an all-gather ``n - 1`` times what each has, a reduce-scatter ``n - 1`` times what each ends with, an all-reduce
-    ``2 (n - 1) / n`` of its tensor, an all-to-all what comes from others, a broadcast its tensor on every rank but the source, a reduction
-    to one rank, which is a broadcast in reverse, its tensor on every rank but that one. Functional collectives and those of
-    ``torch.distributed``, also in a backward that runs in this thread, as it does on CPUs; not what is only traced.
+    Of ``n`` ranks: an all-gather ``n - 1`` times what each has, a reduce-scatter ``n - 1`` times
+    what each ends with, an all-reduce ``2 (n - 1) / n`` of its tensor, an all-to-all what comes
+    from others, a broadcast its tensor on every rank but the source, a reduction to one rank, which
+    is a broadcast in reverse, its tensor on every rank but that one. Functional collectives and
+    those of ``torch.distributed``, also in a backward that runs in this thread, as it does on CPUs;
+    not what is only traced.
 
-    Attributes: ``by_kind``, bytes of "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce" and "receive" (of
-    one rank's message), without those that there were none of; ``total``.
+    Attributes: ``by_kind``, bytes of "all_reduce", "all_gather", "reduce_scatter", "all_to_all",
+    "broadcast", "reduce" and "receive" (of one rank's message), without those that there were none
+    of; ``total``.
     """
 
     def __init__(self) -> None:
@@ -37,8 +41,14 @@ class Received(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         namespace, name = func._schema.name.split("::")
         if namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
-            given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | (kwargs or {})
-            count = next(count for prefix, count in _COUNTED.items() if name.replace("_", "").startswith(prefix))
+            given = {
+                a.name: value for a, value in zip(func._schema.arguments, args, strict=False)
+            } | (kwargs or {})
+            count = next(
+                count
+                for prefix, count in _COUNTED.items()
+                if name.replace("_", "").startswith(prefix)
+            )
             if count and not any(isinstance(t, FakeTensor) or t.is_meta for t in _tensors(given)):
                 kind, nbytes = count.__name__, count(_Call(given))
                 self.by_kind[kind] = self.by_kind.get(kind, 0) + nbytes
@@ -58,7 +68,11 @@ class _Call:
         if "process_group" in given:
             self.group = dist.ProcessGroup.unbox(given["process_group"])
         else:
-            self.group = torch._C._distributed_c10d._resolve_process_group(name) if isinstance(name, str) else name
+            self.group = (
+                torch._C._distributed_c10d._resolve_process_group(name)
+                if isinstance(name, str)
+                else name
+            )
         self.ranks, self.own = self.group.size(), self.group.rank()
 
     def __call__(self, *names: str) -> Any:
@@ -69,7 +83,9 @@ class _Call:
 
     @property
     def sent(self) -> int:
-        return self.nbytes("tensors", "input_tensors", "input_tensor", "input_list", "inputs", "input")
+        return self.nbytes(
+            "tensors", "input_tensors", "input_tensor", "input_list", "inputs", "input"
+        )
 
 
 def all_reduce(call: _Call) -> int:

@@ -1,4 +1,6 @@
-"""Small models that between them use every kind of rule, and the search's problem for one of them."""
+"""Small models that between them use every kind of rule, and the search's problem for one of
+them.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +14,22 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autopar.analysis import Analysis
-from autopar.capture import capture
+from autopar.capture.capture import capture
 from autopar.cost_model import Cluster, Compute, Conversions
 from autopar.memory.saved import saved
-from autopar.passes.canonicalise import canonicalise
+from autopar.passes.canonical.canonicalise import canonicalise
 from autopar.plan import Plan
-from autopar.search.assemble import stages_of
-from autopar.search.costs import Costs
-from autopar.search.decide import write_down
-from autopar.search.found import Found
-from autopar.search.options import Axis, Options
-from autopar.search.problem import Problem, build
-from autopar.search.recompute import Recompute
+from autopar.rules.analysis import Analysis
+from autopar.search.ilp.problem import Problem, build
+from autopar.search.ilp.solve import Solution
+from autopar.search.pricing.costs import Costs
+from autopar.search.result.assemble import stages_of
+from autopar.search.result.decide import write_down
+from autopar.search.result.found import Found
 from autopar.search.search import Search
-from autopar.search.shape import Shape
-from autopar.search.solve import Solution
+from autopar.search.space.options import Axis, Options
+from autopar.search.space.recompute import Recompute
+from autopar.search.space.shape import Shape
 
 Sample = dict[str, torch.Tensor]
 Made = tuple[nn.Module, Sample]
@@ -46,7 +48,9 @@ class Mlp(nn.Module):
 
 
 class Attention(nn.Module):
-    """Fewer key and value heads than query heads, repeated by expand; RoPE by slices and cat; a causal kernel."""
+    """Fewer key and value heads than query heads, repeated by expand; RoPE by slices and cat; a
+    causal kernel.
+    """
 
     def __init__(self, heads: int = 4, kv_heads: int = 2, width: int = 4) -> None:
         super().__init__()
@@ -73,13 +77,20 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * self.scale
-        q, k, v = (self.split(m(h), n) for m, n in ((self.q, self.heads), (self.k, self.kv_heads), (self.v, self.kv_heads)))
-        out = F.scaled_dot_product_attention(self.rotate(q), self.repeat(self.rotate(k)), self.repeat(v), is_causal=True)
+        q, k, v = (
+            self.split(m(h), n)
+            for m, n in ((self.q, self.heads), (self.k, self.kv_heads), (self.v, self.kv_heads))
+        )
+        out = F.scaled_dot_product_attention(
+            self.rotate(q), self.repeat(self.rotate(k)), self.repeat(v), is_causal=True
+        )
         return (x + self.o(out.transpose(1, 2).reshape(x.shape))).square().mean()
 
 
 class Language(nn.Module):
-    """Token and position embeddings, a head tied to the first, class weights, ignored targets and smoothed labels."""
+    """Token and position embeddings, a head tied to the first, class weights, ignored targets and
+    smoothed labels.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +111,10 @@ class Convolutions(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1, groups=4, bias=False)
+        self.first, self.second = (
+            nn.Conv2d(4, 8, 3, padding=1),
+            nn.Conv2d(8, 8, 3, padding=1, groups=4, bias=False),
+        )
         self.norm, self.head = nn.BatchNorm2d(8), nn.Linear(8, 4)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -125,7 +139,9 @@ class Residual(nn.Module):
 
 
 class Softmax(nn.Module):
-    """Attention by matrix products, an additive mask, transposes and permutes, heads split and merged."""
+    """Attention by matrix products, an additive mask, transposes and permutes, heads split and
+    merged.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +158,9 @@ class Softmax(nn.Module):
 
 
 class Shapes(nn.Module):
-    """Views that split and merge dims (also across one another), stack, select, pad, flips, cumulative sums and extrema."""
+    """Views that split and merge dims (also across one another), stack, select, pad, flips,
+    cumulative sums and extrema.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +170,10 @@ class Shapes(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = (x @ self.w.t()).reshape(8, 6, 4) + self.b[:, None]
         z = torch.stack((y, y.flip(1).cumsum(2), y.roll(1, 0)), 1)  # 8 3 6 4
-        z = F.pad(z[:, 1:], (1, 0)) - z.select(1, 0).unsqueeze(1).logsumexp(2, keepdim=True).repeat(1, 2, 6, 1)[..., :1]
+        z = (
+            F.pad(z[:, 1:], (1, 0))
+            - z.select(1, 0).unsqueeze(1).logsumexp(2, keepdim=True).repeat(1, 2, 6, 1)[..., :1]
+        )
         z = z.reshape(4, 2, 2, 10, 3).permute(4, 0, 3, 1, 2).reshape(12, 40)
         top = torch.maximum(z.amax(0), z.std(0)) + torch.where(z > 0, z, z.exp()).sum(0)
         return top.view(8, 5).norm(dim=0).prod() * 1e-3 + self.b.var()
@@ -172,7 +193,9 @@ class Lookups(nn.Module):
         scores = self.mix(picked * x[:, None]).log_softmax(-1)
         chosen = scores.gather(-1, ids[..., None]).squeeze(-1)
         weight = (ids > 2).to(x.dtype) + 0.5
-        return -(chosen * weight).sum() / weight.sum() + (chosen @ chosen.t()).tril().square().mean()
+        return (
+            -(chosen * weight).sum() / weight.sum() + (chosen @ chosen.t()).tril().square().mean()
+        )
 
 
 def _floats(*shape: int) -> torch.Tensor:
@@ -203,7 +226,8 @@ def make(name: str) -> Made:
     return model.double().train(), sample
 
 
-# --- Twenty graphs for the optimality tests. Sizes are letters, so that one graph is small work or large.
+# --- Twenty graphs for the optimality tests. Sizes are letters, so that one graph is small work or
+# large.
 
 G = Callable[[Any, Any], torch.Tensor]
 
@@ -217,7 +241,9 @@ def _heads(x: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _attend(p: Any, x: torch.Tensor, heads: int, kv_heads: int) -> torch.Tensor:
-    q, k, v = (_heads(F.linear(x, w), n) for w, n in ((p.q, heads), (p.k, kv_heads), (p.v, kv_heads)))
+    q, k, v = (
+        _heads(F.linear(x, w), n) for w, n in ((p.q, heads), (p.k, kv_heads), (p.v, kv_heads))
+    )
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
     return F.linear(y.transpose(1, 2).flatten(2), p.o)
 
@@ -275,8 +301,14 @@ class Small(nn.Module):
         super().__init__()
         self.function, parameters, self.inputs = GRAPHS[name]
         for key, letters in parameters.items():
-            self.register_parameter(key, nn.Parameter(torch.empty([sizes[c] for c in letters], dtype=dtype, device="meta")))
-        self.sample = {k: self._input(k, [sizes[c] for c in letters], dtype) for k, letters in self.inputs.items()}
+            self.register_parameter(
+                key,
+                nn.Parameter(torch.empty([sizes[c] for c in letters], dtype=dtype, device="meta")),
+            )
+        self.sample = {
+            k: self._input(k, [sizes[c] for c in letters], dtype)
+            for k, letters in self.inputs.items()
+        }
 
     def _input(self, name: str, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.long if name in TEXT else dtype, device="meta")
@@ -288,7 +320,9 @@ class Small(nn.Module):
 class _Block(nn.Module):
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.up, self.down = (nn.Linear(width, width, bias=False, dtype=dtype, device="meta") for _ in range(2))
+        self.up, self.down = (
+            nn.Linear(width, width, bias=False, dtype=dtype, device="meta") for _ in range(2)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.relu(self.up(x)))
@@ -316,22 +350,53 @@ class Space:
     """All plans of one graph on one mesh, as the search sees them."""
 
     def __init__(
-        self, analysis: Analysis, sizes: Sequence[int], cluster: str | Cluster = "cpu", recompute: str = "none", **options: Any
+        self,
+        analysis: Analysis,
+        sizes: Sequence[int],
+        cluster: str | Cluster = "cpu",
+        recompute: str = "none",
+        **options: Any,
     ) -> None:
         self.analysis, self.axes = analysis, tuple(Axis(f"axis{i}", n) for i, n in enumerate(sizes))
         self.cluster = Cluster.load(cluster) if isinstance(cluster, str) else cluster
         self.options = Options(int(np.prod(sizes)), recompute=recompute, **options)
         search = Search(analysis, self.cluster, self.options)
-        held = saved(analysis.graph.nodes, analysis.differentiable, self.cluster.device.kind, rules=analysis.rules)
-        self.costs = Costs(analysis, held, Conversions(sizes, self.cluster), Compute(self.cluster), self.options.optimizer)
+        held = saved(
+            analysis.graph.nodes,
+            analysis.differentiable,
+            self.cluster.device.kind,
+            rules=analysis.rules,
+        )
+        self.costs = Costs(
+            analysis,
+            held,
+            Conversions(sizes, self.cluster),
+            Compute(self.cluster),
+            self.options.optimizer,
+        )
         choices = search.choices.on(self.axes)
-        self.problem: Problem = build(analysis.graph, search.representative, choices, analysis.rules, self.costs, Recompute(recompute))
+        self.problem: Problem = build(
+            analysis.graph,
+            search.representative,
+            choices,
+            analysis.rules,
+            self.costs,
+            Recompute(recompute),
+        )
 
     def plan(self, chosen: Sequence[int]) -> Plan:
         """The plan that takes choice ``chosen[v]`` of each vertex."""
         solution = Solution(tuple(chosen), frozenset(), self.problem.bill(chosen))
-        found = Found(self.analysis, Shape(1, self.axes, 1), self.problem, self.costs, solution, 0.0, stages_of(self.analysis, 1))
-        return write_down(found, self.cluster, self.options, {})
+        found = Found(
+            self.analysis,
+            Shape(1, self.axes, 1),
+            self.problem,
+            self.costs,
+            solution,
+            0.0,
+            stages_of(self.analysis, 1),
+        )
+        return Plan.of(write_down(found, self.cluster, self.options, {}))
 
     def random(self, seed: int) -> list[int]:
         """Any choice of each vertex."""

@@ -1,4 +1,6 @@
-"""Pipelined plans by hand, a plan for one stage's mesh cut into stages; and whether they compute what one device does."""
+"""Pipelined plans by hand, a plan for one stage's mesh cut into stages; and whether they compute
+what one device does.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,20 @@ from torch import nn
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import autopar
-from autopar import planner
-from autopar.analysis import Analysis
-from autopar.capture import Captured
-from autopar.graph import operands
-from autopar.passes.stages import cut_stages
-from autopar.plan import NodePlan, Plan, StagePlan
-from autopar.runtime import kernels
+from autopar.frontend import traced as tracing
+from autopar.ir.captured import Captured
+from autopar.ir.nodes import operands
+from autopar.ir.plan_data import NodePlan, StagePlan
+from autopar.passes.lowering.stages import cut_stages
+from autopar.plan import Plan
+from autopar.rules.analysis import Analysis
+from autopar.runtime.kernels import kernels
 
 
 def even_starts(captured: Captured, stages: int) -> list[str]:
-    """Cuts that divide the operators which are the first to read a parameter evenly: every stage has some."""
+    """Cuts that divide the operators which are the first to read a parameter evenly: every stage
+    has some.
+    """
     parameters = {i.name for i in captured.inputs if i.kind == "parameter"}
     order = {n: place for place, n in enumerate(captured.graph.nodes)}
     first = {min(n.users, key=order.__getitem__) for n in order if n.name in parameters}
@@ -34,9 +39,15 @@ def even_starts(captured: Captured, stages: int) -> list[str]:
     return [readers[len(readers) * i // stages].name for i in range(1, stages)]
 
 
-def cut_plan(plan: Plan, captured: Captured, starts: Sequence[str], pipeline: int, schedule: str) -> Plan:
+def cut_plan(
+    plan: Plan, captured: Captured, starts: Sequence[str], pipeline: int, schedule: str
+) -> Plan:
     """``plan`` on each of ``pipeline`` meshes; every tensor that crosses travels as it lies."""
-    nodes, conversions, none = dict(plan.nodes), dict(plan.conversions), (None,) * len(plan.mesh_sizes)
+    nodes, conversions, none = (
+        dict(plan.nodes),
+        dict(plan.conversions),
+        (None,) * len(plan.mesh_sizes),
+    )
     for node in cut_stages(Analysis(captured), starts).graph.nodes:
         if node.target is kernels.send:
             ((tensor, _),) = operands(node)
@@ -48,7 +59,10 @@ def cut_plan(plan: Plan, captured: Captured, starts: Sequence[str], pipeline: in
         world_size=plan.world_size * pipeline,
         pipeline=pipeline,
         schedule=schedule,
-        stages=tuple(StagePlan(start, f"from {start}", plan.stages[0].seconds, plan.stages[0].nbytes) for start in ("", *starts)),
+        stages=tuple(
+            StagePlan(start, f"from {start}", plan.stages[0].seconds, plan.stages[0].nbytes)
+            for start in ("", *starts)
+        ),
         nodes=nodes,
         conversions=conversions,
     )
@@ -66,9 +80,13 @@ def staged_plan(
     loss_fn: Any = None,
     **options: Any,
 ) -> Plan:
-    """A plan of ``pipeline`` x ``chunks`` stages, cut at ``starts`` or evenly; ``options`` are those of a stage's mesh."""
-    plan = autopar.plan(model, sample, world_size // pipeline, loss_fn=loss_fn, progress=False, **options)
-    analysis: Analysis = planner.Traced(model, sample, loss_fn).analyse(plan.microbatches)[0]
+    """A plan of ``pipeline`` x ``chunks`` stages, cut at ``starts`` or evenly; ``options`` are
+    those of a stage's mesh.
+    """
+    plan = autopar.plan(
+        model, sample, world_size // pipeline, loss_fn=loss_fn, progress=False, **options
+    )
+    analysis: Analysis = tracing.Traced(model, sample, loss_fn).analyse(plan.microbatches)[0]
     if starts is None:
         starts = even_starts(analysis.captured, pipeline * chunks)
     return cut_plan(plan, analysis.captured, starts, pipeline, schedule)
@@ -91,27 +109,48 @@ def alone(case: Case) -> str:
 
 
 def check(name: str, cases: Sequence[Case]) -> list[tuple[tuple[float, str], int, list[str]]]:
-    """For each case the worst error, of what, the microbatches and the parameters that this rank holds; a rank's work."""
+    """For each case the worst error, of what, the microbatches and the parameters that this rank
+    holds; a rank's work.
+    """
     _clear_sharding_prop_cache()  # it holds meshes of earlier tests, whose groups are gone
     results = []
     world = dist.get_world_size()
     for batch in sorted({case.batch for case in cases}):
         model, sample = getattr(zoo, name)(dtype=torch.float64, batch=batch)
         with Double(), traced_once():
-            expected, its = step(copy.deepcopy(model), sample), [case for case in cases if case.batch == batch]
+            expected, its = (
+                step(copy.deepcopy(model), sample),
+                [case for case in cases if case.batch == batch],
+            )
             jobs = {
-                alone(case): partial(autopar.plan, model, sample, world // case.pipeline, progress=False, **case.options) for case in its
+                alone(case): partial(
+                    autopar.plan,
+                    model,
+                    sample,
+                    world // case.pipeline,
+                    progress=False,
+                    **case.options,
+                )
+                for case in its
             }
             plans = shared(jobs)
             for case in its:
                 try:
                     one = plans[alone(case)]
-                    captured = planner.Traced(model, sample, None).analyse(one.microbatches)[0].captured
+                    captured = (
+                        tracing.Traced(model, sample, None).analyse(one.microbatches)[0].captured
+                    )
                     starts = even_starts(captured, case.pipeline * case.chunks)
                     plan = cut_plan(one, captured, starts, case.pipeline, case.schedule)
                     compiled = autopar.compile(model, sample, world, plan=plan)
                     found = step(compiled, sample)
                 except Exception as e:
                     raise AssertionError(f"{name}, {case}: {e}") from e
-                results.append((worst(differences(found, own(expected, found))), plan.microbatches, list(found.gradients)))
+                results.append(
+                    (
+                        worst(differences(found, own(expected, found))),
+                        plan.microbatches,
+                        list(found.gradients),
+                    )
+                )
     return results

@@ -1,4 +1,6 @@
-"""Any legal plan is correct: strategies drawn at random for every node give the loss and gradients of one device."""
+"""Any legal plan is correct: strategies drawn at random for every node give the loss and gradients
+of one device.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,12 @@ from equivalence import compare, worst
 from pool import Pools
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from autopar.analysis import Analysis
 from autopar.api import _check_types
-from autopar.passes.lower import lower
-from autopar.passes.microbatch import accumulate
-from autopar.runtime.mesh import Mesh
-from autopar.runtime.program import Compiled
+from autopar.passes.lowering.lower import lower
+from autopar.passes.microbatch.microbatch import accumulate
+from autopar.rules.analysis import Analysis
+from autopar.runtime.communication.mesh import Mesh
+from autopar.runtime.module.program import Compiled
 
 aten = torch.ops.aten
 TOLERANCE = 1e-9
@@ -28,7 +30,9 @@ PLANS = {(2,): 9, (4,): 4, (2, 2): 12}  # of each model
 IN_PARTS = ("mlp", "attention", "language", "softmax")
 
 
-def errors(name: str, sizes: tuple[int, ...], seeds: list[int], microbatches: int = 1) -> dict[int, tuple[float, str]]:
+def errors(
+    name: str, sizes: tuple[int, ...], seeds: list[int], microbatches: int = 1
+) -> dict[int, tuple[float, str]]:
     """The worst error of each random plan; a rank's work."""
     _clear_sharding_prop_cache()  # it holds meshes of earlier tests, whose groups are gone
     model, sample = small_graphs.make(name)
@@ -43,7 +47,9 @@ def errors(name: str, sizes: tuple[int, ...], seeds: list[int], microbatches: in
         plan = dataclasses.replace(space.plan(space.random(seed)), microbatches=microbatches)
         try:
             lowered = lower(analysis, plan, copy.deepcopy(prologue))
-            _check_types(analysis, lowered, mesh)  # as compile() does: it must not refuse what is right
+            _check_types(
+                analysis, lowered, mesh
+            )  # as compile() does: it must not refuse what is right
             compiled = Compiled(analysis.captured, plan, lowered, mesh, model=model)
             found[seed] = worst(compare(copy.deepcopy(model), sample, compiled))
         except Exception as e:
@@ -51,10 +57,15 @@ def errors(name: str, sizes: tuple[int, ...], seeds: list[int], microbatches: in
     return found
 
 
-@pytest.mark.parametrize("sizes", [pytest.param(sizes, marks=[pytest.mark.slow] * (math.prod(sizes) > 2)) for sizes in PLANS])
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param(sizes, marks=[pytest.mark.slow] * (math.prod(sizes) > 2)) for sizes in PLANS],
+)
 @pytest.mark.parametrize("name", small_graphs.MODELS)
 def test_random_plans_are_right(ranks: Pools, name: str, sizes: tuple[int, ...]) -> None:
-    for found in ranks(math.prod(sizes)).run(errors, name, sizes, list(range(PLANS[sizes])), timeout=150):
+    for found in ranks(math.prod(sizes)).run(
+        errors, name, sizes, list(range(PLANS[sizes])), timeout=150
+    ):
         assert all(e < TOLERANCE for e, _ in found.values()), found
 
 
@@ -78,12 +89,16 @@ class Noisy(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.drop(self.conv(x))
-        keep = torch.bernoulli(torch.full((len(x), 1, 1, 1), 0.5, dtype=x.dtype)) + 0.1 * torch.rand_like(y)
+        keep = torch.bernoulli(
+            torch.full((len(x), 1, 1, 1), 0.5, dtype=x.dtype)
+        ) + 0.1 * torch.rand_like(y)
         return (y * keep).square().mean()
 
 
 def noise(seed: int) -> tuple[list[float], float]:
-    """Loss and some gradients, and the next call's loss, with this rank's own generator in another state than the others'."""
+    """Loss and some gradients, and the next call's loss, with this rank's own generator in another
+    state than the others'.
+    """
     _clear_sharding_prop_cache()
     with torch.random.fork_rng():
         torch.manual_seed(0)

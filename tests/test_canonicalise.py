@@ -14,11 +14,12 @@ import torch.nn.functional as F
 import zoo
 from torch import fx, nn
 
-from autopar.capture import Captured, capture
+from autopar.capture.capture import capture
 from autopar.errors import CaptureError
-from autopar.graph import arguments, describe, operands, set_device, set_operand, shape
-from autopar.passes.canonicalise import canonicalise
-from autopar.runtime.kernels import cross_entropy, target_count
+from autopar.ir.captured import Captured
+from autopar.ir.nodes import arguments, describe, operands, set_device, set_operand, shape
+from autopar.passes.canonical.canonicalise import canonicalise
+from autopar.runtime.kernels.kernels import cross_entropy, target_count
 
 aten = torch.ops.aten
 
@@ -32,7 +33,9 @@ def canonical(model: nn.Module, *sample: Any, **options: Any) -> Captured:
 
 
 def without_cache(model: nn.Module) -> dict[str, Any]:
-    return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    return (
+        {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    )
 
 
 def leaves(value: Any) -> list[torch.Tensor]:
@@ -62,7 +65,9 @@ def case(request: pytest.FixtureRequest) -> tuple[nn.Module, dict[str, Any], Cap
     return model, sample, canonicalise(capture(model, sample))
 
 
-def test_same_loss_outputs_gradients_and_buffers_as_the_model(case: tuple[nn.Module, dict[str, Any], Captured]) -> None:
+def test_same_loss_outputs_gradients_and_buffers_as_the_model(
+    case: tuple[nn.Module, dict[str, Any], Captured],
+) -> None:
     model, sample, captured = case
     reference = copy.deepcopy(model)
     expected = reference(**sample, **without_cache(model))
@@ -80,7 +85,9 @@ def test_canonical_form(case: tuple[nn.Module, dict[str, Any], Captured]) -> Non
     _, sample, captured = case
     graph = captured.graph
     graph.lint()
-    assert [n.name for n in graph.nodes if n.op == "placeholder"] == [i.name for i in captured.inputs]
+    assert [n.name for n in graph.nodes if n.op == "placeholder"] == [
+        i.name for i in captured.inputs
+    ]
     for node in graph.nodes:
         if node.op != "call_function" or node.target is operator.getitem:
             continue
@@ -92,13 +99,21 @@ def test_canonical_form(case: tuple[nn.Module, dict[str, Any], Captured]) -> Non
         assert node.target._schema.name.removeprefix("aten::") not in (
             "view", "contiguous", "clone", "alias", "detach", "split", "chunk", "unbind", "addmm", "mm", "cross_entropy_loss", "mse_loss",
         )  # fmt: skip
-        counts = [v for k, v in arguments(node).items() if k in ("dim", "dim0", "dim1", "index", "start", "end") and isinstance(v, int)]
+        counts = [
+            v
+            for k, v in arguments(node).items()
+            if k in ("dim", "dim0", "dim1", "index", "start", "end") and isinstance(v, int)
+        ]
         assert min(counts, default=0) >= 0
-    Checked(fx.GraphModule(nn.Module(), graph)).run(*[v.detach().clone() for v in _values(captured, sample)])
+    Checked(fx.GraphModule(nn.Module(), graph)).run(
+        *[v.detach().clone() for v in _values(captured, sample)]
+    )
 
 
 def _values(captured: Captured, sample: dict[str, Any]) -> list[torch.Tensor]:
-    return [sample[i.target] if i.kind == "input" else captured.state[i.target] for i in captured.inputs]
+    return [
+        sample[i.target] if i.kind == "input" else captured.state[i.target] for i in captured.inputs
+    ]
 
 
 def test_dropout_draws_as_the_model_does() -> None:
@@ -116,7 +131,9 @@ def test_t5_shifts_its_labels_right() -> None:
     captured = canonicalise(capture(model, sample))
     shifted = [n for n in captured.graph.nodes if n.target is aten.masked_fill.Scalar]
     assert len(shifted) == 1
-    interpreter = fx.Interpreter(fx.GraphModule(nn.Module(), captured.graph), garbage_collect_values=False)
+    interpreter = fx.Interpreter(
+        fx.GraphModule(nn.Module(), captured.graph), garbage_collect_values=False
+    )
     interpreter.run(*_values(captured, sample))
     assert torch.equal(interpreter.env[shifted[0]], model._shift_right(sample["labels"]))
 
@@ -130,10 +147,13 @@ def test_the_graph_is_the_same_on_the_meta_device(name: str) -> None:
     model, sample = getattr(zoo, name)(batch=4)
     with torch.device("meta"):
         empty, _ = getattr(zoo, name)(batch=4)
-    assert calls(canonicalise(capture(model, sample))) == calls(canonicalise(capture(empty, sample)))
+    assert calls(canonicalise(capture(model, sample))) == calls(
+        canonicalise(capture(empty, sample))
+    )
 
 
-# --- in-place operators -----------------------------------------------------------------------------------------------------------
+# --- in-place operators
+# -----------------------------------------------------------------------------------------------------------
 
 
 def _transposed_write(x: torch.Tensor) -> torch.Tensor:
@@ -226,11 +246,17 @@ class Function(nn.Module):
 
     def __init__(self, f: Callable[..., torch.Tensor]) -> None:
         super().__init__()
-        self.f, self.weight = f, nn.Parameter(torch.linspace(-2, 3, 48, dtype=torch.float64).view(2, 4, 6))
+        self.f, self.weight = (
+            f,
+            nn.Parameter(torch.linspace(-2, 3, 48, dtype=torch.float64).view(2, 4, 6)),
+        )
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         y = self.f(x * self.weight)
-        return {"loss": (y * torch.arange(y.numel(), dtype=torch.float64).view(y.shape)).sum(), "y": y}
+        return {
+            "loss": (y * torch.arange(y.numel(), dtype=torch.float64).view(y.shape)).sum(),
+            "y": y,
+        }
 
 
 def assert_function_kept(f: Callable[..., torch.Tensor]) -> Captured:
@@ -318,8 +344,12 @@ def _resized(x: torch.Tensor) -> torch.Tensor:
         (_resized, "no form that returns the result"),
     ],
 )
-def test_writes_without_a_functional_form_name_the_place(write: Callable[..., torch.Tensor], message: str) -> None:
-    with pytest.raises(CaptureError, match=rf"module '\(root\)' at tests/test_canonicalise.py:\d+.*{message}"):
+def test_writes_without_a_functional_form_name_the_place(
+    write: Callable[..., torch.Tensor], message: str
+) -> None:
+    with pytest.raises(
+        CaptureError, match=rf"module '\(root\)' at tests/test_canonicalise.py:\d+.*{message}"
+    ):
         canonical(Function(write), torch.ones(2, 4, 6, dtype=torch.float64))
 
 
@@ -337,7 +367,8 @@ def test_a_parameter_may_not_change_in_the_forward() -> None:
         canonical(Clips(), torch.ones(3))
 
 
-# --- gradients that stop ----------------------------------------------------------------------------------------------------------
+# --- gradients that stop
+# ----------------------------------------------------------------------------------------------------------
 
 
 def _regions(x: torch.Tensor) -> torch.Tensor:
@@ -373,13 +404,17 @@ def test_autocast_is_refused() -> None:
         canonical(Function(casts), torch.ones(2, 4, 6, dtype=torch.float64))
 
 
-# --- views and no-ops -------------------------------------------------------------------------------------------------------------
+# --- views and no-ops
+# -------------------------------------------------------------------------------------------------------------
 
 VIEWS: list[tuple[Callable[..., torch.Tensor], set[Any]]] = [
     (lambda x: x.movedim(0, -1), {aten.permute.default}),
     (lambda x: x.swapaxes(-1, 0), {aten.permute.default}),
     (lambda x: x.mT, {aten.permute.default}),
-    (lambda x: x[:1].squeeze().flatten(), {aten.slice.Tensor, aten.squeeze.dims, aten.reshape.default}),
+    (
+        lambda x: x[:1].squeeze().flatten(),
+        {aten.slice.Tensor, aten.squeeze.dims, aten.reshape.default},
+    ),
     (lambda x: x.squeeze(0).squeeze(), set()),
     (lambda x: x.narrow(-1, -3, 2), {aten.slice.Tensor}),
     (lambda x: x.unflatten(-1, (2, -1)), {aten.reshape.default}),
@@ -394,7 +429,10 @@ VIEWS: list[tuple[Callable[..., torch.Tensor], set[Any]]] = [
     (lambda x: x.float().double().square(), {aten.to.dtype, aten.pow.Tensor_Scalar}),
     (lambda x: F.pad(x, (1, 0)), {aten.constant_pad_nd.default}),
     (lambda x: F.adaptive_avg_pool2d(x, 1), {aten.mean.dim}),
-    (lambda x: x.mean() + x.sum() + x.sum(()), {aten.mean.dim, aten.sum.dim_IntList, aten.add.Tensor}),
+    (
+        lambda x: x.mean() + x.sum() + x.sum(()),
+        {aten.mean.dim, aten.sum.dim_IntList, aten.add.Tensor},
+    ),
 ]
 
 
@@ -405,7 +443,11 @@ def test_views_have_one_form(view: Callable[..., torch.Tensor], wanted: set[Any]
 
 
 def test_arguments_are_in_normal_form() -> None:
-    graph = assert_function_kept(lambda x: torch.softmax(torch.cat([x[:, -3:], x.transpose(-1, -2).mT[:, :9]], dim=-2), dim=-1)).graph
+    graph = assert_function_kept(
+        lambda x: torch.softmax(
+            torch.cat([x[:, -3:], x.transpose(-1, -2).mT[:, :9]], dim=-2), dim=-1
+        )
+    ).graph
     calls = {n.target: n.args[1:] for n in graph.nodes if n.op == "call_function"}
     assert calls[aten.slice.Tensor] == (1, 1, 4)
     assert calls[aten.transpose.int] == (2, 1)
@@ -419,11 +461,14 @@ def test_arguments_are_in_normal_form() -> None:
     assert [n for n, _ in operands(cat)] == [other, other]
 
 
-# --- linears ----------------------------------------------------------------------------------------------------------------------
+# --- linears
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 class Projections(nn.Module):
-    """GPT-2's Conv1D, the same without bias, a linear on flattened tokens, and an addmm that is left flat."""
+    """GPT-2's Conv1D, the same without bias, a linear on flattened tokens, and an addmm that is
+    left flat.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -446,7 +491,8 @@ def test_linears_take_unflattened_tokens() -> None:
     torch.testing.assert_close(zoo.run(captured, x)[0], model(x))
 
 
-# --- losses -----------------------------------------------------------------------------------------------------------------------
+# --- losses
+# -----------------------------------------------------------------------------------------------------------------------
 
 
 class Loss(nn.Module):
@@ -465,18 +511,27 @@ OPTIONS: list[dict[str, Any]] = [
 ]  # fmt: skip
 FORMS: dict[str, tuple[tuple[int, ...], tuple[int, ...], Callable[..., torch.Tensor]]] = {
     "rows": ((5, 6), (5,), F.cross_entropy),
-    "flattened": ((3, 4, 6), (3, 4), lambda x, t, **o: F.cross_entropy(x.view(-1, 6), t.view(-1), **o)),
+    "flattened": (
+        (3, 4, 6),
+        (3, 4),
+        lambda x, t, **o: F.cross_entropy(x.view(-1, 6), t.view(-1), **o),
+    ),
     "image": ((2, 6, 3, 4), (2, 3, 4), F.cross_entropy),
     "transposed": ((2, 5, 6), (2, 5), lambda x, t, **o: F.cross_entropy(x.transpose(1, 2), t, **o)),
 }
 
 
-def assert_loss_kept(loss: Callable[..., torch.Tensor], logits: torch.Tensor, target: torch.Tensor) -> Captured:
+def assert_loss_kept(
+    loss: Callable[..., torch.Tensor], logits: torch.Tensor, target: torch.Tensor
+) -> Captured:
     captured = canonical(Loss(loss), logits, target)
     logits.requires_grad_()
     expected = loss(logits, target)
     result, _ = zoo.run(captured, logits, target)
-    assert_same((result, *torch.autograd.grad(result, logits)), (expected, *torch.autograd.grad(expected, logits)))
+    assert_same(
+        (result, *torch.autograd.grad(result, logits)),
+        (expected, *torch.autograd.grad(expected, logits)),
+    )
     return captured
 
 
@@ -488,7 +543,9 @@ def test_cross_entropy_is_a_sum_and_a_count(form: str, options: dict[str, Any]) 
     target = torch.randint(6, target_size)
     target.view(-1)[::4] = options.get("ignore_index", -100)
     options = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
-    captured = assert_loss_kept(lambda x, t: loss(x, t, **options), torch.randn(size, dtype=torch.float64), target)
+    captured = assert_loss_kept(
+        lambda x, t: loss(x, t, **options), torch.randn(size, dtype=torch.float64), target
+    )
     node = next(n for n in captured.graph.nodes if n.target is cross_entropy)
     assert shape(node.args[0]) == (*target_size, 6)
     assert shape(node.args[1]) == target_size
@@ -512,7 +569,10 @@ def test_bfloat16_losses_are_summed_in_float32() -> None:
 
 
 def test_losses_of_other_forms_stay_with_a_note() -> None:
-    logits, target = torch.randn(6, dtype=torch.float64), torch.rand(6, dtype=torch.float64).softmax(-1)  # of one sample, without a batch
+    logits, target = (
+        torch.randn(6, dtype=torch.float64),
+        torch.rand(6, dtype=torch.float64).softmax(-1),
+    )  # of one sample, without a batch
     captured = assert_loss_kept(F.cross_entropy, logits, target)
     assert targets(captured) == [aten.cross_entropy_loss.default]
     assert any("runs unsplit" in note for note in captured.notes)
@@ -521,9 +581,20 @@ def test_losses_of_other_forms_stay_with_a_note() -> None:
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides:UserWarning")
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize(
-    "loss", [F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy_with_logits, F.kl_div, F.soft_margin_loss]
+    "loss",
+    [
+        F.mse_loss,
+        F.l1_loss,
+        F.smooth_l1_loss,
+        F.huber_loss,
+        F.binary_cross_entropy_with_logits,
+        F.kl_div,
+        F.soft_margin_loss,
+    ],
 )
-def test_elementwise_losses_reduce_by_themselves(loss: Callable[..., torch.Tensor], reduction: str) -> None:
+def test_elementwise_losses_reduce_by_themselves(
+    loss: Callable[..., torch.Tensor], reduction: str
+) -> None:
     torch.manual_seed(0)
     logits, target = torch.randn(3, 4, dtype=torch.float64), torch.rand(3, 4, dtype=torch.float64)
 
@@ -531,4 +602,8 @@ def test_elementwise_losses_reduce_by_themselves(loss: Callable[..., torch.Tenso
         return loss(x, t, reduction=reduction).sum()
 
     captured = assert_loss_kept(total, logits, target)
-    assert all(arguments(n).get("reduction", 0) == 0 for n in captured.graph.nodes if n.op == "call_function")
+    assert all(
+        arguments(n).get("reduction", 0) == 0
+        for n in captured.graph.nodes
+        if n.op == "call_function"
+    )

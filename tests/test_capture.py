@@ -10,8 +10,9 @@ import torch.nn.functional as F
 import zoo
 from torch import nn
 
-from autopar.capture import Captured, capture
+from autopar.capture.capture import capture
 from autopar.errors import CaptureError
+from autopar.ir.captured import Captured
 
 
 class Net(nn.Module):
@@ -27,17 +28,28 @@ class Net(nn.Module):
 
 
 def batch(**options: Any) -> dict[str, torch.Tensor]:
-    return {"x": torch.randn(4, 8, **options), "labels": torch.zeros(4, dtype=torch.long, **options)}
+    return {
+        "x": torch.randn(4, 8, **options),
+        "labels": torch.zeros(4, dtype=torch.long, **options),
+    }
 
 
 def kinds(captured: Captured) -> dict[str, list[str]]:
-    return {kind: [i.target for i in captured.inputs if i.kind == kind] for kind in ("parameter", "buffer", "constant", "input")}
+    return {
+        kind: [i.target for i in captured.inputs if i.kind == kind]
+        for kind in ("parameter", "buffer", "constant", "input")
+    }
 
 
 def test_signature_names_every_placeholder() -> None:
     captured = capture(Net(), batch())
     parameters = [f"inner.{i}.{name}" for i in (0, 2) for name in ("weight", "bias")]
-    assert kinds(captured) == {"parameter": parameters, "buffer": ["scale"], "constant": [], "input": ["x", "labels"]}
+    assert kinds(captured) == {
+        "parameter": parameters,
+        "buffer": ["scale"],
+        "constant": [],
+        "input": ["x", "labels"],
+    }
     placeholders = [n.name for n in captured.graph.nodes if n.op == "placeholder"]
     assert placeholders == [i.name for i in captured.inputs]
     assert set(captured.state) == {*parameters, "scale", "unused"}
@@ -58,7 +70,9 @@ def test_inputs_keep_the_users_order_and_unused_ones_stay() -> None:
 
 def test_nested_inputs_and_constants() -> None:
     class Nested(nn.Module):
-        def forward(self, pair: tuple[torch.Tensor, torch.Tensor], flag: bool, *, more: dict[str, Any]) -> torch.Tensor:
+        def forward(
+            self, pair: tuple[torch.Tensor, torch.Tensor], flag: bool, *, more: dict[str, Any]
+        ) -> torch.Tensor:
             return (pair[0] * pair[1] + (more["b"] if flag else 0)).sum()
 
     x = torch.randn(3)
@@ -92,7 +106,9 @@ def test_tied_parameters_go_by_their_first_name() -> None:
     assert captured.aliases == {"lm_head.weight": "transformer.wte.weight"}
     assert "transformer.wte.weight" in kinds(captured)["parameter"]
     assert not {"lm_head.weight"} & {*kinds(captured)["parameter"], *captured.state}
-    assert set(captured.state) == {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    assert set(captured.state) == {
+        name for name, _ in (*model.named_parameters(), *model.named_buffers())
+    }
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -104,7 +120,10 @@ def test_the_model_is_not_changed(training: bool) -> None:
     capture(model, sample)
     assert model.training is training
     assert all(m.training is training for m in model.modules())
-    assert all(torch.equal(v, before[k]) and v.data_ptr() == tensors[k] for k, v in model.state_dict().items())
+    assert all(
+        torch.equal(v, before[k]) and v.data_ptr() == tensors[k]
+        for k, v in model.state_dict().items()
+    )
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
 
 
@@ -114,7 +133,9 @@ def test_a_meta_model_takes_a_sample_from_any_device(sample_device: str) -> None
         model = Net()
     captured = capture(model, batch(device=sample_device))
     assert all(t.device.type == "meta" for t in captured.state.values())
-    assert all(n.meta["val"].device.type == "meta" for n in captured.graph.nodes if n.op != "output")
+    assert all(
+        n.meta["val"].device.type == "meta" for n in captured.graph.nodes if n.op != "output"
+    )
 
 
 def test_every_node_has_a_value_a_module_and_a_source() -> None:
@@ -123,8 +144,15 @@ def test_every_node_has_a_value_a_module_and_a_source() -> None:
     assert all(set(n.meta) == {"val", "module", "source"} for n in calls)
     attention = next(n for n in calls if "scaled_dot_product" in n.name)
     assert attention.meta["module"] == "model.layers.0.self_attn"
-    assert attention.meta["source"].startswith("integrations/sdpa_attention.py:") or "modeling_llama.py:" in attention.meta["source"]
-    assert next(n for n in calls if n.name == "linear").meta["source"].startswith("llama/modeling_llama.py:")
+    assert (
+        attention.meta["source"].startswith("integrations/sdpa_attention.py:")
+        or "modeling_llama.py:" in attention.meta["source"]
+    )
+    assert (
+        next(n for n in calls if n.name == "linear")
+        .meta["source"]
+        .startswith("llama/modeling_llama.py:")
+    )
 
 
 def test_loss_by_name_or_as_the_only_scalar() -> None:
@@ -164,23 +192,41 @@ def test_loss_fn_gets_the_whole_batch(form: str) -> None:
                 return super().forward(x)
 
         model = Plain()
-        captured = capture(model, (given, target), loss_fn=lambda output, pair: F.mse_loss(output, pair[1]))
+        captured = capture(
+            model, (given, target), loss_fn=lambda output, pair: F.mse_loss(output, pair[1])
+        )
         result, expected = zoo.run(captured, given, target)[0], F.mse_loss(model(given), target)
     else:
-        captured = capture(model, {"x": given, "target": target}, loss_fn=lambda output, b: F.mse_loss(output, b["target"]))
-        result, expected = zoo.run(captured, x=given, target=target)[0], F.mse_loss(model(given), target)
+        captured = capture(
+            model,
+            {"x": given, "target": target},
+            loss_fn=lambda output, b: F.mse_loss(output, b["target"]),
+        )
+        result, expected = (
+            zoo.run(captured, x=given, target=target)[0],
+            F.mse_loss(model(given), target),
+        )
     assert set(result) == {"loss", "output"}
     assert torch.equal(result["loss"], expected)
     assert kinds(captured)["parameter"][0] == "inner.0.weight"  # the wrapper does not show
-    assert {n.meta["module"] for n in captured.graph.nodes if n.name.startswith("linear")} == {"inner.0", "inner.2"}
+    assert {n.meta["module"] for n in captured.graph.nodes if n.name.startswith("linear")} == {
+        "inner.0",
+        "inner.2",
+    }
 
 
 def test_loss_fn_on_a_transformers_model_keeps_the_cache_out() -> None:
     model, sample = zoo.gpt2(layers=1)
     ids, labels = sample["input_ids"], sample["labels"]
-    captured = capture(model, {"input_ids": ids, "target": labels}, lambda out, b: F.cross_entropy(out.logits.transpose(1, 2), b["target"]))
+    captured = capture(
+        model,
+        {"input_ids": ids, "target": labels},
+        lambda out, b: F.cross_entropy(out.logits.transpose(1, 2), b["target"]),
+    )
     result, _ = zoo.run(captured, input_ids=ids, target=labels)
-    assert torch.allclose(result["loss"], F.cross_entropy(model(ids).logits.transpose(1, 2), labels))
+    assert torch.allclose(
+        result["loss"], F.cross_entropy(model(ids).logits.transpose(1, 2), labels)
+    )
     assert set(result["output"]) == {"logits"}
 
 
@@ -193,7 +239,11 @@ class Branches(nn.Module):
 
 def test_control_flow_on_data_names_the_module_the_line_and_the_way_out() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(Branches()), nn.Linear(8, 1))
-    with pytest.raises(CaptureError, match=r"module 1\.0 \(Branches\) at tests/test_capture.py:\d+.*torch\.where.*experts_implementation"):
+    with pytest.raises(
+        CaptureError,
+        match=r"module 1\.0 \(Branches\) at "
+        r"tests/test_capture.py:\d+.*torch\.where.*experts_implementation",
+    ):
         capture(model, torch.randn(4, 8))
 
 

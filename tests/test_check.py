@@ -1,4 +1,6 @@
-"""Captured equals eager: what is compared before anything is trained, what it finds, and that the model stays as it was."""
+"""Captured equals eager: what is compared before anything is trained, what it finds, and that the
+model stays as it was.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
 import autopar
-from autopar.capture import Captured
 from autopar.errors import CaptureError, RunError
-from autopar.planner import Traced
+from autopar.frontend.traced import Traced
+from autopar.ir.captured import Captured
 from autopar.verification.differences import Difference
 from autopar.verification.eager import check_captured
 
@@ -24,7 +26,11 @@ from autopar.verification.eager import check_captured
 class Net(nn.Module):
     """Statistics, dropout and a buffer that counts; ``between`` has the rest."""
 
-    def __init__(self, between: Callable[[Net, torch.Tensor], torch.Tensor] = lambda net, h: h, p: float = 0.0) -> None:
+    def __init__(
+        self,
+        between: Callable[[Net, torch.Tensor], torch.Tensor] = lambda net, h: h,
+        p: float = 0.0,
+    ) -> None:
         super().__init__()
         self.body, self.norm, self.head = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6)
         self.drop = nn.Dropout(p)
@@ -40,12 +46,16 @@ class Net(nn.Module):
         return {"loss": y.square().mean(), "y": y}
 
 
-def made(between: Callable[[Net, torch.Tensor], torch.Tensor] = lambda net, h: h, p: float = 0.0) -> tuple[Net, torch.Tensor]:
+def made(
+    between: Callable[[Net, torch.Tensor], torch.Tensor] = lambda net, h: h, p: float = 0.0
+) -> tuple[Net, torch.Tensor]:
     torch.manual_seed(0)
     return Net(between, p).double(), torch.randn(8, 6, dtype=torch.float64)
 
 
-def checked(model: nn.Module, x: torch.Tensor, change: Callable[[Captured], None] = lambda captured: None) -> list[Difference]:
+def checked(
+    model: nn.Module, x: torch.Tensor, change: Callable[[Captured], None] = lambda captured: None
+) -> list[Difference]:
     """Of the graph of ``model``, to which something is done first."""
     captured = Traced(model, x, None).whole
     change(captured)
@@ -59,7 +69,14 @@ def test_everything_is_compared_and_the_model_is_as_it_was() -> None:
     before, numbers = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     found = checked(model, x)
     names = {d.name for d in found}
-    assert {"loss", "output 1", "gradient of body.weight", "gradient of norm.bias", "buffer norm.running_var", "buffer calls"} <= names
+    assert {
+        "loss",
+        "output 1",
+        "gradient of body.weight",
+        "gradient of norm.bias",
+        "buffer norm.running_var",
+        "buffer calls",
+    } <= names
     assert max(d.error for d in found) < 1e-12
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), numbers)
@@ -96,11 +113,29 @@ def test_a_difference_names_the_first_module_or_the_gradients() -> None:
     model.act = nn.GELU()
     model.between = lambda net, h: net.act(h)
     aten = torch.ops.aten
-    with pytest.raises(CaptureError, match=r"loss is .*, in the model .* the first module that differs is 'act', at .*:\d+.*verify=False"):
-        checked(model, x, lambda c: [setattr(n, "target", aten.relu.default) for n in c.graph.nodes if n.meta.get("module") == "act"])
+    with pytest.raises(
+        CaptureError,
+        match=r"loss is .*, in the model .* the first module that differs is 'act', at "
+        r".*:\d+.*verify=False",
+    ):
+        checked(
+            model,
+            x,
+            lambda c: [
+                setattr(n, "target", aten.relu.default)
+                for n in c.graph.nodes
+                if n.meta.get("module") == "act"
+            ],
+        )
     model, x = made(lambda net, h: Halves.apply(h))
-    function = next(n.target for n in Traced(model, x, None).whole.graph.nodes if "Halves" in n.name)
-    with pytest.raises(CaptureError, match=r"values agree, but the gradient of norm.bias does not \(the gradient of head.bias does\)"):
+    function = next(
+        n.target for n in Traced(model, x, None).whole.graph.nodes if "Halves" in n.name
+    )
+    with pytest.raises(
+        CaptureError,
+        match=r"values agree, but the gradient of norm.bias does not \(the gradient of head.bias "
+        r"does\)",
+    ):
         checked(model, x, replaced(function, aten.alias.default))
 
 
@@ -148,13 +183,22 @@ def caches(net: Net, h: torch.Tensor) -> torch.Tensor:
 
 
 def test_python_state_that_changes_from_call_to_call_is_refused_by_name() -> None:
-    held = (counts_in_an_object, r"schedules\[0\].calls"), (counts_in_a_dict, r"schedules\[0\].by_kind")
+    held = (
+        (counts_in_an_object, r"schedules\[0\].calls"),
+        (counts_in_a_dict, r"schedules\[0\].by_kind"),
+    )
     for between, name in ((counts, "counter"), (appends, "seen"), *held):
         model, x = made(between)
         model.schedules = [Schedule()]
-        with pytest.raises(CaptureError, match=rf"the forward changes {name} from call to call.*buffer"):
+        with pytest.raises(
+            CaptureError, match=rf"the forward changes {name} from call to call.*buffer"
+        ):
             autopar.compile(model, x, 1, progress=False)
-        assert (model.counter, model.seen, vars(model.schedules[0])) == (0, [], {"calls": 0, "by_kind": {"all": 0}})  # as it was
+        assert (model.counter, model.seen, vars(model.schedules[0])) == (
+            0,
+            [],
+            {"calls": 0, "by_kind": {"all": 0}},
+        )  # as it was
         autopar.compile(model, x, 1, progress=False, verify=False)
     checked(*made(caches))
     model, x = made(hooks_itself)
@@ -171,7 +215,12 @@ def test_not_a_number_equals_not_a_number() -> None:
 def untracked(net: Net, h: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         scale = net.head(h)
-    return h * scale + h.data + (h * 1).detach_() * net.head.weight.data.sum() + h.detach().clone().requires_grad_()
+    return (
+        h * scale
+        + h.data
+        + (h * 1).detach_() * net.head.weight.data.sum()
+        + h.detach().clone().requires_grad_()
+    )
 
 
 @torch.library.custom_op("autopar_tests::twice", mutates_args=())
@@ -217,7 +266,9 @@ def test_captured_right(name: str) -> None:
 def test_a_cumulative_average_of_statistics_is_refused_with_the_reason() -> None:
     model, x = made()
     model.norm = nn.BatchNorm1d(6, momentum=None).double()
-    with pytest.raises(CaptureError, match=r"in module norm \(BatchNorm1d\).*momentum=None.*give it a momentum"):
+    with pytest.raises(
+        CaptureError, match=r"in module norm \(BatchNorm1d\).*momentum=None.*give it a momentum"
+    ):
         Traced(model, x, None).whole  # noqa: B018
 
 
@@ -228,7 +279,10 @@ def test_a_sample_that_the_model_fails_on_is_noted() -> None:
         return F.cross_entropy(out, batch["labels"])
 
     compiled = autopar.compile(model, sample, 1, loss_fn=loss, progress=False)
-    assert any("the model fails on the sample, IndexError: Target 7 is out of bounds" in note for note in compiled.plan.notes)
+    assert any(
+        "the model fails on the sample, IndexError: Target 7 is out of bounds" in note
+        for note in compiled.plan.notes
+    )
 
 
 def remembers(net: Net, h: torch.Tensor) -> torch.Tensor:
@@ -238,7 +292,9 @@ def remembers(net: Net, h: torch.Tensor) -> torch.Tensor:
 
 def test_a_tensor_that_the_next_call_reads_is_refused_by_name() -> None:
     model, x = made(remembers)
-    with pytest.raises(CaptureError, match="what the forward computes depends on cache, which it changes"):
+    with pytest.raises(
+        CaptureError, match="what the forward computes depends on cache, which it changes"
+    ):
         autopar.compile(model, x, 1, progress=False)
 
 
@@ -306,8 +362,12 @@ def test_sparse_gradients_are_compared() -> None:
 def test_a_loss_that_closes_over_a_tensor() -> None:
     target = torch.randn(8, 6, dtype=torch.float64)
     model, x = made()
-    compiled = autopar.compile(model, x, 1, loss_fn=lambda out, batch: F.mse_loss(out["y"], target), progress=False)
-    torch.testing.assert_close(compiled(x)["loss"], F.mse_loss(made()[0](x)["y"], target), rtol=1e-12, atol=0)
+    compiled = autopar.compile(
+        model, x, 1, loss_fn=lambda out, batch: F.mse_loss(out["y"], target), progress=False
+    )
+    torch.testing.assert_close(
+        compiled(x)["loss"], F.mse_loss(made()[0](x)["y"], target), rtol=1e-12, atol=0
+    )
 
 
 @pytest.mark.slow
@@ -319,7 +379,12 @@ def test_check_runs_a_plan_on_local_processes() -> None:
     assert all(d.error <= 1e-9 for rank in found.ranks for d in rank)
     assert str(found).count("values compared") == 3
     with pytest.raises(RunError, match="draws random numbers"):
-        autopar.check(nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.5)).double(), x, loss_fn=mean_square, world_size=2)
+        autopar.check(
+            nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.5)).double(),
+            x,
+            loss_fn=mean_square,
+            world_size=2,
+        )
 
 
 def mean_square(out: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:

@@ -13,10 +13,10 @@ from pool import Pools
 
 import autopar
 from autopar import Plan, PlanError
-from autopar.layout import I, R, S
-from autopar.plan import NodePlan, ParameterPlan
-from autopar.planner import Traced
-from autopar.search.check_plan import check_plan
+from autopar.frontend.traced import Traced
+from autopar.ir.layout import I, R, S
+from autopar.ir.plan_data import NodePlan, ParameterPlan
+from autopar.search.result.check_plan import check_plan
 
 EDITS = 12  # of each kind; benchmarks/plan_edits.py has thousands
 
@@ -26,11 +26,16 @@ def planned(request: pytest.FixtureRequest) -> tuple[str, Plan]:
     return request.param, edits.plan(request.param)
 
 
-def test_edited_files_are_refused_or_right(ranks: Pools, planned: tuple[str, Plan], tmp_path: Path) -> None:
+def test_edited_files_are_refused_or_right(
+    ranks: Pools, planned: tuple[str, Plan], tmp_path: Path
+) -> None:
     """Real ranks run what passes."""
     kind, plan = planned
     plan.save(tmp_path / "plan.json")
-    text, traced = (tmp_path / "plan.json").read_text(), Traced(*edits.make(edits.KINDS[kind][0]), None)
+    text, traced = (
+        (tmp_path / "plan.json").read_text(),
+        Traced(*edits.make(edits.KINDS[kind][0]), None),
+    )
     assert edits.refused(text, traced) == plan
     found = [edits.refused(edits.edited(text, f"{kind} {seed}"), traced) for seed in range(EDITS)]
     left = {edits.program(f): f for f in found if isinstance(f, Plan)}
@@ -46,7 +51,9 @@ def without(plan: Plan, name: str) -> dict[str, Any]:
 def kept(plan: Plan, name: str, stored: Any, used: Any) -> dict[str, Any]:
     node = next(n for n in plan.nodes if n.endswith(name.replace(".", "_")))
     nodes = {**plan.nodes, node: dataclasses.replace(plan.nodes[node], out=(used,))}
-    return dict(parameters={**plan.parameters, name: ParameterPlan((stored,), (used,))}, nodes=nodes)
+    return dict(
+        parameters={**plan.parameters, name: ParameterPlan((stored,), (used,))}, nodes=nodes
+    )
 
 
 def node(plan: Plan, like: str, **fields: Any) -> dict[str, Any]:
@@ -56,21 +63,50 @@ def node(plan: Plan, like: str, **fields: Any) -> dict[str, Any]:
 
 WRONG: list[tuple[Any, str]] = [
     (lambda p: without(p, "head.weight"), "says nothing of 1 parameters: head.weight"),
-    (lambda p: kept(p, "head.weight", R, R), "parameter 'head.weight', stored as R and used as R, cannot lie so along axis 'data'"),
+    (
+        lambda p: kept(p, "head.weight", R, R),
+        "parameter 'head.weight', stored as R and used as R, cannot lie so along axis 'data'",
+    ),
     (lambda p: kept(p, "head.weight", S(1), S(0)), "stored as S1 and used as S0, cannot lie so"),
-    (lambda p: kept(p, "norm.running_mean", S(0), S(0)), "buffer 'norm.running_mean', stored as S0 and used as S0, cannot lie so"),
-    (lambda p: kept(p, "norm.running_mean", I, S(0)), "batch_norm.* in module 'norm' at .*edits.py:"),
-    (lambda p: dict(parameters={**p.parameters, "more": ParameterPlan((I,), (I,))}), "1 parameters that the graph has not: more"),
-    (lambda p: dict(nodes={**p.nodes, "more": NodePlan((), (I,), (None,), (None,))}), "1 nodes that the graph has not: more"),
-    (lambda p: node(p, "conv2d", factors=("nothing",)), r"conv2d.* in module 'first' at .*edits.py:\d+ .*split along nothing"),
+    (
+        lambda p: kept(p, "norm.running_mean", S(0), S(0)),
+        "buffer 'norm.running_mean', stored as S0 and used as S0, cannot lie so",
+    ),
+    (
+        lambda p: kept(p, "norm.running_mean", I, S(0)),
+        "batch_norm.* in module 'norm' at .*edits.py:",
+    ),
+    (
+        lambda p: dict(parameters={**p.parameters, "more": ParameterPlan((I,), (I,))}),
+        "1 parameters that the graph has not: more",
+    ),
+    (
+        lambda p: dict(nodes={**p.nodes, "more": NodePlan((), (I,), (None,), (None,))}),
+        "1 nodes that the graph has not: more",
+    ),
+    (
+        lambda p: node(p, "conv2d", factors=("nothing",)),
+        r"conv2d.* in module 'first' at .*edits.py:\d+ .*split along nothing",
+    ),
     (lambda p: node(p, "conv2d", kernels=("summa",)), r"conv2d.* in module 'first' .*kernel summa"),
     (lambda p: node(p, "conv2d", out=(I,)), "conv2d.* cannot run as .* -> I"),
     (lambda p: node(p, "x", out=(S(0),)), "x, an input, is given whole"),
     (lambda p: dict(recomputed=("more",)), "recomputes 'more', which the graph has not"),
-    (lambda p: dict(recomputed=("relu -> S7",)), "recomputes the conversion 'relu -> S7', which it does not make"),
+    (
+        lambda p: dict(recomputed=("relu -> S7",)),
+        "recomputes the conversion 'relu -> S7', which it does not make",
+    ),
     (lambda p: dict(conversions={}), "and the plan has no conversion"),
-    (lambda p: dict(conversions={**p.conversions, "x": {"S0": ((0, "I", "S0"), (0, "S0", "S1"))}}), "'S0' ends as S1"),
-    (lambda p: dict(conversions={**p.conversions, "x": {"S0": ((0, "R", "S0"),)}}), "step R to S0 along axis 0 of I"),
+    (
+        lambda p: dict(
+            conversions={**p.conversions, "x": {"S0": ((0, "I", "S0"), (0, "S0", "S1"))}}
+        ),
+        "'S0' ends as S1",
+    ),
+    (
+        lambda p: dict(conversions={**p.conversions, "x": {"S0": ((0, "R", "S0"),)}}),
+        "step R to S0 along axis 0 of I",
+    ),
     (lambda p: dict(data_degree=1), "has data_degree 1, its layouts split the batch in 2"),
 ]
 
@@ -95,12 +131,19 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
     (dict(mesh_names=("",)), "each axis needs a name of its own"),
     (dict(stages=()), "0 stages are no multiple"),
     (dict(schedule="fast"), "schedule 'fast' is none of"),
-    (dict(precision=["bf16"]), "a part of the plan is not what a plan has there|precision .* is none of"),
+    (
+        dict(precision=["bf16"]),
+        "a part of the plan is not what a plan has there|precision .* is none of",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("change", "message"), MISFITS, ids=[message[:40] for _, message in MISFITS])
-def test_parts_that_do_not_fit(change: dict[str, Any], message: str, data_parallel: tuple[Plan, Traced]) -> None:
+@pytest.mark.parametrize(
+    ("change", "message"), MISFITS, ids=[message[:40] for _, message in MISFITS]
+)
+def test_parts_that_do_not_fit(
+    change: dict[str, Any], message: str, data_parallel: tuple[Plan, Traced]
+) -> None:
     with pytest.raises(PlanError, match=message):
         dataclasses.replace(data_parallel[0], **change)
 
@@ -112,15 +155,29 @@ def _objects() -> None:
         ({"nodes": {}}, "give an autopar.Plan"),
         (dataclasses.replace(made, gap=float("nan")), "gap is nan: give a number, not negative"),
         (dataclasses.replace(made, microbatches=True), "microbatches is True: give a whole number"),
-        (dataclasses.replace(made, modes={"2d": ("row",)}), "modes name the axes row, the mesh has data"),
-        (dataclasses.replace(made, microbatches=3), "3 microbatches on 2 replicas, 8 samples do not divide by 6"),
-        (dataclasses.replace(made, microbatches=2**40), "8 samples do not divide"),
-        (dataclasses.replace(made, seconds={"compute": "long"}), r"seconds\['compute'\] is 'long': give a number"),
         (
-            dataclasses.replace(made, nodes={**made.nodes, "x": dataclasses.replace(made.nodes["x"], out=("I",))}),
+            dataclasses.replace(made, modes={"2d": ("row",)}),
+            "modes name the axes row, the mesh has data",
+        ),
+        (
+            dataclasses.replace(made, microbatches=3),
+            "3 microbatches on 2 replicas, 8 samples do not divide by 6",
+        ),
+        (dataclasses.replace(made, microbatches=2**40), "8 samples do not divide"),
+        (
+            dataclasses.replace(made, seconds={"compute": "long"}),
+            r"seconds\['compute'\] is 'long': give a number",
+        ),
+        (
+            dataclasses.replace(
+                made, nodes={**made.nodes, "x": dataclasses.replace(made.nodes["x"], out=("I",))}
+            ),
             r"nodes\['x'\].out is .* no layout",
         ),
-        (dataclasses.replace(made, **kept(made, "head.weight", R, R)), "'head.weight', stored as R and used as R"),
+        (
+            dataclasses.replace(made, **kept(made, "head.weight", R, R)),
+            "'head.weight', stored as R and used as R",
+        ),
     ]:
         with pytest.raises(PlanError, match=message):
             autopar.compile(model, sample, dist.get_world_size(), plan=plan, progress=False)  # type: ignore[arg-type]

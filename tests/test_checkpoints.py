@@ -1,4 +1,6 @@
-"""The state of pipelined programs and their optimizers in checkpoints: saved on one layout, restored on others, or refused."""
+"""The state of pipelined programs and their optimizers in checkpoints: saved on one layout,
+restored on others, or refused.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ from equivalence import full
 from pool import Pools
 from torch import nn
 from torch.distributed.checkpoint import state_dict as torchs
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import autopar
@@ -46,7 +53,10 @@ def batch(seed: int) -> torch.Tensor:
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     """Two groups, as for weight decay, with learning rates of their own."""
-    groups = [[p for p in model.parameters() if p.ndim > 1], [p for p in model.parameters() if p.ndim == 1]]
+    groups = [
+        [p for p in model.parameters() if p.ndim > 1],
+        [p for p in model.parameters() if p.ndim == 1],
+    ]
     return torch.optim.AdamW([dict(params=groups[0], lr=0.1), dict(params=groups[1], lr=0.05)])
 
 
@@ -65,14 +75,18 @@ def built(pipelined: bool) -> autopar.Compiled:
             p.mul_(2)  # all comes from the file
     if not pipelined:
         return autopar.compile(model, batch(0), 2, parallel=dict(data=2), zero=2, progress=False)
-    plan = staged.staged_plan(model, batch(0), 2, PIPELINE.pipeline, PIPELINE.schedule, **PIPELINE.options)
+    plan = staged.staged_plan(
+        model, batch(0), 2, PIPELINE.pipeline, PIPELINE.schedule, **PIPELINE.options
+    )
     return autopar.compile(model, batch(0), 2, plan=plan)
 
 
 def check(model: nn.Module, expected: nn.Module, what: str) -> None:
     for name, p in model.named_parameters():
         true = expected.get_parameter(name).detach()
-        torch.testing.assert_close(full(p).detach(), true, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{what}, {n}: {m}")
+        torch.testing.assert_close(
+            full(p).detach(), true, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{what}, {n}: {m}"
+        )
 
 
 def _by_name(first: str, second: str, plain: str) -> None:
@@ -90,7 +104,10 @@ def _by_name(first: str, second: str, plain: str) -> None:
     dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=plain)
     saved = dcp.FileSystemReader(plain).read_metadata().state_dict_metadata
     assert {f"optimizer.state.{n}.exp_avg" for n, _ in straight.named_parameters()} <= set(saved)
-    for options in (StateDictOptions(full_state_dict=True), StateDictOptions(full_state_dict=True, cpu_offload=True)):
+    for options in (
+        StateDictOptions(full_state_dict=True),
+        StateDictOptions(full_state_dict=True, cpu_offload=True),
+    ):
         with pytest.raises(RunError, match="dcp_to_torch_save"):
             get_state_dict(compiled, optimizer, options=options)
         with pytest.raises(RunError, match="dcp_to_torch_save"):
@@ -102,7 +119,9 @@ def _by_name(first: str, second: str, plain: str) -> None:
         fresh = optimizer_of(restored)
         model_state, state = get_state_dict(restored, fresh, options=FLAT)
         dcp.load({"model": model_state, "optimizer": state}, checkpoint_id=path)
-        set_state_dict(restored, fresh, model_state_dict=model_state, optim_state_dict=state, options=FLAT)
+        set_state_dict(
+            restored, fresh, model_state_dict=model_state, optim_state_dict=state, options=FLAT
+        )
         steps(restored, fresh, range(2, 4))
         check(restored, straight, f"by name, pipelined: {pipelined}")
         if not pipelined:  # and back
@@ -124,7 +143,9 @@ def _by_name(first: str, second: str, plain: str) -> None:
     check(compiled, straight, "by number")
     del compiled, optimizer, restored, fresh, state, model_state, again, new
     gc.collect()
-    assert torchs._verify_options.__module__ == torchs.__name__  # torch's functions are as they were
+    assert (
+        torchs._verify_options.__module__ == torchs.__name__
+    )  # torch's functions are as they were
 
 
 def _after_two(start: dict[str, Any]) -> dict[str, Any]:
@@ -135,5 +156,9 @@ def _after_two(start: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_optimizer_state_of_a_pipeline_goes_by_names(ranks: Pools) -> None:
-    with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second, tempfile.TemporaryDirectory() as plain:
+    with (
+        tempfile.TemporaryDirectory() as first,
+        tempfile.TemporaryDirectory() as second,
+        tempfile.TemporaryDirectory() as plain,
+    ):
         ranks(2).run(_by_name, first, second, plain, timeout=120)

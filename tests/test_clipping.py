@@ -1,4 +1,6 @@
-"""The gradient norm where axes cut within the chunks of others, as in mode 3d: torch's strided shards count as cut."""
+"""The gradient norm where axes cut within the chunks of others, as in mode 3d: torch's strided
+shards count as cut.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,10 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import autopar
 from autopar.errors import RunError
-from autopar.layout import parse
-from autopar.runtime.mesh import Mesh
-from autopar.runtime.parameters import distribute, local_part
-from autopar.runtime.placements import cuts
+from autopar.ir.layout import parse
+from autopar.runtime.communication.mesh import Mesh
+from autopar.runtime.communication.placements import cuts
+from autopar.runtime.parameters.parameters import distribute, local_part
 
 LAYOUTS = ("s0 S0", "s0 S1", "s1 S1", "S0 I", "I I", "I s0", "S0 S0")
 
@@ -35,7 +37,9 @@ def _mixed() -> None:
     together = torch.cat(wholes).flatten()
     for order in (2.0, 1.0, 3.0, float("inf")):
         norm = autopar.clip_grad_norm_(parameters, 1e9, order)
-        torch.testing.assert_close(norm, torch.linalg.vector_norm(together, order), rtol=1e-12, atol=0)
+        torch.testing.assert_close(
+            norm, torch.linalg.vector_norm(together, order), rtol=1e-12, atol=0
+        )
     autopar.clip_grad_norm_(parameters, 1.0)
     scale = float(1.0 / (torch.linalg.vector_norm(together) + 1e-6))
     for p, whole in zip(parameters, wholes, strict=True):

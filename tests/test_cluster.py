@@ -19,12 +19,21 @@ def figures(cluster: Cluster) -> set[str]:
     paths = {f"device.{name}.{key}" for name in ("peak", "efficiency") for key in device.pop(name)}
     if not cluster.device.tiles:
         paths -= {"device.tiles"}
-        device = {name: value for name, value in device.items() if name not in ("units", "tiles", "inner")}
+        device = {
+            name: value for name, value in device.items() if name not in ("units", "tiles", "inner")
+        }
     told = ("name", "kind", *["ranks_per_core"] * (cluster.device.ranks_per_core == 1))
     paths |= {f"device.{name}" for name in device if name not in told}
     for level in cluster.links:
-        paths |= {f"links.{level.name}.{name}" for name in ("size", "latency", "bandwidth", "efficiency", "startup")}
-        paths |= {f"links.{level.name}.{name}" for name in ("by_ranks", "measured") if getattr(level, name)}
+        paths |= {
+            f"links.{level.name}.{name}"
+            for name in ("size", "latency", "bandwidth", "efficiency", "startup")
+        }
+        paths |= {
+            f"links.{level.name}.{name}"
+            for name in ("by_ranks", "measured")
+            if getattr(level, name)
+        }
     return paths
 
 
@@ -43,7 +52,14 @@ def test_presets_are_those_of_the_datasheets() -> None:
     assert [level.bandwidth for level in a100.links] == [300e9, 8 * 200e9 / 8]
     assert [level.bandwidth for level in h100.links] == [450e9, 8 * 400e9 / 8]
     assert a100.capacity == math.inf
-    assert [Cluster.load(name).device.kind for name in PRESETS] == ["cuda", "cpu", "cuda", "cuda", "cuda", "cuda"]
+    assert [Cluster.load(name).device.kind for name in PRESETS] == [
+        "cuda",
+        "cpu",
+        "cuda",
+        "cuda",
+        "cuda",
+        "cuda",
+    ]
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -78,12 +94,30 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
         (lambda d: d["device"].update(memory="80 GB"), "device.memory is '80 GB'"),
         (lambda d: d["device"].update(kind="gpu"), "device.kind is 'gpu': give cpu or cuda"),
         (lambda d: d["device"].update(overlap=1.5), "device.overlap is 1.5"),
-        (lambda d: d["device"]["efficiency"].pop("matmul"), "give points for matmul and elementwise at least"),
-        (lambda d: d["device"]["efficiency"].update({"conv.int8": [[1, 1]]}), "device.efficiency.conv.int8: give a kind of kernel"),
-        (lambda d: d["device"]["efficiency"].update(conv=[[1, 2, 3]]), "device.efficiency.conv is .* give a list of points"),
-        (lambda d: d["device"]["efficiency"].update(conv=[[2, 0.1], [1, 0.2]]), "the work of its points must grow"),
-        (lambda d: d["device"]["efficiency"].update(conv=[[1, 99]]), "device.efficiency.conv at 1 is 99: at most 20"),
-        (lambda d: d["links"][0].update(measured={"all_reduce": {"2": []}}), "measured.all_reduce.2 is"),
+        (
+            lambda d: d["device"]["efficiency"].pop("matmul"),
+            "give points for matmul and elementwise at least",
+        ),
+        (
+            lambda d: d["device"]["efficiency"].update({"conv.int8": [[1, 1]]}),
+            "device.efficiency.conv.int8: give a kind of kernel",
+        ),
+        (
+            lambda d: d["device"]["efficiency"].update(conv=[[1, 2, 3]]),
+            "device.efficiency.conv is .* give a list of points",
+        ),
+        (
+            lambda d: d["device"]["efficiency"].update(conv=[[2, 0.1], [1, 0.2]]),
+            "the work of its points must grow",
+        ),
+        (
+            lambda d: d["device"]["efficiency"].update(conv=[[1, 99]]),
+            "device.efficiency.conv at 1 is 99: at most 20",
+        ),
+        (
+            lambda d: d["links"][0].update(measured={"all_reduce": {"2": []}}),
+            "measured.all_reduce.2 is",
+        ),
         (lambda d: d["device"]["peak"].pop("float32"), "float32 is required"),
         (lambda d: d["device"].update(peak=3e12), "device.peak is 3"),
         (lambda d: d["links"][0].update(bandwidth=0), "links.loopback.bandwidth is 0"),
@@ -105,7 +139,9 @@ def test_a_bad_file_is_told_what_is_wrong(change, message: str, tmp_path: Path) 
 
 
 def test_unknown_names_and_files(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="no cluster 'h100': the presets are a100-sxm, cpu, h100-sxm"):
+    with pytest.raises(
+        PlanError, match="no cluster 'h100': the presets are a100-sxm, cpu, h100-sxm"
+    ):
         Cluster.load("h100")
     with pytest.raises(PlanError, match="No such file"):
         Cluster.load(tmp_path / "none.json")

@@ -20,7 +20,9 @@ LATENCY, NETWORK_LATENCY = (level.latency for level in A100.links)
 
 def test_all_reduce_in_a_node_is_a_ring_when_long() -> None:
     (axis,) = axes((8,), A100)
-    assert seconds("all_reduce", GB, axis) == pytest.approx(2 * 7 * LATENCY + 2 * 7 / 8 * GB / NVLINK)
+    assert seconds("all_reduce", GB, axis) == pytest.approx(
+        2 * 7 * LATENCY + 2 * 7 / 8 * GB / NVLINK
+    )
     assert seconds("reduce_scatter", GB, axis) == pytest.approx(7 * LATENCY + 7 / 8 * GB / NVLINK)
     assert axis.bandwidth == pytest.approx(NVLINK)
 
@@ -42,7 +44,9 @@ def test_an_axis_between_nodes_shares_the_nics() -> None:
     slow, fast = axes((4, 8), A100)  # 8 groups, each with one rank in every node
     assert slow.hops == (Hop("network", 4, 1, NETWORK_LATENCY, NIC / 8),)
     assert fast.hops == (Hop("nvlink", 8, 1, LATENCY, NVLINK),)
-    assert seconds("all_gather", GB, slow) == pytest.approx(3 * NETWORK_LATENCY + 3 / 4 * GB / (NIC / 8))
+    assert seconds("all_gather", GB, slow) == pytest.approx(
+        3 * NETWORK_LATENCY + 3 / 4 * GB / (NIC / 8)
+    )
 
 
 def test_contention_goes_with_the_groups_that_live_in_a_node() -> None:
@@ -53,12 +57,18 @@ def test_contention_goes_with_the_groups_that_live_in_a_node() -> None:
 
 def test_an_axis_over_two_levels_runs_level_by_level() -> None:
     (axis,) = axes((32,), A100)
-    assert axis.hops == (Hop("nvlink", 8, 1, LATENCY, NVLINK), Hop("network", 4, 8, NETWORK_LATENCY, NIC))
+    assert axis.hops == (
+        Hop("nvlink", 8, 1, LATENCY, NVLINK),
+        Hop("network", 4, 8, NETWORK_LATENCY, NIC),
+    )
     inside, between = 7 * LATENCY + 7 / 8 * GB / NVLINK, 3 * NETWORK_LATENCY + 3 / 4 * GB / NIC
     assert seconds("all_gather", GB, axis) == pytest.approx(inside + between)
     assert seconds("all_reduce", GB, axis) == pytest.approx(2 * (inside + between))
     middle = axes((8, 4), A100)[0]  # 2 ranks a node, in 4 groups
-    assert middle.hops == (Hop("nvlink", 2, 1, LATENCY, NVLINK), Hop("network", 4, 2, NETWORK_LATENCY, NIC / 4))
+    assert middle.hops == (
+        Hop("nvlink", 2, 1, LATENCY, NVLINK),
+        Hop("network", 4, 2, NETWORK_LATENCY, NIC / 4),
+    )
 
 
 def test_ranks_that_straddle_nodes() -> None:
@@ -67,14 +77,24 @@ def test_ranks_that_straddle_nodes() -> None:
     assert outer.hops[-1].level == "network"
 
 
-@pytest.mark.parametrize("sizes", [(32,), (4, 8), (8, 4), (2, 16), (16, 2), (4, 4, 2), (2, 8, 2), (64, 1)])
+@pytest.mark.parametrize(
+    "sizes", [(32,), (4, 8), (8, 4), (2, 16), (16, 2), (4, 4, 2), (2, 8, 2), (64, 1)]
+)
 @pytest.mark.parametrize("kind", ["all_gather", "all_to_all"])
 def test_no_node_receives_more_than_its_nics_carry(sizes: tuple[int, ...], kind: str) -> None:
-    """Count what each node must take in, rank by rank: a price below that over the NIC's bandwidth is impossible. Without latency and
-    with free links inside nodes, the price is just that."""
-    free = replace(A100, links=(replace(A100.links[0], bandwidth=1e30, latency=0.0), replace(A100.links[1], latency=0.0)))
+    """Count what each node must take in, rank by rank: a price below that over the NIC's bandwidth
+    is impossible. Without latency and with free links inside nodes, the price is just that."""
+    free = replace(
+        A100,
+        links=(
+            replace(A100.links[0], bandwidth=1e30, latency=0.0),
+            replace(A100.links[1], latency=0.0),
+        ),
+    )
     for position, axis in enumerate(axes(sizes, free)):
-        ranks = np.moveaxis(np.arange(math.prod(sizes)).reshape(sizes), position, -1).reshape(-1, sizes[position])
+        ranks = np.moveaxis(np.arange(math.prod(sizes)).reshape(sizes), position, -1).reshape(
+            -1, sizes[position]
+        )
         into = np.zeros(math.prod(sizes) // 8)
         for group in ranks:
             nodes = group // 8
@@ -108,9 +128,20 @@ def test_received_bytes() -> None:
 
 
 def test_three_levels() -> None:
-    pods = replace(A100, links=(*A100.links[:1], replace(A100.links[1], size=32), Level("spine", None, 2e-5, 400e9, shared=True)))
+    pods = replace(
+        A100,
+        links=(
+            *A100.links[:1],
+            replace(A100.links[1], size=32),
+            Level("spine", None, 2e-5, 400e9, shared=True),
+        ),
+    )
     (axis,) = axes((128,), pods)
-    assert [(hop.level, hop.ways, hop.inner) for hop in axis.hops] == [("nvlink", 8, 1), ("network", 4, 8), ("spine", 4, 32)]
+    assert [(hop.level, hop.ways, hop.inner) for hop in axis.hops] == [
+        ("nvlink", 8, 1),
+        ("network", 4, 8),
+        ("spine", 4, 32),
+    ]
     assert axes((4, 32), pods)[0].hops == (Hop("spine", 4, 1, 2e-5, 400e9 / 32),)
 
 
@@ -124,17 +155,23 @@ def test_a_collective_starts_once_and_a_message_too() -> None:
     for sizes in ((8,), (2,), (16,)):
         (plain,), (started,) = axes(sizes, A100), axes(sizes, PRESET)
         for kind in KINDS:
-            assert seconds(kind, GB, started) - seconds(kind, GB, plain) == pytest.approx(max(nvlink.startup, network.startup))
+            assert seconds(kind, GB, started) - seconds(kind, GB, plain) == pytest.approx(
+                max(nvlink.startup, network.startup)
+            )
         assert point_to_point(GB, started) > point_to_point(GB, plain)
 
 
 def test_what_was_measured_comes_before_the_formulas() -> None:
-    """Between two points straight in logarithms, below the first as long as that, above the last in proportion."""
+    """Between two points straight in logarithms, below the first as long as that, above the last in
+    proportion.
+    """
     curve = ((1e4, 1e-4), (1e6, 1e-3))
     level = replace(PRESET.links[0], measured={"all_reduce": {"4": curve}})
     measured = replace(PRESET, links=(level, PRESET.links[1]))
     (axis,), (other,) = axes((4,), measured), axes((8,), measured)
-    assert [seconds("all_reduce", n, axis) for n in (1.0, 1e4, 1e5, 1e6, 1e7)] == pytest.approx([1e-4, 1e-4, 10**-3.5, 1e-3, 1e-2])
+    assert [seconds("all_reduce", n, axis) for n in (1.0, 1e4, 1e5, 1e6, 1e7)] == pytest.approx(
+        [1e-4, 1e-4, 10**-3.5, 1e-3, 1e-2]
+    )
     assert seconds("all_gather", GB, axis) == seconds("all_gather", GB, axes((4,), PRESET)[0])
     assert seconds("all_reduce", GB, other) == seconds("all_reduce", GB, axes((8,), PRESET)[0])
 

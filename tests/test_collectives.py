@@ -1,4 +1,6 @@
-"""Conversions against their definition on whole tensors, their gradients against their duals, and both against spmd_types."""
+"""Conversions against their definition on whole tensors, their gradients against their duals, and
+both against spmd_types.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,9 @@ import torch
 from pool import Pools, RankError
 
 from autopar.errors import RunError
-from autopar.layout import parse_type
-from autopar.runtime.collectives import redistribute
-from autopar.runtime.mesh import Mesh
+from autopar.ir.layout import parse_type
+from autopar.runtime.communication.collectives import redistribute
+from autopar.runtime.communication.mesh import Mesh
 
 SHAPE = (4, 8, 12)
 TYPES = ("I", "R", "P", "S0", "S1", "S2")
@@ -67,7 +69,9 @@ def convert_all(sizes: tuple[int, ...], axis: int, pairs: tuple, reference: bool
 
     def convert(x: torch.Tensor, src: str, dst: str) -> torch.Tensor:
         if reference:
-            warnings.simplefilter("ignore", FutureWarning)  # spmd_types calls what torch 2.13 deprecates
+            warnings.simplefilter(
+                "ignore", FutureWarning
+            )  # spmd_types calls what torch 2.13 deprecates
             return spmd_types.redistribute(x, mesh.group(axis), src=theirs(src), dst=theirs(dst))
         return redistribute(x, mesh, axis, src, dst)
 
@@ -85,13 +89,20 @@ def test_value_and_gradient_of_every_pair(ranks: Pools, sizes: tuple[int, ...], 
     answers = ranks(torch.Size(sizes).numel()).run(convert_all, sizes, axis, PAIRS, False)
     n = sizes[axis]
     for line in {answer[0] for answer in answers}:
-        mine = [results for _, _, results in sorted((a for a in answers if a[0] == line), key=lambda a: a[1])]
+        mine = [
+            results
+            for _, _, results in sorted((a for a in answers if a[0] == line), key=lambda a: a[1])
+        ]
         assert len(mine) == n
         for i, (src, dst) in enumerate(PAIRS):
             value = join([results[i][0] for results in mine], dst)
-            torch.testing.assert_close(value, whole("x", line), msg=lambda m, p=(src, dst): f"{p}: {m}")
+            torch.testing.assert_close(
+                value, whole("x", line), msg=lambda m, p=(src, dst): f"{p}: {m}"
+            )
             grad = join([results[i][1] for results in mine], repr(parse_type(src).dual))
-            torch.testing.assert_close(grad, whole("grad", line), msg=lambda m, p=(src, dst): f"gradient of {p}: {m}")
+            torch.testing.assert_close(
+                grad, whole("grad", line), msg=lambda m, p=(src, dst): f"gradient of {p}: {m}"
+            )
             assert all(results[i][2] for results in mine)
 
 
@@ -101,7 +112,9 @@ def test_agrees_with_spmd_types(ranks: Pools) -> None:
     for (_, _, a), (_, _, b) in zip(ours, theirs, strict=True):
         for pair, (y, grad, _), (y_ref, grad_ref, _) in zip(PAIRS, a, b, strict=True):
             torch.testing.assert_close(y, y_ref, msg=lambda m, p=pair: f"{p}: {m}")
-            torch.testing.assert_close(grad, grad_ref, msg=lambda m, p=pair: f"gradient of {p}: {m}")
+            torch.testing.assert_close(
+                grad, grad_ref, msg=lambda m, p=pair: f"gradient of {p}: {m}"
+            )
 
 
 def chains(sizes: tuple[int, ...], axis: int) -> list[tuple[str, str, float, float]]:
@@ -118,12 +131,21 @@ def chains(sizes: tuple[int, ...], axis: int) -> list[tuple[str, str, float, flo
         loss = redistribute((y * local).sum(), mesh, axis, loss_type[dst[0]], "I")
         loss.backward()
         assert x.grad is not None
-        errors.append((src, dst, abs(loss.item() - (whole_x * weight).sum().item()), (x.grad - weight).abs().max().item()))
+        errors.append(
+            (
+                src,
+                dst,
+                abs(loss.item() - (whole_x * weight).sum().item()),
+                (x.grad - weight).abs().max().item(),
+            )
+        )
     return errors
 
 
 @pytest.mark.parametrize(("sizes", "axis"), MESHES)
-def test_gradient_of_a_loss_through_every_pair(ranks: Pools, sizes: tuple[int, ...], axis: int) -> None:
+def test_gradient_of_a_loss_through_every_pair(
+    ranks: Pools, sizes: tuple[int, ...], axis: int
+) -> None:
     for errors in ranks(torch.Size(sizes).numel()).run(chains, sizes, axis):
         for src, dst, loss_error, grad_error in errors:
             assert loss_error < 1e-11, (src, dst)
@@ -136,17 +158,32 @@ def convert_dtype(dtype: torch.dtype, pairs: list[tuple[str, str]]) -> list[torc
     results = []
     for src, dst in pairs:
         parts = [numbers, torch.zeros_like(numbers)] if src == "P" else split(numbers, src, 2)
-        part = parts[mesh.coordinate[0]].transpose(0, -1).contiguous().transpose(0, -1)  # not contiguous
+        part = (
+            parts[mesh.coordinate[0]].transpose(0, -1).contiguous().transpose(0, -1)
+        )  # not contiguous
         results.append(redistribute(part, mesh, 0, src, dst))
     return results
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.bool,
+        torch.uint8,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+    ],
+)
 def test_every_dtype(ranks: Pools, dtype: torch.dtype) -> None:
     pairs = [pair for pair in PAIRS if dtype != torch.bool or "P" not in pair]
     answers = ranks(2).run(convert_dtype, dtype, pairs)
     numbers = torch.arange(96).reshape(SHAPE[0], 2, 12).remainder(7).to(dtype)
-    for i, (_, dst) in enumerate(pairs):  # the parts of a P are whole on rank 0 and zero on the others
+    for i, (_, dst) in enumerate(
+        pairs
+    ):  # the parts of a P are whole on rank 0 and zero on the others
         value = join([answer[i] for answer in answers], dst)
         assert torch.equal(value.to(dtype), numbers), pairs[i]
         assert answers[0][i].dtype == dtype
@@ -154,7 +191,12 @@ def test_every_dtype(ranks: Pools, dtype: torch.dtype) -> None:
 
 def scalars_and_empty() -> None:
     mesh = Mesh((2,), ("a",))
-    for src, dst, value, expected in (("P", "I", 3.0, 6.0), ("P", "R", 3.0, 6.0), ("I", "R", 3.0, 3.0), ("R", "I", 3.0, 3.0)):
+    for src, dst, value, expected in (
+        ("P", "I", 3.0, 6.0),
+        ("P", "R", 3.0, 6.0),
+        ("I", "R", 3.0, 3.0),
+        ("R", "I", 3.0, 3.0),
+    ):
         x = torch.tensor(value, requires_grad=True)
         y = redistribute(x, mesh, 0, src, dst)
         assert y.shape == ()
@@ -220,11 +262,20 @@ def places() -> tuple:
     mesh = Mesh((2, 2), ("a", "b"))
     both = mesh.axes_group((0, 1))
     assert mesh.axes_group((0, 1)) is both
-    return mesh.coordinate, mesh.index((0, 1)), mesh.index((1, 0)), torch.distributed.get_rank(both), mesh.count((0, 1)), repr(mesh)
+    return (
+        mesh.coordinate,
+        mesh.index((0, 1)),
+        mesh.index((1, 0)),
+        torch.distributed.get_rank(both),
+        mesh.count((0, 1)),
+        repr(mesh),
+    )
 
 
 def test_places_on_a_mesh(ranks: Pools) -> None:
-    for rank, (coordinate, index, swapped, group_rank, count, text) in enumerate(ranks(4).run(places)):
+    for rank, (coordinate, index, swapped, group_rank, count, text) in enumerate(
+        ranks(4).run(places)
+    ):
         assert coordinate == divmod(rank, 2)
         assert index == swapped == group_rank == rank
         assert count == 4
@@ -250,7 +301,11 @@ def fail_on(rank: int, how: str) -> int:
 def test_pool_reports_a_failing_rank_and_recovers() -> None:
     pool = Pools()(2)
     try:
-        for how, message in (("raise", "the reason"), ("hang", "no answer from ranks .1."), ("die", "rank 1 of 2 died")):
+        for how, message in (
+            ("raise", "the reason"),
+            ("hang", "no answer from ranks .1."),
+            ("die", "rank 1 of 2 died"),
+        ):
             assert pool.run(fail_on, -1, "") == [0, 1]  # new ranks import this file first
             with pytest.raises(RankError, match=message):
                 pool.run(fail_on, 1, how, timeout=60 if how != "hang" else 2)

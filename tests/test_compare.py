@@ -1,4 +1,6 @@
-"""Predicted beside measured, in a table and in a file; and a run corrects the cluster that its plan was made for."""
+"""Predicted beside measured, in a table and in a file; and a run corrects the cluster that its plan
+was made for.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,11 @@ from autopar import Cluster, Comparison, Plan, cli
 from autopar.cost_model import timeline_of
 from autopar.cost_model.device import MOST_EFFICIENT
 from autopar.errors import PlanError
-from autopar.report.compare import compare
-from autopar.runtime.recorder import RankTimes
+from autopar.runtime.measure.compare import compare
+from autopar.runtime.measure.recorder import RankTimes
 
-# -- files -------------------------------------------------------------------------------------------------------------------------------
+# -- files
+# -------------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,7 +36,9 @@ def _traced_once() -> Iterator[None]:
 
 def planned(cluster: Cluster, **options: Any) -> Plan:
     model, sample = zoo.gpt2(batch=16)
-    return autopar.plan(model, sample, 4, cluster=cluster, recompute="none", progress=False, **options)
+    return autopar.plan(
+        model, sample, 4, cluster=cluster, recompute="none", progress=False, **options
+    )
 
 
 def as_measured(plan: Plan, steps: int = 10) -> list[RankTimes]:
@@ -55,9 +60,14 @@ def as_measured(plan: Plan, steps: int = 10) -> list[RankTimes]:
             }
             for i, took in own.items()
         }
-        once = {kind: sum(took[kind] for took in own.values()) for kind in ("gradient synchronisation", "optimizer")}
+        once = {
+            kind: sum(took[kind] for took in own.values())
+            for kind in ("gradient synchronisation", "optimizer")
+        }
         seconds = {"step": plan.step_time, "schedule": line.ends[rank][-1], **once}
-        found += [RankTimes(steps, rank, seconds, stages, None)] * (plan.world_size // plan.pipeline)
+        found += [RankTimes(steps, rank, seconds, stages, None)] * (
+            plan.world_size // plan.pipeline
+        )
     return found
 
 
@@ -66,11 +76,19 @@ def plan() -> Plan:
     return planned(Cluster.load("cpu"), parallel=dict(data=2, tensor=dict(size=2, mode="1d")))
 
 
-@pytest.mark.parametrize("parallel", [dict(data=2, tensor=dict(size=2, mode="1d")), dict(data=2, pipeline=2)], ids=["mesh", "pipeline"])
+@pytest.mark.parametrize(
+    "parallel",
+    [dict(data=2, tensor=dict(size=2, mode="1d")), dict(data=2, pipeline=2)],
+    ids=["mesh", "pipeline"],
+)
 def test_a_prediction_that_came_true_has_ratios_of_one(parallel: dict[str, Any]) -> None:
     own = planned(Cluster.load("cpu"), parallel=parallel, micro_batch_size=4)
     found = compare(own, as_measured(own))
-    ratios = {(row.where, row.what): row.ratio for row in found.rows if row.predicted and row.what != "peak memory"}
+    ratios = {
+        (row.where, row.what): row.ratio
+        for row in found.rows
+        if row.predicted and row.what != "peak memory"
+    }
     assert {("step", "compute"), ("step", "total"), ("stage 0", "backward")} <= set(ratios)
     assert list(ratios.values()) == [pytest.approx(1.0)] * len(ratios)
 
@@ -89,17 +107,25 @@ def test_saved_and_loaded_is_the_same(plan: Plan, tmp_path: Path) -> None:
     [
         (lambda text: "hello", "is no comparison"),
         (lambda text: "[1]", "is no comparison"),
-        (lambda text: text.replace('"version": 1', '"version": 7'), "comparison version 7, this autopar reads 1"),
+        (
+            lambda text: text.replace('"version": 1', '"version": 7'),
+            "comparison version 7, this autopar reads 1",
+        ),
         (lambda text: text.replace('"steps"', '"stops"'), "damaged comparison"),
         (
             lambda text: re.sub(r'("what": "compute",\s+"predicted": )[\d.e-]+', r'\1"soon"', text),
             "damaged comparison.*'soon' is no number",
         ),
-        (lambda text: text.replace('"what": "total"', '"what": "sum"'), "damaged comparison.*no predicted total"),
+        (
+            lambda text: text.replace('"what": "total"', '"what": "sum"'),
+            "damaged comparison.*no predicted total",
+        ),
         (lambda text: json.dumps({**json.loads(text), "rows": 3}), "damaged comparison"),
     ],
 )
-def test_a_damaged_file_is_told_what_is_wrong(plan: Plan, change: Callable[[str], str], message: str, tmp_path: Path) -> None:
+def test_a_damaged_file_is_told_what_is_wrong(
+    plan: Plan, change: Callable[[str], str], message: str, tmp_path: Path
+) -> None:
     path = tmp_path / "comparison.json"
     compare(plan, as_measured(plan)).save(path)
     text = path.read_text()
@@ -110,7 +136,8 @@ def test_a_damaged_file_is_told_what_is_wrong(plan: Plan, change: Callable[[str]
     assert str(path) in str(error.value)
 
 
-# -- calibration -------------------------------------------------------------------------------------------------------------------------
+# -- calibration
+# -------------------------------------------------------------------------------------------------------------------------
 
 
 def changed(cluster: Cluster, kernels: float, links: float, overhead: float) -> Cluster:
@@ -122,7 +149,10 @@ def changed(cluster: Cluster, kernels: float, links: float, overhead: float) -> 
         launch=cluster.device.launch * kernels,
         overhead=overhead,
     )
-    slower = [replace(level, latency=level.latency * links, bandwidth=level.bandwidth / links) for level in cluster.links]
+    slower = [
+        replace(level, latency=level.latency * links, bandwidth=level.bandwidth / links)
+        for level in cluster.links
+    ]
     levels = [replace(level, startup=level.startup * links) for level in slower]
     return replace(cluster, device=device, links=tuple(levels))
 
@@ -131,10 +161,15 @@ def changed(cluster: Cluster, kernels: float, links: float, overhead: float) -> 
 @pytest.mark.parametrize("factors", [(0.8, 0.6, 0.0), (2.5, 2.8, 0.01)])
 @pytest.mark.parametrize(
     "parallel",
-    [dict(data=2, tensor=dict(size=2, mode="1d")), dict(data=2, pipeline=dict(size=2, split_before=["transformer.ln_f"]))],
+    [
+        dict(data=2, tensor=dict(size=2, mode="1d")),
+        dict(data=2, pipeline=dict(size=2, split_before=["transformer.ln_f"])),
+    ],
     ids=["mesh", "pipeline"],  # cut by hand: the best cut depends on how fast links are
 )
-def test_a_calibrated_cluster_predicts_what_was_measured(name: str, factors: tuple[float, float, float], parallel: dict[str, Any]) -> None:
+def test_a_calibrated_cluster_predicts_what_was_measured(
+    name: str, factors: tuple[float, float, float], parallel: dict[str, Any]
+) -> None:
     assumed = Cluster.load(name)
     options: dict[str, Any] = dict(parallel=parallel, zero=0, micro_batch_size=4)
     before, truth = planned(assumed, **options), planned(changed(assumed, *factors), **options)
@@ -145,13 +180,17 @@ def test_a_calibrated_cluster_predicts_what_was_measured(name: str, factors: tup
     after = planned(calibrated, **options)
     assert after.step_time == pytest.approx(truth.step_time, rel=1e-3)
     for kind, seconds in truth.seconds.items():
-        assert after.seconds[kind] == pytest.approx(seconds, rel=1e-3, abs=1e-3 * truth.step_time), kind
+        assert after.seconds[kind] == pytest.approx(
+            seconds, rel=1e-3, abs=1e-3 * truth.step_time
+        ), kind
     assert calibrated.name == f"{name}-calibrated"
     assert f"{name} calibrated by a run of 10 steps on 4 devices" in calibrated.sources[""]
 
 
 def test_numbers_that_no_model_made(plan: Plan) -> None:
-    """Compute and communication each slower in a way of its own: the step as a whole, and both of them, come out as measured."""
+    """Compute and communication each slower in a way of its own: the step as a whole, and both of
+    them, come out as measured.
+    """
     times = as_measured(plan)[0]
     ((i, took),) = times.stages.items()
     took = {
@@ -160,9 +199,15 @@ def test_numbers_that_no_model_made(plan: Plan) -> None:
         "forward conversions": 0.004,
         "backward conversions": 0.006,
     }
-    measured = replace(times, stages={i: took}, seconds={"step": 0.2, "schedule": 0.0, "optimizer": 0.02, "gradient synchronisation": 0.03})
+    measured = replace(
+        times,
+        stages={i: took},
+        seconds={"step": 0.2, "schedule": 0.0, "optimizer": 0.02, "gradient synchronisation": 0.03},
+    )
     found = compare(plan, [measured] * 4)
-    after = planned(Cluster.load("cpu").calibrated(found), parallel=dict(data=2, tensor=dict(size=2, mode="1d")))
+    after = planned(
+        Cluster.load("cpu").calibrated(found), parallel=dict(data=2, tensor=dict(size=2, mode="1d"))
+    )
     assert after.step_time == pytest.approx(0.2, rel=0.02)
     communication = after.seconds["conversions"] + after.seconds["gradient synchronisation"]
     assert communication == pytest.approx(0.04, rel=0.02)
@@ -172,7 +217,9 @@ def test_links_that_turn_out_faster_than_assumed() -> None:
     cluster = Cluster.load("cpu")
     (level,) = cluster.links
     measured = {"all_reduce": {"2": ((10.0, 1e-4), (1e6, 1e-2))}}
-    cluster = replace(cluster, links=(replace(level, efficiency=0.8, by_ranks={"2": 2e9}, measured=measured),))
+    cluster = replace(
+        cluster, links=(replace(level, efficiency=0.8, by_ranks={"2": 2e9}, measured=measured),)
+    )
     seen = SimpleNamespace(
         cluster="cpu", steps=9, world_size=2, links={"compute": 0.0, "conversions": 1.0},
         predicted={"compute": 1.0, "conversions": 1.0, "optimizer": 0.1, "total": 2.1},
@@ -187,34 +234,79 @@ def test_links_that_turn_out_faster_than_assumed() -> None:
     assert found.measured["all_reduce"]["2"][1] == (1e6, pytest.approx(1e-2 / factor))
 
 
-def test_the_command_writes_a_cluster_file(plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_a_cluster_file(
+    plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     comparison, out = tmp_path / "comparison.json", tmp_path / "mine.json"
-    slow = planned(changed(Cluster.load("cpu"), 1.5, 1.5, 0.001), parallel=dict(data=2, tensor=dict(size=2, mode="1d")))
+    slow = planned(
+        changed(Cluster.load("cpu"), 1.5, 1.5, 0.001),
+        parallel=dict(data=2, tensor=dict(size=2, mode="1d")),
+    )
     compare(plan, as_measured(slow)).save(comparison)
     assert cli.main(["profile", "--calibrate", str(comparison), "-o", str(out)]) == 0
     written = Cluster.load(out)
     assert written.name == "mine"
-    assert planned(written, parallel=dict(data=2, tensor=dict(size=2, mode="1d"))).step_time == pytest.approx(slow.step_time, rel=1e-3)
+    assert planned(
+        written, parallel=dict(data=2, tensor=dict(size=2, mode="1d"))
+    ).step_time == pytest.approx(slow.step_time, rel=1e-3)
     again = planned(written, parallel=dict(data=2, tensor=dict(size=2, mode="1d")))
     compare(again, as_measured(again)).save(comparison)
     capsys.readouterr()
-    assert cli.main(["profile", "--calibrate", str(comparison), "-o", str(tmp_path / "new.json")]) == 1
-    assert "cluster 'mine', which is no preset: give its file with --cluster" in capsys.readouterr().err
-    assert cli.main(["profile", "--calibrate", str(comparison), "--cluster", "cpu", "-o", str(tmp_path / "new.json")]) == 1
+    assert (
+        cli.main(["profile", "--calibrate", str(comparison), "-o", str(tmp_path / "new.json")]) == 1
+    )
+    assert (
+        "cluster 'mine', which is no preset: give its file with --cluster"
+        in capsys.readouterr().err
+    )
+    assert (
+        cli.main(
+            [
+                "profile",
+                "--calibrate",
+                str(comparison),
+                "--cluster",
+                "cpu",
+                "-o",
+                str(tmp_path / "new.json"),
+            ]
+        )
+        == 1
+    )
     assert "cluster 'mine', not for 'cpu'" in capsys.readouterr().err
     assert not (tmp_path / "new.json").exists()
-    assert cli.main(["profile", "--calibrate", str(comparison), "--cluster", str(out), "-o", str(tmp_path / "new.json")]) == 0
+    assert (
+        cli.main(
+            [
+                "profile",
+                "--calibrate",
+                str(comparison),
+                "--cluster",
+                str(out),
+                "-o",
+                str(tmp_path / "new.json"),
+            ]
+        )
+        == 0
+    )
     assert Cluster.load(tmp_path / "new.json").device.launch == pytest.approx(written.device.launch)
     assert "before: cpu calibrated by a run" in Cluster.load(tmp_path / "new.json").sources[""]
     with pytest.raises(SystemExit):
         cli.main(["profile", "--cluster", "cpu"])
 
 
-def test_what_a_cache_makes_fast_stays_within_what_a_file_may_say(plan: Plan, tmp_path: Path) -> None:
+def test_what_a_cache_makes_fast_stays_within_what_a_file_may_say(
+    plan: Plan, tmp_path: Path
+) -> None:
     cpu = Cluster.load("cpu")
     small = cpu.device.efficiency | {"relu.float32": ((1e4, MOST_EFFICIENT), (1e6, 0.5))}
-    quick = [replace(t, stages={0: {k: v / 2 for k, v in t.stages[0].items()}}) for t in as_measured(plan)]
-    replace(cpu, device=replace(cpu.device, efficiency=small)).calibrated(compare(plan, quick)).save(tmp_path / "new.json")
+    quick = [
+        replace(t, stages={0: {k: v / 2 for k, v in t.stages[0].items()}})
+        for t in as_measured(plan)
+    ]
+    replace(cpu, device=replace(cpu.device, efficiency=small)).calibrated(
+        compare(plan, quick)
+    ).save(tmp_path / "new.json")
     found = Cluster.load(tmp_path / "new.json").device.efficiency["relu.float32"]
     assert found == ((1e4, MOST_EFFICIENT), (1e6, pytest.approx(1.0, rel=0.01)))
 
@@ -226,6 +318,8 @@ def test_what_cannot_be_calibrated(plan: Plan) -> None:
         Cluster.load("cpu").calibrated(compare(plan, nothing))
     instant = [replace(t, stages={0: {k: v / 1e3 for k, v in t.stages[0].items()}}) for t in times]
     with pytest.raises(
-        PlanError, match=r"kernels took 0.001 of the time that was predicted for .*1/20.*measure this one with autopar profile"
+        PlanError,
+        match=r"kernels took 0.001 of the time that was predicted for .*1/20.*measure this one "
+        r"with autopar profile",
     ):
         Cluster.load("cpu").calibrated(compare(plan, instant))

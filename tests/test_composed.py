@@ -1,4 +1,6 @@
-"""Kernels that communicate are composed of many: those that are priced are those that run on two ranks."""
+"""Kernels that communicate are composed of many: those that are priced are those that run on two
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +13,18 @@ from pool import Pools
 from small_graphs import analyse
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.autograd import Autograd, contiguous
 from autopar.cost_model import Cluster, Compute, Conversions, seconds
-from autopar.launches import Launch
-from autopar.layout import I, R, S
+from autopar.ir.layout import I, R, S
+from autopar.ir.plan_data import NodePlan
+from autopar.kernel_trace.autograd import Autograd, contiguous
+from autopar.kernel_trace.launches import Launch
+from autopar.kernel_trace.stand_ins import AnyMesh
 from autopar.memory.calls import kernel_answer
 from autopar.memory.saved import saved
-from autopar.plan import NodePlan
-from autopar.runtime import kernels
-from autopar.runtime.mesh import Mesh
-from autopar.search.costs import Costs
-from autopar.search.strategies import Strategy
-from autopar.stand_ins import AnyMesh
+from autopar.runtime.communication.mesh import Mesh
+from autopar.runtime.kernels import kernels
+from autopar.search.pricing.costs import Costs
+from autopar.search.space.strategies import Strategy
 
 SHAPE = (8, 4, 6, 6)
 PASSES = {"mul", "sub", "add", "sum", "square", "mean", "var_mean", "rsqrt", "div"}
@@ -43,7 +45,18 @@ def _run() -> tuple[Counter[str], Counter[str]]:
     x = torch.randn(n // 2, channels, *rest, requires_grad=True)
     weight, bias = (torch.ones(channels, requires_grad=True) for _ in range(2))
     with Names() as forward:
-        out = kernels.sync_batch_norm(x, weight, bias, torch.zeros(channels), torch.ones(channels), True, 0.1, 1e-5, mesh, (0,))
+        out = kernels.sync_batch_norm(
+            x,
+            weight,
+            bias,
+            torch.zeros(channels),
+            torch.ones(channels),
+            True,
+            0.1,
+            1e-5,
+            mesh,
+            (0,),
+        )
     with Names() as backward:
         out.backward(torch.ones_like(out))
     return forward.seen, backward.seen
@@ -56,22 +69,40 @@ def test_a_batch_norm_of_two_ranks(ranks: Pools) -> None:
     split = Strategy(((S(0),), (R,), (R,), (I,), (I,)), (S(0),), ("n",), ("batch_norm",))
     chosen = NodePlan(split.ins, split.out, split.factors, split.kernels)
     per_channel = contiguous((shape[1],), torch.float32, True)
-    tensors = [contiguous((shape[0] // 2, *shape[1:]), torch.float32, True), per_channel, per_channel]
-    answer = kernel_answer(Autograd("cpu"), node, chosen, AnyMesh((2,)), [*tensors, *[per_channel._replace(grad=False)] * 2])
+    tensors = [
+        contiguous((shape[0] // 2, *shape[1:]), torch.float32, True),
+        per_channel,
+        per_channel,
+    ]
+    answer = kernel_answer(
+        Autograd("cpu"),
+        node,
+        chosen,
+        AnyMesh((2,)),
+        [*tensors, *[per_channel._replace(grad=False)] * 2],
+    )
 
     def passes(launches: tuple[Launch, ...]) -> Counter[str]:
         return Counter(n.operator for n in launches if n.operator in PASSES)
 
     for seen in ranks(2).run(_run):
         for launches, names in zip((answer.forward, answer.backward), seen, strict=True):
-            assert passes(launches) == Counter({name: count for name, count in names.items() if name in PASSES})
+            assert passes(launches) == Counter(
+                {name: count for name, count in names.items() if name in PASSES}
+            )
     cluster = Cluster.load("cpu")
     held = saved(analysis.graph.nodes, analysis.differentiable, "cpu", rules=analysis.rules)
     costs = Costs(analysis, held, Conversions((2,), cluster), Compute(cluster), "adamw")
     prices = costs.of_node(node, analysis.rules[node], [split])
     by_hand = sum(
-        float(Compute(cluster).seconds(n.kind, "float32", 0.0, n.nbytes, operator=n.operator)) for n in answer.backward if not n.sends
+        float(Compute(cluster).seconds(n.kind, "float32", 0.0, n.nbytes, operator=n.operator))
+        for n in answer.backward
+        if not n.sends
     ) + seconds("all_reduce", 2 * 4.0 * shape[1], Conversions((2,), cluster).axes[0])
     assert prices.backward[0] == by_hand
-    alone = costs.of_node(node, analysis.rules[node], [Strategy(((I,),) * 5, (I,), (None,), (None,))])
-    assert prices.backward[0] > alone.backward[0]  # half of the batch in many passes takes longer than the whole in few
+    alone = costs.of_node(
+        node, analysis.rules[node], [Strategy(((I,),) * 5, (I,), (None,), (None,))]
+    )
+    assert (
+        prices.backward[0] > alone.backward[0]
+    )  # half of the batch in many passes takes longer than the whole in few

@@ -10,7 +10,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autopar.cost_model import Cluster, Compute, ParameterMemory, allocated, optimizer_traffic, parameter_memory
+from autopar.cost_model import (
+    Cluster,
+    Compute,
+    ParameterMemory,
+    allocated,
+    optimizer_traffic,
+    parameter_memory,
+)
 from autopar.cost_model.device import WORK, Tile
 from autopar.errors import PlanError
 
@@ -29,22 +36,41 @@ def test_a_large_matmul_runs_at_the_efficiency_of_its_dtype() -> None:
     (_, efficiency), *_ = DEVICE.efficiency["matmul"]
     for dtype in ("bfloat16", "torch.bfloat16", "float32", "tf32", "float64"):
         peak = DEVICE.peak[dtype.removeprefix("torch.")]
-        assert flops / COMPUTE.seconds("matmul", dtype, flops, 0.0) == pytest.approx(peak * efficiency)
+        assert flops / COMPUTE.seconds("matmul", dtype, flops, 0.0) == pytest.approx(
+            peak * efficiency
+        )
 
 
 def test_a_curve_is_straight_between_its_points_and_level_outside() -> None:
-    compute = on(efficiency={"matmul": ((1e6, 0.1), (1e8, 0.4)), "elementwise": ((1.0, 0.5),)}, launch=0.0)
-    found = [work / float(compute.seconds("matmul", "float16", work, 0.0)) / 312e12 for work in (1e5, 1e6, 1e7, 1e8, 1e9)]
+    compute = on(
+        efficiency={"matmul": ((1e6, 0.1), (1e8, 0.4)), "elementwise": ((1.0, 0.5),)}, launch=0.0
+    )
+    found = [
+        work / float(compute.seconds("matmul", "float16", work, 0.0)) / 312e12
+        for work in (1e5, 1e6, 1e7, 1e8, 1e9)
+    ]
     assert found == pytest.approx([0.1, 0.1, 0.2, 0.4, 0.4])
-    assert 1e6 / float(compute.seconds("conv", "float16", 1e6, 0.0)) == pytest.approx(31.2e12)  # as a matmul: nothing else is known of it
+    assert 1e6 / float(compute.seconds("conv", "float16", 1e6, 0.0)) == pytest.approx(
+        31.2e12
+    )  # as a matmul: nothing else is known of it
 
 
 def test_one_wave_takes_as_long_as_any_part_of_it() -> None:
-    """Tiles of 128 x 128 on 108 multiprocessors: 1 to 108 of them take the same time, 109 twice that."""
+    """Tiles of 128 x 128 on 108 multiprocessors: 1 to 108 of them take the same time, 109 twice
+    that.
+    """
     compute = on(tiles=(Tile(128, 128),), inner=0.0, launch=0.0)
 
     def taken(tiles: int) -> float:
-        return float(compute.seconds("matmul", "float16", 2.0 * 128 * 128 * tiles * 4096, 0.0, (1, 128, 128 * tiles, 4096)))
+        return float(
+            compute.seconds(
+                "matmul",
+                "float16",
+                2.0 * 128 * 128 * tiles * 4096,
+                0.0,
+                (1, 128, 128 * tiles, 4096),
+            )
+        )
 
     assert taken(1) == pytest.approx(taken(108))
     assert taken(109) == pytest.approx(2 * taken(108))
@@ -56,13 +82,17 @@ def test_a_short_inner_dim_runs_at_a_part_of_the_rate() -> None:
     compute = on(tiles=(), inner=64.0, launch=0.0)
     shape = (1, 4096, 4096, 64)
     half = float(compute.seconds("matmul", "float16", 2.0 * 4096 * 4096 * 64, 0.0, shape))
-    assert half == pytest.approx(2 * float(compute.seconds("matmul", "float16", 2.0 * 4096 * 4096 * 64, 0.0)))
+    assert half == pytest.approx(
+        2 * float(compute.seconds("matmul", "float16", 2.0 * 4096 * 4096 * 64, 0.0))
+    )
 
 
 def test_splitting_a_matmul_gains_ever_less() -> None:
     ways = np.array([2.0**k for k in range(12)])
     product = np.ones(12), np.full(12, 4096.0), 4096.0 / ways, np.full(12, 4096.0)
-    taken = COMPUTE.seconds("matmul", "bfloat16", 2.0 * 4096**3 / ways, 3 * 4096.0**2 * 2 / ways, product)
+    taken = COMPUTE.seconds(
+        "matmul", "bfloat16", 2.0 * 4096**3 / ways, 3 * 4096.0**2 * 2 / ways, product
+    )
     speedup = taken[0] / taken
     assert (speedup <= ways * (1 + 1e-9)).all()
     assert speedup[3] > 5
@@ -80,26 +110,39 @@ def test_what_moves_memory_is_bound_by_it() -> None:
 def test_a_gpu_is_launched_ahead_and_a_cpu_is_not() -> None:
     assert COMPUTE.seconds("elementwise", "int64", 0.0, 40.0) == DEVICE.launch
     cpu = Cluster.load("cpu")
-    alone = Compute(replace(cpu, device=replace(cpu.device, launch=0.0))).seconds("elementwise", "float32", 0.0, 1e6)
-    assert Compute(cpu).seconds("elementwise", "float32", 0.0, 1e6) == pytest.approx(float(alone) + cpu.device.launch)
+    alone = Compute(replace(cpu, device=replace(cpu.device, launch=0.0))).seconds(
+        "elementwise", "float32", 0.0, 1e6
+    )
+    assert Compute(cpu).seconds("elementwise", "float32", 0.0, 1e6) == pytest.approx(
+        float(alone) + cpu.device.launch
+    )
 
 
 @pytest.mark.parametrize("kind", WORK)
 def test_arrays_are_priced_like_numbers(kind: str) -> None:
     flops, nbytes = np.logspace(3, 14, 12), np.logspace(2, 10, 12)
     prices = COMPUTE.seconds(kind, "float16", flops, nbytes)
-    assert prices.tolist() == [float(COMPUTE.seconds(kind, "float16", float(f), float(b))) for f, b in zip(flops, nbytes, strict=True)]
+    assert prices.tolist() == [
+        float(COMPUTE.seconds(kind, "float16", float(f), float(b)))
+        for f, b in zip(flops, nbytes, strict=True)
+    ]
     assert (np.diff(prices) >= 0).all()
 
 
 def test_a_core_runs_matmul_as_measured() -> None:
     """The preset's curve against a run of 512 x 512 at 103 GFLOP/s and of 64 x 64 at 7 us."""
     compute = Compute(Cluster.load("cpu"))
-    assert compute.seconds("matmul", "float32", 2.0 * 512**3, 3 * 512.0**2 * 4) == pytest.approx(2.6e-3, rel=0.05)
-    assert compute.seconds("matmul", "float32", 2.0 * 64**3, 3 * 64.0**2 * 4) == pytest.approx(9e-6, rel=0.5)
+    assert compute.seconds("matmul", "float32", 2.0 * 512**3, 3 * 512.0**2 * 4) == pytest.approx(
+        2.6e-3, rel=0.05
+    )
+    assert compute.seconds("matmul", "float32", 2.0 * 64**3, 3 * 64.0**2 * 4) == pytest.approx(
+        9e-6, rel=0.5
+    )
 
 
-@pytest.mark.parametrize(("optimizer", "copies"), [("sgd", 0), ("sgd-momentum", 1), ("adam", 2), ("adamw", 2)])
+@pytest.mark.parametrize(
+    ("optimizer", "copies"), [("sgd", 0), ("sgd-momentum", 1), ("adam", 2), ("adamw", 2)]
+)
 def test_what_a_parameter_takes(optimizer: str, copies: int) -> None:
     found = parameter_memory(1024 * 1024, 4, optimizer)
     assert found == ParameterMemory(2**22, 2**22, copies * 2**22)
@@ -119,13 +162,21 @@ class _Passes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        mutated = [a for a, s in zip(args, func._schema.arguments, strict=False) if s.alias_info is not None and s.alias_info.is_write]
+        mutated = [
+            a
+            for a, s in zip(args, func._schema.arguments, strict=False)
+            if s.alias_info is not None and s.alias_info.is_write
+        ]
         read, written = self._whole(args), self._whole(mutated or out)
         self.count += len(read) + len(written) if read else 0
         return out
 
     def _whole(self, values: Any) -> set[int]:
-        return {t.untyped_storage()._cdata for t in tree_leaves(values) if isinstance(t, torch.Tensor) and t.nbytes == self.nbytes}
+        return {
+            t.untyped_storage()._cdata
+            for t in tree_leaves(values)
+            if isinstance(t, torch.Tensor) and t.nbytes == self.nbytes
+        }
 
 
 @pytest.mark.parametrize("foreach", [False, True])
@@ -154,5 +205,9 @@ def test_the_allocator_rounds_up() -> None:
 
 
 def test_an_unknown_optimizer() -> None:
-    with pytest.raises(PlanError, match=r"optimizer='lion' is unknown: give one of sgd, sgd-momentum, adam, adamw, or fused-adamw"):
+    with pytest.raises(
+        PlanError,
+        match=r"optimizer='lion' is unknown: give one of sgd, sgd-momentum, adam, adamw, or "
+        r"fused-adamw",
+    ):
         parameter_memory(1, 4, "lion")

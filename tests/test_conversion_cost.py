@@ -1,4 +1,6 @@
-"""Conversion prices against Dijkstra on a graph built here, step by step, from the table of single-axis conversions."""
+"""Conversion prices against Dijkstra on a graph built here, step by step, from the table of
+single-axis conversions.
+"""
 
 import itertools
 import math
@@ -13,9 +15,10 @@ import pytest
 from autopar.cost_model import Cluster, Conversions, Level, seconds
 from autopar.cost_model.conversion import STEP
 from autopar.errors import PlanError
-from autopar.layout import I, Layout, P, R, S, Type, dual, legal, local_shape, movable, parse
+from autopar.ir.layout import I, Layout, P, R, S, Type, dual, legal, local_shape, movable, parse
 
-# (from, to): collectives of the forward and of the backward. "Sa" to "Sb" is between different dims.
+# (from, to): collectives of the forward and of the backward. "Sa" to "Sb" is between different
+# dims.
 STEPS = {
     ("I", "R"): (None, "all_reduce"),
     ("I", "S"): (None, "all_gather"),
@@ -33,26 +36,48 @@ STEPS = {
 }
 H100 = Cluster.load("h100-sxm")
 NO_COPIES = replace(H100, device=replace(H100.device, memory_bandwidth=1e40))
-CASES = [((32, 8), (64, 2048, 32)), ((4, 4), (8, 6, 16)), ((2, 8), (16, 16)), ((3, 2), (6, 1, 12, 4)), ((8, 1), (8, 8)), ((4,), (4, 8))]
+CASES = [
+    ((32, 8), (64, 2048, 32)),
+    ((4, 4), (8, 6, 16)),
+    ((2, 8), (16, 16)),
+    ((3, 2), (6, 1, 12, 4)),
+    ((8, 1), (8, 8)),
+    ((4,), (4, 8)),
+]
 
 
 def layouts(shape: tuple[int, ...], sizes: tuple[int, ...]) -> list[Layout]:
     types = (I, R, P, *map(S, range(len(shape))))
-    return [layout for layout in itertools.product(types, repeat=len(sizes)) if legal(shape, layout, sizes)]
+    return [
+        layout
+        for layout in itertools.product(types, repeat=len(sizes))
+        if legal(shape, layout, sizes)
+    ]
 
 
-def moves(layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> list[tuple[int, Type, Layout]]:
+def moves(
+    layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]
+) -> list[tuple[int, Type, Layout]]:
     """Every single step: (axis, type it takes, layout after it)."""
     result = []
     for axis, target in itertools.product(range(len(sizes)), (I, R, P, *map(S, range(len(shape))))):
         after = (*layout[:axis], target, *layout[axis + 1 :])
-        if target is not layout[axis] and movable(layout, axis, target) and legal(shape, after, sizes):
+        if (
+            target is not layout[axis]
+            and movable(layout, axis, target)
+            and legal(shape, after, sizes)
+        ):
             result.append((axis, target, after))
     return result
 
 
 def graph(
-    conversions: Conversions, shape: tuple[int, ...], itemsize: int, differentiable: bool, step: float = STEP, summed: int | None = None
+    conversions: Conversions,
+    shape: tuple[int, ...],
+    itemsize: int,
+    differentiable: bool,
+    step: float = STEP,
+    summed: int | None = None,
 ) -> nx.DiGraph:
     sizes = conversions.sizes
     result = nx.DiGraph()
@@ -63,25 +88,35 @@ def graph(
             sums = target is R  # its gradient is a pending sum
             bytes_each = (itemsize, summed if summed and sums else itemsize)[: 1 + differentiable]
             used = zip(STEPS[layout[axis].kind, target.kind], bytes_each, strict=False)
-            price = step + sum(seconds(kind, float(elements * n), conversions.axes[axis]) for kind, n in used if kind)
+            price = step + sum(
+                seconds(kind, float(elements * n), conversions.axes[axis])
+                for kind, n in used
+                if kind
+            )
             result.add_edge(layout, after, weight=price)
     return result
 
 
 @pytest.mark.parametrize("differentiable", [True, False])
 @pytest.mark.parametrize(("sizes", "shape"), CASES)
-def test_matrix_is_dijkstra(sizes: tuple[int, ...], shape: tuple[int, ...], differentiable: bool) -> None:
+def test_matrix_is_dijkstra(
+    sizes: tuple[int, ...], shape: tuple[int, ...], differentiable: bool
+) -> None:
     conversions = Conversions(sizes, NO_COPIES)
     states = layouts(shape, sizes)
     found = conversions.matrix(shape, 2, differentiable, states)
-    distances = dict(nx.all_pairs_dijkstra_path_length(graph(conversions, shape, 2, differentiable)))
+    distances = dict(
+        nx.all_pairs_dijkstra_path_length(graph(conversions, shape, 2, differentiable))
+    )
     expected = np.array([[distances[src][dst] for dst in states] for src in states])
     np.testing.assert_allclose(found, expected, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("differentiable", [True, False])
 @pytest.mark.parametrize(("sizes", "shape"), [*CASES, ((4, 8, 8), (256, 64, 64))])
-def test_paths_are_legal_and_cost_what_the_matrix_says(sizes: tuple[int, ...], shape: tuple[int, ...], differentiable: bool) -> None:
+def test_paths_are_legal_and_cost_what_the_matrix_says(
+    sizes: tuple[int, ...], shape: tuple[int, ...], differentiable: bool
+) -> None:
     conversions = Conversions(sizes, H100)
     states = layouts(shape, sizes)
     prices = conversions.matrix(shape, 4, differentiable, states)
@@ -97,31 +132,43 @@ def test_paths_are_legal_and_cost_what_the_matrix_says(sizes: tuple[int, ...], s
             assert legal(shape, layout, sizes)
         assert layout == states[j]
         terms = conversions.terms(shape, 4, differentiable, states[i], states[j])
-        assert sum(term.seconds for term in terms) + len(path) * STEP == pytest.approx(prices[i, j], rel=1e-9, abs=0)
+        assert sum(term.seconds for term in terms) + len(path) * STEP == pytest.approx(
+            prices[i, j], rel=1e-9, abs=0
+        )
         assert differentiable or all(term.phase == "forward" for term in terms)
 
 
 @pytest.mark.parametrize("summed", [4, 1])
 @pytest.mark.parametrize(("sizes", "shape"), CASES[:4])
-def test_a_gradient_summed_in_another_dtype(sizes: tuple[int, ...], shape: tuple[int, ...], summed: int) -> None:
+def test_a_gradient_summed_in_another_dtype(
+    sizes: tuple[int, ...], shape: tuple[int, ...], summed: int
+) -> None:
     conversions = Conversions(sizes, NO_COPIES)
     states = layouts(shape, sizes)
     found = conversions.matrix(shape, 2, True, states, summed)
-    distances = dict(nx.all_pairs_dijkstra_path_length(graph(conversions, shape, 2, True, summed=summed)))
+    distances = dict(
+        nx.all_pairs_dijkstra_path_length(graph(conversions, shape, 2, True, summed=summed))
+    )
     expected = np.array([[distances[src][dst] for dst in states] for src in states])
     np.testing.assert_allclose(found, expected, rtol=1e-9, atol=0)
-    np.testing.assert_array_equal(conversions.matrix(shape, 2, True, states, 2), conversions.matrix(shape, 2, True, states))
+    np.testing.assert_array_equal(
+        conversions.matrix(shape, 2, True, states, 2), conversions.matrix(shape, 2, True, states)
+    )
     conversions = Conversions(sizes, H100)  # with copies
     prices = conversions.matrix(shape, 2, True, states, summed)
     pairs = list(itertools.product(range(len(states)), repeat=2))
     for i, j in random.Random(0).sample(pairs, min(200, len(pairs))):
         steps = len(conversions.path(shape, 2, True, states[i], states[j], summed))
         terms = conversions.terms(shape, 2, True, states[i], states[j], summed)
-        assert sum(term.seconds for term in terms) + steps * STEP == pytest.approx(prices[i, j], rel=1e-9, abs=0)
+        assert sum(term.seconds for term in terms) + steps * STEP == pytest.approx(
+            prices[i, j], rel=1e-9, abs=0
+        )
 
 
 def test_of_equally_cheap_paths_the_shortest() -> None:
-    """On links whose figures are powers of two, sums are exact and equal is equal; a step then weighs 1 beside 2**30 for the rest."""
+    """On links whose figures are powers of two, sums are exact and equal is equal; a step then
+    weighs 1 beside 2**30 for the rest.
+    """
     links = (Level("exact", None, 2.0**-17, 2.0**38),)
     conversions = Conversions((4, 4), replace(NO_COPIES, links=links))
     shape = (64, 64, 4096)
@@ -134,7 +181,9 @@ def test_of_equally_cheap_paths_the_shortest() -> None:
 
 
 @pytest.mark.parametrize(("sizes", "shape"), CASES[:4])
-def test_a_conversion_costs_what_that_of_its_gradient_does(sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
+def test_a_conversion_costs_what_that_of_its_gradient_does(
+    sizes: tuple[int, ...], shape: tuple[int, ...]
+) -> None:
     states = layouts(shape, sizes)
     conversions = Conversions(sizes, H100)
     there = conversions.matrix(shape, 2, True, states)
@@ -157,7 +206,9 @@ def test_prices_are_a_distance_and_grow_with_bytes() -> None:
 
 def kinds(text: str, phase: str, **options: bool) -> list[str]:
     src, dst = (parse(side) for side in text.split(" > "))
-    terms = Conversions((8,), H100).terms((64, 4096, 4096), 2, options.get("differentiable", True), src, dst)
+    terms = Conversions((8,), H100).terms(
+        (64, 4096, 4096), 2, options.get("differentiable", True), src, dst
+    )
     return [term.kind for term in terms if term.phase == phase]
 
 
@@ -177,7 +228,9 @@ def test_megatron_and_zero_are_conversions() -> None:
 def test_chunks_of_an_inner_dim_are_copied() -> None:
     conversions = Conversions((8,), H100)
     bandwidth = H100.device.memory_bandwidth * H100.device.efficiency["elementwise"][0][1]
-    outer, inner = (conversions.matrix((64, 4096), 2, False, [(S(dim),), (R,)])[0, 1] for dim in (0, 1))
+    outer, inner = (
+        conversions.matrix((64, 4096), 2, False, [(S(dim),), (R,)])[0, 1] for dim in (0, 1)
+    )
     assert inner - outer == pytest.approx(2 * 64 * 4096 * 2 / bandwidth)
     first = conversions.matrix((1, 4096), 2, False, [(S(1),), (R,)])[0, 1]  # nothing lies before it
     assert first == pytest.approx(STEP + seconds("all_gather", 8192.0, conversions.axes[0]))

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.capture import capture
-from autopar.passes.canonicalise import canonicalise
+from autopar.capture.capture import capture
+from autopar.passes.canonical.canonicalise import canonicalise
 
 CASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "diag_embed": lambda x: torch.diag_embed(x, 1, -1, -3),

@@ -1,4 +1,6 @@
-"""Ranks that pass different batches, or are a step apart: an error on all of them, in time and before anything is combined."""
+"""Ranks that pass different batches, or are a step apart: an error on all of them, in time and
+before anything is combined.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import autopar
-from autopar.runtime import drift
+from autopar.runtime.communication import drift
 
 DATA = dict(parallel=dict(data=2))
 PARTS = dict(parallel=dict(data=2), micro_batch_size=2)
@@ -35,12 +37,17 @@ class Network(nn.Module):
 
 def batch(step: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
-    return {"x": torch.randn(8, 8, generator=generator), "y": torch.randn(8, 8, generator=generator)}
+    return {
+        "x": torch.randn(8, 8, generator=generator),
+        "y": torch.randn(8, 8, generator=generator),
+    }
 
 
-def loop(options: dict[str, Any], habit: Callable[..., bool], first: int, within: int = 3) -> tuple[str, int]:
-    """A loop in which rank 1 does something else at step ``first``; the error's message, and the step at which it came, which is ``within``
-    so many."""
+def loop(
+    options: dict[str, Any], habit: Callable[..., bool], first: int, within: int = 3
+) -> tuple[str, int]:
+    """A loop in which rank 1 does something else at step ``first``; the error's message, and the
+    step at which it came, which is ``within`` so many."""
     _clear_sharding_prop_cache()  # it holds meshes of earlier tests, whose groups are gone
     compiled = autopar.compile(Network(), batch(0), 2, progress=False, **options)
     optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
@@ -54,7 +61,9 @@ def loop(options: dict[str, Any], habit: Callable[..., bool], first: int, within
     raise AssertionError
 
 
-def usual(compiled: nn.Module, optimizer: torch.optim.Optimizer, given: dict[str, torch.Tensor]) -> None:
+def usual(
+    compiled: nn.Module, optimizer: torch.optim.Optimizer, given: dict[str, torch.Tensor]
+) -> None:
     compiled(**given).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -73,7 +82,9 @@ def sampled(compiled: Any, optimizer: Any, steps: Any, step: int, odd: bool) -> 
 
 
 def other_labels_between(compiled: Any, optimizer: Any, steps: Any, step: int, odd: bool) -> None:
-    compiled._drift._cost = 10.0  # as where an exchange takes long beside a step, and many calls share one
+    compiled._drift._cost = (
+        10.0  # as where an exchange takes long beside a step, and many calls share one
+    )
     other_labels(compiled, optimizer, steps, step, odd)
 
 
@@ -107,11 +118,22 @@ def skips_the_step(compiled: Any, optimizer: Any, steps: Any, step: int, odd: bo
 
 
 CASES: list[tuple[dict[str, Any], Callable[..., Any], int, str]] = [
-    (DATA, sampled, 0, r"in call 1 rank 1 of 2 was given another x than rank 0.*DistributedSampler.*batch_size=global"),
+    (
+        DATA,
+        sampled,
+        0,
+        r"in call 1 rank 1 of 2 was given another x than rank "
+        r"0.*DistributedSampler.*batch_size=global",
+    ),
     (DATA, other_labels, 7, r"in call 8 rank 1 of 2 was given another y than rank 0"),
     (DATA, skips_a_batch, 6, r"in call 7 rank 1 of 2 was given another x.*skipped a batch"),
     (DATA, skips_the_step, 6, r"optimizer step after 6 calls, rank 0 after 7"),
-    (PARTS, calls_once_less, 1, r"before call 3: rank 1 of 2 called the program in another mode than rank 0"),
+    (
+        PARTS,
+        calls_once_less,
+        1,
+        r"before call 3: rank 1 of 2 called the program in another mode than rank 0",
+    ),
     (PARTS, skips_backward, 6, r"the backward of 6 losses, rank 0 of 7"),
     (PIPED, skips_backward, 6, r"the backward of 6 losses, rank 0 of 7"),
     (PIPED, skips_the_step, 2, r"optimizer step after 2 calls, rank 0 after 3"),
@@ -128,7 +150,10 @@ def test_ranks_that_drift_apart_all_raise_in_time(ranks: Pools) -> None:
     everywhere = ranks(2).run(all_cases, list(range(len(CASES))))
     for results in everywhere:
         *results, (between, _) = results
-        calls = re.search(r"in one of the calls (\d+) to (\d+) rank 1 of 2 was given another y than rank 0", between)
+        calls = re.search(
+            r"in one of the calls (\d+) to (\d+) rank 1 of 2 was given another y than rank 0",
+            between,
+        )
         assert calls is not None, between
         assert int(calls[1]) <= 8 < int(calls[2])
         for (message, step), (_, habit, first, expected) in zip(results, CASES, strict=True):
@@ -144,7 +169,9 @@ def _fails_on_one_rank() -> None:
             first(**{name: x[:6] for name, x in batch(0).items()})
     second = autopar.compile(Network(), batch(0), 2, progress=False, **DATA)
     usual(second, torch.optim.SGD(second.parameters(), lr=0.1), batch(0))
-    with pytest.raises(autopar.RunError, match="rank 1 of 2 had 1 calls or backwards that failed, rank 0 0"):
+    with pytest.raises(
+        autopar.RunError, match="rank 1 of 2 had 1 calls or backwards that failed, rank 0 0"
+    ):
         first(**batch(0))
 
 

@@ -10,15 +10,17 @@ from megatron import batch, configuration, gpt, searched
 
 import autopar
 from autopar.cost_model import Cluster, axes, point_to_point, seconds
-from autopar.plan import BUCKET_BYTES
-from autopar.planner import Traced
-from autopar.search.ends import OPTIMIZER, SYNC, step_ends
-from autopar.search.found import Found
+from autopar.frontend.traced import Traced
+from autopar.ir.plan_data import BUCKET_BYTES
+from autopar.search.pricing.ends import OPTIMIZER, SYNC, step_ends
+from autopar.search.result.found import Found
 
 A100 = Cluster.load("a100-sxm")
 
 
-def ends(hidden: int, overlap: float, overhead: float = 0.0, network: float = 1.0) -> tuple[dict[str, float], Found, Cluster]:
+def ends(
+    hidden: int, overlap: float, overhead: float = 0.0, network: float = 1.0
+) -> tuple[dict[str, float], Found, Cluster]:
     """Of two replicas, whose links are ``network`` times as fast."""
     device = replace(A100.device, overlap=overlap, overhead=overhead)
     links = tuple(replace(level, bandwidth=level.bandwidth * network) for level in A100.links)
@@ -31,7 +33,13 @@ def ends(hidden: int, overlap: float, overhead: float = 0.0, network: float = 1.
 
 
 def gradient_bytes(found: Found) -> float:
-    return float(sum(4 * n.meta["val"].numel() for n in found.analysis.state if n in found.analysis.differentiable))
+    return float(
+        sum(
+            4 * n.meta["val"].numel()
+            for n in found.analysis.state
+            if n in found.analysis.differentiable
+        )
+    )
 
 
 def bucket(found: Found, cluster: Cluster) -> tuple[int, float]:
@@ -73,7 +81,9 @@ def test_a_plan_says_so_and_its_rows_add_up() -> None:
     cluster = replace(A100, device=replace(A100.device, overhead=1.0))
     parallel = dict(data=2, pipeline=dict(size=2, chunks=1))
     options = configuration(1, 2, 2, 2) | dict(recompute="none", precision=None, parallel=parallel)
-    plan = autopar.plan(gpt(64, 4, 2, 32, 512), batch(8, 32), cluster=cluster, progress=False, **options)
+    plan = autopar.plan(
+        gpt(64, 4, 2, 32, 512), batch(8, 32), cluster=cluster, progress=False, **options
+    )
     assert plan.seconds["optimizer"] > 1.0
     assert [stage.seconds[OPTIMIZER] > 1.0 for stage in plan.stages] == [True, True]
     rows = [row for row in plan.rows["collectives"] if row[0] == SYNC]

@@ -1,4 +1,6 @@
-"""Every model family, planned in many ways, has the loss, outputs, gradients and statistics of one device."""
+"""Every model family, planned in many ways, has the loss, outputs, gradients and statistics of one
+device.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ from autopar.cost_model.cluster import Level
 # Slow at arithmetic and quick to start and send: even tiny models are worth splitting.
 _CPU = autopar.Cluster.load("cpu")
 _IDEAL = {"matmul": ((1.0, 1.0),), "elementwise": ((1.0, 1.0),)}
-_SLOW = dataclasses.replace(_CPU.device, peak=dict.fromkeys(_CPU.device.peak, 1e9), memory_bandwidth=1e9, launch=0.0, efficiency=_IDEAL)
+_SLOW = dataclasses.replace(
+    _CPU.device,
+    peak=dict.fromkeys(_CPU.device.peak, 1e9),
+    memory_bandwidth=1e9,
+    launch=0.0,
+    efficiency=_IDEAL,
+)
 FAST = autopar.Cluster("fast", _SLOW, (Level("links", None, latency=1e-7, bandwidth=2e10),))
 FREE = autopar.Cluster("free", _SLOW, (Level("links", None, latency=0.0, bandwidth=1e18),))
 
@@ -47,7 +55,9 @@ def configurations(name: str, world_size: int) -> dict[str, dict[str, Any]]:
         "zero": dict(parallel=dict(data=world_size), zero=2),
     }
     if name in STREAMS:
-        found["sequence"] = dict(parallel=dict(tensor=_tensor(world_size)), constraints={STREAMS[name]: "S1"})
+        found["sequence"] = dict(
+            parallel=dict(tensor=_tensor(world_size)), constraints={STREAMS[name]: "S1"}
+        )
     if world_size == 4:
         both = dict(parallel=dict(data=2, tensor=_tensor(2)))
         found["data x tensor"] = both
@@ -67,7 +77,11 @@ def check_plans(plans: dict[str, autopar.Plan], world_size: int) -> None:
         return any(t.is_shard for node in plan.nodes.values() for t in node.out)
 
     def gathers(plan: autopar.Plan) -> bool:
-        return any(s.is_shard and not u.is_shard for p in plan.parameters.values() for s, u in zip(p.stored, p.used, strict=True))
+        return any(
+            s.is_shard and not u.is_shard
+            for p in plan.parameters.values()
+            for s, u in zip(p.stored, p.used, strict=True)
+        )
 
     assert cuts(plans["its own choice, fast links"])
     assert plans["data"].data_degree == plans["zero"].data_degree == world_size
@@ -86,7 +100,10 @@ def check_plans(plans: dict[str, autopar.Plan], world_size: int) -> None:
     assert plans["microbatches of 2"].microbatches == 2
 
 
-SHORT = [("mlp", 4), *((name, 2) for name in ("gpt2", "llama", "bert", "vit", "cnn", "mlp"))]  # and not slow
+SHORT = [
+    ("mlp", 4),
+    *((name, 2) for name in ("gpt2", "llama", "bert", "vit", "cnn", "mlp")),
+]  # and not slow
 
 LONG = [("t5", 4), ("qwen3", 4), ("bert", 4)]  # and exhaustive, as float32 is
 
@@ -98,14 +115,18 @@ def _marks(dtype: torch.dtype, name: str, ranks: int) -> list[pytest.MarkDecorat
 
 
 CASES = [
-    pytest.param(dtype, name, ranks, id=f"{str(dtype)[6:]}-{name}-{ranks}", marks=_marks(dtype, name, ranks))
+    pytest.param(
+        dtype, name, ranks, id=f"{str(dtype)[6:]}-{name}-{ranks}", marks=_marks(dtype, name, ranks)
+    )
     for dtype, name, ranks in product((torch.float64, torch.float32), zoo.MODELS, (2, 4))
 ]
 
 
 @pytest.mark.parametrize(("dtype", "name", "world_size"), CASES)
 def test_equals_one_device(ranks: Pools, dtype: torch.dtype, name: str, world_size: int) -> None:
-    everywhere: list[dict[str, Outcome]] = ranks(world_size).run(check, name, dtype, configurations(name, world_size), timeout=240)
+    everywhere: list[dict[str, Outcome]] = ranks(world_size).run(
+        check, name, dtype, configurations(name, world_size), timeout=240
+    )
     check_plans({label: outcome.plan for label, outcome in everywhere[0].items()}, world_size)
     errors = {label: max(found[label].worst for found in everywhere) for label in everywhere[0]}
     assert all(e < TOLERANCE[dtype] for e, _ in errors.values()), errors

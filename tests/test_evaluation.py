@@ -1,4 +1,6 @@
-"""eval() of a compiled program: dropout and BatchNorm are understood, anything else that reads self.training is refused."""
+"""eval() of a compiled program: dropout and BatchNorm are understood, anything else that reads
+self.training is refused.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import zoo
 from pool import Pools
 
 import autopar
-from autopar.planner import Traced
+from autopar.frontend.traced import Traced
 
 
 class Branching(torch.nn.Module):

@@ -1,4 +1,6 @@
-"""Nothing is faster than what the exact search finds: every cut, strategy and keep-set of small pipelines tried, within budgets."""
+"""Nothing is faster than what the exact search finds: every cut, strategy and keep-set of small
+pipelines tried, within budgets.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,16 @@ import torch.fx as fx
 import zoo
 
 from autopar.cost_model import Action, Cluster, actions, makespans
-from autopar.plan import SCHEDULES
-from autopar.runtime.kernels import send
-from autopar.search.assemble import assemble, costs_of, staged, stages_of
-from autopar.search.choices import Choices
-from autopar.search.draft import outline
-from autopar.search.exact import exact, least_steps
-from autopar.search.options import Axis, Options
-from autopar.search.problem import Bill, Choice, build
+from autopar.ir.plan_data import SCHEDULES
+from autopar.runtime.kernels.kernels import send
+from autopar.search.ilp.exact import exact, least_steps
+from autopar.search.ilp.problem import Bill, Choice, build
+from autopar.search.pipeline.draft import outline
+from autopar.search.result.assemble import assemble, costs_of, staged, stages_of
 from autopar.search.search import Search
-from autopar.search.shape import Shape
+from autopar.search.space.choices import Choices
+from autopar.search.space.options import Axis, Options
+from autopar.search.space.shape import Shape
 
 LETTERS = dict(B=64, S=8, H=64, F=256, G=128, K=16, V=512)
 EXACT = 1e-7
@@ -40,10 +42,14 @@ def search_of(name: str, axis: int, recompute: str, stages: int) -> Search:
 
 
 def thin(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    """Nodes are left with the choice to do nothing and, ``most`` of them, with one or two others."""
+    """Nodes are left with the choice to do nothing and, ``most`` of them, with one or two
+    others.
+    """
     whole = Choices.on
 
-    def thinned(self: Choices, axes: Sequence[Axis], nodes: Any = None) -> dict[fx.Node, list[Choice]]:
+    def thinned(
+        self: Choices, axes: Sequence[Axis], nodes: Any = None
+    ) -> dict[fx.Node, list[Choice]]:
         found, left = whole(self, axes, nodes), most
         for node, choices in found.items():
             others = choices[1:]
@@ -61,22 +67,44 @@ def bills(search: Search, shape: Shape, starts: tuple[int, ...]) -> list[Bill]:
     stage_of, own = stages_of(analysis, shape.stages), {n: n for n in analysis.graph.nodes}
     choices = Choices(analysis, own, search.options).on(shape.axes)
     costs = costs_of(search, shape, analysis)
-    problem = build(analysis.graph, own, choices, analysis.rules, costs, search.recompute, stage_of.__getitem__, shape.stages)
+    problem = build(
+        analysis.graph,
+        own,
+        choices,
+        analysis.rules,
+        costs,
+        search.recompute,
+        stage_of.__getitem__,
+        shape.stages,
+    )
     return [problem.bill(chosen, again) for chosen, again in brute_force.assignments(problem)]
 
 
 def steps(found: list[Bill], shape: Shape) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of a step and bytes of the fullest device of each assignment."""
     kinds = ("forward", "backward", "send", "step", "kept", "state")
-    forward, backward, send, step, kept, state = (np.array([getattr(b, kind) for b in found]).T for kind in kinds)
-    memory = (state + np.array(FLIGHTS[shape.schedule](shape.pipeline, shape.microbatches))[:, None] * kept).max(axis=0)
+    forward, backward, send, step, kept, state = (
+        np.array([getattr(b, kind) for b in found]).T for kind in kinds
+    )
+    memory = (
+        state
+        + np.array(FLIGHTS[shape.schedule](shape.pipeline, shape.microbatches))[:, None] * kept
+    ).max(axis=0)
     return longest(shape, {"F": forward, "B": backward}, send / 2, step), memory
 
 
-def longest(shape: Shape, took: dict[str, np.ndarray], receiving: np.ndarray, step: np.ndarray) -> np.ndarray:
-    """The longest path through orders and transfers, by recursion; arrays are [stage, assignment]."""
+def longest(
+    shape: Shape, took: dict[str, np.ndarray], receiving: np.ndarray, step: np.ndarray
+) -> np.ndarray:
+    """The longest path through orders and transfers, by recursion; arrays are [stage,
+    assignment].
+    """
     orders = actions(shape.schedule, shape.pipeline, 1, shape.microbatches)
-    before = {action: previous for order in orders for previous, action in zip([None, *order], order, strict=False)}
+    before = {
+        action: previous
+        for order in orders
+        for previous, action in zip([None, *order], order, strict=False)
+    }
 
     @functools.cache
     def end(action: Action | None) -> np.ndarray:
@@ -93,7 +121,9 @@ def longest(shape: Shape, took: dict[str, np.ndarray], receiving: np.ndarray, st
 
 
 def cuts(search: Search, stages: int) -> list[tuple[int, ...]]:
-    return [(0, *rest) for rest in itertools.combinations(range(1, len(search.units.nodes)), stages - 1)]
+    return [
+        (0, *rest) for rest in itertools.combinations(range(1, len(search.units.nodes)), stages - 1)
+    ]
 
 
 # graph, ranks of a stage, stages, how many nodes have a choice of strategies, recompute
@@ -111,7 +141,9 @@ PIPELINES = [
 
 
 @pytest.mark.parametrize("case", PIPELINES, ids=str)
-def test_nothing_that_fits_is_faster(case: tuple[str, int, int, int, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_that_fits_is_faster(
+    case: tuple[str, int, int, int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     name, axis, stages, free, recompute = case
     thin(monkeypatch, free)
     search = search_of(name, axis, recompute, stages)
@@ -126,22 +158,39 @@ def test_nothing_that_fits_is_faster(case: tuple[str, int, int, int, str], monke
         seconds, memory = (np.concatenate(each) for each in zip(*priced.values(), strict=True))
         assert len(seconds) >= 80
         least, most = memory.min(), memory[seconds <= seconds.min() * (1 + EXACT)].min()
-        for budget in (least * (1 + 1e-6), *(least + (most - least) * np.array([0.3, 0.7])), most * (1 + 1e-6)):
+        for budget in (
+            least * (1 + 1e-6),
+            *(least + (most - least) * np.array([0.3, 0.7])),
+            most * (1 + 1e-6),
+        ):
             search.options = dataclasses.replace(search.options, memory_budget=float(budget))
             found = exact(search, shape, search.analysis.batch.size, 60.0)
             assert found is not None
             assert max(found.device_bytes()) <= budget
             assert brute_force.possible(found.problem, found.solution.chosen, found.solution.again)
-            assert sum(found.seconds_by_kind().values()) == pytest.approx(seconds[memory <= budget].min(), rel=EXACT)
+            assert sum(found.seconds_by_kind().values()) == pytest.approx(
+                seconds[memory <= budget].min(), rel=EXACT
+            )
             assert found.gap < 1e-6
-            used.add((found.analysis.graph.find_nodes(op="call_function", target=send)[0].args[0].name, found.solution.chosen))
-        search.options = dataclasses.replace(search.options, memory_budget=float(least) * (1 - 1e-3))
+            used.add(
+                (
+                    found.analysis.graph.find_nodes(op="call_function", target=send)[0]
+                    .args[0]
+                    .name,
+                    found.solution.chosen,
+                )
+            )
+        search.options = dataclasses.replace(
+            search.options, memory_budget=float(least) * (1 - 1e-3)
+        )
         assert exact(search, shape, search.analysis.batch.size, 60.0) is None
     assert len(used) > 1 or recompute == "none"  # cuts, strategies or what is kept differ
 
 
 def test_what_is_known_and_fits_is_not_lost() -> None:
-    """The draft of a pipeline, then the same solved to the end: never slower, nothing made again where memory is ample."""
+    """The draft of a pipeline, then the same solved to the end: never slower, nothing made again
+    where memory is ample.
+    """
     model, sample = zoo.mlp(batch=16, layers=4)
     analysis = small_graphs.analyse(model, sample)
     cluster = Cluster.load("cpu")
@@ -167,7 +216,11 @@ def test_a_cut_by_hand_is_kept() -> None:
     for cut in cuts(search, 2):
         found = exact(search, shape, search.analysis.batch.size, 60.0, starts=cut)
         assert found is not None
-        first = next(n for n in found.analysis.graph.nodes if n.op == "call_function" and n.meta["stage"] == 1 and n.target is not send)
+        first = next(
+            n
+            for n in found.analysis.graph.nodes
+            if n.op == "call_function" and n.meta["stage"] == 1 and n.target is not send
+        )
         assert first.name == search.units.nodes[cut[1]][0].name
 
 
@@ -181,4 +234,9 @@ def test_no_pipeline_is_faster_than_the_least(schedule: str) -> None:
         for work in (uneven, random):
             share = draw.uniform(0, 1, 500)
             seconds = makespans(schedule, p, 1, microbatches, work * share, work * (1 - share))
-            assert (seconds >= least_steps(Shape(p, (), microbatches, 1, schedule)) * work.sum(axis=0) * (1 - 1e-9)).all()
+            assert (
+                seconds
+                >= least_steps(Shape(p, (), microbatches, 1, schedule))
+                * work.sum(axis=0)
+                * (1 - 1e-9)
+            ).all()

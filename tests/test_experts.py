@@ -1,4 +1,6 @@
-"""Mixture-of-experts models on two ranks: routing (top-k, sorting, grouped products) trains as on one device."""
+"""Mixture-of-experts models on two ranks: routing (top-k, sorting, grouped products) trains as on
+one device.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,29 @@ SMALL = dict(
 )  # fmt: skip
 MIXTRAL = transformers.MixtralConfig(num_local_experts=4, num_experts_per_tok=2, **SMALL)
 QWEN = transformers.Qwen3MoeConfig(
-    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, head_dim=8, decoder_sparse_step=1, **SMALL
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=8,
+    head_dim=8,
+    decoder_sparse_step=1,
+    **SMALL,
 )
-CLASSES = {"mixtral": (transformers.MixtralForCausalLM, MIXTRAL), "qwen3": (transformers.Qwen3MoeForCausalLM, QWEN)}
+CLASSES = {
+    "mixtral": (transformers.MixtralForCausalLM, MIXTRAL),
+    "qwen3": (transformers.Qwen3MoeForCausalLM, QWEN),
+}
 PLANS: list[dict[str, Any]] = [dict(data=2), dict(tensor=dict(size=2, mode="1d"))]
 
 
 def _model(name: str, experts: str | None) -> torch.nn.Module:
     kind, config = CLASSES[name]
     torch.manual_seed(0)
-    config = type(config)(**{**config.to_dict(), **({"experts_implementation": experts} if experts else {})})
-    return kind(config).to(torch.float64 if experts else torch.float32)  # the default's grouped products know no float64
+    config = type(config)(
+        **{**config.to_dict(), **({"experts_implementation": experts} if experts else {})}
+    )
+    return kind(config).to(
+        torch.float64 if experts else torch.float32
+    )  # the default's grouped products know no float64
 
 
 def _compare(name: str, experts: str | None) -> list[tuple[str, float, float]]:
@@ -41,18 +55,28 @@ def _compare(name: str, experts: str | None) -> list[tuple[str, float, float]]:
     expected.backward()
     found = []
     for parallel in PLANS:
-        compiled = autopar.compile(_model(name, experts), batch, 2, parallel=parallel, progress=False)
+        compiled = autopar.compile(
+            _model(name, experts), batch, 2, parallel=parallel, progress=False
+        )
         loss = compiled(**batch).loss
         loss.backward()
         pairs = zip(compiled.named_parameters(), eager.parameters(), strict=True)
-        worst = max(float((p.grad.full_tensor() - q.grad).abs().max()) for (_, p), q in pairs if q.grad is not None)  # type: ignore
+        worst = max(
+            float((p.grad.full_tensor() - q.grad).abs().max())
+            for (_, p), q in pairs
+            if q.grad is not None
+        )  # type: ignore
         found.append((str(parallel), abs(float(loss) - float(expected)), worst))
     return found
 
 
 @pytest.mark.parametrize(
     ("name", "experts"),
-    [("mixtral", "batched_mm"), pytest.param("mixtral", None, marks=pytest.mark.slow), pytest.param("qwen3", None, marks=pytest.mark.slow)],
+    [
+        ("mixtral", "batched_mm"),
+        pytest.param("mixtral", None, marks=pytest.mark.slow),
+        pytest.param("qwen3", None, marks=pytest.mark.slow),
+    ],
 )
 def test_experts_train_as_on_one_device(ranks: Pools, name: str, experts: str | None) -> None:
     tolerance = 1e-6 if experts else 1e-5  # the router computes in float32, whatever the model does

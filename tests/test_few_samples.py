@@ -1,4 +1,6 @@
-"""Captured equals eager on a few samples of the batch: when they stand for it, when the whole batch must decide."""
+"""Captured equals eager on a few samples of the batch: when they stand for it, when the whole batch
+must decide.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from torch import nn
 
 import autopar
 from autopar.errors import CaptureError
-from autopar.planner import Traced
+from autopar.frontend.traced import Traced
 from autopar.verification.eager import check_captured
 from autopar.verification.few_samples import FewSamples, compare, few_samples
 
@@ -24,7 +26,12 @@ class Net(nn.Module):
 
     def __init__(self, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self.body, self.drop, self.head, self.loss = nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 5), loss
+        self.body, self.drop, self.head, self.loss = (
+            nn.Linear(6, 8),
+            nn.Dropout(0.2),
+            nn.Linear(8, 5),
+            loss,
+        )
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         y = self.head(self.drop(F.gelu(self.body(x))))
@@ -40,12 +47,16 @@ LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "mean": F.cross_entropy,
     "some labels ignored": lambda y, labels: F.cross_entropy(y, labels, ignore_index=0),
     "sum": lambda y, labels: F.cross_entropy(y, labels, reduction="sum"),
-    "mean over a mask": lambda y, labels: (y.square().mean(1) * (labels > 1)).sum() / (labels > 1).sum(),
+    "mean over a mask": lambda y, labels: (
+        (y.square().mean(1) * (labels > 1)).sum() / (labels > 1).sum()
+    ),
     "pairs": pairs,
 }
 
 
-def made(loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> tuple[Net, dict[str, torch.Tensor], FewSamples | None]:
+def made(
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> tuple[Net, dict[str, torch.Tensor], FewSamples | None]:
     torch.manual_seed(0)
     model = Net(loss).double()
     sample = {"x": torch.randn(16, 6, dtype=torch.float64), "labels": torch.arange(16) % 5}
@@ -74,7 +85,9 @@ def test_what_differs_on_a_few_samples_is_decided_by_the_whole_batch() -> None:
     model.loss = wrong  # after it was traced
     assert not few.agree(model, sample, None)
     analysis = Traced(made(F.cross_entropy)[0], sample, None).analyse(1)[0]
-    with pytest.raises(CaptureError, match="the captured graph is not what the model computes: gradient"):
+    with pytest.raises(
+        CaptureError, match="the captured graph is not what the model computes: gradient"
+    ):
         compare(analysis, model, sample, None)
 
 
@@ -121,5 +134,8 @@ def test_it_takes_less_time_than_a_step() -> None:
 
     ours, theirs = seconds(lambda: compare(analysis, model, x, loss)), seconds(step)
     whole = seconds(lambda: check_captured(traced.whole, model, x, loss))
-    print(f"compared in {ours / theirs:.2f} steps on a few samples, {whole / theirs:.2f} on the whole batch")
+    print(
+        f"compared in {ours / theirs:.2f} steps on a few samples, {whole / theirs:.2f} on the "
+        "whole batch"
+    )
     assert ours <= theirs

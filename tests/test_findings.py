@@ -1,4 +1,6 @@
-"""The search finds what people found: Megatron's layout, data parallelism, a vocabulary-parallel head. Nobody tells it so."""
+"""The search finds what people found: Megatron's layout, data parallelism, a vocabulary-parallel
+head. Nobody tells it so.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,9 @@ import torch
 import transformers as hf
 
 import autopar
-from autopar.layout import Layout, parse
-from autopar.plan import NodePlan, Plan
+from autopar.ir.layout import Layout, parse
+from autopar.ir.plan_data import NodePlan
+from autopar.plan import Plan
 
 WORLD = 8  # one node, all-to-all NVLink
 SEQUENCE = 2048
@@ -26,7 +29,12 @@ def _text(batch: int, sequence: int) -> dict[str, torch.Tensor]:
 def llama() -> Made:
     """Two blocks of hidden 8192, with a batch of one sequence for the whole node."""
     config = hf.LlamaConfig(
-        hidden_size=8192, intermediate_size=28672, num_hidden_layers=2, num_attention_heads=64, num_key_value_heads=8, vocab_size=32000
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=2,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        vocab_size=32000,
     )
     with torch.device("meta"):
         return hf.LlamaForCausalLM(config).to(torch.bfloat16), _text(1, SEQUENCE)
@@ -52,9 +60,17 @@ def used(plan: Plan, ending: str) -> set[Layout]:
     return found
 
 
-def calls(made: Made, plan: Plan, *operators: str, shape: tuple[int, ...] | None = None) -> list[NodePlan]:
-    """How the operators of these names run inside repeated blocks; with ``shape``, those that make tensors of that shape."""
-    nodes = [n for n in small_graphs.analyse(*made).graph.nodes if str(n.target) in operators and ".layers." in n.meta["module"]]
+def calls(
+    made: Made, plan: Plan, *operators: str, shape: tuple[int, ...] | None = None
+) -> list[NodePlan]:
+    """How the operators of these names run inside repeated blocks; with ``shape``, those that make
+    tensors of that shape.
+    """
+    nodes = [
+        n
+        for n in small_graphs.analyse(*made).graph.nodes
+        if str(n.target) in operators and ".layers." in n.meta["module"]
+    ]
     return [plan.nodes[n.name] for n in nodes if shape in (None, tuple(n.meta["val"].shape))]
 
 
@@ -82,8 +98,13 @@ def test_heads_are_split_in_attention(megatron: tuple[Made, str, Plan]) -> None:
 def test_the_sequence_is_split_between(megatron: tuple[Made, str, Plan]) -> None:
     made, _, plan = megatron
     hidden = (1, SEQUENCE, 8192)
-    residual, norms = calls(made, plan, "aten.add.Tensor", shape=hidden), calls(made, plan, "aten.pow.Tensor_Scalar", shape=hidden)
-    assert [n.out for n in residual + norms] == [parse("S1")] * 8  # two sums and two norms in each of two blocks
+    residual, norms = (
+        calls(made, plan, "aten.add.Tensor", shape=hidden),
+        calls(made, plan, "aten.pow.Tensor_Scalar", shape=hidden),
+    )
+    assert [n.out for n in residual + norms] == [
+        parse("S1")
+    ] * 8  # two sums and two norms in each of two blocks
 
 
 def test_a_free_mesh_also_splits_every_weight(megatron: tuple[Made, str, Plan]) -> None:
@@ -100,7 +121,9 @@ def test_a_small_model_with_a_large_batch_is_data_parallel(cluster: str) -> None
     plan = planned(gpt2(hidden=768, vocabulary=50304, batch=256, sequence=512), cluster)
     assert plan.data_degree == WORLD
     assert plan.mesh == {"data": WORLD}
-    assert used(plan, ".c_fc.weight") | used(plan, ".c_proj.weight") | used(plan, ".c_attn.weight") == {parse("R")}
+    assert used(plan, ".c_fc.weight") | used(plan, ".c_proj.weight") | used(
+        plan, ".c_attn.weight"
+    ) == {parse("R")}
 
 
 @pytest.mark.parametrize("cluster", ["h100-sxm", "a100-sxm"])
@@ -110,5 +133,9 @@ def test_a_huge_vocabulary_is_vocabulary_parallel(cluster: str) -> None:
     layouts = used(plan, "wte.weight")  # tied: the embedding's table and the head's
     assert all(t.is_shard and t.dim == 0 for layout in layouts for t in layout)
     analysis = small_graphs.analyse(*made)
-    (loss,) = [plan.nodes[n.name] for n in analysis.graph.nodes if getattr(n.target, "__name__", "") == "cross_entropy"]
+    (loss,) = [
+        plan.nodes[n.name]
+        for n in analysis.graph.nodes
+        if getattr(n.target, "__name__", "") == "cross_entropy"
+    ]
     assert set(loss.kernels) == {"cross_entropy_vocabulary"}

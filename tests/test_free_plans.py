@@ -1,4 +1,6 @@
-"""Models that once ended a search left free in an error that was no PlanError: each has a plan, or a true reason why not."""
+"""Models that once ended a search left free in an error that was no PlanError: each has a plan, or
+a true reason why not.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,20 @@ from torch import nn
 import autopar
 from autopar import Plan
 from autopar.errors import PlanError
-from autopar.planner import Traced
+from autopar.frontend.traced import Traced
 
 
 class Residual(nn.Module):
-    """A residual network whose last images are single pixels: of a rank's only sample BatchNorm sees one value a channel."""
+    """A residual network whose last images are single pixels: of a rank's only sample BatchNorm
+    sees one value a channel.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 4, 3, padding=1)
-        self.block = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU())
+        self.block = nn.Sequential(
+            nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU()
+        )
         self.head = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -54,7 +60,10 @@ def test_batch_norm_of_single_pixels(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_parameter_without_elements(world_size: int) -> None:
-    assert planned(Empty(), torch.zeros(8, 8), world_size, parallel=dict(data=world_size)).step_time > 0
+    assert (
+        planned(Empty(), torch.zeros(8, 8), world_size, parallel=dict(data=world_size)).step_time
+        > 0
+    )
 
 
 @pytest.mark.parametrize("schedule", [None, "zero-bubble", "interleaved-1f1b"])
@@ -64,7 +73,14 @@ def test_chunks_of_which_some_do_not_train(schedule: str | None) -> None:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith(("blocks.1.down", "head")))
     assert isinstance(model, Language)
-    plan = planned(model, sample, 2, parallel=dict(pipeline=dict(size=2, chunks=2)), micro_batch_size=2, schedule=schedule)
+    plan = planned(
+        model,
+        sample,
+        2,
+        parallel=dict(pipeline=dict(size=2, chunks=2)),
+        micro_batch_size=2,
+        schedule=schedule,
+    )
     assert len(plan.stages) == 4
     assert max(plan.peak_memory) > 0
 
@@ -90,5 +106,7 @@ def test_each_pipeline_rank_has_a_parameter() -> None:
     calls = [n.name for n in analysis.graph.nodes if n.op == "call_function"]
     second = next(n.name for n in analysis.graph.nodes if n.meta.get("module") == "second")
     assert 0 < calls.index(plan.stages[1].start) <= calls.index(second)
-    with pytest.raises(PlanError, match=r"pipeline rank \d of 4 would have no parameter.*use fewer stages"):
+    with pytest.raises(
+        PlanError, match=r"pipeline rank \d of 4 would have no parameter.*use fewer stages"
+    ):
         planned(Tail(), torch.zeros(8, 16, 8), 4, parallel=dict(pipeline=4), micro_batch_size=2)

@@ -1,4 +1,6 @@
-"""Freezing and unfreezing parameters between steps, as on a module: gradients equal eager's in float64, and are the same on replicas."""
+"""Freezing and unfreezing parameters between steps, as on a module: gradients equal eager's in
+float64, and are the same on replicas.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ ONE_STAGE: dict[str, dict[str, Any]] = {
     "zero3": dict(parallel=dict(data=2), zero=3),
     "microbatches": dict(parallel=dict(data=2), micro_batch_size=2),
 }
-# Which parameters are frozen, by a part of their names ("" is all): at compile, and then in each step.
+# Which parameters are frozen, by a part of their names ("" is all): at compile, and then in each
+# step.
 HISTORIES: dict[str, list[tuple[str, ...]]] = {
     "gradual": [("wte", "wpe", "h.0"), ("wte", "wpe"), (), ("h.0",), ("wte", "wpe", "h.0")],
     "none": [(), ("h.0.0", "ln_f"), ()],
@@ -42,14 +45,19 @@ def _freeze(model: nn.Module, frozen: Sequence[str]) -> None:
 
 
 class Small(nn.Module):
-    """Embeddings, blocks with a residual, a norm, a head: what people freeze one after the other."""
+    """Embeddings, blocks with a residual, a norm, a head: what people freeze one after the
+    other.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.wte = nn.Embedding(WORDS, WIDTH)
         self.wpe = nn.Parameter(torch.randn(LENGTH, WIDTH))
-        self.h = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(2))
+        self.h = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+            for _ in range(2)
+        )
         self.ln_f = nn.LayerNorm(WIDTH)
         self.lm_head = nn.Linear(WIDTH, WORDS, bias=False)
         self.double()
@@ -58,7 +66,9 @@ class Small(nn.Module):
         x = self.wte(tokens) + self.wpe
         for block in self.h:
             x = x + block(x)
-        return nn.functional.cross_entropy(self.lm_head(self.ln_f(x)).flatten(0, 1), tokens.flatten())
+        return nn.functional.cross_entropy(
+            self.lm_head(self.ln_f(x)).flatten(0, 1), tokens.flatten()
+        )
 
 
 SAMPLE = {"tokens": torch.randint(WORDS, (8, LENGTH), generator=torch.Generator().manual_seed(0))}
@@ -75,13 +85,29 @@ def _alike(compiled: nn.Module, model: nn.Module, what: str) -> int:
             count += 1
             atol = TOLERANCE * float(p.grad.abs().max())
             local = mine[name].grad
-            torch.testing.assert_close(full(local), p.grad, rtol=TOLERANCE, atol=atol, msg=lambda m, n=name: f"{what}: {n}: {m}")
-            if isinstance(local, DTensor) and all(placed.is_replicate() for placed in local.placements):
-                torch.testing.assert_close(local.to_local(), p.grad, rtol=TOLERANCE, atol=atol, msg=lambda m, n=name: f"{what}: {n}: {m}")
+            torch.testing.assert_close(
+                full(local),
+                p.grad,
+                rtol=TOLERANCE,
+                atol=atol,
+                msg=lambda m, n=name: f"{what}: {n}: {m}",
+            )
+            if isinstance(local, DTensor) and all(
+                placed.is_replicate() for placed in local.placements
+            ):
+                torch.testing.assert_close(
+                    local.to_local(),
+                    p.grad,
+                    rtol=TOLERANCE,
+                    atol=atol,
+                    msg=lambda m, n=name: f"{what}: {n}: {m}",
+                )
     return count
 
 
-def _follow(compiled: nn.Module, model: nn.Module, history: Sequence[tuple[str, ...]], what: str) -> None:
+def _follow(
+    compiled: nn.Module, model: nn.Module, history: Sequence[tuple[str, ...]], what: str
+) -> None:
     found = 0
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (compiled, model)]
     for i, frozen in enumerate(history):
@@ -90,7 +116,13 @@ def _follow(compiled: nn.Module, model: nn.Module, history: Sequence[tuple[str, 
             _freeze(m, frozen)
         expected = model(**SAMPLE)
         loss = compiled(**SAMPLE)
-        torch.testing.assert_close(loss.detach(), expected.detach(), rtol=TOLERANCE, atol=0, msg=lambda m, i=i: f"{what}, step {i}: {m}")
+        torch.testing.assert_close(
+            loss.detach(),
+            expected.detach(),
+            rtol=TOLERANCE,
+            atol=0,
+            msg=lambda m, i=i: f"{what}, step {i}: {m}",
+        )
         if expected.requires_grad:
             expected.backward()
             loss.backward()
@@ -108,18 +140,32 @@ def _one_stage(cases: dict[str, dict[str, Any]], histories: Sequence[str]) -> No
             _clear_sharding_prop_cache()  # it holds meshes of earlier tests, whose groups are gone
             model = Small()
             _freeze(model, history[0])
-            compiled = autopar.compile(copy.deepcopy(model), SAMPLE, dist.get_world_size(), progress=False, **options)
+            compiled = autopar.compile(
+                copy.deepcopy(model), SAMPLE, dist.get_world_size(), progress=False, **options
+            )
             _follow(compiled, model, history, f"{name}, {which}")
 
 
 def test_freezing_and_unfreezing_is_that_of_a_module(ranks: Pools) -> None:
-    ranks(2).run(_one_stage, {name: ONE_STAGE[name] for name in ("data", "tensor", "zero")}, ["gradual"])
+    ranks(2).run(
+        _one_stage, {name: ONE_STAGE[name] for name in ("data", "tensor", "zero")}, ["gradual"]
+    )
 
 
 @pytest.mark.slow
 def test_freezing_under_more_plans(ranks: Pools) -> None:
-    ranks(2).run(_one_stage, {name: ONE_STAGE[name] for name in ("data", "tensor", "zero3", "microbatches")}, list(HISTORIES), timeout=180)
-    ranks(4).run(_one_stage, {"grid": dict(parallel=dict(data=2, tensor=dict(size=2, mode="1d")))}, list(HISTORIES), timeout=180)
+    ranks(2).run(
+        _one_stage,
+        {name: ONE_STAGE[name] for name in ("data", "tensor", "zero3", "microbatches")},
+        list(HISTORIES),
+        timeout=180,
+    )
+    ranks(4).run(
+        _one_stage,
+        {"grid": dict(parallel=dict(data=2, tensor=dict(size=2, mode="1d")))},
+        list(HISTORIES),
+        timeout=180,
+    )
 
 
 def _stages(cases: Sequence[staged.Case], histories: Sequence[str]) -> None:
@@ -128,7 +174,9 @@ def _stages(cases: Sequence[staged.Case], histories: Sequence[str]) -> None:
             _clear_sharding_prop_cache()
             model = Small()
             _freeze(model, history[0])
-            plan = staged.staged_plan(model, SAMPLE, 2, case.pipeline, case.schedule, chunks=case.chunks, **case.options)
+            plan = staged.staged_plan(
+                model, SAMPLE, 2, case.pipeline, case.schedule, chunks=case.chunks, **case.options
+            )
             compiled = autopar.compile(copy.deepcopy(model), SAMPLE, 2, plan=plan)
             _follow(compiled, model, history, f"{case}, {which}")
 

@@ -1,4 +1,6 @@
-"""Time against memory on one device, without a clock: predicted time falls as the budget grows, and runs stay within it."""
+"""Time against memory on one device, without a clock: predicted time falls as the budget grows, and
+runs stay within it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from equivalence import traced_once
 from frontier import Frontier, Row, peak_bytes, rank_correlation
 from step_time import build, inputs
 
-from autopar import planner
+from autopar.frontend import traced as tracing
 
 BATCH, SEQUENCE, VOCABULARY, POINTS = 4, 64, 256, 4
 
@@ -26,27 +28,31 @@ def one_core() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-    if dist.is_initialized():  # compile() made a group of one rank, which is not for the tests that follow
+    if (
+        dist.is_initialized()
+    ):  # compile() made a group of one rank, which is not for the tests that follow
         dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def frontier() -> Frontier:
     options = Namespace(model="gpt2", layers=12, hidden=64, sequence=SEQUENCE)
-    tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(
+        0, VOCABULARY, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(1)
+    )
     return Frontier(build(options, vocab_size=VOCABULARY), inputs(tokens), BATCH)
 
 
 @pytest.fixture(scope="module")
 def rows(frontier: Frontier) -> Sequence[Row]:
     """Traced once: that takes longer than planning."""
-    trace, known = planner._trace, list[Any]()
+    trace, known = tracing._trace, list[Any]()
 
     def once(*given: Any) -> Any:
         known.extend([] if known else [trace(*given)])
         return known[0]
 
-    with mock.patch.object(planner, "_trace", once):
+    with mock.patch.object(tracing, "_trace", once):
         return frontier.rows(POINTS)
 
 
@@ -90,4 +96,6 @@ def test_peak_bytes_counts_what_is_alive_at_once() -> None:
 def test_rank_correlation() -> None:
     assert rank_correlation([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1)
     assert rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
-    assert rank_correlation([1, 2, 3, 4, 5], [5, 6, 7, 8, 7]) == pytest.approx(8 / 95**0.5)  # by hand, two share places 3 and 4
+    assert rank_correlation([1, 2, 3, 4, 5], [5, 6, 7, 8, 7]) == pytest.approx(
+        8 / 95**0.5
+    )  # by hand, two share places 3 and 4

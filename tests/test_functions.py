@@ -1,4 +1,6 @@
-"""``torch.autograd.Function`` in a forward: one operator, with the backward that its author wrote."""
+"""``torch.autograd.Function`` in a forward: one operator, with the backward that its author
+wrote.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,18 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import autopar
-from autopar.capture import capture
+from autopar.capture.applied import Applied
+from autopar.capture.capture import capture
 from autopar.errors import CaptureError, PlanError
-from autopar.planner import Traced
+from autopar.frontend.traced import Traced
 from autopar.rules import Call, Rule, register_rule, registry
-from autopar.runtime import kernels
-from autopar.runtime.applied import Applied
+from autopar.runtime.kernels import kernels
 
 
 class Reverse(torch.autograd.Function):
-    """The identity, whose gradient is reversed and scaled: domain-adversarial training (arXiv 1409.7495)."""
+    """The identity, whose gradient is reversed and scaled: domain-adversarial training (arXiv
+    1409.7495).
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, scale: float) -> torch.Tensor:
@@ -45,7 +49,9 @@ class Several(torch.autograd.Function):
     """Two results and an index, which has no gradient; what needs none is not computed."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, more: list[torch.Tensor], kind: str) -> Any:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, more: list[torch.Tensor], kind: str
+    ) -> Any:
         ctx.save_for_backward(x, weight)
         best = x.argmax(-1)
         noted = x.detach() * 2  # is_floating_point, and not differentiable
@@ -139,7 +145,9 @@ def frozen(net: Net, h: torch.Tensor) -> torch.Tensor:
 
 
 def wrapped(net: Net, h: torch.Tensor) -> torch.Tensor:
-    return Cube.apply(h) + functools.reduce(torch.add, [Reverse.apply(part, 2.0) for part in (h, h.sin())])
+    return Cube.apply(h) + functools.reduce(
+        torch.add, [Reverse.apply(part, 2.0) for part in (h, h.sin())]
+    )
 
 
 BETWEEN = {f.__name__: f for f in (reversed_twice, several, frozen, wrapped)}
@@ -155,7 +163,9 @@ def test_a_function_keeps_its_own_backward(between: str) -> None:
     model, sample = made(between)
     compiled = autopar.compile(copy.deepcopy(model), sample, 1, progress=False)
     assert equivalence.worst(equivalence.compare(model, sample, compiled))[0] < 1e-12
-    calls = [n for n in Traced(model, sample, None).whole.graph.nodes if isinstance(n.target, Applied)]
+    calls = [
+        n for n in Traced(model, sample, None).whole.graph.nodes if isinstance(n.target, Applied)
+    ]
     assert calls
     assert all(n.meta["source"].startswith("tests/test_functions.py:") for n in calls)
 
@@ -171,7 +181,11 @@ def everywhere() -> dict[str, float]:
             "tensor": dict(parallel=dict(tensor=dict(size=2, mode="1d")), recompute="full"),
         }
         if name == "reversed_twice":
-            plans["pipeline"] = dict(parallel=dict(pipeline=dict(size=2, split_before=["head"])), schedule="gpipe", micro_batch_size=8)
+            plans["pipeline"] = dict(
+                parallel=dict(pipeline=dict(size=2, split_before=["head"])),
+                schedule="gpipe",
+                micro_batch_size=8,
+            )
         for label, options in plans.items():
             compiled = autopar.compile(copy.deepcopy(model), sample, 2, progress=False, **options)
             done = equivalence.step(compiled, sample)
@@ -190,7 +204,10 @@ def test_without_a_rule_it_runs_whole_and_is_not_cut_into_microbatches() -> None
     model, sample = made("reversed_twice")
     plan = autopar.plan(model, sample, 2, parallel=dict(data=2), progress=False)
     assert any("test_functions.Reverse has no sharding rule" in note for note in plan.notes)
-    with pytest.raises(PlanError, match=r"Reverse in module .* at tests/test_functions.py:\d+ has no rule.*register_rule"):
+    with pytest.raises(
+        PlanError,
+        match=r"Reverse in module .* at tests/test_functions.py:\d+ has no rule.*register_rule",
+    ):
         autopar.compile(model, sample, 1, micro_batch_size=2, progress=False)
 
 
@@ -206,7 +223,12 @@ def test_a_rule_splits_a_function() -> None:
         expected = equivalence.step(copy.deepcopy(model), sample)
         compiled = autopar.compile(model, sample, 1, micro_batch_size=2, progress=False)
         assert compiled.plan.microbatches == 4
-        assert equivalence.worst(equivalence.differences(equivalence.step(compiled, sample), expected))[0] < 1e-12
+        assert (
+            equivalence.worst(
+                equivalence.differences(equivalence.step(compiled, sample), expected)
+            )[0]
+            < 1e-12
+        )
         plan = autopar.plan(model, sample, 2, parallel=dict(data=2), progress=False)
     assert not any("Reverse" in note for note in plan.notes)
     assert plan.nodes["Reverse"].factors == ("b",)
@@ -227,7 +249,9 @@ def traced(between: Callable[[Net, torch.Tensor], torch.Tensor]) -> str:
 
 def test_the_fingerprint_depends_on_the_function_and_its_arguments() -> None:
     assert traced(lambda net, h: Reverse.apply(h, 0.5)) == traced(lambda net, h: reverse(h, 0.5))
-    assert traced(lambda net, h: Reverse.apply(h, 0.5)) != traced(lambda net, h: Reverse.apply(h, 0.25))
+    assert traced(lambda net, h: Reverse.apply(h, 0.5)) != traced(
+        lambda net, h: Reverse.apply(h, 0.25)
+    )
     assert traced(lambda net, h: Cube.apply(h)) != traced(lambda net, h: Noisy.apply(h))
 
 
@@ -237,7 +261,11 @@ def test_both_forms_of_checkpoint_are_plain_code() -> None:
             def inner(h: torch.Tensor, scale: float) -> torch.Tensor:
                 return Reverse.apply(net.other(h), scale) * h
 
-            return inner(h, 2.0) if use_reentrant is None else checkpoint(inner, h, 2.0, use_reentrant=use_reentrant)
+            return (
+                inner(h, 2.0)
+                if use_reentrant is None
+                else checkpoint(inner, h, 2.0, use_reentrant=use_reentrant)
+            )
 
         return run
 
@@ -301,7 +329,9 @@ def penalty(net: Net, h: torch.Tensor) -> torch.Tensor:
 
 REFUSED = {
     "writes to its operands": lambda net, h: Dirty.apply(h, 2.0),
-    r"given a Net, which.*give it tensors as arguments of their own": lambda net, h: Reverse.apply(h, net),
+    r"given a Net, which.*give it tensors as arguments of their own": lambda net, h: Reverse.apply(
+        h, net
+    ),
     "reads a tensor of the model that is not among its arguments": closed,
     "returns a view of its operand, and": view_written_to,
     "under a transform of torch.func": lambda net, h: torch.func.vmap(Setup.apply)(h),
@@ -309,7 +339,9 @@ REFUSED = {
     "retain_grad in the forward": hook("retain_grad"),
     "a module has a backward hook": module_hook,
     "saved_tensors_hooks": quantised,
-    "is under a transform of torch.func": lambda net, h: torch.func.vmap(lambda row: row * row.softmax(0))(h),
+    "is under a transform of torch.func": lambda net, h: torch.func.vmap(
+        lambda row: row * row.softmax(0)
+    )(h),
     "torch.autograd.grad in the forward": penalty,
     "backward.. in the forward": lambda net, h: (h.sum().backward(), h)[1],
 }

@@ -1,5 +1,5 @@
-"""Fused weights: a query, key and value that come from one, or a gate and up; each of the parts is cut, so that nothing need be exchanged
-to take them apart."""
+"""Fused weights: a query, key and value that come from one, or a gate and up; each of the parts is
+cut, so that nothing need be exchanged to take them apart."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from equivalence import TOLERANCE, check
 from pool import Pools
 
 import autopar
-from autopar.analysis import Analysis
-from autopar.capture import capture
-from autopar.layout import legal, local_shape, parse_type, strided
-from autopar.passes.canonicalise import canonicalise
-from autopar.search.fused import fused
+from autopar.capture.capture import capture
+from autopar.ir.layout import legal, local_shape, parse_type, strided
+from autopar.passes.canonical.canonicalise import canonicalise
+from autopar.rules.analysis import Analysis
+from autopar.search.space.fused import fused
 
 TENSOR = {size: dict(tensor=dict(size=size, mode="1d")) for size in (2, 4)}
 
@@ -44,12 +44,18 @@ def _taken_apart(name: str) -> dict[str, dict[int, int]]:
 
 def test_weights_whose_parts_all_readers_take_apart_are_found() -> None:
     block = {"attn.c_attn.weight": {1: 3}, "attn.c_attn.bias": {0: 3}}
-    assert _taken_apart("gpt2") == {f"transformer.h.{i}.{name}": dims for i in range(2) for name, dims in block.items()}
+    assert _taken_apart("gpt2") == {
+        f"transformer.h.{i}.{name}": dims for i in range(2) for name, dims in block.items()
+    }
     block = {"qkv.weight": {0: 3}, "qkv.bias": {0: 3}, "gate_up.weight": {0: 2}}
-    assert _taken_apart("fused") == {f"body.{i}.{name}": dims for i in range(2) for name, dims in block.items()}
+    assert _taken_apart("fused") == {
+        f"body.{i}.{name}": dims for i in range(2) for name, dims in block.items()
+    }
 
 
-@pytest.mark.parametrize("name", ["llama", "vit", "mlp"])  # a rotary embedding takes the halves of heads, which no weight has side by side
+@pytest.mark.parametrize(
+    "name", ["llama", "vit", "mlp"]
+)  # a rotary embedding takes the halves of heads, which no weight has side by side
 def test_other_weights_are_not(name: str) -> None:
     assert not _taken_apart(name)
 
@@ -57,18 +63,30 @@ def test_other_weights_are_not(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "fused"])
 def test_nothing_is_exchanged_to_take_parts_from_a_product(name: str) -> None:
     model, sample = getattr(zoo, name)(batch=8, dropout=0.0)
-    plan = autopar.plan(model, sample, 4, cluster="a100-sxm", parallel=TENSOR[4], zero=0, progress=False)
-    weights = {n: p for n, p in plan.parameters.items() if n.endswith(("c_attn.weight", "qkv.weight", "gate_up.weight"))}
+    plan = autopar.plan(
+        model, sample, 4, cluster="a100-sxm", parallel=TENSOR[4], zero=0, progress=False
+    )
+    weights = {
+        n: p
+        for n, p in plan.parameters.items()
+        if n.endswith(("c_attn.weight", "qkv.weight", "gate_up.weight"))
+    }
     assert len(weights) == (2 if name == "gpt2" else 4)
     for parameter in weights.values():
         assert parameter.stored[0].is_shard
         assert parameter.stored[0].pieces == 1
         assert parameter.used[0] is strided(parameter.stored[0].dim, parameter.used[0].pieces)
         assert parameter.used[0].pieces > 1
-    parts = [n for n in plan.nodes.values() if n.ins and n.ins[0][0].pieces > 1 and n.out[0].is_shard and n.out[0].pieces == 1]
+    parts = [
+        n
+        for n in plan.nodes.values()
+        if n.ins and n.ins[0][0].pieces > 1 and n.out[0].is_shard and n.out[0].pieces == 1
+    ]
     assert len(parts) >= 4
     converted = {
-        tensor for tensor, steps in plan.conversions.items() if any("S" in s[1] and "S" in s[2] for each in steps.values() for s in each)
+        tensor
+        for tensor, steps in plan.conversions.items()
+        if any("S" in s[1] and "S" in s[2] for each in steps.values() for s in each)
     }
     assert not converted  # no activation goes from one cut to another
 
@@ -100,11 +118,15 @@ def test_a_model_trains_and_its_checkpoint_is_the_whole_weight(ranks: Pools) -> 
 
 
 def _trained() -> tuple[list[str], float]:
-    """Three steps beside one device's; the weights that are exchanged, and how far all are from its at the end."""
+    """Three steps beside one device's; the weights that are exchanged, and how far all are from its
+    at the end.
+    """
     model, sample = zoo.fused(batch=8, dropout=0.0)
     alone, batch = zoo.fused(batch=8, dropout=0.0)
     alone.load_state_dict(model.state_dict())
-    compiled = autopar.compile(model, sample, 2, cluster="a100-sxm", parallel=TENSOR[2], progress=False)
+    compiled = autopar.compile(
+        model, sample, 2, cluster="a100-sxm", parallel=TENSOR[2], progress=False
+    )
     for net, data in ((compiled, sample), (alone, batch)):
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
         for _ in range(3):
@@ -112,8 +134,13 @@ def _trained() -> tuple[list[str], float]:
             optimizer.step()
             optimizer.zero_grad()
     expected = alone.state_dict()
-    exchanged = [name for name, p in compiled.plan.parameters.items() if any(t.pieces > 1 for t in p.used)]
-    apart = [(value.full_tensor() - expected[name]).abs().max().item() for name, value in compiled.state_dict().items()]
+    exchanged = [
+        name for name, p in compiled.plan.parameters.items() if any(t.pieces > 1 for t in p.used)
+    ]
+    apart = [
+        (value.full_tensor() - expected[name]).abs().max().item()
+        for name, value in compiled.state_dict().items()
+    ]
     assert len(apart) == len(expected)
     assert all(map(math.isfinite, apart))
     return exchanged, max(apart)

@@ -12,10 +12,10 @@ import torch
 from pool import Pools
 from torch.distributed.tensor import DTensor, Shard
 
-from autopar.layout import parse
-from autopar.runtime.clip import clip_grad_norm_
-from autopar.runtime.gather import cut, join
-from autopar.runtime.gradients import GradientSync
+from autopar.ir.layout import parse
+from autopar.runtime.parameters.clip import clip_grad_norm_
+from autopar.runtime.parameters.gather import cut, join
+from autopar.runtime.parameters.gradients import GradientSync
 
 RANKS = {"one": 1, "data": 2, "zero": 2, "columns": 2, "slice": 2, "grid": 4, "data4": 4}
 CASES = [pytest.param(case, id=case) for case in RANKS]
@@ -28,11 +28,20 @@ def _assert_alike(compiled: torch.nn.Module, model: torch.nn.Module) -> None:
         if gradient is None:
             assert found[name] is None, name
         else:
-            torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-14, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                found[name],
+                gradient,
+                rtol=1e-12,
+                atol=1e-14,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
 
 
 def _train_twice(case: str, microbatches: int) -> None:
-    model, compiled = handmade.Network(), handmade.build(case, microbatches, seed=torch.distributed.get_rank())
+    model, compiled = (
+        handmade.Network(),
+        handmade.build(case, microbatches, seed=torch.distributed.get_rank()),
+    )
     for seed, factor in ((0, 1.0), (1, 0.5)):  # the second adds to the first
         batch = handmade.batch(seed)
         expected, found = model(**batch)["loss"], compiled(**batch)["loss"]
@@ -47,7 +56,9 @@ def _train_twice(case: str, microbatches: int) -> None:
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
-    torch.testing.assert_close(compiled(**batch)["loss"], model(**batch)["loss"], rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        compiled(**batch)["loss"], model(**batch)["loss"], rtol=1e-12, atol=0
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -66,7 +77,10 @@ def _small_buckets(case: str) -> int:
     launched: list[int] = []
     compiled._execution._sync = sync
     for step in range(3):
-        expected, found = model(**handmade.batch(step))["loss"], compiled(**handmade.batch(step))["loss"]
+        expected, found = (
+            model(**handmade.batch(step))["loss"],
+            compiled(**handmade.batch(step))["loss"],
+        )
         expected.backward()
         finish = sync.finish
 
@@ -78,7 +92,9 @@ def _small_buckets(case: str) -> int:
         found.backward()
         sync.finish = finish  # type: ignore[method-assign]
         _assert_alike(compiled, model)
-    assert launched[0] < launched[-1] == len(sync._buckets)  # the idle parameter holds up nothing but the first step
+    assert (
+        launched[0] < launched[-1] == len(sync._buckets)
+    )  # the idle parameter holds up nothing but the first step
     return launched[-1]
 
 
@@ -91,7 +107,8 @@ def _other_losses(case: str) -> None:
     model, compiled = handmade.Network(), handmade.build(case, whole=case == "data")
     batch = handmade.batch()
     expected, found = model(**batch), compiled(**batch)
-    # Through another output, together with the loss, and with a parameter used outside of the graph.
+    # Through another output, together with the loss, and with a parameter used outside of the
+    # graph.
     (3 * expected["loss"] + expected["logits"].pow(2).sum()).backward()
     logits = found["logits"]
     (3 * found["loss"] + logits.pow(2).sum().full_tensor()).backward()
@@ -198,7 +215,9 @@ def _clip(case: str, order: float) -> None:
     for m in (model, compiled, third):
         m(**handmade.batch())["loss"].backward()
     expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01, order)
-    torch.testing.assert_close(clip_grad_norm_(compiled.parameters(), 0.01, order), expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        clip_grad_norm_(compiled.parameters(), 0.01, order), expected, rtol=1e-12, atol=0
+    )
     _assert_alike(compiled, model)
     theirs = torch.nn.utils.clip_grad_norm_(third.parameters(), 0.01, order)
     torch.testing.assert_close(handmade.full(theirs), expected, rtol=1e-12, atol=0)
@@ -212,7 +231,15 @@ def test_clip_grad_norm(ranks: Pools, case: str, order: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "types"), [((2,), "S0"), ((2,), "S2"), ((2, 3), "S1 S1"), ((2, 3), "S1 S0"), ((2, 3), "S2 S1"), ((2, 3), "s1 S1")]
+    ("sizes", "types"),
+    [
+        ((2,), "S0"),
+        ((2,), "S2"),
+        ((2, 3), "S1 S1"),
+        ((2, 3), "S1 S0"),
+        ((2, 3), "S2 S1"),
+        ((2, 3), "s1 S1"),
+    ],
 )
 def test_join_undoes_cut(sizes: tuple[int, ...], types: str) -> None:
     whole = torch.arange(6 * 12 * 4).view(6, 12, 4)
@@ -221,6 +248,8 @@ def test_join_undoes_cut(sizes: tuple[int, ...], types: str) -> None:
     assert torch.equal(join(chunks.reshape(-1), sizes, layout, chunks.shape[len(sizes) :]), whole)
     for place in product(*map(range, sizes)):
         expected = whole
-        for axis in sorted(range(len(sizes)), key=lambda a: (types.split()[a][0] == "s", a)):  # earlier axes cut first, then those within
+        for axis in sorted(
+            range(len(sizes)), key=lambda a: (types.split()[a][0] == "s", a)
+        ):  # earlier axes cut first, then those within
             expected = expected.chunk(sizes[axis], layout[axis].dim)[place[axis]]
         assert torch.equal(chunks[place], expected)

@@ -1,4 +1,6 @@
-"""Convolutions of a cut space: the kernel against torch on one device in float64, what the rule lets be cut, and whole programs."""
+"""Convolutions of a cut space: the kernel against torch on one device in float64, what the rule
+lets be cut, and whole programs.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,11 @@ from torch import nn
 import autopar
 from autopar.cost_model import Axis, seconds
 from autopar.cost_model.collectives import Hop
-from autopar.layout import Layout, R, S, dual
-from autopar.plan import NodePlan
+from autopar.ir.layout import Layout, R, S, dual
+from autopar.ir.plan_data import NodePlan
 from autopar.rules.convolution import Window
-from autopar.runtime import kernels
-from autopar.search.strategies import Strategy, strategies
+from autopar.runtime.kernels import kernels
+from autopar.search.space.strategies import Strategy, strategies
 
 aten = torch.ops.aten
 SIZES = ((1,), (2,), (4,), (2, 2))
@@ -53,24 +55,43 @@ LINES: dict[str, dict[str, Any]] = {
 }
 
 
-def window(kernel: int, padding: int | tuple[int, int] = 0, stride: int = 1, dilation: int = 1) -> Window:
-    return Window(stride, dilation, (padding, padding) if isinstance(padding, int) else padding, dilation * (kernel - 1))
+def window(
+    kernel: int, padding: int | tuple[int, int] = 0, stride: int = 1, dilation: int = 1
+) -> Window:
+    return Window(
+        stride,
+        dilation,
+        (padding, padding) if isinstance(padding, int) else padding,
+        dilation * (kernel - 1),
+    )
 
 
-def halo_line(sizes: tuple[int, ...], options: dict[str, Any], groups: int = 1, bias: bool = True) -> None:
+def halo_line(
+    sizes: tuple[int, ...], options: dict[str, Any], groups: int = 1, bias: bool = True
+) -> None:
     mesh, axes = make_mesh(sizes)
     w = window(**options)
 
     def split(t: Tensors) -> torch.Tensor:
         x = convert(t["x"], mesh, axes, "I", "S2")
-        weight, shift = (None if t[k] is None else convert(t[k], mesh, axes, "I", "R") for k in ("weight", "bias"))
-        y = kernels.conv_halo(x, weight, shift, (w.stride,), (w.dilation,), (w.halo,), mesh, (axes,))
+        weight, shift = (
+            None if t[k] is None else convert(t[k], mesh, axes, "I", "R")
+            for k in ("weight", "bias")
+        )
+        y = kernels.conv_halo(
+            x, weight, shift, (w.stride,), (w.dilation,), (w.halo,), mesh, (axes,)
+        )
         return convert(y, mesh, axes, "S2", "I")
 
     def whole(t: Tensors) -> torch.Tensor:
-        return F.conv1d(F.pad(t["x"], w.padding), t["weight"], t["bias"], w.stride, 0, w.dilation, groups)
+        return F.conv1d(
+            F.pad(t["x"], w.padding), t["weight"], t["bias"], w.stride, 0, w.dilation, groups
+        )
 
-    given = {"weight": draw(6, 4 // groups, options["kernel"], seed=1), "bias": draw(6, seed=2) if bias else None}
+    given = {
+        "weight": draw(6, 4 // groups, options["kernel"], seed=1),
+        "bias": draw(6, seed=2) if bias else None,
+    }
     compare(split, whole, {"x": draw(3, 4, 16), **given})
 
 
@@ -85,7 +106,9 @@ def test_a_line_in_groups_and_without_bias(ranks: Pools, groups: int, bias: bool
     run(ranks, (4,), halo_line, LINES["4 by 2"], groups, bias)
 
 
-def halo_plane(sizes: tuple[int, ...], cuts: tuple[tuple[int, ...], ...], along: tuple[dict[str, Any], ...]) -> None:
+def halo_plane(
+    sizes: tuple[int, ...], cuts: tuple[tuple[int, ...], ...], along: tuple[dict[str, Any], ...]
+) -> None:
     mesh, _ = make_mesh(sizes)
     windows = [window(**options) for options in along]
     stride, dilation = [w.stride for w in windows], [w.dilation for w in windows]
@@ -106,7 +129,10 @@ def halo_plane(sizes: tuple[int, ...], cuts: tuple[tuple[int, ...], ...], along:
         sides = [n for w in reversed(windows) for n in w.padding]
         return F.conv2d(F.pad(t["x"], sides), t["weight"], t["bias"], stride, 0, dilation)
 
-    given = {"weight": draw(4, 3, *(options["kernel"] for options in along), seed=1), "bias": draw(4, seed=2)}
+    given = {
+        "weight": draw(4, 3, *(options["kernel"] for options in along), seed=1),
+        "bias": draw(4, seed=2),
+    }
     compare(split, whole, {"x": draw(2, 3, 16, 8), **given})
 
 
@@ -126,22 +152,33 @@ CUTS = [
 
 @pytest.mark.parametrize(("sizes", "cuts"), CUTS)
 @pytest.mark.parametrize("plane", PLANES)
-def test_a_plane(ranks: Pools, sizes: tuple[int, ...], cuts: tuple[tuple[int, ...], ...], plane: str) -> None:
+def test_a_plane(
+    ranks: Pools, sizes: tuple[int, ...], cuts: tuple[tuple[int, ...], ...], plane: str
+) -> None:
     run(ranks, sizes, halo_plane, cuts, PLANES[plane])
 
 
 # --- The rule.
 
 
-def options(*args: Any, sizes: Sequence[int] = (2,), target: Any = aten.conv1d.default) -> dict[str, Strategy]:
+def options(
+    *args: Any, sizes: Sequence[int] = (2,), target: Any = aten.conv1d.default
+) -> dict[str, Strategy]:
     """Strategies by what they do to the input."""
     program = Program(row(target, *args))
-    return {str(s): s for s in strategies(program.rule, program.trains, True, sizes, lambda *_: True)}
+    return {
+        str(s): s for s in strategies(program.rule, program.trains, True, sizes, lambda *_: True)
+    }
 
 
 def cut_dims(found: dict[str, Strategy]) -> set[tuple[int, str | None]]:
     """The dims of space that some strategy cuts, and with which kernel."""
-    return {(t.dim, k) for s in found.values() for t, k in zip(s.ins[0], s.kernels, strict=True) if t.is_shard and t.dim >= 2}
+    return {
+        (t.dim, k)
+        for s in found.values()
+        for t, k in zip(s.ins[0], s.kernels, strict=True)
+        if t.is_shard and t.dim >= 2
+    }
 
 
 @pytest.mark.parametrize(
@@ -164,10 +201,14 @@ def cut_dims(found: dict[str, Strategy]) -> set[tuple[int, str | None]]:
         (4, 7, 1, 3, 1, "whole"),  # a halo longer than a chunk
     ],
 )
-def test_what_may_be_cut(length: int, kernel: int, stride: int, padding: int | str, dilation: int, expected: str | None) -> None:
+def test_what_may_be_cut(
+    length: int, kernel: int, stride: int, padding: int | str, dilation: int, expected: str | None
+) -> None:
     target = aten.conv1d.padding if isinstance(padding, str) else aten.conv1d.default
     given = [padding] if isinstance(padding, int) else padding
-    found = options(draw(4, 6, length), draw(4, 6, kernel), draw(4), [stride], given, [dilation], target=target)
+    found = options(
+        draw(4, 6, length), draw(4, 6, kernel), draw(4), [stride], given, [dilation], target=target
+    )
     assert cut_dims(found) == (set() if expected == "whole" else {(2, expected)})
 
 
@@ -182,7 +223,15 @@ def test_a_dim_may_be_cut_on_several_axes_until_its_chunks_are_shorter_than_the_
 
 
 def test_a_plane_is_cut_both_ways_and_the_weight_has_a_pending_gradient() -> None:
-    found = options(draw(4, 6, 8, 8), draw(4, 6, 3, 1), None, [1, 1], [1, 0], sizes=(2, 2), target=aten.conv2d.default)
+    found = options(
+        draw(4, 6, 8, 8),
+        draw(4, 6, 3, 1),
+        None,
+        [1, 1],
+        [1, 0],
+        sizes=(2, 2),
+        target=aten.conv2d.default,
+    )
     both = found["S2 S3, R R -> S2 S3"]
     assert both.kernels == ("conv_halo", None)
     assert both.factors == ("y0", "y1")
@@ -191,7 +240,14 @@ def test_a_plane_is_cut_both_ways_and_the_weight_has_a_pending_gradient() -> Non
 
 
 def test_patches_are_the_plain_operator() -> None:
-    found = options(draw(2, 4, 8, 16), draw(6, 4, 2, 4), draw(6), [2, 4], sizes=(2, 2), target=aten.conv2d.default)
+    found = options(
+        draw(2, 4, 8, 16),
+        draw(6, 4, 2, 4),
+        draw(6),
+        [2, 4],
+        sizes=(2, 2),
+        target=aten.conv2d.default,
+    )
     cutting = [s for s in found.values() if any(t.is_shard and t.dim >= 2 for t in s.ins[0])]
     assert {(S(i), S(j)) for i in (2, 3) for j in (2, 3)} <= {s.ins[0] for s in cutting}
     assert {k for s in cutting for k in s.kernels} == {None}
@@ -201,19 +257,58 @@ def test_what_neighbours_send_takes_no_less_than_an_all_to_all() -> None:
     """Empty messages are sent, too."""
     hop = Hop("links", 4, 1, latency=1e-6, bandwidth=1e9)
     assert seconds("shift", 1e6, Axis(4, (hop,))) == pytest.approx(1e-6 + 1e-3)
-    measured = Axis(4, (replace(hop, measured={"all_to_all": ((1.0, 0.5), (1e6, 1.0)), "send": ((1.0, 0.1), (1e6, 2.0))}),))
-    assert [seconds("shift", nbytes, measured) for nbytes in (1.0, 1e6)] == pytest.approx([0.5, 2.0])
+    measured = Axis(
+        4,
+        (
+            replace(
+                hop,
+                measured={"all_to_all": ((1.0, 0.5), (1e6, 1.0)), "send": ((1.0, 0.1), (1e6, 2.0))},
+            ),
+        ),
+    )
+    assert [seconds("shift", nbytes, measured) for nbytes in (1.0, 1e6)] == pytest.approx(
+        [0.5, 2.0]
+    )
 
 
 # --- Lowered calls: conv_halo for the strategies of a rule, on all ranks.
 
 CALLS = {
-    "conv1d": row(aten.conv1d.default, draw(4, 4, 8), draw(4, 4, 3, seed=1), draw(4, seed=2), [1], [1]),
-    "conv1d same": row(aten.conv1d.padding, draw(4, 4, 8), draw(4, 4, 4, seed=1), draw(4, seed=2), [1], "same"),
-    "conv2d": row(aten.conv2d.default, draw(2, 4, 8, 8), draw(4, 4, 3, 3, seed=1), None, [2, 2], [1, 1]),
-    "conv2d same": row(aten.conv2d.padding, draw(2, 4, 8, 8), draw(4, 4, 4, 3, seed=1), draw(4, seed=2), [1, 1], "same"),
-    "grouped": row(aten.conv2d.default, draw(2, 4, 8, 8), draw(8, 1, 3, 5, seed=1), draw(8, seed=2), [1, 1], [1, 2], [1, 1], 4),
-    "conv3d": row(aten.conv3d.default, draw(2, 2, 4, 4, 4), draw(2, 2, 3, 1, 2, seed=1), draw(2, seed=2), [1, 1, 2], [1, 0, 0]),
+    "conv1d": row(
+        aten.conv1d.default, draw(4, 4, 8), draw(4, 4, 3, seed=1), draw(4, seed=2), [1], [1]
+    ),
+    "conv1d same": row(
+        aten.conv1d.padding, draw(4, 4, 8), draw(4, 4, 4, seed=1), draw(4, seed=2), [1], "same"
+    ),
+    "conv2d": row(
+        aten.conv2d.default, draw(2, 4, 8, 8), draw(4, 4, 3, 3, seed=1), None, [2, 2], [1, 1]
+    ),
+    "conv2d same": row(
+        aten.conv2d.padding,
+        draw(2, 4, 8, 8),
+        draw(4, 4, 4, 3, seed=1),
+        draw(4, seed=2),
+        [1, 1],
+        "same",
+    ),
+    "grouped": row(
+        aten.conv2d.default,
+        draw(2, 4, 8, 8),
+        draw(8, 1, 3, 5, seed=1),
+        draw(8, seed=2),
+        [1, 1],
+        [1, 2],
+        [1, 1],
+        4,
+    ),
+    "conv3d": row(
+        aten.conv3d.default,
+        draw(2, 2, 4, 4, 4),
+        draw(2, 2, 3, 1, 2, seed=1),
+        draw(2, seed=2),
+        [1, 1, 2],
+        [1, 0, 0],
+    ),
 }
 
 
@@ -225,16 +320,29 @@ def lowered(sizes: tuple[int, ...], name: str) -> int:
     weights = draw(*output.shape, seed=3)
     wholes = [x.clone().requires_grad_() for x in program.tensors]
     expected = torch.autograd.grad(run_call(program.call, wholes), wholes, weights)
-    found = [s for s in strategies(program.rule, program.trains, True, sizes, lambda *_: True) if "conv_halo" in s.kernels]
+    found = [
+        s
+        for s in strategies(program.rule, program.trains, True, sizes, lambda *_: True)
+        if "conv_halo" in s.kernels
+    ]
 
     def check(part: torch.Tensor, layout: Layout, whole: torch.Tensor, strategy: Strategy) -> None:
         parts: list[Any] = [None] * mesh.size
         dist.all_gather_object(parts, part)
-        torch.testing.assert_close(join(parts, layout, sizes), whole, rtol=1e-10, atol=1e-10, msg=lambda m: f"{strategy}: {m}")
+        torch.testing.assert_close(
+            join(parts, layout, sizes),
+            whole,
+            rtol=1e-10,
+            atol=1e-10,
+            msg=lambda m: f"{strategy}: {m}",
+        )
 
     for strategy in found:
         SUMMANDS.manual_seed(0)  # pending sums are of random parts, the same on all ranks
-        pieces = [cut(x, layout, sizes)[place] for x, layout in zip(program.tensors, strategy.ins, strict=True)]
+        pieces = [
+            cut(x, layout, sizes)[place]
+            for x, layout in zip(program.tensors, strategy.ins, strict=True)
+        ]
         leaves = [piece.clone().requires_grad_() for piece in pieces]
         call = program.local(strategy, sizes)
         (y,) = run_call(call, [*leaves, mesh])  # type: ignore[list-item]
@@ -255,12 +363,18 @@ def test_lowered_calls(ranks: Pools, sizes: tuple[int, ...], name: str) -> None:
 
 
 class Net(nn.Module):
-    """Convolutions that keep the space, one that halves it, and a loss per place: nothing but sums has to see it whole."""
+    """Convolutions that keep the space, one that halves it, and a loss per place: nothing but sums
+    has to see it whole.
+    """
 
     def __init__(self, dims: int) -> None:
         super().__init__()
         conv = nn.Conv2d if dims == 2 else nn.Conv1d
-        self.first, self.second, self.third = conv(3, 8, 3, padding=1), conv(8, 8, 5, padding="same"), conv(8, 4, 3, 2, 1)
+        self.first, self.second, self.third = (
+            conv(3, 8, 3, padding=1),
+            conv(8, 8, 5, padding="same"),
+            conv(8, 4, 3, 2, 1),
+        )
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         y = F.gelu(self.first(x))
@@ -277,7 +391,9 @@ def network(dims: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
 
 def compiled_network(dims: int, options: dict[str, Any]) -> tuple[float, str, dict[str, NodePlan]]:
     model, sample = network(dims)
-    compiled = autopar.compile(copy.deepcopy(model), sample, dist.get_world_size(), progress=False, **options)
+    compiled = autopar.compile(
+        copy.deepcopy(model), sample, dist.get_world_size(), progress=False, **options
+    )
     error, name = worst(differences(model, sample, compiled))
     halos = {n: p for n, p in compiled.plan.nodes.items() if "conv_halo" in p.kernels}
     return error, name, halos
@@ -298,7 +414,9 @@ TWICE = dict.fromkeys(("first", "second"), "S2 S2")
         (1, 4, dict(mesh=(2, 2), constraints=TWICE)),
     ],
 )
-def test_equals_one_device(ranks: Pools, dims: int, world_size: int, options: dict[str, Any]) -> None:
+def test_equals_one_device(
+    ranks: Pools, dims: int, world_size: int, options: dict[str, Any]
+) -> None:
     for error, name, halos in ranks(world_size).run(compiled_network, dims, options):
         assert error < 1e-9, name
         assert len(halos) == len(options["constraints"])

@@ -1,4 +1,6 @@
-"""The captured graph, its fingerprint and the plan are those of the model alone, whatever Python's hash seed."""
+"""The captured graph, its fingerprint and the plan are those of the model alone, whatever Python's
+hash seed.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
-from autopar.planner import Traced
+from autopar.frontend.traced import Traced
 
 KINDS = {"sliding", "full", "global"}  # a set, as transformers has of the kinds of layers
 
@@ -27,7 +29,9 @@ class Rotary(nn.Module):
             self.register_buffer(f"{kind}_frequency", torch.linspace(0.1, 1.0, 4) * i)
 
     def forward(self, positions: torch.Tensor, kind: str) -> torch.Tensor:
-        return (positions[:, None] * getattr(self, f"{kind}_frequency")).cos() * torch.tensor([1.0, 2.0, 3.0, float(len(kind))])
+        return (positions[:, None] * getattr(self, f"{kind}_frequency")).cos() * torch.tensor(
+            [1.0, 2.0, 3.0, float(len(kind))]
+        )
 
 
 class Model(nn.Module):
@@ -51,14 +55,19 @@ def described() -> str:
     constants = [traced.state[i.target].tolist() for i in traced.inputs if i.kind == "constant"]
     plan = autopar.plan(model, x, 4, cluster="a100-sxm", progress=False)
     plan.timings.clear()
-    return f"{traced.fingerprint} {hashlib.sha256(repr((constants, traced.inputs, plan)).encode()).hexdigest()}"
+    return (
+        f"{traced.fingerprint} "
+        f"{hashlib.sha256(repr((constants, traced.inputs, plan)).encode()).hexdigest()}"
+    )
 
 
 def test_graph_and_plan_do_not_depend_on_the_hash_seed() -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", "import test_hash_seed; print(test_hash_seed.described())"]
     running = [
-        subprocess.Popen(command, env={**environment, "PYTHONHASHSEED": seed}, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            command, env={**environment, "PYTHONHASHSEED": seed}, stdout=subprocess.PIPE, text=True
+        )
         for seed in ("1", "3", "4")
     ]
     found = [process.communicate(timeout=200)[0].strip().splitlines()[-1] for process in running]

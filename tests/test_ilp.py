@@ -1,4 +1,6 @@
-"""The solver against the textbook: the same problem written anew as a mixed-integer program with PuLP, on a whole model."""
+"""The solver against the textbook: the same problem written anew as a mixed-integer program with
+PuLP, on a whole model.
+"""
 
 from __future__ import annotations
 
@@ -11,48 +13,80 @@ import pytest
 import zoo
 
 import autopar
-from autopar.analysis import Analysis
-from autopar.capture import capture
+from autopar.capture.capture import capture
 from autopar.cost_model import Cluster
-from autopar.passes.canonicalise import canonicalise
-from autopar.search.options import Axis, Options
-from autopar.search.problem import Problem, Weights
-from autopar.search.program import UnsolvedError
+from autopar.passes.canonical.canonicalise import canonicalise
+from autopar.rules.analysis import Analysis
+from autopar.search.ilp.problem import Problem, Weights
+from autopar.search.ilp.program import UnsolvedError
+from autopar.search.ilp.solve import Model, _Program
 from autopar.search.search import Search
-from autopar.search.shape import Shape
-from autopar.search.solve import Model, _Program
+from autopar.search.space.options import Axis, Options
+from autopar.search.space.shape import Shape
 
 
 def textbook(problem: Problem, weights: Weights) -> float:
-    """The least cost: one binary a choice; for each conversion one variable that it is paid, one that its result is kept for the backward
-    and one that it is made again there, each at least what any pair of a producer's and a reader's choices asks for.
+    """The least cost: one binary a choice; for each conversion one variable that it is paid, one
+    that its result is kept for the backward and one that it is made again there, each at least what
+    any pair of a producer's and a reader's choices asks for.
 
-    Bytes count at the price. A reader's need of what is not converted is a need of what the producer made.
+    Bytes count at the price. A reader's need of what is not converted is a need of what the
+    producer made.
     """
     program = pulp.LpProblem("sharding", pulp.LpMinimize)
-    vertices, second, byte = problem.vertices, float(weights.micro[0]), float(weights.price[0] * weights.flight[0])
-    x = [[program.add_variable(f"x_{v}_{k}", cat="Binary") for k in range(len(vertex.choices))] for v, vertex in enumerate(vertices)]
+    vertices, second, byte = (
+        problem.vertices,
+        float(weights.micro[0]),
+        float(weights.price[0] * weights.flight[0]),
+    )
+    x = [
+        [program.add_variable(f"x_{v}_{k}", cat="Binary") for k in range(len(vertex.choices))]
+        for v, vertex in enumerate(vertices)
+    ]
     cost = []
     for v, own in zip(vertices, x, strict=True):
         program += pulp.lpSum(own) == 1
-        each = second * (v.forward + v.backward) + weights.step[0] * v.step + byte * v.kept + weights.price[0] * v.state
+        each = (
+            second * (v.forward + v.backward)
+            + weights.step[0] * v.step
+            + byte * v.kept
+            + weights.price[0] * v.state
+        )
         cost += [float(v.count[0] * c) * b for c, b in zip(each, own, strict=True)]
 
     def wanting(v: int, p: int, layout: object, needed: bool) -> pulp.LpAffineExpression:
-        """Whether reader ``v`` wants a layout of operand ``p``; or wants it and needs it in the backward."""
+        """Whether reader ``v`` wants a layout of operand ``p``; or wants it and needs it in the
+        backward.
+        """
         labels = [vertices[v].ins[p][i] for i in vertices[v].in_of[p]]
-        return pulp.lpSum(b for b, (wanted, need) in zip(x[v], labels, strict=True) if wanted == layout and (need or not needed))
+        return pulp.lpSum(
+            b
+            for b, (wanted, need) in zip(x[v], labels, strict=True)
+            if wanted == layout and (need or not needed)
+        )
 
     def making(v: int, layout: object, there: bool) -> pulp.LpAffineExpression:
         labels = [vertices[v].outs[i] for i in vertices[v].out_of]
-        return pulp.lpSum(b for b, (made, kept) in zip(x[v], labels, strict=True) if made == layout and (kept or not there))
+        return pulp.lpSum(
+            b
+            for b, (made, kept) in zip(x[v], labels, strict=True)
+            if made == layout and (kept or not there)
+        )
 
     for g, group in enumerate(problem.groups):
         times = float(group.count[0])
-        for (source, s), (target, t) in ((a, b) for a in group.sources.items() for b in group.targets.items()):
-            made, there = making(group.producer, source, False), making(group.producer, source, True)
+        for (source, s), (target, t) in (
+            (a, b) for a in group.sources.items() for b in group.targets.items()
+        ):
+            made, there = (
+                making(group.producer, source, False),
+                making(group.producer, source, True),
+            )
             price = times * second * float(group.seconds[s, t])
-            paid, kept, again = (program.add_variable(f"{kind}_{g}_{s}_{t}", lowBound=0) for kind in ("paid", "kept", "again"))
+            paid, kept, again = (
+                program.add_variable(f"{kind}_{g}_{s}_{t}", lowBound=0)
+                for kind in ("paid", "kept", "again")
+            )
             again.cat = "Binary"
             cost += [price * paid, times * byte * float(group.nbytes[t]) * kept]
             if np.isfinite(group.again[s, t]):
@@ -83,7 +117,9 @@ def problem_of(name: str, recompute: str, ranks: int) -> Problem:
     model, sample = getattr(zoo, name)(batch=64)
     analysis = Analysis(canonicalise(capture(model, sample)))
     cpu = Cluster.load("cpu")
-    quick = replace(cpu, links=tuple(replace(link, latency=1e-6, bandwidth=1e10) for link in cpu.links))
+    quick = replace(
+        cpu, links=tuple(replace(link, latency=1e-6, bandwidth=1e10) for link in cpu.links)
+    )
     search = Search(analysis, quick, Options(ranks, recompute=recompute))
     return search.problem(Shape(1, (Axis("axis0", ranks),), 1), 64)
 
@@ -106,11 +142,15 @@ def test_same_optimum_at_a_price_of_memory() -> None:
     solution = Model(problem, weights).solution(60.0)
     assert solution.bill.recomputation[0] > 0
     assert solution.bill.kept[0] < fastest.bill.kept[0]
-    assert solution.value == pytest.approx(textbook(problem, weights), rel=1e-4)  # both branch to a gap
+    assert solution.value == pytest.approx(
+        textbook(problem, weights), rel=1e-4
+    )  # both branch to a gap
 
 
 def test_what_is_not_solved_in_time_is_noted_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shapes whose linear program has more columns than a limit stand for those that take longer than ``time_limit``."""
+    """Shapes whose linear program has more columns than a limit stand for those that take longer
+    than ``time_limit``.
+    """
     model, sample = zoo.mlp(batch=64, dropout=0.0)
     solve, sizes = _Program.solve, list[int]()
 
@@ -129,8 +169,15 @@ def test_what_is_not_solved_in_time_is_noted_or_refused(monkeypatch: pytest.Monk
     assert not [note for note in free.notes if note.startswith("not searched")]
     most = max(sizes) - 1
     without = planned()
-    assert [note for note in without.notes if note.startswith("not searched: ") and note.endswith("within time_limit=60 s")]
+    assert [
+        note
+        for note in without.notes
+        if note.startswith("not searched: ") and note.endswith("within time_limit=60 s")
+    ]
     assert without.step_time >= free.step_time
     most = -1
-    with pytest.raises(autopar.PlanError, match=r"no plan was found: not searched: mesh .*; the solver found no plan for them"):
+    with pytest.raises(
+        autopar.PlanError,
+        match=r"no plan was found: not searched: mesh .*; the solver found no plan for them",
+    ):
         planned()

@@ -1,4 +1,6 @@
-"""The kernels and collectives of a plan add up to its seconds, and each rank's share of a kernel to the whole."""
+"""The kernels and collectives of a plan add up to its seconds, and each rank's share of a kernel to
+the whole.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,17 @@ from megatron import batch as tokens
 from megatron import configuration, gpt, searched
 
 from autopar.cost_model import Cluster
-from autopar.planner import Traced
-from autopar.search.items import AGAIN_FORWARD, BACKWARD, FORWARD, STEP, items
+from autopar.frontend.traced import Traced
+from autopar.search.pricing.items import AGAIN_FORWARD, BACKWARD, FORWARD, STEP, items
 
 A100 = Cluster.load("a100-sxm")
 
 
 def added_up(found: Any) -> dict[str, np.ndarray]:
     """Seconds by phase and stage."""
-    phases = {phase: np.zeros(found.shape.stages) for phase in (FORWARD, BACKWARD, AGAIN_FORWARD, STEP)}
+    phases = {
+        phase: np.zeros(found.shape.stages) for phase in (FORWARD, BACKWARD, AGAIN_FORWARD, STEP)
+    }
     for item in items(found):
         taken = item.term.seconds if item.term else float(found.costs.compute.seconds(*item.work))
         phases[item.phase] += np.array(item.count) * taken
@@ -33,12 +37,18 @@ def traced() -> Traced:
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize(("tensor", "pipeline", "data"), [(1, 1, 1), (2, 1, 2), (4, 1, 1), (2, 2, 1), (1, 4, 1)])
-def test_items_add_up_to_the_seconds_of_a_plan(traced: Traced, tensor: int, pipeline: int, data: int, recompute: str) -> None:
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "data"), [(1, 1, 1), (2, 1, 2), (4, 1, 1), (2, 2, 1), (1, 4, 1)]
+)
+def test_items_add_up_to_the_seconds_of_a_plan(
+    traced: Traced, tensor: int, pipeline: int, data: int, recompute: str
+) -> None:
     asked = configuration(tensor, pipeline, data, 2) | dict(recompute=recompute)
     with searched(traced, 16, A100, **asked) as found:
         phases, bill = added_up(found), found.solution.bill
-    assert phases[FORWARD] + phases[BACKWARD] + phases[AGAIN_FORWARD] == pytest.approx(bill.forward + bill.backward, rel=1e-4)
+    assert phases[FORWARD] + phases[BACKWARD] + phases[AGAIN_FORWARD] == pytest.approx(
+        bill.forward + bill.backward, rel=1e-4
+    )
     if recompute == "full":
         assert phases[AGAIN_FORWARD] == pytest.approx(bill.recomputation, rel=1e-4)
         assert phases[AGAIN_FORWARD].sum() > 0
@@ -49,20 +59,38 @@ def test_items_add_up_to_the_seconds_of_a_plan(traced: Traced, tensor: int, pipe
 def test_kernels_that_communicate_add_up_too() -> None:
     """Batch norm over two ranks, composed of many kernels."""
     model, sample = zoo.cnn(batch=8, layers=2)
-    with searched(Traced(model, sample, None), 8, A100, world_size=2, parallel=dict(data=2), recompute="none", zero=0) as found:
+    with searched(
+        Traced(model, sample, None),
+        8,
+        A100,
+        world_size=2,
+        parallel=dict(data=2),
+        recompute="none",
+        zero=0,
+    ) as found:
         phases, bill = added_up(found), found.solution.bill
         norms = [n for n in found.analysis.graph.nodes if "batch_norm" in str(n.target)]
         assert any(any(found.choice(n).kernels) for n in norms)
-    assert phases[FORWARD] + phases[BACKWARD] == pytest.approx(bill.forward + bill.backward, rel=1e-4)
+    assert phases[FORWARD] + phases[BACKWARD] == pytest.approx(
+        bill.forward + bill.backward, rel=1e-4
+    )
 
 
 def test_tensor_parallel_ranks_share_the_products() -> None:
-    """On 4 ranks each product of Megatron's layer has a quarter of the FLOPs, and norms, dropouts and residuals are done by all."""
+    """On 4 ranks each product of Megatron's layer has a quarter of the FLOPs, and norms, dropouts
+    and residuals are done by all.
+    """
     model, sample = gpt(64, 4, 2, 32, 256), tokens(4, 32)
     work: dict[int, dict[tuple[str, str, str], float]] = {}
     for tensor in (1, 4):
-        with searched(Traced(model, sample, None, "fp16"), 4, A100, **configuration(tensor, 1, 1, 4)) as found:
-            kernels = [i for i in items(found) if i.term is None and i.node.meta.get("module", "").startswith("layers.")]
+        with searched(
+            Traced(model, sample, None, "fp16"), 4, A100, **configuration(tensor, 1, 1, 4)
+        ) as found:
+            kernels = [
+                i
+                for i in items(found)
+                if i.term is None and i.node.meta.get("module", "").startswith("layers.")
+            ]
             work[tensor] = {}
             for item in kernels:
                 key = item.node.name, item.phase, item.operator
@@ -77,9 +105,17 @@ def test_tensor_parallel_ranks_share_the_products() -> None:
 
 
 def test_pieces_of_a_tensor_are_joined_once() -> None:
-    """GPT-2's fused query, key and value: its backward joins three gradients, where slices by themselves would fill three tensors."""
+    """GPT-2's fused query, key and value: its backward joins three gradients, where slices by
+    themselves would fill three tensors.
+    """
     model, sample = zoo.gpt2()
     with searched(Traced(model, sample, None), 8, A100, world_size=1, recompute="none") as found:
-        joins = [i for i in items(found) if i.node.target is torch.ops.aten.slice.Tensor and i.phase == BACKWARD and i.operator == "cat"]
+        joins = [
+            i
+            for i in items(found)
+            if i.node.target is torch.ops.aten.slice.Tensor
+            and i.phase == BACKWARD
+            and i.operator == "cat"
+        ]
         layers = sum(name.endswith("c_attn.weight") for name in found.analysis.captured.state)
     assert sum(i.count[0] for i in joins) == layers

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from autopar.passes.join_slices import join_slices
+from autopar.passes.lowering.join_slices import join_slices
 
 aten = torch.ops.aten
 X = torch.randn(4, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -21,7 +21,9 @@ def program(bounds: list[tuple[int, int]], stages: list[int | None]) -> fx.Graph
     for number, ((start, end), stage) in enumerate(zip(bounds, stages, strict=True), 1):
         piece = graph.call_function(aten.slice.Tensor, (x, 1, start, end))
         piece.meta.update(stage=stage, val=X[:, start:end])
-        square = graph.call_function(aten.mul.Tensor, (graph.call_function(aten.mul.Tensor, (piece, piece)), float(number)))
+        square = graph.call_function(
+            aten.mul.Tensor, (graph.call_function(aten.mul.Tensor, (piece, piece)), float(number))
+        )
         part = graph.call_function(aten.sum.default, (square,))
         total = part if total is None else graph.call_function(aten.add.Tensor, (total, part))
     graph.output(total)
@@ -34,7 +36,9 @@ def gradient(module: fx.GraphModule) -> tuple[torch.Tensor, torch.Tensor]:
     return value, torch.autograd.grad(value, x)[0]
 
 
-@pytest.mark.parametrize("bounds", [[(0, 4), (4, 8), (8, 12)], [(8, 12), (0, 1), (1, 8)], [(0, 6), (6, 12)]])
+@pytest.mark.parametrize(
+    "bounds", [[(0, 4), (4, 8), (8, 12)], [(8, 12), (0, 1), (1, 8)], [(0, 6), (6, 12)]]
+)
 def test_pieces_of_a_whole_are_joined(bounds: list[tuple[int, int]]) -> None:
     module = program(bounds, [None] * len(bounds))
     expected = gradient(module)

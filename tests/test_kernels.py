@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from pool import Pools
 
-from autopar.runtime import kernels
-from autopar.runtime.collectives import redistribute
-from autopar.runtime.mesh import Mesh
-from autopar.runtime.random import Streams
+from autopar.runtime.communication.collectives import redistribute
+from autopar.runtime.communication.mesh import Mesh
+from autopar.runtime.kernels import kernels
+from autopar.runtime.kernels.random import Streams
 
 SIZES = ((1,), (2,), (4,), (2, 2))
 close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)
@@ -37,14 +37,28 @@ def convert(x: torch.Tensor, mesh: Mesh, axes: tuple[int, ...], src: str, dst: s
     return x
 
 
-def compare(split: Callable[[Tensors], torch.Tensor], whole: Callable[[Tensors], torch.Tensor], tensors: Tensors) -> None:
-    """The values, and the gradients of a random weighting of them, of ``split`` on all ranks and of ``whole`` on one."""
+def compare(
+    split: Callable[[Tensors], torch.Tensor],
+    whole: Callable[[Tensors], torch.Tensor],
+    tensors: Tensors,
+) -> None:
+    """The values, and the gradients of a random weighting of them, of ``split`` on all ranks and of
+    ``whole`` on one.
+    """
     results = []
     for function in (split, whole):
-        leaves = {k: None if t is None else t.clone().requires_grad_(t.is_floating_point()) for k, t in tensors.items()}
+        leaves = {
+            k: None if t is None else t.clone().requires_grad_(t.is_floating_point())
+            for k, t in tensors.items()
+        }
         y = function(leaves)
         (y * draw(*y.shape, seed=99)).sum().backward()
-        results.append((y.detach(), {k: t.grad for k, t in leaves.items() if t is not None and t.requires_grad}))
+        results.append(
+            (
+                y.detach(),
+                {k: t.grad for k, t in leaves.items() if t is not None and t.requires_grad},
+            )
+        )
     close(results[0][0], results[1][0])
     for name, grad in results[1][1].items():
         close(results[0][1][name], grad, msg=lambda m, name=name: f"gradient of {name}: {m}")
@@ -70,7 +84,10 @@ def test_cross_entropy_is_a_sum_over_a_count(ignore: int, smoothing: float, weig
     total = kernels.cross_entropy(logits, target, weight, ignore, smoothing)
     count = kernels.target_count(target, weight, ignore, dtype=torch.float64)
     flat = logits.flatten(0, 1), target.flatten(), weight
-    close(total, F.cross_entropy(*flat, ignore_index=ignore, label_smoothing=smoothing, reduction="sum"))
+    close(
+        total,
+        F.cross_entropy(*flat, ignore_index=ignore, label_smoothing=smoothing, reduction="sum"),
+    )
     close(total / count, F.cross_entropy(*flat, ignore_index=ignore, label_smoothing=smoothing))
 
 
@@ -83,9 +100,14 @@ def test_cross_entropy_without_targets_is_nan_as_in_torch() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_cross_entropy_of_many_tokens_does_not_overflow(dtype: torch.dtype) -> None:
-    logits, target = torch.zeros(40000, 16, dtype=dtype, requires_grad=True), torch.zeros(40000, dtype=torch.int64)
+    logits, target = (
+        torch.zeros(40000, 16, dtype=dtype, requires_grad=True),
+        torch.zeros(40000, dtype=torch.int64),
+    )
     total = kernels.cross_entropy(logits, target)
-    torch.testing.assert_close(total / kernels.target_count(target), torch.tensor(16.0).log(), rtol=1e-2, atol=0)
+    torch.testing.assert_close(
+        total / kernels.target_count(target), torch.tensor(16.0).log(), rtol=1e-2, atol=0
+    )
     total.backward()
     assert logits.grad is not None
     assert logits.grad.dtype == dtype
@@ -98,14 +120,22 @@ def vocabulary_loss(sizes: tuple[int, ...], ignore: int, smoothing: float, weigh
 
     def split(t: Tensors) -> torch.Tensor:
         local = convert(t["logits"], mesh, axes, "I", "S2")
-        return kernels.cross_entropy_vocabulary(local, target, weight, ignore, smoothing, mesh, axes)
+        return kernels.cross_entropy_vocabulary(
+            local, target, weight, ignore, smoothing, mesh, axes
+        )
 
-    compare(split, lambda t: kernels.cross_entropy(t["logits"], target, weight, ignore, smoothing), {"logits": draw(3, 4, 8) * 20})
+    compare(
+        split,
+        lambda t: kernels.cross_entropy(t["logits"], target, weight, ignore, smoothing),
+        {"logits": draw(3, 4, 8) * 20},
+    )
 
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize(("ignore", "smoothing", "weighted"), LOSSES)
-def test_cross_entropy_vocabulary(ranks: Pools, sizes: tuple[int, ...], ignore: int, smoothing: float, weighted: bool) -> None:
+def test_cross_entropy_vocabulary(
+    ranks: Pools, sizes: tuple[int, ...], ignore: int, smoothing: float, weighted: bool
+) -> None:
     run(ranks, sizes, vocabulary_loss, ignore, smoothing, weighted)
 
 
@@ -115,10 +145,14 @@ def vocabulary_loss_halves(sizes: tuple[int, ...]) -> None:
     exact = logits.double().requires_grad_()
     F.cross_entropy(exact, target, reduction="sum").backward()
     logits.requires_grad_()
-    loss = kernels.cross_entropy_vocabulary(convert(logits, mesh, axes, "I", "S1"), target, None, -100, 0.0, mesh, axes)
+    loss = kernels.cross_entropy_vocabulary(
+        convert(logits, mesh, axes, "I", "S1"), target, None, -100, 0.0, mesh, axes
+    )
     loss.backward()
     assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss.double(), F.cross_entropy(exact, target, reduction="sum"), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        loss.double(), F.cross_entropy(exact, target, reduction="sum"), rtol=1e-5, atol=0
+    )
     assert logits.grad is not None
     torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=1e-2, atol=1e-2)
 
@@ -130,9 +164,13 @@ def test_cross_entropy_vocabulary_in_bfloat16_with_large_logits(ranks: Pools) ->
 def out_of_range(sizes: tuple[int, ...]) -> None:
     mesh, axes = make_mesh(sizes)
     with pytest.raises(RuntimeError, match=r"target out of range: must be in \[0, 8\)"):
-        kernels.cross_entropy_vocabulary(draw(2, 4), torch.tensor([8, 0]), None, -100, 0.0, mesh, axes)
+        kernels.cross_entropy_vocabulary(
+            draw(2, 4), torch.tensor([8, 0]), None, -100, 0.0, mesh, axes
+        )
     with pytest.raises(RuntimeError, match=r"index out of range: must be in \[0, 8\)"):
-        kernels.embedding_vocabulary(draw(4, 2), torch.tensor([-1, 0]), None, False, False, mesh, axes)
+        kernels.embedding_vocabulary(
+            draw(4, 2), torch.tensor([-1, 0]), None, False, False, mesh, axes
+        )
 
 
 def test_an_index_that_no_rank_holds_is_an_error(ranks: Pools) -> None:
@@ -145,7 +183,9 @@ def embed(sizes: tuple[int, ...], padding: int | None) -> None:
     ids[0, :3] = 5
 
     def split(t: Tensors) -> torch.Tensor:
-        rows = kernels.embedding_vocabulary(convert(t["weight"], mesh, axes, "I", "S0"), ids, padding, False, False, mesh, axes)
+        rows = kernels.embedding_vocabulary(
+            convert(t["weight"], mesh, axes, "I", "S0"), ids, padding, False, False, mesh, axes
+        )
         return convert(rows, mesh, axes, "P", "I")
 
     compare(split, lambda t: F.embedding(ids, t["weight"], padding), {"weight": draw(8, 6)})
@@ -157,18 +197,33 @@ def test_embedding_vocabulary(ranks: Pools, sizes: tuple[int, ...], padding: int
     run(ranks, sizes, embed, padding)
 
 
-def batch_norm(sizes: tuple[int, ...], shape: tuple[int, ...], dim: int, affine: bool, training: bool) -> None:
+def batch_norm(
+    sizes: tuple[int, ...], shape: tuple[int, ...], dim: int, affine: bool, training: bool
+) -> None:
     mesh, axes = make_mesh(sizes)
     stats = [(draw(shape[1], seed=7), draw(shape[1], seed=8).abs()) for _ in range(2)]
 
     def split(t: Tensors) -> torch.Tensor:
         x = convert(t["x"], mesh, axes, "I", f"S{dim}")
-        weight, bias = (None if t[k] is None else convert(t[k], mesh, axes, "I", "R") for k in ("weight", "bias"))
-        return convert(kernels.sync_batch_norm(x, weight, bias, *stats[0], training, 0.3, 1e-5, mesh, axes), mesh, axes, f"S{dim}", "I")
+        weight, bias = (
+            None if t[k] is None else convert(t[k], mesh, axes, "I", "R")
+            for k in ("weight", "bias")
+        )
+        return convert(
+            kernels.sync_batch_norm(x, weight, bias, *stats[0], training, 0.3, 1e-5, mesh, axes),
+            mesh,
+            axes,
+            f"S{dim}",
+            "I",
+        )
 
     weight, bias = (draw(shape[1], seed=seed) if affine else None for seed in (1, 2))
     tensors = {"x": draw(*shape) * 3 + 50, "weight": weight, "bias": bias}
-    compare(split, lambda t: F.batch_norm(t["x"], *stats[1], t["weight"], t["bias"], training, 0.3, 1e-5), tensors)
+    compare(
+        split,
+        lambda t: F.batch_norm(t["x"], *stats[1], t["weight"], t["bias"], training, 0.3, 1e-5),
+        tensors,
+    )
     for ours, theirs in zip(*stats, strict=True):
         close(ours, theirs)
 
@@ -176,7 +231,14 @@ def batch_norm(sizes: tuple[int, ...], shape: tuple[int, ...], dim: int, affine:
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize(("shape", "dim"), [((8, 3), 0), ((4, 3, 4, 5), 0), ((2, 3, 4, 5), 2)])
 @pytest.mark.parametrize(("affine", "training"), [(True, True), (False, True), (True, False)])
-def test_sync_batch_norm(ranks: Pools, sizes: tuple[int, ...], shape: tuple[int, ...], dim: int, affine: bool, training: bool) -> None:
+def test_sync_batch_norm(
+    ranks: Pools,
+    sizes: tuple[int, ...],
+    shape: tuple[int, ...],
+    dim: int,
+    affine: bool,
+    training: bool,
+) -> None:
     run(ranks, sizes, batch_norm, shape, dim, affine, training)
 
 
@@ -187,17 +249,35 @@ def layer_norm(sizes: tuple[int, ...], dims: int, affine: tuple[bool, bool]) -> 
 
     def split(t: Tensors) -> torch.Tensor:
         local = convert(t["x"], mesh, axes, "I", "S2")
-        weight, bias = (None if t[k] is None else convert(t[k], mesh, axes, "I", f"S{dims - 1}") for k in ("weight", "bias"))
-        return convert(kernels.layer_norm_features(local, dims, weight, bias, 1e-5, mesh, axes), mesh, axes, "S2", "I")
+        weight, bias = (
+            None if t[k] is None else convert(t[k], mesh, axes, "I", f"S{dims - 1}")
+            for k in ("weight", "bias")
+        )
+        return convert(
+            kernels.layer_norm_features(local, dims, weight, bias, 1e-5, mesh, axes),
+            mesh,
+            axes,
+            "S2",
+            "I",
+        )
 
-    tensors = {k: draw(*shape, seed=seed) if given else None for k, seed, given in zip(("weight", "bias"), (1, 2), affine, strict=True)}
-    compare(split, lambda t: F.layer_norm(t["x"], shape, t["weight"], t["bias"], 1e-5), {"x": x, **tensors})
+    tensors = {
+        k: draw(*shape, seed=seed) if given else None
+        for k, seed, given in zip(("weight", "bias"), (1, 2), affine, strict=True)
+    }
+    compare(
+        split,
+        lambda t: F.layer_norm(t["x"], shape, t["weight"], t["bias"], 1e-5),
+        {"x": x, **tensors},
+    )
 
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("dims", [1, 2])
 @pytest.mark.parametrize("affine", [(True, True), (True, False), (False, False)])
-def test_layer_norm_features(ranks: Pools, sizes: tuple[int, ...], dims: int, affine: tuple[bool, bool]) -> None:
+def test_layer_norm_features(
+    ranks: Pools, sizes: tuple[int, ...], dims: int, affine: tuple[bool, bool]
+) -> None:
     run(ranks, sizes, layer_norm, dims, affine)
 
 
@@ -208,7 +288,11 @@ def halves_keep_their_dtype(sizes: tuple[int, ...]) -> None:
     y.sum().backward()
     assert x.grad is not None
     assert weight.grad is not None
-    assert (y.dtype, x.grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
+    assert (y.dtype, x.grad.dtype, weight.grad.dtype) == (
+        torch.bfloat16,
+        torch.bfloat16,
+        torch.float32,
+    )
 
 
 def test_normalisation_keeps_dtypes(ranks: Pools) -> None:
@@ -228,8 +312,12 @@ def mean(sizes: tuple[int, ...], dims: tuple[int, ...] | None, keepdim: bool) ->
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize(("dims", "keepdim"), [(None, False), ((1,), True), ((-2, 2), False), ((0, 1, 2), True)])
-def test_mean_split(ranks: Pools, sizes: tuple[int, ...], dims: tuple[int, ...] | None, keepdim: bool) -> None:
+@pytest.mark.parametrize(
+    ("dims", "keepdim"), [(None, False), ((1,), True), ((-2, 2), False), ((0, 1, 2), True)]
+)
+def test_mean_split(
+    ranks: Pools, sizes: tuple[int, ...], dims: tuple[int, ...] | None, keepdim: bool
+) -> None:
     run(ranks, sizes, mean, dims, keepdim)
 
 
@@ -238,11 +326,16 @@ def draws(sizes: tuple[int, ...], axes: tuple[int, ...], step: int) -> tuple:
     for _ in range(step):
         mesh.streams.next_step()
     torch.manual_seed(torch.distributed.get_rank())
-    expected_after = torch.rand(3, generator=torch.Generator().manual_seed(torch.distributed.get_rank()))
+    expected_after = torch.rand(
+        3, generator=torch.Generator().manual_seed(torch.distributed.get_rank())
+    )
     x = torch.ones(64)
     masks = [kernels.dropout(x, 0.5, True, mesh, node, axes) for node in (0, 1, 0)]
     q, k, v = draw(3, 1, 2, 8, 4).unbind(0)
-    attended = [kernels.attention(q, k, v, None, 0.5, True, None, False, mesh, node, axes) for node in (0, 1, 0)]
+    attended = [
+        kernels.attention(q, k, v, None, 0.5, True, None, False, mesh, node, axes)
+        for node in (0, 1, 0)
+    ]
     assert torch.equal(torch.rand(3), expected_after)  # the user's stream is untouched
     assert torch.equal(kernels.dropout(x, 0.5, False, mesh, 0, axes), x)
     plain = kernels.attention(q, k, v, None, 0.0, True, 0.7, False, mesh, 0, axes)

@@ -1,4 +1,6 @@
-"""The kernels that a call is said to launch, against torch's profiler, torch's own counts of FLOPs, and bytes by hand."""
+"""The kernels that a call is said to launch, against torch's profiler, torch's own counts of FLOPs,
+and bytes by hand.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from autopar.autograd import Answer, Autograd, Strided, contiguous
 from autopar.cost_model.device import WORK
-from autopar.launches import OTHER
+from autopar.kernel_trace.autograd import Answer, Autograd, Strided, contiguous
+from autopar.kernel_trace.launches import OTHER
 
 aten = torch.ops.aten
 f32 = torch.float32
@@ -59,10 +61,16 @@ def test_torch_launches_them(name: str) -> None:
     answer, given = ask(target, *args), [real(a) for a in args]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         out = target(*given)
-        torch.autograd.grad(out, [t for t in given if isinstance(t, torch.Tensor) and t.requires_grad], torch.ones_like(out))
+        torch.autograd.grad(
+            out,
+            [t for t in given if isinstance(t, torch.Tensor) and t.requires_grad],
+            torch.ones_like(out),
+        )
     ran = Counter({e.key.removeprefix("aten::"): e.count for e in profile.key_averages()})
     ours = Counter(launch.operator for launch in (*answer.forward, *answer.backward))
-    assert {k: ours[k] for k in LEAVES if ours[k]} == {k: ran[k] for k in LEAVES if ran[k] and k in ours}
+    assert {k: ours[k] for k in LEAVES if ours[k]} == {
+        k: ran[k] for k in LEAVES if ran[k] and k in ours
+    }
     assert set(ours) <= set(ran)
     assert {launch.kind for launch in (*answer.forward, *answer.backward)} <= set(WORK)
 
@@ -81,8 +89,12 @@ def test_what_is_read_and_written() -> None:
     """A linear layer of 128 rows, 16 to 24: y = x w + b; dx = dy w; dw = dy x; db = sum dy."""
     answer = ask(*_flat("linear"))
     x, w, b, y = (4 * n for n in (128 * 16, 24 * 16, 24, 128 * 24))
-    assert [sorted(launch.touched) for launch in answer.forward] == [sorted([(0, x), (1, w), (2, b), (-1, y)])]
-    backward = {launch.operator + str(launch.writes): sorted(launch.touched) for launch in answer.backward}
+    assert [sorted(launch.touched) for launch in answer.forward] == [
+        sorted([(0, x), (1, w), (2, b), (-1, y)])
+    ]
+    backward = {
+        launch.operator + str(launch.writes): sorted(launch.touched) for launch in answer.backward
+    }
     assert backward == {
         "mm0": sorted([(-1, y), (1, w), (0, x)]),
         "mm1": sorted([(-1, y), (0, x), (1, w)]),
@@ -94,12 +106,16 @@ def test_a_table_is_read_where_it_is_picked_from() -> None:
     (launch,) = ask(aten.embedding.default, c(50000, 16), c(8, dtype=torch.int64)).forward
     assert launch.nbytes == 2 * 8 * 16 * 4 + 8 * 8
     (launch,) = ask(aten.embedding.default, c(50000, 16), c(8, dtype=torch.int64)).backward
-    assert launch.nbytes == 50000 * 16 * 4 + 8 * 16 * 4 + 8 * 8  # the gradient of all of it is written
+    assert (
+        launch.nbytes == 50000 * 16 * 4 + 8 * 16 * 4 + 8 * 8
+    )  # the gradient of all of it is written
 
 
 def test_temporaries_are_neither_operand_nor_result() -> None:
     (launch,) = ask(aten.dropout.default, c(8, 16), 0.1, True).forward
-    assert sorted(launch.touched) == sorted([(0, 512), (-1, 512), (OTHER, 128)])  # the mask has a byte for each element
+    assert sorted(launch.touched) == sorted(
+        [(0, 512), (-1, 512), (OTHER, 128)]
+    )  # the mask has a byte for each element
 
 
 @pytest.mark.parametrize(
@@ -115,11 +131,16 @@ def test_flops_are_those_that_torch_counts(target: Any, args: tuple[Any, ...]) -
     with FlopCounterMode(display=False) as counter:
         target(*(real(a) for a in args)).sum().backward()
     answer = ask(target, *args)
-    assert sum(launch.flops for launch in (*answer.forward, *answer.backward)) == counter.get_total_flops()
+    assert (
+        sum(launch.flops for launch in (*answer.forward, *answer.backward))
+        == counter.get_total_flops()
+    )
 
 
 def test_each_group_of_a_convolution_sees_its_own_channels() -> None:
-    (launch,) = ask(aten.conv2d.default, c(2, 8, 12, 12), c(16, 2, 3, 3), None, [1, 1], [1, 1], [1, 1], 4).forward
+    (launch,) = ask(
+        aten.conv2d.default, c(2, 8, 12, 12), c(16, 2, 3, 3), None, [1, 1], [1, 1], [1, 1], 4
+    ).forward
     assert launch.flops == 2 * (2 * 16 * 12 * 12) * (2 * 3 * 3)
 
 

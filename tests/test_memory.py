@@ -1,4 +1,6 @@
-"""What the plan says each stage keeps for the backward is what autograd holds there in a run: to 2 %, at each stage of a 4-stage 1F1B."""
+"""What the plan says each stage keeps for the backward is what autograd holds there in a run: to 2
+%, at each stage of a 4-stage 1F1B.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import autopar
-from autopar.memory.live_bytes import LiveBytes
 from autopar.plan import Plan
-from autopar.runtime.stages import Stages
+from autopar.runtime.measure.live_bytes import LiveBytes
+from autopar.runtime.pipeline.stages import Stages
 
 STAGES = 4
 TENSOR = dict(tensor=dict(size=2, mode="1d"))
@@ -36,14 +38,29 @@ class LossOnly(torch.nn.Module):
 def gpt() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     """Eight layers, with activations that dominate parameters."""
     torch.manual_seed(0)
-    sizes = dict(n_embd=64, n_layer=8, n_head=4, vocab_size=256, n_positions=64, bos_token_id=0, eos_token_id=0)
+    sizes = dict(
+        n_embd=64,
+        n_layer=8,
+        n_head=4,
+        vocab_size=256,
+        n_positions=64,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     model = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.1, embd_pdrop=0.0, attn_pdrop=0.0))
-    return LossOnly(model), dict(ids=torch.randint(0, 256, (16, 64), generator=torch.Generator().manual_seed(1)))
+    return LossOnly(model), dict(
+        ids=torch.randint(0, 256, (16, 64), generator=torch.Generator().manual_seed(1))
+    )
 
 
 def plan(recompute: str, world: int, parallel: dict[str, Any]) -> Plan:
     """For "auto" there are three quarters of the memory that keeping everything takes."""
-    options: dict[str, Any] = dict(parallel=dict(pipeline=STAGES, **parallel), micro_batch_size=2, schedule="1f1b", progress=False)
+    options: dict[str, Any] = dict(
+        parallel=dict(pipeline=STAGES, **parallel),
+        micro_batch_size=2,
+        schedule="1f1b",
+        progress=False,
+    )
     model, sample = gpt()
     whole = autopar.plan(model, sample, world, recompute="none", **options)
     if recompute == "none":
@@ -55,7 +72,9 @@ def plan(recompute: str, world: int, parallel: dict[str, Any]) -> Plan:
 
 
 def settled(live: LiveBytes) -> int:
-    """What stays: a collective's own thread may let go of its tensors a little later than the collective is done."""
+    """What stays: a collective's own thread may let go of its tensors a little later than the
+    collective is done.
+    """
     least = live.alive()
     for _ in range(20):
         time.sleep(0.01)
@@ -75,8 +94,12 @@ def measure(plan: Plan) -> None:
         copies.append(settled(live) - sum(t.nbytes for t in received))
         sent, loss = forward(self, index, number, received)
         # What was sent may still be on its way; here no backward needs it, being a sum.
-        on_its_way.extend((StorageWeakRef(t.untyped_storage()), t.untyped_storage().nbytes()) for t in sent)
-        held.append(settled(live) - sum(nbytes for storage, nbytes in on_its_way if not storage.expired()))
+        on_its_way.extend(
+            (StorageWeakRef(t.untyped_storage()), t.untyped_storage().nbytes()) for t in sent
+        )
+        held.append(
+            settled(live) - sum(nbytes for storage, nbytes in on_its_way if not storage.expired())
+        )
         return sent, loss
 
     with mock.patch.object(Stages, "_forward", counted):
@@ -85,7 +108,8 @@ def measure(plan: Plan) -> None:
             compiled(**sample).backward()
     stage = dist.get_rank() // (plan.world_size // STAGES)
     said = plan.stages[stage].kept * plan.stages[stage].in_flight
-    # Before the first backward there are no gradients yet: just what the microbatches in flight keep.
+    # Before the first backward there are no gradients yet: just what the microbatches in flight
+    # keep.
     warm = held[plan.stages[stage].in_flight - 1] - copies[0]
     assert abs(warm - said) <= 0.02 * said, (stage, warm, said)
 

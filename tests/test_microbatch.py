@@ -31,8 +31,13 @@ class Weighted(nn.Module):
 def differences(options: dict[str, Any]) -> tuple[float, float]:
     """Of the loss and of the gradient."""
     torch.manual_seed(0)
-    model, sample = Weighted().double(), dict(x=torch.randn(8, 8).double(), y=torch.randint(8, (8,)))
-    compiled = autopar.compile(copy.deepcopy(model), sample, dist.get_world_size(), progress=False, **options)
+    model, sample = (
+        Weighted().double(),
+        dict(x=torch.randn(8, 8).double(), y=torch.randint(8, (8,))),
+    )
+    compiled = autopar.compile(
+        copy.deepcopy(model), sample, dist.get_world_size(), progress=False, **options
+    )
     expected, found = model(**sample), compiled(**sample)
     expected.backward()
     found.backward()
@@ -42,7 +47,10 @@ def differences(options: dict[str, Any]) -> tuple[float, float]:
 
 @pytest.mark.parametrize(
     "options",
-    [dict(parallel=dict(tensor=dict(size=2, mode="1d")), constraints={"weights": "S0"}), dict(parallel=dict(data=2))],
+    [
+        dict(parallel=dict(tensor=dict(size=2, mode="1d")), constraints={"weights": "S0"}),
+        dict(parallel=dict(data=2)),
+    ],
     ids=["cut", "whole"],
 )
 def test_class_weights_are_counted_whole(ranks: Pools, options: dict[str, Any]) -> None:

@@ -1,4 +1,6 @@
-"""Graphs captured in another dtype compute, to the bit, what the model does by hand with the casts that mixed precision means."""
+"""Graphs captured in another dtype compute, to the bit, what the model does by hand with the casts
+that mixed precision means.
+"""
 
 from __future__ import annotations
 
@@ -11,25 +13,33 @@ import torch.nn.functional as F
 import zoo
 from torch import nn
 
-from autopar.capture import Captured, capture
-from autopar.passes.canonicalise import canonicalise
-from autopar.runtime import kernels
+from autopar.capture.capture import capture
+from autopar.ir.captured import Captured
+from autopar.passes.canonical.canonicalise import canonicalise
+from autopar.runtime.kernels import kernels
 
 aten = torch.ops.aten
 BATCH, WIDTH = 8, 4
 
 
-def traced(model: nn.Module, sample: Any, dtype: torch.dtype = torch.bfloat16, loss_fn: Any = None) -> Captured:
+def traced(
+    model: nn.Module, sample: Any, dtype: torch.dtype = torch.bfloat16, loss_fn: Any = None
+) -> Captured:
     torch.manual_seed(0)
     return canonicalise(capture(model, sample, loss_fn, dtype))
 
 
 def run(captured: Captured, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The graph on the model's state, cast as the runtime does: parameters to the dtype of their placeholders."""
+    """The graph on the model's state, cast as the runtime does: parameters to the dtype of their
+    placeholders.
+    """
     placeholders = zip(captured.graph.find_nodes(op="placeholder"), captured.inputs, strict=True)
     dtypes = {i.target: n.meta["val"].dtype for n, i in placeholders}
     own = captured.state
-    captured.state = {n: t.detach().to(dtypes[n]) if isinstance(t, nn.Parameter) and n in dtypes else t for n, t in own.items()}
+    captured.state = {
+        n: t.detach().to(dtypes[n]) if isinstance(t, nn.Parameter) and n in dtypes else t
+        for n, t in own.items()
+    }
     try:
         return zoo.run(captured, *args, **kwargs)
     finally:
@@ -55,7 +65,8 @@ class Linear(nn.Module):
         return F.linear(x.to(dtype), self.body.weight.to(dtype), self.body.bias.to(dtype))
 
 
-# -- the loss --------------------------------------------------------------------------------------------------------------------------
+# -- the loss
+# --------------------------------------------------------------------------------------------------------------------------
 
 CLASSES = torch.randint(WIDTH, (BATCH,), generator=torch.Generator().manual_seed(1))
 WEIGHTS = torch.rand(WIDTH, generator=torch.Generator().manual_seed(2))
@@ -63,7 +74,10 @@ SOFT = torch.rand(BATCH, WIDTH, generator=torch.Generator().manual_seed(3))
 LOSSES: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], torch.Tensor]] = {
     "cross entropy": (lambda x, y: F.cross_entropy(x, y), CLASSES),
     "its sum": (lambda x, y: F.cross_entropy(x, y, reduction="sum", label_smoothing=0.1), CLASSES),
-    "weighted": (lambda x, y: F.cross_entropy(x, y, torch.arange(1.0, 5.0, dtype=x.dtype)), CLASSES),
+    "weighted": (
+        lambda x, y: F.cross_entropy(x, y, torch.arange(1.0, 5.0, dtype=x.dtype)),
+        CLASSES,
+    ),
     "of each sample": (lambda x, y: F.cross_entropy(x, y, reduction="none").mean(), CLASSES),
     "nll": (lambda x, y: F.nll_loss(F.log_softmax(x, -1), y), CLASSES),
     "mse": (lambda x, y: F.mse_loss(x, y.to(x.dtype)), SOFT),
@@ -97,7 +111,9 @@ def test_the_loss_is_computed_in_float32(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", ["cross entropy", "its sum", "weighted", "nll"])
 def test_a_cast_hides_no_cross_entropy(name: str) -> None:
     loss_fn, y = LOSSES[name]
-    captured = traced(Linear(), (torch.randn(BATCH, WIDTH), y), loss_fn=lambda out, batch: loss_fn(out, batch[1]))
+    captured = traced(
+        Linear(), (torch.randn(BATCH, WIDTH), y), loss_fn=lambda out, batch: loss_fn(out, batch[1])
+    )
     assert kernels.cross_entropy in {n.target for n in captured.graph.nodes}
     assert not captured.notes
 
@@ -109,14 +125,19 @@ def test_what_is_made_of_a_loss_is_in_float32_too() -> None:
 
     model, x = Linear(), torch.randn(BATCH, WIDTH)
     outputs, _ = run(traced(model, (x, CLASSES), loss_fn=loss_fn), x, CLASSES)
-    torch.testing.assert_close(outputs["loss"], loss_fn(model.by_hand(x).float(), (x, CLASSES)), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        outputs["loss"], loss_fn(model.by_hand(x).float(), (x, CLASSES)), rtol=1e-6, atol=0
+    )
 
 
-# -- inputs and buffers ----------------------------------------------------------------------------------------------------------------
+# -- inputs and buffers
+# ----------------------------------------------------------------------------------------------------------------
 
 
 class Frequencies(Linear):
-    """Rotary frequencies, cast up by the model before they are used, and a table that is used as it is."""
+    """Rotary frequencies, cast up by the model before they are used, and a table that is used as it
+    is.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +159,12 @@ def test_a_buffer_or_input_that_the_model_casts_up_is_not_rounded_before() -> No
     expected = model.by_hand(x.bfloat16() * angle.cos().bfloat16() + model.table.bfloat16())  # type: ignore[operator]
     assert torch.equal(outputs["y"], expected)
     assert set(dtypes(captured).values()) == {torch.bfloat16, torch.float32}
-    assert {name for name, d in dtypes(captured).items() if d == torch.float32} == {"frequency", "table", "x", "place"}
+    assert {name for name, d in dtypes(captured).items() if d == torch.float32} == {
+        "frequency",
+        "table",
+        "x",
+        "place",
+    }
     assert not captured.stored
 
 
@@ -167,7 +193,9 @@ def test_statistics_that_the_forward_writes_stay_in_float32() -> None:
     mean = model.mean.clone().mul_(0.9).add_(y.mean(0), alpha=0.1)  # type: ignore[operator]
     assert updates["mean"].dtype == torch.float32
     assert torch.equal(updates["mean"], mean)
-    assert torch.equal(updates["second"], model.second.addmm(y.float().T, y.float(), beta=0.9, alpha=0.1))  # type: ignore[operator]
+    assert torch.equal(
+        updates["second"], model.second.addmm(y.float().T, y.float(), beta=0.9, alpha=0.1)
+    )  # type: ignore[operator]
     assert torch.equal(outputs["z"], model.by_hand(y - mean.bfloat16()))
 
 
@@ -184,23 +212,38 @@ class Normalised(nn.Module):
 @pytest.mark.parametrize(
     ("stored", "compute", "within"),
     [
-        (torch.float32, torch.bfloat16, torch.bfloat16),  # torch's operator takes an input in half precision beside float32
+        (
+            torch.float32,
+            torch.bfloat16,
+            torch.bfloat16,
+        ),  # torch's operator takes an input in half precision beside float32
         (torch.float32, torch.float16, torch.float16),
         (torch.float64, torch.float32, torch.float64),  # and no other mixture
         (torch.float64, torch.bfloat16, torch.float64),
         (torch.bfloat16, torch.float32, torch.bfloat16),
     ],
 )
-def test_batch_norm_keeps_its_tensors(stored: torch.dtype, compute: torch.dtype, within: torch.dtype) -> None:
+def test_batch_norm_keeps_its_tensors(
+    stored: torch.dtype, compute: torch.dtype, within: torch.dtype
+) -> None:
     model, x = Normalised(stored), torch.randn(BATCH, WIDTH, dtype=stored)
     captured = traced(model, x, compute)
     found = dtypes(captured)
-    assert {found[f"norm.{n}"] for n in ("weight", "bias", "running_mean", "running_var")} == {stored}
+    assert {found[f"norm.{n}"] for n in ("weight", "bias", "running_mean", "running_var")} == {
+        stored
+    }
     assert found["body.body.weight"] == compute
     assert any("BatchNorm" in note for note in captured.notes)
     mean, var = model.norm.running_mean.clone(), model.norm.running_var.clone()  # type: ignore[union-attr]
     outputs, _ = run(captured, x)
-    y = F.batch_norm(model.body.by_hand(x, compute).to(within), mean, var, model.norm.weight, model.norm.bias, True).to(compute)
+    y = F.batch_norm(
+        model.body.by_hand(x, compute).to(within),
+        mean,
+        var,
+        model.norm.weight,
+        model.norm.bias,
+        True,
+    ).to(compute)
     assert torch.equal(outputs["y"], model.body.by_hand(y, compute))
     assert torch.equal(model.norm.running_mean, mean)  # type: ignore[arg-type]
     assert torch.equal(model.norm.running_var, var)  # type: ignore[arg-type]
@@ -208,7 +251,10 @@ def test_batch_norm_keeps_its_tensors(stored: torch.dtype, compute: torch.dtype,
 
 def test_a_dtype_that_is_the_models_changes_nothing() -> None:
     model, sample = zoo.llama()
-    plain, same = canonicalise(capture(model, sample)), canonicalise(capture(model, sample, dtype=torch.float32))
+    plain, same = (
+        canonicalise(capture(model, sample)),
+        canonicalise(capture(model, sample, dtype=torch.float32)),
+    )
     assert same.fingerprint == plain.fingerprint
     assert [(n.name, n.target, n.args) for n in same.graph.nodes if n.op == "placeholder"] == [
         (n.name, n.target, n.args) for n in plain.graph.nodes if n.op == "placeholder"
@@ -220,8 +266,12 @@ def test_the_fingerprint_knows_the_dtype_of_parameters() -> None:
 
     def fingerprint(stored: torch.dtype, compute: torch.dtype | None) -> str:
         model = nn.Sequential(nn.Embedding(8, WIDTH), nn.Linear(WIDTH, WIDTH)).to(stored)
-        return canonicalise(capture(model, ids, lambda out, _: out.float().mean(), compute)).fingerprint
+        return canonicalise(
+            capture(model, ids, lambda out, _: out.float().mean(), compute)
+        ).fingerprint
 
-    kinds = [(s, c) for s in (torch.float32, torch.bfloat16) for c in (torch.float32, torch.bfloat16)]
+    kinds = [
+        (s, c) for s in (torch.float32, torch.bfloat16) for c in (torch.float32, torch.bfloat16)
+    ]
     assert len({fingerprint(*kind) for kind in kinds}) == len(kinds)
     assert fingerprint(torch.float32, None) == fingerprint(torch.float32, torch.float32)

@@ -1,4 +1,6 @@
-"""Left free, the planner takes a mode of tensor and sequence parallelism where that is faster, and only there."""
+"""Left free, the planner takes a mode of tensor and sequence parallelism where that is faster, and
+only there.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,19 @@ from pool import Pools
 import autopar
 from autopar.cost_model import Cluster
 from autopar.errors import BudgetError
-from autopar.planner import Traced
+from autopar.frontend.traced import Traced
 from autopar.rules import Option
-from autopar.search.modes import _MODES, Mode, Operation, alternatives, grid
-from autopar.search.options import Options, mesh_of
 from autopar.search.outer import SIMPLER
 from autopar.search.search import Search
-from autopar.search.shape import Shape
+from autopar.search.space.modes import _MODES, Mode, Operation, alternatives, grid
+from autopar.search.space.options import Options, mesh_of
+from autopar.search.space.shape import Shape
 
 
 def _long_llama() -> tuple[torch.nn.Module, dict[str, Any]]:
-    """One sequence of 32768 tokens through a Llama block of 12 heads, which 16 ranks cannot share out."""
+    """One sequence of 32768 tokens through a Llama block of 12 heads, which 16 ranks cannot share
+    out.
+    """
     config = transformers.LlamaConfig(
         vocab_size=8000, hidden_size=1536, intermediate_size=4096, num_hidden_layers=2, num_attention_heads=12, num_key_value_heads=12,
         max_position_embeddings=32768,
@@ -52,7 +56,11 @@ def test_a_faster_mode_is_chosen(case: str) -> None:
     named = autopar.plan(model, sample, ranks, parallel=parallel, **options)
     assert list(found.modes) == [parallel["tensor"]["mode"]]
     assert found.step_time == pytest.approx(named.step_time, rel=1e-6)
-    assert (found.nodes, found.parameters, found.conversions) == (named.nodes, named.parameters, named.conversions)
+    assert (found.nodes, found.parameters, found.conversions) == (
+        named.nodes,
+        named.parameters,
+        named.conversions,
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("autopar.search.outer.modes", lambda: ())
         plain = autopar.plan(model, sample, ranks, **options)
@@ -63,7 +71,9 @@ def test_a_faster_mode_is_chosen(case: str) -> None:
         assert "ring" in found.report()
 
 
-TIGHT: dict[str, Any] = dict(cluster="a100-sxm", progress=False, recompute="none", memory_budget=1.15e6)
+TIGHT: dict[str, Any] = dict(
+    cluster="a100-sxm", progress=False, recompute="none", memory_budget=1.15e6
+)
 
 
 def _too_wide() -> tuple[torch.nn.Module, dict[str, Any]]:
@@ -102,13 +112,17 @@ def test_none_of_the_modes_compared_is_faster(name: str) -> None:
     model, sample = getattr(zoo, name)()
     found = autopar.plan(model, sample, 4, cluster="a100-sxm", progress=False)
     rows = autopar.compare_modes(model, sample, 4, cluster="a100-sxm", progress=False).entries
-    assert SIMPLER * found.step_time <= min(row.plan.step_time for row in rows if row.plan is not None)
+    assert SIMPLER * found.step_time <= min(
+        row.plan.step_time for row in rows if row.plan is not None
+    )
 
 
 class Eager(Mode):
     """Rows over all ranks: what data parallelism does, too."""
 
-    def groups(self, rank: int, world_size: int, data: int, pipeline: int, tensor: int) -> dict[str, list[int]]:
+    def groups(
+        self, rank: int, world_size: int, data: int, pipeline: int, tensor: int
+    ) -> dict[str, list[int]]:
         return grid(rank, {"rows": tensor})
 
     def allows(self, operation: Operation, split: Mapping[str, Option]) -> bool:
@@ -122,7 +136,9 @@ class Refusing(Eager):
 
 @pytest.mark.parametrize("mode", [Eager, Refusing])
 def test_a_users_own_mode_is_tried(mode: type[Mode], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is no better than what there is changes nothing, nor does one that the model cannot be run in."""
+    """One that is no better than what there is changes nothing, nor does one that the model cannot
+    be run in.
+    """
     model, sample = zoo.mlp()
     before = autopar.plan(model, sample, 4, cluster="cpu", progress=False)
     monkeypatch.setitem(_MODES, "own", mode)
@@ -141,7 +157,9 @@ def test_a_users_own_mode_is_tried(mode: type[Mode], monkeypatch: pytest.MonkeyP
 
 def test_depth_is_left_open() -> None:
     """Every number of squares that so many ranks make."""
-    found = {size: [mode.depth for mode in alternatives("2.5d", size)] for size in (4, 8, 10, 16, 32)}  # type: ignore[attr-defined]
+    found = {
+        size: [mode.depth for mode in alternatives("2.5d", size)] for size in (4, 8, 10, 16, 32)
+    }  # type: ignore[attr-defined]
     assert found == {4: [], 8: [2], 10: [], 16: [4], 32: [2, 8]}
     meshes = Options(32, dict(tensor=dict(size=32, mode="2.5d"))).meshes(1)
     assert [{a.name: a.size for a in axes} for axes in meshes] == [

@@ -24,7 +24,9 @@ class Rows(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(m for _ in range(6) for m in (nn.Linear(WIDTH, WIDTH), nn.GELU())))
+        self.layers = nn.Sequential(
+            *(m for _ in range(6) for m in (nn.Linear(WIDTH, WIDTH), nn.GELU()))
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x).square().mean()
@@ -35,7 +37,9 @@ def attention(length: int) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def rows(count: int) -> tuple[nn.Module, dict[str, Any]]:
-    return Rows(), {"x": torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(0))}  # the same on all ranks
+    return Rows(), {
+        "x": torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(0))
+    }  # the same on all ranks
 
 
 def _step(which: str, size: int, options: dict[str, Any]) -> float:
@@ -46,7 +50,10 @@ def _step(which: str, size: int, options: dict[str, Any]) -> float:
 
 def test_two_dimensions_hold_what_one_does_not(ranks: Pools) -> None:
     asked: dict[str, dict[str, Any]] = {
-        mode: dict(cluster="cpu", parallel=dict(tensor=dict(size=4, mode=mode)), micro_batch_size=4096) for mode in ("1d", "2d")
+        mode: dict(
+            cluster="cpu", parallel=dict(tensor=dict(size=4, mode=mode)), micro_batch_size=4096
+        )
+        for mode in ("1d", "2d")
     }
     least: dict[str, float] = {}
     for mode, options in asked.items():
@@ -57,7 +64,9 @@ def test_two_dimensions_hold_what_one_does_not(ranks: Pools) -> None:
     budget = (least["1d"] + least["2d"]) / 2
     with pytest.raises(BudgetError):
         autopar.plan(*rows(4096), 4, memory_budget=budget, progress=False, **asked["1d"])
-    measured = ranks(4).run(_step, "rows", 4096, dict(asked["2d"], memory_budget=budget), timeout=120)
+    measured = ranks(4).run(
+        _step, "rows", 4096, dict(asked["2d"], memory_budget=budget), timeout=120
+    )
     assert max(measured) <= 1.02 * budget
 
 
@@ -66,34 +75,67 @@ def test_a_ring_holds_a_sequence_that_one_rank_does_not(ranks: Pools) -> None:
     alone = autopar.plan(*attention(2048), 1, cluster="cpu", recompute="none", progress=False)
     budget = 0.7 * max(alone.peak_memory)
     with pytest.raises(BudgetError):
-        autopar.plan(*attention(2048), 1, cluster="cpu", memory_budget=budget, recompute="none", progress=False)
-    ring: dict[str, Any] = dict(cluster="cpu", parallel=dict(tensor=dict(size=4, **RINGS)), recompute="none", zero=0)
-    found = {length: max(ranks(4).run(_step, "attention", length, ring, timeout=120)) for length in (1024, 2048, 4096)}
+        autopar.plan(
+            *attention(2048),
+            1,
+            cluster="cpu",
+            memory_budget=budget,
+            recompute="none",
+            progress=False,
+        )
+    ring: dict[str, Any] = dict(
+        cluster="cpu", parallel=dict(tensor=dict(size=4, **RINGS)), recompute="none", zero=0
+    )
+    found = {
+        length: max(ranks(4).run(_step, "attention", length, ring, timeout=120))
+        for length in (1024, 2048, 4096)
+    }
     whole = BATCH * 1024 * WIDTH * 4  # bytes of what every rank is given of so many tokens
     assert found[2048] < budget
     first, second = found[2048] - found[1024], found[4096] - found[2048]
     assert second == pytest.approx(2 * first, rel=0.05)  # a line
-    two: dict[str, Any] = dict(cluster="cpu", parallel=dict(tensor=dict(size=2, mode="sequence", ring=2)), recompute="none", zero=0)
-    half = {length: max(ranks(2).run(_step, "attention", length, two, timeout=120)) for length in (1024, 2048)}
+    two: dict[str, Any] = dict(
+        cluster="cpu",
+        parallel=dict(tensor=dict(size=2, mode="sequence", ring=2)),
+        recompute="none",
+        zero=0,
+    )
+    half = {
+        length: max(ranks(2).run(_step, "attention", length, two, timeout=120))
+        for length in (1024, 2048)
+    }
     each = half[2048] - half[1024] - whole
-    assert each == pytest.approx(second - 2 * whole, rel=0.1)  # as long a part of the sequence on each rank
+    assert each == pytest.approx(
+        second - 2 * whole, rel=0.1
+    )  # as long a part of the sequence on each rank
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks_", "width", "layers"), [(4, 3072, 26), (16, 5120, 38)], ids=["3B on 4", "12B on 16"])
+@pytest.mark.parametrize(
+    ("ranks_", "width", "layers"), [(4, 3072, 26), (16, 5120, 38)], ids=["3B on 4", "12B on 16"]
+)
 def test_what_the_paper_says_fits_p100s(ranks_: int, width: int, layers: int) -> None:
-    """3 billion parameters on 4 and 12 billion on 16 GPUs of 16 GB, batch 16, in 2D without ZeRO or offload (Colossal-AI): with AdamW in
-    float32 they do, if some is computed again."""
+    """3 billion parameters on 4 and 12 billion on 16 GPUs of 16 GB, batch 16, in 2D without ZeRO or
+    offload (Colossal-AI): with AdamW in float32 they do, if some is computed again."""
     with torch.device("meta"):
         drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        sizes = dict(n_embd=width, n_layer=layers, n_head=width // 64, vocab_size=51200, n_positions=512)
+        sizes = dict(
+            n_embd=width, n_layer=layers, n_head=width // 64, vocab_size=51200, n_positions=512
+        )
         model = hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, **drops, use_cache=False))  # type: ignore[arg-type]
         tokens = torch.zeros(16, 512, dtype=torch.long)
     options: dict[str, Any] = dict(cluster="p100", zero=0, micro_batch_size=16, progress=False)
     plan = autopar.plan(
-        model, {"input_ids": tokens, "labels": tokens}, ranks_, parallel=dict(tensor=dict(size=ranks_, mode="2d")), **options
+        model,
+        {"input_ids": tokens, "labels": tokens},
+        ranks_,
+        parallel=dict(tensor=dict(size=ranks_, mode="2d")),
+        **options,
     )
-    print(f"{sum(p.numel() for p in model.parameters()) / 1e9:.1f} billion parameters on {ranks_} ranks\n{plan.report()[:1800]}")
+    print(
+        f"{sum(p.numel() for p in model.parameters()) / 1e9:.1f} billion parameters on {ranks_} "
+        f"ranks\n{plan.report()[:1800]}"
+    )
     assert max(plan.peak_memory) <= 16e9
     assert plan.recomputed
     with pytest.raises(BudgetError):

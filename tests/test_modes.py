@@ -1,4 +1,6 @@
-"""Modes of tensor and sequence parallelism: each is the model on one device, lies as it should, and a user may add one."""
+"""Modes of tensor and sequence parallelism: each is the model on one device, lies as it should, and
+a user may add one.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ from pool import Pools
 
 import autopar
 from autopar.errors import PlanError, RunError
-from autopar.layout import parse
+from autopar.ir.layout import parse
 from autopar.rules import Option
-from autopar.runtime.mesh import Mesh
-from autopar.search.modes import _MODES, Mode, Operation, grid
-from autopar.search.options import Options
+from autopar.runtime.communication.mesh import Mesh
+from autopar.search.space.modes import _MODES, Mode, Operation, grid
+from autopar.search.space.options import Options
 
 FOUR = {
     "1d": dict(tensor=dict(size=4, mode="1d")),
@@ -33,7 +35,10 @@ EIGHT = {
     "3d": dict(tensor=dict(size=8, mode="3d")),
     "sequence, free": dict(tensor=dict(size=8, mode="sequence")),
     **{f"{name}, data": dict(data=2, **FOUR[name]) for name in ("1d", "2d", "sequence, both")},
-    **{f"{name}, pipeline": dict(pipeline=2, **FOUR[name]) for name in ("1d", "2d", "sequence, both")},
+    **{
+        f"{name}, pipeline": dict(pipeline=2, **FOUR[name])
+        for name in ("1d", "2d", "sequence, both")
+    },
 }
 QUICK = ("2d", "sequence, both")  # of GPT-2, in what is not slow
 MODELS = ("wide", "gpt2", "llama", "vit16", "bert")
@@ -43,14 +48,26 @@ def _possible(name: str, cases: Mapping[str, dict[str, Any]]) -> Iterator[str]:
     """What a model can be run in."""
     for label, parallel in cases.items():
         tensor = parallel["tensor"]
-        if name == "wide" and (tensor["mode"] == "sequence" and tensor.get("ring") != tensor["size"]):
+        if name == "wide" and (
+            tensor["mode"] == "sequence" and tensor.get("ring") != tensor["size"]
+        ):
             continue  # it has no attention
         yield label
 
 
-def _run(ranks: Pools, world_size: int, name: str, cases: Mapping[str, dict[str, Any]], timeout: float = 400) -> dict[str, Outcome]:
-    options = {label: dict(cluster="cpu", parallel=cases[label]) for label in _possible(name, cases)}
-    everywhere: list[dict[str, Outcome]] = ranks(world_size).run(check, name, torch.float64, options, timeout=timeout)
+def _run(
+    ranks: Pools,
+    world_size: int,
+    name: str,
+    cases: Mapping[str, dict[str, Any]],
+    timeout: float = 400,
+) -> dict[str, Outcome]:
+    options = {
+        label: dict(cluster="cpu", parallel=cases[label]) for label in _possible(name, cases)
+    }
+    everywhere: list[dict[str, Outcome]] = ranks(world_size).run(
+        check, name, torch.float64, options, timeout=timeout
+    )
     errors = {label: max(found[label].worst for found in everywhere) for label in options}
     assert all(e < TOLERANCE[torch.float64] for e, _ in errors.values()), errors
     for label in options:
@@ -60,12 +77,22 @@ def _run(ranks: Pools, world_size: int, name: str, cases: Mapping[str, dict[str,
 
 def _check_plan(plan: autopar.Plan, parallel: Mapping[str, Any]) -> None:
     """It is what its mode is called."""
-    mode, kernels = parallel["tensor"]["mode"], [set(filter(None, n.kernels)) for n in plan.nodes.values()]
+    mode, kernels = (
+        parallel["tensor"]["mode"],
+        [set(filter(None, n.kernels)) for n in plan.nodes.values()],
+    )
     assert list(plan.modes) == [mode]
     assert plan.pipeline == parallel.get("pipeline", 1)
     assert plan.mesh.get("data", 1) == parallel.get("data", 1)
-    weights = [p for name, p in plan.parameters.items() if name.endswith("weight") and len(p.stored) == len(plan.mesh_sizes)]
-    cut = {tuple(t.is_shard for t in p.stored[len(plan.mesh_sizes) - len(plan.modes[mode]) :]) for p in weights}
+    weights = [
+        p
+        for name, p in plan.parameters.items()
+        if name.endswith("weight") and len(p.stored) == len(plan.mesh_sizes)
+    ]
+    cut = {
+        tuple(t.is_shard for t in p.stored[len(plan.mesh_sizes) - len(plan.modes[mode]) :])
+        for p in weights
+    }
     if mode in ("2d", "3d"):
         assert cut == {(True,) * len(plan.modes[mode])}
     if mode == "2.5d":
@@ -85,18 +112,34 @@ def test_four_ranks_are_one_device(ranks: Pools, name: str) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", MODELS)
 def test_all_modes_of_four_ranks_are_one_device(ranks: Pools, name: str) -> None:
-    _run(ranks, 4, name, {label: parallel for label, parallel in FOUR.items() if name != "gpt2" or label not in QUICK})
+    _run(
+        ranks,
+        4,
+        name,
+        {
+            label: parallel
+            for label, parallel in FOUR.items()
+            if name != "gpt2" or label not in QUICK
+        },
+    )
 
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.exhaustive if n in ("llama", "bert") else pytest.mark.slow) for n in MODELS]
+    "name",
+    [
+        pytest.param(
+            n, marks=pytest.mark.exhaustive if n in ("llama", "bert") else pytest.mark.slow
+        )
+        for n in MODELS
+    ],
 )
 def test_all_modes_of_eight_ranks_are_one_device(ranks: Pools, name: str) -> None:
     _run(ranks, 8, name, EIGHT, timeout=900)
 
 
-# -- the shares of a rank -----------------------------------------------------------------------------------------------------------------
+# -- the shares of a rank
+# -----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -109,10 +152,19 @@ def test_all_modes_of_eight_ranks_are_one_device(ranks: Pools, name: str) -> Non
     ],
     ids=["2d", "2.5d", "3d", "nine"],
 )
-def test_parameters_and_activations_at_rest(world_size: int, tensor: dict[str, Any], share: int) -> None:
-    """Every parameter is cut in q^2, q^2 or q^3, and every activation between layers over all ranks."""
+def test_parameters_and_activations_at_rest(
+    world_size: int, tensor: dict[str, Any], share: int
+) -> None:
+    """Every parameter is cut in q^2, q^2 or q^3, and every activation between layers over all
+    ranks.
+    """
     side = 36 if world_size == 9 else 32
-    plan = autopar.plan(*zoo.wide(batch=36, width=side, hidden=2 * side), world_size, parallel=dict(tensor=tensor), progress=False)
+    plan = autopar.plan(
+        *zoo.wide(batch=36, width=side, hidden=2 * side),
+        world_size,
+        parallel=dict(tensor=tensor),
+        progress=False,
+    )
     sizes = plan.mesh_sizes
     for name, parameter in plan.parameters.items():
         assert _share(parameter.stored, sizes) == share, name
@@ -134,29 +186,45 @@ def _share(layout: Any, sizes: tuple[int, ...]) -> int:
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "vit16"])
 def test_in_two_dimensions_no_activation_is_whole(name: str) -> None:
-    """From the embedding to the loss every tensor of samples and features is cut along both axes."""
+    """From the embedding to the loss every tensor of samples and features is cut along both
+    axes.
+    """
     model, sample = getattr(zoo, name)()
-    plan = autopar.plan(model, sample, 4, parallel=dict(tensor=dict(size=4, mode="2d")), progress=False)
-    cut = {n: p.out for n, p in plan.nodes.items() if "summa" in p.kernels or n.startswith(("gelu", "layer_norm", "scaled_dot", "dropout"))}
+    plan = autopar.plan(
+        model, sample, 4, parallel=dict(tensor=dict(size=4, mode="2d")), progress=False
+    )
+    cut = {
+        n: p.out
+        for n, p in plan.nodes.items()
+        if "summa" in p.kernels or n.startswith(("gelu", "layer_norm", "scaled_dot", "dropout"))
+    }
     assert {n.split("_")[0] for n in cut} >= {"linear", "layer", "scaled"}
     for node, layout in cut.items():
         assert all(t.is_shard for t in layout), (node, layout)
 
 
-# -- reading a plan -----------------------------------------------------------------------------------------------------------------------
+# -- reading a plan
+# -----------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_report_names_the_modes() -> None:
     model, sample = zoo.gpt2()
     asked = {"2d": 4, "sequence": 4, "1d": 4}
     text = {
-        m: autopar.plan(model, sample, n, parallel=dict(tensor=dict(size=n, mode=m)), progress=False).report() for m, n in asked.items()
+        m: autopar.plan(
+            model, sample, n, parallel=dict(tensor=dict(size=n, mode=m)), progress=False
+        ).report()
+        for m, n in asked.items()
     }
     for mode, report in text.items():
         (line,) = (line for line in report.splitlines() if "mlp.c_fc" in line and "linear" in line)
         assert line.endswith(mode)
         assert max(map(len, report.splitlines())) <= 120
-    assert any(line.endswith(("ring", "all-to-all")) for line in text["sequence"].splitlines() if " attention " in line)
+    assert any(
+        line.endswith(("ring", "all-to-all"))
+        for line in text["sequence"].splitlines()
+        if " attention " in line
+    )
 
 
 def test_modes_side_by_side() -> None:
@@ -171,21 +239,26 @@ def test_modes_side_by_side() -> None:
     assert "2d(4): row 2 x column 2" in text
     for entry in found.entries:
         assert entry.plan is not None
-        alone = autopar.plan(model, sample, 4, cluster="cpu", parallel=entry.parallel, progress=False)
+        alone = autopar.plan(
+            model, sample, 4, cluster="cpu", parallel=entry.parallel, progress=False
+        )
         assert entry.plan.step_time == pytest.approx(alone.step_time)
     with pytest.raises(PlanError, match="compare_modes decides parallel itself"):
         autopar.compare_modes(model, sample, 4, cluster="cpu", parallel=dict(data=4))
 
 
 def test_modes_that_do_not_fit() -> None:
-    found = autopar.compare_modes(*zoo.wide(width=32, hidden=64), 4, cluster="cpu", progress=False, memory_budget=1000)
+    found = autopar.compare_modes(
+        *zoo.wide(width=32, hidden=64), 4, cluster="cpu", progress=False, memory_budget=1000
+    )
     assert not any(e.fits for e in found.entries)
     assert all(e.plan is not None and max(e.plan.peak_memory) > 1000 for e in found.entries)
     assert str(found).count("data(4)") == 3  # its row, its mesh, and that it does not fit
     assert "fit in" not in str(found)
 
 
-# -- a mode of one's own ------------------------------------------------------------------------------------------------------------------
+# -- a mode of one's own
+# ------------------------------------------------------------------------------------------------------------------
 
 
 class Rows(Mode):
@@ -197,7 +270,9 @@ class Rows(Mode):
             raise ValueError(f"inner={inner} does not divide size={size}")
         self.inner = inner
 
-    def groups(self, rank: int, world_size: int, data: int, pipeline: int, tensor: int) -> dict[str, list[int]]:
+    def groups(
+        self, rank: int, world_size: int, data: int, pipeline: int, tensor: int
+    ) -> dict[str, list[int]]:
         return grid(rank, {"samples": tensor // self.inner, "features": self.inner})
 
     def allows(self, operation: Operation, split: Mapping[str, Option]) -> bool:
@@ -210,7 +285,9 @@ class Rows(Mode):
 class Strided(Rows):
     """The same, but a tensor group's ranks do not lie beside each other."""
 
-    def groups(self, rank: int, world_size: int, data: int, pipeline: int, tensor: int) -> dict[str, list[int]]:
+    def groups(
+        self, rank: int, world_size: int, data: int, pipeline: int, tensor: int
+    ) -> dict[str, list[int]]:
         stage = data * tensor
         first, place = rank // stage * stage, rank % stage
         return {"features": [first + place % (stage // self.inner) + i * (stage // self.inner) for i in range(self.inner)],
@@ -219,7 +296,9 @@ class Strided(Rows):
 
 
 class Broken(Rows):
-    def groups(self, rank: int, world_size: int, data: int, pipeline: int, tensor: int) -> dict[str, list[int]]:
+    def groups(
+        self, rank: int, world_size: int, data: int, pipeline: int, tensor: int
+    ) -> dict[str, list[int]]:
         return {"samples": [rank, (rank + 1) % tensor], "features": [rank, rank ^ 1]}
 
 
@@ -238,11 +317,16 @@ def _with_own_modes(name: str, options: dict[str, Any]) -> tuple[dict[str, Outco
     found = check(name, torch.float64, options)
     model, sample = getattr(zoo, name)()
     mesh = autopar.compile(model, sample, 4, progress=False, **options["rows"]).mesh
-    return found, [(mesh.ranks(n), mesh.local_rank(n), mesh.group_size(n)) for n in ("rows", "samples", "features")]
+    return found, [
+        (mesh.ranks(n), mesh.local_rank(n), mesh.group_size(n))
+        for n in ("rows", "samples", "features")
+    ]
 
 
 def test_a_users_own_mode(ranks: Pools) -> None:
-    options = dict(rows=dict(cluster="cpu", parallel=dict(tensor=dict(size=4, mode="rows", inner=2))))
+    options = dict(
+        rows=dict(cluster="cpu", parallel=dict(tensor=dict(size=4, mode="rows", inner=2)))
+    )
     everywhere = ranks(4).run(_with_own_modes, "gpt2", options, timeout=120)
     for rank, (found, groups) in enumerate(everywhere):
         assert found["rows"].worst[0] < TOLERANCE[torch.float64]
@@ -266,11 +350,17 @@ def test_the_mesh_follows_from_a_modes_groups() -> None:
         return dict(tensor=dict(size=size, mode=mode, inner=inner))
 
     assert _axes(16, pipeline=2, **own("rows", 4, 2)) == [{"data": 2, "samples": 2, "features": 2}]
-    assert list(_axes(16, pipeline=2, **own("strided", 4, 2))[0].items()) == [("features", 2), ("samples", 2), ("data", 2)]
+    assert list(_axes(16, pipeline=2, **own("strided", 4, 2))[0].items()) == [
+        ("features", 2),
+        ("samples", 2),
+        ("data", 2),
+    ]
     assert _axes(4, **own("rows", 4, 4)) == [{"features": 4}]
     with pytest.raises(PlanError, match="inner=3 does not divide size=4"):
         _axes(4, **own("rows", 4, 3))
-    with pytest.raises(PlanError, match="mode 'broken': its groups are no grid of a stage's 4 ranks"):
+    with pytest.raises(
+        PlanError, match="mode 'broken': its groups are no grid of a stage's 4 ranks"
+    ):
         _axes(4, **own("broken", 4, 2))
     with pytest.raises(PlanError, match=r"write a class that inherits from autopar\.Mode"):
         autopar.register_mode("other")(int)  # type: ignore[type-var]
@@ -278,13 +368,17 @@ def test_the_mesh_follows_from_a_modes_groups() -> None:
 
 def test_the_meshes_of_the_known_modes() -> None:
     assert _axes(8, tensor=dict(size=4, mode="2d")) == [{"data": 2, "row": 2, "column": 2}]
-    assert _axes(8, tensor=dict(size=8, mode="2.5d", depth=2)) == [{"depth": 2, "row": 2, "column": 2}]
+    assert _axes(8, tensor=dict(size=8, mode="2.5d", depth=2)) == [
+        {"depth": 2, "row": 2, "column": 2}
+    ]
     assert _axes(27, tensor=dict(size=27, mode="3d")) == [{"weight": 3, "input": 3, "output": 3}]
     sequence = _axes(4, tensor=dict(size=4, mode="sequence"))
     assert sequence == [{"heads": 4}, {"ring": 2, "heads": 2}, {"ring": 4}]
     assert _axes(8, pipeline=dict(size=2), tensor=dict(size=4, mode="1d")) == [{"tensor": 4}]
     for first, second in itertools.product([4, 8], [4, 8]):
-        one, other = (Options(n, dict(tensor=dict(size=n, mode="1d"))).meshes(1)[0] for n in (first, second))
+        one, other = (
+            Options(n, dict(tensor=dict(size=n, mode="1d"))).meshes(1)[0] for n in (first, second)
+        )
         assert (one == other) == (first == second)
 
 

@@ -1,5 +1,5 @@
-"""A slice of torch's own table of operators, of each family some: one sample each, split in every way that its rule offers. And modules
-whose operators are odd.
+"""A slice of torch's own table of operators, of each family some: one sample each, split in every
+way that its rule offers. And modules whose operators are odd.
 
 ``benchmarks/operators.py`` runs all of it.
 """
@@ -13,12 +13,12 @@ from pool import Pools
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.capture import capture
+from autopar.capture.capture import capture
 from autopar.errors import CaptureError
-from autopar.passes.canonicalise import canonicalise
+from autopar.passes.canonical.canonicalise import canonicalise
 
-# pointwise; reductions; products; convolutions, normalisations and pooling; views; indexing and writing; several results; losses; made
-# from nothing; layouts and dtypes of another kind
+# pointwise; reductions; products; convolutions, normalisations and pooling; views; indexing and
+# writing; several results; losses; made from nothing; layouts and dtypes of another kind
 SLICE = """where special.i1e nn.functional.prelu
 var logsumexp
 einsum addmm cdist
@@ -28,7 +28,9 @@ gather index_add scatter_add index_put
 topk linalg.qr
 nn.functional.triplet_margin_loss nn.functional.nll_loss
 logspace.tensor_overload to_sparse fft.rfft fft.ihfftn histogramdd"""
-BY_RULE = "where special.i1e nn.functional.prelu var logsumexp einsum addmm cdist"  # whatever the sample
+BY_RULE = (
+    "where special.i1e nn.functional.prelu var logsumexp einsum addmm cdist"  # whatever the sample
+)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -37,7 +39,11 @@ def test_a_slice_of_torchs_operators_is_what_eager_computes() -> None:
 
     checked: set[str] = set()
     names = SLICE.split()
-    found = {name: operators.check(cases[0], checked) for name, cases in operators.cases(names, 1) if name in names}
+    found = {
+        name: operators.check(cases[0], checked)
+        for name, cases in operators.cases(names, 1)
+        if name in names
+    }
     assert found.keys() == set(names)
     assert {status for status, _ in found.values()} == {operators.SPLIT, operators.UNSPLIT}, found
     split = {name for name, (status, _) in found.items() if status == operators.SPLIT}
@@ -51,7 +57,11 @@ class Bags(torch.nn.Module):
     def __init__(self, bags: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.rows = torch.nn.EmbeddingBag(9, 4, sparse=True) if bags else torch.nn.Embedding(9, 4, sparse=True)
+        self.rows = (
+            torch.nn.EmbeddingBag(9, 4, sparse=True)
+            if bags
+            else torch.nn.Embedding(9, 4, sparse=True)
+        )
         self.head = torch.nn.Linear(4, 1)
         self.double()
 
@@ -60,9 +70,14 @@ class Bags(torch.nn.Module):
 
 
 def _with_sparse_gradients(bags: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of rows, given ids that do not lie one after the other, and that of one device."""
+    """The gradient of rows, given ids that do not lie one after the other, and that of one
+    device.
+    """
     ids = torch.arange(32).reshape(8, 4).remainder(9)[:, ::2]
-    model, compiled = Bags(bags), autopar.compile(Bags(bags), ids.contiguous(), dist.get_world_size(), progress=False)
+    model, compiled = (
+        Bags(bags),
+        autopar.compile(Bags(bags), ids.contiguous(), dist.get_world_size(), progress=False),
+    )
     model(ids).backward()
     compiled(ids).backward()
     found = dict(compiled.named_parameters())["rows.weight"].grad
@@ -80,6 +95,15 @@ def test_sparse_gradients_are_those_of_one_device_and_dense(bags: bool, ranks: P
 
 
 def test_rescaling_embeddings_are_refused_with_what_to_write() -> None:
-    model = torch.nn.Sequential(torch.nn.Embedding(6, 4, max_norm=1.0), torch.nn.Flatten(0), torch.nn.Linear(8, 1), torch.nn.Flatten(0))
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(6, 4, max_norm=1.0),
+        torch.nn.Flatten(0),
+        torch.nn.Linear(8, 1),
+        torch.nn.Flatten(0),
+    )
     with pytest.raises(CaptureError, match=r"module '0'.*max_norm=1\).*after optimizer.step\(\)"):
-        canonicalise(capture(model, torch.zeros(2, dtype=torch.long), loss_fn=lambda output, batch: output.sum()))
+        canonicalise(
+            capture(
+                model, torch.zeros(2, dtype=torch.long), loss_fn=lambda output, batch: output.sum()
+            )
+        )

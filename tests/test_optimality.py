@@ -1,4 +1,6 @@
-"""Nothing is cheaper than what the solver finds: all assignments tried, on twenty small graphs, on 2 devices and on 2 x 2."""
+"""Nothing is cheaper than what the solver finds: all assignments tried, on twenty small graphs, on
+2 devices and on 2 x 2.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +15,24 @@ import small_graphs
 import torch
 
 from autopar.cost_model import Cluster
-from autopar.search.budget import DoesNotFitError, within
-from autopar.search.exact import exact
-from autopar.search.neighbourhood import restrict
-from autopar.search.options import Axis, Options
-from autopar.search.problem import Problem, Weights
+from autopar.search.ilp.budget import DoesNotFitError, within
+from autopar.search.ilp.exact import exact
+from autopar.search.ilp.neighbourhood import restrict
+from autopar.search.ilp.problem import Problem, Weights
+from autopar.search.ilp.solve import Model
 from autopar.search.search import Search
-from autopar.search.shape import Shape
-from autopar.search.solve import Model
+from autopar.search.space.options import Axis, Options
+from autopar.search.space.shape import Shape
 
 # name: cluster, the sizes that the graphs' letters stand for, dtype
 SETTINGS = {
     "slow links": ("cpu", dict(B=8, S=8, H=16, F=64, G=32, K=4, V=64), torch.float32),
     "large batch": ("cpu", dict(B=256, S=8, H=256, F=1024, G=512, K=64, V=4096), torch.float32),
-    "large model": ("h100-sxm", dict(B=8, S=2048, H=8192, F=32768, G=16384, K=2048, V=131072), torch.bfloat16),
+    "large model": (
+        "h100-sxm",
+        dict(B=8, S=2048, H=8192, F=32768, G=16384, K=2048, V=131072),
+        torch.bfloat16,
+    ),
 }
 NAMES = [*small_graphs.GRAPHS, "repeated blocks"]
 CASES = [
@@ -41,12 +47,20 @@ ONE = Weights.alone()
 
 
 @functools.cache
-def space(name: str, setting: str, sizes: tuple[int, ...], recompute: str, optimizer: str = "adamw") -> tuple[Search, Shape]:
+def space(
+    name: str, setting: str, sizes: tuple[int, ...], recompute: str, optimizer: str = "adamw"
+) -> tuple[Search, Shape]:
     cluster, letters, dtype = SETTINGS[setting]
-    model = small_graphs.Repeated(letters, dtype) if name == "repeated blocks" else small_graphs.Small(name, letters, dtype)
+    model = (
+        small_graphs.Repeated(letters, dtype)
+        if name == "repeated blocks"
+        else small_graphs.Small(name, letters, dtype)
+    )
     analysis = small_graphs.analyse(model, model.sample)
     options = Options(math.prod(sizes), recompute=recompute, optimizer=optimizer)
-    return Search(analysis, Cluster.load(cluster), options), Shape(1, tuple(Axis(f"axis{i}", n) for i, n in enumerate(sizes)), 1)
+    return Search(analysis, Cluster.load(cluster), options), Shape(
+        1, tuple(Axis(f"axis{i}", n) for i, n in enumerate(sizes)), 1
+    )
 
 
 def problem_of(name: str, setting: str, sizes: tuple[int, ...], recompute: str) -> Problem:
@@ -59,25 +73,36 @@ def nbytes(problem: Problem, chosen: tuple[int, ...], again: frozenset) -> float
 
 
 @pytest.mark.parametrize(("name", "setting", "sizes", "recompute"), CASES)
-def test_nothing_is_cheaper(name: str, setting: str, sizes: tuple[int, ...], recompute: str) -> None:
+def test_nothing_is_cheaper(
+    name: str, setting: str, sizes: tuple[int, ...], recompute: str
+) -> None:
     problem = problem_of(name, setting, sizes, recompute)
     solution, gap = within(problem, NO_BUDGET, 60.0)
     assert brute_force.possible(problem, solution.chosen, solution.again)
     assert solution.value == problem.bill(solution.chosen, solution.again).cost(ONE)
     assert solution.bound <= solution.value * (1 + ROUNDING)
     assert gap < BRANCHED
-    # Looking a little above the solver's value as well: the search then ends at just that value, and has not dropped too much.
-    assert brute_force.cheapest(problem, ONE, solution.value * (1 + 1e-6)) == pytest.approx(solution.value, rel=ROUNDING)
+    # Looking a little above the solver's value as well: the search then ends at just that value,
+    # and has not dropped too much.
+    assert brute_force.cheapest(problem, ONE, solution.value * (1 + 1e-6)) == pytest.approx(
+        solution.value, rel=ROUNDING
+    )
 
 
 @pytest.mark.slow
 def test_the_best_is_not_always_the_same_thing() -> None:
     used = []
     for case in [case for case in CASES if case[-1] == "none"]:
-        search, shape = space(*case, optimizer="fused-adamw")  # a slow step is always worth splitting
+        search, shape = space(
+            *case, optimizer="fused-adamw"
+        )  # a slow step is always worth splitting
         problem = search.problem(shape, search.analysis.batch.size)
         solution, _ = within(problem, NO_BUDGET, 60.0)
-        layouts = [v.choices[k].out for v, k in zip(problem.vertices, solution.chosen, strict=True) if v.node in search.analysis.state]
+        layouts = [
+            v.choices[k].out
+            for v, k in zip(problem.vertices, solution.chosen, strict=True)
+            if v.node in search.analysis.state
+        ]
         used.append("".join(sorted({t.kind for layout in layouts for t in layout})))
     assert {kinds: used.count(kinds) for kinds in ("I", "R", "S")}.keys() <= set(used)
     assert used.count("I") < len(used) / 3  # everything replicated
@@ -91,12 +116,19 @@ def test_the_search_here_finds_what_plain_enumeration_finds(setting: str, recomp
     for name, most in [("linear", 600), ("shared weight", 1_500)]:
         problem = _thinned(problem_of(name, setting, (2,), recompute), most)
         bills = [problem.bill(chosen, again) for chosen, again in brute_force.assignments(problem)]
-        seconds, held = (np.array(each) for each in zip(*((b.seconds(ONE), b.nbytes(ONE)[0]) for b in bills), strict=True))
+        seconds, held = (
+            np.array(each)
+            for each in zip(*((b.seconds(ONE), b.nbytes(ONE)[0]) for b in bills), strict=True)
+        )
         for budget in (math.inf, *np.quantile(held, [0.01, 0.1, 0.5, 1.0])):
-            assert brute_force.cheapest(problem, ONE, math.inf, budget) == pytest.approx(seconds[held <= budget].min(), rel=ROUNDING)
+            assert brute_force.cheapest(problem, ONE, math.inf, budget) == pytest.approx(
+                seconds[held <= budget].min(), rel=ROUNDING
+            )
         for part in (0.1, 1.0, 10.0):
             weights = Weights.alone(3, price=part * seconds.min() / held.max(), flight=2.0)
-            assert brute_force.cheapest(problem, weights, math.inf) == pytest.approx(min(b.cost(weights) for b in bills), rel=ROUNDING)
+            assert brute_force.cheapest(problem, weights, math.inf) == pytest.approx(
+                min(b.cost(weights) for b in bills), rel=ROUNDING
+            )
 
 
 def _thinned(problem: Problem, most: int) -> Problem:
@@ -112,11 +144,17 @@ def _thinned(problem: Problem, most: int) -> Problem:
 @pytest.mark.parametrize("name", ["unrolled", "swiglu", "tied", "products", "grouped attention"])
 @pytest.mark.parametrize("setting", ["large batch", "large model"])
 def test_at_a_price_of_memory_nothing_is_cheaper(name: str, setting: str, recompute: str) -> None:
-    """A tensor that some readers keep for the backward and others do not counts once; what is made again needs its operands."""
+    """A tensor that some readers keep for the backward and others do not counts once; what is made
+    again needs its operands.
+    """
     problem = problem_of(name, setting, (2,), recompute)
     fastest = Model(problem, ONE).solution(60.0)
     for part in (0.01, 0.1, 1.0, 10.0):
-        weights = Weights.alone(2, price=part * fastest.value / nbytes(problem, fastest.chosen, fastest.again), flight=3.0)
+        weights = Weights.alone(
+            2,
+            price=part * fastest.value / nbytes(problem, fastest.chosen, fastest.again),
+            flight=3.0,
+        )
         solution = Model(problem, weights).solution(60.0)
         assert brute_force.possible(problem, solution.chosen, solution.again)
         assert solution.bound <= solution.value * (1 + ROUNDING)
@@ -127,7 +165,10 @@ def test_at_a_price_of_memory_nothing_is_cheaper(name: str, setting: str, recomp
 
 
 @pytest.mark.parametrize("recompute", ["none", "auto"])
-@pytest.mark.parametrize("name", ["mlp", pytest.param("swiglu", marks=pytest.mark.slow), "tied", "concatenated", "products"])
+@pytest.mark.parametrize(
+    "name",
+    ["mlp", pytest.param("swiglu", marks=pytest.mark.slow), "tied", "concatenated", "products"],
+)
 @pytest.mark.parametrize("setting", ["large batch", "large model"])
 def test_nothing_that_fits_memory_is_faster(name: str, setting: str, recompute: str) -> None:
     search, shape = space(name, setting, (2,), recompute)
@@ -149,10 +190,19 @@ def test_nothing_that_fits_memory_is_faster(name: str, setting: str, recompute: 
         assert brute_force.possible(found.problem, found.solution.chosen, found.solution.again)
         best = brute_force.cheapest(problem, ONE, bill.seconds(ONE) * (1 + 1e-6), budget)
         assert best == pytest.approx(bill.seconds(ONE), rel=1e-7)
-        assert sum(found.seconds_by_kind().values()) == pytest.approx(bill.seconds(ONE), rel=ROUNDING)
-        assert solution.bill.seconds(ONE) * (1 - gap - ROUNDING) <= best <= solution.bill.seconds(ONE) * (1 + ROUNDING)
+        assert sum(found.seconds_by_kind().values()) == pytest.approx(
+            bill.seconds(ONE), rel=ROUNDING
+        )
+        assert (
+            solution.bill.seconds(ONE) * (1 - gap - ROUNDING)
+            <= best
+            <= solution.bill.seconds(ONE) * (1 + ROUNDING)
+        )
 
 
 def test_repeated_blocks_are_decided_once() -> None:
-    counts = [float(v.count[0]) for v in problem_of("repeated blocks", "large batch", (2,), "none").vertices]
+    counts = [
+        float(v.count[0])
+        for v in problem_of("repeated blocks", "large batch", (2,), "none").vertices
+    ]
     assert counts.count(3) == 6  # two weights, two products, relu and the sum

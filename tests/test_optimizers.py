@@ -1,4 +1,6 @@
-"""Every optimizer of torch on several ranks: as on one device, in float64, or refused with the reason before its first step."""
+"""Every optimizer of torch on several ranks: as on one device, in float64, or refused with the
+reason before its first step.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from autopar.errors import RunError
 TOLERANCE = 1e-9
 STEPS = 3
 OPTIMIZERS = sorted(
-    n for n, c in inspect.getmembers(torch.optim, inspect.isclass) if issubclass(c, torch.optim.Optimizer) and n != "Optimizer"
+    n
+    for n, c in inspect.getmembers(torch.optim, inspect.isclass)
+    if issubclass(c, torch.optim.Optimizer) and n != "Optimizer"
 )
 CASES: dict[str, Any] = {
     "zero": dict(parallel=dict(data=2), zero=2),
@@ -62,8 +66,12 @@ def batch(seed: int) -> torch.Tensor:
 
 
 def _optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    chosen = [p for p in model.parameters() if name != "Muon" or p.ndim == 2]  # the only ones that it takes
-    return getattr(torch.optim, name)(chosen, **(dict(momentum=0.9, lr=0.1) if name == "SGD" else {}))
+    chosen = [
+        p for p in model.parameters() if name != "Muon" or p.ndim == 2
+    ]  # the only ones that it takes
+    return getattr(torch.optim, name)(
+        chosen, **(dict(momentum=0.9, lr=0.1) if name == "SGD" else {})
+    )
 
 
 def _train(name: str, model: nn.Module) -> None:
@@ -88,7 +96,9 @@ def _every(case: str) -> dict[str, str]:
     _clear_sharding_prop_cache()  # it holds meshes of earlier tests, whose groups are gone
     options, start = CASES[case], Small()
     if isinstance(options, staged.Case):
-        plan = staged.staged_plan(start, batch(0), 2, options.pipeline, options.schedule, **options.options)
+        plan = staged.staged_plan(
+            start, batch(0), 2, options.pipeline, options.schedule, **options.options
+        )
     else:
         plan = autopar.plan(start, batch(0), 2, progress=False, **options)
     compiled, found = autopar.compile(copy.deepcopy(start), batch(0), 2, plan=plan), {}
@@ -100,7 +110,10 @@ def _every(case: str) -> dict[str, str]:
             if case in REFUSED.get(name, {}):
                 with pytest.raises(RunError, match=REFUSED[name][case]):
                     _train(name, compiled)
-                assert all(torch.equal(full(p), start.get_parameter(n)) for n, p in compiled.named_parameters()), "it has stepped"
+                assert all(
+                    torch.equal(full(p), start.get_parameter(n))
+                    for n, p in compiled.named_parameters()
+                ), "it has stepped"
                 found[name] = "refused"
                 continue
             model = copy.deepcopy(start)
@@ -110,7 +123,13 @@ def _every(case: str) -> dict[str, str]:
         for n, p in compiled.named_parameters():
             expected = model.get_parameter(n).detach()
             atol = TOLERANCE * float(expected.abs().max())
-            torch.testing.assert_close(full(p).detach(), expected, rtol=TOLERANCE, atol=atol, msg=lambda m, k=name: f"{case}, {k}: {m}")
+            torch.testing.assert_close(
+                full(p).detach(),
+                expected,
+                rtol=TOLERANCE,
+                atol=atol,
+                msg=lambda m, k=name: f"{case}, {k}: {m}",
+            )
             moved = max(moved, float((expected - start.get_parameter(n).detach()).abs().max()))
         assert moved > 1e-5, f"{case}, {name}"
         found[name] = "yes"
@@ -132,7 +151,10 @@ def _made_before() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     compiled = autopar.compile(model, sample, 1, progress=False)
     loss_of(compiled(**sample)).backward()
-    with pytest.raises(autopar.RunError, match=r"torch.optim.SGD has parameters of the model.*from compiled.parameters\(\)"):
+    with pytest.raises(
+        autopar.RunError,
+        match=r"torch.optim.SGD has parameters of the model.*from compiled.parameters\(\)",
+    ):
         optimizer.step()
     loss_of(model(**sample)).backward()  # a model may go on beside its program
     optimizer.step()

@@ -1,4 +1,6 @@
-"""Whatever is given for an option, and to each public function: a plan, or an error of autopar's own."""
+"""Whatever is given for an option, and to each public function: a plan, or an error of autopar's
+own.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from torch import nn
 
 import autopar
 from autopar import AutoparError, Plan, PlanError
-from autopar.search.options import Options
+from autopar.search.space.options import Options
 
 
 class Tiny(nn.Module):
@@ -54,23 +56,49 @@ def test_wrong_kinds_of_options(name: str) -> None:
     for value in JUNK:
         found = outcome(lambda value=value: Options(**{"world_size": 2, name: value}))
         if isinstance(found, Options):
-            outcome(lambda found=found: (found.pipeline, found.meshes(1), found.data_degrees(1), hash(found.optimizer)))
+            outcome(
+                lambda found=found: (
+                    found.pipeline,
+                    found.meshes(1),
+                    found.data_degrees(1),
+                    hash(found.optimizer),
+                )
+            )
         assert isinstance(found, (Options, PlanError))
 
 
 def planned(**options: Any) -> Any:
-    given: dict[str, Any] = {"model": Tiny(), "sample_input": PLAIN, "world_size": 2, "parallel": dict(data=2), **options}
-    return outcome(lambda: autopar.plan(given.pop("model"), given.pop("sample_input"), given.pop("world_size"), progress=False, **given))
+    given: dict[str, Any] = {
+        "model": Tiny(),
+        "sample_input": PLAIN,
+        "world_size": 2,
+        "parallel": dict(data=2),
+        **options,
+    }
+    return outcome(
+        lambda: autopar.plan(
+            given.pop("model"),
+            given.pop("sample_input"),
+            given.pop("world_size"),
+            progress=False,
+            **given,
+        )
+    )
 
 
-@pytest.mark.parametrize("name", ["model", "sample_input", "world_size", "cluster", "loss_fn", "constraints"])
+@pytest.mark.parametrize(
+    "name", ["model", "sample_input", "world_size", "cluster", "loss_fn", "constraints"]
+)
 def test_wrong_kinds_in_a_plan(name: str) -> None:
     for value in (3, "x", Odd(), len) if name == "loss_fn" else JUNK:
         assert isinstance(planned(**{name: value}), (Plan, AutoparError))
 
 
 SAID: list[tuple[dict[str, Any], str]] = [
-    (dict(constraints={3: "I"}), r"constraints=\{3: 'I'\}: a pattern of names and a layout, both as text"),
+    (
+        dict(constraints={3: "I"}),
+        r"constraints=\{3: 'I'\}: a pattern of names and a layout, both as text",
+    ),
     (dict(constraints={"a": ["I"]}), r"constraints=\{'a': \['I'\]\}: a pattern"),
     (dict(optimizer=[]), r"optimizer=\[\] is unknown: give one of sgd"),
     (dict(optimizer=torch.optim.LBFGS), r"optimizer=<class 'torch.optim.lbfgs.LBFGS'> is unknown"),
@@ -79,7 +107,10 @@ SAID: list[tuple[dict[str, Any], str]] = [
     (dict(model=3), "model=3: give an nn.Module"),
     (dict(zero=True), "zero=True: give 0, 1, 2 or 3"),
     (dict(memory_budget=10**400), "memory_budget=.*: bytes per device"),
-    (dict(parallel=dict(tensor=dict(size=10**30, mode="sequence"))), "1e[+]30 ranks are more than the world_size of 2"),
+    (
+        dict(parallel=dict(tensor=dict(size=10**30, mode="sequence"))),
+        "1e[+]30 ranks are more than the world_size of 2",
+    ),
     (dict(cluster="a\0b"), "no cluster 'a.*b': the presets are a100-sxm"),
 ]
 
@@ -91,7 +122,11 @@ def test_what_errors_say(options: dict[str, Any], message: str) -> None:
 
 
 def test_an_optimizers_class_means_its_name() -> None:
-    for name, optimizer in (("adamw", torch.optim.AdamW), ("adam", torch.optim.Adam), ("sgd", torch.optim.SGD)):
+    for name, optimizer in (
+        ("adamw", torch.optim.AdamW),
+        ("adam", torch.optim.Adam),
+        ("sgd", torch.optim.SGD),
+    ):
         assert Options(2, optimizer=optimizer).optimizer == name  # type: ignore[arg-type]
     assert planned(optimizer=torch.optim.SGD) == planned(optimizer="sgd")
 
@@ -119,15 +154,27 @@ def test_other_public_functions(tmp_path: Path) -> None:
         for register in (autopar.register_rule, autopar.register_mode):
             with pytest.raises(PlanError):
                 register(None if value == "\0" else value)(Tiny)
-        outcome(lambda value=value: autopar.sweep(model, PLAIN, value, world_size=2, progress=False))
         outcome(
-            lambda value=value: autopar.sweep(model, PLAIN, [dict(world_size=2, precision=value)], parallel=dict(data=2), progress=False)
+            lambda value=value: autopar.sweep(model, PLAIN, value, world_size=2, progress=False)
+        )
+        outcome(
+            lambda value=value: autopar.sweep(
+                model,
+                PLAIN,
+                [dict(world_size=2, precision=value)],
+                parallel=dict(data=2),
+                progress=False,
+            )
         )
         if value is not None:
             for name in ("world_size", "data", "pipeline", "precision", "recompute"):
                 given = {"world_size": 2, "data": 3, name: value}
-                outcome(lambda given=given: autopar.compare_modes(model, PLAIN, progress=False, **given))
-    with pytest.raises(OSError, match="No such file"):  # the system's own words, and its kind of error
+                outcome(
+                    lambda given=given: autopar.compare_modes(model, PLAIN, progress=False, **given)
+                )
+    with pytest.raises(
+        OSError, match="No such file"
+    ):  # the system's own words, and its kind of error
         plan.save(tmp_path / "no" / "plan.json")
     with pytest.raises(PlanError, match="decorates 3: write a function"):
         autopar.register_rule("mine.op")(3)  # type: ignore[arg-type]
@@ -136,7 +183,12 @@ def test_other_public_functions(tmp_path: Path) -> None:
 def test_a_plan_says_how_it_was_asked_for(tmp_path: Path) -> None:
     cluster = autopar.Cluster.load("cpu")
     plan = planned(
-        cluster=cluster, mesh=(2,), parallel=None, constraints={"body.weight": "I"}, optimizer=torch.optim.SGD, memory_budget=math.inf
+        cluster=cluster,
+        mesh=(2,),
+        parallel=None,
+        constraints={"body.weight": "I"},
+        optimizer=torch.optim.SGD,
+        memory_budget=math.inf,
     )
     assert isinstance(plan, Plan)
     assert plan.options == {
@@ -148,7 +200,14 @@ def test_a_plan_says_how_it_was_asked_for(tmp_path: Path) -> None:
     assert loaded.options == plan.options
     assert loaded.report() == plan.report()
     assert "asked for: world_size=2, cluster='cpu', " in plan.report()
-    other = planned(cluster="cpu", mesh=[2], parallel=None, constraints={"body.weight": "I"}, optimizer="sgd", memory_budget=math.inf)
+    other = planned(
+        cluster="cpu",
+        mesh=[2],
+        parallel=None,
+        constraints={"body.weight": "I"},
+        optimizer="sgd",
+        memory_budget=math.inf,
+    )
     assert other == plan  # what was decided is the same
     assert other.options != plan.options
     (swept,) = autopar.sweep(Tiny(), PLAIN, [dict(world_size=2)], mesh=(2,), progress=False)

@@ -1,4 +1,6 @@
-"""train() and eval() of parts of a compiled model: frozen BatchNorm, dropout switched off or left on, compared with the model itself."""
+"""train() and eval() of parts of a compiled model: frozen BatchNorm, dropout switched off or left
+on, compared with the model itself.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ import autopar
 DATA = dict(parallel=dict(data=2))
 ROWS = dict(parallel=dict(tensor=dict(size=2, mode="1d")))
 FULL = dict(parallel=dict(data=2), recompute="full")
-PIPED = dict(parallel=dict(pipeline=dict(size=2, split_before=["last"])), micro_batch_size=8, schedule="gpipe")
+PIPED = dict(
+    parallel=dict(pipeline=dict(size=2, split_before=["last"])),
+    micro_batch_size=8,
+    schedule="gpipe",
+)
 
 
 class Block(nn.Module):
@@ -37,7 +43,9 @@ class Block(nn.Module):
 
 
 class Network(nn.Module):
-    """Two BatchNorms, one of them called twice under two names, and a block that drops nearly everything when it trains."""
+    """Two BatchNorms, one of them called twice under two names, and a block that drops nearly
+    everything when it trains.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,11 +68,15 @@ def sample() -> dict[str, torch.Tensor]:
 
 def build(model: nn.Module, given: Any, **options: Any) -> autopar.Compiled:
     _clear_sharding_prop_cache()  # it holds meshes of earlier tests, whose groups are gone
-    return autopar.compile(copy.deepcopy(model), given, dist.get_world_size(), progress=False, **options)
+    return autopar.compile(
+        copy.deepcopy(model), given, dist.get_world_size(), progress=False, **options
+    )
 
 
 def freeze(model: Any, modes: str) -> None:
-    """t: train() of all; e: eval() of all; b: eval() of the BatchNorm; B: train() of it; d: eval() of the block."""
+    """t: train() of all; e: eval() of all; b: eval() of the BatchNorm; B: train() of it; d: eval()
+    of the block.
+    """
     for mode in modes:
         {
             "t": model.train, "e": model.eval, "b": lambda: model.bn.eval(), "B": lambda: model.again.train(),
@@ -84,11 +96,15 @@ def steps(options: dict[str, Any]) -> list[dict[str, float]]:
         model.zero_grad(), compiled.zero_grad()
         mine, theirs = step(compiled, sample()), step(model, sample())
         found.append(differences(mine, own(theirs, mine)))
-    assert "bn.weight" not in mine.gradients or mine.gradients["bn.weight"] is not None  # frozen statistics, trained weights
+    assert (
+        "bn.weight" not in mine.gradients or mine.gradients["bn.weight"] is not None
+    )  # frozen statistics, trained weights
     return found
 
 
-@pytest.mark.parametrize("options", [DATA, ROWS, FULL, PIPED], ids=["data", "rows", "recomputed", "piped"])
+@pytest.mark.parametrize(
+    "options", [DATA, ROWS, FULL, PIPED], ids=["data", "rows", "recomputed", "piped"]
+)
 def test_parts_in_eval_are_the_models(ranks: Pools, options: dict[str, Any]) -> None:
     for found in ranks(2).run(steps, options):
         for errors in found:
@@ -124,7 +140,9 @@ def reads() -> None:
     torch.testing.assert_close(compiled(**sample()), model(**sample()), rtol=1e-12, atol=0)
     compiled.train(), compiled.inner.eval()
     with pytest.raises(
-        autopar.RunError, match=r"with inner in eval\(\).*reads self\.training in module inner at .*test_part_modes\.py:\d+"
+        autopar.RunError,
+        match=r"with inner in eval\(\).*reads self\.training in module inner at "
+        r".*test_part_modes\.py:\d+",
     ):
         compiled(**sample())
     compiled.train()
@@ -181,7 +199,9 @@ class Adapted(nn.Linear):
 
 
 class Tuned(Network):
-    """Fine-tuning with frozen statistics, and a block that nothing but its own eval() takes out of training."""
+    """Fine-tuning with frozen statistics, and a block that nothing but its own eval() takes out of
+    training.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +224,9 @@ def own_functions(options: dict[str, Any]) -> list[dict[str, float]]:
         freeze(model, modes), freeze(compiled, modes), freeze(twin, modes)
         expected = {name: part.training for name, part in model.named_modules()}
         for program in (compiled, twin):
-            assert {name: part.training for name, part in program.named_modules()} == expected, modes
+            assert {name: part.training for name, part in program.named_modules()} == expected, (
+                modes
+            )
         model.zero_grad(), compiled.zero_grad()
         mine, theirs = step(compiled, sample()), step(model, sample())
         found.append(differences(mine, own(theirs, mine)))
@@ -221,9 +243,14 @@ def test_a_models_own_train_and_eval_do_what_they_do(ranks: Pools, options: dict
 def merges() -> None:
     model = nn.Sequential(nn.Linear(8, 8), Adapted(8, 1)).double()
     weight = model[1].weight.detach().clone()
-    compiled = autopar.compile(model, sample()["x"], 1, loss_fn=lambda output, batch: output.sum(), progress=False)
+    compiled = autopar.compile(
+        model, sample()["x"], 1, loss_fn=lambda output, batch: output.sum(), progress=False
+    )
     assert torch.equal(model[1].weight, weight)
-    with pytest.raises(autopar.RunError, match=r"1\.train\(False\) also changes merged.*made of the model's forward"):
+    with pytest.raises(
+        autopar.RunError,
+        match=r"1\.train\(False\) also changes merged.*made of the model's forward",
+    ):
         compiled.eval()
 
 

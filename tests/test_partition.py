@@ -10,12 +10,14 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from autopar.search.partition import Stages
-from autopar.search.tables import KINDS, Tables
+from autopar.search.pipeline.partition import Stages
+from autopar.search.pipeline.tables import KINDS, Tables
 
 
 def tables(seed: int, solutions: int, units: int, kinds: int) -> Tables:
-    """Each solution is slower and leaner than the one before, more so for some units; some units are alike."""
+    """Each solution is slower and leaner than the one before, more so for some units; some units
+    are alike.
+    """
     draw = np.random.default_rng(seed)
     alike = np.concatenate([np.arange(kinds), draw.integers(0, kinds, units - kinds)])
     slower = 1 + np.cumsum(draw.uniform(0, 0.3, (solutions, kinds)), axis=0)
@@ -27,7 +29,11 @@ def tables(seed: int, solutions: int, units: int, kinds: int) -> Tables:
         "state": np.tile(draw.uniform(1, 4, kinds), (solutions, 1)),
         "step": np.zeros((solutions, kinds)),
     }
-    return Tables(**{kind: made[kind][:, alike] for kind in KINDS}, everywhere={kind: np.zeros(solutions) for kind in KINDS}, alike=alike)
+    return Tables(
+        **{kind: made[kind][:, alike] for kind in KINDS},
+        everywhere={kind: np.zeros(solutions) for kind in KINDS},
+        alike=alike,
+    )
 
 
 def cuts(units: int, stages: int) -> list[tuple[int, ...]]:
@@ -39,7 +45,10 @@ def fastest(table: Tables, run: tuple[int, int], flight: float, budget: float) -
     a, b = run
     units = np.arange(a, b)
     picks = np.array(list(itertools.product(range(len(table.seconds)), repeat=b - a)))
-    seconds, memory = table.seconds[picks, units].sum(axis=1), (table.kept[picks, units] * flight + table.state[picks, units]).sum(axis=1)
+    seconds, memory = (
+        table.seconds[picks, units].sum(axis=1),
+        (table.kept[picks, units] * flight + table.state[picks, units]).sum(axis=1),
+    )
     return float(seconds[memory <= budget].min(initial=math.inf))
 
 
@@ -54,7 +63,12 @@ def test_the_cut_is_the_best_where_memory_is_free(units: int, stages: int) -> No
         found = Stages(table, [math.inf] * stages, [1.0] * stages, stages).best(microbatches)
         assert found is not None
         taking = table.seconds[0]
-        every = {cut: step([taking[a:b].sum() for a, b in itertools.pairwise([*cut, units])], microbatches) for cut in cuts(units, stages)}
+        every = {
+            cut: step(
+                [taking[a:b].sum() for a, b in itertools.pairwise([*cut, units])], microbatches
+            )
+            for cut in cuts(units, stages)
+        }
         assert found[1] == pytest.approx(min(every.values()))
         assert every[found[0]] == pytest.approx(found[1])
 
@@ -78,18 +92,25 @@ def test_each_unit_takes_what_is_fastest_within_memory(part: float) -> None:
         stages = Stages(table, room, flights, 2)
         for cut in cuts(8, 2):
             runs = list(itertools.pairwise([*cut, 8]))
-            least = [fastest(table, run, flight, budget) for run, flight, budget in zip(runs, flights, room, strict=True)]
+            least = [
+                fastest(table, run, flight, budget)
+                for run, flight, budget in zip(runs, flights, room, strict=True)
+            ]
             taken = stages.points(cut)
             assert (taken is None) == (max(least) == math.inf)
             for stage, (a, b) in enumerate(runs):
                 estimated = float(stages.seconds(stage, np.array([a]), np.array([b]))[0])
-                assert estimated <= least[stage] * 1.01  # units in part are a relaxation, at prices for the most in flight
+                assert (
+                    estimated <= least[stage] * 1.01
+                )  # units in part are a relaxation, at prices for the most in flight
                 assert (estimated == math.inf) == (least[stage] == math.inf)
                 if taken is not None:
                     units = np.arange(a, b)
                     memory = table.kept * flights[stage] + table.state
                     assert memory[taken[a:b], units].sum() <= room[stage] * (1 + 1e-6)
-                    assert table.seconds[taken[a:b], units].sum() == pytest.approx(least[stage], rel=1e-3)
+                    assert table.seconds[taken[a:b], units].sum() == pytest.approx(
+                        least[stage], rel=1e-3
+                    )
                     mixed += len(set(taken[a:b].tolist())) > 1
     assert mixed
 
@@ -97,12 +118,20 @@ def test_each_unit_takes_what_is_fastest_within_memory(part: float) -> None:
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("part", [0.2, 0.6])
 def test_the_cut_is_nearly_the_best_within_memory(stages: int, part: float) -> None:
-    """All cuts, each with its units' best mixtures; the search's cut, with the mixtures it takes there."""
+    """All cuts, each with its units' best mixtures; the search's cut, with the mixtures it takes
+    there.
+    """
     for seed in range(15):
         table, flights = tables(seed, 3, 8, 3), [float(stages - s) for s in range(stages)]
         room = budgets(table, flights, part)
         every = {
-            cut: step([fastest(table, run, *of) for run, *of in zip(itertools.pairwise([*cut, 8]), flights, room, strict=True)], 8)
+            cut: step(
+                [
+                    fastest(table, run, *of)
+                    for run, *of in zip(itertools.pairwise([*cut, 8]), flights, room, strict=True)
+                ],
+                8,
+            )
             for cut in cuts(8, stages)
         }
         found = Stages(table, room, flights, stages).best(8)
@@ -114,8 +143,8 @@ def test_the_cut_is_nearly_the_best_within_memory(stages: int, part: float) -> N
 @pytest.mark.parametrize(("units", "stages"), [(6, 2), (8, 3), (9, 4)])
 @pytest.mark.parametrize("often", [0.3, 0.9])
 def test_a_cut_where_little_is_sent(units: int, stages: int, often: float) -> None:
-    """All cuts, where much goes over some boundaries and takes its time there: what is sent there and back counts
-    once. A search that is not told finds worse cuts."""
+    """All cuts, where much goes over some boundaries and takes its time there: what is sent there
+    and back counts once. A search that is not told finds worse cuts."""
     better = 0
     for seed, microbatches in itertools.product(range(20), (1, 4, 16)):
         table, draw = tables(seed, 1, units, units), np.random.default_rng(seed)
@@ -128,7 +157,10 @@ def test_a_cut_where_little_is_sent(units: int, stages: int, often: float) -> No
         assert unaware is not None
         taking = table.seconds[0]
         every = {
-            cut: step([taking[a:b].sum() for a, b in itertools.pairwise([*cut, units])], microbatches) + 2 * search.sending[list(cut)].sum()
+            cut: step(
+                [taking[a:b].sum() for a, b in itertools.pairwise([*cut, units])], microbatches
+            )
+            + 2 * search.sending[list(cut)].sum()
             for cut in cuts(units, stages)
         }
         assert every[found[0]] == pytest.approx(found[1])
@@ -163,7 +195,10 @@ def test_each_rank_reads_a_parameter(units: int, pipeline: int, chunks: int) -> 
         good = {
             cut: step([table.seconds[0, a:b].sum() for a, b in search.runs(cut)], 4)
             for cut in cuts(units, pipeline * chunks)
-            if all(any(any(trains[a:b]) for a, b in search.runs(cut)[rank::pipeline]) for rank in range(pipeline))
+            if all(
+                any(any(trains[a:b]) for a, b in search.runs(cut)[rank::pipeline])
+                for rank in range(pipeline)
+            )
         }
         if chunks == 1:
             assert (found[0] in good) == bool(good)

@@ -1,4 +1,6 @@
-"""The peak that a plan predicts is the peak of a training step that is run: to 2 % on every rank, whatever is cut and recomputed."""
+"""The peak that a plan predicts is the peak of a training step that is run: to 2 % on every rank,
+whatever is cut and recomputed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ TENSOR = dict(size=2, mode="1d")
 PIPE = dict(micro_batch_size=2, schedule="1f1b")
 SEQUENCE = {
     "gpt2": {"transformer.h.*.ln_1": "S1", "transformer.h.*.ln_2": "S1"},
-    "llama": {"model.layers.*.input_layernorm": "S1", "model.layers.*.post_attention_layernorm": "S1"},
+    "llama": {
+        "model.layers.*.input_layernorm": "S1",
+        "model.layers.*.post_attention_layernorm": "S1",
+    },
 }
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
@@ -36,7 +41,14 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "rings": (4, dict(parallel=dict(tensor=dict(size=4, mode="sequence", ring=4)))),
     "pipeline of 4": (4, dict(parallel=dict(pipeline=4), **PIPE)),
     "pipeline x tensor": (4, dict(parallel=dict(pipeline=2, tensor=TENSOR), **PIPE)),
-    "interleaved": (2, dict(parallel=dict(pipeline=dict(size=2, chunks=2)), micro_batch_size=2, schedule="interleaved-1f1b")),
+    "interleaved": (
+        2,
+        dict(
+            parallel=dict(pipeline=dict(size=2, chunks=2)),
+            micro_batch_size=2,
+            schedule="interleaved-1f1b",
+        ),
+    ),
     "zero-bubble": (2, dict(parallel=dict(pipeline=2), micro_batch_size=2, schedule="zero-bubble")),
 }
 FAST = [
@@ -45,7 +57,11 @@ FAST = [
     ("vit", "data, microbatches"),
     ("cnn", "data"),
     ("gpt2", "tensor"),
-    *((name, way) for name in ("chain", "returning") for way in ("pipeline", "interleaved", "zero-bubble")),
+    *(
+        (name, way)
+        for name in ("chain", "returning")
+        for way in ("pipeline", "interleaved", "zero-bubble")
+    ),
 ]
 
 
@@ -59,23 +75,33 @@ def check(ranks: Pools, plan: Plan, name: str) -> None:
     each = plan.world_size // plan.pipeline
     for rank, real in enumerate(found):
         said = plan.peak_memory[rank // each]
-        print(f"{name}: rank {rank} of {plan.world_size}: predicted {said:,.0f} bytes, measured {real:,}, ratio {said / real:.4f}")
+        print(
+            f"{name}: rank {rank} of {plan.world_size}: predicted {said:,.0f} bytes, measured "
+            f"{real:,}, ratio {said / real:.4f}"
+        )
         assert abs(said - real) <= 0.02 * real, (rank, said, real, plan.memory[rank // each])
 
 
 UNEVEN = ("vit", "cnn")  # their tokens, or channels, are no multiple of 4
-ALL = [(name, way) for name in peaks.MODELS for way in WAYS if name not in UNEVEN or way not in ("2d", "rings")] + [
-    ("chain", "pipeline of 4")
-]
+ALL = [
+    (name, way)
+    for name in peaks.MODELS
+    for way in WAYS
+    if name not in UNEVEN or way not in ("2d", "rings")
+] + [("chain", "pipeline of 4")]
 
 
 def _mark(name: str, way: str) -> pytest.MarkDecorator:
-    """Of all pairs, one of five ways of each model and one of five models of each way are slow tests."""
+    """Of all pairs, one of five ways of each model and one of five models of each way are slow
+    tests.
+    """
     place = [*peaks.MODELS, "chain"].index(name) + list(WAYS).index(way)
     return pytest.mark.slow if place % 5 == 0 else pytest.mark.exhaustive
 
 
-@pytest.mark.parametrize(("name", "way"), [*FAST, *(pytest.param(*c, marks=_mark(*c)) for c in ALL if c not in FAST)])
+@pytest.mark.parametrize(
+    ("name", "way"), [*FAST, *(pytest.param(*c, marks=_mark(*c)) for c in ALL if c not in FAST)]
+)
 def test_the_peak_is_the_predicted_one(ranks: Pools, name: str, way: str) -> None:
     world, options = WAYS[way]
     check(ranks, planned(name, world, **options), name)
@@ -102,4 +128,8 @@ def test_with_parts_recomputed_within_a_budget(ranks: Pools, name: str) -> None:
 def test_in_bfloat16(ranks: Pools, name: str) -> None:
     """Copies in the dtype of the graph, gradients summed in another than they come in."""
     for reduce_dtype in ("fp32", "bf16"):
-        check(ranks, planned(name, 2, parallel=dict(data=2), precision="bf16", reduce_dtype=reduce_dtype), name)
+        check(
+            ranks,
+            planned(name, 2, parallel=dict(data=2), precision="bf16", reduce_dtype=reduce_dtype),
+            name,
+        )

@@ -37,7 +37,8 @@ def _part(size: int, **options: Any) -> dict[str, Any]:
     return dict(micro_batch_size=size, **options)
 
 
-# -- equivalence --------------------------------------------------------------------------------------------------------------------------
+# -- equivalence
+# --------------------------------------------------------------------------------------------------------------------------
 
 TWO = [Case(2, schedule, chunks, options=_part(2)) for schedule, chunks in RUNS]
 FOUR = [
@@ -97,27 +98,47 @@ def test_eight_ranks_equal_one_device(ranks: Pools, name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_any_number_of_microbatches(ranks: Pools, name: str) -> None:
     sizes = {m: dict(batch=2 * m, options=_part(2)) for m in range(1, 9)}
-    cases = [Case(2, "gpipe", **size) for size in sizes.values()] + [Case(2, "zero-bubble", **sizes[4])]
+    cases = [Case(2, "gpipe", **size) for size in sizes.values()] + [
+        Case(2, "zero-bubble", **sizes[4])
+    ]
     cases += [Case(2, "1f1b", **sizes[m]) for m in range(2, 9)]
-    cases += [Case(2, schedule, 2, **sizes[m]) for schedule in ("interleaved-1f1b", "zero-bubble") for m in (1, 2, 3, 4, 6, 8)]
+    cases += [
+        Case(2, schedule, 2, **sizes[m])
+        for schedule in ("interleaved-1f1b", "zero-bubble")
+        for m in (1, 2, 3, 4, 6, 8)
+    ]
     _equal(ranks, 2, name, cases)
 
 
-# -- the loop -----------------------------------------------------------------------------------------------------------------------------
+# -- the loop
+# -----------------------------------------------------------------------------------------------------------------------------
 
 
 def build(model: nn.Module, sample: Any, case: Case, **more: Any) -> autopar.Compiled:
     """Compiled for this world."""
     _clear_sharding_prop_cache()
     world = dist.get_world_size()
-    plan = staged.staged_plan(model, sample, world, case.pipeline, case.schedule, chunks=case.chunks, **case.options, **more)
+    plan = staged.staged_plan(
+        model,
+        sample,
+        world,
+        case.pipeline,
+        case.schedule,
+        chunks=case.chunks,
+        **case.options,
+        **more,
+    )
     return autopar.compile(copy.deepcopy(model), sample, world, plan=plan)
 
 
-def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLERANCE, name: str = "") -> None:
+def close(
+    found: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLERANCE, name: str = ""
+) -> None:
     expected = full(expected).detach()
     atol = tolerance * float(expected.abs().max())
-    torch.testing.assert_close(full(found).detach(), expected, rtol=tolerance, atol=atol, msg=lambda m: f"{name}: {m}")
+    torch.testing.assert_close(
+        full(found).detach(), expected, rtol=tolerance, atol=atol, msg=lambda m: f"{name}: {m}"
+    )
 
 
 def batch(sample: dict[str, Any], number: int) -> dict[str, Any]:
@@ -147,14 +168,20 @@ def _trains(case: Case) -> None:
         if name in mine:
             close(mine[name], p, 1e-7, name)
     # The tied embedding is on the first and the last stage, and has stayed one.
-    (tied,) = [full(p).detach() for name, p in mine.items() if name == "transformer.wte.weight"] or [None]
+    (tied,) = [
+        full(p).detach() for name, p in mine.items() if name == "transformer.wte.weight"
+    ] or [None]
     if tied is not None:
         everywhere: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, tied)
         assert all(torch.equal(tied, other) for other in everywhere)
 
 
-@pytest.mark.parametrize("case", [Case(2, "1f1b", options=_part(2)), Case(2, "zero-bubble", 2, options=_part(4))], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [Case(2, "1f1b", options=_part(2)), Case(2, "zero-bubble", 2, options=_part(4))],
+    ids=str,
+)
 def test_training_equals_one_device(ranks: Pools, case: Case) -> None:
     ranks(2).run(_trains, case)
 
@@ -190,14 +217,18 @@ def _evaluates(case: Case) -> None:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble"])
 def test_evaluation_is_the_models(ranks: Pools, schedule: str) -> None:
-    ranks(2).run(_evaluates, Case(2, schedule, 2 if schedule == "interleaved-1f1b" else 1, options=_part(2)))
+    ranks(2).run(
+        _evaluates, Case(2, schedule, 2 if schedule == "interleaved-1f1b" else 1, options=_part(2))
+    )
 
 
 def _normalises(case: Case) -> None:
     model, sample = zoo.cnn(dtype=torch.float64)
     compiled = build(model, sample, case)
     found = step(compiled, sample)
-    expected = step_in_parts(copy.deepcopy(model), sample, compiled.plan.microbatches, compiled.plan.data_degree)
+    expected = step_in_parts(
+        copy.deepcopy(model), sample, compiled.plan.microbatches, compiled.plan.data_degree
+    )
     error, what = worst(differences(found, staged.own(expected, found)))
     assert error < TOLERANCE, what
 
@@ -206,11 +237,14 @@ def test_batch_norm_takes_each_microbatchs_statistics(ranks: Pools) -> None:
     ranks(2).run(_normalises, Case(2, "1f1b", options=_part(2)))
 
 
-# -- what is odd --------------------------------------------------------------------------------------------------------------------------
+# -- what is odd
+# --------------------------------------------------------------------------------------------------------------------------
 
 
 class Odd(nn.Module):
-    """Integers that cross, a parameter that two stages use and one that the loss does not reach, a boolean output, buffers that change."""
+    """Integers that cross, a parameter that two stages use and one that the loss does not reach, a
+    boolean output, buffers that change.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,11 +267,20 @@ class Odd(nn.Module):
         with torch.no_grad():
             self.mean.mul_(0.9).add_(h.mean(0), alpha=0.1)  # type: ignore[operator]
         h = self.third(h) + self.table(chosen) * self.scale
-        return {"loss": h.square().mean(), "h": h, "positive": h > 0, "spare": spare, "chosen": chosen}
+        return {
+            "loss": h.square().mean(),
+            "h": h,
+            "positive": h > 0,
+            "spare": spare,
+            "chosen": chosen,
+        }
 
 
 def _odd(case: Case) -> None:
-    model, sample = Odd(), {"x": torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))}
+    model, sample = (
+        Odd(),
+        {"x": torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))},
+    )
     compiled = build(model, sample, case, starts=["linear_2"])
     found, expected = compiled(**sample), model(**sample)
     found["loss"].backward()
@@ -249,7 +292,9 @@ def _odd(case: Case) -> None:
         assert found[name].requires_grad == output.requires_grad, name
     if found["h"].to_local().numel() and compiled.mesh.pipeline_rank == 0:
         assert isinstance(found["h"].placements[0], Partial)
-        assert found["h"].to_local().untyped_storage().nbytes() == 8, "an output of another stage takes memory"
+        assert found["h"].to_local().untyped_storage().nbytes() == 8, (
+            "an output of another stage takes memory"
+        )
     held = dict(compiled.named_parameters())
     for name, p in model.named_parameters():
         if name in held:
@@ -270,7 +315,11 @@ def _odd(case: Case) -> None:
             close(b, model.get_buffer(name), name=name)
 
 
-@pytest.mark.parametrize("case", [Case(2, "gpipe"), Case(2, "1f1b", options=_part(4)), Case(2, "zero-bubble", options=_part(4))], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [Case(2, "gpipe"), Case(2, "1f1b", options=_part(4)), Case(2, "zero-bubble", options=_part(4))],
+    ids=str,
+)
 def test_odd_models(ranks: Pools, case: Case) -> None:
     ranks(2).run(_odd, case)
 
@@ -281,7 +330,10 @@ def test_odd_models_with_split_stages(ranks: Pools) -> None:
 
 def _tied_norm() -> None:
     """A parameter of two stages counts once, and a rank with none of the parameters takes part."""
-    model, sample = Odd(), {"x": torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))}
+    model, sample = (
+        Odd(),
+        {"x": torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))},
+    )
     compiled = build(model, sample, Case(2, "gpipe"), starts=["linear_2"])
     for m in (model, compiled):
         m(**sample)["loss"].backward()
@@ -289,7 +341,10 @@ def _tied_norm() -> None:
         chosen = [p for n, p in model.named_parameters() if names is None or n in names]
         mine = [p for n, p in compiled.named_parameters() if names is None or n in names]
         for order in (2.0, float("inf")):
-            close(autopar.clip_grad_norm_(mine, 1e9, order), nn.utils.clip_grad_norm_(chosen, 1e9, order))
+            close(
+                autopar.clip_grad_norm_(mine, 1e9, order),
+                nn.utils.clip_grad_norm_(chosen, 1e9, order),
+            )
 
 
 def test_the_norm_is_of_all_stages(ranks: Pools) -> None:
@@ -333,7 +388,9 @@ def _save(case: Case, path: str) -> None:
     with Double():
         model, sample = zoo.gpt2(dtype=torch.float64)
         compiled = build(model, sample, case)
-        assert list(compiled.state_dict()) == [n for n in model.state_dict() if n in compiled.state_dict()]
+        assert list(compiled.state_dict()) == [
+            n for n in model.state_dict() if n in compiled.state_dict()
+        ]
         dcp.save({"model": compiled.state_dict()}, checkpoint_id=path)
         for p in model.parameters():
             p.data.mul_(2)
@@ -356,7 +413,8 @@ def test_a_checkpoint_is_the_whole_models(ranks: Pools) -> None:
                 assert torch.equal(state[name], x), name
 
 
-# -- memory -------------------------------------------------------------------------------------------------------------------------------
+# -- memory
+# -------------------------------------------------------------------------------------------------------------------------------
 
 
 class _Tag:
@@ -370,7 +428,9 @@ def _held(case: Case) -> list[list[int]]:
         compiled = build(model, sample, case)
     assert compiled._execution.stages is not None
     compute = compiled._execution._compute
-    programs = compiled._execution.stages.programs([stage.train for stage in compiled._lowered.stages])
+    programs = compiled._execution.stages.programs(
+        [stage.train for stage in compiled._lowered.stages]
+    )
     stage_of = {id(program): i for i, program in enumerate(programs)}
     tags: list[list[weakref.ref[_Tag]]] = [[] for _ in stage_of]
     counts: list[list[int]] = [[] for _ in stage_of]
@@ -393,11 +453,14 @@ def _held(case: Case) -> list[list[int]]:
 
 @pytest.mark.slow
 def test_a_stage_holds_as_many_microbatches_as_its_schedule_says(ranks: Pools) -> None:
-    assert [max(c) for (c,) in ranks(4).run(_held, Case(4, "1f1b", batch=12, options=_part(2)))] == [4, 3, 2, 1]
+    assert [
+        max(c) for (c,) in ranks(4).run(_held, Case(4, "1f1b", batch=12, options=_part(2)))
+    ] == [4, 3, 2, 1]
     assert [max(c) for (c,) in ranks(2).run(_held, Case(2, "gpipe", options=_part(2)))] == [4, 4]
 
 
-# -- errors -------------------------------------------------------------------------------------------------------------------------------
+# -- errors
+# -------------------------------------------------------------------------------------------------------------------------------
 
 
 def _errors() -> None:
@@ -412,7 +475,7 @@ def _errors() -> None:
             loss.backward()
         with pytest.raises(PlanError, match="needs at least 2 microbatches, there are 1"):
             build(model, sample, Case(2, "1f1b"))
-        captured = autopar.planner.Traced(model, sample, None).analyse(1)[0].captured
+        captured = autopar.frontend.traced.Traced(model, sample, None).analyse(1)[0].captured
         last = [n.name for n in captured.graph.nodes if n.op == "call_function"][-1]
         with pytest.raises(PlanError, match="rank 1 of 2 would have no parameter"):
             build(model, sample, Case(2, "gpipe"), starts=[last])
@@ -441,7 +504,9 @@ def _fails() -> None:
             compiled(**sample)
         assert all(w.leaf.grad is None for w in compiled._execution.weights)
         assert all(p.grad is None for p in compiled.parameters())
-        dist.all_reduce(torch.zeros((), dtype=torch.float64), group=compiled.mesh.along_pipeline())  # the other's sum of the loss
+        dist.all_reduce(
+            torch.zeros((), dtype=torch.float64), group=compiled.mesh.along_pipeline()
+        )  # the other's sum of the loss
         with pytest.raises(RunError, match="an earlier step failed"):
             compiled(**sample)
 

@@ -1,4 +1,6 @@
-"""Profiles of this machine: measured, interrupted, resumed, told apart; and kernels measured on the spot."""
+"""Profiles of this machine: measured, interrupted, resumed, told apart; and kernels measured on the
+spot.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,10 @@ from pool import Pools
 
 import autopar
 from autopar import cli
-from autopar.autograd import Autograd, contiguous
 from autopar.cost_model import Cluster, axes, seconds
 from autopar.errors import PlanError, RunError
-from autopar.launches import Launch
+from autopar.kernel_trace.autograd import Autograd, contiguous
+from autopar.kernel_trace.launches import Launch
 from autopar.profile import NoisyMeasurement, check_machine, measured, profiler, timing
 from autopar.profile.machine import machine
 from autopar.profile.missing import Missing
@@ -40,7 +42,11 @@ def few(device_type: str, dtype: torch.dtype) -> Iterator[Launch]:
     autograd = Autograd(device_type)
     for rows in (64, 512):
         x, w = contiguous((rows, 128), dtype, True), contiguous((128, 128), dtype, True)
-        calls = (aten.linear.default, (x, w)), (aten.gelu.default, (x,)), (aten.mul.Tensor, (x, 2.0))
+        calls = (
+            (aten.linear.default, (x, w)),
+            (aten.gelu.default, (x,)),
+            (aten.mul.Tensor, (x, 2.0)),
+        )
         for answer in (autograd.ask(*call, {}) for call in calls):
             yield from (*answer.forward, *answer.backward)
 
@@ -67,16 +73,30 @@ def test_a_call_takes_as_long_as_it_takes() -> None:
 
 
 def test_noted_calls_run_on_real_tensors() -> None:
-    """Every kernel that a profile measures, at its smallest: the same shapes come out as were noted."""
+    """Every kernel that a profile measures, at its smallest: the same shapes come out as were
+    noted.
+    """
     seen: dict[str, int] = {}
     for launch in launches("cpu", torch.float32):
         if launch.nbytes < 1e6 and seen.setdefault(launch.operator, launch.nbytes) == launch.nbytes:
             assert launch.call is not None
-            noted, real = launch.call[0](*launch.call[1], **launch.call[2]), replay(launch.call, CPU)()
-            for a, b in zip(*(x if isinstance(x, (tuple, list)) else [x] for x in (noted, real)), strict=True):
+            noted, real = (
+                launch.call[0](*launch.call[1], **launch.call[2]),
+                replay(launch.call, CPU)(),
+            )
+            for a, b in zip(
+                *(x if isinstance(x, (tuple, list)) else [x] for x in (noted, real)), strict=True
+            ):
                 if isinstance(a, torch.Tensor):
                     assert (a.shape, a.dtype) == (b.shape, b.dtype), launch.operator
-    assert {"addmm", "mm", "bmm", "convolution_backward", "native_layer_norm", "nll_loss_backward"} <= set(seen)
+    assert {
+        "addmm",
+        "mm",
+        "bmm",
+        "convolution_backward",
+        "native_layer_norm",
+        "nll_loss_backward",
+    } <= set(seen)
 
 
 @pytest.mark.usefixtures("quick")
@@ -87,16 +107,31 @@ def test_a_profile_of_one_device(tmp_path: Path) -> None:
     assert Cluster.load(path) == cluster
     assert cluster.machine["torch"] == torch.__version__
     assert cluster.capacity == 1
-    assert {"mm.float32", "gelu.float32", "gelu_backward.bfloat16", "matmul", "transcendental.float32"} <= set(cluster.device.efficiency)
-    assert all(work > 0 and value > 0 for curve in cluster.device.efficiency.values() for work, value in curve)
+    assert {
+        "mm.float32",
+        "gelu.float32",
+        "gelu_backward.bfloat16",
+        "matmul",
+        "transcendental.float32",
+    } <= set(cluster.device.efficiency)
+    assert all(
+        work > 0 and value > 0
+        for curve in cluster.device.efficiency.values()
+        for work, value in curve
+    )
     plan = autopar.plan(*zoo.mlp(), 1, cluster=path, progress=False)
     assert plan.step_time > 0
-    with pytest.raises(PlanError, match=r"has 1: .* or measure as many: torchrun --nproc-per-node 2 -m autopar profile"):
+    with pytest.raises(
+        PlanError,
+        match=r"has 1: .* or measure as many: torchrun --nproc-per-node 2 -m autopar profile",
+    ):
         autopar.plan(*zoo.mlp(), 2, cluster=path, progress=False)
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_profile_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_that_was_interrupted_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, calls = tmp_path / "here.json", 0
     plain = profiler.timed
 
@@ -121,7 +156,13 @@ def test_a_profile_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("left", ["no JSON", json.dumps({"schema": 2, "machine": {"device": "another"}, "measured": {"call": [1, 0]}})])
+@pytest.mark.parametrize(
+    "left",
+    [
+        "no JSON",
+        json.dumps({"schema": 2, "machine": {"device": "another"}, "measured": {"call": [1, 0]}}),
+    ],
+)
 def test_what_is_left_of_another_profile_is_not_used(left: str, tmp_path: Path) -> None:
     (tmp_path / "here.json.part").write_text(left)
     with warnings.catch_warnings(record=True) as told:
@@ -134,13 +175,18 @@ def test_what_is_left_of_another_profile_is_not_used(left: str, tmp_path: Path) 
 def test_noise_is_told_and_the_median_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiler, "NOISY", 0.5)
     monkeypatch.setattr(profiler, "timed", lambda *args: Timing(1e-3, 0.8))
-    with pytest.warns(NoisyMeasurement, match=r"measurements are noisy .*: 80 %.* the medians were kept. Measure again"):
+    with pytest.warns(
+        NoisyMeasurement,
+        match=r"measurements are noisy .*: 80 %.* the medians were kept. Measure again",
+    ):
         cluster = measured(tmp_path / "here.json", "cpu", progress=False)
     assert cluster.device.memory_bandwidth == pytest.approx(2 * (1 << 20) / 1e-3)
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_kernel_that_does_not_run_here_has_no_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_does_not_run_here_has_no_curve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def absent(call: Any, device: torch.device) -> Any:
         if "gelu" in str(call[0]):
             raise NotImplementedError
@@ -174,10 +220,18 @@ def test_ranks_measure_their_collectives(ranks: Pools, tmp_path: Path) -> None:
     (mine, taken), (other, _) = ranks(2).run(_measure_together, str(tmp_path))
     assert mine == other == Cluster.load(tmp_path / "two.json")
     assert (mine.capacity, mine.machine["backend"], mine.machine["ranks"]) == (2, "gloo", "2")
-    assert set(mine.links[0].measured) == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"}
+    assert set(mine.links[0].measured) == {
+        "all_reduce",
+        "all_gather",
+        "reduce_scatter",
+        "all_to_all",
+        "send",
+    }
     assert 0 <= mine.device.overlap <= 1
     (axis,) = axes((2,), mine)
-    assert min(taken) / 3 < seconds("all_reduce", float(1 << 16), axis) < 3 * max(taken)  # the same thing, on a machine that others use too
+    assert (
+        min(taken) / 3 < seconds("all_reduce", float(1 << 16), axis) < 3 * max(taken)
+    )  # the same thing, on a machine that others use too
 
 
 def test_a_profile_of_another_machine(tmp_path: Path) -> None:
@@ -186,14 +240,22 @@ def test_a_profile_of_another_machine(tmp_path: Path) -> None:
     here = machine(CPU, "none", 1)
     check_machine(replace(cpu, machine=here), CPU)
     with pytest.raises(
-        PlanError, match=r"'cpu' is of another machine \(device 'abacus' there, .* here; torch '1.0' there.*measure this one"
+        PlanError,
+        match=r"'cpu' is of another machine \(device 'abacus' there, .* here; torch '1.0' "
+        r"there.*measure this one",
     ):
         check_machine(replace(cpu, machine=here | {"device": "abacus", "torch": "1.0"}), CPU)
     with pytest.raises(PlanError, match="backend 'nccl' there, 'none' here"):
         check_machine(replace(cpu, machine=here | {"backend": "nccl", "ranks": "8"}), CPU)
-    data = json.loads((Path(autopar.cost_model.__file__).parent / "clusters" / "cpu.json").read_text())
+    data = json.loads(
+        (Path(autopar.cost_model.__file__).parent / "clusters" / "cpu.json").read_text()
+    )
     (tmp_path / "old.json").write_text(json.dumps(data | {"schema": 1}))
-    with pytest.raises(PlanError, match="its schema is 1, this version reads 2: measure it again with: python -m autopar profile -o"):
+    with pytest.raises(
+        PlanError,
+        match="its schema is 1, this version reads 2: measure it again with: python -m autopar "
+        "profile -o",
+    ):
         Cluster.load(tmp_path / "old.json")
 
 
@@ -210,17 +272,25 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
             measured(path, "cuda", progress=False)
 
 
-def test_what_no_curve_covers_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_curve_covers_is_measured_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    (launch,) = Autograd("cpu").ask(aten.gelu.default, (contiguous((64, 64), torch.float32),), {}).forward
+    (launch,) = (
+        Autograd("cpu").ask(aten.gelu.default, (contiguous((64, 64), torch.float32),), {}).forward
+    )
     cpu, times = Cluster.load("cpu"), []
-    monkeypatch.setattr("autopar.profile.missing.timed", lambda *args: times.append(1) or Timing(3.0, 0.0))
+    monkeypatch.setattr(
+        "autopar.profile.missing.timed", lambda *args: times.append(1) or Timing(3.0, 0.0)
+    )
     for _ in range(2):
         spot = Missing(cpu)
         assert launch in spot
         assert spot.seconds(launch) == 3.0
     assert len(times) == 1
-    covered = replace(cpu.device, efficiency={**cpu.device.efficiency, "gelu.float32": ((1.0, 1.0),)})
+    covered = replace(
+        cpu.device, efficiency={**cpu.device.efficiency, "gelu.float32": ((1.0, 1.0),)}
+    )
     assert launch not in Missing(replace(cpu, device=covered))
     (tmp_path / "autopar" / "kernels.json").write_text("no JSON")
     with pytest.warns(UserWarning, match="cannot be read .* measured again"):
@@ -239,8 +309,12 @@ def test_planning_measures_on_request(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_what_disturbs_one_round_does_not_count() -> None:
-    assert pooled([Timing(1.0, 0.1), Timing(9.0, 5.0), Timing(1.1, 0.2)]) == Timing(1.1, pytest.approx(0.2))
-    assert pooled([Timing(1.0, 0.0), Timing(2.0, 0.0), Timing(4.0, 0.0)]) == Timing(2.0, 0.5)  # no two agree
+    assert pooled([Timing(1.0, 0.1), Timing(9.0, 5.0), Timing(1.1, 0.2)]) == Timing(
+        1.1, pytest.approx(0.2)
+    )
+    assert pooled([Timing(1.0, 0.0), Timing(2.0, 0.0), Timing(4.0, 0.0)]) == Timing(
+        2.0, 0.5
+    )  # no two agree
     assert pooled([Timing(0.0, 0.0)] * 3) == Timing(0.0, 0.0)  # what does not run here
 
 
@@ -270,7 +344,9 @@ def test_a_kinds_curve_is_the_mean_of_its_operators() -> None:
 
 
 def test_processes_that_take_turns_on_a_core() -> None:
-    """A call that works for as long as it sleeps: alone it takes both, three to a core take three times its work."""
+    """A call that works for as long as it sleeps: alone it takes both, three to a core take three
+    times its work.
+    """
 
     def call() -> None:
         end = time.process_time() + 0.004

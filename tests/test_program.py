@@ -14,16 +14,20 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from pool import Pools
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autopar.errors import RunError
-from autopar.layout import R
-from autopar.runtime.agree import same_on_all_ranks
-from autopar.runtime.loss import PendingLoss, total
-from autopar.runtime.mesh import Mesh
+from autopar.ir.layout import R
+from autopar.runtime.communication.agree import same_on_all_ranks
+from autopar.runtime.communication.mesh import Mesh
+from autopar.runtime.step.loss import PendingLoss, total
 
-# torch saves no AdamW state for a parameter that never had a gradient, and asks for it when loading.
+# torch saves no AdamW state for a parameter that never had a gradient, and asks for it when
+# loading.
 _PARTIAL = partial(DefaultLoadPlanner, allow_partial_load=True)
 
 WORLD = {"one": 1, "data": 2, "zero": 2, "columns": 2, "slice": 2, "grid": 4, "data4": 4}
@@ -58,8 +62,12 @@ def _outputs(case: str, microbatches: int, whole: bool) -> None:
         assert found["loss"].requires_grad == grad
         assert type(found["loss"]) is torch.Tensor
         for name in expected:
-            torch.testing.assert_close(handmade.full(found[name]), expected[name], rtol=1e-12, atol=1e-14)
-    assert found["logits"].placements == (Shard(0) if case == "zero" and not whole else Replicate(),)
+            torch.testing.assert_close(
+                handmade.full(found[name]), expected[name], rtol=1e-12, atol=1e-14
+            )
+    assert found["logits"].placements == (
+        Shard(0) if case == "zero" and not whole else Replicate(),
+    )
     assert compiled.calls == 3
     assert all(p.grad is None for p in compiled.parameters())
 
@@ -73,10 +81,33 @@ def test_outputs_in_every_mode(ranks: Pools, case: str, microbatches: int, whole
 def _prologue(microbatches: int) -> None:
     compiled = handmade.build("data", microbatches, hoisted=(R,))
 
-    def count(mesh: Any, w1: Any, b1: Any, w2: Any, b2: Any, idle: Any, calls: Any, scale: Any, x: Any, y: Any) -> tuple:
+    def count(
+        mesh: Any,
+        w1: Any,
+        b1: Any,
+        w2: Any,
+        b2: Any,
+        idle: Any,
+        calls: Any,
+        scale: Any,
+        x: Any,
+        y: Any,
+    ) -> tuple:
         return ((y > 0).sum(),)
 
-    def program(mesh: Any, w1: Any, b1: Any, w2: Any, b2: Any, idle: Any, calls: Any, scale: Any, x: Any, y: Any, n: Any) -> tuple:
+    def program(
+        mesh: Any,
+        w1: Any,
+        b1: Any,
+        w2: Any,
+        b2: Any,
+        idle: Any,
+        calls: Any,
+        scale: Any,
+        x: Any,
+        y: Any,
+        n: Any,
+    ) -> tuple:
         x = handmade.redistribute(x, mesh, 0, "I", "S0")
         return handmade.redistribute((x @ w1.t()).sum() / n, mesh, 0, "P", "I"), x, x, calls
 
@@ -99,14 +130,23 @@ def _save(case: str, path: str) -> None:
         compiled(**handmade.batch(step))["loss"].backward()
         optimizer.step()
         optimizer.zero_grad()
-    dcp.save({"model": compiled.state_dict(), "optimizer": get_optimizer_state_dict(compiled, optimizer)}, checkpoint_id=path)
+    dcp.save(
+        {
+            "model": compiled.state_dict(),
+            "optimizer": get_optimizer_state_dict(compiled, optimizer),
+        },
+        checkpoint_id=path,
+    )
 
 
 def _load(case: str, path: str) -> torch.Tensor:
     compiled = handmade.build(case, seed=7)
     compiled.scale.copy_(handmade.Network().scale)  # not persistent
     optimizer = torch.optim.AdamW(compiled.parameters(), lr=0.01)
-    state = {"model": compiled.state_dict(), "optimizer": get_optimizer_state_dict(compiled, optimizer)}
+    state = {
+        "model": compiled.state_dict(),
+        "optimizer": get_optimizer_state_dict(compiled, optimizer),
+    }
     dcp.load(state, checkpoint_id=path, planner=_PARTIAL())
     compiled.load_state_dict(state["model"])
     set_optimizer_state_dict(compiled, optimizer, state["optimizer"])
@@ -119,7 +159,10 @@ def _plain(path: str | None) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     model = handmade.Network(7 if path else 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     if path:
-        state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        state = {
+            "model": model.state_dict(),
+            "optimizer": get_optimizer_state_dict(model, optimizer),
+        }
         dcp.load(state, checkpoint_id=path, planner=_PARTIAL(), no_dist=True)
         model.load_state_dict(state["model"])
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
@@ -137,11 +180,15 @@ def test_checkpoints_move_between_programs_and_plain_models(ranks: Pools, case: 
         path = str(Path(folder) / "step3")
         ranks(WORLD[case]).run(_save, case, path)
         (straight, first), (loaded, second) = _plain(None), _plain(path)
-        for (name, value), (_, other) in zip(straight.state_dict().items(), loaded.state_dict().items(), strict=True):
+        for (name, value), (_, other) in zip(
+            straight.state_dict().items(), loaded.state_dict().items(), strict=True
+        ):
             torch.testing.assert_close(other, value, rtol=1e-12, atol=1e-14, msg=name)
         for p, q in zip(straight.parameters(), loaded.parameters(), strict=True):
             for name, value in first.state[p].items():
-                torch.testing.assert_close(second.state[q][name], value, rtol=1e-10, atol=1e-16, msg=name)
+                torch.testing.assert_close(
+                    second.state[q][name], value, rtol=1e-10, atol=1e-16, msg=name
+                )
         straight(**handmade.batch(3))["loss"].backward()
         first.step()
         expected = straight(**handmade.batch(4))["loss"]
@@ -155,7 +202,10 @@ def _plain_state_dict(case: str) -> None:
     compiled.load_state_dict(other.state_dict())
     compiled.scale.copy_(other.scale)  # not persistent
     torch.testing.assert_close(
-        compiled(**handmade.batch())["loss"].detach(), other(**handmade.batch())["loss"].detach(), rtol=1e-13, atol=0
+        compiled(**handmade.batch())["loss"].detach(),
+        other(**handmade.batch())["loss"].detach(),
+        rtol=1e-13,
+        atol=0,
     )
     with pytest.raises(RuntimeError, match="size mismatch"):
         compiled.load_state_dict({**other.state_dict(), "fc1.bias": torch.zeros(3)})
@@ -171,7 +221,10 @@ def test_load_a_plain_models_state_dict(ranks: Pools, case: str) -> None:
 def _meta(everywhere: bool) -> None:
     rank, model = dist.get_rank(), handmade.Network(5)
     if everywhere:
-        with pytest.warns(UserWarning, match=r"8 tensors have no values until they are loaded.*constants.*: calls, scale"):
+        with pytest.warns(
+            UserWarning,
+            match=r"8 tensors have no values until they are loaded.*constants.*: calls, scale",
+        ):
             compiled = handmade.build("zero", model=handmade.Network(5).to("meta"))
         with pytest.raises(RunError, match=r"8 tensors have no values: .*named_buffers"):
             compiled(**handmade.batch())
@@ -180,9 +233,13 @@ def _meta(everywhere: bool) -> None:
             compiled(**handmade.batch())
         compiled.scale.copy_(model.scale)
     else:
-        compiled = handmade.build("zero", model=model if rank == 0 else handmade.Network(5).to("meta"))
+        compiled = handmade.build(
+            "zero", model=model if rank == 0 else handmade.Network(5).to("meta")
+        )
     assert compiled.fc1.weight.to_local().device.type == "cpu"
-    torch.testing.assert_close(compiled(**handmade.batch())["loss"], model(**handmade.batch())["loss"], rtol=1e-13, atol=0)
+    torch.testing.assert_close(
+        compiled(**handmade.batch())["loss"], model(**handmade.batch())["loss"], rtol=1e-13, atol=0
+    )
 
 
 @pytest.mark.parametrize("everywhere", [True, False])
@@ -207,7 +264,9 @@ def _errors() -> None:
             compiled(**arguments)
     with pytest.raises(RunError, match="got 1 positional arguments, the sample had 0"):
         compiled(x, y=y)
-    loss = compiled(y=y, x=x)["loss"]  # an error costs nothing, and the order of keywords does not matter
+    loss = compiled(y=y, x=x)[
+        "loss"
+    ]  # an error costs nothing, and the order of keywords does not matter
     loss.backward(retain_graph=True)
     loss.backward()
     with pytest.raises(RunError, match="backpropagated twice"):
@@ -215,7 +274,9 @@ def _errors() -> None:
     with pytest.raises(RunError, match=r"stays torch.float64 on cpu, asked for torch.float32"):
         compiled.float()
     assert compiled.to("cpu") is compiled
-    with pytest.raises(RunError, match="the plan is not the same on all ranks: rank 1 of 2 differ from rank 0"):
+    with pytest.raises(
+        RunError, match="the plan is not the same on all ranks: rank 1 of 2 differ from rank 0"
+    ):
         same_on_all_ranks(f"{dist.get_rank()}", "the plan")
     same_on_all_ranks("one", "the plan")
 
@@ -226,9 +287,16 @@ def test_errors_name_what_is_wrong(ranks: Pools) -> None:
 
 def _odd_plans() -> None:
     handmade.CASES["odd"] = ((2,), (), None, {"fc1.weight": ("I", "S0")})
-    with pytest.raises(RunError, match=r"parameter fc1.weight: stored as I it cannot be used as S0 \(axis 'a'\)"):
+    with pytest.raises(
+        RunError, match=r"parameter fc1.weight: stored as I it cannot be used as S0 \(axis 'a'\)"
+    ):
         handmade.build("odd")
-    handmade.CASES["odd"] = ((2,), (), 0, {"fc1.weight": ("S0", "S0"), "fc1.bias": ("S0", "S0"), "scale": ("I", "S0")})
+    handmade.CASES["odd"] = (
+        (2,),
+        (),
+        0,
+        {"fc1.weight": ("S0", "S0"), "fc1.bias": ("S0", "S0"), "scale": ("I", "S0")},
+    )
     compiled = handmade.build("odd")
     assert compiled._state.argument("scale").shape == (handmade.OUT // 2,)
     compiled.scale.fill_(3.0)  # a buffer's slice is a view

@@ -1,7 +1,9 @@
-"""What a Megatron layer keeps between its forward and its backward is what arXiv 2205.05198 says, to the byte.
+"""What a Megatron layer keeps between its forward and its backward is what arXiv 2205.05198 says,
+to the byte.
 
-The formulas leave out one thing on purpose, the statistics of the two layer norms: a mean and a standard deviation of each row, 4 bytes
-each. With sequence parallelism each rank has its part of the rows. A layer's share is what three layers keep beyond what two do.
+The formulas leave out one thing on purpose, the statistics of the two layer norms: a mean and a
+standard deviation of each row, 4 bytes each. With sequence parallelism each rank has its part of
+the rows. A layer's share is what three layers keep beyond what two do.
 """
 
 from __future__ import annotations
@@ -16,10 +18,10 @@ import torch
 from megatron import GPT, constraints
 
 import autopar
-from autopar.autograd import Autograd
+from autopar.frontend.traced import Traced
+from autopar.kernel_trace.autograd import Autograd
 from autopar.memory.peak import peak_of
 from autopar.plan import Plan
-from autopar.planner import Traced
 
 S, B, H, A = 512, 2, 1024, 16  # sequence, microbatch, hidden, heads
 T = 8
@@ -53,13 +55,19 @@ def _planned(layers: int, tensor: int, sequence_parallel: bool, recompute: str) 
 
 
 def kept(layers: int, tensor: int, sequence_parallel: bool, recompute: str) -> float:
-    """Bytes. With sequence parallelism Megatron gathers what products read again in the backward; "selective" adds attention's insides."""
+    """Bytes. With sequence parallelism Megatron gathers what products read again in the backward;
+    "selective" adds attention's insides.
+    """
     plan = _planned(layers, tensor, sequence_parallel, "full" if recompute == "full" else "none")
     if recompute == "full":
         return plan.stages[0].kept
     analysis, _ = _made(layers).analyse(1)
     again = megatron_memory.selective(analysis.graph, plan)
-    again = again if recompute == "selective" else tuple(name for name in again if sequence_parallel and "->" in name)
+    again = (
+        again
+        if recompute == "selective"
+        else tuple(name for name in again if sequence_parallel and "->" in name)
+    )
     plan = dataclasses.replace(plan, recomputed=again)
     return peak_of(analysis, plan, "adam", Autograd("cuda")).kept[0]
 
@@ -76,19 +84,25 @@ def kept(layers: int, tensor: int, sequence_parallel: bool, recompute: str) -> f
         (1, False, "full", 2 * S * B * H, 0),
     ],
 )
-def test_a_layer_keeps_what_the_paper_says(tensor: int, sequence_parallel: bool, recompute: str, formula: float, statistics: float) -> None:
+def test_a_layer_keeps_what_the_paper_says(
+    tensor: int, sequence_parallel: bool, recompute: str, formula: float, statistics: float
+) -> None:
     found = [kept(layers, tensor, sequence_parallel, recompute) for layers in (2, 3)]
     assert found[1] - found[0] == formula + statistics
 
 
 @pytest.mark.slow
 def test_figure_1() -> None:
-    """The 22B model to 2 %: the figure has no embedding, logits and statistics, which are counted here."""
+    """The 22B model to 2 %: the figure has no embedding, logits and statistics, which are counted
+    here.
+    """
     model = megatron_memory.FIGURE[0]
     errors = [100 * (predicted / seen - 1) for predicted, seen in megatron_memory.row(model)]
     rows = megatron_memory.SEQUENCE * model.microbatch
     vocabulary = math.ceil(megatron_memory.VOCABULARY / T)
-    outside = rows * (2 * model.hidden + vocabulary * 6) / megatron_memory.GIB  # a last norm's input, logits in 16 and in 32 bits
+    outside = (
+        rows * (2 * model.hidden + vocabulary * 6) / megatron_memory.GIB
+    )  # a last norm's input, logits in 16 and in 32 bits
     assert abs(errors[0]) <= 2
     assert abs(errors[1]) <= 100 * (0.02 + outside / model.everything)
     assert abs(errors[2]) <= 100 * (0.02 + outside / model.selective)

@@ -1,4 +1,6 @@
-"""Operators that draw numbers, on two ranks: alike where ranks hold the same chunk, otherwise where they do not."""
+"""Operators that draw numbers, on two ranks: alike where ranks hold the same chunk, otherwise where
+they do not.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,12 @@ class Noisy(nn.Module):
         like = torch.rand_like(x)
         order = torch.randperm(6)
         picked = torch.multinomial(like, 2)
-        loss = ((x * self.weight + noise) * mask).square().mean() + steps.float().mean() * 1e-3 + like.mean() + picked.float().mean()
+        loss = (
+            ((x * self.weight + noise) * mask).square().mean()
+            + steps.float().mean() * 1e-3
+            + like.mean()
+            + picked.float().mean()
+        )
         return {"loss": loss, "noise": noise, "steps": steps, "like": like, "order": order}
 
 
@@ -34,11 +41,16 @@ def _draw() -> dict[str, dict[str, torch.Tensor]]:
     torch.manual_seed(torch.distributed.get_rank())  # ranks' own generators are no matter
     x = torch.zeros(8, 6)
     found = {}
-    for name, parallel in (("data", dict(data=2)), ("tensor", dict(tensor=dict(size=2, mode="1d")))):
+    for name, parallel in (
+        ("data", dict(data=2)),
+        ("tensor", dict(tensor=dict(size=2, mode="1d"))),
+    ):
         compiled = autopar.compile(Noisy(), x, 2, parallel=parallel, progress=False)
         first, second = compiled(x), compiled(x)
         first["loss"].backward()
-        found[name] = {key: t.full_tensor() if hasattr(t, "full_tensor") else t for key, t in first.items()}  # type: ignore[operator]
+        found[name] = {
+            key: t.full_tensor() if hasattr(t, "full_tensor") else t for key, t in first.items()
+        }  # type: ignore[operator]
         found[name] = {key: t.detach() for key, t in found[name].items()}
         found[name]["again"] = second["noise"].full_tensor().detach()
         found[name]["gradient"] = compiled.weight.grad.full_tensor()  # type: ignore[union-attr, operator]

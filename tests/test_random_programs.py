@@ -1,4 +1,6 @@
-"""Random programs under random legal plans are what the eager model is; ``benchmarks/programs.py`` runs thousands."""
+"""Random programs under random legal plans are what the eager model is; ``benchmarks/programs.py``
+runs thousands.
+"""
 
 from __future__ import annotations
 
@@ -15,24 +17,30 @@ from torch import nn
 
 import autopar
 
-SLICES = {  # seeds that reach much in little time: stages, microbatches, modes, ZeRO, recomputation, frozen weights, Functions, outputs
+# seeds that reach much in little time: stages, microbatches, modes, ZeRO, recomputation, frozen
+# weights, Functions, outputs
+SLICES = {
     1: (2, 48, 136, 216, 261, 293, 0),
     2: (1006, 1011, 1037, 1059, 1101),
 }
 FAILED = {  # on two ranks, before
     11: "a buffer that was changed before the backward read it",
     14: "a pipeline with a floating input that is no sample of the first stage",
-    17: "a mask that was offered as a pending sum, which truth values have not: the planner's own plan was refused",
+    17: "a mask that was offered as a pending sum, which truth values have not: the planner's own "
+    "plan was refused",
     35: "a free plan of sorted values, whose microbatches were of another size",
     123: "a pipeline whose first stage is frozen",
-    382: "a stage's output that is also sent: its memory was less than none, and the planner's own plan was refused",
+    382: "a stage's output that is also sent: its memory was less than none, and the planner's "
+    "own plan was refused",
     1044: "every other row of a dim that is cut: the second type check refused what is right",
 }
 
 
 @pytest.mark.parametrize("world_size", SLICES)
 def test_random_programs_are_right_or_refused(ranks: Pools, world_size: int) -> None:
-    everywhere: list[list[Outcome]] = ranks(world_size).run(slice_of, list(SLICES[world_size]), world_size, timeout=150)
+    everywhere: list[list[Outcome]] = ranks(world_size).run(
+        slice_of, list(SLICES[world_size]), world_size, timeout=150
+    )
     found = [outcome for outcomes in everywhere for outcome in outcomes]
     assert not [o for o in found if o.kind not in ("right", "refused")]
     assert Counter(o.kind for o in found)["right"] >= len(found) * 2 / 3, [o.detail for o in found]
@@ -40,14 +48,22 @@ def test_random_programs_are_right_or_refused(ranks: Pools, world_size: int) -> 
 
 def test_programs_that_failed_are_right(ranks: Pools) -> None:
     everywhere: list[list[Outcome]] = ranks(2).run(slice_of, list(FAILED), 2, timeout=150)
-    assert not [(FAILED[o.seed], o) for outcomes in everywhere for o in outcomes if o.kind != "right"]
+    assert not [
+        (FAILED[o.seed], o) for outcomes in everywhere for o in outcomes if o.kind != "right"
+    ]
 
 
 def test_a_seed_gives_one_program() -> None:
     (first, batches), (second, others) = program(7), program(7)
     assert repr(first) == repr(second)
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
-    assert all(torch.equal(batch[name], other[name]) for batch, other in zip(batches, others, strict=True) for name in batch)
+    assert all(
+        torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True)
+    )
+    assert all(
+        torch.equal(batch[name], other[name])
+        for batch, other in zip(batches, others, strict=True)
+        for name in batch
+    )
     assert not torch.equal(batches[0]["x"], batches[1]["x"])
 
 

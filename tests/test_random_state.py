@@ -1,4 +1,6 @@
-"""Where a program's random numbers come from: torch's seed, the call's number, and what a checkpoint keeps of them."""
+"""Where a program's random numbers come from: torch's seed, the call's number, and what a
+checkpoint keeps of them.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Dropping(nn.Module):
 def program(model: nn.Module | None = None, **options: Any) -> autopar.Compiled:
     _clear_sharding_prop_cache()  # it holds meshes of earlier tests, whose groups are gone
     world = dist.get_world_size()
-    return autopar.compile(model or Dropping(), {"x": torch.ones(8, WIDTH)}, world, progress=False, **options)
+    return autopar.compile(
+        model or Dropping(), {"x": torch.ones(8, WIDTH)}, world, progress=False, **options
+    )
 
 
 def draw(compiled: nn.Module) -> tuple[bool, ...]:
@@ -70,8 +74,14 @@ def seeds(options: dict[str, Any]) -> list[tuple[bool, ...]]:
     return found
 
 
-@pytest.mark.parametrize("options", [dict(parallel=dict(data=2)), dict(parallel=dict(data=2), micro_batch_size=2)], ids=["data", "parts"])
-def test_the_seed_is_torchs_and_the_users_generator_is_followed(ranks: Pools, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [dict(parallel=dict(data=2)), dict(parallel=dict(data=2), micro_batch_size=2)],
+    ids=["data", "parts"],
+)
+def test_the_seed_is_torchs_and_the_users_generator_is_followed(
+    ranks: Pools, options: dict[str, Any]
+) -> None:
     first, second = ranks(2).run(seeds, options)
     assert first == second  # rank 0's seed is everyone's
     a, b, again, more, a2, more2, third, third2, fourth, fourth2, other = first
@@ -83,7 +93,9 @@ def test_the_seed_is_torchs_and_the_users_generator_is_followed(ranks: Pools, op
 
 
 def evaluating() -> None:
-    """Evaluation draws nothing, and training draws as if it had not been; calls without gradients draw."""
+    """Evaluation draws nothing, and training draws as if it had not been; calls without gradients
+    draw.
+    """
     for always in (False, True):
         torch.manual_seed(3)
         compiled = program(Dropping(always))
@@ -110,7 +122,9 @@ def test_evaluation_does_not_move_trainings_draws(ranks: Pools) -> None:
 
 
 def resuming(path: str) -> None:
-    """A run that goes on draws what the straight one draws; state dicts have the model's keys, both ways."""
+    """A run that goes on draws what the straight one draws; state dicts have the model's keys, both
+    ways.
+    """
     torch.manual_seed(11)
     first = program()
     draw(first)

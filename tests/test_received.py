@@ -1,4 +1,6 @@
-"""What is counted as received: of direct collectives by their formulas, of Megatron's tensor parallelism what its paper says."""
+"""What is counted as received: of direct collectives by their formulas, of Megatron's tensor
+parallelism what its paper says.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ from received import Received
 from torch import nn
 
 import autopar
-from autopar.runtime import kernels
-from autopar.runtime.collectives import redistribute
-from autopar.runtime.mesh import Mesh
+from autopar.runtime.communication.collectives import redistribute
+from autopar.runtime.communication.mesh import Mesh
+from autopar.runtime.kernels import kernels
 
 _functional = torch.ops._c10d_functional
 ROWS, WIDTH = 8, 6
@@ -34,7 +36,9 @@ def functional() -> dict[str, dict[str, int]]:
         "all_gather": lambda: _functional.all_gather_into_tensor(x, n, name),
         "reduce_scatter": lambda: _functional.reduce_scatter_tensor(x, "sum", n, name),
         "all_to_all": lambda: _functional.all_to_all_single(x, equal, equal, name),
-        "all_to_all to the first": lambda: _functional.all_to_all_single(x, [to[rank]] * n, to, name),
+        "all_to_all to the first": lambda: _functional.all_to_all_single(
+            x, [to[rank]] * n, to, name
+        ),
         "broadcast": lambda: _functional.broadcast(x, 1, name),
     }
     found = {}
@@ -115,7 +119,9 @@ def conversions() -> tuple[list[dict[str, int]], dict[str, int]]:
         found += [forward.by_kind, backward.by_kind]
     line = torch.ones(1, 1, ROWS, requires_grad=True)
     with Received() as halo:
-        kernels.conv_halo(line, torch.ones(1, 1, 4), None, (1,), (1,), ((1, 2),), mesh, ((0,),)).sum().backward()
+        kernels.conv_halo(
+            line, torch.ones(1, 1, 4), None, (1,), (1,), ((1, 2),), mesh, ((0,),)
+        ).sum().backward()
     with Received() as nothing:
         redistribute(x.detach().to("meta"), mesh, 0, "P", "I")
     assert not nothing.total
@@ -126,7 +132,14 @@ def conversions() -> tuple[list[dict[str, int]], dict[str, int]]:
 def test_conversions(ranks: Pools, n: int) -> None:
     shared, whole = 2 * (n - 1) * NBYTES // n, (n - 1) * NBYTES
     for rank, (found, halo) in enumerate(ranks(n).run(conversions)):
-        assert found == [{"all_gather": whole}, {"reduce_scatter": whole}, {"all_reduce": shared}, {}, {}, {"all_reduce": shared}]
+        assert found == [
+            {"all_gather": whole},
+            {"reduce_scatter": whole},
+            {"all_reduce": shared},
+            {},
+            {},
+            {"all_reduce": shared},
+        ]
         # One element from the left and two from the right, and the gradients of two and of one.
         assert halo == {"all_to_all": 4 * ((1 + 2) * (rank > 0) + (2 + 1) * (rank < n - 1))}
 
@@ -151,7 +164,10 @@ class Megatron(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.before, self.after = nn.LayerNorm(NARROW), nn.LayerNorm(NARROW)
-        self.up, self.down = nn.Linear(NARROW, WIDE, bias=False), nn.Linear(WIDE, NARROW, bias=False)
+        self.up, self.down = (
+            nn.Linear(NARROW, WIDE, bias=False),
+            nn.Linear(WIDE, NARROW, bias=False),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.after(self.down(nn.functional.gelu(self.up(self.before(x)))))
@@ -171,8 +187,12 @@ def step(options: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def test_a_layer_of_megatron(ranks: Pools) -> None:
-    """An all-reduce of the row layer's output forward, and of the column layer's input's gradient backward (arXiv 1909.08053)."""
+    """An all-reduce of the row layer's output forward, and of the column layer's input's gradient
+    backward (arXiv 1909.08053).
+    """
     layouts = {"before": "I", "after": "I", "up.weight": "S0", "down.weight": "S1"}
     all_reduce = 2 * 3 * (8 * 4 * NARROW) * 4 // 4
-    for found in ranks(4).run(step, dict(parallel=dict(tensor=dict(size=4, mode="1d")), constraints=layouts)):
+    for found in ranks(4).run(
+        step, dict(parallel=dict(tensor=dict(size=4, mode="1d")), constraints=layouts)
+    ):
         assert found == ({"all_reduce": all_reduce}, {"all_reduce": all_reduce})

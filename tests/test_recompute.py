@@ -24,16 +24,16 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import autopar
 import autopar.api
-from autopar import planner
 from autopar.api import _check_types
 from autopar.errors import PlanError, RunError
-from autopar.memory.live_bytes import LiveBytes
-from autopar.passes.lower import lower
-from autopar.passes.recompute import recomputable
-from autopar.runtime import recompute, remake
-from autopar.runtime.mesh import Mesh
-from autopar.runtime.random import Streams
-from autopar.runtime.recompute import Recomputed
+from autopar.frontend import traced as tracing
+from autopar.passes.lowering.lower import lower
+from autopar.passes.lowering.recompute import recomputable
+from autopar.runtime.communication.mesh import Mesh
+from autopar.runtime.kernels.random import Streams
+from autopar.runtime.measure.live_bytes import LiveBytes
+from autopar.runtime.pipeline import recompute, remake
+from autopar.runtime.pipeline.recompute import Recomputed
 
 Numbers = dict[str, torch.Tensor]
 
@@ -51,12 +51,17 @@ def numbers(program: nn.Module, sample: dict[str, Any], steps: int = 1) -> Numbe
 
 def same(found: Numbers, expected: Numbers) -> bool:
     """Bit for bit."""
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    return found.keys() == expected.keys() and all(
+        torch.equal(found[name], expected[name]) for name in expected
+    )
 
 
 def shares(names: list[str]) -> list[tuple[str, ...]]:
     """Everything, and parts."""
-    return [tuple(names), *(part_of(names, share, seed) for seed, share in enumerate((0.3, 0.6, 0.9)))]
+    return [
+        tuple(names),
+        *(part_of(names, share, seed) for seed, share in enumerate((0.3, 0.6, 0.9))),
+    ]
 
 
 # -- whole models
@@ -64,7 +69,7 @@ def shares(names: list[str]) -> list[tuple[str, ...]]:
 
 def on_one_rank(name: str, microbatches: int) -> list[bool]:
     model, sample = getattr(zoo, name)(dropout=0.1)
-    analysis, prologue = planner.Traced(model, sample, None).analyse(microbatches)
+    analysis, prologue = tracing.Traced(model, sample, None).analyse(microbatches)
 
     def run(recomputed: tuple[str, ...]) -> Numbers:
         plan = one_device(analysis, microbatches=microbatches, recomputed=recomputed)
@@ -75,7 +80,10 @@ def on_one_rank(name: str, microbatches: int) -> list[bool]:
     return [same(run(recomputed), expected) for recomputed in shares(calls(analysis))]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "cnn", *(pytest.param(name, marks=pytest.mark.slow) for name in ("t5", "llama"))])
+@pytest.mark.parametrize(
+    "name",
+    ["gpt2", "cnn", *(pytest.param(name, marks=pytest.mark.slow) for name in ("t5", "llama"))],
+)
 def test_the_same_numbers(ranks: Pools, name: str) -> None:
     assert all(ranks(1).run(on_one_rank, name, 1)[0])
 
@@ -86,7 +94,9 @@ def test_the_same_numbers_in_microbatches(ranks: Pools, name: str) -> None:
 
 
 def on_several(name: str, sizes: tuple[int, ...], seeds: list[int]) -> list[tuple[bool, float]]:
-    """Whether a random plan gives the same numbers when recomputing, and their error against one device."""
+    """Whether a random plan gives the same numbers when recomputing, and their error against one
+    device.
+    """
     _clear_sharding_prop_cache()
     model, sample = small_graphs.make(name)
     analysis = small_graphs.analyse(model, sample)
@@ -99,7 +109,14 @@ def on_several(name: str, sizes: tuple[int, ...], seeds: list[int]) -> list[tupl
         plan = dataclasses.replace(plan, recomputed=shares(names)[seed % 4])
         _check_types(analysis, lower(analysis, plan), mesh)
         alike = same(numbers(compiled(analysis, plan, model, mesh), sample), expected)
-        found.append((alike, worst(compare(copy.deepcopy(model), sample, compiled(analysis, plan, model, mesh)))[0]))
+        found.append(
+            (
+                alike,
+                worst(compare(copy.deepcopy(model), sample, compiled(analysis, plan, model, mesh)))[
+                    0
+                ],
+            )
+        )
     return found
 
 
@@ -114,13 +131,17 @@ def sharded(name: str, options: dict[str, Any]) -> list[bool]:
     _clear_sharding_prop_cache()
     model, sample = getattr(zoo, name)(dropout=0.1)
     plan = autopar.plan(model, sample, 2, progress=False, **options)
-    analysis, prologue = planner.Traced(model, sample, None).analyse(plan.microbatches)
+    analysis, prologue = tracing.Traced(model, sample, None).analyse(plan.microbatches)
 
     def run(recomputed: tuple[str, ...]) -> Numbers:
         given = dataclasses.replace(plan, recomputed=recomputed)
-        return numbers(compiled(analysis, given, model, prologue=copy.deepcopy(prologue)), sample, steps=2)
+        return numbers(
+            compiled(analysis, given, model, prologue=copy.deepcopy(prologue)), sample, steps=2
+        )
 
-    names = sorted(set(recomputable(lower(analysis, plan, copy.deepcopy(prologue)).train.graph).values()))
+    names = sorted(
+        set(recomputable(lower(analysis, plan, copy.deepcopy(prologue)).train.graph).values())
+    )
     expected = run(())
     return [same(run(recomputed), expected) for recomputed in shares(names)]
 
@@ -128,7 +149,10 @@ def sharded(name: str, options: dict[str, Any]) -> list[bool]:
 TENSOR = dict(parallel=dict(tensor=dict(size=2, mode="1d")))
 
 
-@pytest.mark.parametrize(("name", "options"), [("gpt2", TENSOR), ("mlp", dict(parallel=dict(data=2), zero=2, micro_batch_size=2))])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("gpt2", TENSOR), ("mlp", dict(parallel=dict(data=2), zero=2, micro_batch_size=2))],
+)
 def test_sharded(ranks: Pools, name: str, options: dict[str, Any]) -> None:
     assert all(all(found) for found in ranks(2).run(sharded, name, options))
 
@@ -138,14 +162,20 @@ def pipelined(name: str, schedules: list[tuple[str, int]]) -> list[bool]:
     model, sample = getattr(zoo, name)(dropout=0.1)
     found = []
     with traced_once():
-        analysis = autopar.planner.Traced(model, sample, None).analyse(4)[0]
+        analysis = autopar.frontend.traced.Traced(model, sample, None).analyse(4)[0]
         names = calls(analysis)
         for schedule, chunks in schedules:
             starts = staged.even_starts(analysis.captured, 2 * chunks)
-            plan = staged.cut_plan(one_device(analysis, microbatches=4), analysis.captured, starts, 2, schedule)
+            plan = staged.cut_plan(
+                one_device(analysis, microbatches=4), analysis.captured, starts, 2, schedule
+            )
             programs = [autopar.compile(model, sample, 2, plan=plan)]
             for recomputed in (tuple(names), part_of(names, 0.6, 0)):
-                programs.append(autopar.compile(model, sample, 2, plan=dataclasses.replace(plan, recomputed=recomputed)))
+                programs.append(
+                    autopar.compile(
+                        model, sample, 2, plan=dataclasses.replace(plan, recomputed=recomputed)
+                    )
+                )
             expected, *others = (numbers(program, sample, steps=2) for program in programs)
             found += [same(other, expected) for other in others]
     return found
@@ -189,7 +219,9 @@ class Program:
 
     def __call__(self, x: torch.Tensor, microbatch: int = 0) -> torch.Tensor:
         self.streams.microbatch = microbatch
-        mesh: Any = SimpleNamespace(streams=self.streams, index=lambda axes: 0, count=lambda axes: 1)
+        mesh: Any = SimpleNamespace(
+            streams=self.streams, index=lambda axes: 0, count=lambda axes: 1
+        )
         return recompute.run(self.module, mesh, [*self.state, x])[0]
 
     @property
@@ -209,14 +241,23 @@ def tower(recomputed: Any = (), layers: int = 2) -> Program:
         model = Tower(layers).double()
     analysis = small_graphs.analyse(model, X)
     names = calls(analysis)
-    plan = one_device(analysis, recomputed=recomputed(names) if callable(recomputed) else recomputed)
+    plan = one_device(
+        analysis, recomputed=recomputed(names) if callable(recomputed) else recomputed
+    )
     lowered = lower(analysis, plan)
-    return Program(lowered.train, [analysis.captured.state[name] for name in lowered.state], Streams(0))
+    return Program(
+        lowered.train, [analysis.captured.state[name] for name in lowered.state], Streams(0)
+    )
 
 
 X = torch.randn(6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 Y = torch.randn(6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-SOME = [tuple, lambda names: part_of(names, 0.5, 0), lambda names: part_of(names, 0.5, 1), lambda names: part_of(names, 0.8, 2)]
+SOME = [
+    tuple,
+    lambda names: part_of(names, 0.5, 0),
+    lambda names: part_of(names, 0.5, 1),
+    lambda names: part_of(names, 0.8, 2),
+]
 
 
 def equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
@@ -225,7 +266,9 @@ def equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("recomputed", SOME)
 def test_several_forwards_are_alive_at_once(recomputed: Any) -> None:
-    """As in a pipeline: backwards in another order than forwards, each with the numbers drawn in its own forward."""
+    """As in a pipeline: backwards in another order than forwards, each with the numbers drawn in
+    its own forward.
+    """
     expected = []
     for program in (tower(), tower(recomputed)):
         losses = [program(x, microbatch) for microbatch, x in enumerate((X, Y, X))]
@@ -255,7 +298,9 @@ def test_backward_twice(recomputed: Any) -> None:
 
 @pytest.mark.parametrize("recomputed", SOME)
 def test_split_backward(recomputed: Any) -> None:
-    """As in zero-bubble schedules: first the gradient of the input, later those of the parameters; nothing runs a third time."""
+    """As in zero-bubble schedules: first the gradient of the input, later those of the parameters;
+    nothing runs a third time.
+    """
     results = []
     for program in (tower(), tower(recomputed)):
         x = X.clone().requires_grad_()
@@ -291,7 +336,10 @@ def test_nothing_recomputed_costs_nothing() -> None:
 
 def test_without_gradients_nothing_is_noted() -> None:
     program = tower(tuple)
-    with torch.no_grad(), mock.patch.object(recompute, "saved_tensors_hooks", side_effect=AssertionError):
+    with (
+        torch.no_grad(),
+        mock.patch.object(recompute, "saved_tensors_hooks", side_effect=AssertionError),
+    ):
         loss = program(X)
     assert loss == tower()(X)
 
@@ -303,7 +351,11 @@ def test_only_what_is_read_is_made_again() -> None:
         loss.backward()
     assert len(made) == len(set(made))
     # The last sums are read by nobody.
-    assert 0 < len(made) < sum(isinstance(node.target, Recomputed) for node in program.module.graph.nodes)
+    assert (
+        0
+        < len(made)
+        < sum(isinstance(node.target, Recomputed) for node in program.module.graph.nodes)
+    )
 
 
 def test_statistics_are_updated_once() -> None:
@@ -334,7 +386,9 @@ def test_a_graph_that_is_dropped_leaves_nothing() -> None:
 
 
 def test_memory_goes_as_the_backward_goes() -> None:
-    """Recomputing all but every fourth layer's output takes far less than keeping everything, in the backward too."""
+    """Recomputing all but every fourth layer's output takes far less than keeping everything, in
+    the backward too.
+    """
     layers = 24
     peaks = []
     for program in (tower(layers=layers), tower(_between, layers=layers)):
@@ -400,7 +454,9 @@ class Results(nn.Module):
         values, places = h.exp().topk(3, -1)
         spectrum = torch.fft.rfft(h.sin(), dim=-1)
         spectrum = spectrum * spectrum.conj() + spectrum.exp()
-        return values.square().mean() + (h.gather(-1, places) * values).sum() + spectrum.abs().mean()
+        return (
+            values.square().mean() + (h.gather(-1, places) * values).sum() + spectrum.abs().mean()
+        )
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
@@ -413,8 +469,13 @@ def replaced(share: float) -> tuple[Numbers, Numbers]:
     torch.manual_seed(0)
     model = Results()
     analysis = small_graphs.analyse(model, {"x": X})
-    plans = one_device(analysis), one_device(analysis, recomputed=part_of(calls(analysis), share, 3))
-    expected, found = (numbers(compiled(analysis, plan, copy.deepcopy(model)), {"x": X}, steps=2) for plan in plans)
+    plans = (
+        one_device(analysis),
+        one_device(analysis, recomputed=part_of(calls(analysis), share, 3)),
+    )
+    expected, found = (
+        numbers(compiled(analysis, plan, copy.deepcopy(model)), {"x": X}, steps=2) for plan in plans
+    )
     return expected, found
 
 

@@ -25,8 +25,8 @@ import autopar
 from autopar import Comparison, Plan
 from autopar.cost_model import timeline_of
 from autopar.errors import RunError
-from autopar.runtime import collectives
-from autopar.runtime.recorder import Recorder
+from autopar.runtime.communication import collectives
+from autopar.runtime.measure.recorder import Recorder
 
 pytestmark = pytest.mark.alone
 
@@ -56,14 +56,23 @@ def nap(x: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
 def insert_nap(program: torch.fx.GraphModule, forward: float, backward: float) -> None:
     """Into the first product of a program, whose result needs a gradient."""
     names = ("linear", "addmm", "mm", "matmul")
-    node = next(n for n in program.graph.nodes if n.op == "call_function" and any(name in str(n.target) for name in names))
+    node = next(
+        n
+        for n in program.graph.nodes
+        if n.op == "call_function" and any(name in str(n.target) for name in names)
+    )
     with program.graph.inserting_after(node):
         later = program.graph.call_function(nap, (node, forward, backward))
     node.replace_all_uses_with(later, delete_user_cb=lambda user: user is not later)
     program.recompile()
 
 
-def train(model: torch.nn.Module, batches: Callable[[int], dict[str, Any]], steps: int = STEPS, between: float = 0.0) -> None:
+def train(
+    model: torch.nn.Module,
+    batches: Callable[[int], dict[str, Any]],
+    steps: int = STEPS,
+    between: float = 0.0,
+) -> None:
     optimizer = Slow(model.parameters(), between)
     for number in range(steps):
         loss_of(model(**batches(number))).backward()
@@ -98,7 +107,8 @@ def compiled_gpt2(**options: Any) -> tuple[autopar.Compiled, dict[str, Any]]:
     return autopar.compile(model, sample, dist.get_world_size(), progress=False, **options), sample
 
 
-# -- what is measured --------------------------------------------------------------------------------------------------------------------
+# -- what is measured
+# --------------------------------------------------------------------------------------------------------------------
 
 
 def _one() -> None:
@@ -115,7 +125,9 @@ def _one() -> None:
     about(took["step", "total"], 0.06 + 0.12 + 0.09 + 0.18)
     assert found.steps == STEPS - 3  # two warm up, and the last has no end
     assert found.predicted["total"] == pytest.approx(compiled.plan.step_time)
-    assert sum(v for k, v in found.measured.items() if k != "total") == pytest.approx(found.measured["total"])
+    assert sum(v for k, v in found.measured.items() if k != "total") == pytest.approx(
+        found.measured["total"]
+    )
     assert took["rank 0", "peak memory"] is None
     assert "memory was not measured" in str(found)
 
@@ -125,7 +137,9 @@ def test_a_forward_a_backward_an_optimizer_and_the_rest(ranks: Pools) -> None:
 
 
 def _a_subclass_after_its_base() -> None:
-    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)  # from now on torch calls hooks for SGD.step, called by Slow.step too
+    torch.optim.SGD(
+        [torch.zeros(1, requires_grad=True)], lr=0.1
+    )  # from now on torch calls hooks for SGD.step, called by Slow.step too
     _one()
 
 
@@ -178,7 +192,9 @@ def _synchronisation() -> dict[str, float]:
 
 def test_who_is_done_first_waits_for_the_others_gradients(ranks: Pools) -> None:
     first, second = ranks(2).run(_synchronisation)
-    about(first["gradient synchronisation"], 0.1 - 0.01)  # less the time by which the ranks' backwards begin apart
+    about(
+        first["gradient synchronisation"], 0.1 - 0.01
+    )  # less the time by which the ranks' backwards begin apart
     about(first["backward"], 0.0)
     about(second["gradient synchronisation"], 0.0)
     about(second["backward"], 0.1)
@@ -191,7 +207,13 @@ def _pipelined(forward: float, backward: float, microbatches: int) -> tuple[Comp
     compiled = autopar.compile(model, sample, 2, plan=plan)
     assert compiled.plan.microbatches == microbatches
     if compiled.mesh.pipeline_rank == 1:
-        insert_nap(compiled._execution.stages.programs([stage.train for stage in compiled._lowered.stages])[0], forward, backward)
+        insert_nap(
+            compiled._execution.stages.programs(
+                [stage.train for stage in compiled._lowered.stages]
+            )[0],
+            forward,
+            backward,
+        )
     train(compiled, lambda _: sample)
     found = compiled.compare(sample)
     return found, str(found), plan
@@ -206,20 +228,27 @@ def test_the_stages_of_a_pipeline(ranks: Pools) -> None:
     about(took["stage 0", "backward"], 0.0)
     about(took["stage 1", "forward"], microbatches * forward)
     about(took["stage 1", "backward"], microbatches * backward)
-    line = timeline_of("1f1b", 2, 1, microbatches, [0.0, forward], [0.0, backward])  # of the naps alone
+    line = timeline_of(
+        "1f1b", 2, 1, microbatches, [0.0, forward], [0.0, backward]
+    )  # of the naps alone
     waits = line.ends[0][-1] - line.busy[0]
     assert waits == pytest.approx(microbatches * (forward + backward))
     about(took["rank 0", "waiting"], waits - 0.01)  # what stage 0 itself computes is no waiting
     about(took["rank 1", "waiting"], 0.0)
-    about(found.measured["compute"], microbatches * (forward + backward))  # of the rank that works longest
+    about(
+        found.measured["compute"], microbatches * (forward + backward)
+    )  # of the rank that works longest
     predicted = {(row.where, row.what): row.predicted for row in found.rows}
-    assert predicted["stage 1", "forward"] == pytest.approx(microbatches * plan.stages[1].seconds["forward"])
+    assert predicted["stage 1", "forward"] == pytest.approx(
+        microbatches * plan.stages[1].seconds["forward"]
+    )
     assert [predicted[f"rank {r}", "peak memory"] for r in (0, 1)] == list(plan.peak_memory)
     assert "stage 1" in text
     assert "waiting: for other ranks" in text
 
 
-# -- what does not count -----------------------------------------------------------------------------------------------------------------
+# -- what does not count
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def _others() -> None:
@@ -236,9 +265,15 @@ def _others() -> None:
     for _ in range(4):
         compiled(**sample)  # never propagated back
     assert recorder.steps == 0
-    with pytest.raises(RunError, match=r"needs 3 steps after 2 that warm up, rank 0 of 1 has seen 0: call it after 6 or more"):
+    with pytest.raises(
+        RunError,
+        match=r"needs 3 steps after 2 that warm up, rank 0 of 1 has seen 0: call it after 6 or "
+        r"more",
+    ):
         compiled.compare()
-    train(compiled, lambda _: sample, 5)  # the first after a lone forward does not count, and the last has no end
+    train(
+        compiled, lambda _: sample, 5
+    )  # the first after a lone forward does not count, and the last has no end
     assert recorder.steps == 3
     assert compiled.compare().steps == 3
 
@@ -260,14 +295,19 @@ def test_all_ranks_hear_that_one_has_seen_too_few_steps(ranks: Pools) -> None:
     ranks(2).run(_two_few)
 
 
-# -- the training stays as it is ---------------------------------------------------------------------------------------------------------
+# -- the training stays as it is
+# ---------------------------------------------------------------------------------------------------------
 
 
 def _history(recorded: bool, options: dict[str, Any]) -> list[torch.Tensor]:
-    """Losses, gradients and parameters of a run with dropout; ``recorded``, with its memory measured between a backward and a step."""
+    """Losses, gradients and parameters of a run with dropout; ``recorded``, with its memory
+    measured between a backward and a step.
+    """
     model, sample = zoo.gpt2(dropout=0.1)
     torch.manual_seed(0)
-    compiled = autopar.compile(copy.deepcopy(model), sample, dist.get_world_size(), progress=False, **options)
+    compiled = autopar.compile(
+        copy.deepcopy(model), sample, dist.get_world_size(), progress=False, **options
+    )
     optimizer = torch.optim.AdamW(compiled.parameters(), lr=0.01)
     history = []
     with nullcontext() if recorded else compiled.mesh.recorder.paused():
@@ -276,10 +316,20 @@ def _history(recorded: bool, options: dict[str, Any]) -> list[torch.Tensor]:
             loss.backward()
             if recorded and number == 6:
                 compiled.compare(sample)
-            history += [loss.detach().clone(), *(full(p.grad).clone() for p in compiled.parameters() if p.grad is not None)]
+            history += [
+                loss.detach().clone(),
+                *(full(p.grad).clone() for p in compiled.parameters() if p.grad is not None),
+            ]
             optimizer.step()
             optimizer.zero_grad()
-    return [torch.as_tensor(t) for t in (*history, *(full(p).detach().clone() for p in compiled.parameters()), *compiled.buffers())]
+    return [
+        torch.as_tensor(t)
+        for t in (
+            *history,
+            *(full(p).detach().clone() for p in compiled.parameters()),
+            *compiled.buffers(),
+        )
+    ]
 
 
 def _alike(options: dict[str, Any]) -> None:
@@ -297,7 +347,9 @@ def _alike(options: dict[str, Any]) -> None:
     ],
     ids=["zero", "tensor", "pipeline"],
 )
-def test_losses_gradients_and_parameters_are_the_same_to_the_bit(ranks: Pools, options: dict[str, Any]) -> None:
+def test_losses_gradients_and_parameters_are_the_same_to_the_bit(
+    ranks: Pools, options: dict[str, Any]
+) -> None:
     ranks(2).run(_alike, options)
 
 
@@ -337,13 +389,19 @@ def _memory() -> None:
         step()
         optimizer.step()
         optimizer.zero_grad()
-    kept = [*compiled.parameters(), *compiled.buffers(), *(t for s in optimizer.state.values() for t in s.values())]
+    kept = [
+        *compiled.parameters(),
+        *compiled.buffers(),
+        *(t for s in optimizer.state.values() for t in s.values()),
+    ]
     allocated = peak_bytes(step)
     for p in compiled.parameters():
         p.grad = None
     (row,) = (row for row in compiled.compare(sample).rows if row.what == "peak memory")
     expected = sum(t.nbytes for t in (*kept, *sample.values())) + allocated
-    assert row.measured == pytest.approx(expected, rel=0.001)  # torch's profiler on one rank: all that its allocator hands out
+    assert row.measured == pytest.approx(
+        expected, rel=0.001
+    )  # torch's profiler on one rank: all that its allocator hands out
     assert row.predicted == pytest.approx(expected, rel=0.01)
 
 
@@ -351,7 +409,8 @@ def test_memory_of_a_step_on_a_cpu(ranks: Pools) -> None:
     ranks(1).run(_memory)
 
 
-# -- on a GPU ----------------------------------------------------------------------------------------------------------------------------
+# -- on a GPU
+# ----------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")

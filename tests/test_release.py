@@ -1,5 +1,5 @@
-"""What a backward does with what a call returned: gradients of inputs, second losses, hooks, and whatever else asks for gradients. All as
-on one device, in float64, or refused with the reason."""
+"""What a backward does with what a call returned: gradients of inputs, second losses, hooks, and
+whatever else asks for gradients. All as on one device, in float64, or refused with the reason."""
 
 from __future__ import annotations
 
@@ -35,7 +35,11 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second, self.third = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.first, self.second, self.third = (
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.Linear(2 * WIDTH, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
         self.norm = nn.LayerNorm(WIDTH)
         self.double()
 
@@ -54,7 +58,9 @@ def close(found: torch.Tensor | None, expected: torch.Tensor | None, what: str) 
     assert (found is None) == (expected is None), what
     if found is not None and expected is not None:
         atol = TOLERANCE * float(expected.detach().abs().max())
-        torch.testing.assert_close(full(found), expected, rtol=TOLERANCE, atol=atol, msg=lambda m: f"{what}: {m}")
+        torch.testing.assert_close(
+            full(found), expected, rtol=TOLERANCE, atol=atol, msg=lambda m: f"{what}: {m}"
+        )
 
 
 def alike(compiled: nn.Module, model: nn.Module, what: str) -> None:
@@ -70,11 +76,20 @@ def programs() -> Iterator[tuple[str, nn.Module, autopar.Compiled]]:
         model = Net()
         plan = None
         if isinstance(options, staged.Case):
-            plan = staged.staged_plan(model, sample(), 2, options.pipeline, options.schedule, **options.options)
+            plan = staged.staged_plan(
+                model, sample(), 2, options.pipeline, options.schedule, **options.options
+            )
         elif name == "microbatches":
             plan = autopar.plan(model, sample(), 2, progress=False, **options)
         else:
-            plan = autopar.plan(model, sample(), 2, progress=False, micro_batch_size=8 // plan_degree(name), **options)
+            plan = autopar.plan(
+                model,
+                sample(),
+                2,
+                progress=False,
+                micro_batch_size=8 // plan_degree(name),
+                **options,
+            )
         yield name, model, autopar.compile(copy.deepcopy(model), sample(), 2, plan=plan)
 
 
@@ -143,7 +158,9 @@ def _asked(name: str, model: nn.Module, compiled: nn.Module) -> None:
         loss.backward(retain_graph=True)
         (loss * 2).backward()
     alike(compiled, model, f"{name}, twice")
-    with pytest.raises(RuntimeError if name in ONE else RunError, match="second time" if name in ONE else "twice"):
+    with pytest.raises(
+        RuntimeError if name in ONE else RunError, match="second time" if name in ONE else "twice"
+    ):
         loss.backward()
     for m in (model, compiled):  # one that nothing is done with, and two in one backward
         m.zero_grad()
@@ -152,7 +169,9 @@ def _asked(name: str, model: nn.Module, compiled: nn.Module) -> None:
         (early - 2 * m(**sample(2))["loss"]).backward()
     alike(compiled, model, f"{name}, two calls")
     with pytest.raises(RunError, match="create_graph"):
-        torch.autograd.grad(compiled(**sample())["loss"], list(compiled.parameters()), create_graph=True)
+        torch.autograd.grad(
+            compiled(**sample())["loss"], list(compiled.parameters()), create_graph=True
+        )
     for m in (model, compiled):
         m.zero_grad()
         loss = m(**sample())["loss"]
@@ -172,11 +191,17 @@ def _backwards() -> None:
 def _hooks(name: str, model: nn.Module, compiled: nn.Module) -> None:
     calls: dict[str, list[str]] = {"model": [], "compiled": []}
     handles = []
-    kept = {(which, n): isinstance(p, DTensor) for which, m in (("model", model), ("compiled", compiled)) for n, p in m.named_parameters()}
+    kept = {
+        (which, n): isinstance(p, DTensor)
+        for which, m in (("model", model), ("compiled", compiled))
+        for n, p in m.named_parameters()
+    }
     for which, m in (("model", model), ("compiled", compiled)):
         for n, p in m.named_parameters():
 
-            def scaled(gradient: torch.Tensor, n: str = n, which: str = which) -> torch.Tensor | None:
+            def scaled(
+                gradient: torch.Tensor, n: str = n, which: str = which
+            ) -> torch.Tensor | None:
                 assert isinstance(gradient, DTensor) == kept[which, n]
                 calls[which].append(f"{n} {float(full(gradient).norm()):.9f}")
                 return gradient * 0.5 if "second" in n else None
@@ -192,7 +217,9 @@ def _hooks(name: str, model: nn.Module, compiled: nn.Module) -> None:
                 m(**sample(seed))["loss"].backward()
     alike(compiled, model, f"{name}, hooks")
     own = set(dict(compiled.named_parameters()))
-    assert sorted(calls["compiled"]) == sorted(c for c in calls["model"] if c.split()[0] in own), name
+    assert sorted(calls["compiled"]) == sorted(c for c in calls["model"] if c.split()[0] in own), (
+        name
+    )
     with pytest.raises(RuntimeError, match="not have been used"):
         torch.autograd.grad(compiled(**sample())["loss"], list(compiled.parameters()))
     for handle in handles[2:]:
@@ -200,14 +227,18 @@ def _hooks(name: str, model: nn.Module, compiled: nn.Module) -> None:
     for n, p in list(compiled.named_parameters())[:1]:
         handles.append(p.register_hook(lambda g: None))
         with pytest.raises(RunError, match="parameters that have hooks"):
-            torch.autograd.grad(compiled(**sample())["loss"], [q for m, q in compiled.named_parameters() if m != n])
+            torch.autograd.grad(
+                compiled(**sample())["loss"], [q for m, q in compiled.named_parameters() if m != n]
+            )
     for handle in handles:
         handle.remove()
     _steps_in_the_backward(name, model, compiled)
 
 
 def _steps_in_the_backward(name: str, model: nn.Module, compiled: nn.Module) -> None:
-    """Each parameter has an optimizer of its own, which steps as soon as its gradient is there, and lets go of it."""
+    """Each parameter has an optimizer of its own, which steps as soon as its gradient is there, and
+    lets go of it.
+    """
     handles = []
     for m in (model, compiled):
         m.zero_grad()

@@ -1,4 +1,6 @@
-"""Costs of a graph of another batch size, against those of a graph that was really captured at that size."""
+"""Costs of a graph of another batch size, against those of a graph that was really captured at that
+size.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,14 @@ import small_graphs
 import torch
 import zoo
 
-from autopar.analysis import Analysis
 from autopar.cost_model import Cluster
 from autopar.rules import Rule
-from autopar.search.options import Axis, Options
-from autopar.search.problem import Problem
-from autopar.search.resize import resized
+from autopar.rules.analysis import Analysis
+from autopar.search.ilp.problem import Problem
+from autopar.search.pricing.resize import resized
 from autopar.search.search import Search
-from autopar.search.shape import Shape
+from autopar.search.space.options import Axis, Options
+from autopar.search.space.shape import Shape
 
 MODELS = ["llama", "gpt2", "vit", "t5", "bert", "mixtral", "unet", "cnn", "mixer"]
 ARRAYS = ("states", "there", "forward", "backward", "send", "step", "kept", "state", "result")
@@ -31,28 +33,46 @@ def problem_of(analysis: Analysis, samples: int, ranks: int) -> Problem:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("size", "samples"), [(4, 16), pytest.param(16, 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("size", "samples"), [(4, 16), pytest.param(16, 4, marks=pytest.mark.slow)]
+)
 def test_costs_are_those_of_a_captured_batch(name: str, size: int, samples: int) -> None:
-    found, expected = problem_of(captured(name, size), samples, 2), problem_of(captured(name, samples), samples, 2)
+    found, expected = (
+        problem_of(captured(name, size), samples, 2),
+        problem_of(captured(name, samples), samples, 2),
+    )
     assert len(found.vertices) == len(expected.vertices)
     for v, w in zip(found.vertices, expected.vertices, strict=True):
         assert v.node.name == w.node.name
         assert v.choices == w.choices, v.node
         for array in ARRAYS:
-            np.testing.assert_allclose(getattr(v, array), getattr(w, array), rtol=1e-12, err_msg=f"{v.node} {array}")
+            np.testing.assert_allclose(
+                getattr(v, array), getattr(w, array), rtol=1e-12, err_msg=f"{v.node} {array}"
+            )
         assert all((a == b).all() for a, b in zip(v.needs, w.needs, strict=True))
     assert len(found.groups) == len(expected.groups)
     for g, h in zip(found.groups, expected.groups, strict=True):
-        assert (g.producer, g.ports, g.sources, g.targets) == (h.producer, h.ports, h.sources, h.targets)
+        assert (g.producer, g.ports, g.sources, g.targets) == (
+            h.producer,
+            h.ports,
+            h.sources,
+            h.targets,
+        )
         for array in ("seconds", "again", "nbytes", "moves"):
             np.testing.assert_allclose(
-                getattr(g, array), getattr(h, array), rtol=1e-12, err_msg=f"{found.vertices[g.producer].node} {array}"
+                getattr(g, array),
+                getattr(h, array),
+                rtol=1e-12,
+                err_msg=f"{found.vertices[g.producer].node} {array}",
             )
 
 
 def test_it_costs_more_than_at_the_size_captured() -> None:
     analysis = captured("gpt2", 4)
-    small, large = (sum(float(v.kept.max()) for v in problem_of(analysis, samples, 2).vertices) for samples in (4, 64))
+    small, large = (
+        sum(float(v.kept.max()) for v in problem_of(analysis, samples, 2).vertices)
+        for samples in (4, 64)
+    )
     assert large == pytest.approx(16 * small, rel=0.05)  # but for masks and positions
 
 
@@ -61,8 +81,17 @@ def test_all_is_as_before_afterwards() -> None:
 
     def state() -> tuple[list[torch.Size], list[str], dict[str, Rule | None], int]:
         calls = [str(n.args) for n in analysis.graph.nodes]
-        shapes = [n.meta["val"].shape for n in analysis.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-        return shapes, calls, {n.name: rule for n, rule in analysis.rules.items()}, analysis.batch.size
+        shapes = [
+            n.meta["val"].shape
+            for n in analysis.graph.nodes
+            if isinstance(n.meta.get("val"), torch.Tensor)
+        ]
+        return (
+            shapes,
+            calls,
+            {n.name: rule for n, rule in analysis.rules.items()},
+            analysis.batch.size,
+        )
 
     before = state()
     with resized(analysis, 32, analysis.rules):

@@ -1,4 +1,6 @@
-"""Ring attention against torch's on one device, in float64: masks, lengths, heads, orders, dropout; what it sends; its price."""
+"""Ring attention against torch's on one device, in float64: masks, lengths, heads, orders, dropout;
+what it sends; its price.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +16,34 @@ from pool import Pools
 from test_kernels import close, draw, make_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.autograd import Answer, Autograd, contiguous
 from autopar.errors import RunError
-from autopar.runtime import plain_attention, ring
-from autopar.runtime.fused_attention import Look, attend, attend_backward
-from autopar.runtime.tiles import Cut, tiles
-from autopar.stand_ins import AnyMesh
+from autopar.kernel_trace.autograd import Answer, Autograd, contiguous
+from autopar.kernel_trace.stand_ins import AnyMesh
+from autopar.runtime.kernels import plain_attention, ring
+from autopar.runtime.kernels.fused_attention import Look, attend, attend_backward
+from autopar.runtime.kernels.tiles import Cut, tiles
 
 BATCH, WIDTH = 2, 6
 MASKS: dict[str, Callable[[int, int, int], torch.Tensor | None]] = {  # of queries, keys, heads
     "": lambda n, m, h: None,
-    "padding": lambda n, m, h: (torch.arange(m) < torch.tensor([m, max(1, m - 3)])[:, None])[:, None, None, :],
-    "rows": lambda n, m, h: (draw(n, m, seed=7) > -0.3) & (torch.arange(n) < n - 1)[:, None],  # the last sees nothing
+    "padding": lambda n, m, h: (torch.arange(m) < torch.tensor([m, max(1, m - 3)])[:, None])[
+        :, None, None, :
+    ],
+    "rows": lambda n, m, h: (
+        (draw(n, m, seed=7) > -0.3) & (torch.arange(n) < n - 1)[:, None]
+    ),  # the last sees nothing
     "added": lambda n, m, h: draw(BATCH, h, n, m, seed=8),
-    "infinite": lambda n, m, h: draw(BATCH, 1, n, m, seed=8).where(draw(n, m, seed=7) > 0, -math.inf),
+    "infinite": lambda n, m, h: draw(BATCH, 1, n, m, seed=8).where(
+        draw(n, m, seed=7) > 0, -math.inf
+    ),
     "trained": lambda n, m, h: draw(BATCH, h, n, m, seed=8).requires_grad_(),
     "trained of heads": lambda n, m, h: draw(h, n, m, seed=8).requires_grad_(),
     "trained of keys": lambda n, m, h: draw(1, h, 1, m, seed=8).requires_grad_(),
     "trained of queries": lambda n, m, h: draw(n, 1, seed=8).requires_grad_(),
 }
-Case = tuple[str, bool, tuple[int, int], tuple[int, int], bool, int]  # mask, causal, heads, lengths, zigzag, values' width
+Case = tuple[
+    str, bool, tuple[int, int], tuple[int, int], bool, int
+]  # mask, causal, heads, lengths, zigzag, values' width
 
 
 def _check(cases: list[Case]) -> None:
@@ -46,24 +56,45 @@ def _check(cases: list[Case]) -> None:
             raise AssertionError(f"{case}") from e
 
 
-def _compare(mesh: Any, name: str, causal: bool, heads: tuple[int, int], lengths: tuple[int, int], zigzag: bool, width: int) -> None:
+def _compare(
+    mesh: Any,
+    name: str,
+    causal: bool,
+    heads: tuple[int, int],
+    lengths: tuple[int, int],
+    zigzag: bool,
+    width: int,
+) -> None:
     world, me = mesh.sizes[0], mesh.coordinate[0]
     at, there = (ring.positions(me, world, n, zigzag) for n in lengths)
     (n, m), (several, fewer) = (world * length for length in lengths), heads
     mask = MASKS[name](n, m, several)
     whole = [
-        draw(BATCH, h, length, w, seed=s) for s, (h, length, w) in enumerate(((several, n, WIDTH), (fewer, m, WIDTH), (fewer, m, width)))
+        draw(BATCH, h, length, w, seed=s)
+        for s, (h, length, w) in enumerate(
+            ((several, n, WIDTH), (fewer, m, WIDTH), (fewer, m, width))
+        )
     ]
-    local = [t[:, :, place].requires_grad_() for t, place in zip(whole, (at, there, there), strict=True)]
-    both = None if mask is None or not causal else mask & torch.ones(n, m, dtype=torch.bool).tril()  # which torch does not always take
+    local = [
+        t[:, :, place].requires_grad_() for t, place in zip(whole, (at, there, there), strict=True)
+    ]
+    both = (
+        None if mask is None or not causal else mask & torch.ones(n, m, dtype=torch.bool).tril()
+    )  # which torch does not always take
     given = (mask, 0.0, causal) if both is None else (both, 0.0, False)
-    y = F.scaled_dot_product_attention(*[t.requires_grad_() for t in whole], *given, enable_gqa=several != fewer)
+    y = F.scaled_dot_product_attention(
+        *[t.requires_grad_() for t in whole], *given, enable_gqa=several != fewer
+    )
     above = draw(*y.shape, seed=9)
     (y * above).sum().backward()
 
     part = mask
     if mask is not None:
-        part = (mask if mask.shape[-2] == 1 else mask[..., at, :]).detach().requires_grad_(mask.requires_grad)
+        part = (
+            (mask if mask.shape[-2] == 1 else mask[..., at, :])
+            .detach()
+            .requires_grad_(mask.requires_grad)
+        )
     x = ring.ring_attention(*local, part, 0.0, causal, None, mesh, 0, (0,), 0, zigzag)
     (x * above[:, :, at]).sum().backward()
     close(x, y[:, :, at])
@@ -79,15 +110,28 @@ def _compare(mesh: Any, name: str, causal: bool, heads: tuple[int, int], lengths
 
 
 def cases() -> list[Case]:
-    every: list[Any] = [*itertools.product(["", "rows"], [False], [(4, 4), (4, 2), (3, 1)], [(3, 3), (5, 2), (2, 7), (1, 1)], [False], [6])]
-    every += itertools.product([""], [True], [(4, 4), (3, 1)], [(3, 3), (5, 2), (2, 7), (1, 1)], [False], [6])
+    every: list[Any] = [
+        *itertools.product(
+            ["", "rows"],
+            [False],
+            [(4, 4), (4, 2), (3, 1)],
+            [(3, 3), (5, 2), (2, 7), (1, 1)],
+            [False],
+            [6],
+        )
+    ]
+    every += itertools.product(
+        [""], [True], [(4, 4), (3, 1)], [(3, 3), (5, 2), (2, 7), (1, 1)], [False], [6]
+    )
     every += itertools.product([""], [True], [(4, 2)], [(4, 4), (2, 6), (6, 2)], [True], [6, 5])
     every += itertools.product(MASKS, [False], [(4, 2)], [(3, 5)], [False], [6, 5])
     every += itertools.product(MASKS, [False], [(3, 3)], [(2, 4)], [True], [6])
     return every + [("rows", True, (4, 2), (4, 4), True, width) for width in (6, 5)]
 
 
-@pytest.mark.parametrize("world", [1, 2, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 8))])
+@pytest.mark.parametrize(
+    "world", [1, 2, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 8))]
+)
 def test_equals_attention_on_one_device(ranks: Pools, world: int) -> None:
     ranks(world).run(_check, cases()[:: 1 if world < 4 else 3])
 
@@ -98,7 +142,19 @@ def _lowest() -> None:
     mask = draw(8, 8).where(torch.arange(8)[:, None] % 4 > 0, torch.finfo(torch.float64).min)
     here = slice(4 * mesh.coordinate[0], 4 + 4 * mesh.coordinate[0])
     for values in (v, v[..., :5]):
-        x = ring.ring_attention(q[:, :, here], k[:, :, here], values[:, :, here], mask[here], 0.0, False, None, mesh, 0, (0,), 0)
+        x = ring.ring_attention(
+            q[:, :, here],
+            k[:, :, here],
+            values[:, :, here],
+            mask[here],
+            0.0,
+            False,
+            None,
+            mesh,
+            0,
+            (0,),
+            0,
+        )
         close(x, F.scaled_dot_product_attention(q, k, values, mask)[:, :, here])
 
 
@@ -115,27 +171,56 @@ def test_equals_attention_on_one_device_over_several_blocks_of_a_kernel(ranks: P
     ranks(2).run(_check, [*some, ("trained of heads", False, (2, 1), (300, 100), True, 6)])
 
 
-def _attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor, mask: torch.Tensor | None, p: float) -> torch.Tensor:
+def _attended(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keep: torch.Tensor,
+    mask: torch.Tensor | None,
+    p: float,
+) -> torch.Tensor:
     scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT / math.sqrt(WIDTH)
     scores = scores if mask is None else scores.masked_fill(~mask, -math.inf)
     return (scores.softmax(-1) * keep / (1 - p)) @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
 
 
-def _dropped(sizes: tuple[int, ...], causal: bool, zigzag: bool, p: float, length: int) -> tuple[torch.Tensor, float]:
+def _dropped(
+    sizes: tuple[int, ...], causal: bool, zigzag: bool, p: float, length: int
+) -> tuple[torch.Tensor, float]:
     """Which weights of this rank's rows were kept, and the part of those that count."""
     plain_attention.ROWS, rows = 3, plain_attention.ROWS
     mesh, axes = make_mesh(sizes)
     ranks, me, heads, fewer = sizes[-1], mesh.coordinate[-1], 4, 2
     n = length * ranks
     at = ring.positions(me, ranks, length, zigzag)
-    q, k, v = draw(BATCH, heads, n, WIDTH), draw(BATCH, fewer, n, WIDTH, seed=1), draw(BATCH, fewer, n, WIDTH, seed=2)
+    q, k, v = (
+        draw(BATCH, heads, n, WIDTH),
+        draw(BATCH, fewer, n, WIDTH, seed=1),
+        draw(BATCH, fewer, n, WIDTH, seed=2),
+    )
     leaves = [t[:, :, at].requires_grad_() for t in (q, k, v)]
 
     def attention(values: torch.Tensor) -> torch.Tensor:
-        return ring.ring_attention(leaves[0], leaves[1], values, None, p, causal, None, mesh, 3, axes, len(sizes) - 1, zigzag)
+        return ring.ring_attention(
+            leaves[0],
+            leaves[1],
+            values,
+            None,
+            p,
+            causal,
+            None,
+            mesh,
+            3,
+            axes,
+            len(sizes) - 1,
+            zigzag,
+        )
 
     # Values of one 1 each show the weights, and those that were dropped as 0.
-    kept = attention(torch.eye(n, dtype=torch.float64).expand(BATCH, fewer, n, n)[:, :, at]).detach() != 0
+    kept = (
+        attention(torch.eye(n, dtype=torch.float64).expand(BATCH, fewer, n, n)[:, :, at]).detach()
+        != 0
+    )
     mask = torch.ones(n, n).tril().bool() if causal else torch.ones(n, n).bool()
     x = attention(leaves[2])
     close(x, attention(leaves[2]))  # computed again
@@ -159,7 +244,9 @@ def _dropped(sizes: tuple[int, ...], causal: bool, zigzag: bool, p: float, lengt
 
 @pytest.mark.parametrize(("causal", "zigzag"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("sizes", [(1,), (3,), (2, 2)])
-def test_dropout_is_that_of_the_weights_it_shows(ranks: Pools, sizes: tuple[int, ...], causal: bool, zigzag: bool) -> None:
+def test_dropout_is_that_of_the_weights_it_shows(
+    ranks: Pools, sizes: tuple[int, ...], causal: bool, zigzag: bool
+) -> None:
     found = ranks(math.prod(sizes)).run(_dropped, sizes, causal, zigzag, 0.25, 8)
     rates = [rate for _, rate in found]
     assert abs(sum(rates) / len(rates) - 0.75) < 0.03
@@ -178,7 +265,10 @@ def _halves(zigzag: bool) -> None:
     above = draw(*y.shape, seed=9).bfloat16()
     (y * above).sum().backward()
     local = [t[:, :, at].requires_grad_() for t in parts]
-    for mask in (None, torch.zeros(32, 32 * world, dtype=torch.bfloat16).requires_grad_()):  # fused, and not in the backward
+    for mask in (
+        None,
+        torch.zeros(32, 32 * world, dtype=torch.bfloat16).requires_grad_(),
+    ):  # fused, and not in the backward
         x = ring.ring_attention(*local, mask, 0.0, True, None, mesh, 0, (0,), 0, zigzag)
         gradients = torch.autograd.grad(x, local, above[:, :, at])
         for one, other in zip((x, *gradients), (y, *(t.grad for t in whole)), strict=True):
@@ -225,7 +315,9 @@ def _count(dtype: torch.dtype, zigzag: bool) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("zigzag", [False, True])
-def test_receives_every_other_block_once_and_three_times_a_step(ranks: Pools, world: int, zigzag: bool) -> None:
+def test_receives_every_other_block_once_and_three_times_a_step(
+    ranks: Pools, world: int, zigzag: bool
+) -> None:
     for dtype in (torch.float64, torch.bfloat16):
         ranks(world).run(_count, dtype, zigzag)
 
@@ -234,7 +326,11 @@ def _priced(ranks: int, zigzag: bool, mask: bool = False, dropout: float = 0.0) 
     q, k, v = (contiguous((BATCH, h, 64, 8), torch.float32, True) for h in (4, 2, 2))
     added = contiguous((64, 64 * ranks), torch.float32, True) if mask else None
     mesh = AnyMesh((2, ranks))
-    return Autograd("cpu").ask(ring.ring_attention, [q, k, v, added, dropout, not mask, None, mesh, 0, (0, 1), 1, zigzag], {})
+    return Autograd("cpu").ask(
+        ring.ring_attention,
+        [q, k, v, added, dropout, not mask, None, mesh, 0, (0, 1), 1, zigzag],
+        {},
+    )
 
 
 @pytest.mark.parametrize(("ranks", "zigzag"), [(1, False), (2, True), (4, False), (4, True)])
@@ -242,12 +338,21 @@ def test_is_priced_without_data(ranks: int, zigzag: bool) -> None:
     answer = _priced(ranks, zigzag)
     for launches, shifts in ((answer.forward, ranks - 1), (answer.backward, 2 * (ranks - 1))):
         sent = [launch.operator for launch in launches if launch.sends]
-        assert sent.count("_c10d_functional::all_to_all_single") == sent.count("_c10d_functional::wait_tensor") == shifts
+        assert (
+            sent.count("_c10d_functional::all_to_all_single")
+            == sent.count("_c10d_functional::wait_tensor")
+            == shifts
+        )
         assert len(sent) == 2 * shifts
-        assert sum(launch.kind == "attention" for launch in launches) == ranks  # what is not seen is not computed
-    # Under zigzag the last rank, which counts, meets half of each block; without, the whole of those before.
+        assert (
+            sum(launch.kind == "attention" for launch in launches) == ranks
+        )  # what is not seen is not computed
+    # Under zigzag the last rank, which counts, meets half of each block; without, the whole of
+    # those before.
     square, part = 2.0 * BATCH * 4 * 64 * 64 * 2 * 8, 0.5 if zigzag else 1.0
-    (diagonal,) = [launch.flops for launch in _priced(1, False).forward if launch.kind == "attention"]
+    (diagonal,) = [
+        launch.flops for launch in _priced(1, False).forward if launch.kind == "attention"
+    ]
     assert sum(launch.flops for launch in answer.forward) == diagonal + (ranks - 1) * part * square
     assert answer.operands == {0, 1, 2}
     assert answer.internal == (BATCH * 4 * 64 * 4,)  # one number a row
@@ -262,12 +367,22 @@ def test_all_it_can_do_is_priced() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("masked", [False, True])
 def test_kernels_of_cuda_take_what_they_are_given(dtype: torch.dtype, masked: bool) -> None:
-    q, k, v = (torch.empty(BATCH, h, n, 16, dtype=dtype, device="meta") for h, n in ((4, 40), (2, 24), (2, 24)))
+    q, k, v = (
+        torch.empty(BATCH, h, n, 16, dtype=dtype, device="meta")
+        for h, n in ((4, 40), (2, 24), (2, 24))
+    )
     bias = torch.empty(BATCH, 1, 40, 24, device="meta") if masked else None
     look = Look(0.25, "cuda", False, bias)
     out, norm = attend(q, k, v, look)
-    assert (out.shape, out.dtype, norm.shape, norm.dtype) == (q.shape, dtype, q.shape[:-1], torch.float32)
-    for given, gradient in zip((q, k, v), attend_backward(out, q, k, v, out, norm, look), strict=True):
+    assert (out.shape, out.dtype, norm.shape, norm.dtype) == (
+        q.shape,
+        dtype,
+        q.shape[:-1],
+        torch.float32,
+    )
+    for given, gradient in zip(
+        (q, k, v), attend_backward(out, q, k, v, out, norm, look), strict=True
+    ):
         assert (gradient.shape, gradient.dtype) == (given.shape, dtype)
 
 
@@ -276,7 +391,9 @@ def test_tiles_hold_what_is_seen_and_no_more(zigzag: bool) -> None:
     for ranks, length, others in itertools.product((1, 2, 3, 5), (2, 4, 6), (2, 4, 6)):
         cut = Cut(ranks, zigzag)
         for rank, source in itertools.product(range(ranks), repeat=2):
-            here, there = (ring.positions(r, ranks, n, zigzag) for r, n in ((rank, length), (source, others)))
+            here, there = (
+                ring.positions(r, ranks, n, zigzag) for r, n in ((rank, length), (source, others))
+            )
             seen, found = here[:, None] >= there, torch.zeros(length, others)
             made = tiles(cut, rank, length, source, others)
             for rows, keys, causal in made:

@@ -1,4 +1,6 @@
-"""Rules against torch: each operator cut as each option says, run part by part, put together, and compared with the operator itself."""
+"""Rules against torch: each operator cut as each option says, run part by part, put together, and
+compared with the operator itself.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +17,23 @@ import torch.fx as fx
 from emulate import Program, Row, cut, every, local
 
 from autopar.errors import RunError
-from autopar.graph import set_operand
-from autopar.layout import I, P, R, S
+from autopar.ir.layout import I, P, R, S
+from autopar.ir.nodes import set_operand
 from autopar.rules import Rule, make_rule
 from autopar.rules.registry import _MAKERS
 from autopar.rules.views import factorise
-from autopar.runtime import kernels
-from autopar.runtime.mesh import Mesh
-from autopar.runtime.typecheck import check_types
-from autopar.search.strategies import Strategy, strategies
+from autopar.runtime.communication.mesh import Mesh
+from autopar.runtime.kernels import kernels
+from autopar.runtime.typecheck.typecheck import check_types
+from autopar.search.space.strategies import Strategy, strategies
 
 aten = torch.ops.aten
 MESHES = ((2,), (3,), (2, 2))
 STRATEGIES = 24  # tried of each operator on each mesh
 # Kernels draw for each part: tests/test_kernels.py and test_random_operators.py
-DRAWN = {"aten.dropout"} | {name for name, maker in _MAKERS.items() if maker.__module__ == "autopar.rules.random"}
+DRAWN = {"aten.dropout"} | {
+    name for name, maker in _MAKERS.items() if maker.__module__ == "autopar.rules.random"
+}
 
 # --- The operators: every registered one, with examples of its arguments.
 
@@ -82,7 +86,9 @@ WINDOWS = "hann hamming blackman bartlett kaiser"
 
 
 def matrices(*shape: int) -> torch.Tensor:
-    """A batch of positive definite matrices whose eigenvalues are well apart; the last dim is their size."""
+    """A batch of positive definite matrices whose eigenvalues are well apart; the last dim is their
+    size.
+    """
     x = n(*shape, shape[-1]) * 0.1
     return x @ x.mT + torch.diag(torch.arange(1.0, shape[-1] + 1, dtype=torch.float64))
 
@@ -99,12 +105,15 @@ def _overload(name: str) -> Any:
 def _loss(name: str) -> Row:
     target = _overload(name)
     x = f(4, 6).log() if name == "kl_div" else f(4, 6)
-    more: dict[str, Any] = {"log_input": True, "full": False, "eps": 1e-8} if name == "poisson_nll_loss" else {}
+    more: dict[str, Any] = (
+        {"log_input": True, "full": False, "eps": 1e-8} if name == "poisson_nll_loss" else {}
+    )
     return fixed(row(target, x, f(4, 6), **more, reduction=0), 1)
 
 
 x_twice = f(4, 6)
-# Fourier transforms, windows, writing at places: operators of these families have several forms of a call each.
+# Fourier transforms, windows, writing at places: operators of these families have several forms of
+# a call each.
 SPACES: dict[str, tuple[int, ...]] = {"1": (8,), "2": (4, 6), "3": (2, 4, 4)}
 POOLS = [
     *(row(getattr(aten, f"adaptive_{kind}_pool{d}d").default, n(4, 6, *space), [2] * int(d))
@@ -123,7 +132,10 @@ POOLS = [
         [1, 2, 2], [0, 0, 0]),
 ]  # fmt: skip
 LATER = [
-    *(fixed(row(_overload(name), f(4, 6) + 1.5, f(4, 1)), 0, 1) for name in ("heaviside", "nextafter", "special_zeta")),
+    *(
+        fixed(row(_overload(name), f(4, 6) + 1.5, f(4, 1)), 0, 1)
+        for name in ("heaviside", "nextafter", "special_zeta")
+    ),
     *(fixed(row(_overload(name), f(4, 6), f(4, 1)), 0) for name in ("igamma", "igammac")),
     row(aten.polygamma.default, 1, f(4, 6)),
     row(aten.mvlgamma.default, f(4, 6) + 2, 2),
@@ -156,9 +168,17 @@ LATER = [
     row(aten.addbmm.default, n(4, 3), n(2, 4, 6), n(2, 6, 3)),
     row(aten.baddbmm.default, n(2, 3), n(4, 2, 6), n(4, 6, 3)),
     row(aten.conv_transpose1d.default, n(4, 6, 8), n(6, 4, 3), n(4), [2], [1]),
-    row(aten.conv_transpose2d.input, n(4, 8, 4, 4), n(8, 3, 2, 2), n(12), [2, 2], [0, 0], [0, 0], 4),
+    row(
+        aten.conv_transpose2d.input, n(4, 8, 4, 4), n(8, 3, 2, 2), n(12), [2, 2], [0, 0], [0, 0], 4
+    ),
     row(aten.conv_transpose3d.input, n(2, 4, 2, 2, 2), n(4, 6, 2, 2, 2)),
-    fixed(row(aten.instance_norm.default, n(4, 6, 8), n(6), n(6), n(6), f(6), False, 0.1, 1e-5, False), 3, 4),
+    fixed(
+        row(
+            aten.instance_norm.default, n(4, 6, 8), n(6), n(6), n(6), f(6), False, 0.1, 1e-5, False
+        ),
+        3,
+        4,
+    ),
     row(aten.group_norm.default, n(4, 12, 2), 6, n(12), n(12)),
     row(aten.nansum.default, n(4, 6), [1]),
     row(aten.count_nonzero.dim_IntList, b(4, 6), [0]),
@@ -206,11 +226,27 @@ LATER = [
     row(aten.reshape.default, n(4, 0, 6), [0, 24]),
     fixed(row(aten.cosine_embedding_loss.default, n(4, 6), n(4, 6), n(4).sign(), 0.1, 0), 2),
     row(aten.triplet_margin_loss.default, n(4, 6), n(4, 6), n(4, 6), 1.0, 2.0, 1e-6, False, 0),
-    row(aten.triplet_margin_loss.default, n(4, 2, 6), n(4, 2, 6), n(4, 2, 6), 1.0, 2.0, 1e-6, True, 0),
+    row(
+        aten.triplet_margin_loss.default,
+        n(4, 2, 6),
+        n(4, 2, 6),
+        n(4, 2, 6),
+        1.0,
+        2.0,
+        1e-6,
+        True,
+        0,
+    ),
     row(aten.multi_margin_loss.default, n(4, 6), i(6, 4), 1, 1.0, None, 0),
     fixed(row(aten.multi_margin_loss.default, n(4, 6), i(6, 4), 1, 1.0, f(6), 0), 2),
     row(aten.multilabel_margin_loss.default, n(4, 6), i(6, 4, 6), 0),
-    row(aten._ctc_loss.Tensor, n(8, 4, 6).log_softmax(-1), i(5, 4, 2) + 1, torch.full((4,), 8), torch.full((4,), 2)),
+    row(
+        aten._ctc_loss.Tensor,
+        n(8, 4, 6).log_softmax(-1),
+        i(5, 4, 2) + 1,
+        torch.full((4,), 8),
+        torch.full((4,), 2),
+    ),
 ]
 ROWS = [
     *(row(_overload(name), f(4, 6) + (name == "acosh")) for name in UNARY.split()),
@@ -295,7 +331,9 @@ ROWS = [
     fixed(row(kernels.cross_entropy, n(4, 12), i(12, 4), f(12), -100, 0.0), 2),
     row(kernels.target_count, i(12, 4, 6), None, 3, torch.float64),
     fixed(row(kernels.target_count, i(12, 4, 6), f(12), 3, torch.float64), 1),
-    fixed(row(aten.binary_cross_entropy_with_logits.default, n(4, 6), f(4, 6), f(4, 1), f(6), 0), 2, 3),
+    fixed(
+        row(aten.binary_cross_entropy_with_logits.default, n(4, 6), f(4, 6), f(4, 1), f(6), 0), 2, 3
+    ),
     fixed(row(aten.binary_cross_entropy.default, f(4, 6), f(4, 6), f(6), 0), 2),
     row(aten.margin_ranking_loss.default, n(4, 6), n(4, 6), n(4, 6).sign(), 0.1, 0),
     row(aten.cross_entropy_loss.default, n(4, 12), i(12, 4), None, 0, 3, 0.1),
@@ -339,24 +377,74 @@ ROWS = [
     row(aten.layer_norm.default, n(4, 2, 6), [2, 6], n(2, 6)),
     row(aten.rms_norm.default, n(4, 2, 6), [6], n(6)),
     row(aten.group_norm.default, n(4, 6, 2, 2), 3, n(6), n(6)),
-    fixed(row(aten.batch_norm.default, n(4, 6, 2, 2), n(6), n(6), n(6), f(6), False, 0.1, 1e-5, False), 3, 4),
-    fixed(row(aten.batch_norm.default, n(4, 6), None, None, n(6), f(6), True, 0.1, 1e-5, False), 1, 2),
+    fixed(
+        row(
+            aten.batch_norm.default, n(4, 6, 2, 2), n(6), n(6), n(6), f(6), False, 0.1, 1e-5, False
+        ),
+        3,
+        4,
+    ),
+    fixed(
+        row(aten.batch_norm.default, n(4, 6), None, None, n(6), f(6), True, 0.1, 1e-5, False), 1, 2
+    ),
     row(aten.batch_norm.default, n(4, 6, 2), n(6), n(6), None, None, True, 0.1, 1e-5, False),
     row(aten.scaled_dot_product_attention.default, n(4, 6, 2, 4), n(4, 6, 8, 4), n(4, 6, 8, 3)),
-    row(aten.scaled_dot_product_attention.default, n(4, 6, 4, 4), n(4, 6, 4, 4), n(4, 6, 4, 4), None, 0.0, True),
-    row(aten.scaled_dot_product_attention.default, n(4, 6, 4, 2), n(4, 6, 4, 2), n(4, 6, 4, 2), b(4, 1, 4, 4) | torch.eye(4).bool()),
-    row(aten.scaled_dot_product_attention.default, n(2, 6, 4, 2), n(2, 6, 4, 2), n(2, 6, 4, 2), n(6, 4, 4), 0.0, False, scale=0.3),
-    row(aten.scaled_dot_product_attention.default, n(2, 12, 4, 2), n(2, 4, 4, 2), n(2, 4, 4, 2), enable_gqa=True),
-    row(aten.scaled_dot_product_attention.default, n(2, 6, 4, 2), n(2, 1, 4, 2), n(2, 1, 4, 2), n(2, 6, 4, 4), enable_gqa=True),
+    row(
+        aten.scaled_dot_product_attention.default,
+        n(4, 6, 4, 4),
+        n(4, 6, 4, 4),
+        n(4, 6, 4, 4),
+        None,
+        0.0,
+        True,
+    ),
+    row(
+        aten.scaled_dot_product_attention.default,
+        n(4, 6, 4, 2),
+        n(4, 6, 4, 2),
+        n(4, 6, 4, 2),
+        b(4, 1, 4, 4) | torch.eye(4).bool(),
+    ),
+    row(
+        aten.scaled_dot_product_attention.default,
+        n(2, 6, 4, 2),
+        n(2, 6, 4, 2),
+        n(2, 6, 4, 2),
+        n(6, 4, 4),
+        0.0,
+        False,
+        scale=0.3,
+    ),
+    row(
+        aten.scaled_dot_product_attention.default,
+        n(2, 12, 4, 2),
+        n(2, 4, 4, 2),
+        n(2, 4, 4, 2),
+        enable_gqa=True,
+    ),
+    row(
+        aten.scaled_dot_product_attention.default,
+        n(2, 6, 4, 2),
+        n(2, 1, 4, 2),
+        n(2, 1, 4, 2),
+        n(2, 6, 4, 4),
+        enable_gqa=True,
+    ),
     # Reductions and pooling
     row(aten.sum.dim_IntList, n(4, 6, 2), [0, 2], False),
     row(aten.sum.dim_IntList, n(4, 6, 2), [1], True),
     row(aten.sum.dim_IntList, i(8, 4, 6), [1]),
     row(aten.mean.dim, n(4, 6, 2), [0, 1], False),
     row(aten.mean.dim, n(4, 6, 2), [-1], True),
-    *(row(getattr(aten, name).default, n(4, 6, 2), [1], True) for name in ("amax", "amin", "logsumexp")),
+    *(
+        row(getattr(aten, name).default, n(4, 6, 2), [1], True)
+        for name in ("amax", "amin", "logsumexp")
+    ),
     row(aten.amax.default, n(4, 6)),
-    *(row(getattr(aten, name).correction, n(4, 6, 2), [1], correction=1) for name in ("var", "std")),
+    *(
+        row(getattr(aten, name).correction, n(4, 6, 2), [1], correction=1)
+        for name in ("var", "std")
+    ),
     row(aten.var.dim, n(4, 6), None),
     *(row(getattr(aten, name).dim, n(4, 6) > 0, 1) for name in ("any", "all")),
     row(aten.any.default, b(4, 6)),
@@ -418,7 +506,10 @@ ROWS = [
     row(aten.sort.stable, n(4, 6), stable=True),
     row(aten.argsort.default, n(4, 6), 1),
     row(aten.msort.default, n(4, 6)),
-    *(row(getattr(aten, name).dim, n(4, 6, 2), 1) for name in ("max", "min", "median", "nanmedian")),
+    *(
+        row(getattr(aten, name).dim, n(4, 6, 2), 1)
+        for name in ("max", "min", "median", "nanmedian")
+    ),
     *(row(getattr(aten, name).default, n(4, 6)) for name in ("max", "min", "median", "aminmax")),
     row(aten.max.dim, n(4, 6), 0, True),
     row(aten.mode.default, n(4, 6), 1, True),
@@ -426,30 +517,89 @@ ROWS = [
     row(aten.cummax.default, n(4, 6), 1),
     row(aten.cummin.default, n(4, 6), 0),
     row(aten.aminmax.default, n(4, 6), dim=1),
-    *(row(getattr(aten, name).correction, n(4, 6, 2), [1], correction=1) for name in ("var_mean", "std_mean")),
+    *(
+        row(getattr(aten, name).correction, n(4, 6, 2), [1], correction=1)
+        for name in ("var_mean", "std_mean")
+    ),
     row(aten.frexp.Tensor, n(4, 6)),
     *(row(getattr(aten, f"linalg_{name}").default, matrices(4, 6)) for name in OF_MATRICES.split()),
-    *(row(getattr(aten, name).default, matrices(4, 6)) for name in ("cholesky", "det", "inverse", "logdet", "matrix_exp", "pinverse")),
+    *(
+        row(getattr(aten, name).default, matrices(4, 6))
+        for name in ("cholesky", "det", "inverse", "logdet", "matrix_exp", "pinverse")
+    ),
     *(row(getattr(aten, name).default, matrices(4, 6)) for name in ("qr", "slogdet", "svd")),
     row(aten.linalg_lu.default, matrices(4, 2, 6)),
     row(aten.linalg_matrix_rank.default, matrices(4, 6), 1e-9),
     row(aten.linalg_pinv.default, matrices(4, 6), 1e-9),
-    *(fixed(row(getattr(aten, f"linalg_ldl_factor{ex}").default, matrices(4, 6)), 0) for ex in ("", "_ex")),  # has no derivative
+    *(
+        fixed(row(getattr(aten, f"linalg_ldl_factor{ex}").default, matrices(4, 6)), 0)
+        for ex in ("", "_ex")
+    ),  # has no derivative
     row(aten.linalg_solve.default, matrices(4, 6), n(4, 6, 2)),
     row(aten.linalg_solve_triangular.default, matrices(4, 6), n(4, 6, 2), upper=True),
-    row(aten.gru.input, n(2, 4, 6), n(1, 4, 2), [n(6, 6), n(6, 2), n(6), n(6)], True, 1, 0.0, True, False, False),
-    row(aten.lstm.input, n(3, 4, 6), [n(2, 4, 2), n(2, 4, 2)], [*_lstm(6), *_lstm(6)], False, 1, 0.0, True, True, False),
-    row(aten.rnn_tanh.input, n(2, 4, 6), n(1, 4, 2), [n(2, 6), n(2, 2)], False, 1, 0.0, True, False, False),
-    row(aten.rnn_relu.input, n(2, 4, 6), n(1, 4, 2), [n(2, 6), n(2, 2)], False, 1, 0.0, True, False, False),
+    row(
+        aten.gru.input,
+        n(2, 4, 6),
+        n(1, 4, 2),
+        [n(6, 6), n(6, 2), n(6), n(6)],
+        True,
+        1,
+        0.0,
+        True,
+        False,
+        False,
+    ),
+    row(
+        aten.lstm.input,
+        n(3, 4, 6),
+        [n(2, 4, 2), n(2, 4, 2)],
+        [*_lstm(6), *_lstm(6)],
+        False,
+        1,
+        0.0,
+        True,
+        True,
+        False,
+    ),
+    row(
+        aten.rnn_tanh.input,
+        n(2, 4, 6),
+        n(1, 4, 2),
+        [n(2, 6), n(2, 2)],
+        False,
+        1,
+        0.0,
+        True,
+        False,
+        False,
+    ),
+    row(
+        aten.rnn_relu.input,
+        n(2, 4, 6),
+        n(1, 4, 2),
+        [n(2, 6), n(2, 2)],
+        False,
+        1,
+        0.0,
+        True,
+        False,
+        False,
+    ),
     # Made from nothing
     row(aten.linspace.default, 0.0, 1.0, 12, dtype=torch.float64),
     row(aten.logspace.default, 0.0, 1.0, 12, dtype=torch.float64),
     row(aten.eye.default, 6, dtype=torch.float64),
     row(aten.triu_indices.default, 4, 6),
     row(aten.tril_indices.default, 4, 6),
-    *(row(getattr(aten, f"{name}_window").default, 12, dtype=torch.float64) for name in WINDOWS.split()),
+    *(
+        row(getattr(aten, f"{name}_window").default, 12, dtype=torch.float64)
+        for name in WINDOWS.split()
+    ),
 ]
-MORE = [*POOLS, *LATER]  # families whose members are alike: tried in every option along one axis, and in some along two
+MORE = [
+    *POOLS,
+    *LATER,
+]  # families whose members are alike: tried in every option along one axis, and in some along two
 UNDEFINED = {"aten.empty", "aten.new_empty", "aten.empty_like"}  # whatever they hold is right
 UNDEFINED |= {"aten.randperm"}  # it draws, but whole
 
@@ -464,7 +614,10 @@ def _some(program: Program, sizes: Sequence[int], at_most: int = STRATEGIES) -> 
 
 @pytest.mark.parametrize(
     ("example", "meshes"),
-    [*((r, dict.fromkeys(MESHES, STRATEGIES)) for r in ROWS), *((r, {(2,): STRATEGIES, (2, 2): 3}) for r in MORE)],
+    [
+        *((r, dict.fromkeys(MESHES, STRATEGIES)) for r in ROWS),
+        *((r, {(2,): STRATEGIES, (2, 2): 3}) for r in MORE),
+    ],
     ids=lambda given: str(given) if isinstance(given, Row) else "",
 )
 def test_every_option_is_the_operator(example: Row, meshes: dict[tuple[int, ...], int]) -> None:
@@ -483,7 +636,9 @@ def test_sparse_tensors_are_not_split() -> None:
 
 
 def test_every_rule_has_a_row() -> None:
-    ours = {name for name in _MAKERS if not name.startswith("program_parts.")}  # whose rules random programs add
+    ours = {
+        name for name in _MAKERS if not name.startswith("program_parts.")
+    }  # whose rules random programs add
     assert {r.name for r in (*ROWS, *MORE)} | DRAWN | UNDEFINED == ours
 
 
@@ -506,7 +661,11 @@ def test_options_of_a_linear_layer() -> None:
 
 
 def test_options_of_a_nonlinear_operator() -> None:
-    assert _written(make_rule("~a b -> a b", [(4, 6)], (4, 6), whole="b")) == {"I -> I", "R -> R", "S0 -> S0"}
+    assert _written(make_rule("~a b -> a b", [(4, 6)], (4, 6), whole="b")) == {
+        "I -> I",
+        "R -> R",
+        "S0 -> S0",
+    }
 
 
 def test_dims_of_size_1_are_broadcast() -> None:
@@ -518,7 +677,10 @@ def test_dims_of_size_1_are_broadcast() -> None:
 
 
 def test_an_absent_operand_is_left_out() -> None:
-    assert _written(make_rule("k, n k + n -> n", [(6,), (12, 6)], (12,))) >= {"S0 S1 -> P", "R S0 -> S0"}
+    assert _written(make_rule("k, n k + n -> n", [(6,), (12, 6)], (12,))) >= {
+        "S0 S1 -> P",
+        "R S0 -> S0",
+    }
 
 
 def test_a_product_is_split_major_factor_first() -> None:
@@ -526,8 +688,12 @@ def test_a_product_is_split_major_factor_first() -> None:
     found = {str(s) for s in strategies(rule, [True], True, (2, 2), lambda *_: True)}
     assert "S0 S0 -> S0 S0" in found
     assert "S0 R -> S1 R" not in found  # b, while a is whole
-    assert {str(s) for s in strategies(rule, [True], True, (4, 2), lambda *_: True)} >= {"S0 S0 -> S0 S1"}
-    assert not any(s.out == (S(0), S(0)) for s in strategies(rule, [True], True, (4, 2), lambda *_: True))  # 4 is split up
+    assert {str(s) for s in strategies(rule, [True], True, (4, 2), lambda *_: True)} >= {
+        "S0 S0 -> S0 S1"
+    }
+    assert not any(
+        s.out == (S(0), S(0)) for s in strategies(rule, [True], True, (4, 2), lambda *_: True)
+    )  # 4 is split up
 
 
 def test_types_without_gradient_know_no_r() -> None:
@@ -550,14 +716,24 @@ def test_a_rule_must_fit_the_shapes() -> None:
         ((4, 6, 2), (12, 4), ("a", "bc", "d", "->", "ab", "cd")),
         ((4, 1, 6), (1, 4, 6, 1), ("a", "", "b", "->", "", "a", "b", "")),
         ((2, 6, 5), (4, 3, 5), ("a", "bc", "d", "->", "ab", "c", "d")),
-        ((6, 4, 5), (8, 3, 5), ("ab", "c", "d", "->", "ae", "f", "d")),  # 6 and 8 share 2, then nothing up to the 5
+        (
+            (6, 4, 5),
+            (8, 3, 5),
+            ("ab", "c", "d", "->", "ae", "f", "d"),
+        ),  # 6 and 8 share 2, then nothing up to the 5
         ((3, 4), (4, 3), ("a", "b", "->", "c", "d")),
     ],
 )
-def test_factors_of_views(before: tuple[int, ...], after: tuple[int, ...], expected: tuple[str, ...]) -> None:
+def test_factors_of_views(
+    before: tuple[int, ...], after: tuple[int, ...], expected: tuple[str, ...]
+) -> None:
     left, right, sizes = factorise(before, after)
     names = dict(zip(dict.fromkeys(x for d in (*left, *right) for x in d), "abcdef", strict=False))
-    assert (*("".join(names[x] for x in d) for d in left), "->", *("".join(names[x] for x in d) for d in right)) == expected
+    assert (
+        *("".join(names[x] for x in d) for d in left),
+        "->",
+        *("".join(names[x] for x in d) for d in right),
+    ) == expected
     assert [math.prod(sizes[x] for x in d) for d in (*left, *right)] == [*before, *after]
 
 
@@ -586,7 +762,8 @@ def test_any_view_is_right(seed: int) -> None:
             program.check(strategy, sizes)
 
 
-# --- The second opinion: ``autopar.runtime.typecheck`` was written apart, and must find every option well typed too.
+# --- The second opinion: ``autopar.runtime.typecheck.typecheck`` was written apart, and must find
+# every option well typed too.
 
 
 @pytest.fixture(scope="module")
@@ -599,13 +776,20 @@ def mesh() -> Iterator[Mesh]:
 def _typed(program: Program, strategy: Strategy, mesh: Mesh) -> list[str]:
     call = program.local(strategy, mesh.sizes)
     values = [
-        cut(x, layout, mesh.sizes)[0].requires_grad_(g) for x, layout, g in zip(program.tensors, strategy.ins, program.trains, strict=True)
+        cut(x, layout, mesh.sizes)[0].requires_grad_(g)
+        for x, layout, g in zip(program.tensors, strategy.ins, program.trains, strict=True)
     ]
     with call.graph.inserting_before(call):
-        inputs = [call.graph.placeholder(f"operand_{k}") for k in range(len(values))]  # a tensor read twice may come in two layouts
+        inputs = [
+            call.graph.placeholder(f"operand_{k}") for k in range(len(values))
+        ]  # a tensor read twice may come in two layouts
     for k, placeholder in enumerate(inputs):
         set_operand(call, k, placeholder)
-    for old in [n for n in call.graph.nodes if n.op == "placeholder" and n.name != "mesh" and n not in inputs]:
+    for old in [
+        n
+        for n in call.graph.nodes
+        if n.op == "placeholder" and n.name != "mesh" and n not in inputs
+    ]:
         call.graph.erase_node(old)
     return check_types(fx.GraphModule(torch.nn.Module(), call.graph), mesh, values, strategy.ins)
 
@@ -617,7 +801,9 @@ def _typed(program: Program, strategy: Strategy, mesh: Mesh) -> list[str]:
 )
 def test_every_option_is_well_typed(example: Row, at_most: int | None, mesh: Mesh) -> None:
     program = Program(example)
-    for strategy in every(program, mesh.sizes) if at_most is None else _some(program, mesh.sizes, at_most):
+    for strategy in (
+        every(program, mesh.sizes) if at_most is None else _some(program, mesh.sizes, at_most)
+    ):
         try:
             _typed(program, strategy, mesh)
         except RunError as e:

@@ -1,4 +1,6 @@
-"""What a model does with the samples of its batch is exact in microbatches, or refused: pairs, positions, counts, masks, statistics."""
+"""What a model does with the samples of its batch is exact in microbatches, or refused: pairs,
+positions, counts, masks, statistics.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from pool import Pools
 from torch import nn
 
 import autopar
-from autopar.layout import S
+from autopar.ir.layout import S
 
 B, T, D = 8, 5, 6
 Sample = dict[str, torch.Tensor]
@@ -26,9 +28,18 @@ Forward = Callable[..., Any]
 
 
 def tensors() -> Sample:
-    """Inputs that cases take by name: rows, sequences, labels, masks and tables, some of the batch's size by chance."""
+    """Inputs that cases take by name: rows, sequences, labels, masks and tables, some of the
+    batch's size by chance.
+    """
     g = torch.Generator().manual_seed(0)
-    real = {"x": (B, D), "sequence": (B, T, D), "square": (B, B, D), "bias": (B, B), "table": (B, D), "weights": (B,)}
+    real = {
+        "x": (B, D),
+        "sequence": (B, T, D),
+        "square": (B, B, D),
+        "bias": (B, B),
+        "table": (B, D),
+        "weights": (B,),
+    }
     made = {name: torch.randn(shape, generator=g).double() for name, shape in real.items()}
     made["mask"] = (torch.rand(B, generator=g) > 0.4).double()
     made["padding"] = (torch.rand(B, T, generator=g) > 0.7).double()
@@ -109,14 +120,18 @@ def sum_over_the_batch_size(m: Net, x: torch.Tensor) -> torch.Tensor:
 
 
 def mask_of_positions(m: Net, square: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    return m.linear(torch.softmax(square @ square.transpose(1, 2) + bias, -1) @ square).square().mean()
+    return (
+        m.linear(torch.softmax(square @ square.transpose(1, 2) + bias, -1) @ square).square().mean()
+    )
 
 
 def weights_of_positions(m: Net, square: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return (m.linear(square).mean(-1) * weights).sum()
 
 
-def table_of_labels(m: Net, x: torch.Tensor, table: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def table_of_labels(
+    m: Net, x: torch.Tensor, table: torch.Tensor, labels: torch.Tensor
+) -> torch.Tensor:
     return (m.linear(x) * table[labels]).mean()
 
 
@@ -130,7 +145,9 @@ def each_cross_entropy(m: Net, x: torch.Tensor, labels: torch.Tensor) -> torch.T
 
 def soft_labels(m: Net, x: torch.Tensor, soft: torch.Tensor) -> torch.Tensor:
     weight = torch.arange(1.0, D + 1, dtype=torch.float64)
-    return F.cross_entropy(m.linear(x), soft, weight=weight, label_smoothing=0.1) + F.cross_entropy(m.linear(x), soft, reduction="sum")
+    return F.cross_entropy(m.linear(x), soft, weight=weight, label_smoothing=0.1) + F.cross_entropy(
+        m.linear(x), soft, reduction="sum"
+    )
 
 
 def share_of_one(m: Net, x: torch.Tensor) -> torch.Tensor:
@@ -153,12 +170,22 @@ def transformer_encoder(m: Net, sequence: torch.Tensor) -> torch.Tensor:
 def last_token(m: Net, sequence: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     place = (torch.arange(tokens.shape[1]) * (tokens != 0).int()).argmax(-1)
     rows = torch.arange(len(tokens))
-    return F.cross_entropy(m.linear(sequence)[rows, place], tokens[:, 0]) + m.linear(sequence)[rows, -1].square().mean()
+    return (
+        F.cross_entropy(m.linear(sequence)[rows, place], tokens[:, 0])
+        + m.linear(sequence)[rows, -1].square().mean()
+    )
 
 
 def other_outputs(m: Net, x: torch.Tensor) -> dict[str, torch.Tensor]:
     z = m.linear(x)
-    return {"loss": z.square().mean(), "mean": z.mean(), "weight": m.linear.weight * 2, "z": z, "inputs": x.mean(), "first": z[:, 0]}
+    return {
+        "loss": z.square().mean(),
+        "mean": z.mean(),
+        "weight": m.linear.weight * 2,
+        "z": z,
+        "inputs": x.mean(),
+        "first": z[:, 0],
+    }
 
 
 def buffers_that_change(m: Net, x: torch.Tensor) -> torch.Tensor:
@@ -187,7 +214,13 @@ EXACT: tuple[Forward, ...] = (
     share_of_one, repeated_token, multihead_attention, transformer_encoder, last_token, other_outputs, labels_that_count,
     pairs_put_side_by_side, sorted_and_largest,
 )  # fmt: skip
-IN_PAIRS = ("pairs_of_chunks", "pairs_by_slices", "pairs_of_every_other_row", "pairs_by_a_view", "halves_by_a_view")
+IN_PAIRS = (
+    "pairs_of_chunks",
+    "pairs_by_slices",
+    "pairs_of_every_other_row",
+    "pairs_by_a_view",
+    "halves_by_a_view",
+)
 REFUSED = (each_against_all, statistics, root_of_the_mean)
 CASES: Mapping[str, Forward] = {f.__name__: f for f in (*EXACT, *REFUSED, buffers_that_change)}
 
@@ -201,7 +234,9 @@ def made(case: str) -> tuple[Net, Sample]:
 def errors(case: str, **options: Any) -> float:
     """The worst error of the loss, the outputs, the gradients and the buffers."""
     model, sample = made(case)
-    compiled = autopar.compile(copy.deepcopy(model), sample, dist.get_world_size(), progress=False, **options)
+    compiled = autopar.compile(
+        copy.deepcopy(model), sample, dist.get_world_size(), progress=False, **options
+    )
     assert compiled.plan.microbatches > 1
     found, expected = step(compiled, sample), step(model, sample)
     return worst(differences(found, own(expected, found)))[0]
@@ -223,11 +258,21 @@ def test_microbatches_of_a_single_sample(ranks: Pools) -> None:
     assert found == {name: pytest.approx(0, abs=1e-9) for name in names}
 
 
-TWO = ["pairs_of_chunks", "pairs_by_a_view", "positions_summed", "mask_of_positions", "masked_mean", "last_token", "other_outputs"]
+TWO = [
+    "pairs_of_chunks",
+    "pairs_by_a_view",
+    "positions_summed",
+    "mask_of_positions",
+    "masked_mean",
+    "last_token",
+    "other_outputs",
+]
 
 
 def test_microbatches_on_two_data_parallel_ranks(ranks: Pools) -> None:
-    for found in ranks(2).run(all_errors, TWO, parallel=dict(data=2), micro_batch_size=2, timeout=240):
+    for found in ranks(2).run(
+        all_errors, TWO, parallel=dict(data=2), micro_batch_size=2, timeout=240
+    ):
         assert found == {name: pytest.approx(0, abs=1e-9) for name in TWO}
 
 
@@ -246,14 +291,20 @@ class Deep(nn.Module):
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         h = self.second(self.first(x).tanh()).mean(-1)
-        return _preference(*h.chunk(2)) + (h * mask).sum() / mask.sum() + (h * torch.arange(len(x)).cumsum(0)).mean()
+        return (
+            _preference(*h.chunk(2))
+            + (h * mask).sum() / mask.sum()
+            + (h * torch.arange(len(x)).cumsum(0)).mean()
+        )
 
 
 def _piped() -> float:
     model = Deep().double()
     sample = {name: x for name, x in tensors().items() if name in ("x", "mask")}
     cut = dict(pipeline=dict(size=2, split_before=["second"]))
-    compiled = autopar.compile(copy.deepcopy(model), sample, 2, progress=False, parallel=cut, micro_batch_size=2)
+    compiled = autopar.compile(
+        copy.deepcopy(model), sample, 2, progress=False, parallel=cut, micro_batch_size=2
+    )
     found, expected = step(compiled, sample), step(model, sample)
     return worst(differences(found, own(expected, found)))[0]
 
@@ -268,11 +319,18 @@ class Pairs(nn.Module):
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         h = self.linear(x)
-        return {"loss": _preference(*h.unflatten(0, (-1, 2)).mean(-1).unbind(1)), "h": h, "turned": h.t(), "positive": (h > 0).long()}
+        return {
+            "loss": _preference(*h.unflatten(0, (-1, 2)).mean(-1).unbind(1)),
+            "h": h,
+            "turned": h.t(),
+            "positive": (h > 0).long(),
+        }
 
 
 def pairs_in_tiles() -> list[float]:
-    """The worst errors, of training and in eval(), where a microbatch is a pair, and ranks have a sample of it each."""
+    """The worst errors, of training and in eval(), where a microbatch is a pair, and ranks have a
+    sample of it each.
+    """
     model, sample = Pairs().double(), {"x": tensors()["x"]}
     options = dict(parallel=dict(tensor=dict(size=4, mode="2d")), micro_batch_size=2)
     compiled = autopar.compile(copy.deepcopy(model), sample, 4, progress=False, **options)
@@ -282,7 +340,9 @@ def pairs_in_tiles() -> list[float]:
     errors = [worst(differences(found, own(expected, found)))[0]]
     with torch.no_grad():
         outputs, wanted = compiled.eval()(**sample), model.eval()(**sample)
-    return errors + [float((full(outputs[k]).double() - wanted[k].double()).abs().max()) for k in wanted]
+    return errors + [
+        float((full(outputs[k]).double() - wanted[k].double()).abs().max()) for k in wanted
+    ]
 
 
 def test_outputs_of_microbatches_that_ranks_cut_again(ranks: Pools) -> None:
@@ -293,7 +353,9 @@ def test_outputs_of_microbatches_that_ranks_cut_again(ranks: Pools) -> None:
 def evaluated() -> float:
     """The worst error of outputs in eval() without gradients."""
     model, sample = made("other_outputs")
-    compiled = autopar.compile(copy.deepcopy(model), sample, 1, progress=False, micro_batch_size=2).eval()
+    compiled = autopar.compile(
+        copy.deepcopy(model), sample, 1, progress=False, micro_batch_size=2
+    ).eval()
     with torch.no_grad():
         found, expected = compiled(**sample), model(**sample)
     return max(float((full(found[k]) - expected[k]).abs().max()) for k in expected)
@@ -311,11 +373,17 @@ def planned(case: str, world_size: int = 2, **options: Any) -> autopar.Plan:
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("each_against_all", r"matmul.* at .*test_samples.py:\d+ mixes samples.*dim 0 of \(8, 6\) and dim 1 of \(6, 8\)"),
+        (
+            "each_against_all",
+            r"matmul.* at .*test_samples.py:\d+ mixes samples.*dim 0 of \(8, 6\) and dim 1 of "
+            r"\(6, 8\)",
+        ),
         ("root_of_the_mean", r"sqrt.* at .*test_samples.py:\d+ mixes samples"),
     ],
 )
-def test_what_mixes_samples_is_refused_in_microbatches_and_planned_with_one(case: str, message: str) -> None:
+def test_what_mixes_samples_is_refused_in_microbatches_and_planned_with_one(
+    case: str, message: str
+) -> None:
     with pytest.raises(autopar.PlanError, match=message):
         planned(case, micro_batch_size=2)
     assert planned(case).microbatches == 1
@@ -339,13 +407,25 @@ def test_pairs_are_not_torn_apart(case: str) -> None:
 
 def sequence_classifier() -> dict[str, float]:
     """GPT-2's: the last token that is no padding tells."""
-    config = transformers.GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=32, n_positions=8, num_labels=3, pad_token_id=0)
-    config.use_cache, config.resid_pdrop, config.embd_pdrop, config.attn_pdrop = False, 0.0, 0.0, 0.0
+    config = transformers.GPT2Config(
+        n_layer=1, n_embd=16, n_head=2, vocab_size=32, n_positions=8, num_labels=3, pad_token_id=0
+    )
+    config.use_cache, config.resid_pdrop, config.embd_pdrop, config.attn_pdrop = (
+        False,
+        0.0,
+        0.0,
+        0.0,
+    )
     torch.manual_seed(0)
     model = transformers.GPT2ForSequenceClassification(config).double()
     g = torch.Generator().manual_seed(3)
-    sample = {"input_ids": torch.randint(0, 4, (B, T), generator=g), "labels": torch.randint(0, 3, (B,), generator=g)}
-    compiled = autopar.compile(copy.deepcopy(model), sample, 2, progress=False, parallel=dict(data=2), micro_batch_size=2)
+    sample = {
+        "input_ids": torch.randint(0, 4, (B, T), generator=g),
+        "labels": torch.randint(0, 3, (B,), generator=g),
+    }
+    compiled = autopar.compile(
+        copy.deepcopy(model), sample, 2, progress=False, parallel=dict(data=2), micro_batch_size=2
+    )
     found, expected = step(compiled, sample), step(model, sample)
     return differences(found, own(expected, found))
 

@@ -1,4 +1,6 @@
-"""What autograd keeps is what the plan says it keeps: asked of real tensors, and measured in runs."""
+"""What autograd keeps is what the plan says it keeps: asked of real tensors, and measured in
+runs.
+"""
 
 from __future__ import annotations
 
@@ -24,23 +26,23 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import autopar
-from autopar.analysis import Analysis
-from autopar.autograd import Autograd
-from autopar.graph import operands
+from autopar.ir.nodes import operands
+from autopar.kernel_trace.autograd import Autograd
 from autopar.memory.calls import Program
 from autopar.memory.held import Held
-from autopar.memory.live_bytes import LiveBytes
 from autopar.memory.saved import Saved, saved
-from autopar.passes.admit_gradients import admit_gradients
-from autopar.passes.lower import lower
-from autopar.passes.recompute import recomputable
-from autopar.passes.stages import cut_stages
+from autopar.passes.lowering.admit_gradients import admit_gradients
+from autopar.passes.lowering.lower import lower
+from autopar.passes.lowering.recompute import recomputable
+from autopar.passes.lowering.stages import cut_stages
 from autopar.plan import Plan
-from autopar.runtime import recompute
-from autopar.runtime.mesh import Mesh
-from autopar.runtime.pipeline import _Entry
-from autopar.runtime.program import Compiled
-from autopar.runtime.random import Streams
+from autopar.rules.analysis import Analysis
+from autopar.runtime.communication.mesh import Mesh
+from autopar.runtime.kernels.random import Streams
+from autopar.runtime.measure.live_bytes import LiveBytes
+from autopar.runtime.module.program import Compiled
+from autopar.runtime.pipeline import recompute
+from autopar.runtime.pipeline.pipeline import _Entry
 
 MODELS = ("gpt2", "llama", "vit", "t5", "bert", "cnn")
 TINY = 64  # bytes that do not count: a bias, two numbers
@@ -77,12 +79,22 @@ class _Real(fx.Interpreter):
         sizes = {s._cdata: s.nbytes() for s in packed}
         internal = sum(size for s, size in sizes.items() if s not in own and s != result)
         alias = own.index(result) if result in own else None
-        self.found[n] = Saved(frozenset(k for k, s in enumerate(own) if s in sizes), result in sizes, float(internal), alias)
+        self.found[n] = Saved(
+            frozenset(k for k, s in enumerate(own) if s in sizes),
+            result in sizes,
+            float(internal),
+            alias,
+        )
         return out.detach()
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, torch.float32) for name in zoo.MODELS), ("gpt2", torch.bfloat16), ("cnn", torch.bfloat16)]
+    ("name", "dtype"),
+    [
+        *((name, torch.float32) for name in zoo.MODELS),
+        ("gpt2", torch.bfloat16),
+        ("cnn", torch.bfloat16),
+    ],
 )
 def test_calls_save_what_they_save_on_real_tensors(name: str, dtype: torch.dtype) -> None:
     _, sample, analysis = _analysed(name, dtype=dtype)
@@ -91,10 +103,17 @@ def test_calls_save_what_they_save_on_real_tensors(name: str, dtype: torch.dtype
     real = _Real(analysis)
     placeholders = [n for n in analysis.graph.nodes if n.op == "placeholder"]
     state = analysis.captured.state
-    real.run(*(next(inputs) if names[n.name].kind == "input" else state[names[n.name].target] for n in placeholders))
+    real.run(
+        *(
+            next(inputs) if names[n.name].kind == "input" else state[names[n.name].target]
+            for n in placeholders
+        )
+    )
     asked = saved(analysis.graph.nodes, analysis.differentiable, "cpu")
     for node, found in real.found.items():
-        if "norm" in node.name and dtype is torch.bfloat16:  # statistics are bfloat16 on a CPU, float32 on a GPU and on meta
+        if (
+            "norm" in node.name and dtype is torch.bfloat16
+        ):  # statistics are bfloat16 on a CPU, float32 on a GPU and on meta
             assert dataclasses.replace(asked[node], nbytes=asked[node].nbytes / 2) == found
         else:
             assert asked[node] == found, node.name
@@ -121,7 +140,9 @@ def predicted(analysis: Analysis, plan: Plan, stage: int = 0) -> float:
 
 
 def measured(program: Compiled, sample: dict[str, Any]) -> float:
-    """What is alive after the forward, but for the loss and what parameters were gathered or exchanged into."""
+    """What is alive after the forward, but for the loss and what parameters were gathered or
+    exchanged into.
+    """
     program._drift = None  # whose records stay from call to call
     live = LiveBytes()
     with live:
@@ -129,7 +150,9 @@ def measured(program: Compiled, sample: dict[str, Any]) -> float:
     gc.collect()
     if dist.get_world_size() > 1:
         time.sleep(0.002)  # for gloo's threads, which hold what they sent a little longer
-    gathered = sum(w.leaf.untyped_storage().nbytes() for w in program._state.weights.values() if w.moved)
+    gathered = sum(
+        w.leaf.untyped_storage().nbytes() for w in program._state.weights.values() if w.moved
+    )
     held = live.alive() - gathered - loss.untyped_storage().nbytes()
     loss.backward()
     return held
@@ -140,9 +163,18 @@ def one_rank(name: str, dropout: float) -> list[tuple[float, float]]:
     model, sample, analysis = _analysed(name, dropout=dropout)
     names = calls(analysis)
     found = []
-    for recomputed in ((), tuple(names), *(part_of(names, share, seed) for seed, share in enumerate((0.2, 0.5, 0.8, 0.9)))):
+    for recomputed in (
+        (),
+        tuple(names),
+        *(part_of(names, share, seed) for seed, share in enumerate((0.2, 0.5, 0.8, 0.9))),
+    ):
         plan = one_device(analysis, recomputed=recomputed)
-        found.append((measured(compiled(analysis, plan, copy.deepcopy(model)), sample), predicted(analysis, plan)))
+        found.append(
+            (
+                measured(compiled(analysis, plan, copy.deepcopy(model)), sample),
+                predicted(analysis, plan),
+            )
+        )
     return found
 
 
@@ -170,17 +202,23 @@ def random_plans(name: str, sizes: tuple[int, ...], seeds: list[int]) -> list[tu
     space, mesh = small_graphs.Space(analysis, sizes), Mesh(sizes, tuple("ab"[: len(sizes)]), "cpu")
     found = []
     for seed in seeds:
-        plan = admit_gradients(analysis, space.plan(space.random(seed)))  # conversions go by the names of the program's layouts
+        plan = admit_gradients(
+            analysis, space.plan(space.random(seed))
+        )  # conversions go by the names of the program's layouts
         names = sorted(set(recomputable(lower(analysis, plan).train.graph).values()))
         plan = dataclasses.replace(plan, recomputed=part_of(names, seed / max(seeds), seed))
-        found.append((measured(compiled(analysis, plan, model, mesh), sample), predicted(analysis, plan)))
+        found.append(
+            (measured(compiled(analysis, plan, model, mesh), sample), predicted(analysis, plan))
+        )
     return found
 
 
 @pytest.mark.parametrize("sizes", [(2,), pytest.param((2, 2), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", small_graphs.MODELS)
 def test_kept_with_random_plans(ranks: Pools, name: str, sizes: tuple[int, ...]) -> None:
-    for each in zip(*ranks(math.prod(sizes)).run(random_plans, name, sizes, list(range(4))), strict=True):
+    for each in zip(
+        *ranks(math.prod(sizes)).run(random_plans, name, sizes, list(range(4))), strict=True
+    ):
         said = each[0][1]
         for real, _ in each:
             assert abs(real - said) <= TINY
@@ -199,7 +237,9 @@ def sharded(name: str, options: dict[str, Any]) -> list[tuple[float, float]]:
     found = []
     for recomputed in ((), tuple(names), part_of(names, 0.5, 0)):
         given = dataclasses.replace(plan, recomputed=recomputed)
-        found.append((measured(compiled(analysis, given, model), sample), predicted(analysis, given)))
+        found.append(
+            (measured(compiled(analysis, given, model), sample), predicted(analysis, given))
+        )
     return found
 
 
@@ -222,7 +262,10 @@ def stage_by_stage(analysis: Analysis, plan: Plan, sample: dict[str, Any]) -> li
     """The bytes that autograd holds in each stage, run one after the other in this process."""
     lowered = lower(analysis, plan)
     arguments = [analysis.captured.state[name].detach() for name in lowered.state]
-    arguments = [t.requires_grad_(analysis.captured.state[n].requires_grad) for n, t in zip(lowered.state, arguments, strict=True)]
+    arguments = [
+        t.requires_grad_(analysis.captured.state[n].requires_grad)
+        for n, t in zip(lowered.state, arguments, strict=True)
+    ]
     arguments += [t for t in sample.values() if isinstance(t, torch.Tensor)]
     sent: list[torch.Tensor] = []
     found, anchor = [], torch.zeros((), requires_grad=True)
@@ -230,10 +273,20 @@ def stage_by_stage(analysis: Analysis, plan: Plan, sample: dict[str, Any]) -> li
         graph = stage.train
         program = fx.GraphModule(nn.Module(), graph.graph)
         with LiveBytes() as live:
-            received = [_entry(t.clone(), anchor) if c.differentiable else t.clone() for t, c in zip(sent, graph.received, strict=True)]
-            flat = recompute.run(program, SimpleNamespace(streams=Streams(0)), [*(arguments[i] for i in graph.uses), *received])
+            received = [
+                _entry(t.clone(), anchor) if c.differentiable else t.clone()
+                for t, c in zip(sent, graph.received, strict=True)
+            ]
+            flat = recompute.run(
+                program,
+                SimpleNamespace(streams=Streams(0)),
+                [*(arguments[i] for i in graph.uses), *received],
+            )
             edges = [torch.autograd.graph.get_gradient_edge(t) for t in flat if t.requires_grad]
-            sent = [t.detach().clone(memory_format=torch.contiguous_format) for t in flat[: len(graph.sent)]]
+            sent = [
+                t.detach().clone(memory_format=torch.contiguous_format)
+                for t in flat[: len(graph.sent)]
+            ]
             # What left this process stays alive for the next stage here only.
             del flat, received
             found.append(live.alive() - sum(t.untyped_storage().nbytes() for t in sent))
@@ -250,4 +303,6 @@ def test_kept_by_stages(name: str, share: float) -> None:
     analysis = cut_stages(whole, starts)
     stages = tuple(dataclasses.replace(EMPTY, start=start) for start in ("", *starts))
     plan = one_device(analysis, stages=stages, recomputed=part_of(names, share, 0))
-    assert stage_by_stage(analysis, plan, sample) == list(held_by(analysis, plan).kept(plan.recomputed).values())
+    assert stage_by_stage(analysis, plan, sample) == list(
+        held_by(analysis, plan).kept(plan.recomputed).values()
+    )

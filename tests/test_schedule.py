@@ -1,4 +1,6 @@
-"""Schedules against torch's own, run on stages that only take notes, and their timelines against textbooks and a longest path."""
+"""Schedules against torch's own, run on stages that only take notes, and their timelines against
+textbooks and a longest path.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,31 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 
 from autopar.cost_model import Action, actions, in_flight, makespans, simulate, timeline_of
 from autopar.cost_model.schedule import LOOPED, received_early
 from autopar.errors import PlanError
-from autopar.plan import SCHEDULES
+from autopar.ir.plan_data import SCHEDULES
 
-TORCH = dict(zip(SCHEDULES, (ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble), strict=True))
-KINDS = {"F": "F", "B": "B", "I": "B", "W": "W"}  # torch writes "I" for the inputs' part of a backward
+TORCH = dict(
+    zip(
+        SCHEDULES,
+        (ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble),
+        strict=True,
+    )
+)
+KINDS = {
+    "F": "F",
+    "B": "B",
+    "I": "B",
+    "W": "W",
+}  # torch writes "I" for the inputs' part of a backward
 CASES = [
     (schedule, p, c, m)
     for schedule in SCHEDULES
@@ -48,12 +66,21 @@ class Notes:
 
 
 def lowered(schedule: str, p: int, c: int, m: int) -> dict[int, list[Any]]:
-    """What torch runs on each rank in schedules of several stages a rank, with what is sent and received."""
-    stages = [SimpleNamespace(num_stages=p * c, stage_index=i * p, group_size=p, group_rank=0, submod=None) for i in range(c)]
+    """What torch runs on each rank in schedules of several stages a rank, with what is sent and
+    received.
+    """
+    stages = [
+        SimpleNamespace(
+            num_stages=p * c, stage_index=i * p, group_size=p, group_rank=0, submod=None
+        )
+        for i in range(c)
+    ]
     return TORCH[schedule](stages, m).pipeline_order_with_comms
 
 
-def torchs(schedule: str, p: int, c: int, m: int, monkeypatch: pytest.MonkeyPatch) -> list[list[Action]]:
+def torchs(
+    schedule: str, p: int, c: int, m: int, monkeypatch: pytest.MonkeyPatch
+) -> list[list[Action]]:
     """What torch runs on each rank."""
     if schedule in ("gpipe", "1f1b"):
         stages = [Notes(rank, p) for rank in range(p)]
@@ -64,23 +91,36 @@ def torchs(schedule: str, p: int, c: int, m: int, monkeypatch: pytest.MonkeyPatc
         return [stage.done for stage in stages]
     order = lowered(schedule, p, c, m)
     compute = [[a for a in order[rank] if a.computation_type.value in KINDS] for rank in range(p)]
-    return [[Action(KINDS[a.computation_type.value], a.stage_index, a.microbatch_index) for a in rank] for rank in compute]
+    return [
+        [Action(KINDS[a.computation_type.value], a.stage_index, a.microbatch_index) for a in rank]
+        for rank in compute
+    ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_orders_are_torchs(case: tuple[str, int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_orders_are_torchs(
+    case: tuple[str, int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert actions(*case) == torchs(*case, monkeypatch)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case[0] in LOOPED and case[1] > 1 and case[2] < 3], ids=str)
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case[0] in LOOPED and case[1] > 1 and case[2] < 3], ids=str
+)
 def test_receives_are_prepared_when_torch_does(case: tuple[str, int, int, int]) -> None:
-    for early, (_, order) in zip(received_early(*case), sorted(lowered(*case).items()), strict=True):
+    for early, (_, order) in zip(
+        received_early(*case), sorted(lowered(*case).items()), strict=True
+    ):
         waiting: list[Action] = []
         found, reduced = iter(early), False
         for a in order:
             kind, receives = a.computation_type.value, a.computation_type.value.startswith("RECV_")
-            action = Action(kind[-1] if receives else KINDS.get(kind, ""), a.stage_index, a.microbatch_index)
-            waiting = [*waiting, action] if receives else [each for each in waiting if each != action]
+            action = Action(
+                kind[-1] if receives else KINDS.get(kind, ""), a.stage_index, a.microbatch_index
+            )
+            waiting = (
+                [*waiting, action] if receives else [each for each in waiting if each != action]
+            )
             reduced |= kind == "REDUCE_GRAD"  # for which torch's simulation takes a turn
             if kind in KINDS:
                 mine = next(found)
@@ -106,7 +146,11 @@ def test_an_action_starts_when_it_can(case: tuple[str, int, int, int], overlap: 
     orders, draw, stages = actions(*case), random.Random(str(case)), range(p * c)
     took = {kind: [draw.uniform(0.5, 2) for _ in stages] for kind in "FBW"}
     send = [draw.uniform(0, 0.5) for _ in stages]
-    before = {action: previous for order in orders for previous, action in zip([None, *order], order, strict=False)}
+    before = {
+        action: previous
+        for order in orders
+        for previous, action in zip([None, *order], order, strict=False)
+    }
 
     @cache
     def start(action: Action) -> float:
@@ -116,7 +160,11 @@ def test_an_action_starts_when_it_can(case: tuple[str, int, int, int], overlap: 
         if neighbour not in before or kind == "W":
             return free
         transfer = send[min(stage, neighbour.stage)] * (p > 1)
-        return max(free, end(neighbour) + transfer) if overlap else max(free, end(neighbour)) + transfer
+        return (
+            max(free, end(neighbour) + transfer)
+            if overlap
+            else max(free, end(neighbour)) + transfer
+        )
 
     def end(action: Action | None) -> float:
         return start(action) + took[action.kind][action.stage] if action else 0.0
@@ -132,13 +180,25 @@ def test_an_action_starts_when_it_can(case: tuple[str, int, int, int], overlap: 
         assert (line.busy[rank], line.bubble[rank]) == pytest.approx((busy, line.seconds - busy))
 
 
-def step(schedule: str, p: int, c: int, m: int, forward: float = 1.0, backward: float = 2.0, send: float = 0.0) -> float:
-    return timeline_of(schedule, p, c, m, [forward / c] * (p * c), [backward / c] * (p * c), None, [send] * (p * c)).seconds
+def step(
+    schedule: str,
+    p: int,
+    c: int,
+    m: int,
+    forward: float = 1.0,
+    backward: float = 2.0,
+    send: float = 0.0,
+) -> float:
+    return timeline_of(
+        schedule, p, c, m, [forward / c] * (p * c), [backward / c] * (p * c), None, [send] * (p * c)
+    ).seconds
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 2), (4, 8), (4, 32), (8, 16)])
 def test_bubbles_are_the_textbooks(p: int, m: int) -> None:
-    """Narayanan et al. (2021): the bubble is (p - 1)(f + b), and 1/c of it with c chunks. Qi et al. (2023): ZB1P saves of it (p - 1) w."""
+    """Narayanan et al. (2021): the bubble is (p - 1)(f + b), and 1/c of it with c chunks. Qi et al.
+    (2023): ZB1P saves of it (p - 1) w.
+    """
     for schedule in ("gpipe", "1f1b"):
         assert step(schedule, p, 1, m) == pytest.approx((m + p - 1) * 3)
     for c in (1, 2, 4):
@@ -149,18 +209,28 @@ def test_bubbles_are_the_textbooks(p: int, m: int) -> None:
 
 
 def test_interleaving_holds_more() -> None:
-    """Korthikanti et al. (2022): the first rank holds (1 + (p - 1) / (p c)) times the activations of 1F1B; a chunk is 1/c of a stage."""
+    """Korthikanti et al. (2022): the first rank holds (1 + (p - 1) / (p c)) times the activations
+    of 1F1B; a chunk is 1/c of a stage.
+    """
     p, c, m = 4, 2, 16
-    most = max(accumulate(1 if action.kind == "F" else -1 for action in actions("interleaved-1f1b", p, c, m)[0]))
+    most = max(
+        accumulate(
+            1 if action.kind == "F" else -1 for action in actions("interleaved-1f1b", p, c, m)[0]
+        )
+    )
     assert most / c == pytest.approx(p * (1 + (p - 1) / (p * c)))
     first, second = (in_flight("interleaved-1f1b", p, c, m)[stage] for stage in (0, p))
     assert first + second >= most
 
 
 def test_what_is_sent_is_waited_for_as_torch_does() -> None:
-    """A looped schedule asks for a tensor before it needs it; 1F1B exchanges one with each neighbour in every period."""
+    """A looped schedule asks for a tensor before it needs it; 1F1B exchanges one with each
+    neighbour in every period.
+    """
     p, m, sent = 4, 64, 0.1
-    assert step("1f1b", p, 1, m, send=sent) - step("1f1b", p, 1, m) == pytest.approx(2 * m * sent, rel=0.1)
+    assert step("1f1b", p, 1, m, send=sent) - step("1f1b", p, 1, m) == pytest.approx(
+        2 * m * sent, rel=0.1
+    )
     exposed = step("interleaved-1f1b", p, 2, m, send=sent) - step("interleaved-1f1b", p, 2, m)
     assert 0 < exposed < m * sent
     orders, seconds = actions("1f1b", 1, 1, 4), [1.0]
@@ -171,7 +241,9 @@ def test_what_is_sent_is_waited_for_as_torch_does() -> None:
 
 def test_uneven_stages_wait_for_the_slowest() -> None:
     line = timeline_of("1f1b", 4, 1, 32, [1.0, 1.0, 3.0, 1.0], [2.0, 2.0, 6.0, 2.0])
-    assert line.seconds == pytest.approx(32 * (3 + 6) + 2 * (1 + 2))  # two stages to fill and to drain before it
+    assert line.seconds == pytest.approx(
+        32 * (3 + 6) + 2 * (1 + 2)
+    )  # two stages to fill and to drain before it
     assert line.bubble.index(min(line.bubble)) == 2
 
 
@@ -181,7 +253,16 @@ def test_many_timelines_at_once() -> None:
     for schedule in SCHEDULES:
         found = makespans(schedule, 4, 1, 8, forward, backward, None, send)
         alone = [
-            timeline_of(schedule, 4, 1, 8, *(x[:, i].tolist() for x in (forward, backward)), None, send[:, i].tolist()) for i in range(5)
+            timeline_of(
+                schedule,
+                4,
+                1,
+                8,
+                *(x[:, i].tolist() for x in (forward, backward)),
+                None,
+                send[:, i].tolist(),
+            )
+            for i in range(5)
         ]
         assert found.tolist() == pytest.approx([line.seconds for line in alone])
     given = timeline_of("zero-bubble", 2, 1, 4, [1.0] * 2, [3.0] * 2, [1.0] * 2)
@@ -198,8 +279,13 @@ def test_large_schedules_are_fast() -> None:
 
 def test_bad_orders_and_numbers() -> None:
     one = [1.0, 1.0]
-    backwards_first = [[Action("B", 0, 0), Action("F", 0, 0)], [Action("F", 1, 0), Action("B", 1, 0)]]
-    with pytest.raises(PlanError, match=r"wait for each other: rank . at .*B0 of stage 0 for B0 of stage 1"):
+    backwards_first = [
+        [Action("B", 0, 0), Action("F", 0, 0)],
+        [Action("F", 1, 0), Action("B", 1, 0)],
+    ]
+    with pytest.raises(
+        PlanError, match=r"wait for each other: rank . at .*B0 of stage 0 for B0 of stage 1"
+    ):
         simulate(backwards_first, one, one, None, one)
     with pytest.raises(PlanError, match="wait for F0 of stage 0, which no rank runs"):
         simulate([[Action("F", 1, 0)]], one, one, None, one)
@@ -209,8 +295,16 @@ def test_bad_orders_and_numbers() -> None:
         timeline_of("1f1b", 4, 1, 4, one, one)
     with pytest.raises(ValueError, match='need the seconds of each stage\'s "weight"'):
         simulate(actions("zero-bubble", 2, 1, 2), one, one, None, one)
-    for schedule, p, c, m in [("gpipe", 2, 2, 4), ("zero-bubble", 4, 1, 9), ("dualpipe", 4, 1, 8), ("1f1b", 4, 1, 0)]:
-        with pytest.raises(PlanError, match=f"'{schedule}' does not run {m} microbatches on {p} ranks of {c} stages"):
+    for schedule, p, c, m in [
+        ("gpipe", 2, 2, 4),
+        ("zero-bubble", 4, 1, 9),
+        ("dualpipe", 4, 1, 8),
+        ("1f1b", 4, 1, 0),
+    ]:
+        with pytest.raises(
+            PlanError,
+            match=f"'{schedule}' does not run {m} microbatches on {p} ranks of {c} stages",
+        ):
             actions(schedule, p, c, m)
         with pytest.raises(PlanError):
             in_flight(schedule, p, c, m)

@@ -17,13 +17,17 @@ from torch.distributed.pipelining import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autopar.errors import PlanError
-from autopar.plan import SCHEDULES
-from autopar.search.schedules import check_schedule
+from autopar.ir.plan_data import SCHEDULES
+from autopar.search.space.schedules import check_schedule
 
 
 def _torchs(pipelines: tuple[int, ...]) -> dict[tuple[str, int, int, int], bool]:
-    """Whether torch makes each schedule of a number of ranks, of stages on each and of microbatches."""
-    return {(name, p, *rest): taken for p in pipelines for (name, *rest), taken in _torchs_on(p).items()}
+    """Whether torch makes each schedule of a number of ranks, of stages on each and of
+    microbatches.
+    """
+    return {
+        (name, p, *rest): taken for p in pipelines for (name, *rest), taken in _torchs_on(p).items()
+    }
 
 
 def _torchs_on(pipeline: int) -> dict[tuple[str, int, int], bool]:
@@ -34,14 +38,23 @@ def _torchs_on(pipeline: int) -> dict[tuple[str, int, int], bool]:
         for microbatches in range(1, 17):
             for name in SCHEDULES:
                 count = pipeline * chunks
-                stages = [PipelineStage(nn.Module(), i, count, torch.device("cpu")) for i in range(0, count, pipeline)]
+                stages = [
+                    PipelineStage(nn.Module(), i, count, torch.device("cpu"))
+                    for i in range(0, count, pipeline)
+                ]
                 try:
                     if name in ("gpipe", "1f1b"):
                         if chunks > 1:
                             raise ValueError("takes one stage")
-                        (ScheduleGPipe if name == "gpipe" else Schedule1F1B)(stages[0], microbatches)
+                        (ScheduleGPipe if name == "gpipe" else Schedule1F1B)(
+                            stages[0], microbatches
+                        )
                     else:
-                        (ScheduleInterleaved1F1B if name == "interleaved-1f1b" else ScheduleInterleavedZeroBubble)(stages, microbatches)
+                        (
+                            ScheduleInterleaved1F1B
+                            if name == "interleaved-1f1b"
+                            else ScheduleInterleavedZeroBubble
+                        )(stages, microbatches)
                     found[name, chunks, microbatches] = True
                 except ValueError:
                     found[name, chunks, microbatches] = False
@@ -68,12 +81,18 @@ def test_takes_what_torch_takes() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("pipedream", 2, 1, 4), "schedule='pipedream': the schedules are gpipe, 1f1b, interleaved-1f1b, zero-bubble"),
+        (
+            ("pipedream", 2, 1, 4),
+            "schedule='pipedream': the schedules are gpipe, 1f1b, interleaved-1f1b, zero-bubble",
+        ),
         (("1f1b", 1, 2, 4), "chunks=2: stages of one rank need no pipeline"),
         (("1f1b", 4, 2, 8), "asked for chunks=2: use chunks=1"),
         (("interleaved-1f1b", 4, 1, 8), "use chunks=2"),
         (("1f1b", 4, 1, 2), "at least 4 microbatches, there are 2"),
-        (("interleaved-1f1b", 4, 2, 9), "in 2 equal rounds .* 9 microbatches do not divide so: 8 or 10 would"),
+        (
+            ("interleaved-1f1b", 4, 2, 9),
+            "in 2 equal rounds .* 9 microbatches do not divide so: 8 or 10 would",
+        ),
     ],
 )
 def test_says_which_numbers_would_do(arguments: tuple[str, int, int, int], message: str) -> None:

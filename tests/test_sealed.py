@@ -1,4 +1,6 @@
-"""What a user does to a compiled model beside training it: hooks, attributes, other parts, copies, torch.compile."""
+"""What a user does to a compiled model beside training it: hooks, attributes, other parts, copies,
+torch.compile.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from torch.nn.utils import parametrize
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import autopar
-from autopar.planner import Traced
+from autopar.frontend.traced import Traced
 
 DATA = dict(parallel=dict(data=2), zero=0)
 ZERO = dict(parallel=dict(data=2), zero=2)
@@ -40,7 +42,12 @@ class Network(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.block, self.bn, self.dropout, self.head = Block(), nn.BatchNorm1d(8, momentum=0.3), nn.Dropout(0.0), nn.Linear(8, 8)
+        self.block, self.bn, self.dropout, self.head = (
+            Block(),
+            nn.BatchNorm1d(8, momentum=0.3),
+            nn.Dropout(0.0),
+            nn.Linear(8, 8),
+        )
         self.beta = 4.0
         self.double()
 
@@ -50,12 +57,16 @@ class Network(nn.Module):
 
 
 def sample(seed: int = 0) -> dict[str, torch.Tensor]:
-    return {"x": torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))}
+    return {
+        "x": torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    }
 
 
 def build(model: nn.Module | None = None, **options: Any) -> autopar.Compiled:
     _clear_sharding_prop_cache()  # it holds meshes of earlier tests, whose groups are gone
-    return autopar.compile(model or Network(), sample(), dist.get_world_size(), progress=False, **options)
+    return autopar.compile(
+        model or Network(), sample(), dist.get_world_size(), progress=False, **options
+    )
 
 
 REFUSED: dict[str, Callable[[Any], Any]] = {
@@ -65,17 +76,29 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     r"compiled\.dropout\.p cannot be set": lambda c: setattr(c.dropout, "p", 0.5),
     r"compiled\.bn\.momentum cannot be set": lambda c: setattr(c.bn, "momentum", 0.2),
     r"compiled\.bn\.eps cannot be set": lambda c: setattr(c.bn, "eps", 0.2),
-    r"compiled\.bn\.running_mean cannot be set.*copy_": lambda c: setattr(c.bn, "running_mean", torch.zeros(8)),
+    r"compiled\.bn\.running_mean cannot be set.*copy_": lambda c: setattr(
+        c.bn, "running_mean", torch.zeros(8)
+    ),
     r"compiled\.a cannot be set, replaced or deleted": lambda c: setattr(c, "a", nn.Linear(2, 2)),
     r"compiled\.head cannot be set": lambda c: setattr(c, "head", nn.Linear(8, 8)),
-    r"compiled\.head\.weight cannot be set": lambda c: setattr(c.head, "weight", nn.Parameter(torch.zeros(8, 8))),
-    r"compiled\.block\.extra cannot be set": lambda c: c.block.register_parameter("extra", nn.Parameter(torch.zeros(8))),
+    r"compiled\.head\.weight cannot be set": lambda c: setattr(
+        c.head, "weight", nn.Parameter(torch.zeros(8, 8))
+    ),
+    r"compiled\.block\.extra cannot be set": lambda c: c.block.register_parameter(
+        "extra", nn.Parameter(torch.zeros(8))
+    ),
     r"compiled\.extra cannot be set": lambda c: c.register_buffer("extra", torch.zeros(8)),
     r"compiled\.dropout cannot be set, replaced or deleted": lambda c: delattr(c, "dropout"),
-    r"compiled\.head\.weight cannot": lambda c: parametrize.register_parametrization(c.head, "weight", nn.Identity()),
-    r"compiled\.block\.register_forward_hook.*before compiling": lambda c: c.block.register_forward_hook(print),
+    r"compiled\.head\.weight cannot": lambda c: parametrize.register_parametrization(
+        c.head, "weight", nn.Identity()
+    ),
+    r"compiled\.block\.register_forward_hook.*before compiling": lambda c: (
+        c.block.register_forward_hook(print)
+    ),
     r"compiled\.bn\.register_forward_pre_hook": lambda c: c.bn.register_forward_pre_hook(print),
-    r"compiled\.block\.linear\.register_full_backward_hook": lambda c: c.block.linear.register_full_backward_hook(print),
+    r"compiled\.block\.linear\.register_full_backward_hook": lambda c: (
+        c.block.linear.register_full_backward_hook(print)
+    ),
     r"stays torch\.float64 on cpu, asked for torch\.float32": lambda c: c.head.float(),
     r"cannot be pickled: save its state_dict": pickle.dumps,
 }
@@ -89,7 +112,11 @@ def refuses() -> None:
             action(compiled)
     compiled.notes, compiled.block.notes, compiled.head.notes = 1, 2, 3  # free for the user
     compiled.bn.train(), compiled.requires_grad_(True), compiled.head.double()
-    assert (type(compiled.head), type(compiled.bn), type(compiled.dropout)) == (nn.Linear, nn.BatchNorm1d, nn.Dropout)
+    assert (type(compiled.head), type(compiled.bn), type(compiled.dropout)) == (
+        nn.Linear,
+        nn.BatchNorm1d,
+        nn.Dropout,
+    )
     assert not hasattr(compiled, "nothing")
     assert not hasattr(compiled.block, "nothing")
     assert compiled.bn.momentum == 0.3
@@ -107,14 +134,20 @@ def hooks() -> None:
     compiled = build(model)
     for m in (model, compiled):
         handles = [
-            m.register_forward_pre_hook(lambda _, a, k: seen.append("before") or (a, {"x": k["x"] * 2}), with_kwargs=True),
-            m.register_forward_hook(lambda _, a, out: seen.append("after") or {"loss": out["loss"] * 3}),
+            m.register_forward_pre_hook(
+                lambda _, a, k: seen.append("before") or (a, {"x": k["x"] * 2}), with_kwargs=True
+            ),
+            m.register_forward_hook(
+                lambda _, a, out: seen.append("after") or {"loss": out["loss"] * 3}
+            ),
         ]
         m(**sample())["loss"].backward()
         for handle in handles:
             handle.remove()
     assert seen == ["before", "after"] * 2
-    for (name, p), (_, q) in zip(model.named_parameters(), compiled.named_parameters(), strict=True):
+    for (name, p), (_, q) in zip(
+        model.named_parameters(), compiled.named_parameters(), strict=True
+    ):
         torch.testing.assert_close(full(q.grad), p.grad, rtol=1e-9, atol=1e-12, msg=name)
 
 
@@ -133,12 +166,17 @@ def trains(model: Any, average: Any, steps: range) -> None:
 
 
 def copies(options: dict[str, Any]) -> None:
-    """A moving average of a compiled model, and a copy that trains on its own, against the plain model's."""
+    """A moving average of a compiled model, and a copy that trains on its own, against the plain
+    model's.
+    """
     model = Network()
     compiled = build(copy.deepcopy(model), **options)
     compiled.notes = ["mine"]
     for multi in (get_ema_multi_avg_fn(0.5), None):
-        mine, theirs = AveragedModel(compiled, multi_avg_fn=multi), AveragedModel(model, multi_avg_fn=multi)
+        mine, theirs = (
+            AveragedModel(compiled, multi_avg_fn=multi),
+            AveragedModel(model, multi_avg_fn=multi),
+        )
         trains(compiled, mine, range(3)), trains(model, theirs, range(3))
         found, expected = (m.eval()(**sample(9))["loss"].item() for m in (mine, theirs))
         assert found == pytest.approx(expected, rel=1e-9)
@@ -192,7 +230,10 @@ def replicas(options: dict[str, Any]) -> None:
     assert "the settings of the optimizer's group 0 on rank 1" in message
     if options["zero"] == 0:  # else each rank has its own part
         assert "head.bias on rank 1 is not that on rank 0 (largest difference 0.5" in message
-        assert "exp_avg of block.linear.weight on rank 1 is not that on rank 0 (largest difference 0.125" in message
+        assert (
+            "exp_avg of block.linear.weight on rank 1 is not that on rank 0 (largest difference "
+            "0.125" in message
+        )
     else:
         assert "head.bias" not in message
 
@@ -205,10 +246,15 @@ def test_check_replicas_names_what_differs(ranks: Pools, options: dict[str, Any]
 def test_hooks_on_the_model_are_traced_said_or_refused() -> None:
     model = Network()
     handle = model.block.register_forward_hook(lambda module, args, out: out * 0)
-    with pytest.warns(UserWarning, match=r"module block \(Block\) has a forward hook: it runs while the model is traced"):
+    with pytest.warns(
+        UserWarning,
+        match=r"module block \(Block\) has a forward hook: it runs while the model is traced",
+    ):
         traced = Traced(model, sample(), None)
     assert any(n.meta["module"] == "block" and 0 in n.args for n in traced.whole.graph.nodes)
     handle.remove()
     model.block.linear.register_full_backward_hook(lambda *_: None)
-    with pytest.raises(autopar.CaptureError, match=r"module block.linear \(Linear\) has a backward hook"):
+    with pytest.raises(
+        autopar.CaptureError, match=r"module block.linear \(Linear\) has a backward hook"
+    ):
         autopar.plan(model, sample(), 1, progress=False)

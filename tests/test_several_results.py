@@ -1,4 +1,6 @@
-"""Operators with several results, with none but whole tensors, and that nobody has a rule for, on two ranks: as on one device."""
+"""Operators with several results, with none but whole tensors, and that nobody has a rule for, on
+two ranks: as on one device.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +37,33 @@ class Several(nn.Module):
         lengths, steps = self.gru(h.view(-1, 4, 2))
         out, (_, cells) = self.lstm(lengths)
         words = self.bag((x.abs() * 3).long().clamp(0, 9))
-        made = torch.linspace(0, 1, 8).double() + torch.eye(8)[2] + torch.hann_window(8) + torch.triu_indices(8, 8)[0, :8]
-        total = (top * places).sum() + (h * largest + at).mean() + (ordered * order).sum() + ((h - mean) / var).sigmoid().sum()
-        total = total + s.sum() + (r**2).sum() + out.square().mean() + steps.mean() + cells.square().sum()
+        made = (
+            torch.linspace(0, 1, 8).double()
+            + torch.eye(8)[2]
+            + torch.hann_window(8)
+            + torch.triu_indices(8, 8)[0, :8]
+        )
+        total = (
+            (top * places).sum()
+            + (h * largest + at).mean()
+            + (ordered * order).sum()
+            + ((h - mean) / var).sigmoid().sum()
+        )
+        total = (
+            total
+            + s.sum()
+            + (r**2).sum()
+            + out.square().mean()
+            + steps.mean()
+            + cells.square().sum()
+        )
         return total + words.square().mean() + (h * made).mean() + torch.histc(h.detach(), 4).sum()
 
 
 def _compare() -> list[tuple[str, float, float, list[str], tuple[str, ...]]]:
-    """Of each plan: how far the loss and the worst gradient are from the eager model's, the layouts of ``topk``, and notes."""
+    """Of each plan: how far the loss and the worst gradient are from the eager model's, the layouts
+    of ``topk``, and notes.
+    """
     warnings.simplefilter("ignore")
     x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     eager = Several()
@@ -56,7 +77,9 @@ def _compare() -> list[tuple[str, float, float, list[str], tuple[str, ...]]]:
         pairs = zip(compiled.parameters(), eager.parameters(), strict=True)
         worst = max(float((p.grad.full_tensor() - q.grad).abs().max()) for p, q in pairs)  # type: ignore[union-attr, operator]
         layouts = [repr(node.out) for name, node in compiled.plan.nodes.items() if name == "topk"]
-        found.append((str(parallel), abs(float(loss) - float(expected)), worst, layouts, compiled.plan.notes))
+        found.append(
+            (str(parallel), abs(float(loss) - float(expected)), worst, layouts, compiled.plan.notes)
+        )
     return found
 
 
@@ -67,4 +90,6 @@ def test_several_results_are_those_of_one_device(ranks: Pools) -> None:
         assert loss < 1e-9, plan
         assert gradient < 1e-9, plan
         assert any("embedding_bag" in note and "runs whole" in note for note in notes), plan
-        assert layouts == ["(S0,)"] if "data" in plan else layouts  # the batch is not gathered for it
+        assert (
+            layouts == ["(S0,)"] if "data" in plan else layouts
+        )  # the batch is not gathered for it

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
 
-from autopar.runtime.split_backward import SplitBackward
+from autopar.runtime.pipeline.split_backward import SplitBackward
 
 Tensors = list[torch.Tensor]
 
@@ -31,9 +31,17 @@ def _leaf(*shape: int) -> torch.Tensor:
 
 
 def program(
-    x: torch.Tensor, y: torch.Tensor, w: torch.Tensor, b: torch.Tensor, c: torch.Tensor, e: torch.Tensor, g: torch.Tensor
+    x: torch.Tensor,
+    y: torch.Tensor,
+    w: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    e: torch.Tensor,
+    g: torch.Tensor,
 ) -> Tensors:
-    """A weight used twice with different biases, a parameter that only meets an input at the end, one that meets none, a relay."""
+    """A weight used twice with different biases, a parameter that only meets an input at the end,
+    one that meets none, a relay.
+    """
     h = F.layer_norm(torch.tanh(F.linear(x, w, b)), (4,), g)
     h = F.linear(h, w, c) + y
     return [h * g, (e * 2).exp() * w.sum(), y]
@@ -54,7 +62,9 @@ def test_both_parts_are_the_whole(used: tuple[int, ...]) -> None:
     entered = Entry.apply(torch.zeros((), requires_grad=True), *(x.detach() for x in inputs))
     outputs = program(*entered, *leaves)
     split = SplitBackward(
-        [get_gradient_edge(outputs[i]) for i in used], [gradients[i] for i in used], [get_gradient_edge(x) for x in entered]
+        [get_gradient_edge(outputs[i]) for i in used],
+        [gradients[i] for i in used],
+        [get_gradient_edge(x) for x in entered],
     )
     found = split.inputs()
     assert all(leaf.grad is None for leaf in leaves)

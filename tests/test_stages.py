@@ -1,4 +1,6 @@
-"""Cutting a graph into stages and splitting it there: what crosses, what is copied, what cannot be."""
+"""Cutting a graph into stages and splitting it there: what crosses, what is copied, what cannot
+be.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,14 @@ from staged import cut_plan, even_starts
 from torch import fx, nn
 
 import autopar
-from autopar.analysis import Analysis
-from autopar.capture import Captured, capture
+from autopar.capture.capture import capture
 from autopar.errors import PlanError
-from autopar.passes.canonicalise import canonicalise
-from autopar.passes.lower import lower
-from autopar.passes.stages import cut_stages
-from autopar.runtime import kernels
+from autopar.ir.captured import Captured
+from autopar.passes.canonical.canonicalise import canonicalise
+from autopar.passes.lowering.lower import lower
+from autopar.passes.lowering.stages import cut_stages
+from autopar.rules.analysis import Analysis
+from autopar.runtime.kernels import kernels
 
 MODELS = ("gpt2", "llama", "t5", "vit", "unet", "cnn", "bert")
 STAGES = 4
@@ -49,13 +52,21 @@ def test_a_cut_graph_computes_the_same(name: str) -> None:
     before = str(whole.graph)
     cut = _cut(whole, even_starts(whole, STAGES))
     assert str(whole.graph) == before
-    assert [n.name for n in calls(cut.graph) if n.target is not kernels.send] == [n.name for n in calls(whole.graph)]
-    assert [n.name for n in sends(cut.graph)] == ["send", *(f"send_{i}" for i in range(1, len(sends(cut.graph))))]
+    assert [n.name for n in calls(cut.graph) if n.target is not kernels.send] == [
+        n.name for n in calls(whole.graph)
+    ]
+    assert [n.name for n in sends(cut.graph)] == [
+        "send",
+        *(f"send_{i}" for i in range(1, len(sends(cut.graph)))),
+    ]
     with Double():
         found, _ = zoo.run(cut, **sample)
         assert torch.equal(loss_of(found), loss_of(zoo.run(whole, **sample)[0]))
-        # The graph divides a sum by a count where the model takes a mean: with some processors' instructions that is a last bit.
-        torch.testing.assert_close(loss_of(found), loss_of(copy.deepcopy(model)(**sample)), rtol=1e-15, atol=0)
+        # The graph divides a sum by a count where the model takes a mean: with some processors'
+        # instructions that is a last bit.
+        torch.testing.assert_close(
+            loss_of(found), loss_of(copy.deepcopy(model)(**sample)), rtol=1e-15, atol=0
+        )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -83,15 +94,25 @@ def test_cheap_tensors_are_not_sent() -> None:
     assert send.meta["val"].shape == (4, zoo.SEQUENCE, 32)
     copied = {str(n.target) for n in calls(cut.graph) if n.meta["stage"] is None}
     assert {"aten.cos.default", "aten.sin.default", "aten.arange.start_step"} & copied
-    assert all(n.meta["stage"] is not None for n in calls(cut.graph) if "linear" in str(n.target) or "embedding" in str(n.target))
+    assert all(
+        n.meta["stage"] is not None
+        for n in calls(cut.graph)
+        if "linear" in str(n.target) or "embedding" in str(n.target)
+    )
 
 
 def test_a_long_skip_is_relayed() -> None:
     whole, _, _ = captured("unet")
-    (_, down), (up, higher) = ([n.name for n in calls(whole.graph) if kind in str(n.target)] for kind in ("max_pool", "upsample"))
+    (_, down), (up, higher) = (
+        [n.name for n in calls(whole.graph) if kind in str(n.target)]
+        for kind in ("max_pool", "upsample")
+    )
     starts = [down, up, higher]
     cut = _cut(whole, starts)
-    widths = [[n.meta["val"].shape[1:3] for n in sends(cut.graph) if n.meta["stage"] == s] for s in (1, 2, 3)]
+    widths = [
+        [n.meta["val"].shape[1:3] for n in sends(cut.graph) if n.meta["stage"] == s]
+        for s in (1, 2, 3)
+    ]
     assert [len(w) for w in widths] == [2, 3, 2]
     assert all((8, 16) in w for w in widths)  # of the first convolution, read by the last block
     relays = [n for n in sends(cut.graph) if n.args[0].target is kernels.send]
@@ -195,7 +216,9 @@ def test_stages_one_after_the_other_are_the_whole(name: str) -> None:
     buffers = {k: v.clone() for k, v in whole.state.items()}
     arguments = [*(buffers[k] for k in lowered.state), *given]
     with torch.no_grad():
-        expected = fx.GraphModule(nn.Module(), lowered.train.graph)(None, *[a.clone() for a in arguments])
+        expected = fx.GraphModule(nn.Module(), lowered.train.graph)(
+            None, *[a.clone() for a in arguments]
+        )
     passed: list[torch.Tensor] = []
     results: dict[int, torch.Tensor] = {}
     for stage in lowered.stages:
@@ -203,11 +226,15 @@ def test_stages_one_after_the_other_are_the_whole(name: str) -> None:
         assert [tuple(x.shape) for x in passed] == [c.shape for c in graph.received]
         assert [x.dtype for x in passed] == [c.dtype for c in graph.received]
         with torch.no_grad():
-            flat = fx.GraphModule(nn.Module(), graph.graph)(None, *(arguments[i] for i in graph.uses), *passed)
+            flat = fx.GraphModule(nn.Module(), graph.graph)(
+                None, *(arguments[i] for i in graph.uses), *passed
+            )
         passed = list(flat[: len(graph.sent)])
         results.update(zip(graph.results, flat[len(graph.sent) :], strict=False))
     for i, found in results.items():
         assert torch.equal(full(found), expected[i])
     assert sorted(results) == list(range(len(lowered.output_layouts)))
-    assert sorted(i for stage in lowered.stages for i in stage.train.updates) == list(range(len(whole.updates)))
+    assert sorted(i for stage in lowered.stages for i in stage.train.updates) == list(
+        range(len(whole.updates))
+    )
     assert all(not stage.evaluate.updates for stage in lowered.stages)

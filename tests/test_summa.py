@@ -8,11 +8,18 @@ import torch.nn.functional as F
 from pool import Pools
 from test_kernels import Tensors, compare, draw, make_mesh
 
-from autopar.runtime.collectives import redistribute
-from autopar.runtime.summa import summa_linear
+from autopar.runtime.communication.collectives import redistribute
+from autopar.runtime.kernels.summa import summa_linear
 
 
-def _check(side: int, shape: tuple[int, ...], features: int, bias: bool, swapped: bool, trains: tuple[bool, bool]) -> None:
+def _check(
+    side: int,
+    shape: tuple[int, ...],
+    features: int,
+    bias: bool,
+    swapped: bool,
+    trains: tuple[bool, bool],
+) -> None:
     mesh, _ = make_mesh((side, side))
     row, column = (0, 1) if swapped else (1, 0)
     last = len(shape) - 1
@@ -24,21 +31,41 @@ def _check(side: int, shape: tuple[int, ...], features: int, bias: bool, swapped
         x, w, b = t["x"], t["w"], t["b"]
         assert x is not None
         assert w is not None
-        x, w = (leaf if train else leaf.detach() for leaf, train in zip((x, w), trains, strict=True))
-        y = summa_linear(cut(x, "S0", f"S{last}"), cut(w, "S1", "S0"), None if b is None else cut(b, "R", "S0"), mesh, row, column)
+        x, w = (
+            leaf if train else leaf.detach() for leaf, train in zip((x, w), trains, strict=True)
+        )
+        y = summa_linear(
+            cut(x, "S0", f"S{last}"),
+            cut(w, "S1", "S0"),
+            None if b is None else cut(b, "R", "S0"),
+            mesh,
+            row,
+            column,
+        )
         return redistribute(redistribute(y, mesh, row, f"S{last}", "I"), mesh, column, "S0", "I")
 
     def whole(t: Tensors) -> torch.Tensor:
-        x, w = (leaf if train else leaf.detach() for leaf, train in zip((t["x"], t["w"]), trains, strict=True))  # type: ignore[union-attr]
+        x, w = (
+            leaf if train else leaf.detach()
+            for leaf, train in zip((t["x"], t["w"]), trains, strict=True)
+        )  # type: ignore[union-attr]
         return F.linear(x, w, t["b"])
 
-    found: Tensors = {"x": draw(*shape), "w": draw(features, shape[-1], seed=1), "b": draw(features, seed=2) if bias else None}
+    found: Tensors = {
+        "x": draw(*shape),
+        "w": draw(features, shape[-1], seed=1),
+        "b": draw(features, seed=2) if bias else None,
+    }
     compare(split, whole, found)
 
 
 @pytest.mark.parametrize("swapped", [False, True])
-@pytest.mark.parametrize(("shape", "features", "bias"), [((4, 6), 10, True), ((2, 3, 8), 4, False), ((6, 1, 2), 2, True)])
-def test_equals_a_linear_layer(ranks: Pools, shape: tuple[int, ...], features: int, bias: bool, swapped: bool) -> None:
+@pytest.mark.parametrize(
+    ("shape", "features", "bias"), [((4, 6), 10, True), ((2, 3, 8), 4, False), ((6, 1, 2), 2, True)]
+)
+def test_equals_a_linear_layer(
+    ranks: Pools, shape: tuple[int, ...], features: int, bias: bool, swapped: bool
+) -> None:
     ranks(4).run(_check, 2, shape, features, bias, swapped, (True, True))
 
 

@@ -1,4 +1,6 @@
-"""A sweep finds what separate calls of plan() find, in less time; its table says so; what cannot be asked is refused at once."""
+"""A sweep finds what separate calls of plan() find, in less time; its table says so; what cannot be
+asked is refused at once.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,11 @@ import zoo
 from torch import nn
 
 import autopar
-from autopar import Plan, PlanError, Sweep, planner
+from autopar import Plan, PlanError, Sweep
 from autopar.errors import BudgetError
-from autopar.search import fit
+from autopar.frontend import traced as tracing
 from autopar.search.known import Recent
+from autopar.search.result import fit
 
 BATCH = 16
 TENSOR = dict(size=2, mode="1d")
@@ -25,18 +28,57 @@ COMMON = dict(cluster="h100-sxm")
 CONFIGURATIONS: list[dict[str, Any]] = [
     dict(world_size=4, parallel=dict(data=4), micro_batch_size=1, zero=3, recompute="none"),
     dict(world_size=1),
-    dict(world_size=4, parallel=dict(data=2, tensor=TENSOR), micro_batch_size=2, zero=0, recompute="full"),
+    dict(
+        world_size=4,
+        parallel=dict(data=2, tensor=TENSOR),
+        micro_batch_size=2,
+        zero=0,
+        recompute="full",
+    ),
     dict(world_size=4, parallel=dict(data=2, tensor=TENSOR), micro_batch_size=4, zero=1),
-    dict(world_size=8, parallel=dict(data=2, tensor=TENSOR, pipeline=2), micro_batch_size=1, schedule="1f1b", zero=2, recompute="none"),
-    dict(world_size=8, parallel=dict(data=2, tensor=TENSOR, pipeline=2), micro_batch_size=2, schedule="gpipe", zero=3, recompute="full"),
-    dict(world_size=4, parallel=dict(data=2, pipeline=dict(size=2, chunks=2)), micro_batch_size=1, schedule="interleaved-1f1b"),
-    dict(world_size=4, parallel=dict(data=2, tensor=TENSOR), cluster="a100-sxm", memory_budget=480_000, micro_batch_size=1),
-    dict(world_size=4, parallel=dict(data=4), memory_budget=1_000, micro_batch_size=2),  # too little
-    dict(world_size=4, parallel=dict(data=2, pipeline=2), memory_budget=9_000, recompute="none"),  # too little for a stage
+    dict(
+        world_size=8,
+        parallel=dict(data=2, tensor=TENSOR, pipeline=2),
+        micro_batch_size=1,
+        schedule="1f1b",
+        zero=2,
+        recompute="none",
+    ),
+    dict(
+        world_size=8,
+        parallel=dict(data=2, tensor=TENSOR, pipeline=2),
+        micro_batch_size=2,
+        schedule="gpipe",
+        zero=3,
+        recompute="full",
+    ),
+    dict(
+        world_size=4,
+        parallel=dict(data=2, pipeline=dict(size=2, chunks=2)),
+        micro_batch_size=1,
+        schedule="interleaved-1f1b",
+    ),
+    dict(
+        world_size=4,
+        parallel=dict(data=2, tensor=TENSOR),
+        cluster="a100-sxm",
+        memory_budget=480_000,
+        micro_batch_size=1,
+    ),
+    dict(
+        world_size=4, parallel=dict(data=4), memory_budget=1_000, micro_batch_size=2
+    ),  # too little
+    dict(
+        world_size=4, parallel=dict(data=2, pipeline=2), memory_budget=9_000, recompute="none"
+    ),  # too little for a stage
     dict(world_size=4, parallel=dict(data=4), micro_batch_size=3),  # does not divide
     dict(world_size=64, parallel=dict(pipeline=64), micro_batch_size=2),  # more stages than parts
     dict(world_size=4, zero=7),
-    dict(world_size=4, parallel=dict(data=2, tensor=TENSOR), constraints={"transformer.h.*.mlp.c_fc.weight": "I S1"}),
+    dict(
+        world_size=4,
+        parallel=dict(data=2, tensor=TENSOR),
+        constraints={"transformer.h.*.mlp.c_fc.weight": "I S1"},
+    ),
     dict(world_size=2, optimizer="sgd"),  # all free
 ]
 TOO_LITTLE = (8, 9)
@@ -70,7 +112,9 @@ def separately() -> list[tuple[Plan | PlanError, float]]:
     def one(configuration: dict[str, Any]) -> tuple[Plan | PlanError, float]:
         start = time.process_time()
         try:
-            made: Plan | PlanError = autopar.plan(*model(), progress=False, **{**COMMON, **configuration})
+            made: Plan | PlanError = autopar.plan(
+                *model(), progress=False, **{**COMMON, **configuration}
+            )
         except PlanError as e:
             made = e
         return made, time.process_time() - start
@@ -79,14 +123,22 @@ def separately() -> list[tuple[Plan | PlanError, float]]:
 
 
 @pytest.mark.slow
-def test_it_finds_what_separate_calls_find(found: Sweep, separately: list[tuple[Plan | PlanError, float]]) -> None:
+def test_it_finds_what_separate_calls_find(
+    found: Sweep, separately: list[tuple[Plan | PlanError, float]]
+) -> None:
     assert len(found) == len(CONFIGURATIONS)
     for mine, (other, _), configuration in zip(found, separately, CONFIGURATIONS, strict=True):
         assert type(mine) is type(other), configuration
-        assert (mine == other) if isinstance(mine, Plan) else (str(mine) == str(other)), configuration
+        assert (mine == other) if isinstance(mine, Plan) else (str(mine) == str(other)), (
+            configuration
+        )
     assert sum(isinstance(outcome, Plan) for outcome in found) == 10
-    assert [i for i, outcome in enumerate(found) if isinstance(outcome, BudgetError)] == list(TOO_LITTLE)
-    assert len({plan.step_time for plan in found if isinstance(plan, Plan)}) >= 9  # they are not all one plan
+    assert [i for i, outcome in enumerate(found) if isinstance(outcome, BudgetError)] == list(
+        TOO_LITTLE
+    )
+    assert (
+        len({plan.step_time for plan in found if isinstance(plan, Plan)}) >= 9
+    )  # they are not all one plan
 
 
 @pytest.mark.slow
@@ -104,8 +156,11 @@ def test_it_takes_a_fraction_of_the_time(separately: list[tuple[Plan | PlanError
 
 
 def test_all_microbatches_are_traced_once() -> None:
-    with mock.patch.object(planner, "_trace", side_effect=planner._trace) as trace:
-        asked = [dict(world_size=2, parallel=dict(data=2), micro_batch_size=size) for size in (8, 4, 2, 1)]
+    with mock.patch.object(tracing, "_trace", side_effect=tracing._trace) as trace:
+        asked = [
+            dict(world_size=2, parallel=dict(data=2), micro_batch_size=size)
+            for size in (8, 4, 2, 1)
+        ]
         found = autopar.sweep(*model(), asked, progress=False, **COMMON)
     assert [plan.microbatches for plan in found if isinstance(plan, Plan)] == [1, 2, 4, 8]
     assert trace.call_count == 1  # the whole batch, of whose graph those of its parts are made
@@ -115,14 +170,18 @@ def test_a_configuration_comes_before_what_is_common() -> None:
     asked = [dict(zero=0), dict(world_size=4), dict(cluster="a100-sxm")]
     parallel = dict(parallel=dict(data=2), zero=3, world_size=2, recompute="none")
     found = autopar.sweep(*model(), [asked[0], asked[2]], progress=False, **COMMON, **parallel)
-    kept = [{p.stored[0].kind for name, p in plan.parameters.items() if name.endswith("c_fc.weight")} for plan in found]  # type: ignore[union-attr]
+    kept = [
+        {p.stored[0].kind for name, p in plan.parameters.items() if name.endswith("c_fc.weight")}
+        for plan in found
+    ]  # type: ignore[union-attr]
     assert kept == [{"I"}, {"S"}]
     assert [plan.cluster for plan in found] == ["h100-sxm", "a100-sxm"]  # type: ignore[union-attr]
     (wrong,) = autopar.sweep(*model(), asked[1:2], progress=False, **COMMON, **parallel)
     assert "data 2 = 2 ranks, world_size is 4" in str(wrong)
 
 
-# -- what it prints -----------------------------------------------------------------------------------------------------------------------
+# -- what it prints
+# -----------------------------------------------------------------------------------------------------------------------
 
 
 def cells(text: str) -> list[dict[str, str]]:
@@ -163,7 +222,11 @@ def test_the_table_says_what_was_asked_and_found(found: Sweep) -> None:
             assert row["step"] == row["relative"] == ""
             least = outcome.least if isinstance(outcome, BudgetError) else None
             assert row["fits"] == ("see below" if least is None else "no")
-            assert row["memory"] == "" if least is None else in_bytes(row["memory"]) == pytest.approx(least, rel=5e-3)
+            assert (
+                row["memory"] == ""
+                if least is None
+                else in_bytes(row["memory"]) == pytest.approx(least, rel=5e-3)
+            )
     assert not {"tensor mode", "mesh", "progress"} & set(rows[0])
     below = str(found).split("\n\n")[1].splitlines()
     assert [line.split(":")[0] for line in below] == ["10", "11", "12"]
@@ -173,7 +236,16 @@ def test_the_table_says_what_was_asked_and_found(found: Sweep) -> None:
 def test_what_all_have_in_common_has_no_column(found: Sweep) -> None:
     two = found[2:4]
     assert isinstance(two, Sweep)
-    assert set(cells(str(two))[0]) == {"", "micro batch", "recompute", "zero", "step", "relative", "memory", "fits"}
+    assert set(cells(str(two))[0]) == {
+        "",
+        "micro batch",
+        "recompute",
+        "zero",
+        "step",
+        "relative",
+        "memory",
+        "fits",
+    }
     assert set(cells(str(found[:1]))[0]) == {"", "step", "relative", "memory", "fits"}
     assert "\n\n" not in str(two)
 
@@ -181,12 +253,19 @@ def test_what_all_have_in_common_has_no_column(found: Sweep) -> None:
 def test_it_is_a_sequence(found: Sweep) -> None:
     assert found[-1] is list(found)[-1] is found[len(found) - 1]
     assert list(found[1:3]) == [found[1], found[2]]
-    assert found.best == min((plan for plan in found if isinstance(plan, Plan)), key=lambda plan: plan.step_time)
-    with pytest.raises(PlanError, match=r"none of 2 configurations has a plan; the first: no plan fits the memory_budget of 1,000 bytes"):
+    assert found.best == min(
+        (plan for plan in found if isinstance(plan, Plan)), key=lambda plan: plan.step_time
+    )
+    with pytest.raises(
+        PlanError,
+        match=r"none of 2 configurations has a plan; the first: no plan fits the memory_budget of "
+        r"1,000 bytes",
+    ):
         _ = found[8:10].best
 
 
-# -- what is refused ----------------------------------------------------------------------------------------------------------------------
+# -- what is refused
+# ----------------------------------------------------------------------------------------------------------------------
 
 GOOD = dict(world_size=2)
 
@@ -198,8 +277,16 @@ GOOD = dict(world_size=2)
         (dict(world_size=2), {}, r"configurations=\{'world_size': 2\}: give a list of dicts"),
         (4, {}, r"configurations=4: give a list of dicts"),
         ([GOOD, 4], {}, r"configurations\[1\] is 4: give a dict of options"),
-        ([GOOD, dict(zero=1)], {}, r"configurations\[1\] has no world_size: say for how many devices"),
-        ([GOOD, GOOD, dict(GOOD, tensor=2)], {}, r"configurations\[2\] has an unknown option tensor: the options are parallel, mesh"),
+        (
+            [GOOD, dict(zero=1)],
+            {},
+            r"configurations\[1\] has no world_size: say for how many devices",
+        ),
+        (
+            [GOOD, GOOD, dict(GOOD, tensor=2)],
+            {},
+            r"configurations\[2\] has an unknown option tensor: the options are parallel, mesh",
+        ),
         ([GOOD, {**GOOD, 3: 4}], {}, r"configurations\[1\] has an unknown option 3:"),
         ([dict(GOOD, loss_fn=len)], {}, r"configurations\[0\] has an unknown option loss_fn"),
         ([GOOD], dict(zeros=1), r"configurations\[0\] has an unknown option zeros"),
@@ -207,11 +294,18 @@ GOOD = dict(world_size=2)
         ([GOOD], dict(cluster=None), r"the model is on meta: say what it will train on"),
     ],
 )
-def test_what_is_refused_before_anything_is_traced(configurations: Any, options: dict[str, Any], message: str) -> None:
+def test_what_is_refused_before_anything_is_traced(
+    configurations: Any, options: dict[str, Any], message: str
+) -> None:
     with torch.device("meta"):
         small = nn.Linear(2, 2)
-    with mock.patch.object(planner, "_trace", side_effect=AssertionError("traced")), pytest.raises(PlanError, match=message):
-        autopar.sweep(small, torch.empty(4, 2), configurations, progress=False, **{**COMMON, **options})
+    with (
+        mock.patch.object(tracing, "_trace", side_effect=AssertionError("traced")),
+        pytest.raises(PlanError, match=message),
+    ):
+        autopar.sweep(
+            small, torch.empty(4, 2), configurations, progress=False, **{**COMMON, **options}
+        )
 
 
 def test_a_model_that_cannot_be_traced_is_no_entry() -> None:

@@ -1,4 +1,6 @@
-"""The schedule for people: what the picture and the trace show is what the simulated schedule does."""
+"""The schedule for people: what the picture and the trace show is what the simulated schedule
+does.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,25 @@ from pipelines import KEPT, SECONDS, pipelined
 
 from autopar.cost_model import actions
 from autopar.errors import PlanError
-from autopar.plan import SCHEDULES, Plan
-from autopar.report.table import WIDTH
+from autopar.formatting.table import WIDTH
+from autopar.ir.plan_data import SCHEDULES
+from autopar.plan import Plan
 from autopar.report.timeline import simulated, spans
 
-PLANS = [(1, 1, "1f1b", 4), (4, 1, "gpipe", 8), (4, 1, "1f1b", 8), (2, 3, "interleaved-1f1b", 4), (4, 1, "zero-bubble", 8)]
-LONG = [(4, 1, "1f1b", 500), (4, 1, "gpipe", 500), (16, 2, "interleaved-1f1b", 256), (64, 1, "1f1b", 512), (8, 1, "zero-bubble", 800)]
+PLANS = [
+    (1, 1, "1f1b", 4),
+    (4, 1, "gpipe", 8),
+    (4, 1, "1f1b", 8),
+    (2, 3, "interleaved-1f1b", 4),
+    (4, 1, "zero-bubble", 8),
+]
+LONG = [
+    (4, 1, "1f1b", 500),
+    (4, 1, "gpipe", 500),
+    (16, 2, "interleaved-1f1b", 256),
+    (64, 1, "1f1b", 512),
+    (8, 1, "zero-bubble", 800),
+]
 
 
 def rows(plan: Plan) -> list[str]:
@@ -35,10 +50,32 @@ def test_one_row_a_rank_one_letter_a_phase() -> None:
     head, first, second, legend = plan.timeline().splitlines()
     assert head == "timeline of a step: 11 s, one column 98.2 ms"
     shown = [
-        [(text.rstrip("-")[:2], round(len(text) * 0.0982)) for text in re.findall(r"[FB]\d-*|S+|O+|\.+", row)] for row in (first, second)
+        [
+            (text.rstrip("-")[:2], round(len(text) * 0.0982))
+            for text in re.findall(r"[FB]\d-*|S+|O+|\.+", row)
+        ]
+        for row in (first, second)
     ]
-    assert shown[0] == [("F0", 1), ("F1", 1), ("..", 2), ("B0", 2), ("..", 1), ("B1", 2), ("SS", 1), ("OO", 1)]
-    assert shown[1] == [("..", 1), ("F0", 1), ("B0", 2), ("F1", 1), ("B1", 2), ("SS", 1), ("OO", 1), ("..", 2)]
+    assert shown[0] == [
+        ("F0", 1),
+        ("F1", 1),
+        ("..", 2),
+        ("B0", 2),
+        ("..", 1),
+        ("B1", 2),
+        ("SS", 1),
+        ("OO", 1),
+    ]
+    assert shown[1] == [
+        ("..", 1),
+        ("F0", 1),
+        ("B0", 2),
+        ("F1", 1),
+        ("B1", 2),
+        ("SS", 1),
+        ("OO", 1),
+        ("..", 2),
+    ]
     assert {len(first), len(second)} == {WIDTH}
     assert "F forward, B backward, S gradient synchronisation, O optimizer, . waiting" in legend
     assert "number" in legend
@@ -46,7 +83,9 @@ def test_one_row_a_rank_one_letter_a_phase() -> None:
 
 @pytest.mark.parametrize("case", PLANS, ids=str)
 def test_the_picture_is_the_schedule(case: tuple[int, int, str, int]) -> None:
-    """Of each rank the phases in the order they run, over columns in proportion to their seconds."""
+    """Of each rank the phases in the order they run, over columns in proportion to their
+    seconds.
+    """
     p, c, schedule, m = case
     plan = pipelined(p, c, schedule, m)
     total = max(row[-1].end for row in spans(plan))
@@ -59,7 +98,9 @@ def test_the_picture_is_the_schedule(case: tuple[int, int, str, int]) -> None:
             shown = letters(row.replace(".", ""))
             assert shown == letters("".join(kinds))
         busy = sum(1 for cell in row if cell != ".") / len(row)
-        expected = (3 * m * c + c * (SECONDS["gradient synchronisation"] + SECONDS["optimizer"])) / total
+        expected = (
+            3 * m * c + c * (SECONDS["gradient synchronisation"] + SECONDS["optimizer"])
+        ) / total
         assert busy == pytest.approx(expected, abs=0.02 + 0.002 * len(order))
 
 
@@ -88,7 +129,10 @@ def test_uneven_stages_show_their_waits() -> None:
 
 def test_recomputation_belongs_to_the_inputs_part() -> None:
     plan = pipelined(2, 1, "zero-bubble", 4, {"backward": 3.0, "recomputation": 1.0})
-    took = {kind: {e.end - e.start for e in simulated(plan).events if e.action.kind == kind} for kind in "FBW"}
+    took = {
+        kind: {e.end - e.start for e in simulated(plan).events if e.action.kind == kind}
+        for kind in "FBW"
+    }
     assert took == {"F": {1.0}, "B": {2.0}, "W": {1.0}}
     given = pipelined(2, 1, "zero-bubble", 4, {"backward": 3.0, "weight": 0.5})
     assert {e.end - e.start for e in simulated(given).events if e.action.kind == "W"} == {0.5}
@@ -107,21 +151,36 @@ def test_nothing_takes_no_time() -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_trace_is_what_perfetto_reads(schedule: str, tmp_path: Path) -> None:
-    """https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU: complete events "X" and names "M"."""
+    """https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU: complete
+    events "X" and names "M".
+    """
     plan, path = pipelined(2, 1, schedule, 4, {"send": 0.1}), tmp_path / "trace.json"
     plan.trace(path)
     data = json.loads(path.read_text(encoding="utf-8"))
     names = [e["args"]["name"] for e in data["traceEvents"] if e["ph"] == "M"]
-    assert names == ["plan 0123456789abcdef: 8 devices of h100-sxm, " + schedule, "pipeline rank 0", "pipeline rank 1"]
+    assert names == [
+        "plan 0123456789abcdef: 8 devices of h100-sxm, " + schedule,
+        "pipeline rank 0",
+        "pipeline rank 1",
+    ]
     events = [e for e in data["traceEvents"] if e["ph"] == "X"]
     computed = {(e["tid"], e["name"]): e for e in events if e["args"]}
     assert {e["pid"] for e in events} == {1}
     assert len(computed) == len(simulated(plan).events)
     for e in simulated(plan).events:
         found = computed[e.rank, f"{e.action.kind}{e.action.microbatch} stage {e.action.stage}"]
-        assert (found["ts"], found["dur"]) == pytest.approx((e.start * 1e6, (e.end - e.start) * 1e6))
-        assert found["args"] == {"microbatch": e.action.microbatch, "stage": e.action.stage, "bytes": KEPT}
-    assert [e["name"] for e in events if not e["args"]] == ["gradient synchronisation", "optimizer"] * 2
+        assert (found["ts"], found["dur"]) == pytest.approx(
+            (e.start * 1e6, (e.end - e.start) * 1e6)
+        )
+        assert found["args"] == {
+            "microbatch": e.action.microbatch,
+            "stage": e.action.stage,
+            "bytes": KEPT,
+        }
+    assert [e["name"] for e in events if not e["args"]] == [
+        "gradient synchronisation",
+        "optimizer",
+    ] * 2
 
 
 def test_a_trace_is_whole_or_not_there(tmp_path: Path) -> None:

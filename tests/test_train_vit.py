@@ -1,4 +1,6 @@
-"""examples/train_vit.py: every mode of tensor parallelism trains on real images as one device does, and the picture shows every run."""
+"""examples/train_vit.py: every mode of tensor parallelism trains on real images as one device does,
+and the picture shows every run.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ SMALL = argparse.Namespace(layers=2, epochs=4, batch=64, lr=1e-3)
 
 
 def one_device() -> Run:
-    return train_vit.train(train_vit.network(SMALL.layers), train_vit.digits(), SMALL, ALONE, quiet=True)
+    return train_vit.train(
+        train_vit.network(SMALL.layers), train_vit.digits(), SMALL, ALONE, quiet=True
+    )
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +41,11 @@ def alone(ranks: Pools) -> Run:
 @pytest.mark.timeout(600)  # on a busy machine; eight ranks share what cores there are
 @pytest.mark.parametrize("mode", MODES)
 def test_a_mode_learns_what_one_device_does(ranks: Pools, alone: Run, mode: str) -> None:
-    """Sums run in another order on several ranks, so each step may add a rounding of the loss to the difference.
+    """Sums run in another order on several ranks, so each step may add a rounding of the loss to
+    the difference.
 
-    Accuracies are the same where they differ by no more than three standard errors of an accuracy measured on so many images.
+    Accuracies are the same where they differ by no more than three standard errors of an accuracy
+    measured on so many images.
     """
     runs = ranks(MODES[mode]["size"]).run(train_vit.distributed, mode, SMALL, timeout=500)
     run = runs[0]
@@ -70,10 +76,18 @@ def test_the_example_runs(tmp_path: Path) -> None:
 
 
 def test_the_picture_shows_every_run() -> None:
-    runs = {name: Run([2.0, 1.0, 0.5, 0.25 + i / 1e6], [0.5, 1.0], 0.1) for i, name in enumerate([ALONE, *MODES])}
+    runs = {
+        name: Run([2.0, 1.0, 0.5, 0.25 + i / 1e6], [0.5, 1.0], 0.1)
+        for i, name in enumerate([ALONE, *MODES])
+    }
     drawn = ElementTree.fromstring(train_vit.picture(runs, 2))
     texts = [text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
     assert set(runs) <= set(texts)
-    lines = [line.get("points", "").split() for line in drawn.iter("{http://www.w3.org/2000/svg}polyline")]
-    assert sorted(map(len, lines)) == [2] * (5 + 5) + [4] * (5 + 4)  # the legend and accuracies, losses and their differences
+    lines = [
+        line.get("points", "").split()
+        for line in drawn.iter("{http://www.w3.org/2000/svg}polyline")
+    ]
+    assert sorted(map(len, lines)) == [2] * (5 + 5) + [4] * (
+        5 + 4
+    )  # the legend and accuracies, losses and their differences
     assert {float(end.split(",")[0]) for *_, end in lines if len(_) == 3} == {300.0}

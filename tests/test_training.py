@@ -1,4 +1,6 @@
-"""The loop that users write: optimizers, schedulers, clipping, accumulation, evaluation, checkpoints and dropout of compiled models."""
+"""The loop that users write: optimizers, schedulers, clipping, accumulation, evaluation,
+checkpoints and dropout of compiled models.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ import zoo
 from equivalence import Double, full, loss_of
 from pool import Pools
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import autopar
@@ -29,7 +34,9 @@ PARTS = GRID | dict(micro_batch_size=2)
 
 def build(model: nn.Module, sample: dict[str, Any], **options: Any) -> autopar.Compiled:
     _clear_sharding_prop_cache()  # it holds meshes of earlier tests, whose groups are gone
-    return autopar.compile(copy.deepcopy(model), sample, dist.get_world_size(), progress=False, **options)
+    return autopar.compile(
+        copy.deepcopy(model), sample, dist.get_world_size(), progress=False, **options
+    )
 
 
 def batch(sample: dict[str, Any], step: int) -> dict[str, Any]:
@@ -39,19 +46,37 @@ def batch(sample: dict[str, Any], step: int) -> dict[str, Any]:
     return {k: v[order].roll(step, 1) if v.ndim == 2 else v[order] for k, v in sample.items()}
 
 
-def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-9, name: str = "") -> None:
+def close(
+    found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-9, name: str = ""
+) -> None:
     expected = full(expected).detach()
     atol = tolerance * float(expected.abs().max())
-    torch.testing.assert_close(full(found).detach(), expected, rtol=tolerance, atol=atol, msg=(lambda m: f"{name}: {m}") if name else None)
+    torch.testing.assert_close(
+        full(found).detach(),
+        expected,
+        rtol=tolerance,
+        atol=atol,
+        msg=(lambda m: f"{name}: {m}") if name else None,
+    )
 
 
-# -- optimizer, scheduler, clipping -------------------------------------------------------------------------------------------------------
+# -- optimizer, scheduler, clipping
+# -------------------------------------------------------------------------------------------------------
 
 
-def optimizer_of(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+def optimizer_of(
+    model: nn.Module,
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     """AdamW as it is set up in practice: no weight decay on vectors, warm-up and decay."""
-    groups = [[p for p in model.parameters() if p.ndim > 1], [p for p in model.parameters() if p.ndim <= 1]]
-    optimizer = torch.optim.AdamW([{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}], lr=0.01, weight_decay=0.1)
+    groups = [
+        [p for p in model.parameters() if p.ndim > 1],
+        [p for p in model.parameters() if p.ndim <= 1],
+    ]
+    optimizer = torch.optim.AdamW(
+        [{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}],
+        lr=0.01,
+        weight_decay=0.1,
+    )
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=STEPS + 1)
 
 
@@ -111,13 +136,17 @@ def _assigns(options: dict[str, Any]) -> None:
             wide.data = torch.zeros(3, 3, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("options", [PAIR, dict(parallel=dict(tensor=dict(size=2, mode="1d")))], ids=["zero", "rows"])
+@pytest.mark.parametrize(
+    "options", [PAIR, dict(parallel=dict(tensor=dict(size=2, mode="1d")))], ids=["zero", "rows"]
+)
 def test_assigned_data_is_the_parameters(ranks: Pools, options: dict[str, Any]) -> None:
     ranks(2).run(_assigns, options)
 
 
 def _draws(options: dict[str, Any]) -> None:
-    """Parameters drawn anew, also on ranks whose seeds differ, and through ``data``, as transformers does."""
+    """Parameters drawn anew, also on ranks whose seeds differ, and through ``data``, as
+    transformers does.
+    """
     with Double():
         model, sample = zoo.mlp(dtype=torch.float64)
         compiled = build(model, sample, **options)
@@ -135,15 +164,23 @@ def _draws(options: dict[str, Any]) -> None:
         compiled.check_replicas()
         close(loss_of(compiled(**sample)), loss_of(model(**sample)))
         wide = next(p for p in compiled.parameters() if p.ndim == 2)
-        for draw in (torch.randn_like, nn.init.orthogonal_, lambda p: nn.functional.dropout(p, 0.5)):
+        for draw in (
+            torch.randn_like,
+            nn.init.orthogonal_,
+            lambda p: nn.functional.dropout(p, 0.5),
+        ):
             with pytest.raises(autopar.RunError, match="would draw on each of its ranks apart"):
                 draw(wide)
-        others = dist.tensor.distribute_tensor(torch.zeros(8), dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)))
+        others = dist.tensor.distribute_tensor(
+            torch.zeros(8), dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+        )
         with pytest.warns(UserWarning, match="may not have complete support"):
             others.normal_()  # as torch does it
 
 
-@pytest.mark.parametrize("options", [PAIR, dict(parallel=dict(tensor=dict(size=2, mode="1d")))], ids=["zero", "rows"])
+@pytest.mark.parametrize(
+    "options", [PAIR, dict(parallel=dict(tensor=dict(size=2, mode="1d")))], ids=["zero", "rows"]
+)
 def test_parameters_are_drawn_as_on_one_device(ranks: Pools, options: dict[str, Any]) -> None:
     ranks(2).run(_draws, options)
 
@@ -177,7 +214,8 @@ def test_the_norm_is_torchs(ranks: Pools, options: dict[str, Any]) -> None:
     ranks(4).run(_norms, options)
 
 
-# -- accumulation and scaling -------------------------------------------------------------------------------------------------------------
+# -- accumulation and scaling
+# -------------------------------------------------------------------------------------------------------------
 
 
 def _accumulates(options: dict[str, Any]) -> None:
@@ -190,7 +228,9 @@ def _accumulates(options: dict[str, Any]) -> None:
                 (loss_of(m(**batch(sample, step))) * scale).backward()
     mine = dict(compiled.named_parameters())
     for name, p in model.named_parameters():
-        assert (mine[name].grad is None) == (p.grad is None) == (name == "model.embed_tokens.weight"), name
+        assert (
+            (mine[name].grad is None) == (p.grad is None) == (name == "model.embed_tokens.weight")
+        ), name
         if p.grad is not None:
             close(mine[name].grad, p.grad, name=name)
 
@@ -200,7 +240,8 @@ def test_two_calls_add_up_and_a_scaled_loss_scales(ranks: Pools, options: dict[s
     ranks(4).run(_accumulates, options)
 
 
-# -- evaluation ---------------------------------------------------------------------------------------------------------------------------
+# -- evaluation
+# ---------------------------------------------------------------------------------------------------------------------------
 
 
 def _evaluates(name: str, options: dict[str, Any]) -> None:
@@ -252,7 +293,10 @@ class Averaging(nn.Module):
 
 
 def _averages(options: dict[str, Any]) -> None:
-    model, sample = Averaging(), {"x": torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))}
+    model, sample = (
+        Averaging(),
+        {"x": torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))},
+    )
     compiled = build(model, sample, **options)
     for training in (True, True, False, True):
         found, expected = compiled.train(training)(**sample), model.train(training)(**sample)
@@ -261,15 +305,20 @@ def _averages(options: dict[str, Any]) -> None:
         assert compiled.calls == model.calls
 
 
-@pytest.mark.parametrize("options", [GRID, ROWS, dict(parallel=dict(data=4))], ids=["grid", "rows", "data"])
+@pytest.mark.parametrize(
+    "options", [GRID, ROWS, dict(parallel=dict(data=4))], ids=["grid", "rows", "data"]
+)
 def test_buffers_change_as_the_models_do(ranks: Pools, options: dict[str, Any]) -> None:
     ranks(4).run(_averages, options)
 
 
-# -- checkpoints --------------------------------------------------------------------------------------------------------------------------
+# -- checkpoints
+# --------------------------------------------------------------------------------------------------------------------------
 
 
-def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, sample: dict[str, Any], numbers: range) -> list[float]:
+def _steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, sample: dict[str, Any], numbers: range
+) -> list[float]:
     losses = []
     for step in numbers:
         loss = loss_of(model(**batch(sample, step)))
@@ -318,16 +367,21 @@ def test_training_goes_on_from_a_checkpoint_elsewhere(ranks: Pools) -> None:
     with tempfile.TemporaryDirectory() as path, Double():
         ranks(4).run(_save, GRID, path)
         straight, sample = zoo.gpt2(dtype=torch.float64)
-        expected = _steps(straight, torch.optim.AdamW(straight.parameters(), lr=0.01), sample, range(STEPS))[2:]
+        expected = _steps(
+            straight, torch.optim.AdamW(straight.parameters(), lr=0.01), sample, range(STEPS)
+        )[2:]
         plain, _ = zoo.gpt2(dtype=torch.float64)
         optimizer = _restored(plain, path, alone=True)
-        assert _steps(plain, optimizer, sample, range(2, STEPS)) == pytest.approx(expected, rel=1e-9)
+        assert _steps(plain, optimizer, sample, range(2, STEPS)) == pytest.approx(
+            expected, rel=1e-9
+        )
         for world_size, options in ((4, ZERO), (4, ROWS), (2, PAIR)):
             for losses in ranks(world_size).run(_go_on, options, path):
                 assert losses == pytest.approx(expected, rel=1e-9)
 
 
-# -- dropout ------------------------------------------------------------------------------------------------------------------------------
+# -- dropout
+# ------------------------------------------------------------------------------------------------------------------------------
 
 ROWS_OF_DROPS, WIDTH, DROPPED = 8, 1024, 0.5
 KEPT = 2.0 / (1 - DROPPED)
@@ -346,7 +400,9 @@ class Dropping(nn.Module):
         return {"loss": y.sum(), "y": y}
 
 
-def _drops(layout: str, options: dict[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+def _drops(
+    layout: str, options: dict[str, Any]
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """For each of three steps: the whole output, this rank's part, the weight's gradient."""
     model, x = Dropping(), torch.ones(ROWS_OF_DROPS, WIDTH)
     compiled = build(model, {"x": x}, constraints={"drop": layout}, mesh=(2, 2), **options)
@@ -355,12 +411,20 @@ def _drops(layout: str, options: dict[str, Any]) -> list[tuple[torch.Tensor, tor
         compiled.weight.grad = None
         output = compiled(x=x)
         output["loss"].backward()
-        found.append((full(output["y"]).detach(), output["y"].to_local().detach(), full(compiled.weight.grad)))
+        found.append(
+            (
+                full(output["y"]).detach(),
+                output["y"].to_local().detach(),
+                full(compiled.weight.grad),
+            )
+        )
     return found
 
 
 @pytest.mark.parametrize("layout", ["I I", "S0 I", "S0 S1", "S0 S0"])
-def test_dropout_draws_alike_where_replicated_and_apart_where_cut(ranks: Pools, layout: str) -> None:
+def test_dropout_draws_alike_where_replicated_and_apart_where_cut(
+    ranks: Pools, layout: str
+) -> None:
     everywhere = ranks(4).run(_drops, layout, {})
     wholes = [whole for whole, _, _ in everywhere[0]]
     for steps in everywhere:
@@ -369,16 +433,22 @@ def test_dropout_draws_alike_where_replicated_and_apart_where_cut(ranks: Pools, 
             close(gradient, whole.sum(0) / 2.0, 1e-6)  # the backward drops the same
     for whole in wholes:
         assert set(whole.unique().tolist()) == {0.0, KEPT}
-        assert float((whole == 0).float().mean()) == pytest.approx(DROPPED, abs=0.03)  # 5 standard deviations
+        assert float((whole == 0).float().mean()) == pytest.approx(
+            DROPPED, abs=0.03
+        )  # 5 standard deviations
         assert float(whole.mean()) == pytest.approx(2.0, abs=0.12)
         rows = whole != 0
-        assert len({tuple(row.tolist()) for row in rows}) == ROWS_OF_DROPS  # no chunk repeats another
+        assert (
+            len({tuple(row.tolist()) for row in rows}) == ROWS_OF_DROPS
+        )  # no chunk repeats another
         halves = rows.view(ROWS_OF_DROPS, 2, -1)
         assert not torch.equal(halves[:, 0], halves[:, 1])
     assert not torch.equal(wholes[0], wholes[1])
     assert not torch.equal(wholes[1], wholes[2])
     locals_ = [steps[0][1] for steps in everywhere]
-    assert len({tuple(x.flatten().tolist()) for x in locals_}) == {"I I": 1, "S0 I": 2}.get(layout, 4)
+    assert len({tuple(x.flatten().tolist()) for x in locals_}) == {"I I": 1, "S0 I": 2}.get(
+        layout, 4
+    )
 
 
 def test_dropout_draws_anew_for_each_microbatch(ranks: Pools) -> None:
@@ -395,7 +465,9 @@ def _attends(options: dict[str, Any]) -> list[float]:
 
 
 @pytest.mark.parametrize("options", [GRID, ROWS], ids=["grid", "rows"])
-def test_attention_drops_differently_at_each_step_and_the_same_on_all_ranks(ranks: Pools, options: dict[str, Any]) -> None:
+def test_attention_drops_differently_at_each_step_and_the_same_on_all_ranks(
+    ranks: Pools, options: dict[str, Any]
+) -> None:
     everywhere = ranks(4).run(_attends, options)
     assert len(set(everywhere[0])) == 3
     assert all(losses == everywhere[0] for losses in everywhere)

@@ -13,13 +13,15 @@ import zoo
 import autopar
 from autopar.cost_model import Cluster, actions, in_turns, simulate
 from autopar.cost_model.schedule import LOOPED
-from autopar.plan import SCHEDULES
+from autopar.ir.plan_data import SCHEDULES
 
 
 def planned(ranks_per_core: float, **options: Any) -> autopar.Plan:
     cpu = Cluster.load("cpu")
     cluster = replace(cpu, device=replace(cpu.device, ranks_per_core=ranks_per_core))
-    return autopar.plan(*zoo.gpt2(batch=16, layers=2), 4, cluster=cluster, progress=False, **options)
+    return autopar.plan(
+        *zoo.gpt2(batch=16, layers=2), 4, cluster=cluster, progress=False, **options
+    )
 
 
 def test_a_pipeline_takes_between_all_work_on_the_cores_and_its_timeline() -> None:
@@ -30,8 +32,12 @@ def test_a_pipeline_takes_between_all_work_on_the_cores_and_its_timeline() -> No
     assert max(work, alone.step_time / 2) <= two.step_time < alone.step_time
     part = two.step_time / alone.step_time
     assert part < 0.95
-    assert two.stages[1].seconds["forward"] == pytest.approx(part * alone.stages[1].seconds["forward"])
-    assert sum(row[8] for row in two.rows["collectives"]) == pytest.approx(part * sum(row[8] for row in alone.rows["collectives"]))
+    assert two.stages[1].seconds["forward"] == pytest.approx(
+        part * alone.stages[1].seconds["forward"]
+    )
+    assert sum(row[8] for row in two.rows["collectives"]) == pytest.approx(
+        part * sum(row[8] for row in alone.rows["collectives"])
+    )
     assert "2 ranks share a core" in two.report()
 
 
@@ -48,7 +54,11 @@ def simulated(schedule: str, cores: float) -> tuple[list[float], list[float], fl
     took = {kind: [draw.uniform(0.5, 2) for _ in stages] for kind in "FBW"}
     seconds = {action: took[action.kind][action.stage] for order in orders for action in order}
     line = simulate(orders, took["F"], took["B"], took["W"], [0.0] * len(stages), looped)
-    return in_turns(orders, seconds, [0.0] * len(stages), looped, cores), [ends[-1] for ends in line.ends], sum(seconds.values())
+    return (
+        in_turns(orders, seconds, [0.0] * len(stages), looped, cores),
+        [ends[-1] for ends in line.ends],
+        sum(seconds.values()),
+    )
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -69,5 +79,6 @@ def test_two_ranks_on_one_core_by_hand() -> None:
     """Two stages: while the second waits the first is alone; then each has a core."""
     orders = actions("gpipe", 2, 1, 2)
     seconds = dict.fromkeys((action for order in orders for action in order), 1.0)
-    # F0 alone to 1; F1 and F0' share a core to 3; F1' alone to 4, B0' to 5; B0 and B1' share to 7; B1 alone to 8.
+    # F0 alone to 1; F1 and F0' share a core to 3; F1' alone to 4, B0' to 5; B0 and B1' share to 7;
+    # B1 alone to 8.
     assert in_turns(orders, seconds, [0.0, 0.0], False, 1.0) == pytest.approx([8.0, 7.0])

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import fx
 
 from autopar.errors import RunError
-from autopar.layout import parse
-from autopar.runtime import kernels
-from autopar.runtime.collectives import redistribute
-from autopar.runtime.mesh import Mesh
-from autopar.runtime.typecheck import check_types
+from autopar.ir.layout import parse
+from autopar.runtime.communication.collectives import redistribute
+from autopar.runtime.communication.mesh import Mesh
+from autopar.runtime.kernels import kernels
+from autopar.runtime.typecheck.typecheck import check_types
 
 aten = torch.ops.aten
 
@@ -37,7 +37,13 @@ class Program:
         self.values: list[torch.Tensor] = []
         self.types: list = []
 
-    def input(self, shape: tuple[int, ...], layout: str, grad: bool = False, dtype: torch.dtype = torch.float32) -> fx.Node:
+    def input(
+        self,
+        shape: tuple[int, ...],
+        layout: str,
+        grad: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ) -> fx.Node:
         self.values.append(torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad))
         self.types.append(parse(layout))
         return self.graph.placeholder(f"input_{len(self.values)}")
@@ -55,12 +61,19 @@ class Program:
     def check(self, *results: fx.Node, outputs: str | None = None) -> list[str]:
         self.graph.output(results)
         claims = None if outputs is None else [parse(text) for text in outputs.split(",")]
-        return check_types(fx.GraphModule({}, self.graph), self.mesh_value, self.values, self.types, claims)
+        return check_types(
+            fx.GraphModule({}, self.graph), self.mesh_value, self.values, self.types, claims
+        )
 
 
 def test_accepts_megatron_mlp() -> None:
     p = Program(4)
-    x, w1, b1, w2 = p.input((2, 8, 16), "I", True), p.input((8, 16), "S0", True), p.input((8,), "S0", True), p.input((16, 8), "S1", True)
+    x, w1, b1, w2 = (
+        p.input((2, 8, 16), "I", True),
+        p.input((8, 16), "S0", True),
+        p.input((8,), "S0", True),
+        p.input((16, 8), "S1", True),
+    )
     h = p.call(aten.gelu.default, p.call(aten.linear.default, p.to(x, 0, "I", "R"), w1, b1))
     y = p.to(p.call(aten.linear.default, h, w2), 0, "P", "I")
     p.check(p.call(aten.add.Tensor, x, y), outputs="I")
@@ -100,7 +113,12 @@ def test_accepts_attention_split_by_heads_and_batch(local_heads: int) -> None:
         flat = p.call(aten.linear.default, x, p.input((width, 16), "R S0", True))
         heads = p.call(aten.view.default, flat, [2, 8, local_heads, 4], layout="S0 S2")
         parts.append(p.call(aten.transpose.int, heads, 1, 2))
-    mask = p.call(aten.expand.default, p.input((1, 1, 8, 8), "I I", dtype=torch.bool), [2, 1, 8, 8], layout="S0 R")
+    mask = p.call(
+        aten.expand.default,
+        p.input((1, 1, 8, 8), "I I", dtype=torch.bool),
+        [2, 1, 8, 8],
+        layout="S0 R",
+    )
     out = p.call(aten.scaled_dot_product_attention.default, *parts, mask)
     flat = p.call(aten.view.default, p.call(aten.transpose.int, out, 1, 2), [2, 8, width])
     y = p.call(aten.linear.default, flat, p.input((16, width), "R S1", True))
@@ -110,7 +128,9 @@ def test_accepts_attention_split_by_heads_and_batch(local_heads: int) -> None:
 def test_accepts_dropout_of_a_pending_sum() -> None:
     p = Program(2, 2)
     x = p.input((4, 8), "S0 P", True)
-    p.check(p.to(p.call(kernels.dropout, x, 0.1, True, p.mesh, 3, (0,)), 1, "P", "I"), outputs="S0 I")
+    p.check(
+        p.to(p.call(kernels.dropout, x, 0.1, True, p.mesh, 3, (0,)), 1, "P", "I"), outputs="S0 I"
+    )
 
 
 def test_accepts_split_vocabulary() -> None:
@@ -120,7 +140,10 @@ def test_accepts_split_vocabulary() -> None:
     for axis in (1, 0):
         rows = p.to(rows, axis, "P", "R")
     logits = p.call(aten.linear.default, rows, table)
-    p.check(p.call(kernels.cross_entropy_vocabulary, logits, ids, None, -100, 0.0, p.mesh, (0, 1)), outputs="I I")
+    p.check(
+        p.call(kernels.cross_entropy_vocabulary, logits, ids, None, -100, 0.0, p.mesh, (0, 1)),
+        outputs="I I",
+    )
 
 
 def test_accepts_a_row_expanded_to_one_for_each_rank() -> None:
@@ -142,7 +165,11 @@ def test_gathers_by_indices_that_are_cut() -> None:
 def test_scatters_a_pending_sum_only_into_one() -> None:
     for into, legal in (("P", True), ("R", False)):
         p = Program(4)
-        x, ids, source = p.input((4, 8), into, True), p.input((4, 3), "R", dtype=torch.int64), p.input((4, 3), "P", True)
+        x, ids, source = (
+            p.input((4, 8), into, True),
+            p.input((4, 3), "R", dtype=torch.int64),
+            p.input((4, 3), "P", True),
+        )
         result = p.call(aten.scatter_add.default, x, 1, ids, source)
         if legal:
             p.check(result, outputs="P")
@@ -162,10 +189,17 @@ def test_accepts_means_and_norms_of_split_features() -> None:
 
 def test_accepts_split_batch_norm_and_convolution() -> None:
     p = Program(2, 2)
-    x, w, scale = p.input((2, 3, 8, 8), "S0 R"), p.input((4, 3, 3, 3), "R S0", True), p.input((4,), "R S0", True)
+    x, w, scale = (
+        p.input((2, 3, 8, 8), "S0 R"),
+        p.input((4, 3, 3, 3), "R S0", True),
+        p.input((4,), "R S0", True),
+    )
     stats = p.input((4,), "I S0"), p.input((4,), "I S0")
     y = p.call(aten.conv2d.default, x, w, None, [1, 1], [1, 1])
-    p.check(p.call(kernels.sync_batch_norm, y, scale, scale, *stats, True, 0.1, 1e-5, p.mesh, (0,)), outputs="S0 S1")
+    p.check(
+        p.call(kernels.sync_batch_norm, y, scale, scale, *stats, True, 0.1, 1e-5, p.mesh, (0,)),
+        outputs="S0 S1",
+    )
 
 
 def test_accepts_every_conversion_and_one_rank_axes() -> None:
@@ -207,7 +241,14 @@ def wrong_sum(p: Program) -> None:
 
 def wrong_bias(p: Program) -> None:
     """A bias added on each rank, before the sum over ranks."""
-    p.check(p.call(aten.linear.default, p.input((8, 4), "S1"), p.input((16, 4), "S1", True), p.input((16,), "R", True)))
+    p.check(
+        p.call(
+            aten.linear.default,
+            p.input((8, 4), "S1"),
+            p.input((16, 4), "S1", True),
+            p.input((16,), "R", True),
+        )
+    )
 
 
 def wrong_nonlinear(p: Program) -> None:
@@ -271,7 +312,9 @@ def test_rejects(program: object) -> None:
 
 
 @pytest.mark.parametrize(("layout", "src", "dst"), [("S0 S0", "S0", "R"), ("I S0", "I", "S0")])
-def test_rejects_converting_the_major_axis_under_a_minor_one(layout: str, src: str, dst: str) -> None:
+def test_rejects_converting_the_major_axis_under_a_minor_one(
+    layout: str, src: str, dst: str
+) -> None:
     p = Program(2, 2)
     with pytest.raises(RunError, match="do not check"):
         p.check(p.to(p.input((2, 4), layout, True), 0, src, dst))
@@ -283,7 +326,9 @@ def test_a_part_of_what_is_cut_as_one_is_refused() -> None:
     with pytest.raises(RunError, match="do not check"):
         p.check()
     p = Program(4)
-    p.call(aten.slice.Tensor, p.input((2, 8, 12), "S2/2", True), 2, 0, 4)  # a third of what is cut in halves
+    p.call(
+        aten.slice.Tensor, p.input((2, 8, 12), "S2/2", True), 2, 0, 4
+    )  # a third of what is cut in halves
     with pytest.raises(RunError, match="do not check"):
         p.check()
     p = Program(4)

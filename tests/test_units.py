@@ -1,4 +1,6 @@
-"""Where models can be cut: between layers and halves of layers, with as little alive as there is; and cuts made by hand."""
+"""Where models can be cut: between layers and halves of layers, with as little alive as there is;
+and cuts made by hand.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,10 @@ import small_graphs
 import torch.fx as fx
 import zoo
 
-from autopar.analysis import Analysis
 from autopar.errors import PlanError
-from autopar.search.handmade import cut_before
-from autopar.search.units import Units, units
+from autopar.rules.analysis import Analysis
+from autopar.search.pipeline.units import Units, units
+from autopar.search.space.handmade import cut_before
 
 HEAVY = ("matmul", "conv", "attention")
 MODELS = ["gpt2", "llama", "mixtral", "bert", "vit", "t5", "unet", "cnn", "mixer", "mlp"]
@@ -44,14 +46,18 @@ def modules(analysis: Analysis) -> list[str]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_units_are_the_graph_in_order(name: str) -> None:
-    """Every call is in one unit, but those that each stage makes for itself; no unit is without work."""
+    """Every call is in one unit, but those that each stage makes for itself; no unit is without
+    work.
+    """
     analysis = analysed(name)
     parts = found(analysis)
     assert [n for unit in parts.nodes for n in unit] == calls(analysis)
     assert parts.everywhere == analysis.shared
     for unit in parts.nodes[:-1]:
         rules = [analysis.rules[n] for n in unit]
-        assert any(rule is not None and rule.kind in HEAVY for rule in rules) or unit is parts.nodes[0]
+        assert (
+            any(rule is not None and rule.kind in HEAVY for rule in rules) or unit is parts.nodes[0]
+        )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -72,7 +78,9 @@ def test_no_place_near_by_is_better(name: str) -> None:
         ("mixtral", "model.layers.{}.input_layernorm model.layers.{}.post_attention_layernorm"),
     ],
 )
-def test_transformers_are_cut_where_only_the_residual_stream_goes_on(name: str, halves: str) -> None:
+def test_transformers_are_cut_where_only_the_residual_stream_goes_on(
+    name: str, halves: str
+) -> None:
     analysis, layers = analysed(name, 4), 4
     starts = [half.format(i) for i in range(layers) for half in halves.split()]
     assert modules(analysis)[: 2 * layers] == starts
@@ -83,7 +91,9 @@ def test_transformers_are_cut_where_only_the_residual_stream_goes_on(name: str, 
 def test_vit_is_cut_between_its_layers() -> None:
     analysis = analysed("vit", 4)
     single = [s.meta["module"] for s in found(analysis).starts[1:] if len(alive(analysis, s)) == 1]
-    halves = [f"vit.layers.{i}.layernorm_{when}" for i in range(1, 4) for when in ("before", "after")]
+    halves = [
+        f"vit.layers.{i}.layernorm_{when}" for i in range(1, 4) for when in ("before", "after")
+    ]
     assert set(halves) <= set(single)
 
 
@@ -94,14 +104,20 @@ def test_t5_takes_the_encoders_result_along() -> None:
     halves = {f"decoder.block.{i}.layer.{j}.layer_norm" for i in range(1, 3) for j in range(3)}
     assert halves <= set(places)
     encoded = next(n for n in reversed(calls(analysis)) if n.meta["module"].startswith("encoder."))
-    for module in halves - {"decoder.block.2.layer.2.layer_norm"}:  # there it has been read for the last time
+    for module in halves - {
+        "decoder.block.2.layer.2.layer_norm"
+    }:  # there it has been read for the last time
         sent = places[module]
         assert any(n.meta["module"].startswith("encoder.") for n in sent), (module, encoded)
-        assert len(sent) <= 3  # with the decoder's own stream, and the positions' bias while layers still read it
+        assert (
+            len(sent) <= 3
+        )  # with the decoder's own stream, and the positions' bias while layers still read it
 
 
 def test_a_unet_is_cut_where_few_skips_are_open() -> None:
-    """On the way down skips pile up: it is cut before them and after them, not below, where all of them cross."""
+    """On the way down skips pile up: it is cut before them and after them, not below, where all of
+    them cross.
+    """
     analysis = analysed("unet", 3)
     parts = found(analysis)
     crossing = {s: alive(analysis, s) for s in parts.starts[1:]}
@@ -130,18 +146,31 @@ def test_a_cut_asked_for_is_a_start() -> None:
 def test_cuts_by_hand() -> None:
     analysis = analysed("gpt2", 12)
     cuts = cut_before(analysis, ["transformer.h.1", "transformer.h.10", "transformer.ln_f"])
-    assert [n.meta["module"] for n in cuts] == ["transformer.h.1.ln_1", "transformer.h.10.ln_1", "transformer.ln_f"]
+    assert [n.meta["module"] for n in cuts] == [
+        "transformer.h.1.ln_1",
+        "transformer.h.10.ln_1",
+        "transformer.ln_f",
+    ]
     assert all(n in found(analysis).starts for n in cuts)
 
 
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["transformer.h.7"], r"'transformer.h.7', which is no module that runs; nearest: .*transformer.h.1"),
+        (
+            ["transformer.h.7"],
+            r"'transformer.h.7', which is no module that runs; nearest: .*transformer.h.1",
+        ),
         (["transformer"], "where the model begins: stage 0 would be empty"),
         (["transformer.wte"], "where the model begins: stage 0 would be empty"),
-        (["transformer.h.1", "transformer.h.0"], "makes a cycle: 'transformer.h.0' runs before 'transformer.h.1'"),
-        (["transformer.h.1", "transformer.h.1"], "names 'transformer.h.1' twice: the stage between would be empty"),
+        (
+            ["transformer.h.1", "transformer.h.0"],
+            "makes a cycle: 'transformer.h.0' runs before 'transformer.h.1'",
+        ),
+        (
+            ["transformer.h.1", "transformer.h.1"],
+            "names 'transformer.h.1' twice: the stage between would be empty",
+        ),
         (["nonsense"], "which is no module that runs; nearest: "),
     ],
 )

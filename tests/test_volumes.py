@@ -1,6 +1,8 @@
-"""What a rank receives in a step, counted from the collectives that run, is what the formulas of each mode say.
+"""What a rank receives in a step, counted from the collectives that run, is what the formulas of
+each mode say.
 
-Of two linear layers, [M, K] -> [M, N] -> [M, K], the first of which has an input without a gradient; and of attention over a sequence.
+Of two linear layers, [M, K] -> [M, N] -> [M, K], the first of which has an input without a
+gradient; and of attention over a sequence.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ class Layers(nn.Module):
         return self.down(F.gelu(self.up(x))).square().mean()
 
 
-def _step(model: nn.Module, sample: dict[str, torch.Tensor], tensor: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
+def _step(
+    model: nn.Module, sample: dict[str, torch.Tensor], tensor: dict[str, Any]
+) -> tuple[dict[str, int], dict[str, int]]:
     options = dict(cluster="cpu", parallel=dict(tensor=tensor), recompute="none", progress=False)
     compiled = autopar.compile(model, sample, dist.get_world_size(), **options)  # type: ignore[arg-type]
     compiled._drift = None  # whose records are no tensors of the model
@@ -53,23 +57,38 @@ def transformer(tensor: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_summa(ranks: Pools, depth: int) -> None:
-    """(q - 1) / q^2 (M K / d + K N) for Y, for dX and for dW, and in 2.5D an all-reduce of dW over depth, once a step."""
+    """(q - 1) / q^2 (M K / d + K N) for Y, for dX and for dW, and in 2.5D an all-reduce of dW over
+    depth, once a step.
+    """
     q = 2
     tensor = dict(size=4, mode="2d") if depth == 1 else dict(size=8, mode="2.5d", depth=depth)
     share = FLOAT * (q - 1) / q**2
-    up_x, down_x, weight = share * M * K / depth, share * M * N / depth, share * K * N  # both weights are alike
+    up_x, down_x, weight = (
+        share * M * K / depth,
+        share * M * N / depth,
+        share * K * N,
+    )  # both weights are alike
     for forward, backward in ranks(q * q * depth).run(layers, tensor, timeout=120):
         assert forward.pop("all_reduce") <= 16  # the loss
         assert forward == {"broadcast": (up_x + weight) + (down_x + weight)}
         synchronised = 2 * (depth - 1) / depth * (2 * K * N) / q**2 * FLOAT
         assert backward.pop("all_reduce", 0) == synchronised
-        dw_up, dw_down, dx_down = up_x + weight, down_x + weight, weight + down_x  # each a broadcast and a sum
+        dw_up, dw_down, dx_down = (
+            up_x + weight,
+            down_x + weight,
+            weight + down_x,
+        )  # each a broadcast and a sum
         assert sum(backward.values()) == dw_up + dw_down + dx_down
-        assert backward == {"broadcast": up_x + down_x + weight, "all_to_all": weight + weight + down_x}
+        assert backward == {
+            "broadcast": up_x + down_x + weight,
+            "all_to_all": weight + weight + down_x,
+        }
 
 
 def test_three_dimensions(ranks: Pools) -> None:
-    """2 (q - 1) / q^3 (M K + K N + M N) a layer; what needs no gradient and is given whole is not gathered."""
+    """2 (q - 1) / q^3 (M K + K N + M N) a layer; what needs no gradient and is given whole is not
+    gathered.
+    """
     q = 2
     share = FLOAT * (q - 1) / q**3
     small, wide, weight = share * M * K, share * M * N, share * K * N
@@ -81,11 +100,17 @@ def test_three_dimensions(ranks: Pools) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_rings_and_heads(ranks: Pools, world_size: int) -> None:
-    """A ring: 2 (n - 1) B L H / n forward and 6 (n - 1) B L H / n a step; heads: four all-to-alls each way."""
+    """A ring: 2 (n - 1) B L H / n forward and 6 (n - 1) B L H / n a step; heads: four all-to-alls
+    each way.
+    """
     n, sequence, width, depth = world_size, zoo.SEQUENCE, 32, 2
     whole = depth * 8 * sequence * width * FLOAT
-    for forward, backward in ranks(n).run(transformer, dict(size=n, mode="sequence", ring=n), timeout=120):
+    for forward, backward in ranks(n).run(
+        transformer, dict(size=n, mode="sequence", ring=n), timeout=120
+    ):
         assert forward["all_to_all"] == 2 * (n - 1) * whole / n
         assert forward["all_to_all"] + backward["all_to_all"] == 6 * (n - 1) * whole / n
-    for forward, backward in ranks(n).run(transformer, dict(size=n, mode="sequence", ring=1), timeout=120):
+    for forward, backward in ranks(n).run(
+        transformer, dict(size=n, mode="sequence", ring=1), timeout=120
+    ):
         assert forward["all_to_all"] == backward["all_to_all"] == 4 * (n - 1) * whole / n**2

@@ -1,4 +1,6 @@
-"""Ranks of which one will never come to where another waits: an error on all of them within seconds, that says who, where and what."""
+"""Ranks of which one will never come to where another waits: an error on all of them within
+seconds, that says who, where and what.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import autopar
-from autopar.runtime import waiting
+from autopar.runtime.communication import waiting
 
 pytestmark = pytest.mark.alone
 
@@ -60,17 +62,30 @@ def goes_on_after_a_small_batch(compiled: nn.Module, optimizer: Any, step: int) 
 
 
 def ends(compiled: nn.Module, optimizer: Any, step: int) -> None:
-    waiting._WAITING[dist.group.WORLD]._end()  # as where the process ends and its connections stay open for a while
+    waiting._WAITING[
+        dist.group.WORLD
+    ]._end()  # as where the process ends and its connections stay open for a while
     raise ZeroDivisionError("in the user's own code")
 
 
-Case = tuple[dict[str, Any], Callable[..., None], str, str]  # options, what rank 1 does, what rank 0 says, what rank 1 says
-DRIFTED = r"drifted apart before call 7: rank 1 of 2 called the program in another mode than rank 0, in "
+Case = tuple[
+    dict[str, Any], Callable[..., None], str, str
+]  # options, what rank 1 does, what rank 0 says, what rank 1 says
+DRIFTED = (
+    r"drifted apart before call 7: rank 1 of 2 called the program in another mode than rank 0, in "
+)
 FROZEN = r"drifted apart before call 7: rank 1 of 2 had frozen other parameters than rank 0"
 SMALL = r"rank 1 of 2 failed in call 7: RunError: x has size 6 in dim 0, expected 8"
-UNLIKE = SMALL + r"|before call 7: rank 1 of 2 had 1 calls or backwards that failed, rank 0 0"  # by who looks first
+UNLIKE = (
+    SMALL + r"|before call 7: rank 1 of 2 had 1 calls or backwards that failed, rank 0 0"
+)  # by who looks first
 FAST: list[Case] = [
-    (DATA, skips_backward, r"before call 8: rank 1 of 2 had run the backward of 6 losses, rank 0 of 7", "backward of 6 losses"),
+    (
+        DATA,
+        skips_backward,
+        r"before call 8: rank 1 of 2 had run the backward of 6 losses, rank 0 of 7",
+        "backward of 6 losses",
+    ),
     (DATA, last_batch_is_small, SMALL, "^x has size 6"),
 ]
 SLOW: list[Case] = [
@@ -78,7 +93,12 @@ SLOW: list[Case] = [
     (DATA, in_eval, DRIFTED + r"eval\(\), not in train\(\)", DRIFTED),
     (DATA, freezes, FROZEN, FROZEN),
     (DATA, goes_on_after_a_small_batch, UNLIKE, UNLIKE),
-    (DATA, ends, r"rank 1 of 2 has ended after call 6, and rank 0 is in call 7", "the user's own code"),
+    (
+        DATA,
+        ends,
+        r"rank 1 of 2 has ended after call 6, and rank 0 is in call 7",
+        "the user's own code",
+    ),
     (PIPED, without_gradients, DRIFTED, DRIFTED),
     (PIPED, last_batch_is_small, SMALL, "^x has size 6"),
 ]
@@ -107,7 +127,9 @@ def loop(cases: list[Case], folder: str) -> list[tuple[str, float]]:
             found.append(("nobody noticed", 0.0))
         except (autopar.RunError, ZeroDivisionError) as error:
             found.append((str(error), time.monotonic() - begun))
-            time.sleep(2.0 if rank == 1 else 0.0)  # it is still there, so no connection closes by itself
+            time.sleep(
+                2.0 if rank == 1 else 0.0
+            )  # it is still there, so no connection closes by itself
     return found
 
 
@@ -115,7 +137,9 @@ def check(cases: list[Case]) -> None:
     pool = Pool(2)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            everywhere = pool.run_to_the_end(loop, cases, folder, timeout=len(cases) * GROUP_TIMEOUT)
+            everywhere = pool.run_to_the_end(
+                loop, cases, folder, timeout=len(cases) * GROUP_TIMEOUT
+            )
     finally:
         pool.close()
     for rank, results in enumerate(everywhere):

@@ -1,4 +1,6 @@
-"""Tensors cut in another order than their dims': every conversion moves the pieces that it should; plans of causal attention use zigzag."""
+"""Tensors cut in another order than their dims': every conversion moves the pieces that it should;
+plans of causal attention use zigzag.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,10 @@ from pool import Pools
 
 import autopar
 from autopar.errors import RunError
-from autopar.layout import Z, local_shape, movable, parse, parse_type
-from autopar.runtime.collectives import redistribute
-from autopar.runtime.mesh import Mesh
-from autopar.runtime.ring import positions
+from autopar.ir.layout import Z, local_shape, movable, parse, parse_type
+from autopar.runtime.communication.collectives import redistribute
+from autopar.runtime.communication.mesh import Mesh
+from autopar.runtime.kernels.ring import positions
 
 SHAPE = (16, 8, 24)
 
@@ -28,7 +30,9 @@ def part(whole: torch.Tensor, text: str, rank: int, n: int) -> torch.Tensor:
     if not t.is_shard:
         return whole
     if t.pieces > 1 and not t.is_zigzag:
-        return torch.cat([each.chunk(n, t.dim)[rank] for each in whole.chunk(t.pieces, t.dim)], t.dim)
+        return torch.cat(
+            [each.chunk(n, t.dim)[rank] for each in whole.chunk(t.pieces, t.dim)], t.dim
+        )
     return whole.index_select(t.dim, positions(rank, n, whole.shape[t.dim] // n, t.is_zigzag))
 
 
@@ -41,7 +45,10 @@ def summed(share: torch.Tensor) -> torch.Tensor:
 def _conversions() -> None:
     n = torch.distributed.get_world_size()
     mesh = Mesh((n,), ("ring",))
-    rank, whole = mesh.coordinate[0], torch.randn(SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rank, whole = (
+        mesh.coordinate[0],
+        torch.randn(SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(0)),
+    )
     types = ("I", "R", "P", "S0", "S1", "S2", "Z0", "Z1", "Z2", "S0/4", "S1/2", "S2/3")
     for src, dst in itertools.product(types, types):
         source, target = parse_type(src), parse_type(dst)
@@ -54,8 +61,12 @@ def _conversions() -> None:
         x = part(whole, src, rank, n).clone().requires_grad_()
         y = redistribute(x, mesh, 0, src, dst)
         shares = summed(y) if dst == "P" else None
-        found, expected = (y.detach(), part(whole, dst, rank, n)) if shares is None else (shares, whole)
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12, msg=lambda m, s=src, d=dst: f"{s} -> {d}: {m}")
+        found, expected = (
+            (y.detach(), part(whole, dst, rank, n)) if shares is None else (shares, whole)
+        )
+        torch.testing.assert_close(
+            found, expected, rtol=1e-12, atol=1e-12, msg=lambda m, s=src, d=dst: f"{s} -> {d}: {m}"
+        )
         above, below = (repr(parse_type(t).dual) for t in (dst, src))
         y.backward(part(whole, above, rank, n).clone())
         assert x.grad is not None
@@ -77,7 +88,9 @@ def test_layouts() -> None:
     assert local_shape((16, 3), (Z(0),), (4,)) == (4, 3)
     with pytest.raises(ValueError, match="not divisible by 8"):
         local_shape((12, 3), (Z(0),), (4,))
-    assert movable(parse("s0 S0"), 0, parse_type("R"))  # what lies within all others is gathered first
+    assert movable(
+        parse("s0 S0"), 0, parse_type("R")
+    )  # what lies within all others is gathered first
     assert not movable(parse("s0 S0"), 1, parse_type("R"))
     assert not movable(parse("S0 S0"), 0, parse_type("R"))
 
@@ -88,6 +101,12 @@ def test_causal_rings_are_cut_in_zigzag_order(ranks: Pools) -> None:
     attentions = [node for node in plan.nodes.values() if "ring" in node.kernels]
     assert attentions
     assert all(t.is_zigzag for node in attentions for t in node.out)
-    found = ranks(4).run(check, "causal", torch.float64, {"zigzag": dict(cluster="cpu", parallel=parallel)}, timeout=120)
+    found = ranks(4).run(
+        check,
+        "causal",
+        torch.float64,
+        {"zigzag": dict(cluster="cpu", parallel=parallel)},
+        timeout=120,
+    )
     assert max(each["zigzag"].worst for each in found)[0] < TOLERANCE[torch.float64]
     assert any(t.is_zigzag for node in found[0]["zigzag"].plan.nodes.values() for t in node.out)

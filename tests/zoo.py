@@ -1,4 +1,6 @@
-"""Tiny models of every family the compiler knows, each with a sample batch. All sizes that may be split divide by 4."""
+"""Tiny models of every family the compiler knows, each with a sample batch. All sizes that may be
+split divide by 4.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import torch.nn.functional as F
 import transformers as hf
 from torch import nn
 
-from autopar.capture import Captured
+from autopar.ir.captured import Captured
 
 SEQUENCE, VOCABULARY, CLASSES = 16, 64, 8
 Made = tuple[nn.Module, dict[str, Any]]
@@ -20,11 +22,16 @@ Made = tuple[nn.Module, dict[str, Any]]
 
 def _seeded(make: Callable[..., Made]) -> Callable[..., Made]:
     @functools.wraps(make)
-    def seeded(dtype: torch.dtype = torch.float32, batch: int = 8, dropout: float = 0.0, **options: Any) -> Made:
+    def seeded(
+        dtype: torch.dtype = torch.float32, batch: int = 8, dropout: float = 0.0, **options: Any
+    ) -> Made:
         with torch.random.fork_rng():
             torch.manual_seed(0)
             model, sample = make(batch=batch, dropout=dropout, **options)
-        cast = {k: v.to(dtype) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in sample.items()}
+        cast = {
+            k: v.to(dtype) if torch.is_tensor(v) and v.is_floating_point() else v
+            for k, v in sample.items()
+        }
         return model.to(dtype).train(), cast
 
     return seeded
@@ -49,7 +56,14 @@ _TOKENS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 def gpt2(batch: int, dropout: float, layers: int = 2) -> Made:
     drops = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
     config = hf.GPT2Config(
-        vocab_size=VOCABULARY, n_positions=32, n_embd=32, n_layer=layers, n_head=4, loss_type="ForCausalLM", **drops, **_TOKENS
+        vocab_size=VOCABULARY,
+        n_positions=32,
+        n_embd=32,
+        n_layer=layers,
+        n_head=4,
+        loss_type="ForCausalLM",
+        **drops,
+        **_TOKENS,
     )
     return hf.GPT2LMHeadModel(config), _text(batch)
 
@@ -99,7 +113,10 @@ def vit(batch: int, dropout: float, layers: int = 2) -> Made:
         num_labels=CLASSES, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
     )  # fmt: skip
     images = _images(batch)
-    return hf.ViTForImageClassification(config), {"pixel_values": images["x"], "labels": images["labels"]}
+    return hf.ViTForImageClassification(config), {
+        "pixel_values": images["x"],
+        "labels": images["labels"],
+    }
 
 
 @_seeded
@@ -110,7 +127,10 @@ def vit16(batch: int, dropout: float, layers: int = 2) -> Made:
         num_labels=CLASSES, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
     )  # fmt: skip
     images = _images(batch)
-    return hf.ViTForImageClassification(config), {"pixel_values": torch.randn(batch, 3, 12, 20), "labels": images["labels"]}
+    return hf.ViTForImageClassification(config), {
+        "pixel_values": torch.randn(batch, 3, 12, 20),
+        "labels": images["labels"],
+    }
 
 
 @_seeded
@@ -132,7 +152,9 @@ class _Block(nn.Module):
         self.relu = nn.ReLU(inplace=True)
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or channels != out:
-            self.shortcut = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out)
+            )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm2(self.conv2(self.relu(self.norm1(self.conv1(x)))))
@@ -152,17 +174,30 @@ class _Classifier(nn.Module):
 
 @_seeded
 def cnn(batch: int, dropout: float, layers: int = 1) -> Made:
-    stem = [nn.Conv2d(3, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
-    body = nn.Sequential(*stem, *(_Block(8, 8, 1) for _ in range(layers)), _Block(8, 16, 2), nn.AdaptiveAvgPool2d(1))
-    return _Classifier(body, nn.Sequential(nn.Flatten(), nn.Dropout(dropout), nn.Linear(16, CLASSES))), _images(batch)
+    stem = [
+        nn.Conv2d(3, 8, 3, 1, 1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.MaxPool2d(3, 2, 1),
+    ]
+    body = nn.Sequential(
+        *stem, *(_Block(8, 8, 1) for _ in range(layers)), _Block(8, 16, 2), nn.AdaptiveAvgPool2d(1)
+    )
+    return _Classifier(
+        body, nn.Sequential(nn.Flatten(), nn.Dropout(dropout), nn.Linear(16, CLASSES))
+    ), _images(batch)
 
 
 class _Mix(nn.Module):
     def __init__(self, tokens: int, width: int, dropout: float) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.tokens = nn.Sequential(nn.Linear(tokens, 32), nn.GELU(), nn.Dropout(dropout), nn.Linear(32, tokens))
-        self.channels = nn.Sequential(nn.Linear(width, 64), nn.GELU(), nn.Dropout(dropout), nn.Linear(64, width))
+        self.tokens = nn.Sequential(
+            nn.Linear(tokens, 32), nn.GELU(), nn.Dropout(dropout), nn.Linear(32, tokens)
+        )
+        self.channels = nn.Sequential(
+            nn.Linear(width, 64), nn.GELU(), nn.Dropout(dropout), nn.Linear(64, width)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.tokens(self.norm1(x).transpose(1, 2)).transpose(1, 2)
@@ -185,7 +220,9 @@ class _Mean(nn.Module):
 
 @_seeded
 def mixer(batch: int, dropout: float, layers: int = 2) -> Made:
-    body = nn.Sequential(_Patches(32), *(_Mix(16, 32, dropout) for _ in range(layers)), nn.LayerNorm(32), _Mean())
+    body = nn.Sequential(
+        _Patches(32), *(_Mix(16, 32, dropout) for _ in range(layers)), nn.LayerNorm(32), _Mean()
+    )
     return _Classifier(body, nn.Linear(32, CLASSES)), _images(batch)
 
 
@@ -197,12 +234,16 @@ class _Unet(nn.Module):
         sizes = [width * 2**i for i in range(levels + 1)]
         self.enter = nn.Conv2d(3, width, 3, 1, 1)
         self.down = nn.ModuleList(self._block(a, b, dropout) for a, b in itertools.pairwise(sizes))
-        self.up = nn.ModuleList(self._block(b + a, a, dropout) for a, b in reversed(list(itertools.pairwise(sizes))))
+        self.up = nn.ModuleList(
+            self._block(b + a, a, dropout) for a, b in reversed(list(itertools.pairwise(sizes)))
+        )
         self.leave = nn.Conv2d(width, 3, 1)
 
     @staticmethod
     def _block(channels: int, out: int, dropout: float) -> nn.Module:
-        return nn.Sequential(nn.Conv2d(channels, out, 3, 1, 1), nn.GroupNorm(4, out), nn.SiLU(), nn.Dropout(dropout))
+        return nn.Sequential(
+            nn.Conv2d(channels, out, 3, 1, 1), nn.GroupNorm(4, out), nn.SiLU(), nn.Dropout(dropout)
+        )
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
         h = self.enter(x)
@@ -218,7 +259,10 @@ class _Unet(nn.Module):
 
 @_seeded
 def unet(batch: int, dropout: float, layers: int = 2) -> Made:
-    return _Unet(8, layers, dropout), {"x": torch.randn(batch, 3, 16, 16), "y": torch.randn(batch, 3, 16, 16)}
+    return _Unet(8, layers, dropout), {
+        "x": torch.randn(batch, 3, 16, 16),
+        "y": torch.randn(batch, 3, 16, 16),
+    }
 
 
 class _Regressor(nn.Module):
@@ -234,13 +278,20 @@ class _Regressor(nn.Module):
 @_seeded
 def mlp(batch: int, dropout: float, layers: int = 2) -> Made:
     hidden = [m for _ in range(layers) for m in (nn.Linear(32, 32), nn.GELU(), nn.Dropout(dropout))]
-    return _Regressor(nn.Sequential(*hidden, nn.Linear(32, 16))), {"x": torch.randn(batch, 32), "y": torch.randn(batch, 16)}
+    return _Regressor(nn.Sequential(*hidden, nn.Linear(32, 16))), {
+        "x": torch.randn(batch, 32),
+        "y": torch.randn(batch, 16),
+    }
 
 
 class _Tokens(nn.Module):
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.up, self.norm, self.down = nn.Linear(width, hidden), nn.LayerNorm(hidden), nn.Linear(hidden, width)
+        self.up, self.norm, self.down = (
+            nn.Linear(width, hidden),
+            nn.LayerNorm(hidden),
+            nn.Linear(hidden, width),
+        )
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
         prediction = self.down(self.norm(F.gelu(self.up(x))))
@@ -250,21 +301,38 @@ class _Tokens(nn.Module):
 @_seeded
 def wide(batch: int, dropout: float, width: int = 1024, hidden: int = 8192) -> Made:
     """Two large layers with a layer norm between, on 8 tokens a sample."""
-    return _Tokens(width, hidden), {"x": torch.randn(batch, 8, width), "y": torch.randn(batch, 8, width)}
+    return _Tokens(width, hidden), {
+        "x": torch.randn(batch, 8, width),
+        "y": torch.randn(batch, 8, width),
+    }
 
 
 class _Fused(nn.Module):
-    """A block whose query, key and value come from one weight, as timm's do, and whose gate and up from another, as Phi-3's do."""
+    """A block whose query, key and value come from one weight, as timm's do, and whose gate and up
+    from another, as Phi-3's do.
+    """
 
     def __init__(self, width: int, heads: int, hidden: int) -> None:
         super().__init__()
         self.heads = heads
-        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.gate_up, self.down = nn.Linear(width, 2 * hidden, bias=False), nn.Linear(hidden, width, bias=False)
+        self.norm, self.qkv, self.out = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+        )
+        self.gate_up, self.down = (
+            nn.Linear(width, 2 * hidden, bias=False),
+            nn.Linear(hidden, width, bias=False),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         b, s, w = x.shape
-        q, k, v = self.qkv(self.norm(x)).reshape(b, s, 3, self.heads, w // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, v = (
+            self.qkv(self.norm(x))
+            .reshape(b, s, 3, self.heads, w // self.heads)
+            .permute(2, 0, 3, 1, 4)
+            .unbind(0)
+        )
         x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, s, w))
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return x + self.down(up * F.silu(gate))
@@ -301,10 +369,16 @@ MODELS: dict[str, Callable[..., Made]] = {
 
 
 def run(captured: Captured, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Run a captured graph on its model's state: the outputs in the user's structure, and the buffers' new values."""
+    """Run a captured graph on its model's state: the outputs in the user's structure, and the
+    buffers' new values.
+    """
     leaves = captured.in_spec.flatten_up_to((args, kwargs))
     tensors = iter(leaf for i, leaf in enumerate(leaves) if i not in captured.constants_in)
-    values = [next(tensors) if i.kind == "input" else captured.state[i.target] for i in captured.inputs]
+    values = [
+        next(tensors) if i.kind == "input" else captured.state[i.target] for i in captured.inputs
+    ]
     flat = torch.fx.Interpreter(torch.fx.GraphModule(nn.Module(), captured.graph)).run(*values)
     count = captured.out_spec.num_leaves
-    return captured.out_spec.unflatten(flat[:count]), dict(zip(captured.updates, flat[count:], strict=True))
+    return captured.out_spec.unflatten(flat[:count]), dict(
+        zip(captured.updates, flat[count:], strict=True)
+    )

@@ -1,23 +1,30 @@
 """What is alive while the backward of a microbatch of one stage runs.
 
-Autograd runs the backward of calls in the reverse order of their forward. What a call saved and the gradients that came to it are let go
-when its backward is done; gradients that come to one tensor from several readers are added up, in place where nobody else has the memory.
+Autograd runs the backward of calls in the reverse order of their forward. What a call saved and the
+gradients that came to it are let go when its backward is done; gradients that come to one tensor
+from several readers are added up, in place where nobody else has the memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
+from autopar.kernel_trace.flow import Gradient
 from autopar.memory.calls import Call, Memory, Slot
-from autopar.memory.flow import Gradient
 from autopar.memory.liveness import ACTIVATIONS, REMADE, TRANSIENT, Body, Grad, Ledger
 
 
 class Backward:
-    """The backward of one microbatch. ``leaf(name, gradient)`` takes the gradient of a parameter; ``held`` is not let go of, whatever
-    autograd does."""
+    """The backward of one microbatch. ``leaf(name, gradient)`` takes the gradient of a parameter;
+    ``held`` is not let go of, whatever autograd does."""
 
-    def __init__(self, body: Body, ledger: Ledger, leaf: Callable[[str, Grad], None], held: Collection[Memory]) -> None:
+    def __init__(
+        self,
+        body: Body,
+        ledger: Ledger,
+        leaf: Callable[[str, Grad], None],
+        held: Collection[Memory],
+    ) -> None:
         self._body, self._ledger, self._leaf = body, ledger, leaf
         self._slots: dict[Slot, Grad] = {}
         self._left = dict(body.edges)
@@ -27,10 +34,14 @@ class Backward:
         self._kind = dict.fromkeys(body.survey.kept, ACTIVATIONS)
         self._done: set[Call] = set()
         self._split, self._received = False, list[Grad]()
-        self._waiting: dict[Call, list[Grad | None]] = {}  # gradients of results, for the second part of a backward in two
+        self._waiting: dict[
+            Call, list[Grad | None]
+        ] = {}  # gradients of results, for the second part of a backward in two
 
     def run(self) -> int:
-        """Leaves in the ledger the gradients that go back to the stage before, whose bytes it returns."""
+        """Leaves in the ledger the gradients that go back to the stage before, whose bytes it
+        returns.
+        """
         received = self._begin()
         for call in reversed(self._body.calls):
             self._call(call)
@@ -40,7 +51,9 @@ class Backward:
         return back
 
     def inputs(self) -> int:
-        """The part of a backward in two (``runtime.split_backward``) that the stage before waits for: lets go of nothing that was saved."""
+        """The part of a backward in two (``runtime.split_backward``) that the stage before waits
+        for: lets go of nothing that was saved.
+        """
         self._received, self._split = self._begin(), True
         for call in reversed(self._body.calls):
             if any(slot in self._body.path for slot in call.slots):
@@ -79,10 +92,15 @@ class Backward:
 
     def _back(self) -> int:
         for arrival in self._body.arrivals:
-            if arrival.slot is not None and arrival.slot not in self._slots:  # what has no gradient is sent zeros
+            if (
+                arrival.slot is not None and arrival.slot not in self._slots
+            ):  # what has no gradient is sent zeros
                 self._slots[arrival.slot] = Grad(arrival.memory.nbytes)
                 self._ledger.add(TRANSIENT, arrival.memory.nbytes)
-        return sum(grad.nbytes for grad in {self._slots[a.slot] for a in self._body.arrivals if a.slot is not None})
+        return sum(
+            grad.nbytes
+            for grad in {self._slots[a.slot] for a in self._body.arrivals if a.slot is not None}
+        )
 
     def _call(self, call: Call) -> None:
         body, ledger = self._body, self._ledger
@@ -90,16 +108,26 @@ class Backward:
         if pieces and call is not pieces[0]:
             return
         self._remake(call)
-        arriving = [self._slots.pop(slot, None) for piece in pieces or [call] for slot in piece.slots]
+        arriving = [
+            self._slots.pop(slot, None) for piece in pieces or [call] for slot in piece.slots
+        ]
         if any(arriving):
             if pieces:
-                whole = max(gradient.nbytes for piece in pieces for gradient in piece.flow.gradients[:1] if gradient is not None)
+                whole = max(
+                    gradient.nbytes
+                    for piece in pieces
+                    for gradient in piece.flow.gradients[:1]
+                    if gradient is not None
+                )
                 missing = arriving.count(None) * whole // len(pieces)
                 ledger.touch(whole + missing)
                 self._send(call, arriving, [whole], [Gradient(0, whole, True)])
             elif self._split:
                 pairs = list(zip(call.flow.gradients, call.into, strict=True))
-                exits = any(gradient is not None and into is not None and into not in body.path for gradient, into in pairs)
+                exits = any(
+                    gradient is not None and into is not None and into not in body.path
+                    for gradient, into in pairs
+                )
                 self._waiting[call] = arriving if exits else []
                 for kept in filter(None, self._waiting[call]):
                     kept.refs += 1
@@ -113,13 +141,22 @@ class Backward:
     def _share(self, call: Call, arriving: list[Grad | None], wanted: Sequence[bool]) -> None:
         """The gradients of some operands only; the others are not computed."""
         flow = call.flow
-        gradients = [gradient if want else None for gradient, want in zip(flow.gradients, wanted, strict=True)]
+        gradients = [
+            gradient if want else None
+            for gradient, want in zip(flow.gradients, wanted, strict=True)
+        ]
         sources = {gradient.source for gradient in gradients if gradient is not None}
         made = [nbytes if place in sources else 0 for place, nbytes in enumerate(flow.made)]
         self._ledger.touch(max(flow.backward - sum(flow.made) + sum(made), 0))
         self._send(call, arriving, made, gradients)
 
-    def _send(self, call: Call, arriving: list[Grad | None], made: Sequence[int], gradients: Sequence[Gradient | None]) -> None:
+    def _send(
+        self,
+        call: Call,
+        arriving: list[Grad | None],
+        made: Sequence[int],
+        gradients: Sequence[Gradient | None],
+    ) -> None:
         """On to the operands' slots."""
         own = [Grad(nbytes) for nbytes in made]
         for grad in own:
@@ -128,7 +165,9 @@ class Backward:
         onward = []
         for gradient, into in zip(gradients, call.into, strict=False):
             if gradient is not None and into is not None:
-                source = own[gradient.source] if gradient.source >= 0 else arriving[-1 - gradient.source]
+                source = (
+                    own[gradient.source] if gradient.source >= 0 else arriving[-1 - gradient.source]
+                )
                 if source is not None:
                     source.refs += 1
                     source.dense &= gradient.dense

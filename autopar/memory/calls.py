@@ -1,5 +1,6 @@
-"""The calls of a plan on one rank: what memory each reads, makes, and saves for its backward, and where its gradients go. The plan is not
-lowered for it, but kernels and conversions are those of the runtime, run on meta tensors."""
+"""The calls of a plan on one rank: what memory each reads, makes, and saves for its backward, and
+where its gradients go. The plan is not lowered for it, but kernels and conversions are those of the
+runtime, run on meta tensors."""
 
 from __future__ import annotations
 
@@ -12,17 +13,24 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx as fx
 
-from autopar.analysis import Analysis
-from autopar.autograd import Answer, Autograd, Strided, contiguous, substituted, with_grad
-from autopar.graph import arguments, operands, signature, slices_of
-from autopar.layout import Layout, local_shape, parse_type, show
-from autopar.memory.flow import Flow
-from autopar.passes.choose_kernels import kernel_call
-from autopar.plan import NodePlan, Step
+from autopar.ir.layout import Layout, local_shape, parse_type, show
+from autopar.ir.nodes import arguments, operands, signature, slices_of
+from autopar.ir.plan_data import NodePlan, Step
+from autopar.kernel_trace.autograd import (
+    Answer,
+    Autograd,
+    Strided,
+    contiguous,
+    substituted,
+    with_grad,
+)
+from autopar.kernel_trace.flow import Flow
+from autopar.kernel_trace.stand_ins import AnyMesh
+from autopar.passes.lowering.choose_kernels import kernel_call
 from autopar.rules import Rule
-from autopar.runtime.collectives import redistribute
-from autopar.runtime.kernels import send
-from autopar.stand_ins import AnyMesh
+from autopar.rules.analysis import Analysis
+from autopar.runtime.communication.collectives import redistribute
+from autopar.runtime.kernels.kernels import send
 
 
 @dataclass(eq=False)
@@ -35,7 +43,9 @@ class Memory:
 
 @dataclass(eq=False)
 class Slot:
-    """Where the gradients of one tensor come together: of a result of ``call``, or of the ``parameter`` of this name."""
+    """Where the gradients of one tensor come together: of a result of ``call``, or of the
+    ``parameter`` of this name.
+    """
 
     call: Call | None = None
     parameter: str = ""
@@ -48,7 +58,8 @@ class Call:
     Attributes:
         order: its place in the program: that of the tensor, and that among its conversions.
         stage: None if each stage has its own.
-        reads: the memory of its operands; None for parameters, buffers and inputs, which are there anyway.
+        reads: the memory of its operands; None for parameters, buffers and inputs, which are there
+            anyway.
         saved: what its backward reads of that, and of its results.
         internal: bytes of what else its backward reads.
         cloned: bytes of buffers that are written to, which computing it again needs as they were.
@@ -58,7 +69,8 @@ class Call:
         flow: what it takes while it runs.
         into: where the gradients of its operands go, None where they have none.
         slots: its results'.
-        pieces: slices, this one among them, that lowering joins into one split unless one of them is computed again.
+        pieces: slices, this one among them, that lowering joins into one split unless one of them
+            is computed again.
     """
 
     name: str
@@ -79,7 +91,9 @@ class Call:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A tensor that a stage is sent by the one before: what lies there, and here, and where the gradients of both come together."""
+    """A tensor that a stage is sent by the one before: what lies there, and here, and where the
+    gradients of both come together.
+    """
 
     stage: int
     sent: Memory | None
@@ -92,12 +106,14 @@ Memories = tuple[Memory | None, ...]
 
 
 class Program:
-    """One plan's ``calls`` on one rank, in their order, conversions among them; the ``arrivals`` at each stage; ``outputs``, the memory of
-    what it returns, the loss first; where the gradient of the ``loss`` begins; the parameters that stages use, in the order of first
-    ``uses``, and the ``inputs`` that they take.
+    """One plan's ``calls`` on one rank, in their order, conversions among them; the ``arrivals`` at
+    each stage; ``outputs``, the memory of what it returns, the loss first; where the gradient of
+    the ``loss`` begins; the parameters that stages use, in the order of first ``uses``, and the
+    ``inputs`` that they take.
 
     Args:
-        analysis: of the graph of one microbatch; one that is cut into stages says so by ``meta["stage"]``.
+        analysis: of the graph of one microbatch; one that is cut into stages says so by
+            ``meta["stage"]``.
         nodes, conversions: as in a plan.
         sizes: of the mesh of one stage.
         autograd: asked for the device type where the program will run.
@@ -113,13 +129,21 @@ class Program:
         autograd: Autograd,
         summed_in: torch.dtype | None = None,
     ) -> None:
-        self._analysis, self._nodes, self._conversions, self._sizes, self._autograd = analysis, nodes, conversions, sizes, autograd
+        self._analysis, self._nodes, self._conversions, self._sizes, self._autograd = (
+            analysis,
+            nodes,
+            conversions,
+            sizes,
+            autograd,
+        )
         self._mesh, self._summed_in = AnyMesh(tuple(sizes)), summed_in
         self._values: dict[fx.Node, Any] = {}
         self._memories: dict[fx.Node, Memories] = {}
         self._slots: dict[fx.Node, tuple[Slot | None, ...]] = {}
         self._converted: dict[tuple[fx.Node, tuple[Step, ...]], _Converted] = {}
-        self._chains: dict[float, list[Call]] = {}  # conversions, by the place after which they stand
+        self._chains: dict[
+            float, list[Call]
+        ] = {}  # conversions, by the place after which they stand
         self._call_of: dict[fx.Node, Call] = {}
         self._place = {node: place for place, node in enumerate(analysis.graph.nodes)}
         self.calls: list[Call] = []
@@ -128,7 +152,11 @@ class Program:
         self.inputs: set[tuple[int | None, fx.Node]] = set()
         updates = analysis.outputs[analysis.captured.out_spec.num_leaves :]
         names = {i.target: n for n, i in analysis.state.items()}
-        self._written = {names[target] for target, new in zip(analysis.captured.updates, updates, strict=True) if target in names}
+        self._written = {
+            names[target]
+            for target, new in zip(analysis.captured.updates, updates, strict=True)
+            if target in names
+        }
         for node, place in self._place.items():
             self._visit(node, place)
         for chain in self._chains.values():
@@ -137,7 +165,11 @@ class Program:
                 self.calls.append(call)
         self.calls.sort(key=lambda call: call.order)
         self._join_slices()
-        tensors = [n for n in analysis.outputs[: analysis.captured.out_spec.num_leaves] if isinstance(n, fx.Node)]
+        tensors = [
+            n
+            for n in analysis.outputs[: analysis.captured.out_spec.num_leaves]
+            if isinstance(n, fx.Node)
+        ]
         others = [n for n in tensors if n is not analysis.loss]
         self.outputs = [self._memories[n][0] for n in (analysis.loss, *others)]
         self.loss = self._slots[analysis.loss][0]
@@ -145,20 +177,32 @@ class Program:
     def _visit(self, node: fx.Node, place: int) -> None:
         if node.op == "placeholder":
             val, grad = node.meta["val"], node in self._analysis.differentiable
-            self._values[node] = contiguous(self._local(node), val.dtype, grad) if isinstance(val, torch.Tensor) else val
+            self._values[node] = (
+                contiguous(self._local(node), val.dtype, grad)
+                if isinstance(val, torch.Tensor)
+                else val
+            )
             self._memories[node] = (None,)
-            self._slots[node] = (Slot(parameter=self._analysis.state[node].target) if grad else None,)
+            self._slots[node] = (
+                Slot(parameter=self._analysis.state[node].target) if grad else None,
+            )
         elif node.target is operator.getitem:
-            source, index = node.args
-            self._values[node], self._memories[node] = self._values[source][index], (self._memories[source][index],)  # type: ignore
-            self._slots[node] = (self._slots[source][index],)  # type: ignore[index]
+            source: fx.Node = node.args[0]  # type: ignore[assignment]
+            index: int = node.args[1]  # type: ignore[assignment]
+            self._values[node] = self._values[source][index]
+            self._memories[node] = (self._memories[source][index],)
+            self._slots[node] = (self._slots[source][index],)
         elif node.target is send:
             self._send(node, place)
         elif node.op == "call_function":
             self._call(node, place)
 
     def _call(self, node: fx.Node, place: int) -> None:
-        chosen, grad, rule = self._nodes[node.name], node in self._analysis.differentiable, self._analysis.rules.get(node)
+        chosen, grad, rule = (
+            self._nodes[node.name],
+            node in self._analysis.differentiable,
+            self._analysis.rules.get(node),
+        )
         call = self._call_of[node] = Call(node.name, (place, 0), self._stage(node))
         tensors, memories = [], []
         for k, (operand, _) in enumerate(operands(node)):
@@ -169,39 +213,63 @@ class Program:
             if operand in self._written or (rule is not None and k in rule.writes):
                 call.cloned += self._nbytes(value)
         answer = self._ask(node, rule, chosen, tensors)
-        made = [memories[r.alias] if r.alias is not None else Memory(r.nbytes, call) for r in answer.results]
+        made = [
+            memories[r.alias] if r.alias is not None else Memory(r.nbytes, call)
+            for r in answer.results
+        ]
         self._values[node], self._memories[node] = answer.value, tuple(made)
         self._slots[node] = tuple(Slot(call) if r.tensor.grad else None for r in answer.results)
         self._fill(call, answer, memories, made, self._slots[node])
         self.calls.append(call)
 
-    def _ask(self, node: fx.Node, rule: Rule | None, chosen: NodePlan, tensors: list[Any]) -> Answer:
+    def _ask(
+        self, node: fx.Node, rule: Rule | None, chosen: NodePlan, tensors: list[Any]
+    ) -> Answer:
         if any(chosen.kernels) and not _RANDOM.intersection(chosen.kernels):
-            return kernel_answer(self._autograd, node, chosen, self._mesh, tensors, self._like(node))
+            return kernel_answer(
+                self._autograd, node, chosen, self._mesh, tensors, self._like(node)
+            )
         args, kwargs = self._localised(node, rule, chosen, *substituted(node, tensors))
         return self._autograd.ask(node.target, args, kwargs, self._like(node))  # type: ignore[arg-type]
 
     @staticmethod
     def _fill(
-        call: Call, answer: Answer, memories: Sequence[Memory | None], made: Sequence[Memory | None], slots: Sequence[Slot | None]
+        call: Call,
+        answer: Answer,
+        memories: Sequence[Memory | None],
+        made: Sequence[Memory | None],
+        slots: Sequence[Slot | None],
     ) -> None:
         call.reads = [m for m in memories if m is not None]
         call.made = [m for m in made if m is not None and m.call is call]
-        read = {memories[k] for k in answer.operands} | {m for m, r in zip(made, answer.results, strict=True) if r.saved}
+        read = {memories[k] for k in answer.operands} | {
+            m for m, r in zip(made, answer.results, strict=True) if r.saved
+        }
         call.saved = [m for m in read if m is not None]
         call.internal, call.flow = sum(answer.internal), answer.flow
         call.slots = [slot if slot is not None else Slot(call) for slot in slots]
 
     def _send(self, node: fx.Node, place: int) -> None:
-        """What arrives in a stage is memory of its own there, and kept like any other that is there to start with."""
-        value, sent, source = self._operand(node.all_input_nodes[0], self._nodes[node.name].ins[0], node)
+        """What arrives in a stage is memory of its own there, and kept like any other that is there
+        to start with.
+        """
+        value, sent, source = self._operand(
+            node.all_input_nodes[0], self._nodes[node.name].ins[0], node
+        )
         arrived = Memory(self._nbytes(value), Call(node.name, (place, 0), self._stage(node)))
         slot = Slot(arrived.call) if value.grad else None
-        self._values[node], self._memories[node] = contiguous(value.shape, value.dtype, value.grad), (arrived,)
+        self._values[node], self._memories[node] = (
+            contiguous(value.shape, value.dtype, value.grad),
+            (arrived,),
+        )
         self._slots[node] = (slot,)
-        self.arrivals.append(Arrival(self._stage(node) or 0, sent, arrived, source if value.grad else None, slot))
+        self.arrivals.append(
+            Arrival(self._stage(node) or 0, sent, arrived, source if value.grad else None, slot)
+        )
 
-    def _operand(self, node: fx.Node, wanted: Layout, reader: fx.Node) -> tuple[Any, Memory | None, Slot | None]:
+    def _operand(
+        self, node: fx.Node, wanted: Layout, reader: fx.Node
+    ) -> tuple[Any, Memory | None, Slot | None]:
         found = self._nodes[node.name].out
         memories, slots = self._memories[node], self._slots[node]
         if node in self._analysis.state:
@@ -223,11 +291,20 @@ class Program:
             at.call.read = True
         return at.value, at.memory, at.slot
 
-    def _conversion(self, node: fx.Node, layout: Layout, at: _Converted, step: Step, reader: fx.Node) -> _Converted:
+    def _conversion(
+        self, node: fx.Node, layout: Layout, at: _Converted, step: Step, reader: fx.Node
+    ) -> _Converted:
         """One step, and what it makes."""
-        # It stands right behind what it converts, before those made so far; what converts an input, before its first reader.
+        # It stands right behind what it converts, before those made so far; what converts an input,
+        # before its first reader.
         before = at.call
-        place = before.order[0] if before is not None else self._place[reader] - 0.5 if node.op == "placeholder" else self._place[node]
+        place = (
+            before.order[0]
+            if before is not None
+            else self._place[reader] - 0.5
+            if node.op == "placeholder"
+            else self._place[node]
+        )
         chain = self._chains.setdefault(place, [])
         call = Call(f"{node.name} -> {show(layout)}", (place, 0), self._stage(node), read=False)
         first = len(chain) if node.op == "placeholder" else 0
@@ -245,16 +322,26 @@ class Program:
         return _Converted(answer.value, memory, slot, call)
 
     def _join_slices(self) -> None:
-        """Notes the slices that lowering makes one split of (``passes.join_slices``): those of one tensor, converted alike."""
+        """Notes the slices that lowering makes one split of (``passes.join_slices``): those of one
+        tensor, converted alike.
+        """
         for node in self._analysis.graph.nodes:
             for pieces in slices_of(node) if node.op == "call_function" else ():
                 calls = [self._call_of[piece] for piece in pieces]
-                if len({self._nodes[piece.name].ins[0] for piece in pieces}) == 1 and len({call.stage for call in calls}) == 1:
+                if (
+                    len({self._nodes[piece.name].ins[0] for piece in pieces}) == 1
+                    and len({call.stage for call in calls}) == 1
+                ):
                     for call in calls:
                         call.pieces = sorted(calls, key=lambda c: c.order)
 
     def _localised(
-        self, node: fx.Node, rule: Rule | None, chosen: NodePlan, args: list[Any], kwargs: dict[str, Any]
+        self,
+        node: fx.Node,
+        rule: Rule | None,
+        chosen: NodePlan,
+        args: list[Any],
+        kwargs: dict[str, Any],
     ) -> tuple[list[Any], dict[str, Any]]:
         """The arguments of one rank's part of an operator, as ``passes.localise`` makes them."""
         if rule is None or all(f is None for f in chosen.factors):
@@ -263,7 +350,16 @@ class Program:
         if rule.shape_argument:
             new[rule.shape_argument] = list(self._local(node))
         if rule.localise:
-            splits = [(f, math.prod(n for g, n in zip(chosen.factors, self._sizes, strict=True) if g == f)) for f in chosen.factors if f]
+            splits = [
+                (
+                    f,
+                    math.prod(
+                        n for g, n in zip(chosen.factors, self._sizes, strict=True) if g == f
+                    ),
+                )
+                for f in chosen.factors
+                if f
+            ]
             new.update(rule.localise(arguments(node), dict(splits)))
         for place, (name, _, keyword_only) in enumerate(signature(node.target)):  # type: ignore[arg-type]
             if name in new and place < len(args) and not keyword_only:
@@ -277,7 +373,11 @@ class Program:
 
     def _like(self, node: fx.Node) -> Any:
         val = node.meta["val"]
-        return torch.empty(self._local(node), dtype=val.dtype, device="meta") if isinstance(val, torch.Tensor) else val
+        return (
+            torch.empty(self._local(node), dtype=val.dtype, device="meta")
+            if isinstance(val, torch.Tensor)
+            else val
+        )
 
     def _stage(self, node: fx.Node) -> int | None:
         return node.meta.get("stage", 0) if node.op == "call_function" else None
@@ -286,14 +386,29 @@ class Program:
         return self._autograd.allocated(math.prod(value.shape) * value.dtype.itemsize)
 
 
-def kernel_answer(autograd: Autograd, node: fx.Node, chosen: NodePlan, mesh: AnyMesh, tensors: Sequence[Any], like: Any = None) -> Answer:
-    """What the kernel that ``chosen`` names makes, saves and launches on one rank; ``tensors`` are the rank's parts of its operands."""
+def kernel_answer(
+    autograd: Autograd,
+    node: fx.Node,
+    chosen: NodePlan,
+    mesh: AnyMesh,
+    tensors: Sequence[Any],
+    like: Any = None,
+) -> Answer:
+    """What the kernel that ``chosen`` names makes, saves and launches on one rank; ``tensors`` are
+    the rank's parts of its operands.
+    """
     target, given = kernel_call(node, chosen, mesh)
     left = iter(tensors)
-    return autograd.ask(target, [next(left) if isinstance(a, fx.Node) else a for a in given], {}, like)
+    return autograd.ask(
+        target, [next(left) if isinstance(a, fx.Node) else a for a in given], {}, like
+    )
 
 
-_RANDOM = {"attention", "drawn", "dropout"}  # kernels that are the operator, its numbers drawn from a stream
+_RANDOM = {
+    "attention",
+    "drawn",
+    "dropout",
+}  # kernels that are the operator, its numbers drawn from a stream
 
 
 class _Converted(NamedTuple):

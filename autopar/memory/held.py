@@ -1,4 +1,6 @@
-"""The memory that one rank's autograd holds for one microbatch, storage by storage, for any plan and anything recomputed."""
+"""The memory that one rank's autograd holds for one microbatch, storage by storage, for any plan
+and anything recomputed.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from autopar.memory.calls import Call, Memory, Program
 
 
 class Held:
-    """What of a program's memory one microbatch's autograd holds between forward and backward, and what the backward makes again.
+    """What of a program's memory one microbatch's autograd holds between forward and backward, and
+    what the backward makes again.
 
     ``recomputed`` is that of a plan.
     """
@@ -20,10 +23,14 @@ class Held:
     def kept(self, recomputed: Collection[str] = ()) -> dict[int, float]:
         """Bytes by stage."""
         again = self.again(recomputed)
-        return {stage: float(self.survey(self._of(stage), again).nbytes) for stage in self._stages()}
+        return {
+            stage: float(self.survey(self._of(stage), again).nbytes) for stage in self._stages()
+        }
 
     def again(self, recomputed: Collection[str]) -> set[Call]:
-        """The calls that ``recomputed`` names, and the steps on the way to a conversion that it names."""
+        """The calls that ``recomputed`` names, and the steps on the way to a conversion that it
+        names.
+        """
         names = set(recomputed)
         again = {call for call in self._calls if call.name in names}
         for call in reversed(self._calls):
@@ -59,7 +66,8 @@ class Held:
 
 @dataclass(eq=False)
 class Survey:
-    """What one stage keeps: ``kept`` memory, ``internal`` bytes, and buffers of the calls ``remade``. ``holders`` counts who waits for a
+    """What one stage keeps: ``kept`` memory, ``internal`` bytes, and buffers of the calls
+    ``remade``. ``holders`` counts who waits for a
     memory: calls whose backward reads it, and calls that are made again from it."""
 
     kept: set[Memory] = field(default_factory=set)

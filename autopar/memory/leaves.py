@@ -1,4 +1,6 @@
-"""The memory of parameters' gradients during a step, as ``runtime.gradients`` and ``runtime.gather`` have it."""
+"""The memory of parameters' gradients during a step, as ``runtime.gradients`` and
+``runtime.gather`` have it.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
+from autopar.ir.plan_data import BUCKET_BYTES
 from autopar.memory.liveness import GRADIENTS, TRANSIENT, Grad, Ledger
-from autopar.plan import BUCKET_BYTES
-from autopar.runtime.gather import buckets
+from autopar.runtime.parameters.gather import buckets
 
 
 @dataclass(eq=False)
@@ -19,9 +21,12 @@ class Leaf:
     Attributes:
         elements, dtype: as the graph takes it.
         stored_elements, stored_dtype: of the rank's part between steps.
-        scatter: ranks over which its gradient is reduce-scattered; ``reduces``: whether it is all-reduced after that.
-        gathered: the mesh axes along which it is put together from several ranks' parts when a step starts; ``dims``, those they cut.
-        exchanged: the mesh axes along which ranks exchange pieces of it then; ``apart``, whether these do not lie side by side.
+        scatter: ranks over which its gradient is reduce-scattered; ``reduces``: whether it is
+            all-reduced after that.
+        gathered: the mesh axes along which it is put together from several ranks' parts when a step
+            starts; ``dims``, those they cut.
+        exchanged: the mesh axes along which ranks exchange pieces of it then; ``apart``, whether
+            these do not lie side by side.
         sums: the axes of these collectives.
         trains: whether the loss has a gradient for it.
     """
@@ -64,18 +69,29 @@ class Leaf:
 
 
 class Leaves:
-    """The gradients of one stage's parameters, which come ``in_order`` of first use; ``direct`` if autograd has them in the parameters
-    themselves. ``summed_in``: in which ranks sum them, None for that in which they are made."""
+    """The gradients of one stage's parameters, which come ``in_order`` of first use; ``direct`` if
+    autograd has them in the parameters themselves. ``summed_in``: in which ranks sum them, None for
+    that in which they are made."""
 
-    def __init__(self, in_order: Sequence[Leaf], direct: bool, summed_in: torch.dtype | None) -> None:
+    def __init__(
+        self, in_order: Sequence[Leaf], direct: bool, summed_in: torch.dtype | None
+    ) -> None:
         self._leaves = {leaf.name: leaf for leaf in in_order}
         self._direct, self._summed_in = direct, summed_in
         self._there: dict[str, int] = {}  # what the backward has left
-        self._added: dict[str, int] = {}  # the sum of microbatches, in the parameter's dtype where that is not the graph's
+        self._added: dict[
+            str, int
+        ] = {}  # the sum of microbatches, in the parameter's dtype where that is not the graph's
         others = [leaf for leaf in in_order[::-1] if leaf.synchronised]
-        together = buckets(others, lambda leaf: (leaf.sums, leaf.exchanged, leaf.dtype, leaf.stored_dtype), BUCKET_BYTES)
+        together = buckets(
+            others,
+            lambda leaf: (leaf.sums, leaf.exchanged, leaf.dtype, leaf.stored_dtype),
+            BUCKET_BYTES,
+        )
         self._buckets = [] if direct else together
-        self._bucket_of = {leaf.name: i for i, bucket in enumerate(self._buckets) for leaf in bucket}
+        self._bucket_of = {
+            leaf.name: i for i, bucket in enumerate(self._buckets) for leaf in bucket
+        }
         self._flats: dict[int, int] = {}
         self._missing: list[set[str]] = []
         self._armed = False
@@ -103,7 +119,11 @@ class Leaves:
         if not grad.refs:
             ledger.add(TRANSIENT, -grad.nbytes)
         place = self._bucket_of.get(name)
-        if leaf.cast and not self._direct and (place is None or not self._armed or name in self._added):
+        if (
+            leaf.cast
+            and not self._direct
+            and (place is None or not self._armed or name in self._added)
+        ):
             self._add_up(leaf, ledger)
         if place is not None and self._armed:
             self._put(leaf, place, ledger)
@@ -119,7 +139,10 @@ class Leaves:
         bucket = self._buckets[place]
         if not (leaf.scatter > 1 or leaf.moved):
             if place not in self._flats:
-                self._flats[place] = sum(each.elements for each in bucket if each.trains) * self._sum_dtype(leaf).itemsize
+                self._flats[place] = (
+                    sum(each.elements for each in bucket if each.trains)
+                    * self._sum_dtype(leaf).itemsize
+                )
                 ledger.add(GRADIENTS, self._flats[place])
             self._drop(leaf.name, ledger)
         self._missing[place].discard(leaf.name)
@@ -129,7 +152,13 @@ class Leaves:
 
     def _sum_dtype(self, leaf: Leaf) -> torch.dtype:
         sums = leaf.scatter > 1 or leaf.reduces
-        return self._summed_in if self._summed_in and sums else leaf.dtype if sums else leaf.stored_dtype
+        return (
+            self._summed_in
+            if self._summed_in and sums
+            else leaf.dtype
+            if sums
+            else leaf.stored_dtype
+        )
 
     def _drop(self, name: str, ledger: Ledger) -> None:
         ledger.add(GRADIENTS, -self._there.pop(name, 0) - self._added.pop(name, 0))
@@ -142,12 +171,23 @@ class Leaves:
         parts = [leaf.elements // max(leaf.stored_elements, 1) for leaf in bucket]
         if bucket[0].exchanged:
             ledger.touch(_exchanging(bucket, made))
-        joined = sum(nbytes if leaf.scatter > 1 else nbytes // n for leaf, nbytes, n in zip(bucket, made, parts, strict=True))
+        joined = sum(
+            nbytes if leaf.scatter > 1 else nbytes // n
+            for leaf, nbytes, n in zip(bucket, made, parts, strict=True)
+        )
         if len(bucket) == 1 and bucket[0].exchanged and not bucket[0].gathered:
             joined = 0  # what arrived lies as it shall
-        sends = sum(leaf.elements if leaf.scatter > 1 else leaf.stored_elements for leaf in bucket) * self._sum_dtype(bucket[0]).itemsize
+        sends = (
+            sum(leaf.elements if leaf.scatter > 1 else leaf.stored_elements for leaf in bucket)
+            * self._sum_dtype(bucket[0]).itemsize
+        )
         result = sends // max(bucket[0].scatter, 1)
-        cast = 0 if self._sum_dtype(bucket[0]).itemsize * sum(leaf.elements for leaf in bucket) == sum(made) else sends
+        cast = (
+            0
+            if self._sum_dtype(bucket[0]).itemsize * sum(leaf.elements for leaf in bucket)
+            == sum(made)
+            else sends
+        )
         ledger.touch(joined + max(cast, 0) + (result if bucket[0].scatter > 1 else 0))
         for leaf in bucket:
             self._drop(leaf.name, ledger)
@@ -168,19 +208,27 @@ class Leaves:
 
 
 def _exchanging(bucket: Sequence[Leaf], made: Sequence[int]) -> int:
-    """The most bytes that exchanging pieces of tensors of so many takes: what is sent beside its pieces, then what arrives beside what is
-    put together."""
+    """The most bytes that exchanging pieces of tensors of so many takes: what is sent beside its
+    pieces, then what arrives beside what is put together."""
     apart = [nbytes for nbytes, leaf in zip(made, bucket, strict=True) if leaf.apart]
     return 2 * sum(made) + max(apart, default=0)
 
 
 def gathering(in_order: Sequence[Leaf]) -> tuple[int, int, int]:
-    """Bytes of compute copies, and of gathered parameters, while a step runs; and the most that making them takes beyond these."""
+    """Bytes of compute copies, and of gathered parameters, while a step runs; and the most that
+    making them takes beyond these.
+    """
     copies = sum(leaf.leaf_bytes for leaf in in_order if leaf.cast and not leaf.moved)
-    moved = buckets((leaf for leaf in in_order if leaf.moved), lambda leaf: (leaf.gathered, leaf.exchanged, leaf.dtype), BUCKET_BYTES)
+    moved = buckets(
+        (leaf for leaf in in_order if leaf.moved),
+        lambda leaf: (leaf.gathered, leaf.exchanged, leaf.dtype),
+        BUCKET_BYTES,
+    )
     together = [bucket for bucket in moved if bucket[0].gathered]
     wholes = [sum(leaf.leaf_bytes for leaf in bucket) for bucket in together]
-    sent = [sum(leaf.stored_elements * leaf.dtype.itemsize for leaf in bucket) for bucket in together]
+    sent = [
+        sum(leaf.stored_elements * leaf.dtype.itemsize for leaf in bucket) for bucket in together
+    ]
     gathered, most, now = sum(wholes), 0, 0
     for whole, part in zip(wholes, sent, strict=True):
         now += whole
@@ -189,12 +237,25 @@ def gathering(in_order: Sequence[Leaf]) -> tuple[int, int, int]:
     for bucket in moved:
         if not bucket[0].gathered:
             made = [leaf.leaf_bytes for leaf in bucket]
-            most = max(most, now + sum(n for n, leaf in zip(made, bucket, strict=True) if leaf.cast) + _exchanging(bucket, made))
+            most = max(
+                most,
+                now
+                + sum(n for n, leaf in zip(made, bucket, strict=True) if leaf.cast)
+                + _exchanging(bucket, made),
+            )
             now, gathered = now + sum(made), gathered + sum(made)
     most = max(most, now)
     for bucket, whole in zip(together, wholes, strict=True):
         joins = len(bucket) > 1 or bucket[0].dims != (0,)
         now += whole if joins else 0
-        most = max(most, now + (_exchanging(bucket, [leaf.leaf_bytes for leaf in bucket]) if bucket[0].exchanged else 0))
+        most = max(
+            most,
+            now
+            + (
+                _exchanging(bucket, [leaf.leaf_bytes for leaf in bucket])
+                if bucket[0].exchanged
+                else 0
+            ),
+        )
         now -= whole if joins else 0
     return copies, gathered, max(0, most - gathered - copies)

@@ -1,4 +1,6 @@
-"""What is alive while a microbatch of one stage runs, storage by storage: here its forward; its backward is in ``backward``."""
+"""What is alive while a microbatch of one stage runs, storage by storage: here its forward; its
+backward is in ``backward``.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,14 @@ from autopar.memory.held import Held
 
 ACTIVATIONS, REMADE, GRADIENTS = "activations", "recomputed", "gradients"
 OUTPUTS = "outputs"  # what the model returns besides its loss, of the microbatches that are done
-TRANSIENT = "transient"  # gradients of activations, what nothing reads again, temporaries, what is sent and received
+# gradients of activations, what nothing reads again, temporaries, what is sent and received
+TRANSIENT = "transient"
 
 
 class Ledger:
-    """Bytes alive by kind, the ``most`` that there were at once, and of which kinds they were, ``at`` that time."""
+    """Bytes alive by kind, the ``most`` that there were at once, and of which kinds they were,
+    ``at`` that time.
+    """
 
     def __init__(self) -> None:
         self.now: dict[str, int] = defaultdict(int)
@@ -53,10 +58,12 @@ class Grad:
 
 
 class Body:
-    """One stage's calls, for any microbatch; ``again`` are the calls that the backward makes again, ``picked`` the bytes of what it is
-    given of the batch, where that is a copy."""
+    """One stage's calls, for any microbatch; ``again`` are the calls that the backward makes again,
+    ``picked`` the bytes of what it is given of the batch, where that is a copy."""
 
-    def __init__(self, program: Program, held: Held, stage: int, again: set[Call], picked: int) -> None:
+    def __init__(
+        self, program: Program, held: Held, stage: int, again: set[Call], picked: int
+    ) -> None:
         self._picked = picked
         self.arrivals = [a for a in program.arrivals if a.stage == stage]
         self.departures = [a for a in program.arrivals if a.stage == stage + 1]
@@ -82,7 +89,11 @@ class Body:
     @property
     def sent_and_kept(self) -> set[Memory]:
         """What of that autograd keeps, too, and that is not returned."""
-        return {memory for memory in self.sent if memory in self.survey.kept and memory not in self.outputs}
+        return {
+            memory
+            for memory in self.sent
+            if memory in self.survey.kept and memory not in self.outputs
+        }
 
     @property
     def returned(self) -> set[Memory]:
@@ -91,10 +102,16 @@ class Body:
 
     def receives(self, forward: bool) -> int:
         """The bytes that a forward, or a backward, is sent."""
-        return sum(a.memory.nbytes for a in (self.arrivals if forward else self.departures) if forward or a.source is not None)
+        return sum(
+            a.memory.nbytes
+            for a in (self.arrivals if forward else self.departures)
+            if forward or a.source is not None
+        )
 
     def forward(self, ledger: Ledger, keeps_outputs: bool) -> None:
-        """Leaves in the ledger what autograd keeps, what is sent, and with ``keeps_outputs`` what is returned."""
+        """Leaves in the ledger what autograd keeps, what is sent, and with ``keeps_outputs`` what
+        is returned.
+        """
         reads, there = dict(self._reads), set[Memory]()
         for memory in (*self.outputs, *self.sent):
             if memory is not None:
@@ -111,7 +128,9 @@ class Body:
 
         ledger.add(TRANSIENT, self._picked)
         for arrival in self.arrivals:
-            reads[arrival.memory] = reads.get(arrival.memory, 0) + 1  # in the arguments until the program returns
+            reads[arrival.memory] = (
+                reads.get(arrival.memory, 0) + 1
+            )  # in the arguments until the program returns
             appear(arrival.memory)
         for call in self.calls:
             remade = call in self.survey.remade
@@ -152,7 +171,10 @@ class Body:
         """The slots through which gradients flow to what the stage received."""
         found = {a.slot for a in self.arrivals if a.slot is not None}
         for call in self.calls:
-            leads = (gradient is not None and into in found for gradient, into in zip(call.flow.gradients, call.into, strict=False))
+            leads = (
+                gradient is not None and into in found
+                for gradient, into in zip(call.flow.gradients, call.into, strict=False)
+            )
             if any(leads):
                 found.update(call.slots)
         return found
@@ -172,7 +194,10 @@ def _needed(calls: Sequence[Call], stage: int, departures: Sequence[Arrival]) ->
     found, memories = list[Call](), {a.sent for a in departures}
     slots = {a.source for a in departures}
     for call in reversed(calls):
-        if call.stage == stage or (call.stage is None and (memories.intersection(call.made) or slots.intersection(call.slots))):
+        if call.stage == stage or (
+            call.stage is None
+            and (memories.intersection(call.made) or slots.intersection(call.slots))
+        ):
             found.append(call)
             memories.update(call.reads)
             slots.update(call.into)

@@ -1,9 +1,11 @@
-"""The most memory that a device has at once in a training step: of the usual loop (call, ``backward``, ``step``, ``zero_grad``), from its
-second round on, when the optimizer has its state and gradients are made anew.
+"""The most memory that a device has at once in a training step: of the usual loop (call,
+``backward``, ``step``, ``zero_grad``), from its second round on, when the optimizer has its state
+and gradients are made anew.
 
-Counted are the bytes that tensors take from torch's allocator, which rounds each up on a GPU. Not counted is what a kernel takes for
-itself while it runs (workspaces of cuBLAS and of collectives), what the CUDA context takes, and the free parts of the segments in which
-the allocator reserves memory: ``torch.cuda.max_memory_allocated`` is what is predicted, not ``max_memory_reserved``.
+Counted are the bytes that tensors take from torch's allocator, which rounds each up on a GPU. Not
+counted is what a kernel takes for itself while it runs (workspaces of cuBLAS and of collectives),
+what the CUDA context takes, and the free parts of the segments in which the allocator reserves
+memory: ``torch.cuda.max_memory_allocated`` is what is predicted, not ``max_memory_reserved``.
 """
 
 from __future__ import annotations
@@ -15,19 +17,27 @@ from dataclasses import dataclass, field
 
 import torch
 
-from autopar.analysis import Analysis
-from autopar.autograd import Autograd
 from autopar.cost_model.memory import allocated, optimizer_temporaries, parameter_memory
-from autopar.cost_model.schedule import BACKWARD, FORWARD, LOOPED, WEIGHT, Action, actions, received_early
-from autopar.layout import I, local_shape
+from autopar.cost_model.schedule import (
+    BACKWARD,
+    FORWARD,
+    LOOPED,
+    WEIGHT,
+    Action,
+    actions,
+    received_early,
+)
+from autopar.ir.layout import I, local_shape
+from autopar.ir.plan_data import ParameterPlan, PlanData
+from autopar.ir.precision import dtype_of
+from autopar.kernel_trace.autograd import Autograd
 from autopar.memory.backward import Backward
 from autopar.memory.calls import Memory, Program
 from autopar.memory.held import Held
 from autopar.memory.leaves import Leaf, Leaves, gathering
 from autopar.memory.liveness import ACTIVATIONS, OUTPUTS, TRANSIENT, Body, Ledger
 from autopar.memory.walk import Effect, Walk
-from autopar.plan import ParameterPlan, Plan
-from autopar.precision import dtype_of
+from autopar.rules.analysis import Analysis
 
 
 @dataclass(frozen=True)
@@ -53,15 +63,25 @@ class Run:
     def order(self) -> list[list[Action]]:
         """Of each pipeline rank."""
         if self.stages == 1:
-            return [[Action(kind, 0, m) for m in range(self.microbatches) for kind in (FORWARD, BACKWARD)]]
-        return actions(self.schedule, self.pipeline, self.stages // self.pipeline, self.microbatches)
+            return [
+                [
+                    Action(kind, 0, m)
+                    for m in range(self.microbatches)
+                    for kind in (FORWARD, BACKWARD)
+                ]
+            ]
+        return actions(
+            self.schedule, self.pipeline, self.stages // self.pipeline, self.microbatches
+        )
 
 
 @dataclass
 class _Stage:
-    """One stage of a rank: its effects, by action, whether it is the first or the last, and whether what it sent is held.
+    """One stage of a rank: its effects, by action, whether it is the first or the last, and whether
+    what it sent is held.
 
-    A weight belongs to the first stage of a rank that uses it, whose ``leaves`` take its gradients; ``owners`` has those of all it uses.
+    A weight belongs to the first stage of a rank that uses it, whose ``leaves`` take its gradients;
+    ``owners`` has those of all it uses.
     """
 
     body: Body
@@ -86,14 +106,23 @@ class Peak:
         recomputed: Collection[str],
         run: Run,
     ) -> None:
-        self._analysis, self._program, self._sizes, self._parameters, self._run = analysis, program, sizes, parameters, run
+        self._analysis, self._program, self._sizes, self._parameters, self._run = (
+            analysis,
+            program,
+            sizes,
+            parameters,
+            run,
+        )
         self._allocated = allocated if run.device_type == "cuda" else int
         self._held = Held(program)
         self._again = self._held.again(recomputed)
         self._alone = math.prod(sizes) == run.microbatches == run.stages == 1
         self._nodes = {state.target: node for node, state in analysis.state.items()}
         self._stages: list[_Stage] = []
-        bodies = [Body(program, self._held, number, self._again, self._picked(number)) for number in range(run.stages)]
+        bodies = [
+            Body(program, self._held, number, self._again, self._picked(number))
+            for number in range(run.stages)
+        ]
         for number in range(run.stages):
             self._stages.append(self._stage(number, bodies))
 
@@ -109,9 +138,13 @@ class Peak:
         orders = run.order()
         early: list[list[list[Action]]] = [[[] for _ in order] for order in orders]
         if self._looped:
-            early = received_early(run.schedule, run.pipeline, run.stages // run.pipeline, run.microbatches)
+            early = received_early(
+                run.schedule, run.pipeline, run.stages // run.pipeline, run.microbatches
+            )
         for rank, order in enumerate(orders):
-            for stage, kinds in self._rank(range(rank, run.stages, run.pipeline), order, early[rank]).items():
+            for stage, kinds in self._rank(
+                range(rank, run.stages, run.pipeline), order, early[rank]
+            ).items():
                 found[stage] = {kind: float(n) for kind, n in kinds.items() if n}
         return found
 
@@ -126,17 +159,26 @@ class Peak:
 
     # A rank's step
 
-    def _rank(self, own: range, order: list[Action], early: list[list[Action]]) -> dict[int, dict[str, int]]:
+    def _rank(
+        self, own: range, order: list[Action], early: list[list[Action]]
+    ) -> dict[int, dict[str, int]]:
         walk = Walk(own, keeps=self._looped)
         for stage in own:
             self._lasting(stage, own, walk)
         self._open(own, walk)
         done: Counter[tuple[str, int]] = Counter()
-        for before, action, after, waiting in zip([None, *order], order, [*order[1:], None], early, strict=False):
+        for before, action, after, waiting in zip(
+            [None, *order], order, [*order[1:], None], early, strict=False
+        ):
             if before is None or before.kind != action.kind:
                 walk.arrive()
             if self._run.schedule == "1f1b" and before is not None and after is not None:
-                if walk.held is None and action.kind == FORWARD and before.kind == FORWARD and after.kind == BACKWARD:
+                if (
+                    walk.held is None
+                    and action.kind == FORWARD
+                    and before.kind == FORWARD
+                    and after.kind == BACKWARD
+                ):
                     walk.hold(before.stage, before.microbatch)
                 elif action.kind == before.kind == BACKWARD:
                     walk.let_go()
@@ -144,9 +186,16 @@ class Peak:
             count = done[action.kind, action.stage]
             holds = action.kind == BACKWARD and walk.holds(action.microbatch)
             ahead = sum(self._stages[a.stage].body.receives(a.kind == FORWARD) for a in waiting)
-            walk.act(action.stage, self._effect(action, count == 1, count == self._run.microbatches, holds), ahead)
+            walk.act(
+                action.stage,
+                self._effect(action, count == 1, count == self._run.microbatches, holds),
+                ahead,
+            )
             if holds:
-                walk.keep(ACTIVATIONS, sum(m.nbytes for m in self._stages[action.stage].body.sent_and_kept))
+                walk.keep(
+                    ACTIVATIONS,
+                    sum(m.nbytes for m in self._stages[action.stage].body.sent_and_kept),
+                )
         self._end(own, walk)
         return walk.at
 
@@ -158,17 +207,26 @@ class Peak:
                 node, trains = self._nodes[name], self._nodes[name] in self._analysis.differentiable
                 plan, dtype = self._parameters[name], self._stored(name)
                 elements = math.prod(local_shape(node.meta["val"].shape, plan.stored, self._sizes))
-                held = parameter_memory(elements, dtype.itemsize, self._run.optimizer, trains, self._allocated)
+                held = parameter_memory(
+                    elements, dtype.itemsize, self._run.optimizer, trains, self._allocated
+                )
                 walk.lasts(stage, "parameters", held.parameters)
                 walk.lasts(stage, "optimizer", held.optimizer)
         if stage == own[0]:
-            for node in (*self._analysis.inputs, *(n for n in self._analysis.hoisted if n.meta["val"].ndim)):
+            for node in (
+                *self._analysis.inputs,
+                *(n for n in self._analysis.hoisted if n.meta["val"].ndim),
+            ):
                 val = node.meta["val"]
                 times = self._run.microbatches if self._analysis.batch.dim(node) is not None else 1
-                walk.lasts(stage, "inputs", self._allocated(val.numel() * val.dtype.itemsize * times))
+                walk.lasts(
+                    stage, "inputs", self._allocated(val.numel() * val.dtype.itemsize * times)
+                )
 
     def _open(self, own: range, walk: Walk) -> None:
-        weights = list({leaf.name: leaf for stage in own for leaf in self._stages[stage].weights}.values())
+        weights = list(
+            {leaf.name: leaf for stage in own for leaf in self._stages[stage].weights}.values()
+        )
         copies, gathered, more = gathering(weights)
         left = {"compute copies": copies, "gathered parameters": gathered}
         walk.act(own[0], Effect(left, copies + gathered + more, {**left, TRANSIENT: more}))
@@ -179,15 +237,27 @@ class Peak:
         walk.arrive(end=True)
         for stage in own:
             if walk.now[stage].get(OUTPUTS, 0):  # put together one by one
-                largest = self._run.microbatches * max(m.nbytes for m in self._stages[stage].body.returned)
+                largest = self._run.microbatches * max(
+                    m.nbytes for m in self._stages[stage].body.returned
+                )
                 walk.act(stage, Effect({}, largest, {OUTPUTS: largest}))
             ledger = Ledger()
             self._stages[stage].leaves.finish(ledger)
             walk.act(stage, Effect(dict(ledger.now), ledger.most, ledger.at))
-        shared = sum(leaf.stored_bytes for stage in own for leaf in self._stages[stage].weights if self._shared(leaf.name))
+        shared = sum(
+            leaf.stored_bytes
+            for stage in own
+            for leaf in self._stages[stage].weights
+            if self._shared(leaf.name)
+        )
         walk.act(own[0], Effect({}, shared, {TRANSIENT: shared}))
         walk.close()
-        sizes = [leaf.stored_bytes for stage in own for leaf in self._stages[stage].weights if leaf.trains]
+        sizes = [
+            leaf.stored_bytes
+            for stage in own
+            for leaf in self._stages[stage].weights
+            if leaf.trains
+        ]
         together = math.prod(self._sizes) > 1 or self._run.device_type == "cuda"
         more = optimizer_temporaries(sizes, self._run.optimizer, together)
         walk.act(own[0], Effect({}, more, {"optimizer": more}))
@@ -201,12 +271,18 @@ class Peak:
             if action.kind == FORWARD:
                 leaving = self._forward(stage, ledger)
             else:
-                leaving = self._backward(stage, action.kind, last, ledger, stage.body.sent_and_kept if holds else ())
+                leaving = self._backward(
+                    stage, action.kind, last, ledger, stage.body.sent_and_kept if holds else ()
+                )
             stage.effects[key] = Effect(dict(ledger.now), ledger.most, ledger.at, leaving)
         return stage.effects[key]
 
-    def _backward(self, stage: _Stage, kind: str, last: bool, ledger: Ledger, held: Collection[Memory]) -> int:
-        """Of a schedule that cuts backwards in two the one part or the other. A stage that sends nothing back has all in the second."""
+    def _backward(
+        self, stage: _Stage, kind: str, last: bool, ledger: Ledger, held: Collection[Memory]
+    ) -> int:
+        """Of a schedule that cuts backwards in two the one part or the other. A stage that sends
+        nothing back has all in the second.
+        """
         split = self._run.schedule == "zero-bubble" and self._looped
         whole = not split or not stage.body.path
         if last and kind == (WEIGHT if split else BACKWARD):
@@ -215,14 +291,21 @@ class Peak:
             return 0
         first = Ledger() if kind == WEIGHT and not whole else ledger
         returned = stage.body.returned & stage.body.survey.kept if self._collects else set[Memory]()
-        backward = Backward(stage.body, first, lambda name, grad: stage.owners[name].arrive(name, grad, ledger), {*held, *returned})
+        backward = Backward(
+            stage.body,
+            first,
+            lambda name, grad: stage.owners[name].arrive(name, grad, ledger),
+            {*held, *returned},
+        )
         leaving = backward.run() if whole else backward.inputs()
         if kind == WEIGHT and not whole:
             backward.weights(ledger)
         leaving = leaving if kind == BACKWARD else 0
         if kind == (WEIGHT if split else BACKWARD):  # autograd lets go
             ledger.move(sum(m.nbytes for m in returned), ACTIVATIONS, OUTPUTS)
-        if self._run.schedule in LOOPED and kind == (WEIGHT if split else BACKWARD):  # autograd lets go, but not who sent it
+        if self._run.schedule in LOOPED and kind == (
+            WEIGHT if split else BACKWARD
+        ):  # autograd lets go, but not who sent it
             again = sum(m.nbytes for m in stage.body.sent_and_kept)
             ledger.add(TRANSIENT, again)
             leaving += again
@@ -240,27 +323,62 @@ class Peak:
     def _stage(self, number: int, bodies: Sequence[Body]) -> _Stage:
         own = slice(number % self._run.pipeline, None, self._run.pipeline)
         reached = {slot.parameter for body in bodies[own] for slot in body.edges if slot.parameter}
-        owners = {name: leaves for stage in self._stages[own] for name, leaves in stage.owners.items()}
-        weights = [self._leaf(n, n in reached) for n in self._used(number) if self._is_parameter(n) and n not in owners]
+        owners = {
+            name: leaves for stage in self._stages[own] for name, leaves in stage.owners.items()
+        }
+        weights = [
+            self._leaf(n, n in reached)
+            for n in self._used(number)
+            if self._is_parameter(n) and n not in owners
+        ]
         leaves = Leaves(weights, self._alone, self._run.summed_in)
-        return _Stage(bodies[number], leaves, weights, owners | {leaf.name: leaves for leaf in weights})
+        return _Stage(
+            bodies[number], leaves, weights, owners | {leaf.name: leaves for leaf in weights}
+        )
 
     def _picked(self, stage: int) -> int:
-        """Bytes of a microbatch's samples where these do not lie together, because each data-parallel rank's part has some of them."""
-        taken = {node for at, node in self._program.inputs if at in (stage, None) and self._analysis.batch.dim(node) is not None}
+        """Bytes of a microbatch's samples where these do not lie together, because each
+        data-parallel rank's part has some of them.
+        """
+        taken = {
+            node
+            for at, node in self._program.inputs
+            if at in (stage, None) and self._analysis.batch.dim(node) is not None
+        }
         apart = self._run.microbatches > 1 and self._run.data_degree > 1
-        return sum(self._allocated(n.meta["val"].numel() * n.meta["val"].dtype.itemsize) for n in taken) if apart else 0
+        return (
+            sum(
+                self._allocated(n.meta["val"].numel() * n.meta["val"].dtype.itemsize) for n in taken
+            )
+            if apart
+            else 0
+        )
 
     def _used(self, stage: int) -> list[str]:
-        """The names of the state that a stage takes, in the order of first use; what none takes is where the first is."""
+        """The names of the state that a stage takes, in the order of first use; what none takes is
+        where the first is.
+        """
         used = [name for at, name in self._program.uses if at == stage]
         shared = [name for at, name in self._program.uses if at is None and name not in used]
         elsewhere = {name for _, name in self._program.uses}
-        return used + shared + ([name for name in self._nodes if name not in elsewhere] if stage == 0 else [])
+        return (
+            used
+            + shared
+            + ([name for name in self._nodes if name not in elsewhere] if stage == 0 else [])
+        )
 
     def _shared(self, name: str) -> bool:
         """Whether several ranks of the pipeline have it."""
-        return len({at % self._run.pipeline for at, used in self._program.uses if used == name and at is not None}) > 1
+        return (
+            len(
+                {
+                    at % self._run.pipeline
+                    for at, used in self._program.uses
+                    if used == name and at is not None
+                }
+            )
+            > 1
+        )
 
     def _is_parameter(self, name: str) -> bool:
         return self._analysis.state[self._nodes[name]].kind == "parameter"
@@ -272,11 +390,17 @@ class Peak:
 
     def _leaf(self, name: str, trains: bool) -> Leaf:
         val, plan, sizes = self._nodes[name].meta["val"], self._parameters[name], self._sizes
-        wide = [(axis, *pair) for axis, pair in enumerate(zip(plan.stored, plan.used, strict=True)) if sizes[axis] > 1]
+        wide = [
+            (axis, *pair)
+            for axis, pair in enumerate(zip(plan.stored, plan.used, strict=True))
+            if sizes[axis] > 1
+        ]
         pending = [(axis, stored) for axis, stored, used in wide if used.kind == "R"]
         scatter = tuple(axis for axis, stored in pending if stored.is_shard)
         reduce = tuple(axis for axis, stored in pending if stored == I)
-        gathered = tuple(axis for axis, stored, used in wide if stored.is_shard and not used.is_shard)
+        gathered = tuple(
+            axis for axis, stored, used in wide if stored.is_shard and not used.is_shard
+        )
         exchanged = tuple(axis for axis, stored, used in wide if stored != used and used.is_shard)
         return Leaf(
             name,
@@ -295,7 +419,7 @@ class Peak:
         )
 
 
-def peak_of(analysis: Analysis, plan: Plan, optimizer: str, autograd: Autograd) -> Peak:
+def peak_of(analysis: Analysis, plan: PlanData, optimizer: str, autograd: Autograd) -> Peak:
     """That of a plan. ``analysis`` is of one microbatch, and cut into the plan's stages."""
     summed_in = dtype_of(plan.reduce_dtype)
     program = Program(analysis, plan.nodes, plan.conversions, plan.mesh_sizes, autograd, summed_in)

@@ -1,4 +1,6 @@
-"""What autograd keeps of each call between its forward and its backward. Of a whole plan on one rank: :mod:`autopar.memory.held`."""
+"""What autograd keeps of each call between its forward and its backward. Of a whole plan on one
+rank: :mod:`autopar.memory.held`.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,9 @@ from typing import Any
 
 import torch.fx as fx
 
-from autopar.autograd import Answer, Autograd, Strided, placed, substituted, with_grad
-from autopar.graph import operands
-from autopar.launches import Launch
+from autopar.ir.nodes import operands
+from autopar.kernel_trace.autograd import Answer, Autograd, Strided, placed, substituted, with_grad
+from autopar.kernel_trace.launches import Launch
 from autopar.rules import Rule
 
 
@@ -24,7 +26,8 @@ class Saved:
         output: whether it reads what the call returned.
         nbytes: of tensors that are neither: statistics, masks, logsumexp.
         alias: the operand whose memory the result shares (a view), None if it has its own.
-        internal: ``nbytes``, tensor by tensor, with the factors of the call's rule along which it is split with the operands.
+        internal: ``nbytes``, tensor by tensor, with the factors of the call's rule along which it
+            is split with the operands.
         forward, backward: the kernels that it launches.
     """
 
@@ -63,11 +66,16 @@ def saved(
         if node.op == "placeholder":
             values[node] = placed(node.meta["val"], node in differentiable)
         elif node.target is operator.getitem:
-            values[node] = values[equal.get(node.all_input_nodes[0], node.all_input_nodes[0])][node.args[1]]
+            values[node] = values[equal.get(node.all_input_nodes[0], node.all_input_nodes[0])][
+                node.args[1]
+            ]
             found[node] = Saved(frozenset(), False, 0.0, 0)
         elif node.op == "call_function":
             grad = node in differentiable
-            inputs = [with_grad(values[equal.get(n, n)], grad and n in differentiable) for n, _ in operands(node)]
+            inputs = [
+                with_grad(values[equal.get(n, n)], grad and n in differentiable)
+                for n, _ in operands(node)
+            ]
             answer = autograd.ask(node.target, *substituted(node, inputs), node.meta["val"])  # type: ignore[arg-type]
             values[node] = answer.value
             aliases = {r.alias for r in answer.results}
@@ -88,8 +96,9 @@ def saved(
 def _internal(
     node: fx.Node, inputs: list[Any], answer: Answer, autograd: Autograd, rule: Rule | None
 ) -> tuple[tuple[float, frozenset[str]], ...]:
-    """Each tensor that is neither operand nor result, with the factors along which it is split: those that, where operands have but a
-    part of them, make it smaller. A mask that counts for all heads, say, is no smaller on a rank that has some of them."""
+    """Each tensor that is neither operand nor result, with the factors along which it is split:
+    those that, where operands have but a part of them, make it smaller. A mask that counts for all
+    heads, say, is no smaller on a rank that has some of them."""
     splits: list[set[str]] = [set() for _ in answer.internal]
     for factor, size in rule.sizes.items() if rule is not None and answer.internal else ():
         ways = next((n for n in range(2, size + 1) if size % n == 0), 1)
@@ -98,10 +107,18 @@ def _internal(
         if len(smaller) == len(answer.internal):  # else the call does not take a part as it is
             for found, before, after in zip(splits, answer.internal, smaller, strict=True):
                 found |= {factor} if after < before else set()
-    return tuple((float(nbytes), frozenset(found)) for nbytes, found in zip(answer.internal, splits, strict=True))
+    return tuple(
+        (float(nbytes), frozenset(found))
+        for nbytes, found in zip(answer.internal, splits, strict=True)
+    )
 
 
 def _part(value: Any, dims: Sequence[Collection[str]], factor: str, ways: int) -> Any:
     if not isinstance(value, Strided):
         return value
-    return value._replace(shape=tuple(n // ways if factor in factors else n for n, factors in zip(value.shape, dims, strict=True)))
+    return value._replace(
+        shape=tuple(
+            n // ways if factor in factors else n
+            for n, factors in zip(value.shape, dims, strict=True)
+        )
+    )

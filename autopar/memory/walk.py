@@ -11,8 +11,9 @@ from autopar.memory.liveness import OUTPUTS, TRANSIENT
 
 @dataclass
 class Effect:
-    """What one action does to a rank's memory: bytes by kind that it leaves, the most that it has beyond what was there, of which kinds
-    then, and how much of what it leaves is on its way to another rank and gone soon."""
+    """What one action does to a rank's memory: bytes by kind that it leaves, the most that it has
+    beyond what was there, of which kinds then, and how much of what it leaves is on its way to
+    another rank and gone soon."""
 
     left: dict[str, int]
     most: int
@@ -22,7 +23,9 @@ class Effect:
 
 @dataclass
 class _Held:
-    """What one microbatch has sent and its sender holds: bytes by kind that are there for nothing else."""
+    """What one microbatch has sent and its sender holds: bytes by kind that are there for nothing
+    else.
+    """
 
     stage: int
     microbatch: int
@@ -33,7 +36,8 @@ class _Held:
 class Walk:
     """A rank's memory from action to action; ``at``, by stage and kind when there was most.
 
-    ``keeps``: what is sent stays to the end of the step, as torch's schedules of several stages a rank hold on to their messages.
+    ``keeps``: what is sent stays to the end of the step, as torch's schedules of several stages a
+        rank hold on to their messages.
     """
 
     def __init__(self, own: range, keeps: bool) -> None:
@@ -51,8 +55,8 @@ class Walk:
         self._total += nbytes
 
     def act(self, stage: int, effect: Effect, ahead: int = 0) -> None:
-        """One action of a stage, while buffers for later messages take ``ahead`` bytes. What the one before has sent is gone
-        when this is done, if not before."""
+        """One action of a stage, while buffers for later messages take ``ahead`` bytes. What the
+        one before has sent is gone when this is done, if not before."""
         if self._total + effect.most + ahead >= self._most:
             self._most = self._total + effect.most + ahead
             self.at = {s: dict(kinds) for s, kinds in self.now.items()}
@@ -64,8 +68,12 @@ class Walk:
         self._leaving.append((stage, effect.leaving))
 
     def hold(self, stage: int, microbatch: int) -> None:
-        """torch's 1F1B holds on to what it sent by itself last before the first backward, until it does so again after the last forward."""
-        self.held = _Held(stage, microbatch, {TRANSIENT: sum(nbytes for _, nbytes in self._leaving)})
+        """torch's 1F1B holds on to what it sent by itself last before the first backward, until it
+        does so again after the last forward.
+        """
+        self.held = _Held(
+            stage, microbatch, {TRANSIENT: sum(nbytes for _, nbytes in self._leaving)}
+        )
         self._leaving = []
 
     def holds(self, microbatch: int) -> bool:
@@ -84,7 +92,9 @@ class Walk:
             self.held.gone = True
 
     def arrive(self, end: bool = False) -> None:
-        """What was sent is there: 1F1B and GPipe wait for it before they go from forwards to backwards or back."""
+        """What was sent is there: 1F1B and GPipe wait for it before they go from forwards to
+        backwards or back.
+        """
         if self._keeps and not end:
             return
         for there, nbytes in self._leaving:

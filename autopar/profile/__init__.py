@@ -1,4 +1,6 @@
-"""Measures a machine into a cluster description. The only part that opens devices and process groups to learn numbers."""
+"""Measures a machine into a cluster description. The only part that opens devices and process
+groups to learn numbers.
+"""
 
 from autopar.profile.machine import check_machine
 from autopar.profile.profiler import NoisyMeasurement, measured

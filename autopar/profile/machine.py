@@ -25,15 +25,32 @@ def machine(device: torch.device, backend: str, ranks: int) -> dict[str, str]:
 
 
 def check_machine(cluster: Cluster, device: torch.device) -> None:
-    """PlanError where a profile is of another machine or other software than this: what differs, and how to renew it. What was not
-    measured, a preset say, is of no machine."""
-    here = machine(device, dist.get_backend() if dist.is_initialized() else "none", dist.get_world_size() if dist.is_initialized() else 1)
+    """PlanError where a profile is of another machine or other software than this: what differs,
+    and how to renew it. What was not measured, a preset say, is of no machine."""
+    here = machine(
+        device,
+        dist.get_backend() if dist.is_initialized() else "none",
+        dist.get_world_size() if dist.is_initialized() else 1,
+    )
     one = cluster.machine.get("ranks") == "1"  # which has no collectives, and no backend to differ
-    asked = {name: value for name, value in cluster.machine.items() if name != "ranks" and not (one and name == "backend")}
-    differ = [f"{name} {value!r} there, {here[name]!r} here" for name, value in asked.items() if here.get(name, value) != value]
+    asked = {
+        name: value
+        for name, value in cluster.machine.items()
+        if name != "ranks" and not (one and name == "backend")
+    }
+    differ = [
+        f"{name} {value!r} there, {here[name]!r} here"
+        for name, value in asked.items()
+        if here.get(name, value) != value
+    ]
     if differ:
-        renew = f"torchrun --nproc-per-node {here['ranks']} -m autopar profile -o {cluster.name}.json"
-        raise PlanError(f"the profile {cluster.name!r} is of another machine ({'; '.join(differ)}): measure this one with {renew}")
+        renew = (
+            f"torchrun --nproc-per-node {here['ranks']} -m autopar profile -o {cluster.name}.json"
+        )
+        raise PlanError(
+            f"the profile {cluster.name!r} is of another machine ({'; '.join(differ)}): measure "
+            f"this one with {renew}"
+        )
 
 
 def device_name(device: torch.device) -> str:
@@ -45,6 +62,7 @@ def device_name(device: torch.device) -> str:
     except OSError:
         lines = []
     model = next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor() or platform.machine()
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.processor() or platform.machine(),
     )
     return f"{model}, {os.cpu_count()} cores"

@@ -15,11 +15,17 @@ _wait = _functional.wait_tensor
 Collective = Callable[[torch.Tensor, dist.ProcessGroup], Any]
 
 
-def collective(kind: str, nbytes: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], Any]:
-    """One of COLLECTIVES, of ``nbytes`` as :func:`cost_model.seconds` takes them; operands are read in turn."""
+def collective(
+    kind: str, nbytes: int, group: dist.ProcessGroup, device: torch.device
+) -> Callable[[], Any]:
+    """One of COLLECTIVES, of ``nbytes`` as :func:`cost_model.seconds` takes them; operands are read
+    in turn.
+    """
     ranks, call = group.size(), COLLECTIVES[kind]
     elements = nbytes // 4 // (ranks if kind in _FROM_PARTS else 1)
-    return in_turn(lambda x: call(x, group), (torch.ones(max(elements // ranks, 1) * ranks, device=device),))
+    return in_turn(
+        lambda x: call(x, group), (torch.ones(max(elements // ranks, 1) * ranks, device=device),)
+    )
 
 
 def _all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -43,7 +49,9 @@ def _send(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """From each rank to the next."""
     received, me = torch.empty_like(x), dist.get_rank(group)
     there, back = (dist.get_global_rank(group, (me + step) % group.size()) for step in (1, -1))
-    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, x, there, group), dist.P2POp(dist.irecv, received, back, group)]):
+    for work in dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, x, there, group), dist.P2POp(dist.irecv, received, back, group)]
+    ):
         work.wait()
     return received
 

@@ -1,4 +1,6 @@
-"""Measures on the spot what a cluster's curves do not cover, and remembers it: by operator, shapes, dtypes, device and torch's version."""
+"""Measures on the spot what a cluster's curves do not cover, and remembers it: by operator, shapes,
+dtypes, device and torch's version.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ import torch
 
 from autopar.cost_model import Cluster
 from autopar.errors import PlanError
-from autopar.files import write_json
-from autopar.launches import Launch
+from autopar.formatting.files import write_json
+from autopar.kernel_trace.launches import Launch
 from autopar.profile.machine import device_name
 from autopar.profile.profiler import BUDGET
 from autopar.profile.timing import replay, timed
@@ -23,7 +25,11 @@ SCHEMA = 2  # to be raised when kernels are measured in another way
 
 def cache_path() -> Path:
     """Where measurements are kept: in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autopar" / "kernels.json"
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        / "autopar"
+        / "kernels.json"
+    )
 
 
 class Missing:
@@ -32,9 +38,19 @@ class Missing:
     def __init__(self, cluster: Cluster, path: Path | None = None) -> None:
         kind = cluster.device.kind
         if kind == "cuda" and not torch.cuda.is_available():
-            raise PlanError(f"profile_missing=True measures kernels here, cluster {cluster.name!r} has cuda devices and this machine none")
-        self._curves, self._device, self._path = cluster.device.efficiency, torch.device(kind), path or cache_path()
-        self._where = f"{device_name(self._device)}, torch {torch.__version__}, {torch.get_num_threads()} threads"
+            raise PlanError(
+                f"profile_missing=True measures kernels here, cluster {cluster.name!r} has cuda "
+                "devices and this machine none"
+            )
+        self._curves, self._device, self._path = (
+            cluster.device.efficiency,
+            torch.device(kind),
+            path or cache_path(),
+        )
+        self._where = (
+            f"{device_name(self._device)}, torch {torch.__version__}, "
+            f"{torch.get_num_threads()} threads"
+        )
         self._known = self._read()
 
     def __contains__(self, launch: Launch) -> bool:
@@ -62,11 +78,15 @@ class Missing:
         try:
             data = json.loads(self._path.read_text(encoding="utf-8"))
             if data["schema"] == SCHEMA:
-                return {str(key): None if s is None else float(s) for key, s in data["seconds"].items()}
+                return {
+                    str(key): None if s is None else float(s) for key, s in data["seconds"].items()
+                }
         except FileNotFoundError:
             pass
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-            warnings.warn(f"{self._path} cannot be read ({e!r}): its kernels are measured again", stacklevel=2)
+            warnings.warn(
+                f"{self._path} cannot be read ({e!r}): its kernels are measured again", stacklevel=2
+            )
         return {}
 
 

@@ -1,4 +1,6 @@
-"""What a profile measures: calls whose forward and backward launch the kernels that models are made of, in several sizes."""
+"""What a profile measures: calls whose forward and backward launch the kernels that models are made
+of, in several sizes.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from typing import Any
 
 import torch
 
-from autopar.autograd import Answer, Autograd, Strided, contiguous
-from autopar.launches import Launch
+from autopar.kernel_trace.autograd import Answer, Autograd, Strided, contiguous
+from autopar.kernel_trace.launches import Launch
 
 aten = torch.ops.aten
 SIZES = {  # elements; of 32 MiB and more the C library takes new memory each time
@@ -26,7 +28,11 @@ def launches(device_type: str, dtype: torch.dtype) -> Iterator[Launch]:
     few = device_type == "cpu" and dtype is not torch.float32  # it is for training on GPUs
     for size in SIZES[device_type][1::3] if few else SIZES[device_type]:
         for answer in _answers(autograd, size, dtype):
-            yield from (n for n in (*answer.forward, *answer.backward) if n.call is not None and n.flops < MOST[device_type])
+            yield from (
+                n
+                for n in (*answer.forward, *answer.backward)
+                if n.call is not None and n.flops < MOST[device_type]
+            )
 
 
 def _answers(autograd: Autograd, size: int, dtype: torch.dtype) -> Iterator[Answer]:
@@ -36,20 +42,40 @@ def _answers(autograd: Autograd, size: int, dtype: torch.dtype) -> Iterator[Answ
     for call in _CALLS.values():
         yield autograd.ask(call[0], *call[1](x, vector, index))
     side = max(16, 1 << round(math.log2(size) / 2))
-    for n, k in {(side, side), (min(side, WIDTH), min(side, WIDTH)), (min(4 * side, 4096), min(side, 1024))}:
-        yield autograd.ask(aten.linear.default, (contiguous((max(size // k, ROWS), k), dtype, True), _w(dtype, n, k), _w(dtype, n)), {})
+    for n, k in {
+        (side, side),
+        (min(side, WIDTH), min(side, WIDTH)),
+        (min(4 * side, 4096), min(side, 1024)),
+    }:
+        yield autograd.ask(
+            aten.linear.default,
+            (contiguous((max(size // k, ROWS), k), dtype, True), _w(dtype, n, k), _w(dtype, n)),
+            {},
+        )
     sequence = min(1024, max(32, rows // 8))
     heads = max(1, size // (sequence * 64))
     q = contiguous((max(1, heads // 8), min(heads, 8), sequence, 64), dtype, True)
-    yield autograd.ask(aten.matmul.default, (q, contiguous((*q.shape[:2], 64, sequence), dtype, True)), {})
+    yield autograd.ask(
+        aten.matmul.default, (q, contiguous((*q.shape[:2], 64, sequence), dtype, True)), {}
+    )
     for causal in (False, True):
-        yield autograd.ask(aten.scaled_dot_product_attention.default, (q, q, q, None, 0.0, causal), {})
+        yield autograd.ask(
+            aten.scaled_dot_product_attention.default, (q, q, q, None, 0.0, causal), {}
+        )
     yield autograd.ask(aten.embedding.default, (_w(dtype, 8192, WIDTH), index), {})
     channels = min(64, max(16, size // 4096))
     image = contiguous((max(1, size // (channels * 256)), channels, 16, 16), dtype, True)
     per_channel = _w(dtype, channels)
-    yield autograd.ask(aten.conv2d.default, (image, _w(dtype, channels, channels, 3, 3), per_channel, [1, 1], [1, 1]), {})
-    yield autograd.ask(aten.batch_norm.default, (image, per_channel, per_channel, None, None, True, 0.1, 1e-5, False), {})
+    yield autograd.ask(
+        aten.conv2d.default,
+        (image, _w(dtype, channels, channels, 3, 3), per_channel, [1, 1], [1, 1]),
+        {},
+    )
+    yield autograd.ask(
+        aten.batch_norm.default,
+        (image, per_channel, per_channel, None, None, True, 0.1, 1e-5, False),
+        {},
+    )
     yield autograd.ask(aten.max_pool2d.default, (image, [2, 2], [2, 2]), {})
 
 
@@ -69,15 +95,24 @@ _CALLS: dict[str, tuple[Callable[..., Any], Callable[[Strided, Strided, Strided]
     "mul": (aten.mul.Tensor, lambda x, v, i: ((x, x._replace()), {})),
     "add": (aten.add.Tensor, lambda x, v, i: ((x, x._replace()), {})),
     "div": (aten.div.Tensor, lambda x, v, i: ((x, 3.0), {})),
-    "where": (aten.where.self, lambda x, v, i: ((contiguous(x.shape, torch.bool), x, x._replace()), {})),
+    "where": (
+        aten.where.self,
+        lambda x, v, i: ((contiguous(x.shape, torch.bool), x, x._replace()), {}),
+    ),
     "cat": (aten.cat.default, lambda x, v, i: (([x, x._replace()], -1), {})),
     "pow": (aten.pow.Tensor_Scalar, lambda x, v, i: ((x, 2), {})),
     "dropout": (aten.dropout.default, lambda x, v, i: ((x, 0.1, True), {})),
     "mean": (aten.mean.dim, lambda x, v, i: ((x, [-1], True), {})),
     "transpose": (
         aten.clone.default,
-        lambda x, v, i: ((x._replace(shape=x.shape[::-1], stride=x.stride[::-1]),), {"memory_format": torch.contiguous_format}),
+        lambda x, v, i: (
+            (x._replace(shape=x.shape[::-1], stride=x.stride[::-1]),),
+            {"memory_format": torch.contiguous_format},
+        ),
     ),
-    "cast": (aten.to.dtype, lambda x, v, i: ((x, torch.bfloat16 if x.dtype is torch.float32 else torch.float32), {})),
+    "cast": (
+        aten.to.dtype,
+        lambda x, v, i: ((x, torch.bfloat16 if x.dtype is torch.float32 else torch.float32), {}),
+    ),
     "cross_entropy": (aten.cross_entropy_loss.default, lambda x, v, i: ((x, i), {})),
 }

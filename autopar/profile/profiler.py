@@ -1,7 +1,8 @@
 """Measures this machine: its kernels, its memory and its collectives, into a cluster file.
 
-Alone, or in each rank under ``torchrun``: all ranks then compute at once, as they do in training, and their collectives are measured. What
-was measured is kept beside the file after each step, so that a profile that was interrupted goes on where it was.
+Alone, or in each rank under ``torchrun``: all ranks then compute at once, as they do in training,
+and their collectives are measured. What was measured is kept beside the file after each step, so
+that a profile that was interrupted goes on where it was.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from autopar.cost_model import optimizer_traffic
 from autopar.cost_model.cluster import SCHEMA, Cluster
 from autopar.cost_model.compute import ARITHMETIC
 from autopar.errors import RunError
-from autopar.files import write_json
-from autopar.launches import Launch
+from autopar.formatting.files import write_json
+from autopar.kernel_trace.launches import Launch
 from autopar.profile.machine import machine
 from autopar.profile.messages import COLLECTIVES, collective
 from autopar.profile.probes import launches
@@ -35,7 +36,8 @@ from autopar.profile.summary import CALL, HIDDEN, KERNEL, LAUNCH, MEMORY, MESSAG
 from autopar.profile.timing import Timing, in_turn, pooled, reading, replay, timed
 
 NOISY = 0.5  # a spread from which on a measurement is told to be noisy
-ROUNDS = 3  # everything is measured so often, from beginning to end: what else a machine does comes and goes
+# everything is measured so often, from beginning to end: what else a machine does comes and goes
+ROUNDS = 3
 LIMIT = 115.0  # seconds that another round may not go beyond
 BUDGET = 0.013  # seconds for one kernel of one size in a round
 MESSAGE_BUDGET = 0.08  # the same for one collective
@@ -55,7 +57,8 @@ def measured(path: Path, device: str | None, progress: bool) -> Cluster:
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if kind == "cuda" and torch.cuda.device_count() <= local:
         raise RunError(
-            f"rank {local} of this machine has no GPU of its own: {torch.cuda.device_count()} are here; start fewer, or --device cpu"
+            f"rank {local} of this machine has no GPU of its own: {torch.cuda.device_count()} are "
+            "here; start fewer, or --device cpu"
         )
     place = torch.device(kind, local) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
@@ -81,17 +84,31 @@ class Profiler:
         self.device, self.progress = device, progress
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.crowd = max(1.0, self.ranks / cores) if device.type == "cpu" else 1.0  # processes a core
-        self.machine = machine(device, dist.get_backend() if dist.is_initialized() else "none", self.ranks)
+        cores = (
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1
+        )
+        self.crowd = (
+            max(1.0, self.ranks / cores) if device.type == "cpu" else 1.0
+        )  # processes a core
+        self.machine = machine(
+            device, dist.get_backend() if dist.is_initialized() else "none", self.ranks
+        )
         self.path, self.part = path, path.with_suffix(path.suffix + ".part")
         self.done = self._resumed()
         self._groups: dict[int, dist.ProcessGroup] = {}
 
     def run(self) -> Cluster:
         """The cluster, which is also written."""
-        jobs, rounds, start = list(self._jobs()), defaultdict[str, list[Timing]](list), time.perf_counter()
-        bar = tqdm(total=ROUNDS * len(jobs), desc="profiling", disable=not self.progress or self.rank > 0)
+        jobs, rounds, start = (
+            list(self._jobs()),
+            defaultdict[str, list[Timing]](list),
+            time.perf_counter(),
+        )
+        bar = tqdm(
+            total=ROUNDS * len(jobs), desc="profiling", disable=not self.progress or self.rank > 0
+        )
         with bar, torch.no_grad():
             for number in range(1, ROUNDS + 1):
                 for name, measure in jobs:
@@ -115,7 +132,9 @@ class Profiler:
             self._barrier()
             self.done[key] = self._agreed(measure())
             if self.rank == 0:
-                write_json(self.part, {"schema": SCHEMA, "machine": self.machine, "measured": self.done})
+                write_json(
+                    self.part, {"schema": SCHEMA, "machine": self.machine, "measured": self.done}
+                )
         return self.done[key]
 
     def _resumed(self) -> dict[str, Timing]:
@@ -125,7 +144,12 @@ class Profiler:
             try:
                 data = json.loads(self.part.read_text(encoding="utf-8"))
                 if data["schema"] == SCHEMA and data["machine"] == self.machine:
-                    found = [{name: Timing(*map(float, timing)) for name, timing in data["measured"].items()}]
+                    found = [
+                        {
+                            name: Timing(*map(float, timing))
+                            for name, timing in data["measured"].items()
+                        }
+                    ]
             except (ValueError, KeyError, TypeError):
                 warnings.warn(f"{self.part} cannot be read: measuring from the start", stacklevel=2)
         if self.ranks > 1:
@@ -141,14 +165,24 @@ class Profiler:
         yield MEMORY, lambda: self._timed(lambda: large.add_(1.0))
         for elements in UPDATED:
             work = optimizer_traffic(4 * elements, "adamw")
-            yield KERNEL.format(operator="optimizer", dtype="float32", kind="optimizer", work=work), partial(self._optimizer, elements)
-        for dtype in (torch.float32, torch.bfloat16, *([torch.float16] if self.device.type == "cuda" else [])):
+            yield (
+                KERNEL.format(operator="optimizer", dtype="float32", kind="optimizer", work=work),
+                partial(self._optimizer, elements),
+            )
+        for dtype in (
+            torch.float32,
+            torch.bfloat16,
+            *([torch.float16] if self.device.type == "cuda" else []),
+        ):
             for name, launch in self._kernels(dtype).items():
                 yield name, partial(self._replayed, launch)
         for ranks in (n for n in range(2, self.ranks + 1) if self.ranks % n == 0):
             self._groups[ranks] = dist.new_subgroups(ranks)[0]
             for kind, nbytes in product(COLLECTIVES, MESSAGES):
-                yield MESSAGE.format(kind=kind, ranks=ranks, nbytes=nbytes), partial(self._collective, kind, nbytes, ranks)
+                yield (
+                    MESSAGE.format(kind=kind, ranks=ranks, nbytes=nbytes),
+                    partial(self._collective, kind, nbytes, ranks),
+                )
         if self.ranks > 1:
             yield HIDDEN, self._hidden
 
@@ -158,14 +192,18 @@ class Profiler:
         for launch in launches(self.device.type, dtype):
             work = launch.flops if launch.kind in ARITHMETIC else launch.nbytes
             name = str(dtype).removeprefix("torch.")
-            found[KERNEL.format(operator=launch.operator, dtype=name, kind=launch.kind, work=work)] = launch
+            found[
+                KERNEL.format(operator=launch.operator, dtype=name, kind=launch.kind, work=work)
+            ] = launch
         return found
 
     def _timed(self, call: Callable[[], Any]) -> Timing:
         return timed(call, self.device, BUDGET, self.crowd)
 
     def _launch(self) -> Timing:
-        """Of one of many tiny kernels, half of them an autograd's backward: what each takes on the host in a training step."""
+        """Of one of many tiny kernels, half of them an autograd's backward: what each takes on the
+        host in a training step.
+        """
         start = torch.ones(4, device=self.device, requires_grad=True)
 
         def chain() -> None:
@@ -179,26 +217,36 @@ class Profiler:
         return Timing(found.seconds / (2 * CHAIN), found.spread)
 
     def _optimizer(self, elements: int) -> Timing:
-        """Of each of several parameters in a step of torch's AdamW, as programs on so many ranks have it."""
-        parameters = [torch.ones(elements, device=self.device, requires_grad=True) for _ in range(PARAMETERS)]
+        """Of each of several parameters in a step of torch's AdamW, as programs on so many ranks
+        have it.
+        """
+        parameters = [
+            torch.ones(elements, device=self.device, requires_grad=True) for _ in range(PARAMETERS)
+        ]
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
-        found = self._timed(torch.optim.AdamW(parameters, foreach=True if self.ranks > 1 else None).step)
+        found = self._timed(
+            torch.optim.AdamW(parameters, foreach=True if self.ranks > 1 else None).step
+        )
         return Timing(found.seconds / PARAMETERS, found.spread)
 
     def _replayed(self, launch: Launch) -> Timing:
-        """0 for what does not run here: torch knows fewer kernels on real tensors of some dtypes than on meta tensors."""
+        """0 for what does not run here: torch knows fewer kernels on real tensors of some dtypes
+        than on meta tensors.
+        """
         assert launch.call is not None
         try:
             call = replay(launch.call, self.device)
-            self._barrier()  # it takes the ranks unlike long to make operands, and all shall compute at once
+            # it takes the ranks unlike long to make operands, and all shall compute at once
+            self._barrier()
             return self._timed(call)
         except (RuntimeError, NotImplementedError):
             return Timing(0.0, 0.0)
 
     def _collective(self, kind: str, nbytes: int, ranks: int) -> Timing:
-        """In the groups of so many neighbours, all at once: what it adds to work of each rank's own, as in a training step. Of many in a
-        step the mean counts, with waits for the slowest rank, and where ranks take turns on a core with what it takes to change them."""
+        """In the groups of so many neighbours, all at once: what it adds to work of each rank's
+        own, as in a training step. Of many in a step the mean counts, with waits for the slowest
+        rank, and where ranks take turns on a core with what it takes to change them."""
         call = collective(kind, nbytes, self._groups[ranks], self.device)
         work = in_turn(torch.matmul, (self._side(), self._side()))
 
@@ -209,15 +257,25 @@ class Profiler:
         both()
         once = max(self._gathered(reading(both, 1, self.device)))
         times = min(max(round(MESSAGE_BUDGET / once), CALLS[0]), CALLS[1])
-        alone, together, least = self._at_once(work, times, own=True), self._at_once(both, times), self._at_once(call, CALLS[0])
+        alone, together, least = (
+            self._at_once(work, times, own=True),
+            self._at_once(both, times),
+            self._at_once(call, CALLS[0]),
+        )
         return Timing(max(together - alone, least), 0.0)
 
     def _hidden(self) -> Timing:
-        """What part of the shorter of both the work of a kernel and a collective save when they run at once; no time, but a number."""
+        """What part of the shorter of both the work of a kernel and a collective save when they run
+        at once; no time, but a number.
+        """
         group, whole = self._groups[self.ranks], torch.ones(LARGE // 8, device=self.device)
         side = self._side()
-        sent = max(self._gathered(self._at_once(lambda: dist.all_reduce(whole, group=group), CALLS[0])))
-        products = max(1, round(sent / max(self._gathered(self._at_once(lambda: side @ side, CALLS[0])))))
+        sent = max(
+            self._gathered(self._at_once(lambda: dist.all_reduce(whole, group=group), CALLS[0]))
+        )
+        products = max(
+            1, round(sent / max(self._gathered(self._at_once(lambda: side @ side, CALLS[0]))))
+        )
 
         def compute() -> None:
             for _ in range(products):
@@ -239,7 +297,9 @@ class Profiler:
     # Ranks together
 
     def _at_once(self, call: Callable[[], Any], times: int, own: bool = False) -> float:
-        """Seconds of a call that all ranks begin to make at the same time, ``times`` times; ``own``: as of kernels, see :func:`timed`."""
+        """Seconds of a call that all ranks begin to make at the same time, ``times`` times;
+        ``own``: as of kernels, see :func:`timed`.
+        """
         self._barrier()
         if own and self.crowd > 1:
             return self.crowd * reading(call, times, self.device, time.process_time)
@@ -264,5 +324,12 @@ class Profiler:
         worst = noisy(found, NOISY)
         if worst:
             shown = "; ".join(f"{name}: {100 * spread:.0f} %" for spread, name in list(worst)[:3])
-            what = f"{len(worst)} of {len(found)} measurements are noisy (distance between quartiles, of the median: {shown})"
-            warnings.warn(f"{what}; the medians were kept. Measure again while nothing else runs", NoisyMeasurement, stacklevel=3)
+            what = (
+                f"{len(worst)} of {len(found)} measurements are noisy (distance between "
+                f"quartiles, of the median: {shown})"
+            )
+            warnings.warn(
+                f"{what}; the medians were kept. Measure again while nothing else runs",
+                NoisyMeasurement,
+                stacklevel=3,
+            )

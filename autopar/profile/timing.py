@@ -25,9 +25,12 @@ class Timing(NamedTuple):
     spread: float
 
 
-def timed(call: Callable[[], Any], device: torch.device, budget: float, crowd: float = 1.0) -> Timing:
-    """Of one call, measured for about ``budget`` seconds. On a GPU the host queues the calls of one reading ahead. Where processes take
-    turns, ``crowd`` of them on a core, each has its part of that: the core's time for a call counts, so many times."""
+def timed(
+    call: Callable[[], Any], device: torch.device, budget: float, crowd: float = 1.0
+) -> Timing:
+    """Of one call, measured for about ``budget`` seconds. On a GPU the host queues the calls of one
+    reading ahead. Where processes take turns, ``crowd`` of them on a core, each has its part of
+    that: the core's time for a call counts, so many times."""
     clock = time.process_time if crowd > 1 else time.perf_counter
     call()
     once = reading(call, 1, device)
@@ -41,14 +44,30 @@ def timed(call: Callable[[], Any], device: torch.device, budget: float, crowd: f
 
 
 def pooled(timings: Sequence[Timing]) -> Timing:
-    """The median of several, apart in time, of one thing: what disturbed only one of them does not count."""
+    """The median of several, apart in time, of one thing: what disturbed only one of them does not
+    count.
+    """
     seconds = sorted(timing.seconds for timing in timings)
     middle = statistics.median(seconds)
-    apart = min((abs(s - middle) for s in seconds[: len(seconds) // 2] + seconds[len(seconds) // 2 + 1 :]), default=0.0)
-    return Timing(middle, max(statistics.median(timing.spread for timing in timings), apart / middle if middle else 0.0))
+    apart = min(
+        (abs(s - middle) for s in seconds[: len(seconds) // 2] + seconds[len(seconds) // 2 + 1 :]),
+        default=0.0,
+    )
+    return Timing(
+        middle,
+        max(
+            statistics.median(timing.spread for timing in timings),
+            apart / middle if middle else 0.0,
+        ),
+    )
 
 
-def reading(call: Callable[[], Any], times: int, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
+def reading(
+    call: Callable[[], Any],
+    times: int,
+    device: torch.device,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
     """Seconds of one of ``times`` calls."""
     synchronize(device)
     start = clock()
@@ -64,29 +83,49 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def replay(call: tuple[Any, tuple[Any, ...], dict[str, Any]], device: torch.device) -> Callable[[], Any]:
-    """A call that was noted on meta tensors, on real ones of the same shapes, strides and dtypes, :func:`in_turn`."""
+def replay(
+    call: tuple[Any, tuple[Any, ...], dict[str, Any]], device: torch.device
+) -> Callable[[], Any]:
+    """A call that was noted on meta tensors, on real ones of the same shapes, strides and dtypes,
+    :func:`in_turn`.
+    """
     function, args, kwargs = call
     tensors: list[torch.Tensor] = []
     tree_map_only(torch.Tensor, tensors.append, (args, kwargs))
-    largest = max(1, min((n for t in tensors if t.is_floating_point() for n in t.shape), default=2))  # that any index may be
+    largest = max(
+        1, min((n for t in tensors if t.is_floating_point() for n in t.shape), default=2)
+    )  # that any index may be
 
     def real(t: torch.Tensor) -> torch.Tensor:
-        extent = 1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
+        extent = (
+            1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+            if t.numel()
+            else 0
+        )
         memory = torch.empty(extent, dtype=t.dtype, device=device)
-        filled = memory.uniform_(0.1, 1.0) if t.is_floating_point() else memory.random_(0, 2 if t.dtype is torch.bool else largest)
+        filled = (
+            memory.uniform_(0.1, 1.0)
+            if t.is_floating_point()
+            else memory.random_(0, 2 if t.dtype is torch.bool else largest)
+        )
         return filled.as_strided(t.shape, t.stride())
 
-    given = tree_map_only(torch.Tensor, real, (args, {k: v for k, v in kwargs.items() if k != "device"}))
+    given = tree_map_only(
+        torch.Tensor, real, (args, {k: v for k, v in kwargs.items() if k != "device"})
+    )
     if "device" in kwargs:
         given[1]["device"] = device
     return in_turn(lambda args, kwargs: function(*args, **kwargs), given)
 
 
 def in_turn(call: Callable[..., Any], given: tuple[Any, ...]) -> Callable[[], Any]:
-    """``call(*given)`` as in a training step: what it reads is in no cache, and what it makes stays. Each time it takes other copies of
-    the tensors in ``given``, and results live until COLD bytes of them are there."""
-    several = [given, *(tree_map_only(torch.Tensor, _copied, given) for _ in range(_fitting(_nbytes(given)) - 1))]
+    """``call(*given)`` as in a training step: what it reads is in no cache, and what it makes
+    stays. Each time it takes other copies of the tensors in ``given``, and results live until COLD
+    bytes of them are there."""
+    several = [
+        given,
+        *(tree_map_only(torch.Tensor, _copied, given) for _ in range(_fitting(_nbytes(given)) - 1)),
+    ]
     operands = cycle(several)
     made = deque[Any](maxlen=_fitting(_nbytes(call(*given))))
 
@@ -104,7 +143,9 @@ def _copied(t: torch.Tensor) -> torch.Tensor:
 
 
 def _nbytes(values: Any) -> int:
-    return sum(t.untyped_storage().nbytes() for t in tree_leaves(values) if isinstance(t, torch.Tensor))
+    return sum(
+        t.untyped_storage().nbytes() for t in tree_leaves(values) if isinstance(t, torch.Tensor)
+    )
 
 
 def _fitting(nbytes: int) -> int:

@@ -1,4 +1,6 @@
-"""What a plan makes again in the backward, what that frees and what it costs, added up by part of the model."""
+"""What a plan makes again in the backward, what that frees and what it costs, added up by part of
+the model.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,14 @@ from typing import Any
 
 import torch.fx as fx
 
-from autopar.graph import operands
-from autopar.layout import Layout, show
+from autopar.ir.layout import Layout, show
+from autopar.ir.nodes import operands
 from autopar.report.names import Names
 from autopar.rules.registry import operator_name
-from autopar.runtime.kernels import send
-from autopar.search.found import Found
-from autopar.search.recompute import AGAIN, KEPT
-from autopar.search.strategies import Strategy
+from autopar.runtime.kernels.kernels import send
+from autopar.search.result.found import Found
+from autopar.search.space.recompute import AGAIN, KEPT
+from autopar.search.space.strategies import Strategy
 
 Row = list[Any]
 BESIDES = "kept to make the others again"
@@ -24,7 +26,9 @@ BESIDES = "kept to make the others again"
 
 @dataclass(frozen=True)
 class _Item:
-    """A result or a conversion of one node: bytes that its being made again frees of a microbatch, and the seconds it takes."""
+    """A result or a conversion of one node: bytes that its being made again frees of a microbatch,
+    and the seconds it takes.
+    """
 
     node: fx.Node
     what: str
@@ -38,13 +42,20 @@ def recomputed(found: Found, names: Names) -> list[Row]:
 
 
 def _made_again(found: Found, names: Names) -> Iterator[Row]:
-    sums: dict[tuple[str, str, str, int], list[float]] = defaultdict(lambda: [0, 0.0, 0.0])  # of each operator of a block's module
+    sums: dict[tuple[str, str, str, int], list[float]] = defaultdict(
+        lambda: [0, 0.0, 0.0]
+    )  # of each operator of a block's module
     numbers: dict[tuple[str, str, str, int], set[int]] = defaultdict(set)
     seen: Counter[tuple] = Counter()
     for item in _Memory(found).items():
         instance, module = names.split(item.node)
         seen[instance, module, item.what] += 1  # a module may have several of one operator
-        key = (instance[0] if instance else "", module, item.what, seen[instance, module, item.what])
+        key = (
+            instance[0] if instance else "",
+            module,
+            item.what,
+            seen[instance, module, item.what],
+        )
         if instance:
             numbers[key].add(instance[1])
         stages = found.stage_of[item.node]
@@ -104,7 +115,11 @@ class _Memory:
         """What is kept only because something else is made again from it, with its bytes."""
         for node in self._calls():
             v, k = self._chosen(node)
-            if v.states[k] == KEPT and self._costs.saved(node).alias is None and not self._keeps(node):
+            if (
+                v.states[k] == KEPT
+                and self._costs.saved(node).alias is None
+                and not self._keeps(node)
+            ):
                 yield node, float(v.result[k])
         for node, target, again, _, nbytes in self._conversions():
             if not again and not self._wants(node, target):
@@ -113,7 +128,11 @@ class _Memory:
     def _name(self, node: fx.Node) -> str:
         """The operator, or the last part of a parameter's name."""
         state = self._found.analysis.state.get(node)
-        return operator_name(node.target).rpartition(".")[2] if state is None else state.target.rpartition(".")[2]
+        return (
+            operator_name(node.target).rpartition(".")[2]
+            if state is None
+            else state.target.rpartition(".")[2]
+        )
 
     def _calls(self) -> Iterator[fx.Node]:
         return (n for n in self._found.analysis.graph.nodes if n.op == "call_function")
@@ -123,7 +142,9 @@ class _Memory:
         return self._found.problem.vertices[v], self._found.solution.chosen[v]
 
     def _conversions(self) -> Iterator[tuple[fx.Node, Layout, bool, float, float]]:
-        """Those whose results the backward needs and that make memory: of what, to which layout, whether again, seconds and bytes."""
+        """Those whose results the backward needs and that make memory: of what, to which layout,
+        whether again, seconds and bytes.
+        """
         problem, solution = self._found.problem, self._found.solution
         for node, g in problem.group_of.items():
             group = problem.groups[g]
@@ -131,19 +152,31 @@ class _Memory:
             for target, needed in problem.wanted(group, solution.chosen).items():
                 t = group.targets[target]
                 if needed and group.moves[s, t]:
-                    yield node, target, (g, target) in solution.again, float(group.again[s, t]), float(group.nbytes[t])
+                    yield (
+                        node,
+                        target,
+                        (g, target) in solution.again,
+                        float(group.again[s, t]),
+                        float(group.nbytes[t]),
+                    )
 
     def _keeps(self, node: fx.Node) -> bool:
         """Whether autograd alone would keep a call's result."""
         if node not in self._plain:
             self._plain[node] = self._costs.saved(node).output or any(
-                self._reads(reader, k) for reader, k in self._readers[node] if not self._moved(node, reader, k)
+                self._reads(reader, k)
+                for reader, k in self._readers[node]
+                if not self._moved(node, reader, k)
             )
         return self._plain[node]
 
     def _wants(self, node: fx.Node, target: Layout) -> bool:
         """Whether autograd alone would keep a tensor in the layout to which it is converted."""
-        return any(self._reads(reader, k) for reader, k in self._readers[node] if self._found.choice(reader).ins[k] == target)
+        return any(
+            self._reads(reader, k)
+            for reader, k in self._readers[node]
+            if self._found.choice(reader).ins[k] == target
+        )
 
     def _reads(self, reader: fx.Node, k: int) -> bool:
         saved = self._costs.saved(reader)

@@ -1,25 +1,29 @@
-"""What each block of a plan does: one list of rows for all blocks that do the same, in whatever stages they are."""
+"""What each block of a plan does: one list of rows for all blocks that do the same, in whatever
+stages they are.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from typing import Any
 
-from autopar.analysis import Analysis
-from autopar.graph import numel, operands, shape
+from autopar.ir.nodes import numel, operands, shape
 from autopar.report.modes import mode_of
 from autopar.report.names import Instance, Names
 from autopar.report.words import Words, is_loss
-from autopar.search.found import Found
-from autopar.search.problem import Vertex
-from autopar.search.strategies import Storage, Strategy
+from autopar.rules.analysis import Analysis
+from autopar.search.ilp.problem import Vertex
+from autopar.search.result.found import Found
+from autopar.search.space.strategies import Storage, Strategy
 
 Row = list[Any]
 _Line = tuple[str, str, str, tuple[str, ...], str]  # module, operator, shape, words, mode
 
 
 class Blocks:
-    """The blocks of a plan's graph. ``alike`` numbers them: those that do the same have one number."""
+    """The blocks of a plan's graph. ``alike`` numbers them: those that do the same have one
+    number.
+    """
 
     def __init__(self, analysis: Analysis, found: Found, names: Names) -> None:
         self._names, words = names, analysis.once(Words)
@@ -63,26 +67,38 @@ class Blocks:
         prefix = members[0][0]
         label = self._names.label(prefix, [number for _, number in members])
         if len(members) > 1:
-            return [[label, len(members), module, operator, text, list(words), mode] for module, operator, text, words, mode in lines]
+            return [
+                [label, len(members), module, operator, text, list(words), mode]
+                for module, operator, text, words, mode in lines
+            ]
         return [
             ["", 1, ".".join(filter(None, (label, module))), operator, text, list(words), mode]
             for module, operator, text, words, mode in lines
         ]
 
 
-def _shown(vertex: Vertex, found: Found, words: Words) -> tuple[str, str, tuple[str, ...], str] | None:
-    """Operator, shape, words and mode of a node, or None for one that a reader does not look for."""
+def _shown(
+    vertex: Vertex, found: Found, words: Words
+) -> tuple[str, str, tuple[str, ...], str] | None:
+    """Operator, shape, words and mode of a node, or None for one that a reader does not look
+    for.
+    """
     node, choice = vertex.node, found.choice(vertex.node)
     operator = words.operator(node)
     if operator is None or not isinstance(choice, Strategy):
         return None
     weights = words.weights(node)
     largest = max(weights, key=lambda k: numel(weights[k]), default=None)
-    text = [words.word(node, factor, choice.out[axis].kind) for axis, factor in enumerate(choice.factors)]
+    text = [
+        words.word(node, factor, choice.out[axis].kind)
+        for axis, factor in enumerate(choice.factors)
+    ]
     storage = found.choice(weights[largest]) if largest is not None else None
     parts = [False] * len(text)
     if isinstance(storage, Storage):
-        parts = [s.is_shard and not u.is_shard for s, u in zip(storage.stored, storage.used, strict=True)]
+        parts = [
+            s.is_shard and not u.is_shard for s, u in zip(storage.stored, storage.used, strict=True)
+        ]
     mode = mode_of(node, choice, found, text, any(parts))
     text = [f"{word}, ZeRO" if part else word for word, part in zip(text, parts, strict=True)]
     looked_at = node if largest is None and not is_loss(node) else operands(node)[largest or 0][0]

@@ -1,4 +1,6 @@
-"""The names of what a plan does along several axes together: the modes of tensor and sequence parallelism."""
+"""The names of what a plan does along several axes together: the modes of tensor and sequence
+parallelism.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +8,22 @@ from collections.abc import Sequence
 
 import torch.fx as fx
 
-from autopar.graph import operands
-from autopar.search.found import Found
-from autopar.search.strategies import Strategy
+from autopar.ir.nodes import operands
+from autopar.search.result.found import Found
+from autopar.search.space.strategies import Strategy
 
 
-def mode_of(node: fx.Node, choice: Strategy, found: Found, words: Sequence[str], gathered: bool) -> str:
-    """The mode of one node, of which ``words`` says what is split along each axis; "" where it has none. ``gathered``: whether its
-    weight is put together along an axis."""
+def mode_of(
+    node: fx.Node, choice: Strategy, found: Found, words: Sequence[str], gathered: bool
+) -> str:
+    """The mode of one node, of which ``words`` says what is split along each axis; "" where it has
+    none. ``gathered``: whether its weight is put together along an axis."""
     rule = found.analysis.rules.get(node)
-    wide = [axis for axis, n in enumerate(found.shape.sizes) if n > 1 and choice.factors[axis] is not None]
+    wide = [
+        axis
+        for axis, n in enumerate(found.shape.sizes)
+        if n > 1 and choice.factors[axis] is not None
+    ]
     if rule is not None and rule.kind == "attention":
         return _of_attention(node, choice, found, words)
     if rule is None or rule.kind != "matmul":
@@ -35,7 +43,8 @@ def _of_attention(node: fx.Node, choice: Strategy, found: Found, words: Sequence
     query = operands(node)[0][0]
     made = found.choice(query).out
     swaps = any(
-        word == "head-parallel" and made[axis].is_shard and made[axis] is not choice.ins[0][axis] for axis, word in enumerate(words)
+        word == "head-parallel" and made[axis].is_shard and made[axis] is not choice.ins[0][axis]
+        for axis, word in enumerate(words)
     )
     ring = "ring" if "ring" in choice.kernels else ""
     return " + ".join(filter(None, (ring, "all-to-all" * swaps)))

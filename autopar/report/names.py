@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import torch.fx as fx
 
-from autopar.analysis import Analysis
+from autopar.rules.analysis import Analysis
 
 _NUMBER = re.compile(r"^(.*?\b)(\d+)\b\.?(.*)$")
 _RUNS = 5  # of numbers that are shown
@@ -19,7 +19,9 @@ class Names:
     """Module paths, and what to call several blocks together."""
 
     def __init__(self, analysis: Analysis) -> None:
-        self._state = {n: i.target.rpartition(".")[0] or i.target for n, i in analysis.state.items()}
+        self._state = {
+            n: i.target.rpartition(".")[0] or i.target for n, i in analysis.state.items()
+        }
         self._known: dict[fx.Node, tuple[Instance | None, str]] = {}
         self._numbers: dict[str, set[int]] = defaultdict(set)
         for node in analysis.graph.nodes:
@@ -28,17 +30,23 @@ class Names:
                 self._numbers[instance[0]].add(instance[1])
 
     def split(self, node: fx.Node) -> tuple[Instance | None, str]:
-        """``(("model.layers.", 7), "self_attn.q_proj")``; ``(None, path)`` outside numbered blocks."""
+        """``(("model.layers.", 7), "self_attn.q_proj")``; ``(None, path)`` outside numbered
+        blocks.
+        """
         if node not in self._known:
             path = self._state.get(node, node.meta.get("module", "")) or ""
             match = _NUMBER.match(path)
-            self._known[node] = (None, path) if match is None else ((match[1], int(match[2])), match[3])
+            self._known[node] = (
+                (None, path) if match is None else ((match[1], int(match[2])), match[3])
+            )
         return self._known[node]
 
     def label(self, prefix: str, numbers: Iterable[int]) -> str:
         """``model.layers.*`` for all blocks of a model, ``model.layers.0-3,7`` for some of them."""
         members = set(numbers)
-        return prefix + ("*" if members == self._numbers[prefix] and len(members) > 1 else _ranges(members))
+        return prefix + (
+            "*" if members == self._numbers[prefix] and len(members) > 1 else _ranges(members)
+        )
 
 
 def _ranges(numbers: Iterable[int]) -> str:

@@ -11,20 +11,22 @@ import torch
 import torch.fx as fx
 
 from autopar.cost_model.conversion import STEP, Term
-from autopar.layout import Layout
+from autopar.ir.layout import Layout
 from autopar.report.blocks import Blocks
 from autopar.report.names import Names
-from autopar.search.ends import SYNC, goes_alone, step_ends
-from autopar.search.found import Found
-from autopar.search.recompute import AGAIN
-from autopar.search.strategies import Storage
+from autopar.search.pricing.ends import SYNC, goes_alone, step_ends
+from autopar.search.result.found import Found
+from autopar.search.space.recompute import AGAIN
+from autopar.search.space.strategies import Storage
 
 Row = list[Any]
 
 
 @dataclass
 class _Sum:
-    """What one row adds up: the numbers of the blocks, the modules in them, how often, bytes and seconds."""
+    """What one row adds up: the numbers of the blocks, the modules in them, how often, bytes and
+    seconds.
+    """
 
     numbers: set[int] = field(default_factory=set)
     modules: dict[str, None] = field(default_factory=dict)
@@ -39,8 +41,16 @@ def collectives(found: Found, names: Names, blocks: Blocks) -> list[Row]:
     for part, nodes, term, each in _terms(found):
         for node in nodes:
             instance, module = names.split(node)
-            alike, prefix = (blocks.alike[instance], instance[0]) if instance is not None else (-1, module or "(root)")
-            row = sums[(part, "copy", -1, "", -1, "") if term.kind == "copy" else (part, term.kind, term.axis, term.phase, alike, prefix)]
+            alike, prefix = (
+                (blocks.alike[instance], instance[0])
+                if instance is not None
+                else (-1, module or "(root)")
+            )
+            row = sums[
+                (part, "copy", -1, "", -1, "")
+                if term.kind == "copy"
+                else (part, term.kind, term.axis, term.phase, alike, prefix)
+            ]
             if instance is not None and term.kind != "copy":
                 row.numbers.add(instance[1])
                 row.modules[module] = None
@@ -48,14 +58,23 @@ def collectives(found: Found, names: Names, blocks: Blocks) -> list[Row]:
             row.nbytes += each * term.nbytes
             row.seconds += each * term.seconds
     rows: list[Row] = [
-        [*key[:4], names.label(key[5], row.numbers) if row.numbers else key[5], list(row.modules), row.times, row.nbytes, row.seconds]
+        [
+            *key[:4],
+            names.label(key[5], row.numbers) if row.numbers else key[5],
+            list(row.modules),
+            row.times,
+            row.nbytes,
+            row.seconds,
+        ]
         for key, row in sums.items()
     ]
     return sorted(rows, key=lambda row: -row[8])
 
 
 def _terms(found: Found) -> Iterator[tuple[str, Sequence[fx.Node], Term, int]]:
-    """Every part of a step's communication: the kind of seconds it counts as, the nodes that it is for, and how often for each of them."""
+    """Every part of a step's communication: the kind of seconds it counts as, the nodes that it is
+    for, and how often for each of them.
+    """
     problem, microbatches, rules = found.problem, found.microbatches, found.analysis.rules
     of_vertex, of_group = _here(found, problem.vertex_of), _here(found, problem.group_of)
     yield from _synchronisation(found, of_vertex)
@@ -72,21 +91,42 @@ def _terms(found: Found) -> Iterator[tuple[str, Sequence[fx.Node], Term, int]]:
             source = found.choice(node).out
             for term in _path(found, node, source, wanted):
                 yield "conversions", of_group[g], term, microbatches
-            if needed and (g, wanted) in found.solution.again and group.moves[group.sources[source], group.targets[wanted]]:
+            if (
+                needed
+                and (g, wanted) in found.solution.again
+                and group.moves[group.sources[source], group.targets[wanted]]
+            ):
                 for term in _path(found, node, source, wanted):
                     if term.phase == "forward":
                         yield "recomputation", of_group[g], term, microbatches
 
 
-def _synchronisation(found: Found, of_vertex: Mapping[int, Sequence[fx.Node]]) -> Iterator[tuple[str, Sequence[fx.Node], Term, int]]:
-    """What is done once a step. What goes in buckets has its share of what they take, less what the last backward hides."""
+def _synchronisation(
+    found: Found, of_vertex: Mapping[int, Sequence[fx.Node]]
+) -> Iterator[tuple[str, Sequence[fx.Node], Term, int]]:
+    """What is done once a step. What goes in buckets has its share of what they take, less what the
+    last backward hides.
+    """
     choices = ((i, v.node, found.choice(v.node)) for i, v in enumerate(found.problem.vertices))
-    terms = [(of_vertex[i], t) for i, node, c in choices if isinstance(c, Storage) for t in found.costs.synchronisation(node, c)]
+    terms = [
+        (of_vertex[i], t)
+        for i, node, c in choices
+        if isinstance(c, Storage)
+        for t in found.costs.synchronisation(node, c)
+    ]
     alone = sum(len(nodes) * term.seconds for nodes, term in terms if goes_alone(found, term))
-    counted, exposed = (sum(ends[stage][SYNC] for stage in found.busiest) - alone for ends in (found.once, step_ends(found)))
+    counted, exposed = (
+        sum(ends[stage][SYNC] for stage in found.busiest) - alone
+        for ends in (found.once, step_ends(found))
+    )
     scale = exposed / counted if counted > 0 else 1.0
     for nodes, term in terms:
-        yield SYNC, nodes, term if goes_alone(found, term) else replace(term, seconds=scale * term.seconds), 1
+        yield (
+            SYNC,
+            nodes,
+            term if goes_alone(found, term) else replace(term, seconds=scale * term.seconds),
+            1,
+        )
 
 
 def _here(found: Found, places: dict[fx.Node, int]) -> dict[int, list[fx.Node]]:
@@ -102,4 +142,7 @@ def _path(found: Found, node: fx.Node, source: Layout, target: Layout) -> list[T
     if source == target or not isinstance(node.meta["val"], torch.Tensor):
         return []
     steps = len(found.costs.path(node, source, target))
-    return [*found.costs.terms(node, source, target), Term("copy", -1, 0.0, steps * STEP, "forward")]
+    return [
+        *found.costs.terms(node, source, target),
+        Term("copy", -1, 0.0, steps * STEP, "forward"),
+    ]

@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from autopar.plan import Plan
-from autopar.report.table import WIDTH, Cells, ends, nbytes, seconds, table
+from autopar.formatting.table import WIDTH, Cells, ends, nbytes, seconds, table
+from autopar.ir.plan_data import PlanData
 from autopar.report.timeline import simulated
 
 _SHOWN = 12  # rows of what is recomputed
@@ -22,30 +22,52 @@ _TOGETHER = {  # kinds of memory that have one column
 ROWS = 32  # stages and ranks that have a row
 
 
-def schedule(plan: Plan) -> str:
-    """The line of the header that says how microbatches go through the stages; "" without stages."""
+def schedule(plan: PlanData) -> str:
+    """The line of the header that says how microbatches go through the stages; "" without
+    stages.
+    """
     if len(plan.stages) == 1:
         return ""
     chunks = f"{plan.chunks} stages on each" if plan.chunks > 1 else "one stage on each"
-    return f"schedule {plan.schedule} on {plan.pipeline} pipeline ranks, {chunks}, microbatches: {plan.microbatches}"
+    return (
+        f"schedule {plan.schedule} on {plan.pipeline} pipeline ranks, {chunks}, microbatches: "
+        f"{plan.microbatches}"
+    )
 
 
-def stages(plan: Plan) -> str:
+def stages(plan: PlanData) -> str:
     """A row for each stage: where it runs, what it is and how long one microbatch takes."""
     again = any(stage.seconds.get("recomputation") for stage in plan.stages)
     rows: list[Cells] = []
     for i, stage in enumerate(plan.stages):
-        took = [stage.seconds["forward"], stage.seconds["backward"], *([stage.seconds.get("recomputation", 0.0)] if again else [])]
+        took = [
+            stage.seconds["forward"],
+            stage.seconds["backward"],
+            *([stage.seconds.get("recomputation", 0.0)] if again else []),
+        ]
         sent = seconds(stage.seconds["send"]) if i + 1 < len(plan.stages) else ""
-        rows.append([str(i), str(i % plan.pipeline), stage.name or "(root)", *map(seconds, took), sent, str(stage.in_flight)])
+        rows.append(
+            [
+                str(i),
+                str(i % plan.pipeline),
+                stage.name or "(root)",
+                *map(seconds, took),
+                sent,
+                str(stage.in_flight),
+            ]
+        )
     recomputing = ["recomputation"] if again else []
     headers = ["stage", "rank", "modules", "forward", "backward", *recomputing, "send", "in flight"]
     legend = "times: of one microbatch; in flight: microbatches whose activations it holds at most"
     legend += "; backward: with recomputation" if again else ""
-    return table(ends(rows, ROWS), headers, "rrlrrr" + "r" * (len(headers) - 6), flexible=(2,)) + "\n" + legend
+    return (
+        table(ends(rows, ROWS), headers, "rrlrrr" + "r" * (len(headers) - 6), flexible=(2,))
+        + "\n"
+        + legend
+    )
 
 
-def devices(plan: Plan) -> str:
+def devices(plan: PlanData) -> str:
     """A row for each pipeline rank: its memory by kind, and how much of the schedule it waits."""
     line = simulated(plan)
     kinds = [kind for kind in _TOGETHER if any(_of(device, kind) for device in plan.memory)]
@@ -55,9 +77,15 @@ def devices(plan: Plan) -> str:
         memory = [nbytes(_of(device, kind)) for kind in kinds]
         rows.append([str(rank), *memory, nbytes(sum(device.values())), f"{waits:.1%}"])
     headers = ["memory of rank", *kinds, "total", "waits"]
-    legend = "memory: when it is most; parameters: with copies in other forms; transient: with what is recomputed;\n"
+    legend = (
+        "memory: when it is most; parameters: with copies in other forms; transient: with "
+        "what is recomputed;\n"
+    )
     legend += "in, out: the batch, and what the model returns besides its loss;\n"
-    legend += "waits: for other ranks and their tensors, of the time from the first forward to the last backward"
+    legend += (
+        "waits: for other ranks and their tensors, of the time from the first forward to "
+        "the last backward"
+    )
     return table(ends(rows, ROWS), headers, "r" * len(headers)) + "\n" + legend
 
 
@@ -65,13 +93,20 @@ def _of(device: Mapping[str, float], kind: str) -> float:
     return sum(device.get(each, 0.0) for each in _TOGETHER[kind])
 
 
-def recomputed(plan: Plan) -> str:
-    """What is computed again in the backward, the most memory first, with what it frees and what it costs; "" if nothing is."""
+def recomputed(plan: PlanData) -> str:
+    """What is computed again in the backward, the most memory first, with what it frees and what it
+    costs; "" if nothing is.
+    """
     if not plan.recomputed:
         return ""
     found = sorted(plan.rows.get("recomputed", []), key=lambda row: -row[3])
     if not found:
-        return textwrap.fill(f"recomputed in the backward: {', '.join(plan.recomputed)}", WIDTH, max_lines=2, placeholder=" …")
+        return textwrap.fill(
+            f"recomputed in the backward: {', '.join(plan.recomputed)}",
+            WIDTH,
+            max_lines=2,
+            placeholder=" …",
+        )
     rows = [[_where(row[0], row[1]), *_sums([row])] for row in found[:_SHOWN]]
     if rest := found[_SHOWN:]:
         rows.append([f"{len(rest)} others", *_sums(rest)])

@@ -7,9 +7,9 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from autopar.plan import EXACT_AXES, Plan
+from autopar.formatting.table import WIDTH, Cells, count, cut, nbytes, seconds, table
+from autopar.ir.plan_data import EXACT_AXES, PlanData
 from autopar.report.stages import ROWS, devices, recomputed, schedule, stages
-from autopar.report.table import WIDTH, Cells, count, cut, nbytes, seconds, table
 from autopar.report.timeline import timeline
 
 OPTIMAL = 1e-4  # a relative gap below which a plan counts as optimal
@@ -18,67 +18,106 @@ _SHAPE = 24  # columns at most
 _WHOLE = "(block)"  # what a block does outside its modules
 
 
-def text(plan: Plan) -> str:
-    """The plan for people: mesh, time, memory, what each block does, what is sent, and how sure the planner is."""
-    pipelined = [stages(plan), timeline(plan, ROWS), devices(plan)] if len(plan.stages) > 1 else [_memory(plan)]
-    parts = [_header(plan), _times(plan), *pipelined, recomputed(plan), _blocks(plan), _collectives(plan), _notes(plan), _planning(plan)]
+def text(plan: PlanData) -> str:
+    """The plan for people: mesh, time, memory, what each block does, what is sent, and how sure the
+    planner is.
+    """
+    pipelined = (
+        [stages(plan), timeline(plan, ROWS), devices(plan)]
+        if len(plan.stages) > 1
+        else [_memory(plan)]
+    )
+    parts = [
+        _header(plan),
+        _times(plan),
+        *pipelined,
+        recomputed(plan),
+        _blocks(plan),
+        _collectives(plan),
+        _notes(plan),
+        _planning(plan),
+    ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _header(plan: Plan) -> str:
+def _header(plan: PlanData) -> str:
     facts = {str(name): value for name, value in plan.rows.get("model", [])}
     axes = " x ".join(f"{name} {size}" for name, size in plan.mesh.items())
     mesh = f"{axes} (slowest links first)" if len(plan.mesh) > 1 else axes
     where = f"pipeline {plan.pipeline} x mesh {mesh}" if len(plan.stages) > 1 else f"mesh {mesh}"
     lines = [
-        f"Plan for graph {plan.fingerprint}" + (f", {count(facts['parameters'])} parameters" if "parameters" in facts else ""),
+        f"Plan for graph {plan.fingerprint}"
+        + (f", {count(facts['parameters'])} parameters" if "parameters" in facts else ""),
         f"{plan.world_size} device{'s' * (plan.world_size > 1)} of {plan.cluster}, {where}",
         _batch(plan, facts.get("samples")),
         schedule(plan),
         _precision(plan),
-        f"predicted: {seconds(plan.step_time)} a step, {nbytes(max(plan.peak_memory))} a device; {_gap(plan)}",
+        f"predicted: {seconds(plan.step_time)} a step, {nbytes(max(plan.peak_memory))} a device; "
+        f"{_gap(plan)}",
     ]
     return "\n".join(line for raw in lines for line in textwrap.wrap(raw, WIDTH))
 
 
-def _precision(plan: Plan) -> str:
+def _precision(plan: PlanData) -> str:
     computed = f"computed in {plan.precision}" if plan.precision else ""
     summed = f"gradients summed over ranks in {plan.reduce_dtype}" if plan.reduce_dtype else ""
     return ", ".join(part for part in (computed, summed) if part)
 
 
-def _batch(plan: Plan, samples: int | None) -> str:
+def _batch(plan: PlanData, samples: int | None) -> str:
     whole = f"batch of {samples} samples" if samples else "batch"
-    split = f"split over {plan.data_degree} ranks" if plan.data_degree > 1 else "not split over ranks"
+    split = (
+        f"split over {plan.data_degree} ranks" if plan.data_degree > 1 else "not split over ranks"
+    )
     each = f" of {samples // (plan.data_degree * plan.microbatches)}" if samples else ""
-    return f"{whole}, {split}" + (f", in {plan.microbatches} microbatches{each}" if plan.microbatches > 1 else "")
+    return f"{whole}, {split}" + (
+        f", in {plan.microbatches} microbatches{each}" if plan.microbatches > 1 else ""
+    )
 
 
-def _gap(plan: Plan) -> str:
-    space = "this search space" if len(plan.mesh_sizes) <= EXACT_AXES or plan.modes else "the neighbourhood searched"
-    return f"proven optimal in {space}" if plan.gap < OPTIMAL else f"at most {plan.gap:.2%} slower than the best plan of {space}"
+def _gap(plan: PlanData) -> str:
+    space = (
+        "this search space"
+        if len(plan.mesh_sizes) <= EXACT_AXES or plan.modes
+        else "the neighbourhood searched"
+    )
+    return (
+        f"proven optimal in {space}"
+        if plan.gap < OPTIMAL
+        else f"at most {plan.gap:.2%} slower than the best plan of {space}"
+    )
 
 
-def _times(plan: Plan) -> str:
+def _times(plan: PlanData) -> str:
     return _shares("step time", plan.seconds, seconds)
 
 
-def _memory(plan: Plan) -> str:
+def _memory(plan: PlanData) -> str:
     return _shares("memory of a device", plan.nbytes, nbytes)
 
 
 def _shares(title: str, kinds: dict[str, float], unit: Any) -> str:
     total = sum(kinds.values())
-    rows = [[kind, unit(value), f"{value / total if total else 0:.1%}"] for kind, value in kinds.items()]
+    rows = [
+        [kind, unit(value), f"{value / total if total else 0:.1%}"] for kind, value in kinds.items()
+    ]
     return table([*rows, ["total", unit(total), ""]], [title, "", ""], "lrr")
 
 
-def _blocks(plan: Plan) -> str:
+def _blocks(plan: PlanData) -> str:
     rows: list[Cells] = []
     axes, named = _merged_axes(plan), any(row[6] for row in plan.rows.get("blocks", []))
-    for (block, times), members in itertools.groupby(plan.rows.get("blocks", []), key=lambda row: (row[0], row[1])):
+    for (block, times), members in itertools.groupby(
+        plan.rows.get("blocks", []), key=lambda row: (row[0], row[1])
+    ):
         lines = [
-            [modules, operator, cut(shape, _SHAPE), *(words[columns[0]] for _, columns in axes), *([mode] if named else [])]
+            [
+                modules,
+                operator,
+                cut(shape, _SHAPE),
+                *(words[columns[0]] for _, columns in axes),
+                *([mode] if named else []),
+            ]
             for modules, operator, shape, words, mode in _alike(list(members))
         ]
         title = f"{block} (x{times})"
@@ -92,7 +131,7 @@ def _blocks(plan: Plan) -> str:
     return table(rows, headers, "l" * len(headers), flexible=(0, 2)) if rows else ""
 
 
-def _merged_axes(plan: Plan) -> list[tuple[str, list[int]]]:
+def _merged_axes(plan: PlanData) -> list[tuple[str, list[int]]]:
     """Column titles, with neighbouring axes that do the same everywhere as one."""
     blocks = plan.rows.get("blocks", [])
     axes: list[tuple[str, list[int]]] = []
@@ -113,7 +152,13 @@ def _alike(members: Sequence[list[Any]]) -> Iterator[tuple[str, str, str, list[s
 
     for _, group in itertools.groupby(members, key=same):
         rows = list(group)
-        yield _listed([row[2] for row in rows]), rows[0][3], ", ".join(dict.fromkeys(row[4] for row in rows)), rows[0][5], rows[0][6]
+        yield (
+            _listed([row[2] for row in rows]),
+            rows[0][3],
+            ", ".join(dict.fromkeys(row[4] for row in rows)),
+            rows[0][5],
+            rows[0][6],
+        )
 
 
 def _listed(modules: Sequence[str]) -> str:
@@ -127,28 +172,49 @@ def _listed(modules: Sequence[str]) -> str:
     return ", ".join(names)
 
 
-def _collectives(plan: Plan) -> str:
+def _collectives(plan: PlanData) -> str:
     found = [row for row in plan.rows.get("collectives", []) if row[7]]
     rows = [_collective(plan, row) for row in found[:_SHOWN]]
     if rest := found[_SHOWN:]:
         times, total, took = (sum(row[i] for row in rest) for i in (6, 7, 8))
         rows.append([f"{len(rest)} others", "", "", str(times), "", nbytes(total), seconds(took)])
     if not rows:
-        return "nothing is sent between ranks" if plan.pipeline == 1 else "nothing is sent between ranks but from stage to stage"
+        return (
+            "nothing is sent between ranks"
+            if plan.pipeline == 1
+            else "nothing is sent between ranks but from stage to stage"
+        )
     headers = ["sent in a step", "axis", "tensors of", "times", "each", "bytes", "time"]
-    legend = "bytes: of one rank's tensor, whole along the axis; times of gradients' collectives: what the last backward does not hide"
+    legend = (
+        "bytes: of one rank's tensor, whole along the axis; times of gradients' collectives: "
+        "what the last backward does not hide"
+    )
     legend += "; of the pipeline rank with most to do" if plan.pipeline > 1 else ""
     return table(rows, headers, "lllrrrr", flexible=(2,)) + "\n" + textwrap.fill(legend, WIDTH)
 
 
-def _collective(plan: Plan, row: list[Any]) -> Cells:
+def _collective(plan: PlanData, row: list[Any]) -> Cells:
     part, kind, axis, phase, block, modules, times, total, took = row
     if axis < 0:
-        what, where = "copies on each rank", "to join and cut parts" if part == "conversions" else part
+        what, where = (
+            "copies on each rank",
+            "to join and cut parts" if part == "conversions" else part,
+        )
     else:
-        what, where = f"{kind.replace('_', '-')} {_phase(part, phase)}", f"{block}: {_listed(modules)}" if any(modules) else block
+        what, where = (
+            f"{kind.replace('_', '-')} {_phase(part, phase)}",
+            f"{block}: {_listed(modules)}" if any(modules) else block,
+        )
     name = (*plan.mesh_names, "pipeline")[axis] if axis >= 0 else ""
-    return [what, name, where, str(times), nbytes(total / times) if times else "", nbytes(total), seconds(took)]
+    return [
+        what,
+        name,
+        where,
+        str(times),
+        nbytes(total / times) if times else "",
+        nbytes(total),
+        seconds(took),
+    ]
 
 
 def _phase(part: str, phase: str) -> str:
@@ -159,13 +225,22 @@ def _phase(part: str, phase: str) -> str:
     return "inside a kernel" if part == "compute" else phase
 
 
-def _notes(plan: Plan) -> str:
-    return "\n".join(textwrap.fill(note, WIDTH, initial_indent="note: ", subsequent_indent="      ") for note in plan.notes)
+def _notes(plan: PlanData) -> str:
+    return "\n".join(
+        textwrap.fill(note, WIDTH, initial_indent="note: ", subsequent_indent="      ")
+        for note in plan.notes
+    )
 
 
-def _planning(plan: Plan) -> str:
+def _planning(plan: PlanData) -> str:
     total = plan.timings.get("total", sum(plan.timings.values()))
-    phases = ", ".join(f"{phase} {seconds(took)}" for phase, took in plan.timings.items() if phase != "total")
-    asked = f"asked for: {', '.join(f'{name}={value!r}' for name, value in plan.options.items())}" if plan.options else ""
+    phases = ", ".join(
+        f"{phase} {seconds(took)}" for phase, took in plan.timings.items() if phase != "total"
+    )
+    asked = (
+        f"asked for: {', '.join(f'{name}={value!r}' for name, value in plan.options.items())}"
+        if plan.options
+        else ""
+    )
     lines = [asked, f"planned in {seconds(total)}: {phases}" if phases else ""]
     return "\n".join(textwrap.fill(line, WIDTH) for line in lines if line)

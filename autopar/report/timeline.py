@@ -1,4 +1,6 @@
-"""The schedule of a plan's step as text: one row a pipeline rank, time from left to right, one letter a phase."""
+"""The schedule of a plan's step as text: one row a pipeline rank, time from left to right, one
+letter a phase.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,13 @@ from typing import NamedTuple
 
 from autopar.cost_model import Timeline, timeline_of
 from autopar.errors import PlanError
-from autopar.plan import Plan
-from autopar.report.table import WIDTH, seconds
+from autopar.formatting.table import WIDTH, seconds
+from autopar.ir.plan_data import PlanData
 
-ONCE = {"S": "gradient synchronisation", "O": "optimizer"}  # once a step, after a rank's last backward
+ONCE = {
+    "S": "gradient synchronisation",
+    "O": "optimizer",
+}  # once a step, after a rank's last backward
 IDLE, MIXED, CUT = ".", "+", "…"
 _CLEAR = 0.8  # of a column's time, for one phase to name it
 _WORTH = 0.8  # of the step: what is drawn of it where a piece is cut out, at most
@@ -20,7 +25,9 @@ _WIDE = 2  # columns of a forward below which a piece of the steady part is cut 
 
 
 class Span(NamedTuple):
-    """A phase of one pipeline rank, in seconds; ``stage`` and ``microbatch`` are None for what a step does once."""
+    """A phase of one pipeline rank, in seconds; ``stage`` and ``microbatch`` are None for what a
+    step does once.
+    """
 
     letter: str
     start: float
@@ -29,34 +36,66 @@ class Span(NamedTuple):
     microbatch: int | None = None
 
 
-def simulated(plan: Plan) -> Timeline:
+def simulated(plan: PlanData) -> Timeline:
     """The plan's schedule, from the predicted seconds of its stages."""
     for i, stage in enumerate(plan.stages):
-        if missing := [kind for kind in ("forward", "backward", "send") if kind not in stage.seconds]:
-            raise PlanError(f"stage {i} of the plan has no seconds of {', '.join(missing)}: plan again")
-    forward, backward, send = ([stage.seconds[kind] for stage in plan.stages] for kind in ("forward", "backward", "send"))
-    weight = [stage.seconds.get("weight", (whole - _again(stage.seconds)) / 2) for stage, whole in zip(plan.stages, backward, strict=True)]
-    return timeline_of(plan.schedule, plan.pipeline, plan.chunks, plan.microbatches, forward, backward, weight, send)
+        if missing := [
+            kind for kind in ("forward", "backward", "send") if kind not in stage.seconds
+        ]:
+            raise PlanError(
+                f"stage {i} of the plan has no seconds of {', '.join(missing)}: plan again"
+            )
+    forward, backward, send = (
+        [stage.seconds[kind] for stage in plan.stages] for kind in ("forward", "backward", "send")
+    )
+    weight = [
+        stage.seconds.get("weight", (whole - _again(stage.seconds)) / 2)
+        for stage, whole in zip(plan.stages, backward, strict=True)
+    ]
+    return timeline_of(
+        plan.schedule,
+        plan.pipeline,
+        plan.chunks,
+        plan.microbatches,
+        forward,
+        backward,
+        weight,
+        send,
+    )
 
 
 def _again(took: dict[str, float]) -> float:
-    """Seconds of recomputation, which all belong to the inputs' part of a backward: it comes first."""
+    """Seconds of recomputation, which all belong to the inputs' part of a backward: it comes
+    first.
+    """
     return took.get("recomputation", 0.0)
 
 
-def spans(plan: Plan) -> list[list[Span]]:
+def spans(plan: PlanData) -> list[list[Span]]:
     """What each pipeline rank does in a step."""
     line, found = simulated(plan), []
     for rank in range(plan.pipeline):
-        row = [Span(action.kind, start, end, action.stage, action.microbatch) for _, action, start, end in line.row(rank)]
+        row = [
+            Span(action.kind, start, end, action.stage, action.microbatch)
+            for _, action, start, end in line.row(rank)
+        ]
         for letter, kind in ONCE.items():
             start = row[-1].end
-            row.append(Span(letter, start, start + sum(stage.seconds.get(kind, 0.0) for stage in plan.stages[rank :: plan.pipeline])))
+            row.append(
+                Span(
+                    letter,
+                    start,
+                    start
+                    + sum(
+                        stage.seconds.get(kind, 0.0) for stage in plan.stages[rank :: plan.pipeline]
+                    ),
+                )
+            )
         found.append(row)
     return found
 
 
-def timeline(plan: Plan, most: int | None = None) -> str:
+def timeline(plan: PlanData, most: int | None = None) -> str:
     """The picture, with a line that says what its letters mean.
 
     Args:
@@ -66,15 +105,23 @@ def timeline(plan: Plan, most: int | None = None) -> str:
     rows = spans(plan)
     label = len(f"rank {plan.pipeline - 1}")
     window = _window(rows, WIDTH - label - 2)
-    drawn = [f"{f'rank {rank}':<{label}}  {window.draw(row, plan.pipeline)}" for rank, row in enumerate(rows)]
+    drawn = [
+        f"{f'rank {rank}':<{label}}  {window.draw(row, plan.pipeline)}"
+        for rank, row in enumerate(rows)
+    ]
     if most is not None and len(drawn) > most:
         drawn[most // 2 : len(drawn) - most // 2] = [CUT]
-    title = f"timeline of a step: {seconds(window.total)}, one column {seconds(1 / window.scale if window.scale else 0.0)}"
+    title = (
+        f"timeline of a step: {seconds(window.total)}, one column "
+        f"{seconds(1 / window.scale if window.scale else 0.0)}"
+    )
     return "\n".join([title, *drawn, *_legend(plan, window)])
 
 
-def _legend(plan: Plan, window: Window) -> list[str]:
-    backward = "B backward for inputs, W for weights" if plan.schedule == "zero-bubble" else "B backward"
+def _legend(plan: PlanData, window: Window) -> list[str]:
+    backward = (
+        "B backward for inputs, W for weights" if plan.schedule == "zero-bubble" else "B backward"
+    )
     words = [f"F forward, {backward}, S {ONCE['S']}, O {ONCE['O']}, {IDLE} waiting"]
     if window.numbers:
         words.append("the number is the microbatch's")
@@ -111,7 +158,10 @@ class Window:
 
     def draw(self, row: Sequence[Span], pipeline: int) -> str:
         paint = self._shares if self.dense else self._letters
-        return CUT.join("".join(paint(row, start, self._columns(end - start), pipeline)) for start, end in self.parts)
+        return CUT.join(
+            "".join(paint(row, start, self._columns(end - start), pipeline))
+            for start, end in self.parts
+        )
 
     def _columns(self, time: float) -> int:
         return int(time * self.scale + 0.5)
@@ -122,25 +172,35 @@ class Window:
         for span in row:
             first, last = (self._columns(max(time - since, 0.0)) for time in (span.start, span.end))
             for i in range(first, min(last, columns)):
-                cells[i] = self._text(span, pipeline, i - self._columns(span.start - since) if span.start >= since else -1)
+                cells[i] = self._text(
+                    span,
+                    pipeline,
+                    i - self._columns(span.start - since) if span.start >= since else -1,
+                )
         return cells
 
     def _text(self, span: Span, pipeline: int, place: int) -> str:
         """The character at a place of a phase: its letter, then its number, then dashes."""
         letter = _letter(span, pipeline)
-        text = letter if span.microbatch is None or not self.numbers else f"{letter}{span.microbatch}"
+        text = (
+            letter if span.microbatch is None or not self.numbers else f"{letter}{span.microbatch}"
+        )
         if len(text) == 1:
             return letter
         return text[place] if 0 <= place < len(text) else "-"
 
-    def _shares(self, row: Sequence[Span], since: float, columns: int, pipeline: int) -> Iterator[str]:
+    def _shares(
+        self, row: Sequence[Span], since: float, columns: int, pipeline: int
+    ) -> Iterator[str]:
         """Each column named by the phase that takes most of it."""
         shares: list[dict[str, float]] = [{} for _ in range(columns)]
         for span in row:
             start, end = (span.start - since) * self.scale, (span.end - since) * self.scale
             for i in range(max(int(start), 0), min(int(end) + 1, columns)):
                 letter = _letter(span, pipeline)
-                shares[i][letter] = shares[i].get(letter, 0.0) + max(min(end, i + 1) - max(start, i), 0.0)
+                shares[i][letter] = shares[i].get(letter, 0.0) + max(
+                    min(end, i + 1) - max(start, i), 0.0
+                )
         for share in shares:
             share[IDLE] = 1.0 - sum(share.values())
             best = max(share, key=lambda letter: share[letter])
@@ -148,17 +208,25 @@ class Window:
 
 
 def _letter(span: Span, pipeline: int) -> str:
-    return span.letter.lower() if span.stage is not None and span.stage // pipeline % 2 else span.letter
+    return (
+        span.letter.lower()
+        if span.stage is not None and span.stage // pipeline % 2
+        else span.letter
+    )
 
 
 def _window(rows: Sequence[Sequence[Span]], columns: int) -> Window:
-    """The whole step if its forwards are wide enough then; else without a piece of the steady part, so that they are, if that helps."""
+    """The whole step if its forwards are wide enough then; else without a piece of the steady part,
+    so that they are, if that helps.
+    """
     total = max(row[-1].end for row in rows)
     if not total:
         return Window(((0.0, 0.0),), 0.0, 0.0, False, False)
     forwards = [span.end - span.start for row in rows for span in row if span.letter == "F"]
     mean = sum(forwards) / len(forwards)
-    readable = 2 + len(str(max(span.microbatch or 0 for row in rows for span in row)))  # columns of a letter, a number and a dash
+    readable = 2 + len(
+        str(max(span.microbatch or 0 for row in rows for span in row))
+    )  # columns of a letter, a number and a dash
     parts: tuple[tuple[float, float], ...] = ((0.0, total),)
     scale = columns / total
     if mean * scale < _WIDE:

@@ -17,7 +17,7 @@ from autopar.rules import (
     several,
     views,
     writing,
-)  # fmt: skip
+)
 from autopar.rules.registry import Call, register_rule, rule_of
 from autopar.rules.rule import Dim, Option, Rule, make_rule
 

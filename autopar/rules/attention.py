@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from autopar.layout import R, S
+from autopar.ir.layout import R, S
 from autopar.rules.registry import Call, register_rule
 from autopar.rules.rule import Option, Rule
 
@@ -20,7 +20,8 @@ def attention(call: Call) -> Rule | None:
     if len(call.inputs) == 4:
         dims = ["b", head, "s", "t"][4 - len(call.shapes[3]) :]
         mask = ", ~" + " ".join(dims)
-    # A causal mask counts positions from the first query, so its queries stay whole; keys always do. Where both are cut they go round.
+    # A causal mask counts positions from the first query, so its queries stay whole; keys always
+    # do. Where both are cut they go round.
     whole = ["d", "e", "t"] + (["s"] if call["is_causal"] else [])
     rows = 2 - 4 + len(call.shapes[3]) if mask else 0
     masks = [S(rows) if rows >= 0 and call.shapes[3][rows] > 1 else R] if mask else []

@@ -1,4 +1,6 @@
-"""Convolutions. Where their space is cut each rank needs a halo: some elements of the chunks beside its own."""
+"""Convolutions. Where their space is cut each rank needs a halo: some elements of the chunks beside
+its own.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from autopar.rules.rule import Rule
 
 
 class Window(NamedTuple):
-    """How a convolution goes along one dim: elements of padding on either side, and from a window's first element to its last."""
+    """How a convolution goes along one dim: elements of padding on either side, and from a window's
+    first element to its last.
+    """
 
     stride: int
     dilation: int
@@ -22,14 +26,16 @@ class Window(NamedTuple):
 
     @property
     def halo(self) -> tuple[int, int]:
-        """What a chunk needs of the ones before and after it, where outputs times stride are inputs: its last window begins at
-        ``stride`` from its end, less the padding."""
+        """What a chunk needs of the ones before and after it, where outputs times stride are
+        inputs: its last window begins at ``stride`` from its end, less the padding."""
         left = self.padding[0]
         return left, max(self.reach - left - (self.stride - 1), 0)
 
 
 def windows(arguments: Mapping[str, Any], kernel: Sequence[int]) -> list[Window]:
-    """Of each spatial dim of a convolution with these arguments, whose weight has the spatial shape ``kernel``."""
+    """Of each spatial dim of a convolution with these arguments, whose weight has the spatial shape
+    ``kernel``.
+    """
 
     def each(name: str) -> list[int]:
         value = arguments[name]
@@ -68,7 +74,9 @@ def _fewer_groups(groups: int, arguments: dict[str, Any], splits: dict[str, int]
 
 @register_rule("aten.conv1d", "aten.conv2d", "aten.conv3d")
 def convolution(call: Call) -> Rule | None:
-    """Space is cut where it gives as many windows as it has strides: ``s`` is then the stride, and ``y`` what both sides share."""
+    """Space is cut where it gives as many windows as it has strides: ``s`` is then the stride, and
+    ``y`` what both sides share.
+    """
     if len(call.shapes[0]) != len(call.shapes[1]):  # no batch dim
         return None
     groups, image, weight = call["groups"], call.shapes[0], call.shapes[1]
@@ -82,8 +90,13 @@ def convolution(call: Call) -> Rule | None:
     return call.rule(
         f"n (g c) {x}, (g o) c {k} + (g o) -> n (g o) {y}",
         sizes={"g": groups, **{f"s{i}": w.stride for i, w in fits.items()}},
-        whole=[*chain(*by_dim), *(["c", "o"] if groups > 1 else [])],  # a group is not split further
-        least={f"y{i}": -(-max(halo) // along[i].stride) for i, halo in halos.items()},  # a halo comes from one neighbour
+        whole=[
+            *chain(*by_dim),
+            *(["c", "o"] if groups > 1 else []),
+        ],  # a group is not split further
+        least={
+            f"y{i}": -(-max(halo) // along[i].stride) for i, halo in halos.items()
+        },  # a halo comes from one neighbour
         kernels={f"y{i}": "conv_halo" for i in halos},
         composed=frozenset({"conv_halo"}),
         flops=2.0 * math.prod(call.shape) * math.prod(weight[1:]),

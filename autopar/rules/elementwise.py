@@ -28,7 +28,13 @@ def unary_reading_output(call: Call) -> Rule:
     return call.rule(_nonlinear(call))
 
 
-@register_rule(*(f"aten.{n}" for n in _SPECIAL.split()), "aten._prelu_kernel", "aten.complex", "aten.polar", "aten.angle")
+@register_rule(
+    *(f"aten.{n}" for n in _SPECIAL.split()),
+    "aten._prelu_kernel",
+    "aten.complex",
+    "aten.polar",
+    "aten.angle",
+)
 def special_function(call: Call) -> Rule:
     return call.rule(_nonlinear(call))
 
@@ -50,8 +56,14 @@ def comparison(call: Call) -> Rule | None:
 @register_rule("aten.neg", "aten.to", "aten.detach")
 def linear_unary(call: Call) -> Rule:
     # A conversion to an integer rounds, so a pending sum may not pass it.
-    linear = call.node.meta["val"].dtype.is_floating_point and call.inputs[0].meta["val"].dtype.is_floating_point
-    return call.rule("... -> ..." if linear else "~... -> ...", kind="view" if call.name == "aten.detach" else "elementwise")
+    linear = (
+        call.node.meta["val"].dtype.is_floating_point
+        and call.inputs[0].meta["val"].dtype.is_floating_point
+    )
+    return call.rule(
+        "... -> ..." if linear else "~... -> ...",
+        kind="view" if call.name == "aten.detach" else "elementwise",
+    )
 
 
 @register_rule("aten.add", "aten.sub", "aten.rsub")

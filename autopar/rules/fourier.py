@@ -19,5 +19,7 @@ def numbers(call: Call) -> Rule:
 @register_rule("aten._fft_c2c", "aten._fft_r2c", "aten._fft_c2r")
 def transform(call: Call) -> Rule:
     dims = call.dims("dim")
-    before, after = (" ".join(f"{x}{d}" if d in dims else f"d{d}" for d in range(len(call.shape))) for x in "xy")
+    before, after = (
+        " ".join(f"{x}{d}" if d in dims else f"d{d}" for d in range(len(call.shape))) for x in "xy"
+    )
     return call.rule(f"~{before} -> {after}", whole=[f"{x}{d}" for d in dims for x in "xy"])

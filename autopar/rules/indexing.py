@@ -21,9 +21,13 @@ def gather(call: Call) -> Rule | None:
     if call["dim"] is None:  # take_along_dim of flattened tensors
         return None
     n, (dim,) = len(call.shape), call.dims("dim")
-    source = [f"d{d}" if call.shapes[0][d] == call.shape[d] and d != dim else f"s{d}" for d in range(n)]
+    source = [
+        f"d{d}" if call.shapes[0][d] == call.shape[d] and d != dim else f"s{d}" for d in range(n)
+    ]
     index = " ".join(f"d{d}" for d in range(n))
-    whole = [f"d{d}" for d in range(n) if source[d] != f"d{d}" and d != dim] + [f for f in source if f[0] == "s"]
+    whole = [f"d{d}" for d in range(n) if source[d] != f"d{d}" and d != dim] + [
+        f for f in source if f[0] == "s"
+    ]
     # The source must be whole along the dim looked up; the index need not be.
     return call.rule(f"{' '.join(source)}, ~{index} -> {index}", whole=whole)
 
@@ -99,7 +103,10 @@ def diagonal(call: Call) -> Rule:
     n = len(call.shapes[0])
     pair = [call[name] % n for name in ("dim1", "dim2")]
     rest = [f"d{d}" for d in range(n) if d not in pair]
-    return call.rule(f"{' '.join(f'd{d}' for d in range(n))} -> {' '.join([*rest, 'k'])}", whole=["k", *(f"d{d}" for d in pair)])
+    return call.rule(
+        f"{' '.join(f'd{d}' for d in range(n))} -> {' '.join([*rest, 'k'])}",
+        whole=["k", *(f"d{d}" for d in pair)],
+    )
 
 
 @register_rule("aten.diag_embed")
@@ -107,7 +114,10 @@ def diag_embed(call: Call) -> Rule:
     n = len(call.shape)
     pair = [call[name] % n for name in ("dim1", "dim2")]
     rest = [f"d{d}" for d in range(n) if d not in pair]
-    return call.rule(f"{' '.join([*rest, 'k'])} -> {' '.join(f'd{d}' for d in range(n))}", whole=["k", *(f"d{d}" for d in pair)])
+    return call.rule(
+        f"{' '.join([*rest, 'k'])} -> {' '.join(f'd{d}' for d in range(n))}",
+        whole=["k", *(f"d{d}" for d in pair)],
+    )
 
 
 @register_rule("aten.bucketize", "aten.isin")
@@ -124,7 +134,9 @@ def searchsorted(call: Call) -> Rule | None:
     """In one list, or each row in a list of its own."""
     if len(call.inputs) != 2:
         return None
-    return call.rule("~s, ~... -> ..." if len(call.shapes[0]) == 1 else "~... s, ~... v -> ... v", whole="s")
+    return call.rule(
+        "~s, ~... -> ..." if len(call.shapes[0]) == 1 else "~... s, ~... v -> ... v", whole="s"
+    )
 
 
 @register_rule("aten.one_hot")

@@ -27,4 +27,9 @@ def solution(call: Call) -> Rule | None:
     a, b = call.shapes
     if len(a) != len(b) or len(a) < 3:
         return None
-    return call.rule("~... i j, ~... j k -> ... j k" if call.arguments.get("left", True) else "~... i j, ~... k i -> ... k i", whole="ijk")
+    return call.rule(
+        "~... i j, ~... j k -> ... j k"
+        if call.arguments.get("left", True)
+        else "~... i j, ~... k i -> ... k i",
+        whole="ijk",
+    )

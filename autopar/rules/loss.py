@@ -2,46 +2,69 @@
 
 from __future__ import annotations
 
-from autopar.layout import I, S
+from autopar.ir.layout import I, S
 from autopar.rules.registry import Call, register_rule
 from autopar.rules.rule import Option, Rule
 
 
 @register_rule("autopar.cross_entropy")
 def cross_entropy(call: Call) -> Rule:
-    """``sum over rows of log sum exp(logits) - logits[target]``; rows add up, the vocabulary is an algorithm of its own."""
+    """``sum over rows of log sum exp(logits) - logits[target]``; rows add up, the vocabulary is an
+    algorithm of its own.
+    """
     n = len(call.shapes[0])
     rows = [f"r{i}" for i in range(n - 1)]
     weight = ", ~v" if len(call.inputs) == 3 else ""
     spec = f"~{' '.join(rows)} v, ~{' '.join(rows)}{weight} ->"
     kernel = "cross_entropy_vocabulary"
     vocabulary = Option((S(n - 1), *[I] * (len(call.inputs) - 1)), I, "v", kernel)
-    return call.rule(spec, whole="v", sums=frozenset(rows), extra=(vocabulary,), composed=frozenset({kernel}))
+    return call.rule(
+        spec, whole="v", sums=frozenset(rows), extra=(vocabulary,), composed=frozenset({kernel})
+    )
 
 
 @register_rule("aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd", "aten.nll_loss2d")
 def each_cross_entropy(call: Call) -> Rule | None:
-    """The loss of each row: without reduction, classes in dim 1. Targets are classes, or a probability of each."""
+    """The loss of each row: without reduction, classes in dim 1. Targets are classes, or a
+    probability of each.
+    """
     logits, target = call.shapes[:2]
     if call["reduction"] != 0 or len(logits) < 2:
         return None
     rows = ["n", *(f"r{i}" for i in range(len(logits) - 2))]
     each = " ".join(["n", "v", *rows[1:]])
     weight = ", ~v" if len(call.inputs) == 3 else ""
-    return call.rule(f"~{each}, ~{each if len(target) == len(logits) else ' '.join(rows)}{weight} -> {' '.join(rows)}", whole="v")
+    return call.rule(
+        f"~{each}, ~{each if len(target) == len(logits) else ' '.join(rows)}{weight} -> "
+        f"{' '.join(rows)}",
+        whole="v",
+    )
 
 
-@register_rule("aten.cosine_embedding_loss", "aten.triplet_margin_loss", "aten.multi_margin_loss", "aten.multilabel_margin_loss")
+@register_rule(
+    "aten.cosine_embedding_loss",
+    "aten.triplet_margin_loss",
+    "aten.multi_margin_loss",
+    "aten.multilabel_margin_loss",
+)
 def of_each_row(call: Call) -> Rule | None:
-    """Without reduction: a number for each row of one or more tensors, some of which have one number a row."""
+    """Without reduction: a number for each row of one or more tensors, some of which have one
+    number a row.
+    """
     if call["reduction"] != 0 or len(call.shapes[0]) < 2:
         return None
     rows = [f"r{d}" for d in range(len(call.shape))]
     width = len(call.shapes[0]) - len(rows)
-    operands = [rows if len(s) == len(rows) else [*rows, *(f"c{d}" for d in range(width))] for s in call.shapes]
+    operands = [
+        rows if len(s) == len(rows) else [*rows, *(f"c{d}" for d in range(width))]
+        for s in call.shapes
+    ]
     if call.name == "aten.multi_margin_loss" and len(call.inputs) == 3:
         operands[2] = ["c0"]  # a weight of each class
-    return call.rule(f"{', '.join('~' + ' '.join(o) for o in operands)} -> {' '.join(rows)}", whole=[f"c{d}" for d in range(width)])
+    return call.rule(
+        f"{', '.join('~' + ' '.join(o) for o in operands)} -> {' '.join(rows)}",
+        whole=[f"c{d}" for d in range(width)],
+    )
 
 
 @register_rule("aten._ctc_loss")
@@ -65,5 +88,11 @@ poisson_nll_loss smooth_l1_loss soft_margin_loss"""
 
 @register_rule(*(f"aten.{n}" for n in _ELEMENTWISE.split()))
 def elementwise_loss(call: Call) -> Rule | None:
-    """Without reduction; with ``mean`` or ``sum`` the capture writes the reduction as an operator of its own."""
-    return call.rule(", ".join(["~..."] * len(call.inputs)) + " -> ...") if call["reduction"] == 0 else None
+    """Without reduction; with ``mean`` or ``sum`` the capture writes the reduction as an operator
+    of its own.
+    """
+    return (
+        call.rule(", ".join(["~..."] * len(call.inputs)) + " -> ...")
+        if call["reduction"] == 0
+        else None
+    )

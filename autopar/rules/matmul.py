@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from autopar.layout import R, S
+from autopar.ir.layout import R, S
 from autopar.rules.registry import Call, register_rule
 from autopar.rules.rule import Option, Rule
 
@@ -16,13 +16,17 @@ def linear(call: Call) -> Rule:
         return call.rule("... k, k + 1 -> ...", flops=2.0 * math.prod(x), kind="matmul")
     spec = "... k, n k + n -> ... n"
     rows = [dim for dim in range(len(x) - 1) if x[dim] > 1]
-    blocks = [o for dim in rows for o in _blocks(len(x), dim, len(call.inputs))] if min(w) > 1 else []
+    blocks = (
+        [o for dim in rows for o in _blocks(len(x), dim, len(call.inputs))] if min(w) > 1 else []
+    )
     own = dict(extra=tuple(blocks), composed=frozenset({"summa"}), alone=frozenset("k"))
     return call.rule(spec, flops=2.0 * math.prod(x) * w[0], kind="matmul", **own)
 
 
 def _blocks(dims: int, row: int, operands: int) -> tuple[Option, Option]:
-    """SUMMA: one axis cuts the input's dim ``row`` and the weight's columns, the other the weight's rows and the input's last dim."""
+    """SUMMA: one axis cuts the input's dim ``row`` and the weight's columns, the other the weight's
+    rows and the input's last dim.
+    """
     factor = f".{dims - 2 - row}"
     down = Option((S(row), S(1), R)[:operands], S(row), factor, "summa", beside="n")
     along = Option((S(dims - 1), S(0), S(0))[:operands], S(dims - 1), "n", "summa", beside=factor)
@@ -37,16 +41,22 @@ def matmul(call: Call) -> Rule:
     out = " ".join(["..."] * (a > 2 or b > 2) + ["i"] * (a > 1) + ["j"] * (b > 1))
     if "..." not in out:
         left, right = left.replace("... ", ""), right.replace("... ", "")
-    return call.rule(f"{left}, {right} -> {out}", flops=2.0 * math.prod(call.shape) * call.shapes[0][-1], kind="matmul")
+    return call.rule(
+        f"{left}, {right} -> {out}",
+        flops=2.0 * math.prod(call.shape) * call.shapes[0][-1],
+        kind="matmul",
+    )
 
 
 @register_rule("aten.einsum")
 def einsum(call: Call) -> Rule:
-    """The equation is the rule. An ellipsis stands for dims that are broadcast from the right; a letter that an operand has twice takes
-    its diagonal, and stays whole."""
+    """The equation is the rule. An ellipsis stands for dims that are broadcast from the right; a
+    letter that an operand has twice takes its diagonal, and stays whole."""
     left, arrow, right = call["equation"].replace(" ", "").partition("->")
     texts = left.split(",")
-    broadcast = [len(s) - len(t.replace("...", "")) for t, s in zip(texts, call.shapes, strict=True)]
+    broadcast = [
+        len(s) - len(t.replace("...", "")) for t, s in zip(texts, call.shapes, strict=True)
+    ]
     more = max(broadcast)
 
     def names(text: str, dims: int) -> list[str]:
@@ -55,40 +65,71 @@ def einsum(call: Call) -> Rule:
 
     operands = [names(t, n) for t, n in zip(texts, broadcast, strict=True)]
     letters = [x for x in left if x.isalpha()]
-    result = names(right, more) if arrow else [*names("...", more), *sorted(x for x in letters if letters.count(x) == 1)]
+    result = (
+        names(right, more)
+        if arrow
+        else [*names("...", more), *sorted(x for x in letters if letters.count(x) == 1)]
+    )
     twice = [x for dims in operands for x in dims if dims.count(x) > 1]
     sizes: dict[str, int] = {}
     for dims, shape in zip(operands, call.shapes, strict=True):
         sizes.update((x, max(size, sizes.get(x, 1))) for x, size in zip(dims, shape, strict=True))
     spec = f"{', '.join(map(' '.join, operands))} -> {' '.join(result)}"
-    return call.rule(spec, whole=twice, sizes=sizes, flops=2.0 * math.prod(sizes.values()), kind="matmul")
+    return call.rule(
+        spec, whole=twice, sizes=sizes, flops=2.0 * math.prod(sizes.values()), kind="matmul"
+    )
 
 
 @register_rule("aten.bilinear")
 def bilinear(call: Call) -> Rule:
-    return call.rule("... i, ... j, o i j + o -> ... o", flops=2.0 * math.prod(call.shape) * math.prod(call.shapes[2][1:]), kind="matmul")
+    return call.rule(
+        "... i, ... j, o i j + o -> ... o",
+        flops=2.0 * math.prod(call.shape) * math.prod(call.shapes[2][1:]),
+        kind="matmul",
+    )
 
 
 @register_rule("aten.cdist")
 def distances(call: Call) -> Rule:
-    return call.rule("~... i k, ~... j k -> ... i j", whole="k", flops=2.0 * math.prod(call.shape) * call.shapes[0][-1], kind="matmul")
+    return call.rule(
+        "~... i k, ~... j k -> ... i j",
+        whole="k",
+        flops=2.0 * math.prod(call.shape) * call.shapes[0][-1],
+        kind="matmul",
+    )
 
 
 @register_rule("aten.addmv", "aten.addr", "aten.addbmm")
 def product_added(call: Call) -> Rule:
-    of = {"aten.addmv": ("i", "i k, k"), "aten.addr": ("i j", "i, j"), "aten.addbmm": ("i j", "b i k, b k j")}
+    of = {
+        "aten.addmv": ("i", "i k, k"),
+        "aten.addr": ("i j", "i, j"),
+        "aten.addbmm": ("i j", "b i k, b k j"),
+    }
     out, factors = of[call.name]
     added = " ".join(out.split()[len(call.shape) - len(call.shapes[0]) :])
-    return call.rule(f"{added} + {factors} -> {out}", flops=2.0 * math.prod(call.shapes[1]) * call.shape[-1], kind="matmul")
+    return call.rule(
+        f"{added} + {factors} -> {out}",
+        flops=2.0 * math.prod(call.shapes[1]) * call.shape[-1],
+        kind="matmul",
+    )
 
 
 @register_rule("aten.baddbmm")
 def baddbmm(call: Call) -> Rule:
     added = " ".join("bij"[3 - len(call.shapes[0]) :])
-    return call.rule(f"{added} + b i k, b k j -> b i j", flops=2.0 * math.prod(call.shape) * call.shapes[1][-1], kind="matmul")
+    return call.rule(
+        f"{added} + b i k, b k j -> b i j",
+        flops=2.0 * math.prod(call.shape) * call.shapes[1][-1],
+        kind="matmul",
+    )
 
 
 @register_rule("aten.addmm")
 def addmm(call: Call) -> Rule:
     bias = " ".join("ij"[2 - len(call.shapes[0]) :])  # broadcast from the right, a number too
-    return call.rule(f"{bias} + i k, k j -> i j", flops=2.0 * math.prod(call.shape) * call.shapes[1][-1], kind="matmul")
+    return call.rule(
+        f"{bias} + i k, k j -> i j",
+        flops=2.0 * math.prod(call.shape) * call.shapes[1][-1],
+        kind="matmul",
+    )

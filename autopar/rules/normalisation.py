@@ -11,10 +11,15 @@ from autopar.rules.rule import Rule
 @register_rule("aten.layer_norm")
 def layer_norm(call: Call) -> Rule:
     inner = [f"n{i}" for i in range(len(call["normalized_shape"]))]
-    spec = ", ".join(["~... " + " ".join(inner), *(["~" + " ".join(inner)] * (len(call.inputs) - 1))]) + " -> ... " + " ".join(inner)
+    spec = (
+        ", ".join(["~... " + " ".join(inner), *(["~" + " ".join(inner)] * (len(call.inputs) - 1))])
+        + " -> ... "
+        + " ".join(inner)
+    )
     if len(inner) > 1:
         return call.rule(spec, whole=inner)
-    # The features may be split too: their statistics, two numbers a row each way, are then summed over the axis.
+    # The features may be split too: their statistics, two numbers a row each way, are then summed
+    # over the axis.
     return call.rule(spec, kernels={"n0": "layer_norm"}, composed=frozenset({"layer_norm"}))
 
 
@@ -22,7 +27,9 @@ def layer_norm(call: Call) -> Rule:
 def rms_norm(call: Call) -> Rule:
     inner = [f"n{i}" for i in range(len(call["normalized_shape"]))]
     weight = ["~" + " ".join(inner)] * (len(call.inputs) - 1)
-    return call.rule(", ".join(["~... " + " ".join(inner), *weight]) + " -> ... " + " ".join(inner), whole=inner)
+    return call.rule(
+        ", ".join(["~... " + " ".join(inner), *weight]) + " -> ... " + " ".join(inner), whole=inner
+    )
 
 
 @register_rule("aten.group_norm")
@@ -35,17 +42,29 @@ def group_norm(call: Call) -> Rule:
         return {"num_groups": groups // splits.get("g", 1)}
 
     whole = ["c", *dims[2:]]
-    return call.rule(f"{', '.join(operands)} -> {' '.join(dims)}", whole=whole, sizes={"g": groups}, localise=fewer_groups)
+    return call.rule(
+        f"{', '.join(operands)} -> {' '.join(dims)}",
+        whole=whole,
+        sizes={"g": groups},
+        localise=fewer_groups,
+    )
 
 
 @register_rule("aten.instance_norm")
 def instance_norm(call: Call) -> Rule | None:
-    """With running statistics, which are means over the batch: without them it is written as a group norm."""
+    """With running statistics, which are means over the batch: without them it is written as a
+    group norm.
+    """
     dims = [f"d{i}" for i in range(len(call.shape))]
-    spec = ", ".join(["~" + " ".join(dims), *(["~d1"] * (len(call.inputs) - 1))]) + f" -> {' '.join(dims)}"
+    spec = (
+        ", ".join(["~" + " ".join(dims), *(["~d1"] * (len(call.inputs) - 1))])
+        + f" -> {' '.join(dims)}"
+    )
     if not call["use_input_stats"]:
         return call.rule(spec)
-    writes = tuple(k for k, n in enumerate(call.inputs) if n in (call["running_mean"], call["running_var"]))
+    writes = tuple(
+        k for k, n in enumerate(call.inputs) if n in (call["running_mean"], call["running_var"])
+    )
     return call.rule(spec, whole=dims, writes=writes)
 
 
@@ -56,12 +75,14 @@ def batch_norm(call: Call) -> Rule:
     spec = ", ".join(["~" + dims, *(["~c"] * (len(call.inputs) - 1))]) + f" -> {dims}"
     if not call["training"]:
         return call.rule(spec)
-    # A split batch or space synchronises its statistics: two numbers a channel each way. Channels stay whole, as every rank updates
-    # the running statistics that it keeps.
+    # A split batch or space synchronises its statistics: two numbers a channel each way. Channels
+    # stay whole, as every rank updates the running statistics that it keeps.
     return call.rule(
         spec,
         whole="c",
-        writes=tuple(k for k, n in enumerate(call.inputs) if n in (call["running_mean"], call["running_var"])),
+        writes=tuple(
+            k for k, n in enumerate(call.inputs) if n in (call["running_mean"], call["running_var"])
+        ),
         kernels=dict.fromkeys(["n", *space], "batch_norm"),
         composed=frozenset({"batch_norm"}),
     )

@@ -25,7 +25,9 @@ def pooling(call: Call) -> Rule:
     apart = " ".join(f"b{d}" for d in range(len(call.shape) - space))
     before, after = ([f"{x}{d}" for d in range(space)] for x in "xy")
     operand = f"{apart} {' '.join(before)}"
-    spec = f"~{operand}, ~{operand}" if "max" in call.name else operand  # an unpooling reads its places, too
+    spec = (
+        f"~{operand}, ~{operand}" if "max" in call.name else operand
+    )  # an unpooling reads its places, too
     return call.rule(f"{spec} -> {apart} {' '.join(after)}", whole=[*before, *after])
 
 
@@ -41,7 +43,9 @@ def windows_of_a_dim(call: Call) -> Rule:
 def windows_of_an_image(call: Call) -> Rule:
     """Channels come before the places of a window."""
     image, columns = "c h w", "(c k) l"
-    if len(call.shape) > 2 and len(call.shapes[0]) == len(call.shape) + (1 if call.name == "aten.im2col" else -1):
+    if len(call.shape) > 2 and len(call.shapes[0]) == len(call.shape) + (
+        1 if call.name == "aten.im2col" else -1
+    ):
         image, columns = f"n {image}", f"n {columns}"
     spec = f"{image} -> {columns}" if call.name == "aten.im2col" else f"{columns} -> {image}"
     return call.rule(spec, whole="hwlk", sizes={"k": math.prod(call["kernel_size"])})
@@ -50,13 +54,17 @@ def windows_of_an_image(call: Call) -> Rule:
 @register_rule("aten.pixel_shuffle")
 def pixel_shuffle(call: Call) -> Rule:
     r = call["upscale_factor"]
-    return call.rule("... (c r s) h w -> ... c (h r) (w s)", sizes={"r": r, "s": r}, whole="rs", kind="view")
+    return call.rule(
+        "... (c r s) h w -> ... c (h r) (w s)", sizes={"r": r, "s": r}, whole="rs", kind="view"
+    )
 
 
 @register_rule("aten.pixel_unshuffle")
 def pixel_unshuffle(call: Call) -> Rule:
     r = call["downscale_factor"]
-    return call.rule("... c (h r) (w s) -> ... (c r s) h w", sizes={"r": r, "s": r}, whole="rs", kind="view")
+    return call.rule(
+        "... c (h r) (w s) -> ... (c r s) h w", sizes={"r": r, "s": r}, whole="rs", kind="view"
+    )
 
 
 @register_rule("aten.channel_shuffle")
@@ -80,4 +88,6 @@ def affine_grid(call: Call) -> Rule:
         samples, *rest = arguments["size"]
         return {"size": [samples // splits.get("n", 1), *rest]}
 
-    return call.rule(f"n i j -> n {' '.join(after)} t", whole=["i", "j", "t", *after], localise=fewer)
+    return call.rule(
+        f"n i j -> n {' '.join(after)} t", whole=["i", "j", "t", *after], localise=fewer
+    )

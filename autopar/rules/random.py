@@ -1,4 +1,6 @@
-"""Operators that draw numbers. Each chunk draws its own, so every factor that is split tells the kernel."""
+"""Operators that draw numbers. Each chunk draws its own, so every factor that is split tells the
+kernel.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ def of_each_element(call: Call) -> Rule | None:
 
 @register_rule("aten.normal")
 def normal(call: Call) -> Rule:
-    return _drawn(constant(call)) if not call.inputs else _drawn(call.rule(", ".join(["~..."] * len(call.inputs)) + " -> ..."))
+    return (
+        _drawn(constant(call))
+        if not call.inputs
+        else _drawn(call.rule(", ".join(["~..."] * len(call.inputs)) + " -> ..."))
+    )
 
 
 @register_rule("aten.multinomial")

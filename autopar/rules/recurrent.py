@@ -12,7 +12,10 @@ def recurrent(call: Call) -> Rule | None:
     if call.arguments.get("batch_first", True) or len(call.shapes[0]) != 3:  # or a packed sequence
         return None
     states = 2 if call.name == "aten.lstm" else 1
-    weights = [" ".join(f"w{k}_{d}" for d in range(len(s))) for k, s in enumerate(call.shapes[1 + states :])]
+    weights = [
+        " ".join(f"w{k}_{d}" for d in range(len(s)))
+        for k, s in enumerate(call.shapes[1 + states :])
+    ]
     operands = ["t b i", *["l b h"] * states, *weights]
     whole = ["t", "i", "l", "h", "o", *(f for w in weights for f in w.split())]
     if states == 2 and call.shapes[1] != call.shapes[2]:  # projected

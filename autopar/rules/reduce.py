@@ -27,7 +27,16 @@ def mean(call: Call) -> Rule:
 
 
 @register_rule(
-    "aten.amax", "aten.amin", "aten.var", "aten.std", "aten.logsumexp", "aten.any", "aten.all", "aten.prod", "aten.argmax", "aten.argmin"
+    "aten.amax",
+    "aten.amin",
+    "aten.var",
+    "aten.std",
+    "aten.logsumexp",
+    "aten.any",
+    "aten.all",
+    "aten.prod",
+    "aten.argmax",
+    "aten.argmin",
 )
 def whole_reduction(call: Call) -> Rule | None:
     dims, spec = reduced(call)
@@ -58,7 +67,9 @@ def histogram(call: Call) -> Rule:
     n = len(call.shapes[0])
     dims = [f"d{d}" for d in range(n)]
     given = call["min"] != call["max"]
-    return call.rule(f"~{' '.join(dims)} -> b", whole=["b", *([] if given else dims)], sums=frozenset(dims))
+    return call.rule(
+        f"~{' '.join(dims)} -> b", whole=["b", *([] if given else dims)], sums=frozenset(dims)
+    )
 
 
 @register_rule("aten.cosine_similarity")
@@ -67,4 +78,7 @@ def of_vectors(call: Call) -> Rule:
     n = max(map(len, call.shapes))
     dim = call["dim"] % n
     operands = ["~" + " ".join(f"d{d}" for d in range(n - len(s), n)) for s in call.shapes]
-    return call.rule(f"{', '.join(operands)} -> {' '.join(f'd{d}' for d in range(n) if d != dim)}", whole=[f"d{dim}"])
+    return call.rule(
+        f"{', '.join(operands)} -> {' '.join(f'd{d}' for d in range(n) if d != dim)}",
+        whole=[f"d{dim}"],
+    )

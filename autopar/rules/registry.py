@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 
 from autopar.errors import PlanError
-from autopar.graph import arguments, operands, results
+from autopar.ir.nodes import arguments, operands, results
 from autopar.rules.rule import Dim, Rule, make_rule
 
 Arguments = dict[str, Any]
@@ -22,8 +22,8 @@ _MAKERS: dict[str, RuleMaker] = {}
 
 
 class Call:
-    """One call of an operator, as a rule sees it: arguments by name, and the shapes of tensor operands and output (the first one of
-    several)."""
+    """One call of an operator, as a rule sees it: arguments by name, and the shapes of tensor
+    operands and output (the first one of several)."""
 
     def __init__(self, node: fx.Node) -> None:
         self.node = node
@@ -44,7 +44,9 @@ class Call:
         return self.arguments[name]
 
     def dims(self, name: str, ndim: int | None = None) -> list[int]:
-        """The argument ``name`` as non-negative dims of an operand (the first's, or of one with ``ndim``); all if none is given."""
+        """The argument ``name`` as non-negative dims of an operand (the first's, or of one with
+        ``ndim``); all if none is given.
+        """
         value, n = self.arguments.get(name), len(self.shapes[0]) if ndim is None else ndim
         if value is None or value == []:
             return list(range(n))
@@ -56,23 +58,31 @@ class Call:
 
 
 def register_rule(*names: str) -> Callable[[Maker], Maker]:
-    """Give the operators called ``names`` (``"aten.linear"``, ``"mylib.op"``) the rule that the decorated function makes of a call.
+    """Give the operators called ``names`` (``"aten.linear"``, ``"mylib.op"``) the rule that the
+    decorated function makes of a call.
 
-    A ``torch.autograd.Function`` goes by its package and its class: ``"mypackage.MyFunction"`` for ``mypackage.layers.MyFunction``,
-    ``"__main__.MyFunction"`` in a script. Arguments have the names of its forward, without the context.
+    A ``torch.autograd.Function`` goes by its package and its class: ``"mypackage.MyFunction"`` for
+    ``mypackage.layers.MyFunction``, ``"__main__.MyFunction"`` in a script. Arguments have the names
+    of its forward, without the context.
 
-    The function may return None for a call that its rule does not cover: that call then runs unsplit. A later registration of a
-    name replaces an earlier one.
+    The function may return None for a call that its rule does not cover: that call then runs
+    unsplit. A later registration of a name replaces an earlier one.
 
     Raises:
         PlanError: there is no name, one is no text, or what is decorated cannot be called.
     """
     if not names or not all(isinstance(name, str) and name for name in names):
-        raise PlanError(f'register_rule({", ".join(map(repr, names))}): give the names of operators, for example "aten.linear"')
+        raise PlanError(
+            f"register_rule({', '.join(map(repr, names))}): give the names of operators, for "
+            'example "aten.linear"'
+        )
 
     def register(maker: Maker) -> Maker:
         if not callable(maker):
-            raise PlanError(f"register_rule({names[0]!r}) decorates {maker!r:.100}: write a function that makes the rule of a call")
+            raise PlanError(
+                f"register_rule({names[0]!r}) decorates {maker!r:.100}: write a function that "
+                "makes the rule of a call"
+            )
         for name in names:
             _MAKERS[name] = maker
         return maker
@@ -83,17 +93,24 @@ def register_rule(*names: str) -> Callable[[Maker], Maker]:
 def rule_of(node: fx.Node) -> Rule | None:
     """The rule of a call; None where there is none.
 
-    All results of an operator with several lie in one layout, that of the first: what is split is a dim that all of them have.
+    All results of an operator with several lie in one layout, that of the first: what is split is a
+    dim that all of them have.
     """
     if node.op != "call_function" or not (tensors := results(node)):
         return None
-    if any(t.layout is not torch.strided for n in (node, *node.all_input_nodes) for t in results(n)):
+    if any(
+        t.layout is not torch.strided for n in (node, *node.all_input_nodes) for t in results(n)
+    ):
         return None  # nothing cuts a sparse tensor
     if node.target is operator.getitem:
         return _one_result(node.args[0], len(tensors[0].shape))  # type: ignore[arg-type]
     maker = _MAKERS.get(operator_name(node.target))
     rule = _made(maker, node) if maker and all(results(n) for n, _ in operands(node)) else None
-    return rule if rule is None or isinstance(node.meta["val"], torch.Tensor) else _of_all(rule, tensors)
+    return (
+        rule
+        if rule is None or isinstance(node.meta["val"], torch.Tensor)
+        else _of_all(rule, tensors)
+    )
 
 
 def has_rule(node: fx.Node) -> bool:
@@ -102,7 +119,9 @@ def has_rule(node: fx.Node) -> bool:
 
 
 def _made(maker: RuleMaker, node: fx.Node) -> Rule | None:
-    """What a maker says of a call. A rule of ours that was not written for a call is none; of a user's they should hear."""
+    """What a maker says of a call. A rule of ours that was not written for a call is none; of a
+    user's they should hear.
+    """
     try:
         return maker(Call(node))
     except (ArithmeticError, LookupError, TypeError, ValueError):
@@ -129,7 +148,9 @@ def _one_result(source: fx.Node, ndim: int) -> Rule | None:
 
 
 def operator_name(target: Any) -> str:
-    """``aten.linear`` for any overload of it; package and name of a Python function: ``autopar.cross_entropy``."""
+    """``aten.linear`` for any overload of it; package and name of a Python function:
+    ``autopar.cross_entropy``.
+    """
     schema = getattr(target, "_schema", None)
     if schema is not None:
         return schema.name.replace("::", ".")

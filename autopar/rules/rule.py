@@ -1,9 +1,11 @@
 """Factor rules: how the dims of an operator's operands and output correspond.
 
-A rule is written like the mathematics: ``"... k, n k + n -> ... n"`` is a linear layer. Names are factors; a dim is a factor, a
-product of factors in parentheses (major first), or ``1``; ``...`` stands for leading dims, broadcast from the right. Commas
-multiply, plus signs add: the operator is linear in every operand of a term while the others are held. ``~`` marks an operand in
-which it is not. From one rule follow, for one mesh axis, all of the operator's options: see :meth:`Rule.options`.
+A rule is written like the mathematics: ``"... k, n k + n -> ... n"`` is a linear layer. Names are
+factors; a dim is a factor, a product of factors in parentheses (major first), or ``1``; ``...``
+stands for leading dims, broadcast from the right. Commas
+multiply, plus signs add: the operator is linear in every operand of a term while the others are
+held. ``~`` marks an operand in which it is not. From one rule follow, for one mesh axis, all of the
+operator's options: see :meth:`Rule.options`.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar.layout import I, P, R, S, Type
+from autopar.ir.layout import I, P, R, S, Type
 
 Dim = tuple[str, ...]  # the factors of a dim, major first; () for a dim of size 1
 
@@ -23,8 +25,9 @@ Dim = tuple[str, ...]  # the factors of a dim, major first; () for a dim of size
 class Option:
     """One way to run an operator along one mesh axis.
 
-    ``factor`` names what is split (None: nothing is), ``kernel`` the kernel this takes in place of the operator itself. Where the
-    kernel works along one axis or two, ``beside`` is the factor that it splits along the other, of the same size; "" where there is none.
+    ``factor`` names what is split (None: nothing is), ``kernel`` the kernel this takes in place of
+    the operator itself. Where the kernel works along one axis or two, ``beside`` is the factor that
+    it splits along the other, of the same size; "" where there is none.
     """
 
     ins: tuple[Type, ...]
@@ -44,14 +47,22 @@ class Rule:
     terms: tuple[frozenset[int], ...] = ()
     whole: frozenset[str] = frozenset()
     sums: frozenset[str] = frozenset()
-    least: dict[str, int] = field(default_factory=dict)  # of a factor, that each rank must have where it is split; 1 unless given
+    least: dict[str, int] = field(
+        default_factory=dict
+    )  # of a factor, that each rank must have where it is split; 1 unless given
     kernels: dict[str, str] = field(default_factory=dict)
     extra: tuple[Option, ...] = ()
-    composed: frozenset[str] = frozenset()  # kernels that are made of many operators, and send by themselves
-    alone: frozenset[str] = frozenset()  # factors that no further axis may split beside a kernel that works along one axis or two
+    composed: frozenset[str] = (
+        frozenset()
+    )  # kernels that are made of many operators, and send by themselves
+    alone: frozenset[str] = (
+        frozenset()
+    )  # factors that no further axis may split beside a kernel that works along one axis or two
     flops: float = 0.0
     kind: str = "elementwise"
-    writes: tuple[int, ...] = ()  # operands that it updates in place: buffers, which it must get as they are kept
+    writes: tuple[
+        int, ...
+    ] = ()  # operands that it updates in place: buffers, which it must get as they are kept
     shape_argument: str | None = None
     localise: Callable[[dict[str, Any], dict[str, int]], dict[str, Any]] | None = None
 
@@ -64,23 +75,36 @@ class Rule:
         kernel = self.kernels.get(factor)
         if out is not R:
             return [Option(tuple(ins), out, factor, kernel)]
-        if factor not in self.sums and not any(factor in _flat(self.operands[k]) for term in self.terms for k in term):
+        if factor not in self.sums and not any(
+            factor in _flat(self.operands[k]) for term in self.terms for k in term
+        ):
             return []
-        # The factor is summed: a term that lacks it must itself come as a pending sum, through one of its operands.
+        # The factor is summed: a term that lacks it must itself come as a pending sum, through one
+        # of its operands.
         choices: list[list[Type]] = [ins]
         for term in self.terms:
             if not any(factor in _flat(self.operands[k]) for k in term):
-                choices = [[P if k == j else t for j, t in enumerate(c)] for c in choices for k in sorted(term)]
+                choices = [
+                    [P if k == j else t for j, t in enumerate(c)]
+                    for c in choices
+                    for k in sorted(term)
+                ]
         return [Option(tuple(c), P, factor, kernel) for c in choices]
 
     def unsplit(self) -> list[Option]:
-        """All I, all R, and a pending sum passing through operands in which the operator is linear."""
+        """All I, all R, and a pending sum passing through operands in which the operator is
+        linear.
+        """
         n = len(self.operands)
         options = [Option((I,) * n, I), Option((R,) * n, R)]
         if self.terms:
             choices: list[list[Type]] = [[R] * n]
             for term in self.terms:
-                choices = [[P if k == j else t for j, t in enumerate(c)] for c in choices for k in sorted(term)]
+                choices = [
+                    [P if k == j else t for j, t in enumerate(c)]
+                    for c in choices
+                    for k in sorted(term)
+                ]
             options += [Option(tuple(c), P) for c in choices]
         return options
 
@@ -99,11 +123,20 @@ def _flat(dims: Iterable[Dim]) -> set[str]:
 _TOKEN = re.compile(r"\.\.\.|\(|\)|[A-Za-z_]\w*|1")
 
 
-def make_rule(spec: str, shapes: Sequence[Sequence[int]], output: Sequence[int], *, whole: Iterable[str] = (), **options: Any) -> Rule:
-    """The rule written as ``spec`` for operands of these ``shapes`` and an ``output`` of that shape.
+def make_rule(
+    spec: str,
+    shapes: Sequence[Sequence[int]],
+    output: Sequence[int],
+    *,
+    whole: Iterable[str] = (),
+    **options: Any,
+) -> Rule:
+    """The rule written as ``spec`` for operands of these ``shapes`` and an ``output`` of that
+    shape.
 
-    ``whole`` names factors that must not be split (``"..."`` for all leading dims). A spec for one more operand than there are is
-    cut at the ones missing (an absent bias). Other keywords are fields of :class:`Rule`.
+    ``whole`` names factors that must not be split (``"..."`` for all leading dims). A spec for one
+    more operand than there are is cut at the ones missing (an absent bias). Other keywords are
+    fields of :class:`Rule`.
     """
     left, right = spec.split("->")
     texts: list[str] = []
@@ -123,7 +156,9 @@ def make_rule(spec: str, shapes: Sequence[Sequence[int]], output: Sequence[int],
     sizes.update(options.pop("sizes", {}))
     out_dims = _bind(_parse_dims(right), output, sizes)
     operands = [_bind(dims, shape, sizes) for dims, shape in zip(parsed, shapes, strict=True)]
-    operands = [_unbroadcast(dims, shape, sizes) for dims, shape in zip(operands, shapes, strict=True)]
+    operands = [
+        _unbroadcast(dims, shape, sizes) for dims, shape in zip(operands, shapes, strict=True)
+    ]
     out_dims = _unbroadcast(out_dims, output, sizes)
     whole = set(whole)
     if "..." in whole:
@@ -176,6 +211,11 @@ def _bind(dims: list[Any], shape: Sequence[int], sizes: dict[str, int]) -> tuple
     return tuple(bound)
 
 
-def _unbroadcast(dims: tuple[Dim, ...], shape: Sequence[int], sizes: dict[str, int]) -> tuple[Dim, ...]:
+def _unbroadcast(
+    dims: tuple[Dim, ...], shape: Sequence[int], sizes: dict[str, int]
+) -> tuple[Dim, ...]:
     """A dim of size 1 has no factors; neither do factors of size 1 count."""
-    return tuple(() if n == 1 else tuple(f for f in d if sizes[f] != 1) for d, n in zip(dims, shape, strict=True))
+    return tuple(
+        () if n == 1 else tuple(f for f in d if sizes[f] != 1)
+        for d, n in zip(dims, shape, strict=True)
+    )

@@ -1,4 +1,6 @@
-"""Operators with several results. All results lie in one layout: :func:`autopar.rules.registry.rule_of` leaves what they share."""
+"""Operators with several results. All results lie in one layout:
+:func:`autopar.rules.registry.rule_of` leaves what they share.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ def ordering(call: Call) -> Rule:
     return call.rule(f"~{before} -> {after}", whole=[f"{p}{d}" for d in dims for p in "io"])
 
 
-@register_rule("aten.kthvalue", "aten.mode", "aten.median", "aten.nanmedian", "aten.aminmax", "aten.var_mean", "aten.std_mean")
+@register_rule(
+    "aten.kthvalue",
+    "aten.mode",
+    "aten.median",
+    "aten.nanmedian",
+    "aten.aminmax",
+    "aten.var_mean",
+    "aten.std_mean",
+)
 def values_of_a_dim(call: Call) -> Rule:
     """Reductions that return two tensors; a median of all elements returns one."""
     dims, spec = reduced(call)

@@ -11,11 +11,15 @@ from autopar.rules.registry import Call, register_rule
 from autopar.rules.rule import Dim, Rule
 
 
-def factorise(before: Sequence[int], after: Sequence[int]) -> tuple[tuple[Dim, ...], tuple[Dim, ...], dict[str, int]]:
-    """Split the dims of two shapes of one element count into factors: common ones, and what only one of the shapes has.
+def factorise(
+    before: Sequence[int], after: Sequence[int]
+) -> tuple[tuple[Dim, ...], tuple[Dim, ...], dict[str, int]]:
+    """Split the dims of two shapes of one element count into factors: common ones, and what only
+    one of the shapes has.
 
-    Both shapes are read from the major end. The greatest common divisor of what is left of both dims is a factor of both. Where there
-    is none (6 by 4 viewed as 8 by 3, past their common 2), the dims up to the next place where both shapes begin one share nothing.
+    Both shapes are read from the major end. The greatest common divisor of what is left of both
+    dims is a factor of both. Where there is none (6 by 4 viewed as 8 by 3, past their common 2),
+    the dims up to the next place where both shapes begin one share nothing.
     """
     shapes = (before, after)
     dims: tuple[list[list[str]], list[list[str]]] = ([[] for _ in before], [[] for _ in after])
@@ -54,11 +58,25 @@ def factorise(before: Sequence[int], after: Sequence[int]) -> tuple[tuple[Dim, .
 @register_rule("aten.reshape", "aten.squeeze", "aten.unsqueeze")
 def reshape(call: Call) -> Rule | None:
     if 0 in call.shape:
-        return Rule((((),) * len(call.shapes[0]),), ((),) * len(call.shape), {}, (frozenset({0}),), kind="view")
+        return Rule(
+            (((),) * len(call.shapes[0]),),
+            ((),) * len(call.shape),
+            {},
+            (frozenset({0}),),
+            kind="view",
+        )
     before, after, sizes = factorise(call.shapes[0], call.shape)
     lone = {f for d in before for f in d} ^ {f for d in after for f in d}
     shape_argument = "shape" if call.name == "aten.reshape" else None
-    return Rule((before,), after, sizes, (frozenset({0}),), frozenset(lone), kind="view", shape_argument=shape_argument)
+    return Rule(
+        (before,),
+        after,
+        sizes,
+        (frozenset({0}),),
+        frozenset(lone),
+        kind="view",
+        shape_argument=shape_argument,
+    )
 
 
 @register_rule("aten.permute", "aten.transpose", "aten.t")
@@ -67,7 +85,11 @@ def permute(call: Call) -> Rule:
     if call.name == "aten.permute":
         order = call.dims("dims")
     elif len(order) > 1:
-        a, b = (0, 1) if call.name == "aten.t" else (call[name] % len(order) for name in ("dim0", "dim1"))
+        a, b = (
+            (0, 1)
+            if call.name == "aten.t"
+            else (call[name] % len(order) for name in ("dim0", "dim1"))
+        )
         order[a], order[b] = b, a
     return call.rule(f"{_names(range(len(order)))} -> {_names(order)}", kind="view")
 
@@ -84,21 +106,38 @@ def expand(call: Call) -> Rule:
 
 @register_rule("aten.slice")
 def slice_(call: Call) -> Rule | None:
-    """One of several equal parts of a dim may be taken of each chunk that the parts are cut in, every so manieth of each chunk of the dim;
-    any other slice is of a whole dim."""
-    (dim,), start, step, size = call.dims("dim"), call["start"], call["step"], call.shape[call["dim"]]
+    """One of several equal parts of a dim may be taken of each chunk that the parts are cut in,
+    every so manieth of each chunk of the dim; any other slice is of a whole dim."""
+    (dim,), start, step, size = (
+        call.dims("dim"),
+        call["start"],
+        call["step"],
+        call.shape[call["dim"]],
+    )
     if step > 1 and size > 1 and size * step == call.shapes[0][dim]:
         spec = " ".join(f"o{d}" if d == dim else f"d{d}" for d in range(len(call.shape)))
         bound = partial(_end, f"o{dim}", call.shapes[0][dim])
-        return call.rule(f"{spec.replace(f'o{dim}', f'(o{dim} m)')} -> {spec}", whole=["m"], kind="view", localise=bound)
+        return call.rule(
+            f"{spec.replace(f'o{dim}', f'(o{dim} m)')} -> {spec}",
+            whole=["m"],
+            kind="view",
+            localise=bound,
+        )
     if step != 1 or not size or call.shapes[0][dim] % size or start % size:
         return along_one_dim(call)
     spec = " ".join(f"o{d}" if d == dim else f"d{d}" for d in range(len(call.shape)))
     chunk = partial(_part, f"o{dim}")
-    return call.rule(f"{spec.replace(f'o{dim}', f'(m o{dim})')} -> {spec}", whole=["m"], kind="view", localise=chunk)
+    return call.rule(
+        f"{spec.replace(f'o{dim}', f'(m o{dim})')} -> {spec}",
+        whole=["m"],
+        kind="view",
+        localise=chunk,
+    )
 
 
-def _end(factor: str, length: int, arguments: dict[str, Any], splits: dict[str, int]) -> dict[str, Any]:
+def _end(
+    factor: str, length: int, arguments: dict[str, Any], splits: dict[str, int]
+) -> dict[str, Any]:
     """The end of a rank's chunk of a dim of this length."""
     return {"end": length // splits.get(factor, 1)}
 
@@ -108,7 +147,9 @@ def _part(factor: str, arguments: dict[str, Any], splits: dict[str, int]) -> dic
     return {name: arguments[name] // splits.get(factor, 1) for name in ("start", "end")}
 
 
-@register_rule("aten.roll", "aten.flip", "aten.cumsum", "aten.diff", "aten.cumprod", "aten.logcumsumexp")
+@register_rule(
+    "aten.roll", "aten.flip", "aten.cumsum", "aten.diff", "aten.cumprod", "aten.logcumsumexp"
+)
 def along_one_dim(call: Call) -> Rule:
     """The dims named are whole; in the others the operator is local."""
     dims = call.dims("dims" if call.name in ("aten.roll", "aten.flip") else "dim")
@@ -117,33 +158,53 @@ def along_one_dim(call: Call) -> Rule:
         return " ".join(f"{prefix}{d}" if d in dims else f"d{d}" for d in range(len(call.shape)))
 
     linear = "~" if call.name in ("aten.cumprod", "aten.logcumsumexp") else ""
-    inputs = " + ".join([linear + spec("i"), *[spec("p")] * (len(call.inputs) - 1)])  # diff may have tensors put before and after
+    inputs = " + ".join(
+        [linear + spec("i"), *[spec("p")] * (len(call.inputs) - 1)]
+    )  # diff may have tensors put before and after
     whole = [f"{p}{d}" for d in dims for p in "ipo"]
-    return call.rule(f"{inputs} -> {spec('o')}", whole=whole, kind="view" if call.name == "aten.slice" else "elementwise")
+    return call.rule(
+        f"{inputs} -> {spec('o')}",
+        whole=whole,
+        kind="view" if call.name == "aten.slice" else "elementwise",
+    )
 
 
 @register_rule("aten.select")
 def select(call: Call) -> Rule:
     n = len(call.shapes[0])
     (dim,) = call.dims("dim")
-    return call.rule(f"{_names(range(n))} -> {_names(d for d in range(n) if d != dim)}", whole=[f"d{dim}"], kind="view")
+    return call.rule(
+        f"{_names(range(n))} -> {_names(d for d in range(n) if d != dim)}",
+        whole=[f"d{dim}"],
+        kind="view",
+    )
 
 
 @register_rule("aten.slice_scatter", "aten.select_scatter")
 def scatter_back(call: Call) -> Rule:
     n = len(call.shape)
     (dim,) = call.dims("dim")
-    source = " ".join(f"s{d}" if d == dim else f"d{d}" for d in range(n) if d != dim or call.name == "aten.slice_scatter")
-    return call.rule(f"{_names(range(n))} + {source} -> {_names(range(n))}", whole=[f"d{dim}", f"s{dim}"])
+    source = " ".join(
+        f"s{d}" if d == dim else f"d{d}"
+        for d in range(n)
+        if d != dim or call.name == "aten.slice_scatter"
+    )
+    return call.rule(
+        f"{_names(range(n))} + {source} -> {_names(range(n))}", whole=[f"d{dim}", f"s{dim}"]
+    )
 
 
 @register_rule("aten.pad", "aten.constant_pad_nd")
 def pad(call: Call) -> Rule:
     n, amounts = len(call.shape), call["pad"]
-    changed = [n - 1 - k for k in range(len(amounts) // 2) if any(amounts[2 * k : 2 * k + 2])]  # pairs, the last dim's first
+    changed = [
+        n - 1 - k for k in range(len(amounts) // 2) if any(amounts[2 * k : 2 * k + 2])
+    ]  # pairs, the last dim's first
     spec = " ".join(f"o{d}" if d in changed else f"d{d}" for d in range(n))
     linear = "" if not call["value"] else "~"
-    return call.rule(f"{linear}{_names(range(n))} -> {spec}", whole=[f"{p}{d}" for d in changed for p in "do"])
+    return call.rule(
+        f"{linear}{_names(range(n))} -> {spec}", whole=[f"{p}{d}" for d in changed for p in "do"]
+    )
 
 
 @register_rule("aten.cat")
@@ -152,8 +213,14 @@ def cat(call: Call) -> Rule | None:
     if any(len(s) != n for s in call.shapes):
         return None
     dim = call["dim"] % n
-    inputs = [" ".join(f"i{k}" if d == dim else f"d{d}" for d in range(n)) for k in range(len(call.inputs))]
-    return call.rule(f"{' + '.join(inputs)} -> {_names(range(n))}", whole=[f"d{dim}", *(f"i{k}" for k in range(len(inputs)))])
+    inputs = [
+        " ".join(f"i{k}" if d == dim else f"d{d}" for d in range(n))
+        for k in range(len(call.inputs))
+    ]
+    return call.rule(
+        f"{' + '.join(inputs)} -> {_names(range(n))}",
+        whole=[f"d{dim}", *(f"i{k}" for k in range(len(inputs)))],
+    )
 
 
 @register_rule("aten.stack")
@@ -161,7 +228,9 @@ def stack(call: Call) -> Rule:
     n = len(call.shape)
     dim = call["dim"] % n
     names = _names(d for d in range(n) if d != dim)
-    return call.rule(f"{' + '.join([names] * len(call.inputs))} -> {_names(range(n))}", whole=[f"d{dim}"])
+    return call.rule(
+        f"{' + '.join([names] * len(call.inputs))} -> {_names(range(n))}", whole=[f"d{dim}"]
+    )
 
 
 @register_rule("aten.repeat")
@@ -169,7 +238,10 @@ def repeat(call: Call) -> Rule:
     n, extra = len(call.shape), len(call.shape) - len(call.shapes[0])
     same = [d for d in range(n) if d >= extra and call.shapes[0][d - extra] == call.shape[d]]
     inputs = " ".join(f"d{d}" if d in same else f"i{d}" for d in range(extra, n))
-    return call.rule(f"{inputs} -> {_names(range(n))}", whole=[f"{p}{d}" for d in range(n) if d not in same for p in "di"])
+    return call.rule(
+        f"{inputs} -> {_names(range(n))}",
+        whole=[f"{p}{d}" for d in range(n) if d not in same for p in "di"],
+    )
 
 
 def _names(dims: Iterable[int]) -> str:

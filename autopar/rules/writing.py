@@ -1,7 +1,9 @@
-"""Operators that write at places which an index names: the dims written along are whole, others are apart.
+"""Operators that write at places which an index names: the dims written along are whole, others are
+apart.
 
-Where ``index_add`` and ``index_put`` add, the places of what is added are summed over, so they may be split as a pending sum. Where they
-overwrite, two parts that hit one place would not agree on which came last.
+Where ``index_add`` and ``index_put`` add, the places of what is added are summed over, so they may
+be split as a pending sum. Where they overwrite, two parts that hit one place would not agree on
+which came last.
 """
 
 from __future__ import annotations
@@ -21,7 +23,11 @@ def along_a_dim(call: Call) -> Rule | None:
     this, source = (" ".join(x if d == dim else f"d{d}" for d in range(n)) for x in "vi")
     if call.name == "aten.index_add":
         return call.rule(f"{this}, ~i + {source} -> {this}", whole="v")
-    rest = [f"~{source}"] if len(call.inputs) == 3 and call.shapes[2] else ["~"] * (len(call.inputs) - 2)
+    rest = (
+        [f"~{source}"]
+        if len(call.inputs) == 3 and call.shapes[2]
+        else ["~"] * (len(call.inputs) - 2)
+    )
     return call.rule(f"{', '.join([f'~{this}', '~i', *rest])} -> {this}", whole="vi")
 
 
@@ -55,7 +61,10 @@ def index_put(call: Call) -> Rule | None:
     if any(masks) or not places or places != list(range(places[0], places[-1] + 1)):
         return None
     *indices, values = call.shapes[1:]
-    names, into = [f"d{d}" for d in range(len(call.shape))], [f"b{k}" for k in range(max(map(len, indices)))]
+    names, into = (
+        [f"d{d}" for d in range(len(call.shape))],
+        [f"b{k}" for k in range(max(map(len, indices)))],
+    )
     this = " ".join(f"v{d}" if d in places else name for d, name in enumerate(names))
     texts = [" ".join(into[len(into) - len(s) :]) for s in indices]
     written = [*names[: places[0]], *into, *names[places[-1] + 1 :]]
@@ -64,10 +73,18 @@ def index_put(call: Call) -> Rule | None:
     source = " ".join(written[len(written) - len(values) :])
     whole = [f"v{d}" for d in places]
     if not call["accumulate"]:
-        return call.rule(f"{', '.join('~' + s for s in (this, *texts, source))} -> {this}", whole=[*whole, *into], sizes=sizes)
+        return call.rule(
+            f"{', '.join('~' + s for s in (this, *texts, source))} -> {this}",
+            whole=[*whole, *into],
+            sizes=sizes,
+        )
     if values != tuple(sizes[x] for x in written):  # one value for several places
         whole += into
-    return call.rule(f"{this}, {', '.join('~' + s for s in texts)} + {source} -> {this}", whole=whole, sizes=sizes)
+    return call.rule(
+        f"{this}, {', '.join('~' + s for s in texts)} + {source} -> {this}",
+        whole=whole,
+        sizes=sizes,
+    )
 
 
 def _masked(call: Call) -> Rule | None:
@@ -76,4 +93,7 @@ def _masked(call: Call) -> Rule | None:
     if set(values) - {1}:
         return None
     names = [f"d{d}" for d in range(len(call.shape))]
-    return call.rule(f"~{' '.join(names)}, ~{' '.join(names[: len(mask)])}, ~{' '.join('1' * len(values))} -> {' '.join(names)}")
+    return call.rule(
+        f"~{' '.join(names)}, ~{' '.join(names[: len(mask)])}, ~{' '.join('1' * len(values))} -> "
+        f"{' '.join(names)}"
+    )

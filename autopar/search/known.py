@@ -1,6 +1,8 @@
-"""What searches of one captured graph on one cluster have in common, worked out once: a sweep asks the same graph a hundred questions.
+"""What searches of one captured graph on one cluster have in common, worked out once: a sweep asks
+the same graph a hundred questions.
 
-A search finds the same with it as without: each thing kept here depends on nothing but the graph, the cluster and its key.
+A search finds the same with it as without: each thing kept here depends on nothing but the graph,
+    the cluster and its key.
 """
 
 from __future__ import annotations
@@ -13,21 +15,23 @@ from typing import Generic, TypeVar
 import numpy as np
 import torch.fx as fx
 
-from autopar.analysis import Analysis
-from autopar.autograd import Autograd
 from autopar.cost_model import Cluster, Compute, Conversions
+from autopar.kernel_trace.autograd import Autograd
 from autopar.memory.saved import Saved, saved
-from autopar.search.blocks import classes
-from autopar.search.problem import Problem
-from autopar.search.solve import Solution
-from autopar.search.units import Units, units
-from autopar.search.work import OnTheSpot
+from autopar.rules.analysis import Analysis
+from autopar.search.ilp.problem import Problem
+from autopar.search.ilp.solve import Solution
+from autopar.search.pipeline.units import Units, units
+from autopar.search.pricing.work import OnTheSpot
+from autopar.search.space.blocks import classes
 
 MOST = 32  # of each kind: of a large graph one may take megabytes
 SOLUTIONS = 1024
 
 Value = TypeVar("Value")
-Work = dict[tuple[str, str, str], np.ndarray]  # by operator, kind and dtype: [FLOPs or bytes, kernel]
+Work = dict[
+    tuple[str, str, str], np.ndarray
+]  # by operator, kind and dtype: [FLOPs or bytes, kernel]
 
 
 class Recent(Generic[Value]):
@@ -48,7 +52,9 @@ class Recent(Generic[Value]):
 
 @dataclass(frozen=True)
 class Cut:
-    """A graph cut into stages: the stages in which each node runs, its representative in equal blocks, what autograd keeps of it."""
+    """A graph cut into stages: the stages in which each node runs, its representative in equal
+    blocks, what autograd keeps of it.
+    """
 
     analysis: Analysis
     stage_of: dict[fx.Node, tuple[int, ...]]
@@ -57,28 +63,47 @@ class Cut:
 
 
 class Known:
-    """Of one captured graph, whose batch stands for a microbatch of any size, on one cluster; ``tf32`` as for :class:`Compute`.
-    ``spot`` measures what the cluster has no curve of."""
+    """Of one captured graph, whose batch stands for a microbatch of any size, on one cluster;
+    ``tf32`` as for :class:`Compute`. ``spot`` measures what the cluster has no curve of."""
 
-    def __init__(self, analysis: Analysis, cluster: Cluster, tf32: bool = False, spot: OnTheSpot | None = None) -> None:
+    def __init__(
+        self,
+        analysis: Analysis,
+        cluster: Cluster,
+        tf32: bool = False,
+        spot: OnTheSpot | None = None,
+    ) -> None:
         self.analysis, self.cluster, self.spot = analysis, cluster, spot
         self.representative = representatives(analysis)
         self.nodes = [n for n in analysis.graph.nodes if self.representative[n] is n]
         self.autograd, self.compute = Autograd(cluster.device.kind), Compute(cluster, tf32)
         self.work, self.cuts = Recent[Work](), Recent[Cut]()
         self.problems, self.solutions = Recent[Problem](), Recent[Solution](SOLUTIONS)
-        self._saved, self._units, self._conversions = Recent[dict[fx.Node, Saved]](), Recent[Units](), Recent[Conversions]()
+        self._saved, self._units, self._conversions = (
+            Recent[dict[fx.Node, Saved]](),
+            Recent[Units](),
+            Recent[Conversions](),
+        )
 
     def saved(self, samples: int) -> dict[fx.Node, Saved]:
-        """What autograd keeps of representatives; the graph must be that of a microbatch of so many samples."""
+        """What autograd keeps of representatives; the graph must be that of a microbatch of so many
+        samples.
+        """
         of, kind = self.analysis, self.cluster.device.kind
-        return self._saved.of(samples, lambda: saved(self.nodes, of.differentiable, kind, self.autograd, self.representative, of.rules))
+        return self._saved.of(
+            samples,
+            lambda: saved(
+                self.nodes, of.differentiable, kind, self.autograd, self.representative, of.rules
+            ),
+        )
 
     def units(self, cuts: Sequence[fx.Node]) -> Units:
         return self._units.of(tuple(cuts), lambda: units(self.analysis, self.analysis.shared, cuts))
 
     def conversions(self, sizes: Sequence[int], stages: int) -> Conversions:
-        return self._conversions.of((tuple(sizes), stages), lambda: Conversions(sizes, self.cluster, stages))
+        return self._conversions.of(
+            (tuple(sizes), stages), lambda: Conversions(sizes, self.cluster, stages)
+        )
 
 
 def representatives(analysis: Analysis) -> dict[fx.Node, fx.Node]:

@@ -1,4 +1,6 @@
-"""The outer search: pipelines, meshes, microbatches, schedules and modes are enumerated, with bounds that prune."""
+"""The outer search: pipelines, meshes, microbatches, schedules and modes are enumerated, with
+bounds that prune.
+"""
 
 from __future__ import annotations
 
@@ -8,37 +10,44 @@ from contextlib import suppress
 from dataclasses import replace
 
 from autopar.errors import BudgetError, PlanError
-from autopar.search.draft import Draft
 from autopar.search.failures import failure, too_little, too_many_stages
-from autopar.search.fit import TOO_HIGH, fitted, proven
-from autopar.search.found import Found
-from autopar.search.least import fullest, leanest
-from autopar.search.modes import alternatives, modes
-from autopar.search.options import mesh_of
-from autopar.search.program import UnsolvedError
-from autopar.search.resize import resized
-from autopar.search.schedules import check_schedule
+from autopar.search.ilp.program import UnsolvedError
+from autopar.search.pipeline.draft import Draft
+from autopar.search.pricing.resize import resized
+from autopar.search.result.fit import TOO_HIGH, fitted, proven
+from autopar.search.result.found import Found
+from autopar.search.result.least import fullest, leanest
 from autopar.search.searches import Searches
-from autopar.search.shape import Shape
+from autopar.search.space.modes import alternatives, modes
+from autopar.search.space.options import mesh_of
+from autopar.search.space.schedules import check_schedule
+from autopar.search.space.shape import Shape
 
 SIMPLER = 0.99  # a mesh of more axes must be faster by this much
 MOST_STAGES = 64
 PER_REPLICA = (1, 2, 4)  # samples of a microbatch that are tried in a pipeline
 FITTED = 3  # drafts, the fastest first, of which one may fit in full
-HOPEFUL = 1.05  # an estimate of a step may be too high by so much: shapes that are slower even then are not worth a draft
+# an estimate of a step may be too high by so much: shapes that are slower even then are not worth a
+# draft
+HOPEFUL = 1.05
 LOOPED = "interleaved-1f1b"
 CHUNKS = (2, 4)  # stages a rank that are tried
 NEAREST = 2  # shapes around which others are tried
-LONGEST = 16  # ranks along an axis of a mode that nobody asked for: its kernels go step by step, and so does pricing them
+# ranks along an axis of a mode that nobody asked for: its kernels go step by step, and so does
+# pricing them
+LONGEST = 16
 MOST_LEAN = 12  # shapes whose least memory is worked out where nothing fits
 
 
-_Priced = tuple[float, float, tuple[Shape, ...]]  # an estimate of a step, the least that it takes, and shapes to try in this order
+_Priced = tuple[
+    float, float, tuple[Shape, ...]
+]  # an estimate of a step, the least that it takes, and shapes to try in this order
 
 
 def best(searches: Searches) -> Found:
-    """The best plan there is. Where none fits that recomputes what it may choose, one that recomputes all blocks, each of which is let go
-    of before the next is made again: where what is made again is chosen piece by piece, nothing bounds how much of it is held at once.
+    """The best plan there is. Where none fits that recomputes what it may choose, one that
+    recomputes all blocks, each of which is let go of before the next is made again: where what is
+    made again is chosen piece by piece, nothing bounds how much of it is held at once.
 
     Raises:
         PlanError: no shape has a plan: of the one that comes nearest.
@@ -67,20 +76,34 @@ class Outer:
     # What is enumerated
 
     def families(self) -> Iterator[tuple[Shape, ...]]:
-        """Every mesh with every number of microbatches, in one schedule. Of a device alone more microbatches only save memory: the fewest
-        come first, and stand for the rest."""
+        """Every mesh with every number of microbatches, in one schedule. Of a device alone more
+        microbatches only save memory: the fewest come first, and stand for the rest."""
         asked = self.options.pipeline
         world = self.options.world_size
-        sizes = [asked.size] if asked else [p for p in range(1, min(world, MOST_STAGES) + 1) if world % p == 0]
+        sizes = (
+            [asked.size]
+            if asked
+            else [p for p in range(1, min(world, MOST_STAGES) + 1) if world % p == 0]
+        )
         for pipeline in sizes:
             for axes in self.options.meshes(pipeline):
-                chunks = (asked.chunks if asked else None) or (2 if self.options.schedule == LOOPED and pipeline > 1 else 1)
+                chunks = (asked.chunks if asked else None) or (
+                    2 if self.options.schedule == LOOPED and pipeline > 1 else 1
+                )
                 schedule = self.options.schedule or (LOOPED if chunks > 1 else "1f1b")
                 shape = Shape(pipeline, axes, 1, chunks, schedule)
                 shapes = [replace(shape, microbatches=m) for m in self._microbatches(shape)]
-                if shape.stages > 1 and self._may_run_whole and not any(map(self.searches.divides, shapes)):
-                    shapes.append(replace(shape, schedule="gpipe"))  # the batch goes through the stages in one piece
-                yield from [tuple(shapes)] if shape.stages == 1 and shapes else [(s,) for s in shapes]
+                if (
+                    shape.stages > 1
+                    and self._may_run_whole
+                    and not any(map(self.searches.divides, shapes))
+                ):
+                    shapes.append(
+                        replace(shape, schedule="gpipe")
+                    )  # the batch goes through the stages in one piece
+                yield from (
+                    [tuple(shapes)] if shape.stages == 1 and shapes else [(s,) for s in shapes]
+                )
 
     def _looped(self, shape: Shape) -> Iterator[Shape]:
         """The same with several stages a rank, where that is free."""
@@ -89,34 +112,69 @@ class Outer:
             yield from (replace(shape, chunks=chunks, schedule=LOOPED) for chunks in CHUNKS)
 
     def _in_modes(self, near: Shape) -> Iterator[tuple[Shape, ...]]:
-        """Meshes of modes over about as many ranks as cut what is no batch, in no more microbatches."""
+        """Meshes of modes over about as many ranks as cut what is no batch, in no more
+        microbatches.
+        """
         ranks, cut = math.prod(near.sizes), math.prod(a.size for a in near.axes if a.use != "data")
         free = any(a.use == "free" for a in near.axes)
-        for size in (n for n in range(2, ranks + 1) if ranks % n == 0 and (free or cut <= 2 * n <= 4 * cut)):
+        for size in (
+            n for n in range(2, ranks + 1) if ranks % n == 0 and (free or cut <= 2 * n <= 4 * cut)
+        ):
             for mode in (m for name in modes() for m in alternatives(name, size) if not m.plain):
-                if max(map(len, mode.groups(0, ranks * near.pipeline, ranks // size, near.pipeline, size).values())) > LONGEST:
+                if (
+                    max(
+                        map(
+                            len,
+                            mode.groups(
+                                0, ranks * near.pipeline, ranks // size, near.pipeline, size
+                            ).values(),
+                        )
+                    )
+                    > LONGEST
+                ):
                     continue
                 try:
                     shape = replace(near, axes=mesh_of(mode, ranks // size, near.pipeline))
                 except PlanError as e:
                     self.failures.append(e)
                     continue
-                fewer = [m for m in self._microbatches(shape) if m < near.microbatches] if shape.stages == 1 else []
+                fewer = (
+                    [m for m in self._microbatches(shape) if m < near.microbatches]
+                    if shape.stages == 1
+                    else []
+                )
                 yield tuple(replace(shape, microbatches=m) for m in (*fewer, near.microbatches))
 
     def _microbatches(self, shape: Shape) -> list[int]:
         """How many microbatches are tried."""
         world, size = math.prod(shape.sizes), self.options.micro_batch_size
         fixed = [a.size for a in shape.axes if a.use == "data"]
-        degrees = [math.prod(fixed)] if all(a.use != "free" for a in shape.axes) else [d for d in range(1, world + 1) if world % d == 0]
+        degrees = (
+            [math.prod(fixed)]
+            if all(a.use != "free" for a in shape.axes)
+            else [d for d in range(1, world + 1) if world % d == 0]
+        )
         if size is not None:
-            return sorted({self.searches.samples // (d * size) for d in degrees if self.searches.samples % (d * size) == 0})
+            return sorted(
+                {
+                    self.searches.samples // (d * size)
+                    for d in degrees
+                    if self.searches.samples % (d * size) == 0
+                }
+            )
         samples = self.searches.samples
-        # A microbatch of a single sample over all ranks can be priced where it is asked for, but not run yet.
-        divisors = [m for m in (2**i for i in range(samples.bit_length())) if samples % m == 0 and (m < samples or m == 1)]
+        # A microbatch of a single sample over all ranks can be priced where it is asked for, but
+        # not run yet.
+        divisors = [
+            m
+            for m in (2**i for i in range(samples.bit_length()))
+            if samples % m == 0 and (m < samples or m == 1)
+        ]
         if shape.stages == 1:
             return divisors
-        least = [samples // (degrees[0] * b) for b in PER_REPLICA if samples % (degrees[0] * b) == 0]
+        least = [
+            samples // (degrees[0] * b) for b in PER_REPLICA if samples % (degrees[0] * b) == 0
+        ]
         return [m for m in least if min(2, samples) <= m < max(2, samples)] or divisors[-1:]
 
     @property
@@ -128,13 +186,20 @@ class Outer:
     def run(self) -> Found:
         """Raises PlanError where no shape has a plan: that of the shape that comes nearest."""
         best = self._best_of(self.families(), None)
-        # Schedules with several stages a rank hold more, and wait less: they are tried for the shapes that came near.
+        # Schedules with several stages a rank hold more, and wait less: they are tried for the
+        # shapes that came near.
         piped = [d for d in self._drafted if d.shape.pipeline > 1]
         for draft in sorted(piped, key=lambda d: d.seconds)[:NEAREST]:
             best = self._better(best, self._drafts(self._possible(list(self._looped(draft.shape)))))
         if self._modes_are_free:
-            near = [best.shape] if best is not None else [shape for _, shape in sorted(self._short, key=lambda s: s[0])[:NEAREST]]
-            best = self._best_of(dict.fromkeys(shapes for shape in near for shapes in self._in_modes(shape)), best)
+            near = (
+                [best.shape]
+                if best is not None
+                else [shape for _, shape in sorted(self._short, key=lambda s: s[0])[:NEAREST]]
+            )
+            best = self._best_of(
+                dict.fromkeys(shapes for shape in near for shapes in self._in_modes(shape)), best
+            )
         if best is None:
             return self._leanest()
         others = sorted((d for d in self._drafted if d is not best), key=lambda d: d.seconds)
@@ -145,11 +210,24 @@ class Outer:
                 self.searches.unsolved.append(draft.shape)
             except BudgetError:
                 pass
-        shapes = self._possible([replace(best.shape, microbatches=m) for m in self._microbatches(best.shape)])
+        shapes = self._possible(
+            [replace(best.shape, microbatches=m) for m in self._microbatches(best.shape)]
+        )
         tried = dict.fromkeys((*shapes, *(draft.shape for draft in self._drafted)))
-        left = [shape for family in self.families() for shape in self._possible(family) if shape not in tried]
-        saving = self._saving_modes(replace(best.shape, microbatches=max(shape.microbatches for shape in tried)))
-        self._short += [*((0.0, shape) for shape in tried), *((0.5, shape) for shape in saving), *((1.0, shape) for shape in left)]
+        left = [
+            shape
+            for family in self.families()
+            for shape in self._possible(family)
+            if shape not in tried
+        ]
+        saving = self._saving_modes(
+            replace(best.shape, microbatches=max(shape.microbatches for shape in tried))
+        )
+        self._short += [
+            *((0.0, shape) for shape in tried),
+            *((0.5, shape) for shape in saving),
+            *((1.0, shape) for shape in left),
+        ]
         return self._leanest(MOST_LEAN + len(saving))
 
     @property
@@ -174,14 +252,18 @@ class Outer:
             if not priced:
                 break
             for estimate, bound, shapes in sorted(priced, key=lambda p: p[:2]):
-                if best is None or max(bound, estimate / HOPEFUL) < best.seconds * self._handicap(shapes[0], best.shape):
+                if best is None or max(bound, estimate / HOPEFUL) < best.seconds * self._handicap(
+                    shapes[0], best.shape
+                ):
                     best = self._better(best, self._drafts(shapes))
         return best
 
     def _leanest(self, most: int = MOST_LEAN) -> Found:
         """The plan that takes least memory of the shapes that come nearest, if that fits."""
         if not self._short:
-            raise failure(self.failures, self.searches.unsolved, self.options, self.searches.samples)
+            raise failure(
+                self.failures, self.searches.unsolved, self.options, self.searches.samples
+            )
         errors: list[BudgetError] = []
         for least, shape in sorted(self._short, key=lambda short: short[0])[:most]:
             if errors and least >= min(e.least for e in errors):
@@ -197,18 +279,33 @@ class Outer:
                 return found
             errors.append(too_little(search, shape, samples, kinds, rank))
         if not errors:
-            raise failure(self.failures, self.searches.unsolved, self.options, self.searches.samples)
+            raise failure(
+                self.failures, self.searches.unsolved, self.options, self.searches.samples
+            )
         raise min(errors, key=lambda e: e.least)
 
-    def _floors(self, families: Iterable[Sequence[Shape]]) -> Iterator[tuple[float, tuple[Shape, ...]]]:
+    def _floors(
+        self, families: Iterable[Sequence[Shape]]
+    ) -> Iterator[tuple[float, tuple[Shape, ...]]]:
         for shapes in families:
             if possible := self._possible(shapes):
-                yield self.searches.of(possible[0].microbatches).floor(possible[0], self.searches.part(possible[0])), possible
+                yield (
+                    self.searches.of(possible[0].microbatches).floor(
+                        possible[0], self.searches.part(possible[0])
+                    ),
+                    possible,
+                )
 
-    def _price(self, waiting: list[tuple[float, tuple[Shape, ...]]], best: Draft | None) -> tuple[list[_Priced], list]:
-        """An estimate, the least seconds and the shapes of those that may be the best; and those left for later."""
+    def _price(
+        self, waiting: list[tuple[float, tuple[Shape, ...]]], best: Draft | None
+    ) -> tuple[list[_Priced], list]:
+        """An estimate, the least seconds and the shapes of those that may be the best; and those
+        left for later.
+        """
         priced: list[_Priced] = []
-        hopeless: dict[int, float] = {}  # for samples of a replica: ranks over which to cut what is no batch
+        hopeless: dict[
+            int, float
+        ] = {}  # for samples of a replica: ranks over which to cut what is no batch
         limit = math.inf if best is None else best.seconds
         for i, (floor, shapes) in enumerate(waiting):
             if floor >= limit:
@@ -217,7 +314,10 @@ class Outer:
             if cut >= hopeless.get(share, math.inf):
                 continue
             self.searches.progress(str(shapes[0]))
-            search, samples = self.searches.of(shapes[0].microbatches), self.searches.part(shapes[0])
+            search, samples = (
+                self.searches.of(shapes[0].microbatches),
+                self.searches.part(shapes[0]),
+            )
             offered = self.options.offers(shapes[0].mode)
             try:
                 if offered and best is None and not self._may_fit(shapes[-1]):
@@ -232,7 +332,8 @@ class Outer:
                     raise
                 self._failed(shapes[0], e)
                 continue
-            # To cut the same samples' tensors over more ranks sends more and computes in smaller pieces; modes differ.
+            # To cut the same samples' tensors over more ranks sends more and computes in smaller
+            # pieces; modes differ.
             if bound > 2 * limit and shapes[0].mode is None:
                 hopeless[share] = min(cut, hopeless.get(share, math.inf))
         return priced, []
@@ -244,9 +345,13 @@ class Outer:
         return self.searches.of(shape.microbatches).least_bytes(shape, self.searches.part(shape))
 
     def _cut(self, shape: Shape) -> tuple[int, int]:
-        """Over how many ranks a shape cuts what is no batch, and the samples that such ranks have together."""
+        """Over how many ranks a shape cuts what is no batch, and the samples that such ranks have
+        together.
+        """
         split = math.prod(a.size for a in shape.axes if a.use == "data")
-        return math.prod(a.size for a in shape.axes if a.use == "tensor"), self.searches.part(shape) // split
+        return math.prod(a.size for a in shape.axes if a.use == "tensor"), self.searches.part(
+            shape
+        ) // split
 
     def _drafts(self, shapes: Sequence[Shape]) -> Iterator[Draft]:
         """Of one shape after the other, until one needs no memory saved."""
@@ -265,7 +370,9 @@ class Outer:
                 return
 
     def _failed(self, shape: Shape, error: PlanError) -> None:
-        """Remembers why a shape has no plan. Of modes that nobody asked for those count that are solved fast."""
+        """Remembers why a shape has no plan. Of modes that nobody asked for those count that are
+        solved fast.
+        """
         if not isinstance(error, UnsolvedError):
             self.failures.append(error)
         elif not self.options.offers(shape.mode):
@@ -273,7 +380,9 @@ class Outer:
 
     def _better(self, best: Draft | None, drafts: Iterable[Draft]) -> Draft | None:
         for draft in drafts:
-            if best is None or draft.seconds < best.seconds * self._handicap(draft.shape, best.shape):
+            if best is None or draft.seconds < best.seconds * self._handicap(
+                draft.shape, best.shape
+            ):
                 best = draft
         return best
 
@@ -286,7 +395,9 @@ class Outer:
                 # A device alone may never need the graph of a microbatch.
                 if self.options.micro_batch_size is not None or shape.stages > 1:
                     self.searches.check_room(shape)
-                if shape.stages > 1 and shape.stages > (units := len(self.searches.of(shape.microbatches).units.nodes)):
+                if shape.stages > 1 and shape.stages > (
+                    units := len(self.searches.of(shape.microbatches).units.nodes)
+                ):
                     raise too_many_stages(shape, units)
                 found.append(shape)
             except PlanError as e:

@@ -1,4 +1,6 @@
-"""The search on one captured graph: the sharding problem of each mesh, solved at a few prices of memory, and bounds from it."""
+"""The search on one captured graph: the sharding problem of each mesh, solved at a few prices of
+memory, and bounds from it.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +15,29 @@ from functools import partial
 import numpy as np
 import torch.fx as fx
 
-from autopar.analysis import Analysis
 from autopar.cost_model import Cluster, Conversions
+from autopar.ir.plan_data import EXACT_AXES
+from autopar.ir.precision import dtype_of
 from autopar.memory.saved import Saved, saved
-from autopar.plan import EXACT_AXES
-from autopar.precision import dtype_of
-from autopar.search.budget import Prices
-from autopar.search.choices import Choices
-from autopar.search.costs import Costs
+from autopar.rules.analysis import Analysis
+from autopar.search.ilp.budget import Prices
+from autopar.search.ilp.neighbourhood import coarser, improve, lift
+from autopar.search.ilp.problem import Bill, Problem, Weights, build
+from autopar.search.ilp.solve import Solution
 from autopar.search.known import Known, Work
-from autopar.search.neighbourhood import coarser, improve, lift
-from autopar.search.options import Axis, Options
-from autopar.search.problem import Bill, Problem, Weights, build
-from autopar.search.recompute import Recompute
-from autopar.search.resize import resized
-from autopar.search.shape import Shape, least_steps
-from autopar.search.solve import Solution
+from autopar.search.pricing.costs import Costs
+from autopar.search.pricing.resize import resized
+from autopar.search.space.choices import Choices
+from autopar.search.space.options import Axis, Options
+from autopar.search.space.recompute import Recompute
+from autopar.search.space.shape import Shape, least_steps
 
 Progress = Callable[[str], None]
-# Prices of memory at which the cost of saving it is estimated: the first (in steps for a budget), the factor between them, how many.
+# Prices of memory at which the cost of saving it is estimated: the first (in steps for a budget),
+# the factor between them, how many.
 FIRST, COARSE, STEPS = 0.05, 3.0, 10
-UNFIT = 10  # how many times longer than its leanest plan a shape is taken to need where that does not fit
+# how many times longer than its leanest plan a shape is taken to need where that does not fit
+UNFIT = 10
 OFFERED_SECONDS = 5.0  # for one solve in a mode that nobody asked for
 KEPT_ALONE = 1e6  # what a byte that is kept counts for where one that lasts is to count for nothing
 
@@ -41,7 +45,8 @@ KEPT_ALONE = 1e6  # what a byte that is kept counts for where one that lasts is 
 class Search:
     """Searches one captured graph, whose batch stands for a microbatch of any size.
 
-    ``timings`` adds up seconds by phase; ``known`` is what other searches of the same graph on the same cluster have worked out.
+    ``timings`` adds up seconds by phase; ``known`` is what other searches of the same graph on the
+    same cluster have worked out.
     """
 
     def __init__(
@@ -63,7 +68,13 @@ class Search:
         self.units = self.known.units(cuts)
         self.recompute = Recompute(options.recompute)
         # What problems depend on beside the mesh and the microbatch.
-        self._asked = options.zero, options.recompute, options.optimizer, options.summed_in, tuple(options.constraints.items())
+        self._asked = (
+            options.zero,
+            options.recompute,
+            options.optimizer,
+            options.summed_in,
+            tuple(options.constraints.items()),
+        )
         self._prices: dict[tuple, Prices] = {}
         self.spent("blocks", start)
 
@@ -81,7 +92,9 @@ class Search:
         microbatches: int,
         holders: Mapping[fx.Node, int] | None = None,
     ) -> Costs:
-        """Of a graph, of which autograd keeps ``kept`` and that many ranks of the pipeline have each tensor of the state."""
+        """Of a graph, of which autograd keeps ``kept`` and that many ranks of the pipeline have
+        each tensor of the state.
+        """
         return Costs(
             analysis, kept, conversions, self.compute, self.options.optimizer,
             summed_in=dtype_of(self.options.summed_in), microbatches=microbatches,
@@ -91,28 +104,49 @@ class Search:
     def _build(self, shape: Shape, samples: int) -> Problem:
         start, analysis = time.perf_counter(), self.analysis
         with resized(analysis, samples, self.nodes):
-            conversions, kept = self.known.conversions(shape.sizes, shape.pipeline), self.known.saved(samples)
+            conversions, kept = (
+                self.known.conversions(shape.sizes, shape.pipeline),
+                self.known.saved(samples),
+            )
             costs = self.costs(analysis, kept, conversions, shape.microbatches)
             choices = self.choices.on(shape.axes)
             start = self.spent("strategies", start)
-            problem = build(analysis.graph, self.representative, choices, analysis.rules, costs, self.recompute)
+            problem = build(
+                analysis.graph, self.representative, choices, analysis.rules, costs, self.recompute
+            )
         self.spent("costs", start)
         return problem
 
     def prices(self, shape: Shape, samples: int, alone: bool = False) -> Prices:
-        """The problem's solutions at prices of memory, for all schedules; ``alone``: of one microbatch and nothing else."""
-        flight = KEPT_ALONE if alone else 1.0 if shape.pipeline == 1 else float(min(shape.pipeline, shape.microbatches))
+        """The problem's solutions at prices of memory, for all schedules; ``alone``: of one
+        microbatch and nothing else.
+        """
+        flight = (
+            KEPT_ALONE
+            if alone
+            else 1.0
+            if shape.pipeline == 1
+            else float(min(shape.pipeline, shape.microbatches))
+        )
         key = shape.pipeline, shape.axes, samples, shape.microbatches, flight, alone
         if key not in self._prices:
             weights = Weights.alone(flight=flight)
             weights.micro[:] = 1.0 if alone else self._filled(shape, 1.0)
             weights.step[:] = 0.0 if alone else 1.0 / shape.pipeline
             problem = self.problem(shape, samples)
-            exact = len(shape.axes) <= EXACT_AXES or all(a.mode is not None or a.use == "data" for a in shape.axes)
+            exact = len(shape.axes) <= EXACT_AXES or all(
+                a.mode is not None or a.use == "data" for a in shape.axes
+            )
             solve = None if exact else partial(self._around_coarser, shape, samples)
-            limit = min(self.options.time_limit, OFFERED_SECONDS) if self.options.offers(shape.mode) else self.options.time_limit
+            limit = (
+                min(self.options.time_limit, OFFERED_SECONDS)
+                if self.options.offers(shape.mode)
+                else self.options.time_limit
+            )
             depends = *key, self._asked, limit
-            self._prices[key] = Prices(problem, weights, limit, solve, partial(self._solved, depends))
+            self._prices[key] = Prices(
+                problem, weights, limit, solve, partial(self._solved, depends)
+            )
         return self._prices[key]
 
     def _solved(self, depends: tuple, price: float, solve: Callable[[], Solution]) -> Solution:
@@ -123,17 +157,30 @@ class Search:
         return self.options.memory_budget or self.cluster.device.memory
 
     def floor(self, shape: Shape, samples: int) -> float:
-        """Seconds of a step that no plan can beat, known without solving anything: every node evenly spread over all devices."""
+        """Seconds of a step that no plan can beat, known without solving anything: every node
+        evenly spread over all devices.
+        """
         if self.known.spot is not None:  # curves say nothing of what is measured
             return 0.0
         share = samples / self.analysis.batch.size / math.prod(shape.sizes)
         micro = 0.0
-        for (operator, kind, dtype), (flops, nbytes) in self.known.work.of("all", self._work).items():
-            micro += float(self.compute.seconds(kind, dtype, flops * share, nbytes * share, operator=operator).sum())
+        for (operator, kind, dtype), (flops, nbytes) in self.known.work.of(
+            "all", self._work
+        ).items():
+            micro += float(
+                self.compute.seconds(
+                    kind, dtype, flops * share, nbytes * share, operator=operator
+                ).sum()
+            )
         return least_steps(shape) * micro
 
     def _work(self) -> Work:
-        held = saved(self.analysis.graph.nodes, self.analysis.differentiable, self.cluster.device.kind, self.autograd)
+        held = saved(
+            self.analysis.graph.nodes,
+            self.analysis.differentiable,
+            self.cluster.device.kind,
+            self.autograd,
+        )
         costs = self.costs(self.analysis, held, Conversions((), self.cluster), 1)
         found: dict[tuple[str, str, str], list[tuple[float, float]]] = defaultdict(list)
         for work in (w for n in self.analysis.graph.nodes for w in costs.work(n)):
@@ -142,22 +189,27 @@ class Search:
 
     @staticmethod
     def _filled(shape: Shape, micro: float) -> float:
-        """Seconds of all microbatches, where each takes ``micro`` in all stages together and stages are equal."""
+        """Seconds of all microbatches, where each takes ``micro`` in all stages together and stages
+        are equal.
+        """
         return micro * (shape.microbatches + (shape.pipeline - 1) / shape.chunks) / shape.pipeline
 
     def bound(self, shape: Shape, samples: int) -> tuple[float, float]:
         """Seconds of a step that no plan of this shape can beat, and an estimate of what one takes.
 
-        On an axis that splits samples nothing else is gained: one replica is solved, with its share of them, for all numbers of replicas,
-        and what lasts counts for nothing. With a price of lambda / k for the memory of a stage that has k microbatches in flight, what is
-        kept costs lambda a byte wherever it is: less the price of all budgets that bounds the seconds. The estimate is what the first of
-        a few prices costs at which memory is enough.
+        On an axis that splits samples nothing else is gained: one replica is solved, with its share
+        of them, for all numbers of replicas, and what lasts counts for nothing. With a price of
+        lambda / k for the memory of a stage that has k microbatches in flight, what is
+        kept costs lambda a byte wherever it is: less the price of all budgets that bounds the
+        seconds. The estimate is what the first of a few prices costs at which memory is enough.
         """
         prices, scale, alone = self._of_replica(shape, samples)
         proven = scale * least_steps(shape) / self._filled(shape, 1.0)
         start = time.perf_counter()
         flights, flight = shape.flights(), float(prices.weights.flight[0])
-        relief = self.budget * sum(1.0 / min(flights[r :: shape.pipeline]) for r in range(shape.pipeline))
+        relief = self.budget * sum(
+            1.0 / min(flights[r :: shape.pipeline]) for r in range(shape.pipeline)
+        )
         spread = math.prod(a.size for a in shape.axes if a.use == "data") if alone else 1
 
         def fits(price: float) -> bool:
@@ -177,40 +229,67 @@ class Search:
         return proven * bound, scale * estimate
 
     def least(self, shape: Shape, samples: int) -> float:
-        """Seconds of a step that no plan of this shape can beat, known without solving its problem."""
+        """Seconds of a step that no plan of this shape can beat, known without solving its
+        problem.
+        """
         prices, scale, _ = self._of_replica(shape, samples)
-        return scale * least_steps(shape) / self._filled(shape, 1.0) * prices.problem.least(prices.weights)
+        return (
+            scale
+            * least_steps(shape)
+            / self._filled(shape, 1.0)
+            * prices.problem.least(prices.weights)
+        )
 
     def least_bytes(self, shape: Shape, samples: int) -> float:
-        """Bytes of a device that no plan of this shape, in equal stages, goes below; known without solving its problem."""
+        """Bytes of a device that no plan of this shape, in equal stages, goes below; known without
+        solving its problem.
+        """
         prices = self.prices(shape, samples)
         nothing = np.zeros(1)
-        bytes_alone = replace(prices.weights, micro=nothing, step=nothing, send=nothing, price=np.ones(1))
+        bytes_alone = replace(
+            prices.weights, micro=nothing, step=nothing, send=nothing, price=np.ones(1)
+        )
         return prices.problem.least(bytes_alone) / shape.pipeline
 
     def _of_replica(self, shape: Shape, samples: int) -> tuple[Prices, float, bool]:
-        """What bounds a shape: the solutions for one replica, its seconds in those of a step, and whether that is a part of the mesh."""
+        """What bounds a shape: the solutions for one replica, its seconds in those of a step, and
+        whether that is a part of the mesh.
+        """
         degree = math.prod(a.size for a in shape.axes if a.use == "data")
-        if degree == 1 or len(shape.axes) == 1 or self.options.constraints:  # which name the types of all axes
+        if (
+            degree == 1 or len(shape.axes) == 1 or self.options.constraints
+        ):  # which name the types of all axes
             return self.prices(shape, samples), 1.0, False
         rest = tuple(a for a in shape.axes if a.use != "data")
         replicas = self.options.world_size // math.prod(a.size for a in rest)
-        return self.prices(Shape(replicas, rest, 1), samples // degree, alone=True), self._filled(shape, 1.0), True
+        return (
+            self.prices(Shape(replicas, rest, 1), samples // degree, alone=True),
+            self._filled(shape, 1.0),
+            True,
+        )
 
     @staticmethod
     def worst_bytes(shape: Shape, bill: Bill, replicas: int) -> float:
-        """About the bytes of the stage that holds most, of equal stages: over ``replicas`` what lasts can be spread."""
+        """About the bytes of the stage that holds most, of equal stages: over ``replicas`` what
+        lasts can be spread.
+        """
         state = float(bill.state[0])
         gathered = state / 2 if replicas > 1 else 0.0  # parameters and gradients as they are used
         flights = shape.flights()
         held = max(sum(flights[r :: shape.pipeline]) for r in range(shape.pipeline)) / shape.chunks
         return (float(bill.kept[0]) * held + state / replicas + gathered) / shape.pipeline
 
-    def _around_coarser(self, shape: Shape, samples: int, problem: Problem, solve: Callable[[Problem], Solution]) -> Solution:
+    def _around_coarser(
+        self, shape: Shape, samples: int, problem: Problem, solve: Callable[[Problem], Solution]
+    ) -> Solution:
         """On three axes and more: near the plans of coarser meshes."""
         centres = []
         for merged, axis_of in coarser(shape.sizes):
-            coarse = Shape(shape.pipeline, tuple(Axis(f"axis{i}", n) for i, n in enumerate(merged)), shape.microbatches)
+            coarse = Shape(
+                shape.pipeline,
+                tuple(Axis(f"axis{i}", n) for i, n in enumerate(merged)),
+                shape.microbatches,
+            )
             centre = self.prices(coarse, samples).at(0.0)
             chosen = zip(self.problem(coarse, samples).vertices, centre.chosen, strict=True)
             centres.append([lift(v.choices[k], axis_of) for v, k in chosen])

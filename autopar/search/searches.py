@@ -1,4 +1,6 @@
-"""The searches of one model and batch: that on the graph of the whole batch, and that on a microbatch's of any size."""
+"""The searches of one model and batch: that on the graph of the whole batch, and that on a
+microbatch's of any size.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from autopar.capture import Division
 from autopar.errors import PlanError
-from autopar.search.draft import Draft, outline
-from autopar.search.handmade import cut_before
+from autopar.ir.captured import Division
 from autopar.search.known import Known
-from autopar.search.options import Options
+from autopar.search.pipeline.draft import Draft, outline
 from autopar.search.search import Search
-from autopar.search.shape import Shape
+from autopar.search.space.handmade import cut_before
+from autopar.search.space.options import Options
+from autopar.search.space.shape import Shape
 
 Progress = Callable[[str], None]
 
@@ -22,22 +24,32 @@ class Searches:
     """Makes a :class:`Search` when one is asked for.
 
     Args:
-        known_of: what is known of the graph of a batch in so many microbatches, of any size; a PlanError where there is none.
+        known_of: what is known of the graph of a batch in so many microbatches, of any size; a
+            PlanError where there is none.
         samples: of the whole batch.
 
     Attributes:
         unsolved: shapes that have no plan only because the solver found none in ``time_limit``.
     """
 
-    def __init__(self, known_of: Callable[[int], Known], samples: int, options: Options, progress: Progress) -> None:
-        self.known_of, self.samples, self.options, self.progress = known_of, samples, options, progress
+    def __init__(
+        self, known_of: Callable[[int], Known], samples: int, options: Options, progress: Progress
+    ) -> None:
+        self.known_of, self.samples, self.options, self.progress = (
+            known_of,
+            samples,
+            options,
+            progress,
+        )
         self.timings: dict[str, float] = {}
         self.unsolved: list[Shape] = []
         self._searches: dict[bool, Search] = {}
         self._failed: dict[int, PlanError] = {}
 
     def of(self, microbatches: int) -> Search:
-        """The search on the graph of a microbatch, of any size; that of a whole batch is another one, without counts."""
+        """The search on the graph of a microbatch, of any size; that of a whole batch is another
+        one, without counts.
+        """
         parts = microbatches > 1
         if parts not in self._searches:
             if microbatches in self._failed:
@@ -45,8 +57,14 @@ class Searches:
             try:
                 known = self.known_of(microbatches)
                 self._check_exact(known.analysis.captured.division)
-                cuts = cut_before(known.analysis, self.options.pipeline.split_before) if self.options.pipeline else ()
-                self._searches[parts] = Search(known.analysis, known.cluster, self.options, cuts, self.timings, known)
+                cuts = (
+                    cut_before(known.analysis, self.options.pipeline.split_before)
+                    if self.options.pipeline
+                    else ()
+                )
+                self._searches[parts] = Search(
+                    known.analysis, known.cluster, self.options, cuts, self.timings, known
+                )
             except PlanError as e:
                 self._failed[microbatches] = e
                 raise
@@ -56,7 +74,8 @@ class Searches:
         """PlanError where microbatches that nobody asked for would compute something else."""
         if division is not None and division.approximate and self.options.micro_batch_size is None:
             raise PlanError(
-                f"micro_batch_size: {division.approximate[0]} takes its statistics of the whole batch, and would take them of each "
+                f"micro_batch_size: {division.approximate[0]} takes its statistics of the whole "
+                "batch, and would take them of each "
                 "microbatch; give micro_batch_size if that is wanted"
             )
 
@@ -73,21 +92,33 @@ class Searches:
         division = self.of(shape.microbatches).analysis.captured.division
         if division is None:
             return
-        apart = division.room * division.shares == self.samples  # else axes that may split samples count as if they did
-        degree = math.prod(a.size for a in shape.axes if a.use == "data" or (a.use == "free" and not apart))
+        apart = (
+            division.room * division.shares == self.samples
+        )  # else axes that may split samples count as if they did
+        degree = math.prod(
+            a.size for a in shape.axes if a.use == "data" or (a.use == "free" and not apart)
+        )
         chunks = math.lcm(degree, division.shares) // division.shares
         if division.room % (shape.microbatches * chunks):
             together = self.samples // (division.room * division.shares)
             raise PlanError(
-                f"micro_batch_size: {division.tightest or 'the model'} takes {together} samples together"
-                + (f", in each of {division.shares} equal parts of the batch" if division.shares > 1 else "")
-                + f", which {shape.microbatches} microbatches of a batch of {self.samples} over data={degree} tear apart: "
+                f"micro_batch_size: {division.tightest or 'the model'} takes {together} samples "
+                "together"
+                + (
+                    f", in each of {division.shares} equal parts of the batch"
+                    if division.shares > 1
+                    else ""
+                )
+                + f", which {shape.microbatches} microbatches of a batch of {self.samples} over "
+                f"data={degree} tear apart: "
                 f"microbatches times data-parallel ranks must divide {division.room}"
             )
 
     def in_blocks(self) -> Searches:
         """Those of plans that recompute every block."""
-        other = Searches(self.known_of, self.samples, replace(self.options, recompute="full"), self.progress)
+        other = Searches(
+            self.known_of, self.samples, replace(self.options, recompute="full"), self.progress
+        )
         other.timings, other.unsolved = self.timings, self.unsolved
         return other
 
@@ -100,17 +131,28 @@ class Searches:
         samples, rest = divmod(self.samples, shape.microbatches)
         degree = math.prod(a.size for a in shape.axes if a.use == "data")
         if rest or samples % degree:
-            asked = f"a batch of {self.samples}" + (f" in {shape.microbatches} microbatches" if shape.microbatches > 1 else "")
+            asked = f"a batch of {self.samples}" + (
+                f" in {shape.microbatches} microbatches" if shape.microbatches > 1 else ""
+            )
             raise PlanError(
-                f"{asked} does not split over data={degree}: use a multiple of {degree * shape.microbatches}, or another data size"
+                f"{asked} does not split over data={degree}: use a multiple of "
+                f"{degree * shape.microbatches}, or another data size"
             )
         return samples
 
-    def drafted(self, shape: Shape, reserve: Sequence[float] | None = None, alike: bool = False, unlimited: bool = False) -> Draft:
+    def drafted(
+        self,
+        shape: Shape,
+        reserve: Sequence[float] | None = None,
+        alike: bool = False,
+        unlimited: bool = False,
+    ) -> Draft:
         """:func:`outline` of a shape."""
         self.check_room(shape)
         search = self.of(shape.microbatches)
-        return outline(search, shape, self.part(shape), reserve, self.by_hand(search), alike, unlimited)
+        return outline(
+            search, shape, self.part(shape), reserve, self.by_hand(search), alike, unlimited
+        )
 
     def by_hand(self, search: Search) -> list[int] | None:
         """The first unit of each stage, where the user cut."""

@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 
-# Relative to the norm of the expected tensor. Two runs may add in different orders, so they differ by rounding.
+# Relative to the norm of the expected tensor. Two runs may add in different orders, so they differ
+# by rounding.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
-_FLOOR = 1e-3  # of the largest gradient's norm: a gradient below it is compared as if its norm were this
+_FLOOR = (
+    1e-3  # of the largest gradient's norm: a gradient below it is compared as if its norm were this
+)
 
 
 @dataclass(frozen=True)
@@ -17,7 +20,8 @@ class Difference:
     """One tensor that both runs computed.
 
     Attributes:
-        name: ``"loss"``, ``"output 1"``, ``"gradient of body.weight"``, ``"buffer norm.running_mean"``.
+        name: ``"loss"``, ``"output 1"``, ``"gradient of body.weight"``, ``"buffer
+            norm.running_mean"``.
         error: the norm of the difference, relative to the norm of the expected tensor.
         allowed: the largest ``error`` that rounding explains.
         found: the value of a number, or the norm and shape of a tensor, in the run that is checked.
@@ -37,7 +41,9 @@ class Difference:
 
 @dataclass(frozen=True)
 class StepResults:
-    """Outputs, gradients of parameters (sparse ones as dense tensors) and new values of buffers, each by name."""
+    """Outputs, gradients of parameters (sparse ones as dense tensors) and new values of buffers,
+    each by name.
+    """
 
     outputs: dict[str, torch.Tensor]
     gradients: dict[str, torch.Tensor | None]
@@ -45,7 +51,11 @@ class StepResults:
 
     def by_name(self) -> dict[str, torch.Tensor | None]:
         gradients = {f"gradient of {name}": g for name, g in self.gradients.items()}
-        return {**self.outputs, **gradients, **{f"buffer {name}": b for name, b in self.buffers.items()}}
+        return {
+            **self.outputs,
+            **gradients,
+            **{f"buffer {name}": b for name, b in self.buffers.items()},
+        }
 
 
 def differences(found: StepResults, expected: StepResults) -> list[Difference]:
@@ -74,9 +84,11 @@ def _difference(name: str, found: Any, expected: Any, floor: float) -> Differenc
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor, floor: float = 0.0) -> float:
-    """The norm of the difference, divided by the norm of ``expected`` or by ``floor``, whichever is larger.
+    """The norm of the difference, divided by the norm of ``expected`` or by ``floor``, whichever is
+    larger.
 
-    Two entries that are both NaN, or the same infinity, are equal. Infinite where shapes or dtypes differ.
+    Two entries that are both NaN, or the same infinity, are equal. Infinite where shapes or dtypes
+    differ.
     """
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return float("inf")
@@ -105,4 +117,8 @@ def _norm(t: torch.Tensor) -> float:
 
 
 def _in_words(t: torch.Tensor) -> str:
-    return f"{t.item():.7g}" if t.numel() == 1 else f"of norm {_norm(t.double() if not t.is_complex() else t):.7g} {list(t.shape)}"
+    return (
+        f"{t.item():.7g}"
+        if t.numel() == 1
+        else f"of norm {_norm(t.double() if not t.is_complex() else t):.7g} {list(t.shape)}"
+    )

@@ -1,12 +1,13 @@
 """Captured equals eager, on a few samples of the batch: a small part of a step's time.
 
-The graph of a microbatch follows from the graph of the whole batch by types (``passes/microbatch.py``). Here the
-whole batch is a few samples repeated ``count`` times, so that every microbatch holds the same few samples. The model
-alone, on those samples, must then compute what one microbatch computes: a loss that is a mean over the batch is
-``count`` times the microbatch's share, a loss that is a sum is that share itself.
+The graph of a microbatch follows from the graph of the whole batch by types
+(``passes/microbatch.py``). Here the whole batch is a few samples repeated ``count`` times, so that
+every microbatch holds the same few samples. The model alone, on those samples, must then compute
+what one microbatch computes: a loss that is a mean over the batch is ``count`` times the
+microbatch's share, a loss that is a sum is that share itself.
 
-Where model and graph agree, :func:`autopar.compile` asks no more. Where they do not, the whole batch decides: a model
-may treat batches of different sizes differently.
+Where model and graph agree, :func:`autopar.compile` asks no more. Where they do not, the whole
+batch decides: a model may treat batches of different sizes differently.
 """
 
 from __future__ import annotations
@@ -21,17 +22,27 @@ import torch.fx as fx
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autopar.analysis import Analysis
-from autopar.capture import Captured, LossFunction, arguments_of
+from autopar.capture.capture import arguments_of
+from autopar.capture.module_state import kept_as_they_are
 from autopar.errors import PlanError
-from autopar.layout import P, Type
-from autopar.module_state import kept_as_they_are
-from autopar.passes.microbatch import accumulate, room
+from autopar.ir.captured import Captured, LossFunction
+from autopar.ir.layout import P, Type
+from autopar.passes.microbatch.microbatch import accumulate, room
+from autopar.rules.analysis import Analysis
 from autopar.verification.differences import TOLERANCE, differences, relative_error
-from autopar.verification.eager import SampleError, check_captured, eager_step, graph_step, not_comparable, output_name, tensors_of
+from autopar.verification.eager import (
+    SampleError,
+    check_captured,
+    eager_step,
+    graph_step,
+    not_comparable,
+    output_name,
+    tensors_of,
+)
 
 FEWEST = 2  # samples: a single one does not show that the model mixes samples
-LARGEST_PART = 2  # the batch holds at least so many times the few samples: else two runs take longer than one step
+# the batch holds at least so many times the few samples: else two runs take longer than one step
+LARGEST_PART = 2
 
 
 @dataclass(frozen=True)
@@ -40,7 +51,8 @@ class FewSamples:
 
     Attributes:
         captured: the graph of one microbatch, which holds them.
-        prologue: the graph of the values that are computed once for all microbatches, if there are any.
+        prologue: the graph of the values that are computed once for all microbatches, if there are
+            any.
         count: microbatches in the batch.
     """
 
@@ -49,7 +61,9 @@ class FewSamples:
     count: int
 
     def agree(self, model: nn.Module, sample: Any, loss_fn: LossFunction | None) -> bool:
-        """Whether model and graph compute the same on the first few samples of ``sample``. The model stays as it was."""
+        """Whether model and graph compute the same on the first few samples of ``sample``. The
+        model stays as it was.
+        """
         try:
             few = self._few(sample)
             with kept_as_they_are(model), torch.enable_grad():
@@ -64,7 +78,11 @@ class FewSamples:
     def _times(self, kind: str) -> list[Type]:
         """What a microbatch has of the tensors of one kind that the graph is given."""
         placeholders = self.captured.graph.find_nodes(op="placeholder")
-        return [n.meta["time"] for n, i in zip(placeholders, self.captured.inputs, strict=True) if i.kind == kind]
+        return [
+            n.meta["time"]
+            for n, i in zip(placeholders, self.captured.inputs, strict=True)
+            if i.kind == kind
+        ]
 
     def _scaled(self, expected: Mapping[str, torch.Tensor], outputs: Sequence[Any]) -> list[Any]:
         """The outputs of one microbatch, its shares of means over the batch made whole."""
@@ -73,11 +91,17 @@ class FewSamples:
         for i, node in enumerate(nodes[: len(found)]):
             if isinstance(node, fx.Node) and node.meta["time"] is P:
                 mean, value = found[i] * self.count, expected[output_name(self.captured, i)]
-                found[i] = mean if relative_error(mean, value) <= TOLERANCE.get(value.dtype, 0.0) else found[i]
+                found[i] = (
+                    mean
+                    if relative_error(mean, value) <= TOLERANCE.get(value.dtype, 0.0)
+                    else found[i]
+                )
         return found
 
     def _few(self, sample: Any) -> Any:
-        """The sample with the first microbatch in place of each tensor that microbatches have their part of."""
+        """The sample with the first microbatch in place of each tensor that microbatches have their
+        part of.
+        """
         spec = self.captured.in_spec
         times = iter(self._times("input"))
         leaves = [
@@ -94,14 +118,19 @@ class FewSamples:
         inputs = zip(tensors_of(self.captured, few), self._times("input"), strict=True)
         whole = iter([repeated(t, time, self.count) for t, time in inputs])
         given = (i for i in self.captured.inputs if i.kind != "hoisted")
-        tensors = [next(whole) if i.kind == "input" else self.captured.state[i.target] for i in given]
+        tensors = [
+            next(whole) if i.kind == "input" else self.captured.state[i.target] for i in given
+        ]
         with torch.no_grad():
             made = fx.Interpreter(fx.GraphModule(nn.Module(), self.prologue)).run(*tensors)
-        return [first(t, time, self.count) for t, time in zip(made, self._times("hoisted"), strict=True)]
+        return [
+            first(t, time, self.count) for t, time in zip(made, self._times("hoisted"), strict=True)
+        ]
 
 
 def few_samples(analysis: Analysis) -> FewSamples | None:
-    """The fewest samples of the batch that can stand for it; None where nothing less than most of the batch can.
+    """The fewest samples of the batch that can stand for it; None where nothing less than most of
+    the batch can.
 
     ``analysis`` is that of the graph of the whole batch.
     """
@@ -115,7 +144,8 @@ def few_samples(analysis: Analysis) -> FewSamples | None:
 
 
 def compare(analysis: Analysis, model: nn.Module, sample: Any, loss_fn: LossFunction | None) -> str:
-    """Compares the model with its captured graph: on a few samples, and on the whole batch where those do not agree.
+    """Compares the model with its captured graph: on a few samples, and on the whole batch where
+    those do not agree.
 
     Returns why nothing was compared; empty where model and graph agree.
 
@@ -123,7 +153,11 @@ def compare(analysis: Analysis, model: nn.Module, sample: Any, loss_fn: LossFunc
         CaptureError: they differ; see :func:`check_captured`.
     """
     whole, few = analysis.captured, few_samples(analysis)
-    if few is not None and not not_comparable(few.captured, model, sample) and few.agree(model, sample, loss_fn):
+    if (
+        few is not None
+        and not not_comparable(few.captured, model, sample)
+        and few.agree(model, sample, loss_fn)
+    ):
         return ""
     if problem := not_comparable(whole, model, sample):
         return problem
@@ -135,10 +169,16 @@ def compare(analysis: Analysis, model: nn.Module, sample: Any, loss_fn: LossFunc
 
 
 def first(t: torch.Tensor, time: Type, count: int) -> torch.Tensor:
-    """The first of ``count`` microbatches of a tensor: the first chunk of each part that the model takes of the batch."""
+    """The first of ``count`` microbatches of a tensor: the first chunk of each part that the model
+    takes of the batch.
+    """
     if not time.is_shard:
         return t
-    return t.unflatten(time.dim, (time.pieces, count, -1)).select(time.dim + 1, 0).flatten(time.dim, time.dim + 1)
+    return (
+        t.unflatten(time.dim, (time.pieces, count, -1))
+        .select(time.dim + 1, 0)
+        .flatten(time.dim, time.dim + 1)
+    )
 
 
 def repeated(t: torch.Tensor, time: Type, count: int) -> torch.Tensor:

@@ -1,0 +1,150 @@
+"""One call of plan(): the options and the cluster are checked, the graph is searched, the plan is
+written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from autopar.cost_model import Cluster
+from autopar.errors import PlanError, RunError
+from autopar.frontend.traced import Traced, batch_size
+from autopar.ir.plan_json import as_asked
+from autopar.plan import Plan
+from autopar.profile import check_machine
+from autopar.report import describe
+from autopar.search.failures import not_searched
+from autopar.search.known import Known
+from autopar.search.outer import best
+from autopar.search.pricing.resize import resized
+from autopar.search.pricing.turns import taking_turns
+from autopar.search.result.decide import write_down
+from autopar.search.searches import Searches
+from autopar.search.space.options import Options
+
+
+class Planner:
+    """One call of plan(): captures what the search asks for, and searches."""
+
+    def __init__(self, traced: Traced, cluster: Cluster, options: Options, progress: bool) -> None:
+        self.traced, self.cluster, self.options = traced, cluster, options
+        self.capturing = 0.0
+        self.bar = tqdm(desc="planning", unit=" steps", disable=not progress, leave=False)
+
+    def run(self) -> Plan:
+        start = time.perf_counter()
+        samples = batch_size(self.traced.sample)
+        searches = Searches(self._known, samples, self.options, self._step)
+        with self.bar:
+            found = best(searches)
+            self._step("reporting")
+            with resized(found.analysis, samples // found.microbatches, found.analysis.rules):
+                plan = describe(
+                    write_down(found, self.cluster, self.options, searches.timings), found
+                )
+                plan = replace(
+                    plan, notes=(*plan.notes, *not_searched(searches.unsolved, self.options))
+                )
+                plan = Plan.of(taking_turns(plan, found, self.cluster.device.ranks_per_core))
+        plan.timings["capture"] = self.capturing
+        plan.timings["total"] = time.perf_counter() - start
+        return plan
+
+    def _known(self, microbatches: int) -> Known:
+        start = time.perf_counter()
+        self._step(f"capturing ({microbatches} microbatches)" if microbatches > 1 else "capturing")
+        known = self.traced.known(microbatches, self.cluster, self.options.profile_missing)
+        self.capturing += time.perf_counter() - start
+        return known
+
+    def _step(self, what: str) -> None:
+        self.bar.set_postfix_str(what)
+        self.bar.update()
+
+
+def planned(
+    traced: Traced, world_size: int, cluster: Any, progress: bool, options: dict[str, Any]
+) -> Plan:
+    """:func:`plan`, of a model that may be traced already."""
+    chosen = Options(world_size, **known_options(options))
+    hardware = cluster_of(cluster, traced.model)
+    hardware.check(world_size)
+    check_sample(traced.sample)
+    asked = {
+        "world_size": world_size,
+        "cluster": hardware.name if cluster is None else cluster,
+        **options,
+    }
+    if traced.loss_fn is not None:
+        asked["loss_fn"] = traced.loss_fn
+    return dataclasses.replace(
+        Planner(traced, hardware, chosen, progress).run(), options=as_asked(asked)
+    )
+
+
+def planned_here(
+    traced: Traced,
+    device: torch.device,
+    world_size: int,
+    cluster: Any,
+    progress: bool,
+    options: dict[str, Any],
+) -> Plan:
+    """Planned where it will run: a profile must be of this machine."""
+    check_machine(cluster_of(cluster, traced.model), device)
+    return planned(traced, world_size, cluster, progress, options)
+
+
+def known_options(options: dict[str, Any]) -> dict[str, Any]:
+    """``options``, if they are options; PlanError where one is not."""
+    names = [n for n in Options.__dataclass_fields__ if n != "world_size"]
+    if unknown := sorted(map(str, set(options) - set(names))):
+        raise PlanError(f"unknown option {', '.join(unknown)}: the options are {', '.join(names)}")
+    return options
+
+
+def check_sample(sample: Any) -> None:
+    """Raises PlanError for a batch of none."""
+    if not batch_size(sample):
+        raise PlanError(
+            "sample_input is a batch of no samples: give one of the size that will be trained on"
+        )
+
+
+def device_of(model: nn.Module) -> torch.device:
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"model={model!r:.100}: give an nn.Module")
+    found = {p.device.type: p.device for p in model.parameters()}
+    if len(found) > 1:
+        raise RunError(
+            f"the model's parameters are on {' and '.join(sorted(found))}: move it to one device "
+            "first"
+        )
+    return next(iter(found.values()), torch.device("cpu"))
+
+
+def cluster_of(cluster: Any, model: nn.Module) -> Cluster:
+    """The cluster that was asked for; the CPU's for a model that lies there."""
+    if isinstance(cluster, Cluster):
+        return cluster
+    if cluster is None:
+        if (device := device_of(model).type) != "cpu":
+            raise PlanError(
+                f"the model is on {device}: say what it will train on, cluster= one of "
+                f"{', '.join(Cluster.presets())}, or a file"
+            )
+        cluster = "cpu"
+    if not isinstance(cluster, (str, os.PathLike)):
+        raise PlanError(
+            f"cluster={cluster!r}: give one of {', '.join(Cluster.presets())}, a cluster file's "
+            "path, or a Cluster"
+        )
+    return Cluster.load(cluster)

@@ -1,0 +1,233 @@
+"""A plan as JSON data and back: what comes from outside is believed field by field, or refused with
+the field's place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import numbers
+import os
+import types
+import typing
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar, Union
+
+from autopar.errors import PlanError
+from autopar.ir.layout import Layout, parse, show
+
+if typing.TYPE_CHECKING:
+    from autopar.ir.plan_data import PlanData
+
+AnyPlan = TypeVar("AnyPlan", bound="PlanData")
+LARGEST = 2**53  # a whole number that every reader of JSON holds exactly
+
+
+def read(path: str | os.PathLike[str], version: int, kind: type[AnyPlan]) -> AnyPlan:
+    """The plan in a file that :func:`to_data` filled.
+
+    Raises:
+        PlanError: the file cannot be read, is no plan, is of another version or damaged; it says
+            which field is.
+    """
+    try:
+        name = os.fspath(path)
+    except TypeError as e:
+        raise PlanError(f"path={path!r}: give the path of a file that Plan.save wrote") from e
+    try:
+        data = json.loads(Path(os.fsdecode(name)).read_text(encoding="utf-8"))
+    except OSError as e:
+        raise PlanError(f"cannot read the plan {name!r}: {e.strerror}; Plan.save writes one") from e
+    except (ValueError, RecursionError) as e:
+        raise PlanError(f"{name} is no plan: {type(e).__name__}: {e}. Plan.save writes one") from e
+    if not isinstance(data, dict) or "version" not in data:
+        raise PlanError(f"{name} is no plan: it has no version. Plan.save writes one")
+    if (found := data.pop("version")) != version:
+        raise PlanError(
+            f"{name} has plan version {found!r:.20}, this autopar reads {version}: plan again"
+        )
+    try:
+        return from_data(data, kind)
+    except (PlanError, RecursionError) as e:
+        raise PlanError(f"{name} is a damaged plan: {e}. PlanData again, or undo the edit") from e
+
+
+def to_data(plan: PlanData) -> dict[str, Any]:
+    """``plan`` as JSON has it, layouts as text."""
+    data = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
+    data["nodes"] = {
+        name: {
+            "in": [show(i) for i in n.ins],
+            "out": show(n.out),
+            "factors": list(n.factors),
+            "kernels": list(n.kernels),
+        }
+        for name, n in plan.nodes.items()
+    }
+    data["stages"] = [dataclasses.asdict(stage) for stage in plan.stages]
+    data["parameters"] = {
+        name: {"stored": show(p.stored), "used": show(p.used)}
+        for name, p in plan.parameters.items()
+    }
+    return data
+
+
+def from_data(data: Any, kind: type[AnyPlan]) -> AnyPlan:
+    """The plan that :func:`to_data` wrote; :class:`PlanError` with the place of what is not as the
+    fields' types say.
+    """
+    plan: AnyPlan = _read_object(data, kind, "")
+    return plan
+
+
+def checked(plan: Any, kind: type[AnyPlan]) -> AnyPlan:
+    """``plan``, if it is one in every part of it; :class:`PlanError` otherwise: a program may have
+    put anything in its fields.
+    """
+    if not isinstance(plan, kind):
+        raise PlanError(
+            f"plan={plan!r:.100}: give an autopar.Plan; Plan.load reads one from a file"
+        )
+    try:
+        same = from_data(to_data(plan), kind) == plan
+    except (AttributeError, TypeError, ValueError, RecursionError) as e:
+        raise PlanError(
+            f"a part of the plan is not what a plan has there: {e}; plan again, or undo the edit"
+        ) from e
+    except PlanError as e:
+        raise PlanError(f"{e}; plan again, or undo the edit") from e
+    if not same:
+        raise PlanError(
+            "a part of the plan is not what a plan has there: saved and loaded it is another one; "
+            "plan again, or undo the edit"
+        )
+    return plan
+
+
+_KEYS = {"ins": "in"}  # of fields that are called otherwise in the file
+
+
+@cache
+def _fields(kind: type) -> dict[str, tuple[str, Any]]:
+    """By the name in the file: a field's name and its type."""
+    hints = typing.get_type_hints(kind)
+    return {_KEYS.get(f.name, f.name): (f.name, hints[f.name]) for f in dataclasses.fields(kind)}
+
+
+def _read_object(data: Any, kind: type, where: str) -> Any:
+    if not isinstance(data, Mapping):
+        raise _wrong(where or "the plan", data, "an object")
+    fields, prefix = _fields(kind), f"{where}." if where else ""
+    if missing := [prefix + name for name in fields if name not in data]:
+        raise PlanError(f"{', '.join(missing[:5])} missing")
+    if unknown := [f"{prefix}{name!s:.50}" for name in data if name not in fields]:
+        raise PlanError(f"{', '.join(unknown[:5])} unknown")
+    return kind(
+        **{field: _read(data[name], hint, prefix + name) for name, (field, hint) in fields.items()}
+    )
+
+
+def _read(value: Any, hint: Any, where: str) -> Any:
+    """``value``, which JSON may have had for a field of type ``hint``, as such."""
+    if hint == Layout:
+        return _text(value, parse, where)
+    if dataclasses.is_dataclass(hint):
+        return _read_object(value, hint, where)  # type: ignore[arg-type]
+    origin, inside = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, types.UnionType):
+        return None if value is None else _read(value, inside[0], where)
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise _wrong(where, value, "an object")
+        return {
+            _read(key, str, f"a key of {where}"): _read(each, inside[1], f"{where}[{key!r}]")
+            for key, each in value.items()
+        }
+    if origin in (list, tuple):
+        return _read_list(value, origin, inside, where)
+    return _read_plain(value, hint, where)
+
+
+def _read_list(value: Any, origin: type, inside: tuple[Any, ...], where: str) -> Any:
+    if not isinstance(value, (list, tuple)):
+        raise _wrong(where, value, "a list")
+    each = inside[:1] * len(value) if origin is list or inside[1:] == (...,) else inside
+    if len(each) != len(value):
+        raise _wrong(where, value, f"a list of {len(each)}")
+    return origin(
+        _read(one, hint, f"{where}[{i}]")
+        for i, (one, hint) in enumerate(zip(value, each, strict=True))
+    )
+
+
+def _read_plain(value: Any, hint: Any, where: str) -> Any:
+    if hint is Any:
+        return _json(value, where)
+    if hint is str and isinstance(value, str):
+        return value
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is int and number and isinstance(value, int) and 0 <= value <= LARGEST:
+        return value
+    if hint is float and number and abs(value) < math.inf and 0 <= value <= float(LARGEST) ** 2:
+        return value
+    raise _wrong(
+        where,
+        value,
+        {str: "a text", int: "a whole number, not negative", float: "a number, not negative"}[hint],
+    )
+
+
+def _json(value: Any, where: str) -> Any:
+    """What reports and options hold: anything of JSON, its numbers finite."""
+    if isinstance(value, (list, tuple)):
+        return [_json(one, f"{where}[{i}]") for i, one in enumerate(value)]
+    if isinstance(value, Mapping):
+        return {
+            _read_plain(key, str, f"a key of {where}"): _json(one, f"{where}[{key!r}]")
+            for key, one in value.items()
+        }
+    if (
+        value is None
+        or isinstance(value, (str, bool))
+        or (isinstance(value, (int, float)) and abs(value) <= float(LARGEST) ** 2)
+    ):
+        return value
+    raise _wrong(where, value, "a text, a number, a list or an object")
+
+
+def _text(value: Any, parse: Any, where: str) -> Any:
+    try:
+        return parse(value)
+    except (ValueError, TypeError, AttributeError) as e:
+        raise PlanError(
+            f"{where} is {value!r:.100}, no layout{f': {e}' if isinstance(value, str) else ''}"
+        ) from e
+
+
+def as_asked(value: Any) -> Any:
+    """What a user gave for an option, as JSON has it; what that has no word for, by its name or as
+    it prints.
+    """
+    if isinstance(value, Mapping):
+        return {str(key): as_asked(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_asked(one) for one in value]
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return int(value)
+    if isinstance(value, numbers.Real) and math.isfinite(value):
+        return float(value) if not isinstance(value, bool) else value
+    if value is None or isinstance(value, (str, bool)):
+        return value
+    named = getattr(value, "__qualname__", None) or getattr(value, "name", None)
+    return str(named or (os.fsdecode(value) if isinstance(value, os.PathLike) else value))
+
+
+def _wrong(where: str, value: Any, wanted: str) -> PlanError:
+    try:
+        found = f"{value!r:.100}"
+    except ValueError:  # a whole number of too many digits to print
+        found = f"a {type(value).__name__}"
+    return PlanError(f"{where} is {found}: give {wanted}")

@@ -1,0 +1,74 @@
+"""The names of precisions and what they mean: in which dtype a program computes, and in which
+gradients are summed over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+COMPUTE = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+REDUCE = {name: COMPUTE[name] for name in ("fp32", "bf16", "fp16")}
+HALF = (torch.bfloat16, torch.float16)
+
+
+def dtype_of(name: str | None) -> torch.dtype | None:
+    """The dtype that a precision or a reduce_dtype means; None leaves it as it is."""
+    return None if name is None else COMPUTE[name]
+
+
+def summed_in(precision: str | None, reduce_dtype: str | None) -> str | None:
+    """In which dtype gradients are summed over ranks, as a name: what is asked, or float32 where
+    they are made in half precision; None for the dtype in which they are made."""
+    return "fp32" if reduce_dtype is None and dtype_of(precision) in HALF else reduce_dtype
+
+
+def differs(tensor: torch.Tensor, dtype: torch.dtype | None) -> bool:
+    """Whether a tensor is computed with in another dtype than its own."""
+    return dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype
+
+
+@contextmanager
+def computing_in(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """Within, floating-point parameters and buffers of ``model`` are fake tensors of ``dtype``;
+    afterwards all is as it was.
+
+    A model that asks for its dtype, to make a mask of it, gets the one that it computes in; so the
+    graph is not cast afterwards.
+    """
+    before: list[tuple[nn.Module, str, torch.Tensor]] = []
+    made: dict[int, torch.Tensor] = {}  # tied parameters stay tied
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        for module in model.modules():
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None and differs(tensor, dtype):
+                    before.append((module, name, tensor))
+                    if id(tensor) not in made:
+                        made[id(tensor)] = _like(tensor, dtype, fake)
+                    setattr(
+                        module, name, made[id(tensor)]
+                    )  # by which modules that keep lists of their weights know (RNNs)
+        yield
+    finally:
+        for module, name, tensor in before:
+            setattr(module, name, tensor)
+
+
+def _like(tensor: torch.Tensor, dtype: torch.dtype | None, fake: FakeTensorMode) -> torch.Tensor:
+    with fake:
+        cast = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=tensor.device)
+    return (
+        nn.Parameter(cast, requires_grad=tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter)
+        else cast
+    )

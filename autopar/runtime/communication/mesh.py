@@ -1,0 +1,281 @@
+"""The device mesh of a running program: sizes, groups and this rank's place."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autopar.errors import RunError
+from autopar.runtime.kernels.random import Streams
+from autopar.runtime.measure.recorder import Recorder
+
+PIPELINE = "pipeline"  # the axis's name
+
+_MESHES: WeakKeyDictionary[dist.ProcessGroup, dict[tuple, DeviceMesh]] = WeakKeyDictionary()
+_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
+    WeakKeyDictionary()
+)
+
+
+class Mesh:
+    """A named grid of ranks over the default process group, slowest links first.
+
+    Arguments: ``sizes``, the ranks along each axis; ``names``, one for each axis; ``device``,
+    ``"cpu"`` or ``"cuda"`` (free: cuda where the default group runs NCCL, else cpu);
+    ``device_mesh``, a named torch mesh to stand on (part of the world) instead of a new one over
+    the whole world; ``pipeline``, ranks along a pipeline: the world is then that many meshes, and
+    this is the one of this rank; ``modes``, the axes of each mode of tensor parallelism, by its
+    name. Raises :class:`RunError` when the sizes do not multiply to the number of ranks.
+
+    Attributes: ``world``, the torch mesh of all ranks, the pipeline its first axis if there is one;
+        ``pipeline_rank``.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        names: Sequence[str],
+        device: torch.device | str | None = None,
+        device_mesh: DeviceMesh | None = None,
+        pipeline: int = 1,
+        modes: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        self.sizes, self.names = tuple(sizes), tuple(names)
+        if len(self.sizes) != len(self.names):
+            raise RunError(
+                f"a mesh of sizes {self.sizes} needs {len(self.sizes)} axis names, not "
+                f"{len(self.names)}: {self.names}"
+            )
+        self.pipeline, self.pipeline_rank = pipeline, 0
+        self._modes = {name: tuple(axes) for name, axes in (modes or {}).items()}
+        if pipeline > 1:
+            self.world = _over_the_world(
+                (pipeline, *self.sizes), (PIPELINE, *self.names), _device_type(device)
+            )
+            self.pipeline_rank = self.world.get_local_rank(PIPELINE)
+            device_mesh = self.world[self.names]
+        elif device_mesh is None:
+            device_mesh = _over_the_world(self.sizes, self.names, _device_type(device))
+        if pipeline == 1:
+            self.world = device_mesh
+        self.device_mesh = device_mesh
+        self.device = _local_device(device_mesh.device_type)
+        self.coordinate: tuple[int, ...] = tuple(
+            device_mesh.get_local_rank(axis) for axis in range(len(self.sizes))
+        )
+        self.streams = Streams(device=self.device)
+        self.recorder = Recorder(self.device)
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        if (
+            pipeline > 1
+        ):  # stages need different groups, and all ranks must take part in making each
+            for axes in _several([axis for axis, n in enumerate(self.sizes) if n > 1]):
+                self.axes_group(axes)
+
+    @classmethod
+    def of(cls, device_mesh: DeviceMesh) -> Mesh:
+        """The mesh of these ranks: ``device_mesh`` must have axis names and contain this rank."""
+        return cls(
+            tuple(device_mesh.shape), device_mesh.mesh_dim_names or (), device_mesh=device_mesh
+        )
+
+    def twin(self) -> Mesh:
+        """The same ranks and groups, for another program: with random streams and records of its
+        own.
+        """
+        other = copy.copy(self)
+        other.streams, other.recorder = Streams(device=self.device), Recorder(self.device)
+        return other
+
+    def __repr__(self) -> str:
+        return (
+            "Mesh("
+            + ", ".join(f"{name}={size}" for name, size in zip(self.names, self.sizes, strict=True))
+            + ")"
+        )
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return math.prod(self.sizes)
+
+    def group(self, axis: int | str) -> dist.ProcessGroup:
+        """The ranks that differ from this one along ``axis`` only: a number, or a name as
+        :meth:`ranks` takes.
+
+        The first call for a mode of several axes makes a group: all ranks must come here alike.
+        """
+        if isinstance(axis, int):
+            return self.axes_group((axis,))
+        return (
+            self.along_pipeline()
+            if axis == PIPELINE and self.pipeline > 1
+            else self.axes_group(self._axes_of(axis))
+        )
+
+    def ranks(self, name: str) -> list[int]:
+        """The ranks of the world in this one's group, in their order, along an axis ("data", "row",
+        "pipeline") or all axes of a mode of tensor parallelism ("2d").
+
+        Raises :class:`RunError` for a name that the mesh does not have.
+        """
+        return dist.get_process_group_ranks(self.group(name))
+
+    def local_rank(self, name: str) -> int:
+        """This rank's place in that group."""
+        return (
+            self.pipeline_rank
+            if name == PIPELINE and self.pipeline > 1
+            else self.index(self._axes_of(name))
+        )
+
+    def group_size(self, name: str) -> int:
+        """How many ranks that group has."""
+        return (
+            self.pipeline
+            if name == PIPELINE and self.pipeline > 1
+            else self.count(self._axes_of(name))
+        )
+
+    def _axes_of(self, name: str) -> tuple[int, ...]:
+        names = self._modes.get(name, (name,))
+        if not set(names) <= set(self.names):
+            known = [*self.names, *self._modes, *[PIPELINE] * (self.pipeline > 1)]
+            raise RunError(f"this mesh has no axis or mode {name!r}: it has {', '.join(known)}")
+        return tuple(self.names.index(n) for n in names)
+
+    def axes_group(self, axes: Iterable[int]) -> dist.ProcessGroup:
+        """The ranks that differ from this one along ``axes`` only, in the order of :meth:`index`.
+
+        The first call for several axes makes a group: all ranks must come here alike.
+        """
+        key = tuple(axes)
+        if key not in self._groups:
+            self._groups[key] = self._make_group(tuple(sorted(key)))
+        return self._groups[key]
+
+    def _make_group(self, axes: tuple[int, ...]) -> dist.ProcessGroup:
+        wide = tuple(axis for axis in axes if self.sizes[axis] > 1) or axes[:1]
+        if not wide:
+            raise RunError("a group needs at least one mesh axis")
+        if len(wide) == 1:
+            group = self.device_mesh.get_group(wide[0])
+        else:
+            group = (
+                self.device_mesh[tuple(self.names[axis] for axis in wide)]._flatten().get_group()
+            )
+        take_timeout(group)
+        return group
+
+    @property
+    def everyone(self) -> dist.ProcessGroup | None:
+        """All ranks of the program; None where there is one."""
+        if self.pipeline > 1:
+            return dist.group.WORLD
+        return self.axes_group(range(len(self.sizes))) if self.size > 1 else None
+
+    def along_pipeline(self, axes: Iterable[int] = ()) -> dist.ProcessGroup:
+        """The ranks that differ from this one along the pipeline and ``axes`` only. All ranks must
+        come here alike.
+        """
+        wide = tuple(self.names[axis] for axis in sorted(axes) if self.sizes[axis] > 1)
+        group = (
+            self.world[(PIPELINE, *wide)]._flatten() if wide else self.world[PIPELINE]
+        ).get_group()
+        take_timeout(group)
+        return group
+
+    def across_pipeline(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """The ranks at this one's place in the meshes of the pipeline's ``ranks``; None for one
+        that is not among them.
+
+        All ranks of the world must come here alike.
+        """
+        if len(ranks) == self.pipeline:
+            return self.along_pipeline()
+        world = dist.group.WORLD
+        assert world is not None
+        known = _GROUPS.setdefault(world, {})
+        for place in range(self.size):
+            members = tuple(rank * self.size + place for rank in ranks)
+            if members not in known:
+                known[members] = dist.new_group(list(members))
+                if dist.get_rank() in members:
+                    take_timeout(known[members])
+        mine = dist.get_rank() % self.size
+        return (
+            known[tuple(rank * self.size + mine for rank in ranks)]
+            if self.pipeline_rank in ranks
+            else None
+        )
+
+    def index(self, axes: Iterable[int]) -> int:
+        """This rank's place in ``axes_group(axes)``: which chunk it holds of a dim that ``axes``
+        cut; the earlier axis is major.
+        """
+        place = 0
+        for axis in sorted(axes):
+            place = place * self.sizes[axis] + self.coordinate[axis]
+        return place
+
+    def count(self, axes: Iterable[int]) -> int:
+        """The number of ranks in ``axes_group(axes)``."""
+        return math.prod(self.sizes[axis] for axis in axes)
+
+
+def _several(axes: Sequence[int]) -> list[tuple[int, ...]]:
+    """All sets of two or more."""
+    return [found for count in range(2, len(axes) + 1) for found in combinations(axes, count)]
+
+
+def _device_type(device: torch.device | str | None) -> str:
+    if device is not None:
+        return torch.device(device).type
+    on_gpu = dist.is_initialized() and "nccl" in dist.get_backend() and torch.cuda.is_available()
+    return "cuda" if on_gpu else "cpu"
+
+
+def _over_the_world(sizes: tuple[int, ...], names: tuple[str, ...], device_type: str) -> DeviceMesh:
+    if not dist.is_initialized():
+        raise RunError(
+            "there is no process group: start the script with torchrun and call "
+            "torch.distributed.init_process_group first"
+        )
+    if math.prod(sizes) != dist.get_world_size():
+        raise RunError(
+            f"the mesh {sizes} has {math.prod(sizes)} ranks but {dist.get_world_size()} processes "
+            "are running: "
+            f"start {math.prod(sizes)} processes, or plan for world_size={dist.get_world_size()}"
+        )
+    # One for each shape, as long as the default group lives: DTensor keeps results by mesh, and
+    # equal meshes count as one.
+    world = dist.group.WORLD
+    assert world is not None
+    known = _MESHES.setdefault(world, {})
+    key = (device_type, sizes, names)
+    if key not in known:
+        known[key] = init_device_mesh(device_type, sizes or (1,), mesh_dim_names=names or ("rank",))
+    return known[key]
+
+
+def take_timeout(group: dist.ProcessGroup) -> None:
+    """Give ``group`` the timeout that the user gave the default group: torch gives new groups 10 or
+    30 minutes, whatever that is.
+    """
+    for device in group._device_types:
+        options = getattr(dist.group.WORLD._get_backend(device), "options", None)  # type: ignore[union-attr]
+        if options is not None and hasattr(options, "_timeout"):
+            group._get_backend(device)._set_default_timeout(options._timeout)
+
+
+def _local_device(device_type: str) -> torch.device:
+    if device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(device_type)

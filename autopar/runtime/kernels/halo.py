@@ -1,0 +1,79 @@
+"""Convolution of a cut space: each rank is sent the edges of the chunks beside its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from autopar.runtime.communication.collectives import from_neighbours
+from autopar.runtime.communication.mesh import Mesh
+
+Axes = tuple[int, ...]
+_CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
+
+
+def conv_halo(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    margins: Sequence[tuple[int, int]],
+    mesh: Mesh,
+    cuts: Sequence[Axes],
+) -> torch.Tensor:
+    """The convolution of ``x`` [N, C, space...], each of whose spatial dims is cut on the axes that
+    ``cuts`` has for it, or whole.
+
+    ``margins`` says how many elements each dim gets on its left and right: of the neighbours' where
+    it is cut, no more than they have, and zeros at both ends of the whole. Weight and bias are R on
+    these axes; there are as many groups as channels of ``x`` make for the weight's. The neighbours'
+    gradients of what they sent are sent back and added (Dryden et al., arXiv 1903.06681).
+    """
+    padding = []
+    for dim, ((left, right), axes) in enumerate(zip(margins, cuts, strict=True), 2):
+        if mesh.count(axes) > 1:
+            x = _Halo.apply(x, dim, left, right, mesh, tuple(axes))
+        elif left != right:
+            x = F.pad(x, (*(0, 0) * (x.ndim - 1 - dim), left, right))
+        padding.append(left if mesh.count(axes) == 1 and left == right else 0)
+    convolution = _CONVOLUTIONS[x.ndim - 3]
+    return convolution(
+        x,
+        weight,
+        bias,
+        tuple(stride),
+        tuple(padding),
+        tuple(dilation),
+        x.shape[1] // weight.shape[1],
+    )
+
+
+class _Halo(torch.autograd.Function):
+    """``x`` with ``left`` elements of the chunk before along ``dim`` and ``right`` of the one
+    after.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, dim: int, left: int, right: int, mesh: Mesh, axes: Axes
+    ) -> torch.Tensor:
+        ctx.of, size = (dim, left, right, mesh, axes), x.shape[dim]
+        first, last = x.narrow(dim, 0, right), x.narrow(dim, size - left, left)
+        before, after = from_neighbours(first, last, mesh.axes_group(axes), mesh.index(axes))
+        return torch.cat([before, x, after], dim)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        dim, left, right, mesh, axes = ctx.of
+        size = grad.shape[dim] - left - right
+        before, own, after = grad.split([left, size, right], dim)
+        last, first = from_neighbours(before, after, mesh.axes_group(axes), mesh.index(axes))
+        own = own.clone(memory_format=torch.contiguous_format)
+        own.narrow(dim, 0, right).add_(last)
+        own.narrow(dim, size - left, left).add_(first)
+        return own, None, None, None, None, None

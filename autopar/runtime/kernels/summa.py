@@ -1,0 +1,132 @@
+"""A linear layer whose input, weight and output lie in blocks on a square of ranks (SUMMA: van de
+Geijn and Watts, 1997).
+
+On a square of q x q ranks, rank (i, j) has the block (i, j) of the input X [M, K], of the weight W
+[K, N] and of the output Y = X W [M, N]. Step t of q takes X's blocks (i, t), which their owners
+broadcast along each row, and W's blocks (t, j), down each column; the next step's are on their way
+while this one's are multiplied: a rank has two blocks of each beside its own, and never a whole
+row. In the backward
+
+    dX(i, t) = sum over j of dY(i, j) W(t, j)^T along the row, and dW(t, j) = sum over i of X(i,
+    t)^T dY(i, j) down the column:
+
+each sum goes round the ring of its row or column, ends at its owner, and is on its way while the
+next one's part is multiplied; the blocks are broadcast in the order in which that wants them. A
+rank receives (q - 1) / q^2 (M K + K N) elements for each of Y, dX and dW.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from autopar.runtime.communication.collectives import shifted
+from autopar.runtime.communication.mesh import Mesh
+
+_functional = torch.ops._c10d_functional
+
+
+def summa_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    mesh: Mesh,
+    row: int,
+    column: int,
+) -> torch.Tensor:
+    """``x @ weight.T + bias``, of ``x`` [..., K], ``weight`` [N, K] and ``bias`` [N].
+
+    The ranks of a row of the square lie along the mesh axis ``row``, those of a column along
+    ``column``: ``x`` is cut by K on ``row`` and by one of its leading dims on ``column``, the
+    weight by N on ``row`` and by K on ``column``, the bias by N on ``row`` (R on ``column``), the
+    result by N on ``row`` and by the leading dim on ``column``.
+    """
+    y = _Summa.apply(x.flatten(0, -2), weight, mesh, row, column).unflatten(0, x.shape[:-1])
+    return y if bias is None else y + bias
+
+
+class _Summa(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, mesh: Mesh, row: int, column: int
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.mesh, ctx.row, ctx.column = mesh, row, column
+        y: torch.Tensor | None = None
+        order = range(mesh.sizes[row])
+        for block, part in zip(
+            _broadcasts(x, mesh, row, order), _broadcasts(weight, mesh, column, order), strict=True
+        ):
+            y = block @ part.t() if y is None else y.addmm_(block, part.t())
+        assert y is not None
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        mesh, row, column = ctx.mesh, ctx.row, ctx.column
+        blocks, parts = (
+            _broadcasts(x, mesh, row, _backwards(mesh, column)),
+            _broadcasts(weight, mesh, column, _backwards(mesh, row)),
+        )
+        x_sum, weight_sum = _Sum(mesh, row), _Sum(mesh, column)
+        for _ in range(mesh.sizes[row]):
+            if ctx.needs_input_grad[0]:
+                x_sum.add(grad @ next(parts))
+            if ctx.needs_input_grad[1]:
+                weight_sum.add(grad.t() @ next(blocks))
+        return x_sum.total, weight_sum.total, None, None, None
+
+
+def _broadcasts(own: torch.Tensor, mesh: Mesh, axis: int, order: range) -> Iterator[torch.Tensor]:
+    """The blocks of the ranks along an axis in this order, the next one under way."""
+    group, n, me = mesh.group(axis).group_name, mesh.sizes[axis], mesh.coordinate[axis]
+
+    def sent(step: int) -> torch.Tensor:
+        source = order[step] % n
+        block = (
+            own.contiguous()
+            if source == me
+            else torch.empty_like(own, memory_format=torch.contiguous_format)
+        )
+        return _functional.broadcast_(block, source, group) if n > 1 else block
+
+    coming = sent(0)
+    for step in range(len(order)):
+        block, coming = coming, sent(step + 1) if step + 1 < len(order) else coming
+        yield _functional.wait_tensor(block) if n > 1 else block
+
+
+def _backwards(mesh: Mesh, axis: int) -> range:
+    """Whose sums pass by, this rank's own last."""
+    n, me = mesh.sizes[axis], mesh.coordinate[axis]
+    return range(me - 1 + n, me - 1, -1)
+
+
+class _Sum:
+    """One sum for each rank along an axis, each of which gathers the ranks' parts on its way to its
+    owner.
+    """
+
+    def __init__(self, mesh: Mesh, axis: int) -> None:
+        self._mesh, self._axis = mesh, axis
+        self._coming: Callable[[], torch.Tensor] | None = None
+        self._count = 0
+        self.total: torch.Tensor | None = None
+
+    def add(self, part: torch.Tensor) -> None:
+        """This rank's part of the sum that is here now, in the order of :func:`_backwards`."""
+        if self._coming is not None:
+            part += self._coming()
+        self._count += 1
+        if self._count < self._mesh.sizes[self._axis]:
+            group, place = (
+                self._mesh.group(self._axis).group_name,
+                self._mesh.coordinate[self._axis],
+            )
+            self._coming = shifted(part, group, self._mesh.sizes[self._axis], place)
+        else:
+            self.total = part

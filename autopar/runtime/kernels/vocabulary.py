@@ -1,0 +1,251 @@
+"""Cross entropy and embedding, also where the vocabulary is cut: each rank holds some of the
+classes, or some of the rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from autopar.runtime.communication.collectives import reduce_over
+from autopar.runtime.communication.mesh import Mesh
+
+Axes = tuple[int, ...]
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """The cross entropy of ``logits`` [..., V] for the classes ``target`` [...], summed over all of
+    them.
+
+    A sum over many tokens overflows float16 and is coarse in bfloat16, so for these the result is
+    float32.
+    """
+    flat, classes = logits.flatten(0, -2), target.flatten()
+    if logits.dtype in (torch.float16, torch.bfloat16):
+        each = F.cross_entropy(
+            flat,
+            classes,
+            weight,
+            ignore_index=ignore_index,
+            reduction="none",
+            label_smoothing=label_smoothing,
+        )
+        return each.sum(dtype=torch.float32)
+    return F.cross_entropy(
+        flat,
+        classes,
+        weight,
+        ignore_index=ignore_index,
+        reduction="sum",
+        label_smoothing=label_smoothing,
+    )
+
+
+def target_count(
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """What a mean cross entropy divides by: the number of targets that count, or the sum of their
+    class weights.
+    """
+    counted = target != ignore_index
+    if weight is None:
+        return counted.sum(dtype=dtype)
+    return (weight.to(dtype)[target.masked_fill(~counted, 0)] * counted).sum()
+
+
+def cross_entropy_vocabulary(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    mesh: Mesh,
+    axes: Axes,
+) -> torch.Tensor:
+    """:func:`cross_entropy` of logits whose last dim is cut on ``axes``; target, class weights (all
+    V) and result are I on them.
+
+    Two all-reduces of one or a few numbers a token, none in the backward (Megatron-LM, arXiv
+    1909.08053). Saves the softmax.
+    """
+    if mesh.count(axes) == 1:
+        return cross_entropy(logits, target, weight, ignore_index, label_smoothing)
+    return _CrossEntropyVocabulary.apply(
+        logits, target, weight, ignore_index, label_smoothing, mesh, tuple(axes)
+    )
+
+
+class _CrossEntropyVocabulary(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        weight: torch.Tensor | None,
+        ignore_index: int,
+        smoothing: float,
+        mesh: Mesh,
+        axes: Axes,
+    ) -> torch.Tensor:
+        group, local = mesh.axes_group(axes), logits.shape[-1]
+        start, vocabulary = local * mesh.index(axes), local * mesh.count(axes)
+        counted, classes, mine, column = _targets(target, ignore_index, start, local)
+        _check_range(classes, vocabulary, "target")
+        x = logits.to(_accumulate(logits.dtype))
+        x = x - reduce_over(x.amax(-1, keepdim=True), group, "max")
+
+        parts = [x.gather(-1, column).squeeze(-1).masked_fill_(~mine, 0.0)]
+        weights = None if weight is None else weight[start : start + local].to(x.dtype)
+        if smoothing:
+            parts.append(x.sum(-1) if weights is None else x @ weights)
+        softmax = x.exp_()
+        parts.append(softmax.sum(-1))
+        at_target, *smooth, total = reduce_over(torch.stack(parts), group)
+        softmax.div_(total.unsqueeze(-1))
+
+        log_total = total.log()
+        scale = counted.to(x.dtype)
+        loss = (
+            (log_total - at_target)
+            * (scale if weight is None else weight.to(x.dtype)[classes] * scale)
+            * (1.0 - smoothing)
+        )
+        if smoothing:
+            mass = vocabulary if weight is None else weight.to(x.dtype).sum()
+            loss = loss + (mass * log_total - smooth[0]) * scale * (smoothing / vocabulary)
+        ctx.save_for_backward(softmax.to(logits.dtype), target, weight)
+        ctx.smoothing, ctx.start, ctx.vocabulary, ctx.ignore_index = (
+            smoothing,
+            start,
+            vocabulary,
+            ignore_index,
+        )
+        return loss.sum()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        softmax, target, weight = ctx.saved_tensors
+        counted, classes, mine, column = _targets(
+            target, ctx.ignore_index, ctx.start, softmax.shape[-1]
+        )
+        smooth = ctx.smoothing / ctx.vocabulary
+        kind = _accumulate(softmax.dtype)
+        scale = counted.to(kind) * grad
+        at_target = scale * (1.0 - ctx.smoothing)
+        mass: torch.Tensor | int = ctx.vocabulary
+        if weight is not None:
+            at_target = at_target * weight.to(kind)[classes]
+            mass = weight.to(kind).sum()
+        result = softmax.to(kind) * (at_target + scale * (smooth * mass)).unsqueeze(-1)
+        if smooth:
+            shares = (
+                smooth
+                if weight is None
+                else smooth * weight[ctx.start : ctx.start + softmax.shape[-1]].to(kind)
+            )
+            result -= scale.unsqueeze(-1) * shares
+        result.scatter_add_(-1, column, -(at_target * mine).unsqueeze(-1))
+        return result.to(softmax.dtype), None, None, None, None, None, None
+
+
+def _targets(
+    target: torch.Tensor, ignore_index: int, start: int, size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Which targets count, their classes (0 for the others), which of them are among the ``size``
+    from ``start``, and there where.
+    """
+    counted = target != ignore_index
+    classes = target.masked_fill(~counted, 0)
+    mine = counted & (classes >= start) & (classes < start + size)
+    return counted, classes, mine, (classes - start).clamp_(0, size - 1).unsqueeze(-1)
+
+
+def _accumulate(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _check_range(index: torch.Tensor, size: int, what: str) -> None:
+    """Where each rank looks up its own part only, an index that no rank holds would pass
+    unnoticed.
+    """
+    torch._assert_async(
+        ((index >= 0) & (index < size)).all(), f"{what} out of range: must be in [0, {size})"
+    )
+
+
+def embedding_vocabulary(
+    weight: torch.Tensor,
+    ids: torch.Tensor,
+    padding_idx: int | None,
+    scale_grad_by_freq: bool,
+    sparse: bool,
+    mesh: Mesh,
+    axes: Axes,
+) -> torch.Tensor:
+    """The rows ``ids`` [...] of ``weight`` [V, D], whose dim 0 is cut on ``axes``; the result [...,
+    D] is P on them.
+
+    ``padding_idx`` (None or negative: none) is a row that gets no gradient. ``scale_grad_by_freq``
+    and ``sparse`` must be False.
+    """
+    if scale_grad_by_freq or sparse:
+        raise NotImplementedError(
+            "an embedding cut along the vocabulary has neither scale_grad_by_freq nor sparse "
+            "gradients"
+        )
+    return _EmbeddingVocabulary.apply(weight, ids, padding_idx, mesh, tuple(axes))
+
+
+class _EmbeddingVocabulary(torch.autograd.Function):
+    """Saves nothing but ``ids``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight: torch.Tensor,
+        ids: torch.Tensor,
+        padding_idx: int | None,
+        mesh: Mesh,
+        axes: Axes,
+    ) -> torch.Tensor:
+        size = weight.shape[0]
+        ctx.start, ctx.size = size * mesh.index(axes), size
+        _check_range(ids, size * mesh.count(axes), "index")
+        padding = -1 if padding_idx is None or padding_idx < 0 else padding_idx - ctx.start
+        ctx.padding = padding if 0 <= padding < size else -1
+        ctx.save_for_backward(ids)
+        index, outside = _rows(ids, ctx.start, size)
+        return torch.embedding(weight, index).masked_fill_(outside.unsqueeze(-1), 0.0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        (ids,) = ctx.saved_tensors
+        index, outside = _rows(ids, ctx.start, ctx.size)
+        grad = grad.masked_fill(outside.unsqueeze(-1), 0.0)
+        return (
+            torch.ops.aten.embedding_dense_backward(grad, index, ctx.size, ctx.padding, False),
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def _rows(ids: torch.Tensor, start: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where ``ids`` lie among the ``size`` rows from ``start``, and which do not (at 0 instead)."""
+    index = ids - start
+    outside = (index < 0) | (index >= size)
+    return index.masked_fill_(outside, 0), outside

@@ -1,0 +1,217 @@
+"""A module tree that has a model's parameter names and none of its code, and that says so where a
+user asks for code.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from autopar.errors import RunError
+from autopar.runtime.module import own_train
+from autopar.runtime.parameters.parameters import stays
+
+Replace = Callable[[str, torch.Tensor], "torch.Tensor | None"]
+
+_HOOKS = (
+    "register_forward_hook",
+    "register_forward_pre_hook",
+    "register_full_backward_hook",
+    "register_full_backward_pre_hook",
+    "register_backward_hook",
+)
+_STATE = ("_parameters", "_buffers", "_modules")
+_SEALED = "_sealed_attributes"
+_CODE = (staticmethod, classmethod, property)
+
+
+class Part(nn.Module):
+    """A part of a compiled model: it holds parameters and buffers and is not called."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        refuse_attribute(self, name)
+        super().__setattr__(name, value)
+
+
+class Sealed(dict[str, Any]):
+    """The parameters, buffers or children of a part, which are those of the program.
+
+    ``frozen``: ``nn.Module`` asks its parameters whether they have a name before it sets any
+    attribute of it, and on no other occasion where the attribute is there; so modules of torch
+    refuse these names and keep their class.
+    """
+
+    owner = ""
+    frozen: frozenset[str] = frozenset()
+
+    def __contains__(self, name: object) -> bool:
+        if name in self.frozen:
+            raise _fixed(self.owner, str(name))
+        return super().__contains__(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if self.get(name) is not value or value is None:
+            raise self._refused(name)
+
+    def __delitem__(self, name: str) -> None:
+        raise self._refused(name)
+
+    def pop(self, name: str, *default: Any) -> NoReturn:
+        raise self._refused(name)
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+    def _refused(self, name: str) -> RunError:
+        path = f"compiled.{self.owner}.{name}" if self.owner else f"compiled.{name}"
+        return RunError(
+            f"{path} cannot be set, replaced or deleted: the program was made of the model's "
+            "parts as they were when it was compiled. To "
+            f"change values write into a tensor (under torch.no_grad(), {path}.copy_(...), or "
+            "load_state_dict); to change the model "
+            "change it before compiling, and compile again"
+        )
+
+
+def copy_tree(model: nn.Module, root: nn.Module, replace: Replace) -> None:
+    """Gives ``root`` the children, parameters and buffers of ``model``, in its order and under its
+    names, and its mode.
+
+    ``replace(name, tensor)`` makes the new tensor, None to leave it out; it must return the same
+    object for the same tied tensor. Buffers keep their persistence. Modules of ``torch.nn`` keep
+    their class, so that optimizer groups made by class (no weight decay on ``LayerNorm``) come out
+    alike.
+    """
+    root.training = model.training
+    _fill(model, root, "", replace, {})
+    own_train.follow(model, root, "")
+
+
+def _fill(
+    source: nn.Module, target: nn.Module, prefix: str, replace: Replace, done: dict[int, nn.Module]
+) -> None:
+    for name, tensor in source._parameters.items():
+        target._parameters[name] = None if tensor is None else replace(prefix + name, tensor)  # type: ignore[assignment]
+    for name, buffer in source._buffers.items():
+        target._buffers[name] = None if buffer is None else replace(prefix + name, buffer)
+    target._non_persistent_buffers_set = set(source._non_persistent_buffers_set)
+    for name, child in source._modules.items():
+        if child is None:
+            target._modules[name] = None
+            continue
+        if id(child) not in done:  # a module that stands in two places stands in two places here
+            done[id(child)] = _shell(child)
+            _fill(child, done[id(child)], f"{prefix}{name}.", replace, done)
+            _finish(child, done[id(child)], f"{prefix}{name}")
+        target._modules[name] = done[id(child)]
+
+
+def _shell(module: nn.Module) -> nn.Module:
+    shell: nn.Module = Part()
+    if type(module).__module__.startswith("torch.nn.modules.") and type(module) is not nn.Module:
+        shell = object.__new__(type(module))
+        shell.__dict__.update(module.__dict__)
+        shell.__dict__.update(nn.Module().__dict__)
+    shell.training = module.training
+    return shell
+
+
+def _finish(module: nn.Module, shell: nn.Module, path: str) -> None:
+    for name in _HOOKS:
+        shell.__dict__[name] = partial(_refuse_hook, path, name)
+    shell.__dict__["_apply"] = partial(_stay, weakref.ref(shell))
+    own_train.follow(module, shell, path)
+    seal(shell, path, attributes_of(module))
+
+
+def seal(module: nn.Module, path: str, names: Collection[str]) -> None:
+    """From now on the module's tensors and children stay what they are, and so do the attributes
+    ``names`` that the model had.
+    """
+    for state in _STATE:
+        module.__dict__[state] = sealed = Sealed(module.__dict__[state])
+        sealed.owner = path
+    module.__dict__[_SEALED] = path, frozenset(names)
+    if type(module).__module__.startswith("torch.nn.modules."):
+        module._parameters.frozen = frozenset(names & module.__dict__.keys())  # type: ignore[attr-defined]
+
+
+def attributes_of(module: nn.Module) -> set[str]:
+    """What a user may have given a module for its forward to read: what is neither torch's nor
+    code.
+    """
+    if _SEALED in module.__dict__:
+        return set(module.__dict__[_SEALED][1])
+    own = set(module.__dict__) - set(nn.Module().__dict__)
+    for kind in type(module).__mro__:
+        if kind not in nn.Module.__mro__:
+            own |= {
+                name
+                for name, value in vars(kind).items()
+                if not callable(value) and not isinstance(value, _CODE)
+            }
+    return {name for name in own if not name.startswith("__")} - {"training", "config"}
+
+
+def refuse_attribute(module: nn.Module, name: str) -> None:
+    """RunError where ``name`` is an attribute that the model had, and that its forward may have
+    read.
+    """
+    path, names = module.__dict__.get(_SEALED, ("", ()))
+    if name in names:
+        raise _fixed(path, name)
+
+
+def _fixed(path: str, name: str) -> RunError:
+    place = f"compiled.{path}.{name}" if path else f"compiled.{name}"
+    return RunError(
+        f"{place} cannot be set: the program has the value that {name} had when the model was "
+        "compiled. Set it on the model and compile "
+        "again, or make it a buffer (register_buffer, before compiling), whose value the program "
+        f"reads: {place}.fill_(...)"
+    )
+
+
+def _refuse_hook(path: str, name: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise RunError(
+        f"compiled.{path}.{name}: parts of a compiled model are never called, so a hook on one "
+        "would not run. Register a forward hook on "
+        "the model before compiling, where it is traced with the model; return the tensor from "
+        "forward to read it; for gradients use "
+        "register_post_accumulate_grad_hook on a parameter, or a hook on the compiled model itself"
+    )
+
+
+def _stay(part: weakref.ref[nn.Module], fn: Any, recurse: bool = True) -> nn.Module:
+    """What ``to``, ``half``, ``cuda`` and their like do to a part."""
+    shell = part()
+    assert shell is not None
+    for tensor in (*shell.parameters(), *shell.buffers()):
+        if tensor.is_floating_point():
+            stays([tensor], tensor.device, fn)
+    return shell
+
+
+def build_tree(
+    root: nn.Module, tensors: Mapping[str, torch.Tensor], persistent: Iterable[str]
+) -> None:
+    """Gives ``root`` these parameters and buffers under their dotted names. Buffers not in
+    ``persistent`` stay out of ``state_dict()``.
+    """
+    keep = set(persistent)
+    for name, tensor in tensors.items():
+        *path, last = name.split(".")
+        owner = root
+        for part in path:
+            owner = owner._modules.setdefault(part, nn.Module())  # type: ignore[assignment]
+        if isinstance(tensor, nn.Parameter):
+            owner._parameters[last] = tensor
+        else:
+            owner._buffers[last] = tensor
+            if name not in keep:
+                owner._non_persistent_buffers_set.add(last)

@@ -1,0 +1,186 @@
+"""How a program is called: from the user's arguments to the graph's inputs, checked, and from its
+outputs to what the model returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from autopar.errors import RunError
+
+if TYPE_CHECKING:
+    from autopar.ir.captured import Captured
+
+_ADVICE = (
+    "the program is compiled for the sample's shapes; drop the last, smaller batch "
+    "(DataLoader(drop_last=True)), pad it, "
+    "or compile again with a sample of this shape"
+)
+
+
+class Signature:
+    """The arguments that a captured model takes.
+
+    Arguments: ``captured``; ``device``, where inputs must lie; ``microbatches``, of which the graph
+    was captured for one; ``batch_dims``, for each input tensor the dim that they cut. :meth:`bind`
+    takes a call's arguments.
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        device: torch.device,
+        microbatches: int,
+        batch_dims: Sequence[int | None],
+    ) -> None:
+        self._device = device
+        self._constants = captured.constants_in
+        size = captured.in_spec.num_leaves
+        args, kwargs = tree_unflatten(list(range(size)), captured.in_spec)
+        self._args: list[Any] = list(args)  # trees of positions
+        self._kwargs: dict[str, Any] = dict(kwargs)
+        inputs = [i for i in captured.inputs if i.kind == "input"]
+        tensors = [position for position in range(size) if position not in self._constants]
+        samples = {
+            node.name: node.meta["val"] for node in captured.graph.nodes if node.op == "placeholder"
+        }
+        self._samples: dict[
+            int, tuple[str, tuple[int, ...], torch.dtype]
+        ] = {}  # flat position -> what the user calls it, shape, dtype
+        for position, i, dim in zip(tensors, inputs, batch_dims, strict=True):
+            shape = [
+                n * microbatches if d == dim else n for d, n in enumerate(samples[i.name].shape)
+            ]
+            self._samples[position] = (i.target, tuple(shape), samples[i.name].dtype)
+        self._size = size
+
+    @property
+    def names(self) -> list[str]:
+        """What the user calls each of the graph's inputs."""
+        return [name for name, *_ in self._samples.values()]
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """The graph's inputs, in order; :class:`RunError` says which argument is missing, unknown
+        or unlike the sample.
+        """
+        if len(args) > len(self._args):
+            raise RunError(
+                f"got {len(args)} positional arguments, the sample had {len(self._args)}"
+            )
+        flat: list[Any] = [None] * self._size
+        filled: set[int] = set()
+        for place, (value, tree) in enumerate(zip(args, self._args, strict=False)):
+            self._fill(flat, filled, value, tree, f"args[{place}]")
+        for name, value in kwargs.items():
+            if name not in self._kwargs:
+                raise RunError(
+                    f"got an argument {name!r}, the sample had {self._names()}: leave it out, or "
+                    "compile with it in the sample"
+                )
+            self._fill(flat, filled, value, self._kwargs[name], name)
+        for position, value in self._constants.items():
+            if position not in filled:
+                flat[position] = value
+        missing = [name for position, (name, *_) in self._samples.items() if position not in filled]
+        if missing:
+            raise RunError(f"missing {', '.join(missing)}: the sample had {self._names()}")
+        for position, value in self._constants.items():
+            if not _same(flat[position], value):
+                raise RunError(
+                    f"an argument is {_short(flat[position])}, the sample had {_short(value)}: "
+                    "compile again to change it"
+                )
+        return [self._check(flat[position], *sample) for position, sample in self._samples.items()]
+
+    def _fill(self, flat: list[Any], filled: set[int], value: Any, tree: Any, name: str) -> None:
+        if isinstance(tree, int):  # one leaf, the usual case
+            flat[tree] = value
+            filled.add(tree)
+            return
+        positions, expected = tree_flatten(tree)
+        values, found = tree_flatten(value)
+        if found != expected:
+            raise RunError(f"{name} is built as {found}, in the sample it was {expected}")
+        for position, leaf in zip(positions, values, strict=True):
+            flat[position] = leaf
+            filled.add(position)
+
+    def _names(self) -> str:
+        return (
+            ", ".join([f"args[{place}]" for place in range(len(self._args))] + list(self._kwargs))
+            or "none"
+        )
+
+    def _check(
+        self, value: Any, name: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        if not isinstance(value, torch.Tensor):
+            raise RunError(f"{name} is {_short(value)}, the sample had a tensor of shape {shape}")
+        if value.shape != shape:
+            if value.ndim != len(shape):
+                raise RunError(
+                    f"{name} has {value.ndim} dims {tuple(value.shape)}, the sample had "
+                    f"{len(shape)}: {shape}"
+                )
+            dim = next(d for d in range(value.ndim) if value.shape[d] != shape[d])
+            raise RunError(
+                f"{name} has size {value.shape[dim]} in dim {dim}, expected {shape[dim]} (shape "
+                f"{tuple(value.shape)}, "
+                f"the sample had {shape}): {_ADVICE}"
+            )
+        if value.dtype != dtype:
+            raise RunError(
+                f"{name} is {value.dtype}, the sample had {dtype}: convert it, or compile again"
+            )
+        if value.device.type != self._device.type:
+            raise RunError(
+                f"{name} is on {value.device}, the program runs on {self._device}: pass "
+                f"{name}.to({str(self._device)!r})"
+            )
+        return value
+
+
+def _same(value: Any, constant: Any) -> bool:
+    return value is constant or (
+        not isinstance(value, torch.Tensor)
+        and type(value) is type(constant)
+        and bool(value == constant)
+    )
+
+
+def _short(value: Any) -> str:
+    return (
+        f"a tensor of shape {tuple(value.shape)}"
+        if isinstance(value, torch.Tensor)
+        else repr(value)[:80]
+    )
+
+
+class Results:
+    """What a captured model returns: tensors of the graph with the constants between them, in the
+    model's own structure.
+    """
+
+    def __init__(self, captured: Captured) -> None:
+        self._spec = captured.out_spec
+        (outputs,) = next(node for node in captured.graph.nodes if node.op == "output").args
+        self._leaves = list(outputs[: captured.out_spec.num_leaves])
+        self.positions = [
+            i for i, leaf in enumerate(self._leaves) if isinstance(leaf, torch.fx.Node)
+        ]
+        self.loss = self.positions.index(captured.loss)  # among the tensors
+
+    def loss_of(self, output: Any) -> torch.Tensor:
+        """The loss in what :meth:`build` made."""
+        return tree_flatten(output)[0][self.positions[self.loss]]
+
+    def build(self, tensors: Iterable[torch.Tensor]) -> Any:
+        """The model's output with these tensors, one for each of the graph's user outputs."""
+        leaves = list(self._leaves)
+        for position, tensor in zip(self.positions, tensors, strict=True):
+            leaves[position] = tensor
+        return tree_unflatten(leaves, self._spec)

@@ -1,0 +1,241 @@
+"""From a draft to the whole: every node of the graph, cut into stages, with what its unit's
+solution decides, priced exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+import torch.fx as fx
+
+from autopar.ir.layout import Layout
+from autopar.memory.saved import Saved, saved
+from autopar.passes.lowering.stages import cut_stages
+from autopar.rules.analysis import Analysis
+from autopar.runtime.kernels.kernels import send
+from autopar.search.ilp.problem import Choice, Problem, Weights, build
+from autopar.search.ilp.solve import Model, Solution
+from autopar.search.known import Cut, representatives
+from autopar.search.pipeline.draft import Draft
+from autopar.search.pipeline.units import Units
+from autopar.search.pricing.costs import Costs
+from autopar.search.result.found import Found
+from autopar.search.search import Search
+from autopar.search.space.choices import Choices
+from autopar.search.space.recompute import AGAIN, GONE, KEPT, Recompute
+from autopar.search.space.shape import Shape
+
+
+def assemble(search: Search, draft: Draft) -> Found:
+    """What ``draft`` comes to on the search's graph, which must be that of one of its
+    microbatches.
+    """
+    place = {n.name: n for n in search.analysis.graph.nodes}
+    cut = search.known.cuts.of(
+        (search.units.starts, draft.starts, search.analysis.batch.size),
+        lambda: _cut(search, draft.starts),
+    )
+    return _Assembly(search, draft, cut, place).found()
+
+
+def _cut(search: Search, starts: Sequence[int]) -> Cut:
+    analysis = staged(search, starts)
+    return Cut(
+        analysis,
+        stages_of(analysis, len(starts)),
+        representatives(analysis),
+        saved_by(search, analysis),
+    )
+
+
+def staged(search: Search, starts: Sequence[int]) -> Analysis:
+    """The search's graph, cut before these units (the first of them is where it begins)."""
+    names = [search.units.nodes[u][0].name for u in starts[1:]]
+    return cut_stages(search.analysis, names) if names else search.analysis
+
+
+def costs_of(search: Search, shape: Shape, analysis: Analysis) -> Costs:
+    """Costs of a graph that is cut into the stages of ``shape``."""
+    return _costs(
+        search, shape, analysis, saved_by(search, analysis), stages_of(analysis, shape.stages)
+    )
+
+
+def saved_by(search: Search, analysis: Analysis) -> dict[fx.Node, Saved]:
+    """What autograd keeps of each call of a graph that is cut."""
+    return saved(
+        analysis.graph.nodes,
+        analysis.differentiable,
+        search.cluster.device.kind,
+        search.autograd,
+        rules=analysis.rules,
+    )
+
+
+def _costs(
+    search: Search,
+    shape: Shape,
+    analysis: Analysis,
+    kept: dict[fx.Node, Saved],
+    stage_of: Mapping[fx.Node, tuple[int, ...]],
+) -> Costs:
+    conversions = search.known.conversions(shape.sizes, shape.pipeline)
+    holders = {
+        node: len({stage % shape.pipeline for stage in stage_of[node]}) for node in analysis.state
+    }
+    return search.costs(analysis, kept, conversions, shape.microbatches, holders)
+
+
+class _Assembly:
+    def __init__(self, search: Search, draft: Draft, cut: Cut, drafted: dict[str, fx.Node]) -> None:
+        self.search, self.draft, self.cut, self.drafted = search, draft, cut, drafted
+        self.analysis, self.stage_of = cut.analysis, cut.stage_of
+        self.point = self._points(search.units)
+        first: dict[tuple, fx.Node] = {}
+        self.representative = {
+            n: first.setdefault(
+                (cut.alike[n], self.stage_of[n], self._points_of(n), self._again_conversions(n)), n
+            )
+            for n in self.analysis.graph.nodes
+        }
+
+    def _points(self, units: Units) -> dict[fx.Node, int]:
+        """The solution that each node takes: its unit's; that of a parameter's or a received
+        tensor's first reader.
+        """
+        taken = {n.name: self.draft.taken[u] for u, nodes in enumerate(units.nodes) for n in nodes}
+        found: dict[fx.Node, int] = {}
+        for node in reversed(self.analysis.graph.nodes):
+            if node.name in taken and node.name in self.drafted:
+                found[node] = taken[node.name]
+            else:
+                found[node] = next(
+                    (
+                        found[user]
+                        for user in sorted(node.users, key=lambda n: n.name)
+                        if user in found
+                    ),
+                    0,
+                )
+        return found
+
+    def _solution(self, node: fx.Node) -> Solution:
+        return self.draft.points[self.point[node]]
+
+    def _points_of(self, node: fx.Node) -> tuple[int, ...]:
+        """The solutions that decide on a node: for a parameter that several units read, those of
+        them all.
+        """
+        readers = node.users if node.op == "placeholder" else ()
+        return tuple(
+            sorted(
+                {
+                    self.point[node],
+                    *(self.point[user] for user in readers if user.op == "call_function"),
+                }
+            )
+        )
+
+    def _decided(self, node: fx.Node) -> dict[Choice, int] | None:
+        """The choices that solutions made, with their states."""
+        drafted = self.drafted.get(node.name)
+        if drafted is None or node.target is send:
+            return None
+        v = self.draft.problem.vertex_of[drafted]
+        vertex = self.draft.problem.vertices[v]
+        chosen = (self.draft.points[point].chosen[v] for point in self._points_of(node))
+        return {vertex.choices[k]: int(vertex.states[k]) for k in chosen}
+
+    def _again_conversions(self, node: fx.Node) -> frozenset[Layout]:
+        """The layouts to which the drafted solution converts this tensor again in the backward."""
+        source = node
+        while source.target is send:
+            source = source.args[0]  # type: ignore[assignment]
+        drafted = self.drafted.get(source.name)
+        g = self.draft.problem.group_of.get(drafted) if drafted is not None else None
+        return frozenset(layout for number, layout in self._solution(node).again if number == g)
+
+    def found(self) -> Found:
+        search, shape, analysis = self.search, self.draft.shape, self.analysis
+        costs = _costs(search, shape, analysis, self.cut.saved, self.stage_of)
+        own = [n for n in analysis.graph.nodes if self.representative[n] is n]
+        decided = {n: found for n in own if (found := self._decided(n)) is not None}
+        free = Choices(analysis, self.representative, search.options).on(
+            shape.axes, [n for n in own if n not in decided]
+        )
+        choices = free | {n: list(found) for n, found in decided.items()}
+        states = {
+            n: next(iter(found.values())) for n, found in decided.items() if n.op == "call_function"
+        }
+        problem = build(
+            analysis.graph,
+            self.representative,
+            choices,
+            analysis.rules,
+            costs,
+            _Decided(search.recompute, states),
+            lambda n: self.stage_of[n],
+            shape.stages,
+        )
+        flights = np.array(shape.flights(), dtype=float)
+        ones = np.ones(shape.stages)
+        weights = Weights(ones * shape.microbatches, ones, ones, ones * 0.0, flights)
+        chosen = Model(problem, weights).solve(search.options.time_limit)[0]
+        again = self._again(problem, chosen)
+        chosen = problem.settle(chosen, again)
+        again = problem.still_needed(again, chosen)
+        solution = Solution(tuple(chosen), again, problem.bill(chosen, again))
+        return Found(analysis, shape, problem, costs, solution, self.draft.gap, self.stage_of)
+
+    def _again(self, problem: Problem, chosen: list[int]) -> frozenset[tuple[int, Layout]]:
+        found = set()
+        for node, g in problem.group_of.items():
+            group = problem.groups[g]
+            source, there = problem.made(group, chosen)
+            for target, needed in problem.wanted(group, chosen).items():
+                moves = group.moves[group.sources[source], group.targets[target]]
+                if needed and there and moves and target in self._again_conversions(node):
+                    found.add((g, target))
+        return frozenset(found)
+
+
+class _Decided(Recompute):
+    """What is made again is decided; whether the rest is kept follows from who needs it."""
+
+    def __init__(self, free: Recompute, states: dict[fx.Node, int]) -> None:
+        super().__init__("auto")
+        self._free, self._states = free, states
+
+    def states(self, node: fx.Node, saved: Saved) -> tuple[int, ...]:
+        if self._states.get(node) == AGAIN:
+            return (AGAIN,)
+        return (KEPT,) if saved.output else (KEPT, GONE)
+
+    def conversions(self, node: fx.Node, readers: Collection[fx.Node]) -> tuple[bool, bool]:
+        return True, True
+
+
+def stages_of(analysis: Analysis, stages: int) -> dict[fx.Node, tuple[int, ...]]:
+    """The stages in which each node runs, or is held."""
+    found: dict[fx.Node, tuple[int, ...]] = {}
+    for node in reversed(analysis.graph.nodes):
+        if node.op == "output":
+            found[node] = (stages - 1,)
+        elif (
+            node.op == "call_function"
+            and (stage := node.meta.get("stage", 0 if stages == 1 else None)) is not None
+        ):
+            found[node] = (stage,)
+        else:
+            wanted = {
+                s
+                for user in node.users
+                for s in (_sender(user) if user.target is send else found[user])
+            }
+            found[node] = tuple(sorted(wanted)) or (0,)
+    return found
+
+
+def _sender(node: fx.Node) -> tuple[int, ...]:
+    return (node.meta["stage"] - 1,)

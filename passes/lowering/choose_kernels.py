@@ -1,0 +1,197 @@
+"""Choose kernels: where a split needs more than the operator itself run on its part, call the
+kernel that does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from autopar.ir.layout import S
+from autopar.ir.nodes import arguments
+from autopar.ir.plan_data import NodePlan
+from autopar.rules.convolution import windows
+from autopar.runtime.kernels import kernels
+
+aten = torch.ops.aten
+
+Built = tuple[Any, tuple[Any, ...]]
+Builder = Callable[
+    [dict[str, Any], fx.Node, int, NodePlan], Built
+]  # of an operator's arguments, the mesh, the node's number, its plan
+
+
+def choose_kernels(graph: fx.Graph) -> None:
+    """Replace operators by the kernels that their strategies name, and random ones by kernels that
+    draw from the mesh's streams.
+    """
+    mesh = next(iter(graph.nodes))
+    for number, node in enumerate(list(graph.nodes)):
+        if node.op != "call_function" or "plan" not in node.meta:
+            continue
+        chosen = node.meta["plan"]
+        if not node.meta.get(
+            "time", S(0)
+        ).is_shard:  # the same, or a pending sum, in all microbatches
+            number = -number
+        name = _named(chosen) or _always(node)
+        if name == "drawn" or (name is None and _is_random(node)):
+            node.target, node.args = (
+                kernels.drawn,
+                (node.target, mesh, number, _axes(chosen), *node.args),
+            )
+        elif name is not None:
+            target, args = _BUILDERS[name](arguments(node), mesh, number, chosen)
+            node.target, node.args, node.kwargs = target, args, {}
+
+
+def kernel_call(node: fx.Node, chosen: NodePlan, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel that ``chosen`` names for a node of the global graph, and its arguments."""
+    name = _named(chosen)
+    assert name is not None
+    return _BUILDERS[name](arguments(node), mesh, 0, chosen)
+
+
+def _named(chosen: NodePlan) -> str | None:
+    """The kernel of a plan; of several the one that does what the others do, too."""
+    return next((k for k in sorted(filter(None, chosen.kernels), key=_RANDOM.__contains__)), None)
+
+
+def _axes(chosen: NodePlan) -> tuple[int, ...]:
+    """Those along which a node needs a kernel."""
+    return tuple(a for a, k in enumerate(chosen.kernels) if k)
+
+
+def _always(node: fx.Node) -> str | None:
+    """Random operators draw from streams even where nothing is split, so that replicas draw the
+    same.
+    """
+    if node.target is aten.dropout.default and node.args[2]:
+        return "dropout"
+    if node.target is aten.scaled_dot_product_attention.default and arguments(node)["dropout_p"]:
+        return "attention"
+    return None
+
+
+def _is_random(node: fx.Node) -> bool:
+    tagged = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    if not tagged or node.target in (
+        aten.dropout.default,
+        aten.scaled_dot_product_attention.default,
+    ):
+        return False
+    given = arguments(node)
+    return bool(
+        given.get("dropout", 1) and given.get("train", True)
+    )  # a recurrent layer's, between its layers
+
+
+def _embedding(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan) -> Built:
+    names = ("weight", "indices", "padding_idx", "scale_grad_by_freq", "sparse")
+    return kernels.embedding_vocabulary, (*(a[n] for n in names), mesh, _axes(chosen))
+
+
+def _cross_entropy(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan) -> Built:
+    names = ("logits", "target", "weight", "ignore_index", "label_smoothing")
+    return kernels.cross_entropy_vocabulary, (*(a[n] for n in names), mesh, _axes(chosen))
+
+
+def _batch_norm(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan) -> Built:
+    names = (
+        "input",
+        "weight",
+        "bias",
+        "running_mean",
+        "running_var",
+        "training",
+        "momentum",
+        "eps",
+    )
+    return kernels.sync_batch_norm, (*(a[n] for n in names), mesh, _axes(chosen))
+
+
+def _layer_norm(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan) -> Built:
+    return kernels.layer_norm_features, (
+        a["input"],
+        len(a["normalized_shape"]),
+        a["weight"],
+        a["bias"],
+        a["eps"],
+        mesh,
+        _axes(chosen),
+    )
+
+
+def _dropout(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan) -> Built:
+    return kernels.dropout, (a["input"], a["p"], a["train"], mesh, number, _axes(chosen))
+
+
+def _attention(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan) -> Built:
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+    return kernels.attention, (*(a[n] for n in names), mesh, number, _axes(chosen))
+
+
+def _summa(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan) -> Built:
+    row, column = sorted(_axes(chosen), key=lambda axis: chosen.factors[axis] != "n")
+    return kernels.summa_linear, (a["input"], a["weight"], a["bias"], mesh, row, column)
+
+
+def _ring(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan) -> Built:
+    ring = chosen.kernels.index("ring")
+    cut = tuple(axis for axis, t in enumerate(chosen.ins[0]) if t.is_shard)
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
+    return kernels.ring_attention, (
+        *(a[n] for n in names),
+        mesh,
+        number,
+        cut,
+        ring,
+        chosen.ins[0][ring].is_zigzag,
+    )
+
+
+def _conv_halo(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan) -> Built:
+    along = windows(a, a["weight"].meta["val"].shape[2:])
+    cuts = tuple(
+        tuple(axis for axis in _axes(chosen) if chosen.ins[0][axis] == S(dim))
+        for dim in range(2, 2 + len(along))
+    )
+    margins = tuple(w.halo if axes else w.padding for w, axes in zip(along, cuts, strict=True))
+    stride, dilation = tuple(w.stride for w in along), tuple(w.dilation for w in along)
+    return kernels.conv_halo, (
+        a["input"],
+        a["weight"],
+        a["bias"],
+        stride,
+        dilation,
+        margins,
+        mesh,
+        cuts,
+    )
+
+
+def _mean(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan) -> Built:
+    shape = a["self"].meta["val"].shape
+    dims = a["dim"] if a["dim"] else list(range(len(shape)))
+    count = 1
+    for d in dims:
+        count *= shape[d]
+    return kernels.mean_split, (a["self"], dims, a["keepdim"], count, a["dtype"])
+
+
+_BUILDERS: dict[str, Builder] = {
+    "embedding_vocabulary": _embedding,
+    "cross_entropy_vocabulary": _cross_entropy,
+    "batch_norm": _batch_norm,
+    "layer_norm": _layer_norm,
+    "dropout": _dropout,
+    "attention": _attention,
+    "conv_halo": _conv_halo,
+    "mean": _mean,
+    "ring": _ring,
+    "summa": _summa,
+}
+_RANDOM = ("attention", "drawn", "dropout")  # the operator itself, its numbers drawn from a stream

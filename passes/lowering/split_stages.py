@@ -1,0 +1,215 @@
+"""Split a lowered graph into one program for each pipeline stage, where ``cut_stages`` marked what
+goes from stage to stage.
+
+A local tensor simply goes from the rank at one place of a stage's mesh to the rank at the same
+place of the next, its gradient back: that is right for every layout.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.fx as fx
+
+from autopar.errors import PlanError
+from autopar.ir.nodes import describe, gradient_sources
+from autopar.runtime.kernels import kernels
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A tensor that goes from a stage to the next: its local shape, whether a gradient comes back
+    for it, as the model was compiled, and the places, among the placeholders after the mesh, of all
+    that the loss may get a gradient for through it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool
+    sources: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """The program of one stage on one rank.
+
+    Attributes:
+        graph: from the mesh, the placeholders of ``uses`` and what it receives to a tuple: what it
+            sends, its results, its updates.
+        uses: which placeholders of the whole graph it takes, by their places after the mesh.
+        received, sent: what crosses the boundaries before and after it, in order.
+        trained: those of ``uses`` that the loss may have a gradient for.
+        results, updates: which of the whole program's outputs it makes, by their places.
+        sources: for each of ``results`` the placeholders, by their places, that may have a gradient
+            through it.
+    """
+
+    graph: fx.Graph
+    uses: tuple[int, ...]
+    received: tuple[Crossing, ...]
+    sent: tuple[Crossing, ...]
+    trained: tuple[int, ...]
+    results: tuple[int, ...]
+    updates: tuple[int, ...]
+    sources: tuple[frozenset[int], ...] = ()
+
+
+def split_stages(
+    graph: fx.Graph,
+    stages: int,
+    results: int,
+    loss: int,
+    updates: Sequence[str],
+    trained: Collection[str],
+    may_train: Collection[str] = (),
+) -> list[StageGraph]:
+    """One graph for each of ``stages`` from a lowered graph that :func:`cut_stages` marked.
+
+    Args:
+        results: the number of outputs that are the user's, the first ones.
+        loss: which of them is the loss.
+        updates: for each of the outputs after them the placeholder of the buffer whose new value it
+            is ("" for one that nothing else reads). What comes after these is left out.
+        trained: names of the placeholders that require a gradient.
+        may_train: names of others that may, at some later call.
+    """
+    return _Splitter(
+        graph, stages, results, loss, updates, {*trained}, {*trained, *may_train}
+    ).run()
+
+
+class _Splitter:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        stages: int,
+        results: int,
+        loss: int,
+        updates: Sequence[str],
+        trained: set[str],
+        may_train: set[str],
+    ) -> None:
+        """``may_train`` has those of ``trained``, too."""
+        self.graph, self.stages, self.buffers = graph, stages, updates
+        outputs: tuple[fx.Node, ...] = graph.output_node().args[0]  # type: ignore[assignment]
+        self.results, self.new_values = outputs[:results], outputs[results : results + len(updates)]
+        self.sends: dict[int, list[fx.Node]] = defaultdict(list)
+        for node in graph.nodes:
+            if node.target is kernels.send:
+                self.sends[node.meta["stage"]].append(node)
+        places = {n: i for i, n in enumerate([n for n in graph.nodes if n.op == "placeholder"][1:])}
+        self.trained = {i for n, i in places.items() if n.name in trained}
+        self.sources = gradient_sources(
+            graph.nodes, {n: i for n, i in places.items() if n.name in may_train}
+        )
+        self.gradients = _reaching(outputs[loss], self.sources)
+
+    def run(self) -> list[StageGraph]:
+        makers = [self._maker(n) for n in self.results]
+        results = [[i for i, maker in enumerate(makers) if maker == s] for s in range(self.stages)]
+        needed = [
+            self._needed(s, [self.results[i] for i in results[s]]) for s in range(self.stages)
+        ]
+        homes = [
+            self._homes(value, buffer, needed)
+            for value, buffer in zip(self.new_values, self.buffers, strict=True)
+        ]
+        updates = [[i for i, stages in enumerate(homes) if s in stages] for s in range(self.stages)]
+        for s, places in enumerate(updates):
+            needed[s] |= self._needed(s, [self.new_values[i] for i in places])
+        return [self._stage(s, needed[s], results[s], updates[s]) for s in range(self.stages)]
+
+    def _maker(self, node: fx.Node) -> int:
+        """The stage that makes an output; the last one where any could."""
+        stage = node.meta.get("stage")
+        return self.stages - 1 if stage is None else stage
+
+    def _needed(self, stage: int, results: Iterable[fx.Node]) -> set[fx.Node]:
+        """What the stage computes or takes: for what it sends, for ``results``, and to write
+        statistics.
+        """
+        unread = [
+            n
+            for n in self.graph.nodes
+            if n.op == "call_function" and n.meta.get("stage") == stage and not n.users
+        ]
+        rest: list[fx.Node] = [*self._sent(stage), *results, *unread]
+        needed: set[fx.Node] = set()
+        while rest:
+            node = rest.pop()
+            if node in needed:
+                continue
+            if node.meta.get("stage") not in (None, stage):
+                raise PlanError(
+                    f"{describe(node)} of stage {node.meta['stage']} is read in stage {stage} "
+                    "without being sent: plan again"
+                )
+            needed.add(node)
+            if node.target is not kernels.send:
+                rest += node.all_input_nodes
+        return needed
+
+    def _sent(self, stage: int) -> list[fx.Node]:
+        return [n.args[0] for n in self.sends[stage + 1]]  # type: ignore[misc]
+
+    def _homes(
+        self, value: fx.Node, buffer: str, needed: Sequence[Collection[fx.Node]]
+    ) -> list[int]:
+        """The stages that bring a buffer up to date: the one that computes the new value, or else
+        all that read the buffer.
+        """
+        if (made := value.meta.get("stage")) is not None:
+            return [made]
+        if readers := [s for s in range(self.stages) if any(n.name == buffer for n in needed[s])]:
+            return readers
+        near = [
+            n.meta["stage"]
+            for n in self.graph.nodes
+            if n.meta.get("stage") is not None and n.meta["module"] == value.meta["module"]
+        ]
+        return [min(near, default=0)]
+
+    def _stage(
+        self, stage: int, needed: Collection[fx.Node], results: list[int], updates: list[int]
+    ) -> StageGraph:
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        mesh, *placeholders = (n for n in self.graph.nodes if n.op == "placeholder")
+        uses = [i for i, n in enumerate(placeholders) if n in needed]
+        for node in (mesh, *(placeholders[i] for i in uses), *self.sends[stage]):
+            copies[node] = graph.placeholder(node.name)
+            copies[node].meta = dict(node.meta)
+        for node in self.graph.nodes:
+            if node in needed and node not in copies:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        outputs = [
+            *self._sent(stage),
+            *(self.results[i] for i in results),
+            *(self.new_values[i] for i in updates),
+        ]
+        graph.output(tuple(copies[n] for n in outputs))
+        received, sent = (tuple(map(self._crossing, self.sends[s])) for s in (stage, stage + 1))
+        trained = tuple(i for i in uses if placeholders[i] in self.gradients)
+        sources = tuple(self.sources.get(self.results[i], frozenset()) for i in results)
+        return StageGraph(
+            graph, tuple(uses), received, sent, trained, tuple(results), tuple(updates), sources
+        )
+
+    def _crossing(self, node: fx.Node) -> Crossing:
+        sources = self.sources[node] if node in self.gradients else frozenset()
+        shape, dtype = tuple(node.meta["local"]), node.meta["val"].dtype
+        return Crossing(node.name, shape, dtype, not sources.isdisjoint(self.trained), sources)
+
+
+def _reaching(loss: fx.Node, needing: Collection[fx.Node]) -> set[fx.Node]:
+    """Those of ``needing`` through which a gradient of the loss flows."""
+    found: set[fx.Node] = set()
+    rest = [loss]
+    while rest:
+        node = rest.pop()
+        if node in needing and node not in found:
+            found.add(node)
+            rest += node.all_input_nodes
+    return found
