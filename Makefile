@@ -8,6 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TYPED := build/typecheck
+LAID_OUT := build/imports
 JOBS ?= 2
 
 # Tests that measure time run by themselves, after the others. pytest exits with 5 when it collected nothing, which is no failure here.
@@ -16,7 +17,7 @@ $(BIN)/python -m pytest -m "($(1)) and not alone" -n $(JOBS) --dist loadfile $(A
 $(BIN)/python -m pytest -m "($(1)) and alone" $(ARGS) || [ $$? -eq 5 ]
 endef
 
-.PHONY: help venv demo test test-slow test-exhaustive check lint types format bench clean
+.PHONY: help venv demo test test-slow test-exhaustive check lint types imports format bench clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -41,7 +42,7 @@ test-slow: $(STAMP) ## the tests that take minutes
 test-exhaustive: $(STAMP) ## the rest of the products of models and options, which neither test nor test-slow runs
 	$(call pytest,exhaustive)
 
-check: lint types ## ruff and mypy
+check: lint types imports ## ruff, mypy and import-linter
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -53,6 +54,12 @@ types: $(STAMP)
 	@rm -rf $(TYPED) && mkdir -p $(TYPED)/autopar
 	@for part in autopar/* passes cost_model; do ln -s ../../../$$part $(TYPED)/autopar/; done
 	$(BIN)/mypy $(TYPED)/autopar examples benchmarks | sed -E 's#$(TYPED)/(autopar/(passes|cost_model)/)#\1#; s#^autopar/(passes|cost_model)/#\1/#; s#$(TYPED)/##'
+
+# import-linter does not follow links.
+imports: $(STAMP)
+	@rm -rf $(LAID_OUT) && mkdir -p $(LAID_OUT) && cp -r autopar $(LAID_OUT)/ && cp -r passes cost_model $(LAID_OUT)/autopar/
+	@cd $(LAID_OUT) && PYTHONPATH=. $(abspath $(BIN))/python -c 'from importlinter.cli import lint_imports_command as run; run()' --no-cache --no-logo --config $(abspath pyproject.toml) || \
+	{ echo "an import goes against the layers in pyproject.toml"; exit 1; }
 
 format: $(STAMP) ## rewrite the sources in the style that check asks for
 	$(BIN)/ruff check --fix-only .

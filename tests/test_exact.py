@@ -22,13 +22,14 @@ from autopar.cost_model import Action, Cluster, actions, makespans
 from autopar.ir.plan_data import SCHEDULES
 from autopar.runtime.kernels.kernels import send
 from autopar.search.ilp.exact import exact, least_steps
-from autopar.search.ilp.problem import Bill, Choice, build
+from autopar.search.ilp.problem import Bill, build
 from autopar.search.pipeline.draft import outline
 from autopar.search.result.assemble import assemble, costs_of, staged, stages_of
 from autopar.search.search import Search
 from autopar.search.space.choices import Choices
 from autopar.search.space.options import Axis, Options
 from autopar.search.space.shape import Shape
+from autopar.search.space.strategies import Choice
 
 LETTERS = dict(B=64, S=8, H=64, F=256, G=128, K=16, V=512)
 EXACT = 1e-7

@@ -13,11 +13,12 @@ import pytest
 from pipelines import KEPT, SECONDS, pipelined
 
 from autopar.cost_model import actions
+from autopar.cost_model.plan_timeline import simulated
 from autopar.errors import PlanError
 from autopar.formatting.table import WIDTH
 from autopar.ir.plan_data import SCHEDULES
 from autopar.plan import Plan
-from autopar.report.timeline import simulated, spans
+from autopar.report.timeline import spans
 
 PLANS = [
     (1, 1, "1f1b", 4),

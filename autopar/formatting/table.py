@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from tabulate import MIN_PADDING, tabulate  # the padding of a header that is wider than its column
 
 WIDTH = 120
+MOST_ROWS = 32  # stages or ranks that a table shows before it leaves out the middle
 _SPACE = 2  # columns between two of a table
 
 Cells = list[str]

@@ -6,9 +6,9 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from autopar.formatting.table import WIDTH, Cells, ends, nbytes, seconds, table
+from autopar.cost_model.plan_timeline import simulated
+from autopar.formatting.table import MOST_ROWS, WIDTH, Cells, ends, nbytes, seconds, table
 from autopar.ir.plan_data import PlanData
-from autopar.report.timeline import simulated
 
 _SHOWN = 12  # rows of what is recomputed
 _TOGETHER = {  # kinds of memory that have one column
@@ -19,7 +19,6 @@ _TOGETHER = {  # kinds of memory that have one column
     "transient": ("transient", "recomputed"),
     "in, out": ("inputs", "outputs"),
 }
-ROWS = 32  # stages and ranks that have a row
 
 
 def schedule(plan: PlanData) -> str:
@@ -61,7 +60,7 @@ def stages(plan: PlanData) -> str:
     legend = "times: of one microbatch; in flight: microbatches whose activations it holds at most"
     legend += "; backward: with recomputation" if again else ""
     return (
-        table(ends(rows, ROWS), headers, "rrlrrr" + "r" * (len(headers) - 6), flexible=(2,))
+        table(ends(rows, MOST_ROWS), headers, "rrlrrr" + "r" * (len(headers) - 6), flexible=(2,))
         + "\n"
         + legend
     )
@@ -86,7 +85,7 @@ def devices(plan: PlanData) -> str:
         "waits: for other ranks and their tensors, of the time from the first forward to "
         "the last backward"
     )
-    return table(ends(rows, ROWS), headers, "r" * len(headers)) + "\n" + legend
+    return table(ends(rows, MOST_ROWS), headers, "r" * len(headers)) + "\n" + legend
 
 
 def _of(device: Mapping[str, float], kind: str) -> float:

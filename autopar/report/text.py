@@ -7,9 +7,9 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from autopar.formatting.table import WIDTH, Cells, count, cut, nbytes, seconds, table
+from autopar.formatting.table import MOST_ROWS, WIDTH, Cells, count, cut, nbytes, seconds, table
 from autopar.ir.plan_data import EXACT_AXES, PlanData
-from autopar.report.stages import ROWS, devices, recomputed, schedule, stages
+from autopar.report.stages import devices, recomputed, schedule, stages
 from autopar.report.timeline import timeline
 
 OPTIMAL = 1e-4  # a relative gap below which a plan counts as optimal
@@ -23,7 +23,7 @@ def text(plan: PlanData) -> str:
     planner is.
     """
     pipelined = (
-        [stages(plan), timeline(plan, ROWS), devices(plan)]
+        [stages(plan), timeline(plan, MOST_ROWS), devices(plan)]
         if len(plan.stages) > 1
         else [_memory(plan)]
     )

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from autopar.cost_model import Timeline, timeline_of
-from autopar.errors import PlanError
+from autopar.cost_model.plan_timeline import simulated
 from autopar.formatting.table import WIDTH, seconds
 from autopar.ir.plan_data import PlanData
 
@@ -34,41 +33,6 @@ class Span(NamedTuple):
     end: float
     stage: int | None = None
     microbatch: int | None = None
-
-
-def simulated(plan: PlanData) -> Timeline:
-    """The plan's schedule, from the predicted seconds of its stages."""
-    for i, stage in enumerate(plan.stages):
-        if missing := [
-            kind for kind in ("forward", "backward", "send") if kind not in stage.seconds
-        ]:
-            raise PlanError(
-                f"stage {i} of the plan has no seconds of {', '.join(missing)}: plan again"
-            )
-    forward, backward, send = (
-        [stage.seconds[kind] for stage in plan.stages] for kind in ("forward", "backward", "send")
-    )
-    weight = [
-        stage.seconds.get("weight", (whole - _again(stage.seconds)) / 2)
-        for stage, whole in zip(plan.stages, backward, strict=True)
-    ]
-    return timeline_of(
-        plan.schedule,
-        plan.pipeline,
-        plan.chunks,
-        plan.microbatches,
-        forward,
-        backward,
-        weight,
-        send,
-    )
-
-
-def _again(took: dict[str, float]) -> float:
-    """Seconds of recomputation, which all belong to the inputs' part of a backward: it comes
-    first.
-    """
-    return took.get("recomputation", 0.0)
 
 
 def spans(plan: PlanData) -> list[list[Span]]:

@@ -13,12 +13,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from autopar.cost_model.plan_timeline import simulated
 from autopar.errors import PlanError
 from autopar.formatting.files import write_json
-from autopar.formatting.table import WIDTH, ends, nbytes, seconds, table
+from autopar.formatting.table import MOST_ROWS, WIDTH, ends, nbytes, seconds, table
 from autopar.ir.plan_data import PlanData
-from autopar.report.stages import ROWS
-from autopar.report.timeline import simulated
 from autopar.runtime.measure.recorder import RankTimes
 
 VERSION = 1
@@ -192,7 +191,7 @@ def _table(title: str, rows: Sequence[Row], places: bool) -> str:
             ]
         )
     headers = [title, *([""] if places else []), "predicted", "measured", "ratio"]
-    return table(ends(cells, 2 * ROWS), headers, "l" * (len(headers) - 3) + "rrr")
+    return table(ends(cells, 2 * MOST_ROWS), headers, "l" * (len(headers) - 3) + "rrr")
 
 
 def compare(plan: PlanData, ranks: Sequence[RankTimes]) -> Comparison:

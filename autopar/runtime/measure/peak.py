@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.measure.live_bytes import LiveBytes
+
+if TYPE_CHECKING:
+    from autopar.runtime.communication.mesh import Mesh
 
 
 def peak_bytes(step: Callable[[], None]) -> int:

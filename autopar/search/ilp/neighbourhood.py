@@ -14,9 +14,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopar.search.ilp.problem import Choice, Problem
+from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.solve import Solution
-from autopar.search.space.strategies import Storage
+from autopar.search.space.strategies import Choice, Storage
 
 ROUNDS = 8
 ENOUGH = 1e-4  # relative improvement worth another round

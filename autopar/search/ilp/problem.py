@@ -24,9 +24,8 @@ from autopar.ir.nodes import operands
 from autopar.rules import Rule
 from autopar.search.pricing.costs import Costs
 from autopar.search.space.recompute import AGAIN, GONE, KEPT, Recompute
-from autopar.search.space.strategies import Storage, Strategy
+from autopar.search.space.strategies import Choice
 
-Choice = Strategy | Storage
 Port = tuple[int, int]  # (vertex, operand)
 Label = tuple[Layout, bool]  # a layout, and whether the tensor is there in the backward
 Again = frozenset[tuple[int, Layout]]  # conversions that are made again: (group, target)

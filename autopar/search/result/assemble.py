@@ -14,7 +14,7 @@ from autopar.memory.saved import Saved, saved
 from autopar.passes.lowering.stages import cut_stages
 from autopar.rules.analysis import Analysis
 from autopar.runtime.kernels.kernels import send
-from autopar.search.ilp.problem import Choice, Problem, Weights, build
+from autopar.search.ilp.problem import Problem, Weights, build
 from autopar.search.ilp.solve import Model, Solution
 from autopar.search.known import Cut, representatives
 from autopar.search.pipeline.draft import Draft
@@ -25,6 +25,7 @@ from autopar.search.search import Search
 from autopar.search.space.choices import Choices
 from autopar.search.space.recompute import AGAIN, GONE, KEPT, Recompute
 from autopar.search.space.shape import Shape
+from autopar.search.space.strategies import Choice
 
 
 def assemble(search: Search, draft: Draft) -> Found:

@@ -13,13 +13,13 @@ import torch.fx as fx
 
 from autopar.cost_model import Timeline, timeline_of
 from autopar.rules.analysis import Analysis
-from autopar.search.ilp.problem import Choice, Problem
+from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.solve import Solution
 from autopar.search.pricing.costs import Costs
 from autopar.search.space.options import Axis
 from autopar.search.space.recompute import AGAIN
 from autopar.search.space.shape import Shape
-from autopar.search.space.strategies import Storage
+from autopar.search.space.strategies import Choice, Storage
 
 ONCE = ("gradient synchronisation", "optimizer")
 

@@ -19,11 +19,10 @@ from autopar.ir.nodes import operands, results
 from autopar.rules import Option
 from autopar.rules.analysis import Analysis
 from autopar.rules.registry import operator_name
-from autopar.search.ilp.problem import Choice
 from autopar.search.space.fused import fused
 from autopar.search.space.modes import Mode, Operation
 from autopar.search.space.options import Axis, Options
-from autopar.search.space.strategies import Storage, Strategy, storages, strategies
+from autopar.search.space.strategies import Choice, Storage, Strategy, storages, strategies
 
 
 class Choices:

@@ -47,6 +47,9 @@ class Storage:
         return ()
 
 
+Choice = Strategy | Storage
+
+
 def strategies(
     rule: Rule | None,
     operands: Sequence[bool],
