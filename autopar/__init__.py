@@ -7,9 +7,9 @@ from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, CaptureError, PlanError, RunError
 from autopar.plan import Plan
 from autopar.rules import Option, register_rule
-from autopar.runtime.measure.compare import Comparison
-from autopar.runtime.module.program import Compiled
-from autopar.runtime.parameters.clip import clip_grad_norm_
+from autopar.runtime.measure.comparison import Comparison
+from autopar.runtime.module.compiled import Compiled
+from autopar.runtime.parameters.gradient_clipping import clip_grad_norm_
 from autopar.search.space.modes import Mode, Operation, register_mode
 from autopar.sweep import Sweep, sweep
 

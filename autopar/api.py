@@ -15,20 +15,30 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from autopar.cost_model import Cluster
 from autopar.errors import PlanError, RunError
-from autopar.frontend.planner import check_sample, device_of, known_options, planned, planned_here
-from autopar.frontend.traced import Traced, batch_size
+from autopar.frontend.planner import (
+    check_option_names,
+    check_sample,
+    make_plan,
+    make_plan_on_this_machine,
+    model_device,
+)
+from autopar.frontend.traced_model import TracedModel, batch_size
 from autopar.ir.captured import LossFunction
-from autopar.ir.nodes import describe
-from autopar.ir.plan_json import checked
-from autopar.passes.lowering.lower import Lowered, lower
-from autopar.passes.lowering.stages import cut_stages
+from autopar.ir.nodes import describe_node
+from autopar.ir.plan_json import validated_plan
+from autopar.passes.lowering.cut_stages import cut_stages
+from autopar.passes.lowering.lower import LoweredModel, lower
 from autopar.plan import Plan
 from autopar.rules.analysis import Analysis
-from autopar.runtime.communication.agree import same_on_all_ranks, shared_out, together
+from autopar.runtime.communication.all_ranks import (
+    check_same_on_all_ranks,
+    run_distributed,
+    run_on_all_ranks,
+)
 from autopar.runtime.communication.mesh import Mesh
-from autopar.runtime.module.program import Compiled
-from autopar.runtime.typecheck.typecheck import check_types
-from autopar.search.result.check_plan import check_batch, check_plan
+from autopar.runtime.module.compiled import Compiled
+from autopar.runtime.typecheck.checker import check_types
+from autopar.search.plan_check.check_plan import check_batch, check_plan
 from autopar.search.space.options import Options
 from autopar.verification.few_samples import compare
 
@@ -61,8 +71,8 @@ def plan(
         CaptureError: the model could not be traced, or has no loss.
         PlanError: no plan meets the options.
     """
-    return planned(
-        Traced(model, sample_input, loss_fn, options.get("precision")),
+    return make_plan(
+        TracedModel(model, sample_input, loss_fn, options.get("precision")),
         world_size,
         cluster,
         progress,
@@ -101,31 +111,31 @@ def compile(
         CaptureError, PlanError: as :func:`plan`.
     """
     device, precision = (
-        device_of(model),
+        model_device(model),
         plan.precision if isinstance(plan, Plan) else options.get("precision"),
     )
-    traced = Traced(model, sample_input, loss_fn, precision)
+    traced = TracedModel(model, sample_input, loss_fn, precision)
     _join_group(world_size, device)
-    together("compile", partial(_check, world_size, device, traced.sample, plan, options))
-    same_on_all_ranks("to be made" if plan is None else "given", "the plan")
-    together("tracing the model", lambda: traced.whole)
+    run_on_all_ranks("compile", partial(_check, world_size, device, traced.sample, plan, options))
+    check_same_on_all_ranks("to be made" if plan is None else "given", "the plan")
+    run_on_all_ranks("tracing the model", lambda: traced.whole)
     choose = (
-        partial(planned_here, traced, device, world_size, cluster, progress, options)
+        partial(make_plan_on_this_machine, traced, device, world_size, cluster, progress, options)
         if plan is None
         else None
     )
-    (unverified, chosen), evaluating = shared_out(
+    (unverified, chosen), evaluating = run_distributed(
         ("planning", partial(_verified_and_chosen, traced, verify, choose)),
         ("tracing the model in eval()", lambda: traced.evaluating),
     )
     plan = plan or chosen
-    same_on_all_ranks(repr(dataclasses.replace(plan, timings={}, options={})), "the plan")
+    check_same_on_all_ranks(repr(dataclasses.replace(plan, timings={}, options={})), "the plan")
     check_batch(plan, batch_size(traced.sample))
-    analysis, prologue = together(
+    analysis, prologue = run_on_all_ranks(
         "deriving a microbatch", partial(traced.analyse, plan.microbatches)
     )
     found = analysis.captured.fingerprint
-    same_on_all_ranks(found + _described(analysis.captured.state), "the model")
+    check_same_on_all_ranks(found + _described(analysis.captured.state), "the model")
     if found != plan.fingerprint:
         raise RunError(
             f"the plan was made for a graph with fingerprint {plan.fingerprint}, this model and "
@@ -133,7 +143,7 @@ def compile(
         )
     if len(plan.stages) > 1:
         analysis = cut_stages(analysis, [stage.start for stage in plan.stages[1:]])
-    together("checking the plan", partial(check_plan, plan, analysis))
+    run_on_all_ranks("checking the plan", partial(check_plan, plan, analysis))
     mesh = Mesh(
         plan.mesh_sizes,
         plan.mesh_names,
@@ -147,7 +157,7 @@ def compile(
     return Compiled(analysis.captured, noted, lowered, mesh, model=model)
 
 
-def _check_types(analysis: Analysis, lowered: Lowered, mesh: Mesh) -> list[str]:
+def _check_types(analysis: Analysis, lowered: LoweredModel, mesh: Mesh) -> list[str]:
     """The second opinion: another type system must infer the layouts that the plan claims. Returns
     notes on what it does not know.
     """
@@ -174,12 +184,14 @@ def _check_types(analysis: Analysis, lowered: Lowered, mesh: Mesh) -> list[str]:
         return [f"the type check was not finished, {type(e).__name__}: {e}"]
     nodes = {n.name: n for n in lowered.train.graph.nodes}
     return list(
-        dict.fromkeys(f"the type check does not know {describe(nodes[name])}" for name in trusted)
+        dict.fromkeys(
+            f"the type check does not know {describe_node(nodes[name])}" for name in trusted
+        )
     )
 
 
 def _verified_and_chosen(
-    traced: Traced, verify: bool, choose: Callable[[], Plan] | None
+    traced: TracedModel, verify: bool, choose: Callable[[], Plan] | None
 ) -> tuple[list[str], Plan | None]:
     """Notes on what was not compared of the captured graph and the model, and the plan, if one is
     to be chosen.
@@ -187,7 +199,7 @@ def _verified_and_chosen(
     return _verify(traced) if verify else [], choose() if choose is not None else None
 
 
-def _verify(traced: Traced) -> list[str]:
+def _verify(traced: TracedModel) -> list[str]:
     """Compares the captured graph with the model. Returns a note where nothing was compared."""
     problem = compare(traced.analyse(1)[0], traced.model, traced.sample, traced.loss_fn)
     return (
@@ -228,7 +240,7 @@ def _check(
             "cannot train: call it outside"
         )
     if plan is not None:
-        checked(plan, Plan)
+        validated_plan(plan, Plan)
     ranks = dist.get_world_size()
     if ranks != world_size:
         raise RunError(
@@ -241,7 +253,7 @@ def _check(
             f"plan again for {world_size}"
         )
     if plan is None:
-        Options(world_size, **known_options(options))
+        Options(world_size, **check_option_names(options))
         check_sample(sample)
     if plan is not None and options:
         unused = ", ".join(sorted(options))

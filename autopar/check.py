@@ -20,14 +20,14 @@ from torch.multiprocessing import get_context
 from torch.utils import _pytree as pytree
 
 from autopar.api import compile as compile_plan
-from autopar.capture.capture import arguments_of
+from autopar.capture.capture_graph import sample_arguments
 from autopar.errors import AutoparError, RunError
-from autopar.frontend.traced import Traced
+from autopar.frontend.traced_model import TracedModel
 from autopar.ir.captured import LossFunction
 from autopar.ir.nodes import arguments
 from autopar.plan import Plan
 from autopar.verification.differences import Difference, StepResults, differences
-from autopar.verification.eager import check_captured, eager_step, not_comparable
+from autopar.verification.whole_batch import check_captured, eager_step, not_comparable
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def check(
         RunError: there are no values to compare, a rank failed or took too long, or its step is not
             that of one device.
     """
-    traced = Traced(model, sample_input, loss_fn)
+    traced = TracedModel(model, sample_input, loss_fn)
     if problem := not_comparable(traced.whole, model, traced.sample):
         raise RunError(
             f"check: {problem}, so there is nothing to compare: give a model and a sample with "
@@ -216,12 +216,12 @@ def _step(
     options: dict[str, Any],
 ) -> list[Any]:
     """Of one step of the program and of the model."""
-    captured = Traced(model, sample, loss_fn).whole
+    captured = TracedModel(model, sample, loss_fn).whole
     given = {"plan": plan} if plan is not None else options
     compiled = compile_plan(
         copy.deepcopy(model), sample, ranks, loss_fn=loss_fn, progress=False, verify=False, **given
     )
-    args, kwargs = arguments_of(sample)
+    args, kwargs = sample_arguments(sample)
     leaves = pytree.tree_leaves(compiled(*args, **kwargs))
     loss = leaves[captured.loss]
     outputs = {"loss": loss.detach()}

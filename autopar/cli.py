@@ -12,7 +12,7 @@ from pathlib import Path
 
 from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, PlanError
-from autopar.runtime.measure.compare import Comparison
+from autopar.runtime.measure.comparison import Comparison
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -14,11 +14,11 @@ from torch import nn
 from tqdm import tqdm
 
 from autopar.cost_model import Cluster
-from autopar.cost_model.collectives import KINDS, received_bytes
+from autopar.cost_model.collectives import COLLECTIVE_KINDS, received_bytes
 from autopar.errors import AutoparError, BudgetError, PlanError
 from autopar.formatting.table import WIDTH, cut, nbytes, seconds, table
-from autopar.frontend.planner import cluster_of, known_options, planned
-from autopar.frontend.traced import Traced
+from autopar.frontend.planner import check_option_names, make_plan, resolve_cluster
+from autopar.frontend.traced_model import TracedModel
 from autopar.ir.captured import LossFunction
 from autopar.plan import Plan
 from autopar.search.space.modes import alternatives, modes
@@ -72,12 +72,12 @@ class Modes:
     budget: float
 
     def __str__(self) -> str:
-        planned = sorted(
+        make_plan = sorted(
             (e for e in self.entries if e.plan is not None),
             key=lambda e: (not e.fits, e.plan.step_time),  # type: ignore[union-attr]
         )
-        kinds = [kind for kind in KINDS if any(e.received.get(kind) for e in planned)]
-        rows = [[_name(e.parallel), *_figures(e, kinds)] for e in planned]
+        kinds = [kind for kind in COLLECTIVE_KINDS if any(e.received.get(kind) for e in make_plan)]
+        rows = [[_name(e.parallel), *_figures(e, kinds)] for e in make_plan]
         headers = ["mode", "step", *(_SHORT[kind] for kind in kinds), "params", "activ.", "peak"]
         legend = (
             "bytes that one rank receives in a step, by collective; bytes of parameters, of "
@@ -89,11 +89,11 @@ class Modes:
         ]
         meshes = (
             f"{_name(e.parallel)}: {' x '.join(f'{name} {n}' for name, n in e.plan.mesh.items())}"  # type: ignore[union-attr]
-            for e in planned
+            for e in make_plan
         )
-        lines += textwrap.wrap(f"meshes: {'; '.join(meshes)}", WIDTH) if planned else []
+        lines += textwrap.wrap(f"meshes: {'; '.join(meshes)}", WIDTH) if make_plan else []
         for fits, what in ((True, "fit"), (False, "do not, here with the plan that takes least")):
-            if names := [_name(e.parallel) for e in planned if e.fits is fits]:
+            if names := [_name(e.parallel) for e in make_plan if e.fits is fits]:
                 lines += textwrap.wrap(
                     f"{what}{f' in {nbytes(self.budget)}' * fits}: {', '.join(names)}", WIDTH
                 )
@@ -149,7 +149,7 @@ def compare_modes(
             f"compare_modes decides {' and '.join(fixed)} itself: leave it out; data= and "
             "pipeline= can be given"
         )
-    Options(world_size, **known_options(options))
+    Options(world_size, **check_option_names(options))
     stages = _stages(pipeline)
     sizes = (stages, 1 if data is None else data)
     if any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in sizes) or world_size % (
@@ -159,8 +159,8 @@ def compare_modes(
             f"pipeline={pipeline!r} and data={data!r} do not divide world_size {world_size}"
         )
     hardware, traced = (
-        cluster_of(cluster, model),
-        Traced(model, sample_input, loss_fn, options.get("precision")),
+        resolve_cluster(cluster, model),
+        TracedModel(model, sample_input, loss_fn, options.get("precision")),
     )
     _ = traced.whole
     asked = [dict(tensor, pipeline=pipeline) for tensor in _tensors(world_size // stages, data)]
@@ -184,17 +184,23 @@ def _tensors(ranks: int, data: int | None) -> list[dict[str, Any]]:
 
 
 def _entry(
-    traced: Traced, world_size: int, cluster: Cluster, parallel: Parallel, options: dict[str, Any]
+    traced: TracedModel,
+    world_size: int,
+    cluster: Cluster,
+    parallel: Parallel,
+    options: dict[str, Any],
 ) -> Entry:
     asked = {**options, "parallel": parallel}
     try:
-        return Entry(parallel, planned(traced, world_size, cluster, False, asked), True)
+        return Entry(parallel, make_plan(traced, world_size, cluster, False, asked), True)
     except AutoparError as e:
         error = e
     if isinstance(error, BudgetError) and error.least:
         asked["memory_budget"] = error.least * _ROUNDED
         with suppress(AutoparError):
-            return Entry(parallel, planned(traced, world_size, cluster, False, asked), False, error)
+            return Entry(
+                parallel, make_plan(traced, world_size, cluster, False, asked), False, error
+            )
     return Entry(parallel, None, False, error)
 
 

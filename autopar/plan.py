@@ -7,7 +7,7 @@ import os
 
 from autopar.formatting.files import write_json
 from autopar.ir.plan_data import VERSION, PlanData
-from autopar.ir.plan_json import read, to_data
+from autopar.ir.plan_json import read_plan, to_json_data
 from autopar.report import text, timeline, trace
 
 
@@ -39,7 +39,7 @@ class Plan(PlanData):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON: the whole file or nothing."""
-        write_json(path, {"version": VERSION, **to_data(self)}, indent=1)
+        write_json(path, {"version": VERSION, **to_json_data(self)}, indent=1)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
@@ -48,4 +48,4 @@ class Plan(PlanData):
         Raises:
             PlanError: the file cannot be read, holds no plan, has another version, or is damaged.
         """
-        return read(path, VERSION, Plan)
+        return read_plan(path, VERSION, Plan)

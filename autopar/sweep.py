@@ -13,10 +13,10 @@ from tqdm import tqdm
 from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, BudgetError, PlanError
 from autopar.formatting.table import WIDTH, cut, nbytes, seconds, table
-from autopar.frontend.planner import cluster_of, known_options, planned
-from autopar.frontend.traced import Traced
+from autopar.frontend.planner import check_option_names, make_plan, resolve_cluster
+from autopar.frontend.traced_model import TracedModel
 from autopar.ir.captured import LossFunction
-from autopar.ir.precision import COMPUTE
+from autopar.ir.precision import COMPUTE_DTYPES
 from autopar.plan import Plan
 
 _SHORT = {
@@ -57,11 +57,11 @@ def sweep(
     """
     asked = _checked(configurations, options)
     if any("cluster" not in each for each in asked):
-        common = cluster_of(cluster, model)
+        common = resolve_cluster(cluster, model)
         asked = tuple({"cluster": common, **each} for each in asked)
     precisions = dict.fromkeys(map(_precision, asked))  # each has a graph of its own
     traced = {
-        precision: Traced(model, sample_input, loss_fn, precision) for precision in precisions
+        precision: TracedModel(model, sample_input, loss_fn, precision) for precision in precisions
     }
     _ = traced[_precision(asked[0])].whole  # what cannot be traced has no plan at all
     outcomes = [
@@ -99,7 +99,7 @@ def _checked(
                 "dict(world_size=8)"
             )
         try:
-            known_options(
+            check_option_names(
                 {
                     name: value
                     for name, value in each.items()
@@ -120,13 +120,13 @@ def _checked(
 def _precision(configuration: Configuration) -> str | None:
     """That of its graph; None for one that is none, which has no plan."""
     found = configuration.get("precision")
-    return found if isinstance(found, str) and found in COMPUTE else None
+    return found if isinstance(found, str) and found in COMPUTE_DTYPES else None
 
 
-def _outcome(traced: Traced, configuration: Configuration) -> Outcome:
+def _outcome(traced: TracedModel, configuration: Configuration) -> Outcome:
     options = dict(configuration)
     try:
-        return planned(traced, options.pop("world_size"), options.pop("cluster"), False, options)
+        return make_plan(traced, options.pop("world_size"), options.pop("cluster"), False, options)
     except AutoparError as e:
         return e
 

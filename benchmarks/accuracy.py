@@ -27,9 +27,9 @@ from tqdm import tqdm
 
 import autopar
 from autopar.cost_model import Cluster, axes, seconds
-from autopar.frontend.traced import Traced
-from autopar.search.pricing.items import BACKWARD, FORWARD, STEP, items
-from autopar.search.result.found import Found
+from autopar.frontend.traced_model import TracedModel
+from autopar.search.result.cost_items import BACKWARD, FORWARD, STEP, items
+from autopar.search.result.priced_plan import PricedPlan
 
 FITTED = slice(None, None, 3)  # of the single-node runs, in the order of the file
 VALIDATION = Path(__file__).parent / "validation"
@@ -194,7 +194,7 @@ def layer(folder: Path) -> None:
         "selective": (7.7, 13.2),
         "sequence parallel + selective": (7.2, 13.1),
     }
-    traced = Traced(gpt(hidden, heads, 1, sequence), batch(microbatch, sequence), None, "fp16")
+    traced = TracedModel(gpt(hidden, heads, 1, sequence), batch(microbatch, sequence), None, "fp16")
     rows, off = [], []
     for name, seen in measured.items():
         asked = configuration(8, 1, 1, microbatch, "sequence" in name) | dict(
@@ -214,7 +214,7 @@ def layer(folder: Path) -> None:
     )
 
 
-def _layer(found: Found, selective: bool) -> tuple[float, float]:
+def _layer(found: PricedPlan, selective: bool) -> tuple[float, float]:
     """Milliseconds of the first layer, with what is between its attention's scores and its context
     made again.
     """

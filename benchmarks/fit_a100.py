@@ -29,10 +29,10 @@ from tqdm import tqdm
 
 from autopar.cost_model import Cluster, Compute, axes, makespans, point_to_point, seconds
 from autopar.cost_model.device import Tile
-from autopar.frontend.traced import Traced
-from autopar.search.pricing.items import FORWARD, STEP, items
-from autopar.search.result.found import Found
-from autopar.search.space.shape import Shape
+from autopar.frontend.traced_model import TracedModel
+from autopar.search.result.cost_items import FORWARD, STEP, items
+from autopar.search.result.priced_plan import PricedPlan
+from autopar.search.space.configuration import Configuration
 
 # what a run may differ from the model and count in full; beyond this it counts less (soft L1)
 NOISE = 0.08
@@ -93,10 +93,10 @@ class Repriced:
     arrays.
     """
 
-    def __init__(self, found: Iterable[tuple[Run, Found]]) -> None:
+    def __init__(self, found: Iterable[tuple[Run, PricedPlan]]) -> None:
         """``found`` is read one by one, each within ``resized`` to its microbatch."""
         self.runs: list[Run] = []
-        self.shapes: list[Shape] = []
+        self.shapes: list[Configuration] = []
         self.kernels: dict[tuple[str, str, bool], list[tuple[float, ...]]] = defaultdict(list)
         self.sent: list[list[tuple[int, int, float, str, float, int]]] = []
         self.elements: list[list[float]] = []
@@ -198,11 +198,13 @@ class Repriced:
         return float(span[0]) + max(ends)
 
 
-def priced(groups: Iterable[Sequence[Run]], cluster: Cluster) -> Iterator[tuple[Run, Found]]:
+def priced(groups: Iterable[Sequence[Run]], cluster: Cluster) -> Iterator[tuple[Run, PricedPlan]]:
     """The plans that runs are runs of."""
     for group in groups:
         hidden, heads, layers, sequence, size = group[0].model
-        traced = Traced(gpt(hidden, heads, layers, sequence), batch(size, sequence), None, "fp16")
+        traced = TracedModel(
+            gpt(hidden, heads, layers, sequence), batch(size, sequence), None, "fp16"
+        )
         for run in group:
             with searched(traced, run.batch, cluster, **options(run)) as found:
                 yield run, found

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.cost_model import Cluster
-from autopar.runtime.measure.peak import peak_bytes
+from autopar.runtime.measure.peak_memory import peak_bytes
 
 RANKS = (1, 2, 4)
 WARM, STEPS = 3, 9

@@ -22,16 +22,16 @@ from tqdm import tqdm
 
 from autopar.cost_model import Cluster
 from autopar.errors import BudgetError
-from autopar.frontend.traced import Traced
+from autopar.frontend.traced_model import TracedModel
 from autopar.rules.analysis import Analysis
-from autopar.search.ilp.neighbourhood import as_chosen, restrict
+from autopar.search.ilp.neighbourhood import restrict_choices, strategies_as_chosen
 from autopar.search.ilp.problem import Problem
-from autopar.search.outer import Outer
-from autopar.search.result.found import Found
-from autopar.search.search import Search
-from autopar.search.searches import Searches
+from autopar.search.inner.inner_search import InnerSearch
+from autopar.search.inner.inner_searches import InnerSearches
+from autopar.search.outer_search import OuterSearch
+from autopar.search.result.priced_plan import PricedPlan
+from autopar.search.space.configuration import Configuration
 from autopar.search.space.options import Options
-from autopar.search.space.shape import Shape
 
 VOCABULARY, SEQUENCE = 51200, 2048
 UNLIMITED = 1e9  # GB
@@ -76,40 +76,42 @@ CASES = {
 }
 
 
-class Sharded(Search):
+class Sharded(InnerSearch):
     """A search in which every node is sharded as in the fastest plan where memory is free."""
 
-    def __init__(self, free: Search, options: Options) -> None:
+    def __init__(self, free: InnerSearch, options: Options) -> None:
         super().__init__(free.analysis, free.cluster, options)
         self._free = free
 
-    def problem(self, shape: Shape, samples: int) -> Problem:
+    def problem(self, shape: Configuration, samples: int) -> Problem:
         return self.known.problems.of(
             (shape.pipeline, shape.axes, samples), lambda: self._sharded(shape, samples)
         )
 
-    def _sharded(self, shape: Shape, samples: int) -> Problem:
+    def _sharded(self, shape: Configuration, samples: int) -> Problem:
         free, fastest = (
             self._free.problem(shape, samples),
             self._free.prices(shape, samples).at(0.0),
         )
-        return restrict(free, as_chosen(free, fastest.chosen))
+        return restrict_choices(free, strategies_as_chosen(free, fastest.chosen))
 
 
-class Given(Searches):
+class Given(InnerSearches):
     """A search that is there already."""
 
-    def __init__(self, search: Search, samples: int) -> None:
+    def __init__(self, search: InnerSearch, samples: int) -> None:
         super().__init__(
             lambda microbatches: search.known, samples, search.options, lambda what: None
         )
         self._search = search
 
-    def of(self, microbatches: int) -> Search:
+    def of(self, microbatches: int) -> InnerSearch:
         return self._search
 
 
-def searches(name: str, cluster: Cluster, budget: float, analysis: Analysis) -> Iterator[Search]:
+def searches(
+    name: str, cluster: Cluster, budget: float, analysis: Analysis
+) -> Iterator[InnerSearch]:
     """That of both together, and that of recomputation alone."""
     case = CASES[name]
     parallel = dict(
@@ -122,13 +124,13 @@ def searches(name: str, cluster: Cluster, budget: float, analysis: Analysis) -> 
         memory_budget=budget,
         schedule=case.schedule,
     )
-    yield Search(analysis, cluster, options)
-    yield Sharded(Search(analysis, cluster, options), options)
+    yield InnerSearch(analysis, cluster, options)
+    yield Sharded(InnerSearch(analysis, cluster, options), options)
 
 
-def plan(search: Search, samples: int) -> Found | BudgetError:
+def plan(search: InnerSearch, samples: int) -> PricedPlan | BudgetError:
     try:
-        return Outer(Given(search, samples)).run()
+        return OuterSearch(Given(search, samples)).run()
     except BudgetError as e:
         return e
 
@@ -145,9 +147,9 @@ def rows(name: str, cluster: Cluster, budgets: list[float]) -> Iterator[tuple[st
     )
     off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     model, sample = build("GPT2", sizes | off, case.batch, SEQUENCE)
-    analysis = Traced(model, sample, None).analyse(case.batch // case.data // case.micro)[0]
-    joint: Found | BudgetError | None = None
-    apart: Found | BudgetError | None = None
+    analysis = TracedModel(model, sample, None).analyse(case.batch // case.data // case.micro)[0]
+    joint: PricedPlan | BudgetError | None = None
+    apart: PricedPlan | BudgetError | None = None
     for budget in [*sorted(budgets), UNLIMITED]:
         both, alone = (
             plan(search, case.batch) for search in searches(name, cluster, 1e9 * budget, analysis)
@@ -168,15 +170,17 @@ def rows(name: str, cluster: Cluster, budgets: list[float]) -> Iterator[tuple[st
         )
 
 
-def better(old: Found | BudgetError | None, new: Found | BudgetError) -> Found | BudgetError:
+def better(
+    old: PricedPlan | BudgetError | None, new: PricedPlan | BudgetError
+) -> PricedPlan | BudgetError:
     return new if old is None or seconds(new) <= seconds(old) else old
 
 
-def seconds(found: Found | BudgetError) -> float:
-    return found.seconds if isinstance(found, Found) else math.inf
+def seconds(found: PricedPlan | BudgetError) -> float:
+    return found.seconds if isinstance(found, PricedPlan) else math.inf
 
 
-def shown(found: Found | BudgetError) -> str:
+def shown(found: PricedPlan | BudgetError) -> str:
     if isinstance(found, BudgetError):
         return f"needs {found.least / 1e9:.1f} GB"
     return f"{seconds(found):.3f} ({max(found.device_bytes()) / 1e9:.1f} GB)"

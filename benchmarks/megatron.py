@@ -14,11 +14,11 @@ from published import Run
 from torch import nn
 
 from autopar.cost_model import Cluster
-from autopar.frontend.traced import Traced
-from autopar.search.outer import Outer
+from autopar.frontend.traced_model import TracedModel
+from autopar.search.inner.inner_searches import InnerSearches
+from autopar.search.outer_search import OuterSearch
 from autopar.search.pricing.resize import resized
-from autopar.search.result.found import Found
-from autopar.search.searches import Searches
+from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.space.options import Options
 
 VOCABULARY = 50304  # 50257, padded as Megatron pads it so that it splits
@@ -151,11 +151,13 @@ def configuration(
 
 
 @contextmanager
-def searched(traced: Traced, samples: int, cluster: Cluster, **options: Any) -> Iterator[Found]:
+def searched(
+    traced: TracedModel, samples: int, cluster: Cluster, **options: Any
+) -> Iterator[PricedPlan]:
     """What a search finds, its graph within as large as a microbatch."""
     chosen = Options(**options)
-    found = Outer(
-        Searches(lambda n: traced.known(n, cluster), samples, chosen, lambda _: None)
+    found = OuterSearch(
+        InnerSearches(lambda n: traced.known(n, cluster), samples, chosen, lambda _: None)
     ).run()
     with resized(found.analysis, samples // found.microbatches, found.analysis.rules):
         yield found

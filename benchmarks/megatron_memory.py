@@ -16,10 +16,10 @@ import torch
 from megatron import GPT, constraints
 
 import autopar
-from autopar.frontend.traced import Traced
-from autopar.kernel_trace.autograd import Autograd
-from autopar.memory.peak import peak_of
-from autopar.passes.lowering.stages import cut_stages
+from autopar.frontend.traced_model import TracedModel
+from autopar.kernel_trace.operator_trace import OperatorTracer
+from autopar.memory.peak_memory import peak_memory_of_plan
+from autopar.passes.lowering.cut_stages import cut_stages
 from autopar.plan import Plan
 from autopar.search.pricing.resize import resized
 
@@ -51,7 +51,7 @@ FIGURE = (
 )
 
 
-def traced(model: Published) -> tuple[Traced, dict[str, Any]]:
+def traced(model: Published) -> tuple[TracedModel, dict[str, Any]]:
     """The model, on no device, with the options of a plan for it."""
     batch = model.microbatch * (8 * model.pipeline if model.pipeline > 1 else 1)
     with torch.device("meta"):
@@ -65,7 +65,7 @@ def traced(model: Published) -> tuple[Traced, dict[str, Any]]:
         parallel["pipeline"] = dict(size=model.pipeline, chunks=model.chunks, split_before=cuts)
         options["schedule"] = "interleaved-1f1b"
     sample = dict(tokens=tokens, labels=tokens.clone())
-    return Traced(gpt, sample, None, "fp16"), dict(
+    return TracedModel(gpt, sample, None, "fp16"), dict(
         parallel=parallel, micro_batch_size=model.microbatch, **options
     )
 
@@ -104,7 +104,7 @@ def planned(model: Published, sequence_parallel: bool) -> Plan:
             if len(plan.stages) > 1
             else analysis
         )
-        peak = peak_of(cut, plan, "fused-adam", Autograd("cuda"))
+        peak = peak_memory_of_plan(cut, plan, "fused-adam", OperatorTracer("cuda"))
     stages = [
         dataclasses.replace(s, kept=k, nbytes=n)
         for s, k, n in zip(plan.stages, peak.kept, peak.by_kind(), strict=True)

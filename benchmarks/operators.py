@@ -34,7 +34,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 import autopar
-from autopar.capture.capture import capture
+from autopar.capture.capture_graph import capture
 from autopar.errors import AutoparError, CaptureError
 from autopar.ir.nodes import arguments
 from autopar.passes.canonical.canonicalise import canonicalise

@@ -25,7 +25,7 @@ from pool import Pools, RankError  # type: ignore[import-not-found]
 from tabulate import tabulate
 from tqdm import tqdm
 
-from autopar.frontend.traced import Traced
+from autopar.frontend.traced_model import TracedModel
 from autopar.plan import Plan
 
 COLUMNS = (
@@ -44,7 +44,7 @@ AT_ONCE = 12  # plans that one call of the ranks runs
 def outcomes(kind: str, count: int, ranks: Pools) -> Counter[str]:
     """How many of ``count`` edits ended how."""
     model, sample = edits.make(edits.KINDS[kind][0])
-    plan, traced = edits.plan(kind), Traced(model, sample, None)
+    plan, traced = edits.plan(kind), TracedModel(model, sample, None)
     with tempfile.TemporaryDirectory() as folder:
         plan.save(Path(folder) / "plan.json")
         text = (Path(folder) / "plan.json").read_text()

@@ -11,9 +11,9 @@ import torch
 import transformers
 from tabulate import tabulate
 
-from autopar.frontend.traced import Traced
-from autopar.verification.eager import check_captured
+from autopar.frontend.traced_model import TracedModel
 from autopar.verification.few_samples import compare
+from autopar.verification.whole_batch import check_captured
 
 SHAPES = {
     "4 layers of 128, 8 x 64 tokens": (4, 128, 8, 64),
@@ -40,7 +40,7 @@ def row(layers: int, width: int, samples: int, tokens: int, repeats: int) -> tup
     model = transformers.GPT2LMHeadModel(config)
     ids = torch.randint(config.vocab_size, (samples, tokens))
     sample = {"input_ids": ids, "labels": ids.clone()}
-    traced, optimizer = Traced(model, sample, None), torch.optim.AdamW(model.parameters())
+    traced, optimizer = TracedModel(model, sample, None), torch.optim.AdamW(model.parameters())
     analysis, _ = traced.analyse(1)
 
     def step() -> None:

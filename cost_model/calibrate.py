@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from autopar.cost_model.device import MOST_EFFICIENT, Device, Level
+from autopar.cost_model.device import MAX_EFFICIENCY, Device, Level
 from autopar.errors import PlanError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ MOST_FASTER = 20.0  # than predicted: more is a mistake
 _COMMUNICATION = ("conversions", "gradient synchronisation")
 
 
-class Compared(Protocol):
+class ComparedStep(Protocol):
     """Seconds of a step by kind, as ``Compiled.compare`` finds them; ``links``: what of the
     predicted ones goes over links.
     """
@@ -42,7 +42,7 @@ class Compared(Protocol):
     def links(self) -> Mapping[str, float]: ...
 
 
-def calibrated(cluster: Cluster, compared: Compared, name: str) -> Cluster:
+def calibrated(cluster: Cluster, compared: ComparedStep, name: str) -> Cluster:
     """``cluster``, called ``name``, with which the compared step is predicted to take what it took.
 
     Raises:
@@ -78,7 +78,7 @@ def calibrated(cluster: Cluster, compared: Compared, name: str) -> Cluster:
     )
 
 
-def _factors(compared: Compared) -> tuple[float, float, str]:
+def _factors(compared: ComparedStep) -> tuple[float, float, str]:
     """Of the seconds of kernels and of links, and how they were found where that is not as
     usual.
     """
@@ -116,7 +116,7 @@ def _device(device: Device, factor: float, overhead: float) -> Device:
             "the plan was for another machine; measure this one with autopar profile"
         )
     curves = {
-        name: tuple((work, min(value / factor, MOST_EFFICIENT)) for work, value in curve)
+        name: tuple((work, min(value / factor, MAX_EFFICIENCY)) for work, value in curve)
         for name, curve in device.efficiency.items()
     }
     return replace(device, efficiency=curves, launch=device.launch * factor, overhead=overhead)

@@ -15,7 +15,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from autopar.cost_model.calibrate import Compared, calibrated
+from autopar.cost_model.calibrate import ComparedStep, calibrated
 from autopar.cost_model.device import Device, Level, Tile
 from autopar.errors import PlanError
 from autopar.formatting.files import write_json
@@ -100,7 +100,7 @@ class Cluster:
 
         return measured(Path(path), device, progress)
 
-    def calibrated(self, comparison: Compared, name: str | None = None) -> Cluster:
+    def calibrated(self, comparison: ComparedStep, name: str | None = None) -> Cluster:
         """This cluster with the speeds that a run had, which :meth:`Compiled.compare` found:
         kernels and links each take so many times as long, and what a step took besides is the
         device's overhead. ``name``: of the new cluster (free: this one's and "-calibrated").

@@ -21,7 +21,14 @@ from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.device import Curve, Level
 
 FloatArray = npt.NDArray[np.float64]
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "shift")
+COLLECTIVE_KINDS = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "shift",
+)
 
 
 @dataclass(frozen=True)

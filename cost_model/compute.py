@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.device import WORK, Curve, Device
+from autopar.cost_model.device import KERNEL_KINDS, Curve, Device
 
 FloatArray = npt.NDArray[np.float64]
-ARITHMETIC = WORK[:3]  # kinds whose work is FLOPs; of the others it is bytes
+ARITHMETIC = KERNEL_KINDS[:3]  # kinds whose work is FLOPs; of the others it is bytes
 
 
 class Compute:
@@ -68,7 +68,7 @@ class Compute:
         launches, whichever is longer. On a CPU it takes both.
 
         Args:
-            kind: one of ``cluster.WORK``.
+            kind: one of ``cluster.KERNEL_KINDS``.
             dtype: "float32", "tf32", "bfloat16", ...
             flops: floating-point operations on this device (a multiply-add is two); numbers or
                 arrays that broadcast.
@@ -88,7 +88,7 @@ class Compute:
             work = np.asarray(flops, dtype=np.float64)
             rate = self.peak(kind, dtype, work, operator)
             if product is not None:
-                rate = rate * utilisation(
+                rate = rate * tile_utilisation(
                     self._device, *(np.asarray(n, dtype=np.float64) for n in product)
                 )
             taken = np.maximum(taken, work / rate)
@@ -110,7 +110,7 @@ class Compute:
         return next(curves[name] for name in names if name in curves)
 
 
-def utilisation(
+def tile_utilisation(
     device: Device, count: FloatArray, rows: FloatArray, columns: FloatArray, inner: FloatArray
 ) -> FloatArray:
     """What part of the rate of a large product of matrices ``count`` products have.

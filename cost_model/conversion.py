@@ -22,11 +22,11 @@ from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import FloatArray, axes, seconds
 from autopar.cost_model.compute import Compute
 from autopar.errors import PlanError
-from autopar.ir.layout import I, Layout, P, R, S, Type, legal, show
+from autopar.ir.layout import I, Layout, P, R, S, Type, format_layout, is_legal
 
 # seconds that any step costs, so that of equally good paths the shortest is the cheapest and none
 # is longer than it must be
-STEP = 1e-9
+STEP_SECONDS = 1e-9
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 # layouts of a tensor: where there are more, paths pass through those alone that are asked for
 _STATES = 600
@@ -128,7 +128,7 @@ class _Graph:
     def position(self, layout: Layout) -> int:
         if layout not in self.index:
             raise PlanError(
-                f"layout {show(layout)} is not legal for this tensor: a dim that it cuts is "
+                f"layout {format_layout(layout)} is not legal for this tensor: a dim that it cuts is "
                 "missing or does not divide"
             )
         return self.index[layout]
@@ -319,7 +319,7 @@ class Conversions:
             )
         )
         states = [
-            state for state in itertools.product(*per_axis) if legal(shape, state, self.sizes)
+            state for state in itertools.product(*per_axis) if is_legal(shape, state, self.sizes)
         ]
         order = {t: i for i, t in enumerate(types)}
         numbers = np.array([[order[t] for t in state] for state in states]).reshape(
@@ -331,7 +331,8 @@ class Conversions:
             table = self._table(_leading(shape), types, axis, differentiable)
             nbytes = self._bytes(shape, itemsize, states, axis)
             price = (
-                np.einsum("stk,ks->st", table[numbers[:, axis]], self._prices(nbytes, axis)) + STEP
+                np.einsum("stk,ks->st", table[numbers[:, axis]], self._prices(nbytes, axis))
+                + STEP_SECONDS
             )
             if differentiable and summed != itemsize:  # the gradient of R is a pending sum
                 sums = (table - self._table(_leading(shape), types, axis, False))[

@@ -11,9 +11,9 @@ from typing import Any
 from autopar.errors import PlanError
 
 DTYPES = ("float32", "tf32", "bfloat16", "float16", "float64")
-KINDS = ("cpu", "cuda")
+DEVICE_KINDS = ("cpu", "cuda")
 # Kinds of kernels: the first three are measured by what they compute, the others by what they move.
-WORK = (
+KERNEL_KINDS = (
     "matmul",
     "attention",
     "conv",
@@ -25,7 +25,7 @@ WORK = (
     "indexing",
     "copy",
 )
-MOST_EFFICIENT = 20.0  # memory that lies in a cache is faster than memory
+MAX_EFFICIENCY = 20.0  # memory that lies in a cache is faster than memory
 Curve = tuple[tuple[float, float], ...]
 
 
@@ -78,9 +78,9 @@ class Device:
     ranks_per_core: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
+        if self.kind not in DEVICE_KINDS:
             raise PlanError(
-                f"device.kind is {self.kind!r}: give {' or '.join(KINDS)}, torch's name of such "
+                f"device.kind is {self.kind!r}: give {' or '.join(DEVICE_KINDS)}, torch's name of such "
                 "devices"
             )
         if not isinstance(self.peak, Mapping):
@@ -120,12 +120,12 @@ class Device:
         for name, curve in self.efficiency.items():
             operator, dot, dtype = name.partition(".")
             if not operator.isidentifier() or (dot and dtype not in DTYPES):
-                kinds = f"a kind of kernel ({', '.join(WORK)}) or an ATen operator"
+                kinds = f"a kind of kernel ({', '.join(KERNEL_KINDS)}) or an ATen operator"
                 raise PlanError(
                     f"device.efficiency.{name}: give {kinds}; after a dot one of "
                     f"{', '.join(DTYPES)}"
                 )
-            _curve(f"device.efficiency.{name}", curve, most=MOST_EFFICIENT)
+            _curve(f"device.efficiency.{name}", curve, most=MAX_EFFICIENCY)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ STATE_COPIES = {
 # How often a step of torch's own reads or writes one, kernel by kernel: AdamW's eight are mul_ (2),
 # lerp_ (3), mul_ (2), addcmul_ (3), sqrt (2), div (2), add_ (2), addcdiv_ (4); Adam has no first;
 # SGD has mul_ and add_ for its momentum, and add_.
-PASSES = {"sgd": 3, "sgd-momentum": 8, "adam": 18, "adamw": 20}
+TENSOR_ACCESSES = {"sgd": 3, "sgd-momentum": 8, "adam": 18, "adamw": 20}
 FUSED = "fused-"  # before the name: torch's with fused=True, or another that is one kernel
 
 
@@ -99,7 +99,7 @@ def optimizer_traffic(nbytes: float, optimizer: str) -> float:
     parameter, gradient and state, and writes parameter and state; one of many kernels does so in
     most of them."""
     copies = state_copies(optimizer)
-    return (3 + 2 * copies if optimizer.startswith(FUSED) else PASSES[optimizer]) * nbytes
+    return (3 + 2 * copies if optimizer.startswith(FUSED) else TENSOR_ACCESSES[optimizer]) * nbytes
 
 
 def optimizer_temporaries(nbytes: Sequence[int], optimizer: str, together: bool) -> int:

@@ -7,7 +7,7 @@ from autopar.errors import PlanError
 from autopar.ir.plan_data import PlanData
 
 
-def simulated(plan: PlanData) -> Timeline:
+def simulate_plan(plan: PlanData) -> Timeline:
     """The plan's schedule, from the predicted seconds of its stages."""
     for i, stage in enumerate(plan.stages):
         if missing := [

@@ -92,7 +92,9 @@ class Pattern:
         return max(held)
 
 
-def pattern(schedule: str, pipeline: int, chunks: int, microbatches: int, rank: int) -> Pattern:
+def rank_pattern(
+    schedule: str, pipeline: int, chunks: int, microbatches: int, rank: int
+) -> Pattern:
     """How ``rank`` runs ``schedule``; PlanError where these numbers make no schedule."""
     rounds = max(1, microbatches // pipeline)
     chunked = (
@@ -134,7 +136,7 @@ def actions(schedule: str, pipeline: int, chunks: int, microbatches: int) -> lis
     """
     return [
         _order(
-            pattern(schedule, pipeline, chunks, microbatches, r),
+            rank_pattern(schedule, pipeline, chunks, microbatches, r),
             r,
             pipeline,
             schedule == "zero-bubble",
@@ -160,7 +162,7 @@ def _order(shape: Pattern, rank: int, pipeline: int, split: bool) -> list[Action
     return order
 
 
-def awaited(action: Action, stages: int) -> Action | None:
+def prerequisite(action: Action, stages: int) -> Action | None:
     """What must have run elsewhere, or before, for an action to run."""
     kind, stage, microbatch = action
     if kind == FORWARD:
@@ -175,7 +177,7 @@ def awaited(action: Action, stages: int) -> Action | None:
 
 
 @lru_cache(maxsize=4)
-def received_early(
+def early_messages(
     schedule: str, pipeline: int, chunks: int, microbatches: int
 ) -> list[list[list[Action]]]:
     """For each action of each rank in LOOPED schedules, the rank's later actions that have a buffer
@@ -194,7 +196,7 @@ def received_early(
             if len(found[rank]) == len(order):
                 continue
             action = order[len(found[rank])]
-            source = awaited(action, stages)
+            source = prerequisite(action, stages)
             if source is not None and source.stage != action.stage and action not in waiting[rank]:
                 continue
             waiting[rank] = [a for a in waiting[rank] if a != action]
@@ -210,7 +212,9 @@ def in_flight(schedule: str, pipeline: int, chunks: int, microbatches: int) -> t
     """For each stage, the most microbatches whose activations it holds at once; arguments as for
     :func:`actions`.
     """
-    shapes = [pattern(schedule, pipeline, chunks, microbatches, rank) for rank in range(pipeline)]
+    shapes = [
+        rank_pattern(schedule, pipeline, chunks, microbatches, rank) for rank in range(pipeline)
+    ]
     return tuple(
         shapes[stage % pipeline].in_flight(stage // pipeline) for stage in range(pipeline * chunks)
     )

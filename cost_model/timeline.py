@@ -14,7 +14,15 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from autopar.cost_model.schedule import BACKWARD, FORWARD, LOOPED, WEIGHT, Action, actions, awaited
+from autopar.cost_model.schedule import (
+    BACKWARD,
+    FORWARD,
+    LOOPED,
+    WEIGHT,
+    Action,
+    actions,
+    prerequisite,
+)
 from autopar.errors import PlanError
 
 _KINDS = (FORWARD, BACKWARD, WEIGHT)
@@ -76,7 +84,7 @@ class Timeline:
         return max(accumulate(changes.get(kind, 0) for kind in own), default=0)
 
 
-class Program:
+class RankOrders:
     """Orders made ready to be timed many times: their actions sorted by how many must run one after
     the other before them.
 
@@ -95,7 +103,7 @@ class Program:
             1 + max((action.stage for action in flat), default=-1),
             len(flat),
         )
-        wanted = [awaited(action, self.stages) for action in flat]
+        wanted = [prerequisite(action, self.stages) for action in flat]
         if missing := next((w for w in wanted if w is not None and w not in place), None):
             raise PlanError(f"the pipeline's orders wait for {missing}, which no rank runs")
         sources = [nothing if w is None else place[w] for w in wanted]
@@ -198,7 +206,7 @@ def simulate(
     Raises:
         PlanError: the orders wait for each other, or for what no rank does.
     """
-    program = Program(orders)
+    program = RankOrders(orders)
     if weight is None and any(action.kind == WEIGHT for order in orders for action in order):
         raise ValueError('actions "W" need the seconds of each stage\'s "weight"')
     f, b, w, s = (
@@ -252,7 +260,7 @@ def in_turns(
     Raises:
         PlanError: the orders wait for each other, or for what no rank does.
     """
-    stages = Program(orders).stages
+    stages = RankOrders(orders).stages
     ended: dict[Action, float] = {}
     at, left, free = [0] * len(orders), [0.0] * len(orders), [0.0] * len(orders)
     owner = {action: rank for rank, order in enumerate(orders) for action in order}
@@ -263,7 +271,7 @@ def in_turns(
             if rank in running or at[rank] == len(order):
                 continue
             action = order[at[rank]]
-            source = awaited(action, stages)
+            source = prerequisite(action, stages)
             if source is None or source in ended:
                 arrived = ended.get(source, 0.0) if source else 0.0
                 transfer = (
@@ -325,7 +333,7 @@ def makespans(
 
 
 def _run(
-    program: Program,
+    program: RankOrders,
     schedule: str,
     forward: npt.ArrayLike,
     backward: npt.ArrayLike,
@@ -351,5 +359,5 @@ def _by_stage(values: npt.ArrayLike, stages: int) -> Array:
 
 
 @lru_cache(maxsize=16)  # a program of 64 ranks and 2048 microbatches takes some 40 MB
-def _program(schedule: str, pipeline: int, chunks: int, microbatches: int) -> Program:
-    return Program(actions(schedule, pipeline, chunks, microbatches))
+def _program(schedule: str, pipeline: int, chunks: int, microbatches: int) -> RankOrders:
+    return RankOrders(actions(schedule, pipeline, chunks, microbatches))

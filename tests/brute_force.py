@@ -18,7 +18,14 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 import numpy as np
 
 from autopar.ir.layout import Layout
-from autopar.search.ilp.problem import Again, Group, Label, Problem, Vertex, Weights
+from autopar.search.ilp.problem import (
+    CostWeights,
+    Label,
+    Problem,
+    RecomputedConversions,
+    TensorConversions,
+    Vertex,
+)
 
 Price = tuple[float, float]  # cost and bytes, of which the budget is
 Priced = tuple[
@@ -32,7 +39,9 @@ State = tuple[
 LARGEST = 3_000_000  # elements of a bound's table
 
 
-def cheapest(problem: Problem, weights: Weights, limit: float, budget: float = math.inf) -> float:
+def cheapest(
+    problem: Problem, weights: CostWeights, limit: float, budget: float = math.inf
+) -> float:
     """The least cost of an assignment of one stage within ``budget`` bytes, if there is one below
     ``limit``; else ``limit``.
     """
@@ -40,46 +49,46 @@ def cheapest(problem: Problem, weights: Weights, limit: float, budget: float = m
 
 
 def possible(
-    problem: Problem, chosen: Sequence[int], again: Collection[tuple[int, Layout]]
+    problem: Problem, chosen: Sequence[int], recomputed: Collection[tuple[int, Layout]]
 ) -> bool:
     """Whether all that a backward needs is there: each result that is looked at or converted again,
     and every conversion may be so.
     """
-    for g, group in enumerate(problem.groups):
-        source, there = problem.made(group, chosen)
-        for target, needed in problem.wanted(group, chosen).items():
-            s, t = group.sources[source], group.targets[target]
-            if group.moves[s, t] and (g, target) not in again:
-                met = math.isfinite(group.nbytes[t])
+    for g, tensor in enumerate(problem.tensors):
+        source, there = problem.made(tensor, chosen)
+        for target, needed in problem.wanted(tensor, chosen).items():
+            s, t = tensor.sources[source], tensor.targets[target]
+            if tensor.moves[s, t] and (g, target) not in recomputed:
+                met = math.isfinite(tensor.nbytes[t])
             else:
-                met = there and (not group.moves[s, t] or math.isfinite(group.again[s, t]))
+                met = there and (not tensor.moves[s, t] or math.isfinite(tensor.recomputed[s, t]))
             if needed and not met:
                 return False
     return True
 
 
-def again_sets(problem: Problem, chosen: Sequence[int]) -> Iterator[Again]:
+def again_sets(problem: Problem, chosen: Sequence[int]) -> Iterator[RecomputedConversions]:
     """All subsets of the conversions that a backward needs."""
     needed = []
-    for g, group in enumerate(problem.groups):
-        source = problem.made(group, chosen)[0]
-        wanted = problem.wanted(group, chosen).items()
+    for g, tensor in enumerate(problem.tensors):
+        source = problem.made(tensor, chosen)[0]
+        wanted = problem.wanted(tensor, chosen).items()
         needed += [
             (g, target)
             for target, need in wanted
-            if need and group.moves[group.sources[source], group.targets[target]]
+            if need and tensor.moves[tensor.sources[source], tensor.targets[target]]
         ]
     for size in range(len(needed) + 1):
         yield from map(frozenset, itertools.combinations(needed, size))
 
 
-def assignments(problem: Problem) -> Iterator[tuple[list[int], Again]]:
+def assignments(problem: Problem) -> Iterator[tuple[list[int], RecomputedConversions]]:
     """All that are possible, plainly; vertices in the graph's order, leaving off where what is
     chosen already cannot be.
     """
-    closing: dict[int, list[Group]] = defaultdict(list)
-    for group in problem.groups:
-        closing[max(group.producer, *(v for v, _ in group.ports))].append(group)
+    closing: dict[int, list[TensorConversions]] = defaultdict(list)
+    for tensor in problem.tensors:
+        closing[max(tensor.producer, *(v for v, _ in tensor.ports))].append(tensor)
 
     def extend(chosen: list[int]) -> Iterator[list[int]]:
         v = len(chosen)
@@ -87,21 +96,21 @@ def assignments(problem: Problem) -> Iterator[tuple[list[int], Again]]:
             yield chosen
             return
         for k in range(len(problem.vertices[v].choices)):
-            if all(_met(problem, group, [*chosen, k]) for group in closing[v]):
+            if all(_met(problem, tensor, [*chosen, k]) for tensor in closing[v]):
                 yield from extend([*chosen, k])
 
     for chosen in extend([]):
-        for again in again_sets(problem, chosen):
-            if possible(problem, chosen, again):
-                yield chosen, again
+        for recomputed in again_sets(problem, chosen):
+            if possible(problem, chosen, recomputed):
+                yield chosen, recomputed
 
 
-def _met(problem: Problem, group: Group, chosen: Sequence[int]) -> bool:
+def _met(problem: Problem, tensor: TensorConversions, chosen: Sequence[int]) -> bool:
     """Whether a result that is looked at in the backward is there."""
-    source, there = problem.made(group, chosen)
-    wanted = problem.wanted(group, chosen).items()
+    source, there = problem.made(tensor, chosen)
+    wanted = problem.wanted(tensor, chosen).items()
     return there or not any(
-        need and not group.moves[group.sources[source], group.targets[target]]
+        need and not tensor.moves[tensor.sources[source], tensor.targets[target]]
         for target, need in wanted
     )
 
@@ -111,9 +120,9 @@ def order(problem: Problem) -> list[int]:
     few tensors are open at a time.
     """
     producers: dict[int, list[int]] = defaultdict(list)
-    for group in problem.groups:
-        for v, _ in group.ports:
-            producers[v].append(group.producer)
+    for tensor in problem.tensors:
+        for v, _ in tensor.ports:
+            producers[v].append(tensor.producer)
     found: dict[int, None] = {}
     for v, vertex in enumerate(problem.vertices):
         if vertex.node.op != "placeholder":
@@ -132,21 +141,21 @@ class _Tensor:
     def __init__(
         self,
         problem: Problem,
-        group: Group,
-        weights: Weights,
+        tensor: TensorConversions,
+        weights: CostWeights,
         choices: Sequence[Sequence[int]],
         with_bytes: bool,
     ) -> None:
-        self.group, self.producer, self.ports, self.with_bytes = (
-            group,
-            group.producer,
-            group.ports,
+        self.tensor, self.producer, self.ports, self.with_bytes = (
+            tensor,
+            tensor.producer,
+            tensor.ports,
             with_bytes,
         )
-        self.made = problem.vertices[group.producer].outs
-        self.wanted = {(v, p): problem.vertices[v].ins[p] for v, p in group.ports}
-        self.second = float(group.count[0] * weights.micro[0])
-        self.byte = float(group.count[0] * weights.flight[0])
+        self.made = problem.vertices[tensor.producer].outs
+        self.wanted = {(v, p): problem.vertices[v].ins[p] for v, p in tensor.ports}
+        self.second = float(tensor.count[0] * weights.micro[0])
+        self.byte = float(tensor.count[0] * weights.flight[0])
         self.price = float(weights.price[0])
         self._known: dict[tuple[int, Label], list[Price]] = {}
         self.parts = {
@@ -156,11 +165,13 @@ class _Tensor:
                     for s in range(len(self.made))
                 ]
             )
-            / len(group.ports)
+            / len(tensor.ports)
             for port, labels in self.wanted.items()
         }
 
-        used = {int(problem.vertices[self.producer].out_of[k]) for k in choices[self.producer]}
+        used = {
+            int(problem.vertices[self.producer].out_label_of[k]) for k in choices[self.producer]
+        }
         layouts = {layout for labels in self.wanted.values() for layout, _ in labels}
         # Where memory costs nothing it does not matter who needs what.
         self.matters = any(
@@ -174,17 +185,17 @@ class _Tensor:
         needed.
         """
         if (made, wanted) not in self._known:
-            group, (layout, there) = self.group, self.made[made]
-            s, t = group.sources[layout], group.targets[wanted[0]]
-            seconds, found = self.second * float(group.seconds[s, t]), []
-            if not wanted[1] or (there and not group.moves[s, t]):
+            tensor, (layout, there) = self.tensor, self.made[made]
+            s, t = tensor.sources[layout], tensor.targets[wanted[0]]
+            seconds, found = self.second * float(tensor.seconds[s, t]), []
+            if not wanted[1] or (there and not tensor.moves[s, t]):
                 found.append((seconds, 0.0))
-            elif group.moves[s, t]:
-                nbytes = self.byte * float(group.nbytes[t])
+            elif tensor.moves[s, t]:
+                nbytes = self.byte * float(tensor.nbytes[t])
                 if math.isfinite(nbytes):
                     found.append((seconds + self.price * nbytes, nbytes))
-                if there and math.isfinite(group.again[s, t]):
-                    found.append((seconds + self.second * float(group.again[s, t]), 0.0))
+                if there and math.isfinite(tensor.recomputed[s, t]):
+                    found.append((seconds + self.second * float(tensor.recomputed[s, t]), 0.0))
             self._known[made, wanted] = _best(found) if self.with_bytes else sorted(found)[:1]
         return self._known[made, wanted]
 
@@ -206,16 +217,18 @@ class _Tensor:
             0.0
             if made is None
             else sum(
-                float(self.parts[p][made, vertex.in_of[p[1]][k]]) for p in self.ports if p[0] == v
+                float(self.parts[p][made, vertex.in_label_of[p[1]][k]])
+                for p in self.ports
+                if p[0] == v
             )
         )
 
     def with_choice(self, seen: Seen, v: int, k: int, vertex: Vertex) -> Seen:
         """What is seen once vertex ``v`` takes choice ``k``."""
-        made, wanted = int(vertex.out_of[k]) if v == self.producer else seen[0], dict(seen[1])
+        made, wanted = int(vertex.out_label_of[k]) if v == self.producer else seen[0], dict(seen[1])
         for port in self.ports:
             if port[0] == v:
-                layout, need = vertex.ins[port[1]][vertex.in_of[port[1]][k]]
+                layout, need = vertex.ins[port[1]][vertex.in_label_of[port[1]][k]]
                 wanted[layout] = wanted.get(layout, False) or (need and self.matters)
         return made, frozenset(wanted.items())
 
@@ -246,14 +259,14 @@ class _Bound:
         axes = tuple(sorted(({g for g, _ in ports} | set(after.axes)) - set(makes)))
         result = np.full([len(tensors[g].made) for g in axes], np.inf)
         for k in choices:
-            s = int(vertex.out_of[k])
+            s = int(vertex.out_label_of[k])
             rest = after.table[tuple(s if g in makes else slice(None) for g in after.axes)]
             left = [g for g in after.axes if g not in makes]
             total = rest.reshape([len(tensors[g].made) if g in left else 1 for g in axes]) + float(
                 costs[k]
             )
             for g, p in ports:
-                part = tensors[g].parts[p][:, int(vertex.in_of[p[1]][k])]
+                part = tensors[g].parts[p][:, int(vertex.in_label_of[p[1]][k])]
                 total = total + part.reshape([-1 if other == g else 1 for other in axes])
             np.minimum(result, total, out=result)
         return _Bound(axes, result)
@@ -276,7 +289,7 @@ class _Bound:
 
 
 class _Walk:
-    def __init__(self, problem: Problem, weights: Weights, limit: float, budget: float) -> None:
+    def __init__(self, problem: Problem, weights: CostWeights, limit: float, budget: float) -> None:
         assert problem.stages == 1
         self.vertices, self.limit, self.budget = problem.vertices, limit, budget
         self.order = order(problem)
@@ -300,7 +313,7 @@ class _Walk:
             for v, c, n in zip(self.vertices, self.costs, self.nbytes, strict=True)
         ]
         self.tensors = [
-            _Tensor(problem, g, weights, self.choices, with_bytes) for g in problem.groups
+            _Tensor(problem, g, weights, self.choices, with_bytes) for g in problem.tensors
         ]
         self.touched: dict[int, list[int]] = defaultdict(list)
         self.last: list[int] = []

@@ -15,7 +15,7 @@ from autopar.passes.lowering.lower import lower
 from autopar.plan import Plan
 from autopar.rules.analysis import Analysis
 from autopar.runtime.communication.mesh import Mesh
-from autopar.runtime.module.program import Compiled
+from autopar.runtime.module.compiled import Compiled
 
 EMPTY = StagePlan("", "", {}, {})
 

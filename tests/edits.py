@@ -20,9 +20,9 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import autopar
 from autopar.errors import AutoparError, PlanError, RunError
-from autopar.frontend.traced import Traced
-from autopar.passes.lowering.stages import cut_stages
-from autopar.search.result.check_plan import check_batch, check_plan
+from autopar.frontend.traced_model import TracedModel
+from autopar.passes.lowering.cut_stages import cut_stages
+from autopar.search.plan_check.check_plan import check_batch, check_plan
 
 Data = dict[str, Any]
 Made = tuple[nn.Module, dict[str, torch.Tensor]]
@@ -392,7 +392,7 @@ def edited(text: str, seed: str) -> str:
 # -----------------------------------------------------------------------------------------------------------------
 
 
-def refused(text: str, traced: Traced) -> AutoparError | autopar.Plan:
+def refused(text: str, traced: TracedModel) -> AutoparError | autopar.Plan:
     """The error of a plan's file, found as ``compile`` finds it; or else the plan."""
     with tempfile.NamedTemporaryFile("w", encoding="utf-8") as file:
         file.write(text)

@@ -22,8 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 import autopar
 import autopar.api
-import autopar.frontend.traced
-from autopar.passes.lowering.evaluation import Evaluating
+import autopar.frontend.traced_model
+from autopar.passes.lowering.evaluation_mode import EvaluationMode
 
 Made = TypeVar("Made")
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -186,12 +186,12 @@ def traced_once() -> Iterator[None]:
     """Within, the one model is traced once for each number of microbatches: that takes longer than
     all the rest of a test.
     """
-    trace, in_parts = autopar.frontend.traced._trace, autopar.frontend.traced._in_parts
+    trace, in_parts = autopar.frontend.traced_model._trace, autopar.frontend.traced_model._in_parts
     traced: dict[Any, Any] = {}
     known: dict[Any, Any] = {}
 
     def once(model: Any, sample: Any, loss_fn: Any, precision: str | None) -> Any:
-        key = autopar.frontend.traced.batch_size(sample), precision
+        key = autopar.frontend.traced_model.batch_size(sample), precision
         if key not in traced:
             traced[key] = trace(model, sample, loss_fn, precision)
         return traced[key]
@@ -203,10 +203,10 @@ def traced_once() -> Iterator[None]:
         return known[key]
 
     with (
-        mock.patch.object(autopar.frontend.traced, "_trace", once),
-        mock.patch.object(autopar.frontend.traced, "_in_parts", cached),
+        mock.patch.object(autopar.frontend.traced_model, "_trace", once),
+        mock.patch.object(autopar.frontend.traced_model, "_in_parts", cached),
         mock.patch.object(
-            autopar.frontend.traced.Traced, "evaluating", Evaluating()
+            autopar.frontend.traced_model.TracedModel, "evaluating", EvaluationMode()
         ),  # test_evaluation.py has its tests
         mock.patch.object(
             autopar.api, "_verify", return_value=[]

@@ -13,12 +13,12 @@ from torch import nn
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._pytree import tree_flatten
 
-from autopar.ir.layout import Layout, P, R, S, Type, parse
+from autopar.ir.layout import Layout, P, R, S, Type, parse_layout
 from autopar.ir.plan_data import ParameterPlan
-from autopar.passes.lowering.evaluation import Evaluating
+from autopar.passes.lowering.evaluation_mode import EvaluationMode
 from autopar.runtime.communication.collectives import redistribute
 from autopar.runtime.communication.mesh import Mesh
-from autopar.runtime.module.program import Compiled
+from autopar.runtime.module.compiled import Compiled
 
 torch.fx.wrap("redistribute")
 
@@ -128,7 +128,7 @@ def captured(model: nn.Module, sample: dict[str, torch.Tensor]) -> SimpleNamespa
             for name, node in nodes.items()
         ),
         in_spec=tree_flatten(((), sample))[1],
-        constants_in={},
+        constant_inputs={},
         out_spec=tree_flatten({"loss": 0, "logits": 0, "idle": 0})[1],
         loss=0,
         updates=("calls",),
@@ -218,7 +218,8 @@ def build(
     for axis in data:
         degree *= sizes[axis]
     layouts = {
-        name: ParameterPlan(*(parse(text) for text in pair)) for name, pair in parameters.items()
+        name: ParameterPlan(*(parse_layout(text) for text in pair))
+        for name, pair in parameters.items()
     }
     plan = SimpleNamespace(
         mesh_sizes=sizes,
@@ -229,8 +230,10 @@ def build(
         precision=None,
         reduce_dtype=None,
     )
-    cut: Layout = parse(" ".join("S0" if axis in data else "I" for axis in range(len(sizes))))
-    gathered = parse(" ".join("R" if axis in data else "I" for axis in range(len(sizes))))
+    cut: Layout = parse_layout(
+        " ".join("S0" if axis in data else "I" for axis in range(len(sizes)))
+    )
+    gathered = parse_layout(" ".join("R" if axis in data else "I" for axis in range(len(sizes))))
     lowered = SimpleNamespace(
         train=graph(data, tensor, whole),
         evaluate=graph(data, tensor, whole),
@@ -238,13 +241,13 @@ def build(
         parameters=layouts,
         stages=(),
         modules=[],
-        evaluating=Evaluating(updates=frozenset(["calls"])),
+        evaluating=EvaluationMode(updates=frozenset(["calls"])),
         state=STATE,
-        output_layouts=(parse("I " * len(sizes)), gathered if whole else cut, cut),
-        input_times=(S(0), S(0)),
-        hoisted_times=hoisted,
-        output_times=(P, S(0), S(0)),
-        update_times=(R,),
+        output_layouts=(parse_layout("I " * len(sizes)), gathered if whole else cut, cut),
+        input_time_types=(S(0), S(0)),
+        hoisted_time_types=hoisted,
+        output_time_types=(P, S(0), S(0)),
+        update_time_types=(R,),
         division=None,
     )
     sample = {name: tensor[: BATCH // microbatches] for name, tensor in batch().items()}

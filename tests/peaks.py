@@ -156,7 +156,7 @@ def peak(model: nn.Module, sample: dict[str, Any], world_size: int, **options: A
     with LiveBytes() as live:
         sample = {key: value.clone() for key, value in sample.items()}
         compiled = autopar.compile(model, sample, world_size, progress=False, **options)
-        compiled._drift = (
+        compiled._desync = (
             None  # whose records, of two kilobytes whatever the model, are no part of the plan
         )
         optimizer = torch.optim.AdamW(compiled.parameters(), lr=1e-3)

@@ -25,7 +25,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 import autopar
 from autopar.cost_model.cluster import Level
 from autopar.errors import AutoparError, PlanError
-from autopar.search.ilp.problem import Vertex, Weights
+from autopar.search.ilp.problem import CostWeights, Vertex
 
 TOLERANCE = 1e-9
 FREE = autopar.Cluster(
@@ -145,7 +145,7 @@ def any_costs(seed: int) -> Iterator[None]:
     """
     true = Vertex.cost
 
-    def cost(self: Vertex, weights: Weights) -> np.ndarray:
+    def cost(self: Vertex, weights: CostWeights) -> np.ndarray:
         numbers = np.random.default_rng([seed, zlib.crc32(self.node.name.encode())])
         return true(self, weights) + 1e-3 * numbers.lognormal(0.0, 2.0, len(self.choices))
 

@@ -14,22 +14,22 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autopar.capture.capture import capture
+from autopar.capture.capture_graph import capture
 from autopar.cost_model import Cluster, Compute, Conversions
-from autopar.memory.saved import saved
+from autopar.memory.saved_tensors import saved
 from autopar.passes.canonical.canonicalise import canonicalise
 from autopar.plan import Plan
 from autopar.rules.analysis import Analysis
-from autopar.search.ilp.problem import Problem, build
+from autopar.search.ilp.problem import Problem, build_problem
 from autopar.search.ilp.solve import Solution
+from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.pricing.costs import Costs
 from autopar.search.result.assemble import stages_of
-from autopar.search.result.decide import write_down
-from autopar.search.result.found import Found
-from autopar.search.search import Search
+from autopar.search.result.priced_plan import PricedPlan
+from autopar.search.result.write_plan import write_plan
+from autopar.search.space.configuration import Configuration
 from autopar.search.space.options import Axis, Options
-from autopar.search.space.recompute import Recompute
-from autopar.search.space.shape import Shape
+from autopar.search.space.recompute_policy import RecomputePolicy
 
 Sample = dict[str, torch.Tensor]
 Made = tuple[nn.Module, Sample]
@@ -360,7 +360,7 @@ class Space:
         self.analysis, self.axes = analysis, tuple(Axis(f"axis{i}", n) for i, n in enumerate(sizes))
         self.cluster = Cluster.load(cluster) if isinstance(cluster, str) else cluster
         self.options = Options(int(np.prod(sizes)), recompute=recompute, **options)
-        search = Search(analysis, self.cluster, self.options)
+        search = InnerSearch(analysis, self.cluster, self.options)
         held = saved(
             analysis.graph.nodes,
             analysis.differentiable,
@@ -375,28 +375,28 @@ class Space:
             self.options.optimizer,
         )
         choices = search.choices.on(self.axes)
-        self.problem: Problem = build(
+        self.problem: Problem = build_problem(
             analysis.graph,
             search.representative,
             choices,
             analysis.rules,
             self.costs,
-            Recompute(recompute),
+            RecomputePolicy(recompute),
         )
 
     def plan(self, chosen: Sequence[int]) -> Plan:
         """The plan that takes choice ``chosen[v]`` of each vertex."""
-        solution = Solution(tuple(chosen), frozenset(), self.problem.bill(chosen))
-        found = Found(
+        solution = Solution(tuple(chosen), frozenset(), self.problem.cost_breakdown(chosen))
+        found = PricedPlan(
             self.analysis,
-            Shape(1, self.axes, 1),
+            Configuration(1, self.axes, 1),
             self.problem,
             self.costs,
             solution,
             0.0,
             stages_of(self.analysis, 1),
         )
-        return Plan.of(write_down(found, self.cluster, self.options, {}))
+        return Plan.of(write_plan(found, self.cluster, self.options, {}))
 
     def random(self, seed: int) -> list[int]:
         """Any choice of each vertex."""

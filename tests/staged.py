@@ -18,17 +18,17 @@ from torch import nn
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import autopar
-from autopar.frontend import traced as tracing
-from autopar.ir.captured import Captured
+from autopar.frontend import traced_model as tracing
+from autopar.ir.captured import CapturedModel
 from autopar.ir.nodes import operands
 from autopar.ir.plan_data import NodePlan, StagePlan
-from autopar.passes.lowering.stages import cut_stages
+from autopar.passes.lowering.cut_stages import cut_stages
 from autopar.plan import Plan
 from autopar.rules.analysis import Analysis
-from autopar.runtime.kernels import kernels
+from autopar.runtime.kernels import graph_kernels
 
 
-def even_starts(captured: Captured, stages: int) -> list[str]:
+def even_starts(captured: CapturedModel, stages: int) -> list[str]:
     """Cuts that divide the operators which are the first to read a parameter evenly: every stage
     has some.
     """
@@ -40,7 +40,7 @@ def even_starts(captured: Captured, stages: int) -> list[str]:
 
 
 def cut_plan(
-    plan: Plan, captured: Captured, starts: Sequence[str], pipeline: int, schedule: str
+    plan: Plan, captured: CapturedModel, starts: Sequence[str], pipeline: int, schedule: str
 ) -> Plan:
     """``plan`` on each of ``pipeline`` meshes; every tensor that crosses travels as it lies."""
     nodes, conversions, none = (
@@ -49,7 +49,7 @@ def cut_plan(
         (None,) * len(plan.mesh_sizes),
     )
     for node in cut_stages(Analysis(captured), starts).graph.nodes:
-        if node.target is kernels.send:
+        if node.target is graph_kernels.send:
             ((tensor, _),) = operands(node)
             layout = nodes[tensor.name].out
             nodes[node.name] = NodePlan((layout,), layout, none, none)
@@ -86,7 +86,7 @@ def staged_plan(
     plan = autopar.plan(
         model, sample, world_size // pipeline, loss_fn=loss_fn, progress=False, **options
     )
-    analysis: Analysis = tracing.Traced(model, sample, loss_fn).analyse(plan.microbatches)[0]
+    analysis: Analysis = tracing.TracedModel(model, sample, loss_fn).analyse(plan.microbatches)[0]
     if starts is None:
         starts = even_starts(analysis.captured, pipeline * chunks)
     return cut_plan(plan, analysis.captured, starts, pipeline, schedule)
@@ -138,7 +138,9 @@ def check(name: str, cases: Sequence[Case]) -> list[tuple[tuple[float, str], int
                 try:
                     one = plans[alone(case)]
                     captured = (
-                        tracing.Traced(model, sample, None).analyse(one.microbatches)[0].captured
+                        tracing.TracedModel(model, sample, None)
+                        .analyse(one.microbatches)[0]
+                        .captured
                     )
                     starts = even_starts(captured, case.pipeline * case.chunks)
                     plan = cut_plan(one, captured, starts, case.pipeline, case.schedule)

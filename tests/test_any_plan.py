@@ -18,10 +18,10 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from autopar.api import _check_types
 from autopar.passes.lowering.lower import lower
-from autopar.passes.microbatch.microbatch import accumulate
+from autopar.passes.microbatch.derive_microbatch import derive_microbatch
 from autopar.rules.analysis import Analysis
 from autopar.runtime.communication.mesh import Mesh
-from autopar.runtime.module.program import Compiled
+from autopar.runtime.module.compiled import Compiled
 
 aten = torch.ops.aten
 TOLERANCE = 1e-9
@@ -38,7 +38,7 @@ def errors(
     model, sample = small_graphs.make(name)
     analysis, prologue = small_graphs.analyse(model, sample), None
     if microbatches > 1:
-        captured, prologue = accumulate(analysis, microbatches)
+        captured, prologue = derive_microbatch(analysis, microbatches)
         analysis = Analysis(captured)
     space = small_graphs.Space(analysis, sizes)
     mesh = Mesh(sizes, tuple("ab"[: len(sizes)]), "cpu")

@@ -14,21 +14,21 @@ import torch.nn.functional as F
 import zoo
 from torch import fx, nn
 
-from autopar.capture.capture import capture
+from autopar.capture.capture_graph import capture
 from autopar.errors import CaptureError
-from autopar.ir.captured import Captured
-from autopar.ir.nodes import arguments, describe, operands, set_device, set_operand, shape
+from autopar.ir.captured import CapturedModel
+from autopar.ir.nodes import arguments, describe_node, operands, set_device, set_operand, shape
 from autopar.passes.canonical.canonicalise import canonicalise
-from autopar.runtime.kernels.kernels import cross_entropy, target_count
+from autopar.runtime.kernels.graph_kernels import cross_entropy, target_count
 
 aten = torch.ops.aten
 
 
-def targets(captured: Captured) -> list[Any]:
+def targets(captured: CapturedModel) -> list[Any]:
     return [n.target for n in captured.graph.nodes if n.op == "call_function"]
 
 
-def canonical(model: nn.Module, *sample: Any, **options: Any) -> Captured:
+def canonical(model: nn.Module, *sample: Any, **options: Any) -> CapturedModel:
     return canonicalise(capture(model, sample if len(sample) != 1 else sample[0], **options))
 
 
@@ -55,18 +55,18 @@ class Checked(fx.Interpreter):
         result = super().run_node(n)
         if n.op != "output":
             for got, val in zip(leaves(result), leaves(n.meta["val"]), strict=True):
-                assert (got.shape, got.dtype) == (val.shape, val.dtype), describe(n)
+                assert (got.shape, got.dtype) == (val.shape, val.dtype), describe_node(n)
         return result
 
 
 @pytest.fixture(scope="module", params=[*zoo.MODELS, "mixtral"])
-def case(request: pytest.FixtureRequest) -> tuple[nn.Module, dict[str, Any], Captured]:
+def case(request: pytest.FixtureRequest) -> tuple[nn.Module, dict[str, Any], CapturedModel]:
     model, sample = getattr(zoo, request.param)(dtype=torch.float64, batch=4)
     return model, sample, canonicalise(capture(model, sample))
 
 
 def test_same_loss_outputs_gradients_and_buffers_as_the_model(
-    case: tuple[nn.Module, dict[str, Any], Captured],
+    case: tuple[nn.Module, dict[str, Any], CapturedModel],
 ) -> None:
     model, sample, captured = case
     reference = copy.deepcopy(model)
@@ -81,7 +81,7 @@ def test_same_loss_outputs_gradients_and_buffers_as_the_model(
     assert_same({**dict(model.named_buffers()), **updates}, dict(reference.named_buffers()))
 
 
-def test_canonical_form(case: tuple[nn.Module, dict[str, Any], Captured]) -> None:
+def test_canonical_form(case: tuple[nn.Module, dict[str, Any], CapturedModel]) -> None:
     _, sample, captured = case
     graph = captured.graph
     graph.lint()
@@ -110,7 +110,7 @@ def test_canonical_form(case: tuple[nn.Module, dict[str, Any], Captured]) -> Non
     )
 
 
-def _values(captured: Captured, sample: dict[str, Any]) -> list[torch.Tensor]:
+def _values(captured: CapturedModel, sample: dict[str, Any]) -> list[torch.Tensor]:
     return [
         sample[i.target] if i.kind == "input" else captured.state[i.target] for i in captured.inputs
     ]
@@ -140,7 +140,7 @@ def test_t5_shifts_its_labels_right() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_the_graph_is_the_same_on_the_meta_device(name: str) -> None:
-    def calls(captured: Captured) -> list[str]:
+    def calls(captured: CapturedModel) -> list[str]:
         set_device(captured.graph, torch.device("cpu"))
         return [n.format_node() for n in captured.graph.nodes]
 
@@ -259,7 +259,7 @@ class Function(nn.Module):
         }
 
 
-def assert_function_kept(f: Callable[..., torch.Tensor]) -> Captured:
+def assert_function_kept(f: Callable[..., torch.Tensor]) -> CapturedModel:
     torch.manual_seed(0)
     x = torch.randn(2, 4, 6, dtype=torch.float64)
     model = Function(f)
@@ -523,7 +523,7 @@ FORMS: dict[str, tuple[tuple[int, ...], tuple[int, ...], Callable[..., torch.Ten
 
 def assert_loss_kept(
     loss: Callable[..., torch.Tensor], logits: torch.Tensor, target: torch.Tensor
-) -> Captured:
+) -> CapturedModel:
     captured = canonical(Loss(loss), logits, target)
     logits.requires_grad_()
     expected = loss(logits, target)

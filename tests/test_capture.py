@@ -10,9 +10,9 @@ import torch.nn.functional as F
 import zoo
 from torch import nn
 
-from autopar.capture.capture import capture
+from autopar.capture.capture_graph import capture
 from autopar.errors import CaptureError
-from autopar.ir.captured import Captured
+from autopar.ir.captured import CapturedModel
 
 
 class Net(nn.Module):
@@ -34,7 +34,7 @@ def batch(**options: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def kinds(captured: Captured) -> dict[str, list[str]]:
+def kinds(captured: CapturedModel) -> dict[str, list[str]]:
     return {
         kind: [i.target for i in captured.inputs if i.kind == kind]
         for kind in ("parameter", "buffer", "constant", "input")
@@ -78,7 +78,7 @@ def test_nested_inputs_and_constants() -> None:
     x = torch.randn(3)
     captured = capture(Nested(), {"pair": (x, x), "flag": True, "more": {"b": x, "c": None}})
     assert kinds(captured)["input"] == ["pair[0]", "pair[1]", "more['b']"]
-    assert captured.constants_in == {2: True, 4: None}
+    assert captured.constant_inputs == {2: True, 4: None}
     got, _ = zoo.run(captured, pair=(x, x), flag=True, more={"b": x, "c": None})
     assert torch.equal(got, (x * x + x).sum())
 
@@ -97,7 +97,7 @@ def test_use_cache_is_switched_off_and_not_asked_of_the_user() -> None:
     captured = capture(model, sample)
     assert captured.in_spec.num_leaves == len(sample)
     assert any("use_cache" in note for note in captured.notes)
-    assert capture(model, {**sample, "use_cache": False}).constants_in == {2: False}
+    assert capture(model, {**sample, "use_cache": False}).constant_inputs == {2: False}
 
 
 def test_tied_parameters_go_by_their_first_name() -> None:

@@ -17,10 +17,10 @@ from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
 import autopar
 from autopar.errors import CaptureError, RunError
-from autopar.frontend.traced import Traced
-from autopar.ir.captured import Captured
+from autopar.frontend.traced_model import TracedModel
+from autopar.ir.captured import CapturedModel
 from autopar.verification.differences import Difference
-from autopar.verification.eager import check_captured
+from autopar.verification.whole_batch import check_captured
 
 
 class Net(nn.Module):
@@ -54,10 +54,12 @@ def made(
 
 
 def checked(
-    model: nn.Module, x: torch.Tensor, change: Callable[[Captured], None] = lambda captured: None
+    model: nn.Module,
+    x: torch.Tensor,
+    change: Callable[[CapturedModel], None] = lambda captured: None,
 ) -> list[Difference]:
     """Of the graph of ``model``, to which something is done first."""
-    captured = Traced(model, x, None).whole
+    captured = TracedModel(model, x, None).whole
     change(captured)
     return check_captured(captured, model, x, None)
 
@@ -86,10 +88,10 @@ def test_everything_is_compared_and_the_model_is_as_it_was() -> None:
     assert not model.drop.training
 
 
-def replaced(old: Any, new: Any) -> Callable[[Captured], None]:
+def replaced(old: Any, new: Any) -> Callable[[CapturedModel], None]:
     """Lets every call of one operator be of another one."""
 
-    def change(captured: Captured) -> None:
+    def change(captured: CapturedModel) -> None:
         calls = [n for n in captured.graph.nodes if n.target == old]
         assert calls
         for node in calls:
@@ -129,7 +131,7 @@ def test_a_difference_names_the_first_module_or_the_gradients() -> None:
         )
     model, x = made(lambda net, h: Halves.apply(h))
     function = next(
-        n.target for n in Traced(model, x, None).whole.graph.nodes if "Halves" in n.name
+        n.target for n in TracedModel(model, x, None).whole.graph.nodes if "Halves" in n.name
     )
     with pytest.raises(
         CaptureError,
@@ -269,7 +271,7 @@ def test_a_cumulative_average_of_statistics_is_refused_with_the_reason() -> None
     with pytest.raises(
         CaptureError, match=r"in module norm \(BatchNorm1d\).*momentum=None.*give it a momentum"
     ):
-        Traced(model, x, None).whole  # noqa: B018
+        TracedModel(model, x, None).whole  # noqa: B018
 
 
 def test_a_sample_that_the_model_fails_on_is_noted() -> None:

@@ -13,10 +13,10 @@ from pool import Pools
 
 import autopar
 from autopar import Plan, PlanError
-from autopar.frontend.traced import Traced
+from autopar.frontend.traced_model import TracedModel
 from autopar.ir.layout import I, R, S
 from autopar.ir.plan_data import NodePlan, ParameterPlan
-from autopar.search.result.check_plan import check_plan
+from autopar.search.plan_check.check_plan import check_plan
 
 EDITS = 12  # of each kind; benchmarks/plan_edits.py has thousands
 
@@ -34,7 +34,7 @@ def test_edited_files_are_refused_or_right(
     plan.save(tmp_path / "plan.json")
     text, traced = (
         (tmp_path / "plan.json").read_text(),
-        Traced(*edits.make(edits.KINDS[kind][0]), None),
+        TracedModel(*edits.make(edits.KINDS[kind][0]), None),
     )
     assert edits.refused(text, traced) == plan
     found = [edits.refused(edits.edited(text, f"{kind} {seed}"), traced) for seed in range(EDITS)]
@@ -112,15 +112,15 @@ WRONG: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize("number", range(len(WRONG)), ids=[message[:50] for _, message in WRONG])
-def test_what_a_plan_may_not_say(number: int, data_parallel: tuple[Plan, Traced]) -> None:
+def test_what_a_plan_may_not_say(number: int, data_parallel: tuple[Plan, TracedModel]) -> None:
     (plan, traced), (change, message) = data_parallel, WRONG[number]
     with pytest.raises(PlanError, match=message):
         check_plan(dataclasses.replace(plan, **change(plan)), traced.analyse(1)[0])
 
 
 @pytest.fixture(scope="module")
-def data_parallel() -> tuple[Plan, Traced]:
-    return edits.plan("data"), Traced(*edits.make("convolutions"), None)
+def data_parallel() -> tuple[Plan, TracedModel]:
+    return edits.plan("data"), TracedModel(*edits.make("convolutions"), None)
 
 
 MISFITS: list[tuple[dict[str, Any], str]] = [
@@ -142,7 +142,7 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
     ("change", "message"), MISFITS, ids=[message[:40] for _, message in MISFITS]
 )
 def test_parts_that_do_not_fit(
-    change: dict[str, Any], message: str, data_parallel: tuple[Plan, Traced]
+    change: dict[str, Any], message: str, data_parallel: tuple[Plan, TracedModel]
 ) -> None:
     with pytest.raises(PlanError, match=message):
         dataclasses.replace(data_parallel[0], **change)

@@ -13,10 +13,10 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import autopar
 from autopar.errors import RunError
-from autopar.ir.layout import parse
+from autopar.ir.layout import parse_layout
 from autopar.runtime.communication.mesh import Mesh
-from autopar.runtime.communication.placements import cuts
-from autopar.runtime.parameters.parameters import distribute, local_part
+from autopar.runtime.communication.placements import is_sharded
+from autopar.runtime.parameters.model_state import distribute, local_part
 
 LAYOUTS = ("s0 S0", "s0 S1", "s1 S1", "S0 I", "I I", "I s0", "S0 S0")
 
@@ -27,10 +27,13 @@ def _mixed() -> None:
     generator = torch.Generator().manual_seed(0)
     parameters, wholes = [], []
     for text in LAYOUTS:
-        whole, layout = torch.randn(8, 8, dtype=torch.float64, generator=generator), parse(text)
+        whole, layout = (
+            torch.randn(8, 8, dtype=torch.float64, generator=generator),
+            parse_layout(text),
+        )
         placed = distribute(local_part(whole, layout, mesh).clone().contiguous(), layout, mesh)
         assert torch.equal(placed.full_tensor(), whole), text
-        assert [cuts(p) for p in placed.placements] == [t.is_shard for t in layout], text
+        assert [is_sharded(p) for p in placed.placements] == [t.is_shard for t in layout], text
         parameters.append(nn.Parameter(torch.zeros_like(placed)))
         parameters[-1].grad = placed
         wholes.append(whole)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from autopar.cost_model import Cluster, Level, axes, point_to_point, received_bytes, seconds
-from autopar.cost_model.collectives import KINDS, Axis, Hop
+from autopar.cost_model.collectives import COLLECTIVE_KINDS, Axis, Hop
 from autopar.errors import PlanError
 
 GB = 1e9
@@ -105,7 +105,7 @@ def test_no_node_receives_more_than_its_nics_carry(sizes: tuple[int, ...], kind:
         assert seconds(kind, GB, axis) == pytest.approx(into.max() / NIC, rel=1e-9)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", COLLECTIVE_KINDS)
 def test_arrays_are_priced_like_numbers_and_grow(kind: str) -> None:
     nbytes = np.logspace(0, 10, 50)
     for axis in axes((4, 3, 8), A100):
@@ -114,7 +114,7 @@ def test_arrays_are_priced_like_numbers_and_grow(kind: str) -> None:
         assert (np.diff(prices) > 0).all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", COLLECTIVE_KINDS)
 def test_an_axis_of_one_is_free(kind: str) -> None:
     axis = axes((8, 1), A100)[1]
     assert axis == Axis(1, ())
@@ -124,7 +124,7 @@ def test_an_axis_of_one_is_free(kind: str) -> None:
 
 
 def test_received_bytes() -> None:
-    assert [received_bytes(kind, 16, 4) for kind in KINDS] == [24, 12, 12, 3, 16, 16]
+    assert [received_bytes(kind, 16, 4) for kind in COLLECTIVE_KINDS] == [24, 12, 12, 3, 16, 16]
 
 
 def test_three_levels() -> None:
@@ -154,7 +154,7 @@ def test_a_collective_starts_once_and_a_message_too() -> None:
     (nvlink, network) = PRESET.links
     for sizes in ((8,), (2,), (16,)):
         (plain,), (started,) = axes(sizes, A100), axes(sizes, PRESET)
-        for kind in KINDS:
+        for kind in COLLECTIVE_KINDS:
             assert seconds(kind, GB, started) - seconds(kind, GB, plain) == pytest.approx(
                 max(nvlink.startup, network.startup)
             )

@@ -19,10 +19,10 @@ from equivalence import traced_once
 import autopar
 from autopar import Cluster, Comparison, Plan, cli
 from autopar.cost_model import timeline_of
-from autopar.cost_model.device import MOST_EFFICIENT
+from autopar.cost_model.device import MAX_EFFICIENCY
 from autopar.errors import PlanError
-from autopar.runtime.measure.compare import compare
-from autopar.runtime.measure.recorder import RankTimes
+from autopar.runtime.measure.comparison import compare
+from autopar.runtime.measure.step_recorder import RankTimes
 
 # -- files
 # -------------------------------------------------------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ def test_what_a_cache_makes_fast_stays_within_what_a_file_may_say(
     plan: Plan, tmp_path: Path
 ) -> None:
     cpu = Cluster.load("cpu")
-    small = cpu.device.efficiency | {"relu.float32": ((1e4, MOST_EFFICIENT), (1e6, 0.5))}
+    small = cpu.device.efficiency | {"relu.float32": ((1e4, MAX_EFFICIENCY), (1e6, 0.5))}
     quick = [
         replace(t, stages={0: {k: v / 2 for k, v in t.stages[0].items()}})
         for t in as_measured(plan)
@@ -308,7 +308,7 @@ def test_what_a_cache_makes_fast_stays_within_what_a_file_may_say(
         compare(plan, quick)
     ).save(tmp_path / "new.json")
     found = Cluster.load(tmp_path / "new.json").device.efficiency["relu.float32"]
-    assert found == ((1e4, MOST_EFFICIENT), (1e6, pytest.approx(1.0, rel=0.01)))
+    assert found == ((1e4, MAX_EFFICIENCY), (1e6, pytest.approx(1.0, rel=0.01)))
 
 
 def test_what_cannot_be_calibrated(plan: Plan) -> None:

@@ -16,13 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autopar.cost_model import Cluster, Compute, Conversions, seconds
 from autopar.ir.layout import I, R, S
 from autopar.ir.plan_data import NodePlan
-from autopar.kernel_trace.autograd import Autograd, contiguous
-from autopar.kernel_trace.launches import Launch
-from autopar.kernel_trace.stand_ins import AnyMesh
-from autopar.memory.calls import kernel_answer
-from autopar.memory.saved import saved
+from autopar.kernel_trace.kernel_launches import KernelLaunch
+from autopar.kernel_trace.meta_kernels import FakeMesh
+from autopar.kernel_trace.operator_trace import OperatorTracer, contiguous_spec
+from autopar.memory.call_trace import trace_kernel
+from autopar.memory.saved_tensors import saved
 from autopar.runtime.communication.mesh import Mesh
-from autopar.runtime.kernels import kernels
+from autopar.runtime.kernels import graph_kernels
 from autopar.search.pricing.costs import Costs
 from autopar.search.space.strategies import Strategy
 
@@ -45,7 +45,7 @@ def _run() -> tuple[Counter[str], Counter[str]]:
     x = torch.randn(n // 2, channels, *rest, requires_grad=True)
     weight, bias = (torch.ones(channels, requires_grad=True) for _ in range(2))
     with Names() as forward:
-        out = kernels.sync_batch_norm(
+        out = graph_kernels.sync_batch_norm(
             x,
             weight,
             bias,
@@ -68,21 +68,21 @@ def test_a_batch_norm_of_two_ranks(ranks: Pools) -> None:
     shape = node.meta["val"].shape
     split = Strategy(((S(0),), (R,), (R,), (I,), (I,)), (S(0),), ("n",), ("batch_norm",))
     chosen = NodePlan(split.ins, split.out, split.factors, split.kernels)
-    per_channel = contiguous((shape[1],), torch.float32, True)
+    per_channel = contiguous_spec((shape[1],), torch.float32, True)
     tensors = [
-        contiguous((shape[0] // 2, *shape[1:]), torch.float32, True),
+        contiguous_spec((shape[0] // 2, *shape[1:]), torch.float32, True),
         per_channel,
         per_channel,
     ]
-    answer = kernel_answer(
-        Autograd("cpu"),
+    answer = trace_kernel(
+        OperatorTracer("cpu"),
         node,
         chosen,
-        AnyMesh((2,)),
+        FakeMesh((2,)),
         [*tensors, *[per_channel._replace(grad=False)] * 2],
     )
 
-    def passes(launches: tuple[Launch, ...]) -> Counter[str]:
+    def passes(launches: tuple[KernelLaunch, ...]) -> Counter[str]:
         return Counter(n.operator for n in launches if n.operator in PASSES)
 
     for seen in ranks(2).run(_run):
@@ -93,14 +93,14 @@ def test_a_batch_norm_of_two_ranks(ranks: Pools) -> None:
     cluster = Cluster.load("cpu")
     held = saved(analysis.graph.nodes, analysis.differentiable, "cpu", rules=analysis.rules)
     costs = Costs(analysis, held, Conversions((2,), cluster), Compute(cluster), "adamw")
-    prices = costs.of_node(node, analysis.rules[node], [split])
+    prices = costs.node_costs(node, analysis.rules[node], [split])
     by_hand = sum(
         float(Compute(cluster).seconds(n.kind, "float32", 0.0, n.nbytes, operator=n.operator))
         for n in answer.backward
         if not n.sends
     ) + seconds("all_reduce", 2 * 4.0 * shape[1], Conversions((2,), cluster).axes[0])
     assert prices.backward[0] == by_hand
-    alone = costs.of_node(
+    alone = costs.node_costs(
         node, analysis.rules[node], [Strategy(((I,),) * 5, (I,), (None,), (None,))]
     )
     assert (

@@ -18,7 +18,7 @@ from autopar.cost_model import (
     optimizer_traffic,
     parameter_memory,
 )
-from autopar.cost_model.device import WORK, Tile
+from autopar.cost_model.device import KERNEL_KINDS, Tile
 from autopar.errors import PlanError
 
 A100 = Cluster.load("a100-sxm")
@@ -118,7 +118,7 @@ def test_a_gpu_is_launched_ahead_and_a_cpu_is_not() -> None:
     )
 
 
-@pytest.mark.parametrize("kind", WORK)
+@pytest.mark.parametrize("kind", KERNEL_KINDS)
 def test_arrays_are_priced_like_numbers(kind: str) -> None:
     flops, nbytes = np.logspace(3, 14, 12), np.logspace(2, 10, 12)
     prices = COMPUTE.seconds(kind, "float16", flops, nbytes)

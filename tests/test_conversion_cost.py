@@ -13,9 +13,21 @@ import numpy as np
 import pytest
 
 from autopar.cost_model import Cluster, Conversions, Level, seconds
-from autopar.cost_model.conversion import STEP
+from autopar.cost_model.conversion import STEP_SECONDS
 from autopar.errors import PlanError
-from autopar.ir.layout import I, Layout, P, R, S, Type, dual, legal, local_shape, movable, parse
+from autopar.ir.layout import (
+    I,
+    Layout,
+    P,
+    R,
+    S,
+    Type,
+    can_convert,
+    dual,
+    is_legal,
+    local_shape,
+    parse_layout,
+)
 
 # (from, to): collectives of the forward and of the backward. "Sa" to "Sb" is between different
 # dims.
@@ -51,7 +63,7 @@ def layouts(shape: tuple[int, ...], sizes: tuple[int, ...]) -> list[Layout]:
     return [
         layout
         for layout in itertools.product(types, repeat=len(sizes))
-        if legal(shape, layout, sizes)
+        if is_legal(shape, layout, sizes)
     ]
 
 
@@ -64,8 +76,8 @@ def moves(
         after = (*layout[:axis], target, *layout[axis + 1 :])
         if (
             target is not layout[axis]
-            and movable(layout, axis, target)
-            and legal(shape, after, sizes)
+            and can_convert(layout, axis, target)
+            and is_legal(shape, after, sizes)
         ):
             result.append((axis, target, after))
     return result
@@ -76,7 +88,7 @@ def graph(
     shape: tuple[int, ...],
     itemsize: int,
     differentiable: bool,
-    step: float = STEP,
+    step: float = STEP_SECONDS,
     summed: int | None = None,
 ) -> nx.DiGraph:
     sizes = conversions.sizes
@@ -127,12 +139,12 @@ def test_paths_are_legal_and_cost_what_the_matrix_says(
         path = conversions.path(shape, 4, differentiable, states[i], states[j])
         for axis, before, after in path:
             assert layout[axis] is before
-            assert movable(layout, axis, after)
+            assert can_convert(layout, axis, after)
             layout = (*layout[:axis], after, *layout[axis + 1 :])
-            assert legal(shape, layout, sizes)
+            assert is_legal(shape, layout, sizes)
         assert layout == states[j]
         terms = conversions.terms(shape, 4, differentiable, states[i], states[j])
-        assert sum(term.seconds for term in terms) + len(path) * STEP == pytest.approx(
+        assert sum(term.seconds for term in terms) + len(path) * STEP_SECONDS == pytest.approx(
             prices[i, j], rel=1e-9, abs=0
         )
         assert differentiable or all(term.phase == "forward" for term in terms)
@@ -160,7 +172,7 @@ def test_a_gradient_summed_in_another_dtype(
     for i, j in random.Random(0).sample(pairs, min(200, len(pairs))):
         steps = len(conversions.path(shape, 2, True, states[i], states[j], summed))
         terms = conversions.terms(shape, 2, True, states[i], states[j], summed)
-        assert sum(term.seconds for term in terms) + steps * STEP == pytest.approx(
+        assert sum(term.seconds for term in terms) + steps * STEP_SECONDS == pytest.approx(
             prices[i, j], rel=1e-9, abs=0
         )
 
@@ -197,7 +209,7 @@ def test_prices_are_a_distance_and_grow_with_bytes() -> None:
     states = layouts(shape, sizes)
     small, large = (conversions.matrix(shape, itemsize, True, states) for itemsize in (2, 4))
     assert (np.diag(small) == 0).all()
-    assert (small[~np.eye(len(states), dtype=bool)] >= STEP).all()
+    assert (small[~np.eye(len(states), dtype=bool)] >= STEP_SECONDS).all()
     assert (small <= large).all()
     assert (conversions.matrix(shape, 2, False, states) <= small).all()
     through = (small[:, :, None] + small[None]).min(axis=1)
@@ -205,7 +217,7 @@ def test_prices_are_a_distance_and_grow_with_bytes() -> None:
 
 
 def kinds(text: str, phase: str, **options: bool) -> list[str]:
-    src, dst = (parse(side) for side in text.split(" > "))
+    src, dst = (parse_layout(side) for side in text.split(" > "))
     terms = Conversions((8,), H100).terms(
         (64, 4096, 4096), 2, options.get("differentiable", True), src, dst
     )
@@ -233,20 +245,20 @@ def test_chunks_of_an_inner_dim_are_copied() -> None:
     )
     assert inner - outer == pytest.approx(2 * 64 * 4096 * 2 / bandwidth)
     first = conversions.matrix((1, 4096), 2, False, [(S(1),), (R,)])[0, 1]  # nothing lies before it
-    assert first == pytest.approx(STEP + seconds("all_gather", 8192.0, conversions.axes[0]))
+    assert first == pytest.approx(STEP_SECONDS + seconds("all_gather", 8192.0, conversions.axes[0]))
 
 
 def test_an_axis_of_one_costs_steps_only() -> None:
     states = layouts((8, 8), (1,))
-    expected = STEP * (1 - np.eye(len(states)))
+    expected = STEP_SECONDS * (1 - np.eye(len(states)))
     np.testing.assert_array_equal(Conversions((1,), H100).matrix((8, 8), 4, True, states), expected)
 
 
 def test_a_later_axis_is_undone_first() -> None:
     conversions = Conversions((4, 8), H100)
-    path = conversions.path((64, 8), 2, True, parse("S0 S0"), parse("I S0"))
+    path = conversions.path((64, 8), 2, True, parse_layout("S0 S0"), parse_layout("I S0"))
     assert path[0][0] == 1
-    reverse = conversions.path((64, 8), 2, False, parse("I S0"), parse("S0 S0"))
+    reverse = conversions.path((64, 8), 2, False, parse_layout("I S0"), parse_layout("S0 S0"))
     assert reverse[-1][0] == 1
 
 

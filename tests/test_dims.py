@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.capture.capture import capture
+from autopar.capture.capture_graph import capture
 from autopar.passes.canonical.canonicalise import canonicalise
 
 CASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

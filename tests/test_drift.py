@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import autopar
-from autopar.runtime.communication import drift
+from autopar.runtime.communication import desync
 
 DATA = dict(parallel=dict(data=2))
 PARTS = dict(parallel=dict(data=2), micro_batch_size=2)
@@ -82,7 +82,7 @@ def sampled(compiled: Any, optimizer: Any, steps: Any, step: int, odd: bool) -> 
 
 
 def other_labels_between(compiled: Any, optimizer: Any, steps: Any, step: int, odd: bool) -> None:
-    compiled._drift._cost = (
+    compiled._desync._cost = (
         10.0  # as where an exchange takes long beside a step, and many calls share one
     )
     other_labels(compiled, optimizer, steps, step, odd)
@@ -142,7 +142,7 @@ CASES: list[tuple[dict[str, Any], Callable[..., Any], int, str]] = [
 
 
 def all_cases(cases: list[int]) -> list[tuple[str, int]]:
-    drift._SHARE = 1.0  # every call has its exchange, however long it takes
+    desync._SHARE = 1.0  # every call has its exchange, however long it takes
     return [*(loop(*CASES[i][:3]) for i in cases), loop(DATA, other_labels_between, 7, within=20)]
 
 

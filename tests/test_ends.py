@@ -10,29 +10,29 @@ from megatron import batch, configuration, gpt, searched
 
 import autopar
 from autopar.cost_model import Cluster, axes, point_to_point, seconds
-from autopar.frontend.traced import Traced
+from autopar.frontend.traced_model import TracedModel
 from autopar.ir.plan_data import BUCKET_BYTES
-from autopar.search.pricing.ends import OPTIMIZER, SYNC, step_ends
-from autopar.search.result.found import Found
+from autopar.search.result.end_of_step import OPTIMIZER, SYNC, end_of_step
+from autopar.search.result.priced_plan import PricedPlan
 
 A100 = Cluster.load("a100-sxm")
 
 
 def ends(
     hidden: int, overlap: float, overhead: float = 0.0, network: float = 1.0
-) -> tuple[dict[str, float], Found, Cluster]:
+) -> tuple[dict[str, float], PricedPlan, Cluster]:
     """Of two replicas, whose links are ``network`` times as fast."""
     device = replace(A100.device, overlap=overlap, overhead=overhead)
     links = tuple(replace(level, bandwidth=level.bandwidth * network) for level in A100.links)
     cluster = replace(A100, device=device, links=links)
-    traced = Traced(gpt(hidden, 4, 2, 32, 512), batch(8, 32), None)
+    traced = TracedModel(gpt(hidden, 4, 2, 32, 512), batch(8, 32), None)
     asked = configuration(1, 1, 2, 4) | dict(recompute="none", precision=None)
     with searched(traced, 8, cluster, **asked) as found:
-        (end,) = step_ends(found)
+        (end,) = end_of_step(found)
     return end, found, cluster
 
 
-def gradient_bytes(found: Found) -> float:
+def gradient_bytes(found: PricedPlan) -> float:
     return float(
         sum(
             4 * n.meta["val"].numel()
@@ -42,7 +42,7 @@ def gradient_bytes(found: Found) -> float:
     )
 
 
-def bucket(found: Found, cluster: Cluster) -> tuple[int, float]:
+def bucket(found: PricedPlan, cluster: Cluster) -> tuple[int, float]:
     """How many there are, and the seconds of one."""
     count = math.ceil(gradient_bytes(found) / BUCKET_BYTES)
     return count, seconds("all_reduce", gradient_bytes(found) / count, axes((2,), cluster)[0])
@@ -54,14 +54,14 @@ def test_a_single_bucket_has_nothing_to_hide_behind(overlap: float) -> None:
     count, each = bucket(found, cluster)
     assert count == 1
     assert end[SYNC] == pytest.approx(each)
-    assert found.once[0][SYNC] < each or overlap == 0.0  # as the search counts it
+    assert found.end_of_step_estimate[0][SYNC] < each or overlap == 0.0  # as the search counts it
 
 
 def test_all_but_the_last_bucket_hides_behind_a_long_backward() -> None:
     end, found, cluster = ends(1024, 1.0)
     count, each = bucket(found, cluster)
     assert count > 3
-    assert float(found.solution.bill.backward[0]) > count * each
+    assert float(found.solution.cost_breakdown.backward[0]) > count * each
     assert end[SYNC] == pytest.approx(each)
     halfway, _, _ = ends(1024, 0.5)
     assert halfway[SYNC] == pytest.approx(count * each - (count - 1) * each / 2)
@@ -72,7 +72,7 @@ def test_all_but_the_last_bucket_hides_behind_a_long_backward() -> None:
 def test_what_takes_longer_than_the_backward_is_waited_for() -> None:
     end, found, cluster = ends(1024, 1.0, network=1e-3)
     count, each = bucket(found, cluster)
-    backward = float(found.solution.bill.backward[0])
+    backward = float(found.solution.cost_breakdown.backward[0])
     assert (count - 1) * each > backward
     assert end[SYNC] == pytest.approx(count * each - backward)
 

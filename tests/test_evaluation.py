@@ -10,7 +10,7 @@ import zoo
 from pool import Pools
 
 import autopar
-from autopar.frontend.traced import Traced
+from autopar.frontend.traced_model import TracedModel
 
 
 class Branching(torch.nn.Module):
@@ -26,7 +26,7 @@ class Branching(torch.nn.Module):
 @pytest.mark.parametrize("name", zoo.MODELS)
 def test_dropout_and_batch_norm_are_understood(name: str) -> None:
     model, sample = zoo.MODELS[name](dropout=0.1)
-    assert Traced(model, sample, None).evaluating.unlike is None
+    assert TracedModel(model, sample, None).evaluating.mismatch is None
     assert model.training
 
 

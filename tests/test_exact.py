@@ -20,15 +20,15 @@ import zoo
 
 from autopar.cost_model import Action, Cluster, actions, makespans
 from autopar.ir.plan_data import SCHEDULES
-from autopar.runtime.kernels.kernels import send
-from autopar.search.ilp.exact import exact, least_steps
-from autopar.search.ilp.problem import Bill, build
-from autopar.search.pipeline.draft import outline
-from autopar.search.result.assemble import assemble, costs_of, staged, stages_of
-from autopar.search.search import Search
-from autopar.search.space.choices import Choices
+from autopar.runtime.kernels.graph_kernels import send
+from autopar.search.ilp.problem import CostBreakdown, build_problem
+from autopar.search.inner.candidate import best_candidate
+from autopar.search.inner.inner_search import InnerSearch
+from autopar.search.result.assemble import assemble, costs_of_stages, cut_at_units, stages_of
+from autopar.search.result.exact_search import exact, least_step_ratio
+from autopar.search.space.configuration import Configuration
+from autopar.search.space.node_choices import NodeChoices
 from autopar.search.space.options import Axis, Options
-from autopar.search.space.shape import Shape
 from autopar.search.space.strategies import Choice
 
 LETTERS = dict(B=64, S=8, H=64, F=256, G=128, K=16, V=512)
@@ -36,20 +36,20 @@ EXACT = 1e-7
 FLIGHTS = {"1f1b": lambda p, m: [min(p - s, m) for s in range(p)], "gpipe": lambda p, m: [m] * p}
 
 
-def search_of(name: str, axis: int, recompute: str, stages: int) -> Search:
+def search_of(name: str, axis: int, recompute: str, stages: int) -> InnerSearch:
     model = small_graphs.Small(name, LETTERS, torch.float32)
     options = Options(axis * stages, recompute=recompute, parallel=dict(pipeline=stages, data=axis))
-    return Search(small_graphs.analyse(model, model.sample), Cluster.load("cpu"), options)
+    return InnerSearch(small_graphs.analyse(model, model.sample), Cluster.load("cpu"), options)
 
 
 def thin(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """Nodes are left with the choice to do nothing and, ``most`` of them, with one or two
     others.
     """
-    whole = Choices.on
+    whole = NodeChoices.on
 
     def thinned(
-        self: Choices, axes: Sequence[Axis], nodes: Any = None
+        self: NodeChoices, axes: Sequence[Axis], nodes: Any = None
     ) -> dict[fx.Node, list[Choice]]:
         found, left = whole(self, axes, nodes), most
         for node, choices in found.items():
@@ -59,16 +59,18 @@ def thin(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
             left -= bool(others)
         return found
 
-    monkeypatch.setattr(Choices, "on", thinned)
+    monkeypatch.setattr(NodeChoices, "on", thinned)
 
 
-def bills(search: Search, shape: Shape, starts: tuple[int, ...]) -> list[Bill]:
+def bills(
+    search: InnerSearch, shape: Configuration, starts: tuple[int, ...]
+) -> list[CostBreakdown]:
     """Of all assignments of one cut."""
-    analysis = staged(search, starts)
+    analysis = cut_at_units(search, starts)
     stage_of, own = stages_of(analysis, shape.stages), {n: n for n in analysis.graph.nodes}
-    choices = Choices(analysis, own, search.options).on(shape.axes)
-    costs = costs_of(search, shape, analysis)
-    problem = build(
+    choices = NodeChoices(analysis, own, search.options).on(shape.axes)
+    costs = costs_of_stages(search, shape, analysis)
+    problem = build_problem(
         analysis.graph,
         own,
         choices,
@@ -78,10 +80,13 @@ def bills(search: Search, shape: Shape, starts: tuple[int, ...]) -> list[Bill]:
         stage_of.__getitem__,
         shape.stages,
     )
-    return [problem.bill(chosen, again) for chosen, again in brute_force.assignments(problem)]
+    return [
+        problem.cost_breakdown(chosen, recomputed)
+        for chosen, recomputed in brute_force.assignments(problem)
+    ]
 
 
-def steps(found: list[Bill], shape: Shape) -> tuple[np.ndarray, np.ndarray]:
+def steps(found: list[CostBreakdown], shape: Configuration) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of a step and bytes of the fullest device of each assignment."""
     kinds = ("forward", "backward", "send", "step", "kept", "state")
     forward, backward, send, step, kept, state = (
@@ -95,7 +100,7 @@ def steps(found: list[Bill], shape: Shape) -> tuple[np.ndarray, np.ndarray]:
 
 
 def longest(
-    shape: Shape, took: dict[str, np.ndarray], receiving: np.ndarray, step: np.ndarray
+    shape: Configuration, took: dict[str, np.ndarray], receiving: np.ndarray, step: np.ndarray
 ) -> np.ndarray:
     """The longest path through orders and transfers, by recursion; arrays are [stage,
     assignment].
@@ -121,7 +126,7 @@ def longest(
     return np.max([end(order[-1]) + step[rank] for rank, order in enumerate(orders)], axis=0)
 
 
-def cuts(search: Search, stages: int) -> list[tuple[int, ...]]:
+def cuts(search: InnerSearch, stages: int) -> list[tuple[int, ...]]:
     return [
         (0, *rest) for rest in itertools.combinations(range(1, len(search.units.nodes)), stages - 1)
     ]
@@ -148,13 +153,15 @@ def test_nothing_that_fits_is_faster(
     name, axis, stages, free, recompute = case
     thin(monkeypatch, free)
     search = search_of(name, axis, recompute, stages)
-    axes = (Axis("data", axis, "free", asked=False),)
-    every = {cut: bills(search, Shape(stages, axes, 2), cut) for cut in cuts(search, stages)}
+    axes = (Axis("data", axis, "free", is_required=False),)
+    every = {
+        cut: bills(search, Configuration(stages, axes, 2), cut) for cut in cuts(search, stages)
+    }
     used = set()
     for schedule, microbatches in itertools.product(FLIGHTS, (2, 4)):
         if schedule == "1f1b" and microbatches < stages:
             continue
-        shape = Shape(stages, axes, microbatches, schedule=schedule)
+        shape = Configuration(stages, axes, microbatches, schedule=schedule)
         priced = {cut: steps(found, shape) for cut, found in every.items()}
         seconds, memory = (np.concatenate(each) for each in zip(*priced.values(), strict=True))
         assert len(seconds) >= 80
@@ -168,7 +175,9 @@ def test_nothing_that_fits_is_faster(
             found = exact(search, shape, search.analysis.batch.size, 60.0)
             assert found is not None
             assert max(found.device_bytes()) <= budget
-            assert brute_force.possible(found.problem, found.solution.chosen, found.solution.again)
+            assert brute_force.possible(
+                found.problem, found.solution.chosen, found.solution.recomputed
+            )
             assert sum(found.seconds_by_kind().values()) == pytest.approx(
                 seconds[memory <= budget].min(), rel=EXACT
             )
@@ -196,24 +205,24 @@ def test_what_is_known_and_fits_is_not_lost() -> None:
     analysis = small_graphs.analyse(model, sample)
     cluster = Cluster.load("cpu")
     options = Options(2, parallel=dict(pipeline=2), micro_batch_size=16)
-    search = Search(analysis, cluster, options)
-    shape = Shape(2, (Axis("data", 1, "data"),), 4)
-    first = assemble(search, outline(search, shape, 16))
+    search = InnerSearch(analysis, cluster, options)
+    shape = Configuration(2, (Axis("data", 1, "data"),), 4)
+    first = assemble(search, best_candidate(search, shape, 16))
     known = sum(first.seconds_by_kind().values())
     found = exact(search, shape, 16, 60.0, first)
     assert found is not None
     assert sum(found.seconds_by_kind().values()) <= known
-    assert not any(found.solution.bill.recomputation)
-    again = exact(search, shape, 16, 60.0, found)
-    assert again is found
-    assert again.gap < 1e-6
+    assert not any(found.solution.cost_breakdown.recomputation)
+    recomputed = exact(search, shape, 16, 60.0, found)
+    assert recomputed is found
+    assert recomputed.gap < 1e-6
     out_of_time = exact(search, shape, 16, 0.0, first)
     assert out_of_time is first
 
 
 def test_a_cut_by_hand_is_kept() -> None:
     search = search_of("deep", 1, "auto", 2)
-    shape = Shape(2, (Axis("data", 1, "data"),), 2)
+    shape = Configuration(2, (Axis("data", 1, "data"),), 2)
     for cut in cuts(search, 2):
         found = exact(search, shape, search.analysis.batch.size, 60.0, starts=cut)
         assert found is not None
@@ -237,7 +246,7 @@ def test_no_pipeline_is_faster_than_the_least(schedule: str) -> None:
             seconds = makespans(schedule, p, 1, microbatches, work * share, work * (1 - share))
             assert (
                 seconds
-                >= least_steps(Shape(p, (), microbatches, 1, schedule))
+                >= least_step_ratio(Configuration(p, (), microbatches, 1, schedule))
                 * work.sum(axis=0)
                 * (1 - 1e-9)
             ).all()

@@ -14,9 +14,9 @@ from torch import nn
 
 import autopar
 from autopar.errors import CaptureError
-from autopar.frontend.traced import Traced
-from autopar.verification.eager import check_captured
+from autopar.frontend.traced_model import TracedModel
 from autopar.verification.few_samples import FewSamples, compare, few_samples
+from autopar.verification.whole_batch import check_captured
 
 Loss = Callable[[torch.Tensor, dict[str, torch.Tensor]], torch.Tensor]
 
@@ -60,7 +60,7 @@ def made(
     torch.manual_seed(0)
     model = Net(loss).double()
     sample = {"x": torch.randn(16, 6, dtype=torch.float64), "labels": torch.arange(16) % 5}
-    return model, sample, few_samples(Traced(model, sample, None).analyse(1)[0])
+    return model, sample, few_samples(TracedModel(model, sample, None).analyse(1)[0])
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -84,7 +84,7 @@ def test_what_differs_on_a_few_samples_is_decided_by_the_whole_batch() -> None:
     assert few.agree(model, sample, None)
     model.loss = wrong  # after it was traced
     assert not few.agree(model, sample, None)
-    analysis = Traced(made(F.cross_entropy)[0], sample, None).analyse(1)[0]
+    analysis = TracedModel(made(F.cross_entropy)[0], sample, None).analyse(1)[0]
     with pytest.raises(
         CaptureError, match="the captured graph is not what the model computes: gradient"
     ):
@@ -116,7 +116,7 @@ def test_it_takes_less_time_than_a_step() -> None:
     def loss(out: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
         return out.square().mean()
 
-    traced, optimizer = Traced(model, x, loss), torch.optim.AdamW(model.parameters())
+    traced, optimizer = TracedModel(model, x, loss), torch.optim.AdamW(model.parameters())
     analysis = traced.analyse(1)[0]
 
     def step() -> None:

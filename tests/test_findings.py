@@ -12,7 +12,7 @@ import torch
 import transformers as hf
 
 import autopar
-from autopar.ir.layout import Layout, parse
+from autopar.ir.layout import Layout, parse_layout
 from autopar.ir.plan_data import NodePlan
 from autopar.plan import Plan
 
@@ -83,16 +83,16 @@ def megatron(request: pytest.FixtureRequest) -> tuple[Made, str, Plan]:
 def test_a_large_block_is_column_and_row_parallel(megatron: tuple[Made, str, Plan]) -> None:
     _, _, plan = megatron
     for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
-        assert used(plan, f"{name}.weight") == {parse("S0")}, name
+        assert used(plan, f"{name}.weight") == {parse_layout("S0")}, name
     for name in ("o_proj", "down_proj"):
-        assert used(plan, f"{name}.weight") == {parse("S1")}, name
+        assert used(plan, f"{name}.weight") == {parse_layout("S1")}, name
     assert plan.data_degree == 1
 
 
 def test_heads_are_split_in_attention(megatron: tuple[Made, str, Plan]) -> None:
     made, _, plan = megatron
     attention = calls(made, plan, "aten.scaled_dot_product_attention.default")
-    assert [a.out for a in attention] == [parse("S1")] * 2  # [batch, heads, sequence, width]
+    assert [a.out for a in attention] == [parse_layout("S1")] * 2  # [batch, heads, sequence, width]
 
 
 def test_the_sequence_is_split_between(megatron: tuple[Made, str, Plan]) -> None:
@@ -103,7 +103,7 @@ def test_the_sequence_is_split_between(megatron: tuple[Made, str, Plan]) -> None
         calls(made, plan, "aten.pow.Tensor_Scalar", shape=hidden),
     )
     assert [n.out for n in residual + norms] == [
-        parse("S1")
+        parse_layout("S1")
     ] * 8  # two sums and two norms in each of two blocks
 
 
@@ -123,7 +123,7 @@ def test_a_small_model_with_a_large_batch_is_data_parallel(cluster: str) -> None
     assert plan.mesh == {"data": WORLD}
     assert used(plan, ".c_fc.weight") | used(plan, ".c_proj.weight") | used(
         plan, ".c_attn.weight"
-    ) == {parse("R")}
+    ) == {parse_layout("R")}
 
 
 @pytest.mark.parametrize("cluster", ["h100-sxm", "a100-sxm"])

@@ -15,7 +15,7 @@ from torch import nn
 import autopar
 from autopar import Plan
 from autopar.errors import PlanError
-from autopar.frontend.traced import Traced
+from autopar.frontend.traced_model import TracedModel
 
 
 class Residual(nn.Module):
@@ -102,7 +102,7 @@ class Tail(nn.Module):
 def test_each_pipeline_rank_has_a_parameter() -> None:
     """Left free the cut would be in the tail, and the second rank could have no optimizer."""
     plan = planned(Tail(), torch.zeros(8, 16, 8), 2, parallel=dict(pipeline=2), micro_batch_size=2)
-    analysis = Traced(Tail(), torch.zeros(8, 16, 8), None).analyse(4)[0]
+    analysis = TracedModel(Tail(), torch.zeros(8, 16, 8), None).analyse(4)[0]
     calls = [n.name for n in analysis.graph.nodes if n.op == "call_function"]
     second = next(n.name for n in analysis.graph.nodes if n.meta.get("module") == "second")
     assert 0 < calls.index(plan.stages[1].start) <= calls.index(second)

@@ -17,7 +17,7 @@ from equivalence import traced_once
 from frontier import Frontier, Row, peak_bytes, rank_correlation
 from step_time import build, inputs
 
-from autopar.frontend import traced as tracing
+from autopar.frontend import traced_model as tracing
 
 BATCH, SEQUENCE, VOCABULARY, POINTS = 4, 64, 256, 4
 

@@ -19,12 +19,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import autopar
-from autopar.capture.applied import Applied
-from autopar.capture.capture import capture
+from autopar.capture.capture_graph import capture
+from autopar.capture.function_operator import FunctionOperator
 from autopar.errors import CaptureError, PlanError
-from autopar.frontend.traced import Traced
+from autopar.frontend.traced_model import TracedModel
 from autopar.rules import Call, Rule, register_rule, registry
-from autopar.runtime.kernels import kernels
+from autopar.runtime.kernels import graph_kernels
 
 
 class Reverse(torch.autograd.Function):
@@ -164,7 +164,9 @@ def test_a_function_keeps_its_own_backward(between: str) -> None:
     compiled = autopar.compile(copy.deepcopy(model), sample, 1, progress=False)
     assert equivalence.worst(equivalence.compare(model, sample, compiled))[0] < 1e-12
     calls = [
-        n for n in Traced(model, sample, None).whole.graph.nodes if isinstance(n.target, Applied)
+        n
+        for n in TracedModel(model, sample, None).whole.graph.nodes
+        if isinstance(n.target, FunctionOperator)
     ]
     assert calls
     assert all(n.meta["source"].startswith("tests/test_functions.py:") for n in calls)
@@ -237,14 +239,14 @@ def test_a_rule_splits_a_function() -> None:
 def test_what_a_forward_draws_is_drawn_alike_on_all_ranks() -> None:
     model = Net(lambda net, h: Noisy.apply(h))
     compiled = autopar.compile(model, torch.randn(4, 8), 1, progress=False)
-    (call,) = (n for n in compiled._lowered.train.graph.nodes if n.target is kernels.drawn)
-    assert call.args[0] == Applied(Noisy, (None,), True, random=True)
+    (call,) = (n for n in compiled._lowered.train.graph.nodes if n.target is graph_kernels.drawn)
+    assert call.args[0] == FunctionOperator(Noisy, (None,), True, random=True)
 
 
 def traced(between: Callable[[Net, torch.Tensor], torch.Tensor]) -> str:
     """The fingerprint of a net with this between its parts."""
     torch.manual_seed(0)
-    return Traced(Net(between), torch.randn(8, 8), None).whole.fingerprint
+    return TracedModel(Net(between), torch.randn(8, 8), None).whole.fingerprint
 
 
 def test_the_fingerprint_depends_on_the_function_and_its_arguments() -> None:

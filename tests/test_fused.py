@@ -13,11 +13,11 @@ from equivalence import TOLERANCE, check
 from pool import Pools
 
 import autopar
-from autopar.capture.capture import capture
-from autopar.ir.layout import legal, local_shape, parse_type, strided
+from autopar.capture.capture_graph import capture
+from autopar.ir.layout import is_legal, local_shape, parse_type, strided
 from autopar.passes.canonical.canonicalise import canonicalise
 from autopar.rules.analysis import Analysis
-from autopar.search.space.fused import fused
+from autopar.search.space.fused_weights import fused
 
 TENSOR = {size: dict(tensor=dict(size=size, mode="1d")) for size in (2, 4)}
 
@@ -28,8 +28,8 @@ def test_types() -> None:
     assert repr(t) == "S1/3"
     assert [t.pieces_of(rank, 2) for rank in range(2)] == [(0, 2, 4), (1, 3, 5)]
     assert local_shape((5, 24), (t, t), (2, 2)) == (5, 6)
-    assert legal((5, 24), (t, t), (2, 4))
-    assert not legal((5, 24), (t, t), (4, 4))
+    assert is_legal((5, 24), (t, t), (2, 4))
+    assert not is_legal((5, 24), (t, t), (4, 4))
     for text in ("S1/1", "S1/0", "Z1/2", "S/2"):
         with pytest.raises(ValueError, match="is no type"):
             parse_type(text)

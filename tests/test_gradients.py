@@ -12,9 +12,9 @@ import torch
 from pool import Pools
 from torch.distributed.tensor import DTensor, Shard
 
-from autopar.ir.layout import parse
-from autopar.runtime.parameters.clip import clip_grad_norm_
+from autopar.ir.layout import parse_layout
 from autopar.runtime.parameters.gather import cut, join
+from autopar.runtime.parameters.gradient_clipping import clip_grad_norm_
 from autopar.runtime.parameters.gradients import GradientSync
 
 RANKS = {"one": 1, "data": 2, "zero": 2, "columns": 2, "slice": 2, "grid": 4, "data4": 4}
@@ -73,9 +73,9 @@ def test_four_microbatches(ranks: Pools) -> None:
 
 def _small_buckets(case: str) -> int:
     model, compiled = handmade.Network(), handmade.build(case)
-    sync = GradientSync(compiled._execution.weights, compiled.mesh, bucket_bytes=1)
+    sync = GradientSync(compiled._runner.weights, compiled.mesh, bucket_bytes=1)
     launched: list[int] = []
-    compiled._execution._sync = sync
+    compiled._runner._sync = sync
     for step in range(3):
         expected, found = (
             model(**handmade.batch(step))["loss"],
@@ -243,7 +243,7 @@ def test_clip_grad_norm(ranks: Pools, case: str, order: float) -> None:
 )
 def test_join_undoes_cut(sizes: tuple[int, ...], types: str) -> None:
     whole = torch.arange(6 * 12 * 4).view(6, 12, 4)
-    layout = parse(types)
+    layout = parse_layout(types)
     chunks = cut(whole, sizes, layout)
     assert torch.equal(join(chunks.reshape(-1), sizes, layout, chunks.shape[len(sizes) :]), whole)
     for place in product(*map(range, sizes)):

@@ -27,7 +27,7 @@ from autopar.cost_model.collectives import Hop
 from autopar.ir.layout import Layout, R, S, dual
 from autopar.ir.plan_data import NodePlan
 from autopar.rules.convolution import Window
-from autopar.runtime.kernels import kernels
+from autopar.runtime.kernels import graph_kernels
 from autopar.search.space.strategies import Strategy, strategies
 
 aten = torch.ops.aten
@@ -78,7 +78,7 @@ def halo_line(
             None if t[k] is None else convert(t[k], mesh, axes, "I", "R")
             for k in ("weight", "bias")
         )
-        y = kernels.conv_halo(
+        y = graph_kernels.conv_halo(
             x, weight, shift, (w.stride,), (w.dilation,), (w.halo,), mesh, (axes,)
         )
         return convert(y, mesh, axes, "S2", "I")
@@ -120,7 +120,7 @@ def halo_plane(
             x = convert(x, mesh, (axis,), "I", to)
             weight, bias = (convert(p, mesh, (axis,), "I", "R") for p in (weight, bias))
         margins = [w.halo if axes else w.padding for w, axes in zip(windows, cuts, strict=True)]
-        y = kernels.conv_halo(x, weight, bias, stride, dilation, margins, mesh, cuts)
+        y = graph_kernels.conv_halo(x, weight, bias, stride, dilation, margins, mesh, cuts)
         for axis, to in sorted(layout.items(), reverse=True):
             y = convert(y, mesh, (axis,), to, "I")
         return y

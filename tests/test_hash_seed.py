@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
-from autopar.frontend.traced import Traced
+from autopar.frontend.traced_model import TracedModel
 
 KINDS = {"sliding", "full", "global"}  # a set, as transformers has of the kinds of layers
 
@@ -51,7 +51,7 @@ def described() -> str:
     """The graph's fingerprint and the plan without its timings."""
     torch.manual_seed(0)
     model, x = Model(), torch.randn(4, 8, 4)
-    traced = Traced(model, x, None).whole
+    traced = TracedModel(model, x, None).whole
     constants = [traced.state[i.target].tolist() for i in traced.inputs if i.kind == "constant"]
     plan = autopar.plan(model, x, 4, cluster="a100-sxm", progress=False)
     plan.timings.clear()

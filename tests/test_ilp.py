@@ -13,19 +13,19 @@ import pytest
 import zoo
 
 import autopar
-from autopar.capture.capture import capture
+from autopar.capture.capture_graph import capture
 from autopar.cost_model import Cluster
 from autopar.passes.canonical.canonicalise import canonicalise
 from autopar.rules.analysis import Analysis
-from autopar.search.ilp.problem import Problem, Weights
-from autopar.search.ilp.program import UnsolvedError
-from autopar.search.ilp.solve import Model, _Program
-from autopar.search.search import Search
+from autopar.search.ilp.linear_program import UnsolvedError
+from autopar.search.ilp.problem import CostWeights, Problem
+from autopar.search.ilp.solve import ReducedProblem, _ReducedProgram
+from autopar.search.inner.inner_search import InnerSearch
+from autopar.search.space.configuration import Configuration
 from autopar.search.space.options import Axis, Options
-from autopar.search.space.shape import Shape
 
 
-def textbook(problem: Problem, weights: Weights) -> float:
+def textbook(problem: Problem, weights: CostWeights) -> float:
     """The least cost: one binary a choice; for each conversion one variable that it is paid, one
     that its result is kept for the backward and one that it is made again there, each at least what
     any pair of a producer's and a reader's choices asks for.
@@ -58,7 +58,7 @@ def textbook(problem: Problem, weights: Weights) -> float:
         """Whether reader ``v`` wants a layout of operand ``p``; or wants it and needs it in the
         backward.
         """
-        labels = [vertices[v].ins[p][i] for i in vertices[v].in_of[p]]
+        labels = [vertices[v].ins[p][i] for i in vertices[v].in_label_of[p]]
         return pulp.lpSum(
             b
             for b, (wanted, need) in zip(x[v], labels, strict=True)
@@ -66,40 +66,40 @@ def textbook(problem: Problem, weights: Weights) -> float:
         )
 
     def making(v: int, layout: object, there: bool) -> pulp.LpAffineExpression:
-        labels = [vertices[v].outs[i] for i in vertices[v].out_of]
+        labels = [vertices[v].outs[i] for i in vertices[v].out_label_of]
         return pulp.lpSum(
             b
             for b, (made, kept) in zip(x[v], labels, strict=True)
             if made == layout and (kept or not there)
         )
 
-    for g, group in enumerate(problem.groups):
-        times = float(group.count[0])
+    for g, tensor in enumerate(problem.tensors):
+        times = float(tensor.count[0])
         for (source, s), (target, t) in (
-            (a, b) for a in group.sources.items() for b in group.targets.items()
+            (a, b) for a in tensor.sources.items() for b in tensor.targets.items()
         ):
             made, there = (
-                making(group.producer, source, False),
-                making(group.producer, source, True),
+                making(tensor.producer, source, False),
+                making(tensor.producer, source, True),
             )
-            price = times * second * float(group.seconds[s, t])
-            paid, kept, again = (
+            price = times * second * float(tensor.seconds[s, t])
+            paid, kept, recomputed = (
                 program.add_variable(f"{kind}_{g}_{s}_{t}", lowBound=0)
                 for kind in ("paid", "kept", "again")
             )
-            again.cat = "Binary"
-            cost += [price * paid, times * byte * float(group.nbytes[t]) * kept]
-            if np.isfinite(group.again[s, t]):
-                cost.append(times * second * float(group.again[s, t]) * again)
-                program += again <= there  # it needs what it converts
+            recomputed.cat = "Binary"
+            cost += [price * paid, times * byte * float(tensor.nbytes[t]) * kept]
+            if np.isfinite(tensor.recomputed[s, t]):
+                cost.append(times * second * float(tensor.recomputed[s, t]) * recomputed)
+                program += recomputed <= there  # it needs what it converts
             else:
-                program += again == 0
-            for v, p in group.ports:
+                program += recomputed == 0
+            for v, p in tensor.ports:
                 needed = wanting(v, p, target, True)
                 if price > 0:
                     program += paid >= made + wanting(v, p, target, False) - 1
-                if group.moves[s, t]:
-                    program += kept + again >= made + needed - 1
+                if tensor.moves[s, t]:
+                    program += kept + recomputed >= made + needed - 1
                 else:
                     program += there >= made + needed - 1
     scale = 1e4 / abs(_first(problem, weights))
@@ -108,7 +108,7 @@ def textbook(problem: Problem, weights: Weights) -> float:
     return float(pulp.value(program.objective)) / scale
 
 
-def _first(problem: Problem, weights: Weights) -> float:
+def _first(problem: Problem, weights: CostWeights) -> float:
     """Some cost, to scale by."""
     return float(sum(v.cost(weights).min() for v in problem.vertices))
 
@@ -120,28 +120,28 @@ def problem_of(name: str, recompute: str, ranks: int) -> Problem:
     quick = replace(
         cpu, links=tuple(replace(link, latency=1e-6, bandwidth=1e10) for link in cpu.links)
     )
-    search = Search(analysis, quick, Options(ranks, recompute=recompute))
-    return search.problem(Shape(1, (Axis("axis0", ranks),), 1), 64)
+    search = InnerSearch(analysis, quick, Options(ranks, recompute=recompute))
+    return search.problem(Configuration(1, (Axis("axis0", ranks),), 1), 64)
 
 
 @pytest.mark.parametrize("name", ["mlp", "mixer", "gpt2", "cnn"])
 def test_same_optimum(name: str) -> None:
     problem = problem_of(name, "none", 8)
-    solution = Model(problem, Weights.alone()).solution(60.0)
+    solution = ReducedProblem(problem, CostWeights.alone()).solution(60.0)
     split = [v.choices[k].out for v, k in zip(problem.vertices, solution.chosen, strict=True)]
     assert any(t.is_shard for layout in split for t in layout), "nothing to decide"
-    assert solution.value == pytest.approx(textbook(problem, Weights.alone()), rel=1e-6)
+    assert solution.value == pytest.approx(textbook(problem, CostWeights.alone()), rel=1e-6)
 
 
 def test_same_optimum_at_a_price_of_memory() -> None:
     """Then it also matters what is kept, and what is made again."""
     problem = problem_of("mlp", "auto", 2)
-    fastest = Model(problem, Weights.alone()).solution(60.0)
-    price = fastest.value / float(fastest.bill.nbytes(Weights.alone())[0])
-    weights = Weights.alone(1, price=price / 3, flight=2.0)
-    solution = Model(problem, weights).solution(60.0)
-    assert solution.bill.recomputation[0] > 0
-    assert solution.bill.kept[0] < fastest.bill.kept[0]
+    fastest = ReducedProblem(problem, CostWeights.alone()).solution(60.0)
+    price = fastest.value / float(fastest.cost_breakdown.nbytes(CostWeights.alone())[0])
+    weights = CostWeights.alone(1, price=price / 3, flight=2.0)
+    solution = ReducedProblem(problem, weights).solution(60.0)
+    assert solution.cost_breakdown.recomputation[0] > 0
+    assert solution.cost_breakdown.kept[0] < fastest.cost_breakdown.kept[0]
     assert solution.value == pytest.approx(
         textbook(problem, weights), rel=1e-4
     )  # both branch to a gap
@@ -152,9 +152,9 @@ def test_what_is_not_solved_in_time_is_noted_or_refused(monkeypatch: pytest.Monk
     than ``time_limit``.
     """
     model, sample = zoo.mlp(batch=64, dropout=0.0)
-    solve, sizes = _Program.solve, list[int]()
+    solve, sizes = _ReducedProgram.solve, list[int]()
 
-    def limited(self: _Program, time_limit: float) -> tuple[dict[int, int], float]:
+    def limited(self: _ReducedProgram, time_limit: float) -> tuple[dict[int, int], float]:
         sizes.append(self.columns)
         if self.columns > most:
             raise UnsolvedError
@@ -163,7 +163,7 @@ def test_what_is_not_solved_in_time_is_noted_or_refused(monkeypatch: pytest.Monk
     def planned(**options: Any) -> autopar.Plan:
         return autopar.plan(model, sample, 8, cluster="h100-sxm", progress=False, **options)
 
-    monkeypatch.setattr(_Program, "solve", limited)
+    monkeypatch.setattr(_ReducedProgram, "solve", limited)
     most = 10**9
     free = planned()
     assert not [note for note in free.notes if note.startswith("not searched")]

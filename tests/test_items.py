@@ -14,8 +14,8 @@ from megatron import batch as tokens
 from megatron import configuration, gpt, searched
 
 from autopar.cost_model import Cluster
-from autopar.frontend.traced import Traced
-from autopar.search.pricing.items import AGAIN_FORWARD, BACKWARD, FORWARD, STEP, items
+from autopar.frontend.traced_model import TracedModel
+from autopar.search.result.cost_items import BACKWARD, FORWARD, RECOMPUTATION, STEP, items
 
 A100 = Cluster.load("a100-sxm")
 
@@ -23,7 +23,7 @@ A100 = Cluster.load("a100-sxm")
 def added_up(found: Any) -> dict[str, np.ndarray]:
     """Seconds by phase and stage."""
     phases = {
-        phase: np.zeros(found.shape.stages) for phase in (FORWARD, BACKWARD, AGAIN_FORWARD, STEP)
+        phase: np.zeros(found.shape.stages) for phase in (FORWARD, BACKWARD, RECOMPUTATION, STEP)
     }
     for item in items(found):
         taken = item.term.seconds if item.term else float(found.costs.compute.seconds(*item.work))
@@ -32,8 +32,8 @@ def added_up(found: Any) -> dict[str, np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def traced() -> Traced:
-    return Traced(gpt(64, 4, 4, 32, 256), tokens(16, 32), None, "fp16")
+def traced() -> TracedModel:
+    return TracedModel(gpt(64, 4, 4, 32, 256), tokens(16, 32), None, "fp16")
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -41,18 +41,21 @@ def traced() -> Traced:
     ("tensor", "pipeline", "data"), [(1, 1, 1), (2, 1, 2), (4, 1, 1), (2, 2, 1), (1, 4, 1)]
 )
 def test_items_add_up_to_the_seconds_of_a_plan(
-    traced: Traced, tensor: int, pipeline: int, data: int, recompute: str
+    traced: TracedModel, tensor: int, pipeline: int, data: int, recompute: str
 ) -> None:
     asked = configuration(tensor, pipeline, data, 2) | dict(recompute=recompute)
     with searched(traced, 16, A100, **asked) as found:
-        phases, bill = added_up(found), found.solution.bill
-    assert phases[FORWARD] + phases[BACKWARD] + phases[AGAIN_FORWARD] == pytest.approx(
-        bill.forward + bill.backward, rel=1e-4
+        phases, cost_breakdown = added_up(found), found.solution.cost_breakdown
+    assert phases[FORWARD] + phases[BACKWARD] + phases[RECOMPUTATION] == pytest.approx(
+        cost_breakdown.forward + cost_breakdown.backward, rel=1e-4
     )
     if recompute == "full":
-        assert phases[AGAIN_FORWARD] == pytest.approx(bill.recomputation, rel=1e-4)
-        assert phases[AGAIN_FORWARD].sum() > 0
-    synchronised = sum(once["gradient synchronisation"] for once in found.once)
+        assert phases[RECOMPUTATION] == pytest.approx(cost_breakdown.recomputation, rel=1e-4)
+        assert phases[RECOMPUTATION].sum() > 0
+    synchronised = sum(
+        end_of_step_estimate["gradient synchronisation"]
+        for end_of_step_estimate in found.end_of_step_estimate
+    )
     assert phases[STEP].sum() == pytest.approx(synchronised)
 
 
@@ -60,7 +63,7 @@ def test_kernels_that_communicate_add_up_too() -> None:
     """Batch norm over two ranks, composed of many kernels."""
     model, sample = zoo.cnn(batch=8, layers=2)
     with searched(
-        Traced(model, sample, None),
+        TracedModel(model, sample, None),
         8,
         A100,
         world_size=2,
@@ -68,11 +71,11 @@ def test_kernels_that_communicate_add_up_too() -> None:
         recompute="none",
         zero=0,
     ) as found:
-        phases, bill = added_up(found), found.solution.bill
+        phases, cost_breakdown = added_up(found), found.solution.cost_breakdown
         norms = [n for n in found.analysis.graph.nodes if "batch_norm" in str(n.target)]
         assert any(any(found.choice(n).kernels) for n in norms)
     assert phases[FORWARD] + phases[BACKWARD] == pytest.approx(
-        bill.forward + bill.backward, rel=1e-4
+        cost_breakdown.forward + cost_breakdown.backward, rel=1e-4
     )
 
 
@@ -84,7 +87,7 @@ def test_tensor_parallel_ranks_share_the_products() -> None:
     work: dict[int, dict[tuple[str, str, str], float]] = {}
     for tensor in (1, 4):
         with searched(
-            Traced(model, sample, None, "fp16"), 4, A100, **configuration(tensor, 1, 1, 4)
+            TracedModel(model, sample, None, "fp16"), 4, A100, **configuration(tensor, 1, 1, 4)
         ) as found:
             kernels = [
                 i
@@ -109,7 +112,9 @@ def test_pieces_of_a_tensor_are_joined_once() -> None:
     themselves would fill three tensors.
     """
     model, sample = zoo.gpt2()
-    with searched(Traced(model, sample, None), 8, A100, world_size=1, recompute="none") as found:
+    with searched(
+        TracedModel(model, sample, None), 8, A100, world_size=1, recompute="none"
+    ) as found:
         joins = [
             i
             for i in items(found)

@@ -14,8 +14,8 @@ from pool import Pools
 
 from autopar.runtime.communication.collectives import redistribute
 from autopar.runtime.communication.mesh import Mesh
-from autopar.runtime.kernels import kernels
-from autopar.runtime.kernels.random import Streams
+from autopar.runtime.communication.random_streams import RandomStreams
+from autopar.runtime.kernels import graph_kernels
 
 SIZES = ((1,), (2,), (4,), (2, 2))
 close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)
@@ -81,8 +81,8 @@ def targets(shape: tuple[int, ...], vocabulary: int, ignore: int) -> torch.Tenso
 def test_cross_entropy_is_a_sum_over_a_count(ignore: int, smoothing: float, weighted: bool) -> None:
     logits, target = draw(3, 4, 8), targets((3, 4), 8, ignore)
     weight = draw(8, seed=1).abs() if weighted else None
-    total = kernels.cross_entropy(logits, target, weight, ignore, smoothing)
-    count = kernels.target_count(target, weight, ignore, dtype=torch.float64)
+    total = graph_kernels.cross_entropy(logits, target, weight, ignore, smoothing)
+    count = graph_kernels.target_count(target, weight, ignore, dtype=torch.float64)
     flat = logits.flatten(0, 1), target.flatten(), weight
     close(
         total,
@@ -93,7 +93,7 @@ def test_cross_entropy_is_a_sum_over_a_count(ignore: int, smoothing: float, weig
 
 def test_cross_entropy_without_targets_is_nan_as_in_torch() -> None:
     logits, target = draw(4, 8), torch.full((4,), -100)
-    mean = kernels.cross_entropy(logits, target) / kernels.target_count(target)
+    mean = graph_kernels.cross_entropy(logits, target) / graph_kernels.target_count(target)
     assert mean.isnan()
     assert F.cross_entropy(logits, target).isnan()
 
@@ -104,9 +104,9 @@ def test_cross_entropy_of_many_tokens_does_not_overflow(dtype: torch.dtype) -> N
         torch.zeros(40000, 16, dtype=dtype, requires_grad=True),
         torch.zeros(40000, dtype=torch.int64),
     )
-    total = kernels.cross_entropy(logits, target)
+    total = graph_kernels.cross_entropy(logits, target)
     torch.testing.assert_close(
-        total / kernels.target_count(target), torch.tensor(16.0).log(), rtol=1e-2, atol=0
+        total / graph_kernels.target_count(target), torch.tensor(16.0).log(), rtol=1e-2, atol=0
     )
     total.backward()
     assert logits.grad is not None
@@ -120,13 +120,13 @@ def vocabulary_loss(sizes: tuple[int, ...], ignore: int, smoothing: float, weigh
 
     def split(t: Tensors) -> torch.Tensor:
         local = convert(t["logits"], mesh, axes, "I", "S2")
-        return kernels.cross_entropy_vocabulary(
+        return graph_kernels.cross_entropy_vocabulary(
             local, target, weight, ignore, smoothing, mesh, axes
         )
 
     compare(
         split,
-        lambda t: kernels.cross_entropy(t["logits"], target, weight, ignore, smoothing),
+        lambda t: graph_kernels.cross_entropy(t["logits"], target, weight, ignore, smoothing),
         {"logits": draw(3, 4, 8) * 20},
     )
 
@@ -145,7 +145,7 @@ def vocabulary_loss_halves(sizes: tuple[int, ...]) -> None:
     exact = logits.double().requires_grad_()
     F.cross_entropy(exact, target, reduction="sum").backward()
     logits.requires_grad_()
-    loss = kernels.cross_entropy_vocabulary(
+    loss = graph_kernels.cross_entropy_vocabulary(
         convert(logits, mesh, axes, "I", "S1"), target, None, -100, 0.0, mesh, axes
     )
     loss.backward()
@@ -164,11 +164,11 @@ def test_cross_entropy_vocabulary_in_bfloat16_with_large_logits(ranks: Pools) ->
 def out_of_range(sizes: tuple[int, ...]) -> None:
     mesh, axes = make_mesh(sizes)
     with pytest.raises(RuntimeError, match=r"target out of range: must be in \[0, 8\)"):
-        kernels.cross_entropy_vocabulary(
+        graph_kernels.cross_entropy_vocabulary(
             draw(2, 4), torch.tensor([8, 0]), None, -100, 0.0, mesh, axes
         )
     with pytest.raises(RuntimeError, match=r"index out of range: must be in \[0, 8\)"):
-        kernels.embedding_vocabulary(
+        graph_kernels.embedding_vocabulary(
             draw(4, 2), torch.tensor([-1, 0]), None, False, False, mesh, axes
         )
 
@@ -183,7 +183,7 @@ def embed(sizes: tuple[int, ...], padding: int | None) -> None:
     ids[0, :3] = 5
 
     def split(t: Tensors) -> torch.Tensor:
-        rows = kernels.embedding_vocabulary(
+        rows = graph_kernels.embedding_vocabulary(
             convert(t["weight"], mesh, axes, "I", "S0"), ids, padding, False, False, mesh, axes
         )
         return convert(rows, mesh, axes, "P", "I")
@@ -210,7 +210,9 @@ def batch_norm(
             for k in ("weight", "bias")
         )
         return convert(
-            kernels.sync_batch_norm(x, weight, bias, *stats[0], training, 0.3, 1e-5, mesh, axes),
+            graph_kernels.sync_batch_norm(
+                x, weight, bias, *stats[0], training, 0.3, 1e-5, mesh, axes
+            ),
             mesh,
             axes,
             f"S{dim}",
@@ -254,7 +256,7 @@ def layer_norm(sizes: tuple[int, ...], dims: int, affine: tuple[bool, bool]) -> 
             for k in ("weight", "bias")
         )
         return convert(
-            kernels.layer_norm_features(local, dims, weight, bias, 1e-5, mesh, axes),
+            graph_kernels.layer_norm_features(local, dims, weight, bias, 1e-5, mesh, axes),
             mesh,
             axes,
             "S2",
@@ -284,7 +286,7 @@ def test_layer_norm_features(
 def halves_keep_their_dtype(sizes: tuple[int, ...]) -> None:
     mesh, axes = make_mesh(sizes)
     x, weight = draw(4, 8).bfloat16().requires_grad_(), draw(4, seed=1).float().requires_grad_()
-    y = kernels.layer_norm_features(x[:, :4], 1, weight, None, 1e-5, mesh, axes)
+    y = graph_kernels.layer_norm_features(x[:, :4], 1, weight, None, 1e-5, mesh, axes)
     y.sum().backward()
     assert x.grad is not None
     assert weight.grad is not None
@@ -305,7 +307,9 @@ def mean(sizes: tuple[int, ...], dims: tuple[int, ...] | None, keepdim: bool) ->
     count = x.numel() if not dims else torch.Size(x.shape[d] for d in dims).numel()
 
     def split(t: Tensors) -> torch.Tensor:
-        part = kernels.mean_split(convert(t["x"], mesh, axes, "I", "S1"), dims, keepdim, count)
+        part = graph_kernels.mean_split(
+            convert(t["x"], mesh, axes, "I", "S1"), dims, keepdim, count
+        )
         return convert(part, mesh, axes, "P", "I")
 
     compare(split, lambda t: t["x"].mean(dims, keepdim), {"x": x})
@@ -324,21 +328,21 @@ def test_mean_split(
 def draws(sizes: tuple[int, ...], axes: tuple[int, ...], step: int) -> tuple:
     mesh, _ = make_mesh(sizes)
     for _ in range(step):
-        mesh.streams.next_step()
+        mesh.random_streams.next_step()
     torch.manual_seed(torch.distributed.get_rank())
     expected_after = torch.rand(
         3, generator=torch.Generator().manual_seed(torch.distributed.get_rank())
     )
     x = torch.ones(64)
-    masks = [kernels.dropout(x, 0.5, True, mesh, node, axes) for node in (0, 1, 0)]
+    masks = [graph_kernels.dropout(x, 0.5, True, mesh, node, axes) for node in (0, 1, 0)]
     q, k, v = draw(3, 1, 2, 8, 4).unbind(0)
     attended = [
-        kernels.attention(q, k, v, None, 0.5, True, None, False, mesh, node, axes)
+        graph_kernels.attention(q, k, v, None, 0.5, True, None, False, mesh, node, axes)
         for node in (0, 1, 0)
     ]
     assert torch.equal(torch.rand(3), expected_after)  # the user's stream is untouched
-    assert torch.equal(kernels.dropout(x, 0.5, False, mesh, 0, axes), x)
-    plain = kernels.attention(q, k, v, None, 0.0, True, 0.7, False, mesh, 0, axes)
+    assert torch.equal(graph_kernels.dropout(x, 0.5, False, mesh, 0, axes), x)
+    plain = graph_kernels.attention(q, k, v, None, 0.0, True, 0.7, False, mesh, 0, axes)
     close(plain, F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.7))
     return masks, attended
 
@@ -360,8 +364,8 @@ def dropped(sizes: tuple[int, ...]) -> None:
     mesh, axes = make_mesh(sizes)
     parts = draw(4, 8, 3)
     mine = parts[torch.distributed.get_rank()]
-    after = convert(kernels.dropout(mine, 0.5, True, mesh, 0, ()), mesh, axes, "P", "I")
-    close(after, kernels.dropout(parts.sum(0), 0.5, True, mesh, 0, ()))
+    after = convert(graph_kernels.dropout(mine, 0.5, True, mesh, 0, ()), mesh, axes, "P", "I")
+    close(after, graph_kernels.dropout(parts.sum(0), 0.5, True, mesh, 0, ()))
 
 
 def test_a_pending_sum_is_dropped_alike(ranks: Pools) -> None:
@@ -369,10 +373,10 @@ def test_a_pending_sum_is_dropped_alike(ranks: Pools) -> None:
 
 
 def test_streams_are_functions_of_their_key() -> None:
-    streams = Streams(seed=3)
+    random_streams = RandomStreams(seed=3)
     keys = set()
     for step, microbatch, node, coordinate in itertools.product(range(3), repeat=4):
-        streams.step, streams.microbatch = step, microbatch
-        keys.add(streams.key(node, coordinate))
+        random_streams.step, random_streams.microbatch = step, microbatch
+        keys.add(random_streams.draw_seed(node, coordinate))
     assert len(keys) == 81
-    assert Streams(seed=4).key(0, 0) not in keys
+    assert RandomStreams(seed=4).draw_seed(0, 0) not in keys

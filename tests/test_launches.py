@@ -11,20 +11,25 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from autopar.cost_model.device import WORK
-from autopar.kernel_trace.autograd import Answer, Autograd, Strided, contiguous
-from autopar.kernel_trace.launches import OTHER
+from autopar.cost_model.device import KERNEL_KINDS
+from autopar.kernel_trace.kernel_launches import TEMPORARY
+from autopar.kernel_trace.operator_trace import (
+    OperatorTrace,
+    OperatorTracer,
+    TensorSpec,
+    contiguous_spec,
+)
 
 aten = torch.ops.aten
 f32 = torch.float32
 
 
-def c(*shape: int, dtype: torch.dtype = f32) -> Strided:
-    return contiguous(shape, dtype, dtype.is_floating_point)
+def c(*shape: int, dtype: torch.dtype = f32) -> TensorSpec:
+    return contiguous_spec(shape, dtype, dtype.is_floating_point)
 
 
-def ask(target: Any, *args: Any, device: str = "cpu") -> Answer:
-    return Autograd(device).ask(target, args, {})
+def trace(target: Any, *args: Any, device: str = "cpu") -> OperatorTrace:
+    return OperatorTracer(device).trace(target, args, {})
 
 
 CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -48,7 +53,7 @@ embedding_dense_backward _log_softmax _log_softmax_backward_data nll_loss_forwar
 
 
 def real(value: Any) -> Any:
-    if not isinstance(value, Strided):
+    if not isinstance(value, TensorSpec):
         return value
     if value.dtype.is_floating_point:
         return torch.rand(value.shape, dtype=value.dtype).requires_grad_(value.grad)
@@ -58,7 +63,7 @@ def real(value: Any) -> Any:
 @pytest.mark.parametrize("name", CALLS)
 def test_torch_launches_them(name: str) -> None:
     target, args = CALLS[name]
-    answer, given = ask(target, *args), [real(a) for a in args]
+    answer, given = trace(target, *args), [real(a) for a in args]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         out = target(*given)
         torch.autograd.grad(
@@ -72,12 +77,12 @@ def test_torch_launches_them(name: str) -> None:
         k: ran[k] for k in LEAVES if ran[k] and k in ours
     }
     assert set(ours) <= set(ran)
-    assert {launch.kind for launch in (*answer.forward, *answer.backward)} <= set(WORK)
+    assert {launch.kind for launch in (*answer.forward, *answer.backward)} <= set(KERNEL_KINDS)
 
 
 def test_a_residual_costs_nothing_backward() -> None:
-    assert not ask(*_flat("residual")).backward
-    assert [launch.operator for launch in ask(*_flat("bias")).backward] == ["sum"]
+    assert not trace(*_flat("residual")).backward
+    assert [launch.operator for launch in trace(*_flat("bias")).backward] == ["sum"]
 
 
 def _flat(name: str) -> tuple[Any, ...]:
@@ -87,7 +92,7 @@ def _flat(name: str) -> tuple[Any, ...]:
 
 def test_what_is_read_and_written() -> None:
     """A linear layer of 128 rows, 16 to 24: y = x w + b; dx = dy w; dw = dy x; db = sum dy."""
-    answer = ask(*_flat("linear"))
+    answer = trace(*_flat("linear"))
     x, w, b, y = (4 * n for n in (128 * 16, 24 * 16, 24, 128 * 24))
     assert [sorted(launch.touched) for launch in answer.forward] == [
         sorted([(0, x), (1, w), (2, b), (-1, y)])
@@ -103,18 +108,18 @@ def test_what_is_read_and_written() -> None:
 
 
 def test_a_table_is_read_where_it_is_picked_from() -> None:
-    (launch,) = ask(aten.embedding.default, c(50000, 16), c(8, dtype=torch.int64)).forward
+    (launch,) = trace(aten.embedding.default, c(50000, 16), c(8, dtype=torch.int64)).forward
     assert launch.nbytes == 2 * 8 * 16 * 4 + 8 * 8
-    (launch,) = ask(aten.embedding.default, c(50000, 16), c(8, dtype=torch.int64)).backward
+    (launch,) = trace(aten.embedding.default, c(50000, 16), c(8, dtype=torch.int64)).backward
     assert (
         launch.nbytes == 50000 * 16 * 4 + 8 * 16 * 4 + 8 * 8
     )  # the gradient of all of it is written
 
 
 def test_temporaries_are_neither_operand_nor_result() -> None:
-    (launch,) = ask(aten.dropout.default, c(8, 16), 0.1, True).forward
+    (launch,) = trace(aten.dropout.default, c(8, 16), 0.1, True).forward
     assert sorted(launch.touched) == sorted(
-        [(0, 512), (-1, 512), (OTHER, 128)]
+        [(0, 512), (-1, 512), (TEMPORARY, 128)]
     )  # the mask has a byte for each element
 
 
@@ -130,7 +135,7 @@ def test_temporaries_are_neither_operand_nor_result() -> None:
 def test_flops_are_those_that_torch_counts(target: Any, args: tuple[Any, ...]) -> None:
     with FlopCounterMode(display=False) as counter:
         target(*(real(a) for a in args)).sum().backward()
-    answer = ask(target, *args)
+    answer = trace(target, *args)
     assert (
         sum(launch.flops for launch in (*answer.forward, *answer.backward))
         == counter.get_total_flops()
@@ -138,7 +143,7 @@ def test_flops_are_those_that_torch_counts(target: Any, args: tuple[Any, ...]) -
 
 
 def test_each_group_of_a_convolution_sees_its_own_channels() -> None:
-    (launch,) = ask(
+    (launch,) = trace(
         aten.conv2d.default, c(2, 8, 12, 12), c(16, 2, 3, 3), None, [1, 1], [1, 1], [1, 1], 4
     ).forward
     assert launch.flops == 2 * (2 * 16 * 12 * 12) * (2 * 3 * 3)
@@ -146,11 +151,13 @@ def test_each_group_of_a_convolution_sees_its_own_channels() -> None:
 
 def test_flops_of_fused_attention() -> None:
     q = c(2, 4, 64, 16, dtype=torch.bfloat16)
-    answer = ask(aten.scaled_dot_product_attention.default, q, q, q, device="cuda")
+    answer = trace(aten.scaled_dot_product_attention.default, q, q, q, device="cuda")
     counted = flop_registry[aten._scaled_dot_product_flash_attention](q.shape, q.shape, q.shape)
     assert [launch.flops for launch in answer.forward] == [counted]
     assert [launch.flops for launch in answer.backward] == [2.5 * counted]
-    causal = ask(aten.scaled_dot_product_attention.default, q, q, q, None, 0.0, True, device="cuda")
+    causal = trace(
+        aten.scaled_dot_product_attention.default, q, q, q, None, 0.0, True, device="cuda"
+    )
     assert [launch.flops for launch in causal.forward] == [counted / 2]  # half of the scores
 
 
@@ -164,5 +171,5 @@ def test_an_operator_without_a_backward_on_meta_tensors_reads_all() -> None:
         def backward(ctx: Any, *grads: Any) -> Any:
             raise NotImplementedError
 
-    (launch,) = ask(Square.apply, c(8, 16)).backward
+    (launch,) = trace(Square.apply, c(8, 16)).backward
     assert sorted(launch.touched) == [(-1, 512), (0, 512), (0, 512)]

@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import autopar
 from autopar.plan import Plan
 from autopar.runtime.measure.live_bytes import LiveBytes
-from autopar.runtime.pipeline.stages import Stages
+from autopar.runtime.step.rank_stages import RankStages
 
 STAGES = 4
 TENSOR = dict(tensor=dict(size=2, mode="1d"))
@@ -88,9 +88,9 @@ def measure(plan: Plan) -> None:
     copies: list[int] = []  # of parameters, put together when a step starts
     on_its_way: list[tuple[StorageWeakRef, int]] = []
     live = LiveBytes()
-    forward = Stages._forward
+    forward = RankStages._forward
 
-    def counted(self: Stages, index: int, number: int, received: list[torch.Tensor]) -> Any:
+    def counted(self: RankStages, index: int, number: int, received: list[torch.Tensor]) -> Any:
         copies.append(settled(live) - sum(t.nbytes for t in received))
         sent, loss = forward(self, index, number, received)
         # What was sent may still be on its way; here no backward needs it, being a sum.
@@ -98,11 +98,12 @@ def measure(plan: Plan) -> None:
             (StorageWeakRef(t.untyped_storage()), t.untyped_storage().nbytes()) for t in sent
         )
         held.append(
-            settled(live) - sum(nbytes for storage, nbytes in on_its_way if not storage.expired())
+            settled(live)
+            - sum(nbytes for storage_id, nbytes in on_its_way if not storage_id.expired())
         )
         return sent, loss
 
-    with mock.patch.object(Stages, "_forward", counted):
+    with mock.patch.object(RankStages, "_forward", counted):
         compiled = autopar.compile(model, sample, plan.world_size, plan=plan, progress=False)
         with live:
             compiled(**sample).backward()

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 import zoo
 from torch import nn
 
-from autopar.capture.capture import capture
-from autopar.ir.captured import Captured
+from autopar.capture.capture_graph import capture
+from autopar.ir.captured import CapturedModel
 from autopar.passes.canonical.canonicalise import canonicalise
-from autopar.runtime.kernels import kernels
+from autopar.runtime.kernels import graph_kernels
 
 aten = torch.ops.aten
 BATCH, WIDTH = 8, 4
@@ -24,12 +24,12 @@ BATCH, WIDTH = 8, 4
 
 def traced(
     model: nn.Module, sample: Any, dtype: torch.dtype = torch.bfloat16, loss_fn: Any = None
-) -> Captured:
+) -> CapturedModel:
     torch.manual_seed(0)
     return canonicalise(capture(model, sample, loss_fn, dtype))
 
 
-def run(captured: Captured, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+def run(captured: CapturedModel, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     """The graph on the model's state, cast as the runtime does: parameters to the dtype of their
     placeholders.
     """
@@ -46,7 +46,7 @@ def run(captured: Captured, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, t
         captured.state = own
 
 
-def dtypes(captured: Captured) -> dict[str, torch.dtype]:
+def dtypes(captured: CapturedModel) -> dict[str, torch.dtype]:
     """Of the placeholders, by what they stand for."""
     placeholders = zip(captured.graph.find_nodes(op="placeholder"), captured.inputs, strict=True)
     return {i.target: n.meta["val"].dtype for n, i in placeholders}
@@ -114,7 +114,7 @@ def test_a_cast_hides_no_cross_entropy(name: str) -> None:
     captured = traced(
         Linear(), (torch.randn(BATCH, WIDTH), y), loss_fn=lambda out, batch: loss_fn(out, batch[1])
     )
-    assert kernels.cross_entropy in {n.target for n in captured.graph.nodes}
+    assert graph_kernels.cross_entropy in {n.target for n in captured.graph.nodes}
     assert not captured.notes
 
 

@@ -18,13 +18,13 @@ from pool import Pools
 import autopar
 from autopar.cost_model import Cluster
 from autopar.errors import BudgetError
-from autopar.frontend.traced import Traced
+from autopar.frontend.traced_model import TracedModel
 from autopar.rules import Option
-from autopar.search.outer import SIMPLER
-from autopar.search.search import Search
+from autopar.search.inner.inner_search import InnerSearch
+from autopar.search.outer_search import SIMPLER
+from autopar.search.space.configuration import Configuration
 from autopar.search.space.modes import _MODES, Mode, Operation, alternatives, grid
-from autopar.search.space.options import Options, mesh_of
-from autopar.search.space.shape import Shape
+from autopar.search.space.options import Options, mode_mesh
 
 
 def _long_llama() -> tuple[torch.nn.Module, dict[str, Any]]:
@@ -62,7 +62,7 @@ def test_a_faster_mode_is_chosen(case: str) -> None:
         named.conversions,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("autopar.search.outer.modes", lambda: ())
+        patch.setattr("autopar.search.outer_search.modes", lambda: ())
         plain = autopar.plan(model, sample, ranks, **options)
     assert not plain.modes
     assert found.step_time < SIMPLER * plain.step_time
@@ -89,7 +89,7 @@ def test_a_mode_that_fits_is_chosen() -> None:
     named = autopar.plan(model, sample, 4, parallel=dict(tensor=dict(size=4, mode="2d")), **TIGHT)
     assert found.step_time == pytest.approx(named.step_time, rel=1e-6)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("autopar.search.outer.modes", lambda: ())
+        patch.setattr("autopar.search.outer_search.modes", lambda: ())
         with pytest.raises(BudgetError):
             autopar.plan(model, sample, 4, **TIGHT)
 
@@ -170,11 +170,11 @@ def test_depth_is_left_open() -> None:
 
 def test_what_bounds_a_mode_is_below_its_best() -> None:
     """Seconds and bytes that are known without solving against the solver's."""
-    traced, cluster = Traced(*zoo.gpt2(), None), Cluster.load("cpu")
+    traced, cluster = TracedModel(*zoo.gpt2(), None), Cluster.load("cpu")
     known = traced.known(1, cluster)
-    search = Search(known.analysis, cluster, Options(4), known=known)
+    search = InnerSearch(known.analysis, cluster, Options(4), known=known)
     for mode in (m for name in _MODES for m in alternatives(name, 4)):
-        shape = Shape(1, mesh_of(mode, 1, 1), 1)
+        shape = Configuration(1, mode_mesh(mode, 1, 1), 1)
         prices = search.prices(shape, 8)
         fastest, leanest = prices.at(0.0), prices.at(1.0)
         assert 0.0 < search.least(shape, 8) <= prices.seconds(fastest) * (1 + 1e-9)

@@ -16,7 +16,7 @@ from pool import Pools
 
 import autopar
 from autopar.errors import PlanError, RunError
-from autopar.ir.layout import parse
+from autopar.ir.layout import parse_layout
 from autopar.rules import Option
 from autopar.runtime.communication.mesh import Mesh
 from autopar.search.space.modes import _MODES, Mode, Operation, grid
@@ -173,7 +173,7 @@ def test_parameters_and_activations_at_rest(
             assert _share(plan.nodes[name].ins[0], sizes) == world_size, name
         layout = plan.nodes[name].out
         if "P" in map(repr, layout):  # summed and cut at once
-            layout = next(parse(text) for text in plan.conversions[name])
+            layout = next(parse_layout(text) for text in plan.conversions[name])
         assert _share(layout, sizes) == world_size, name
 
 
@@ -282,7 +282,7 @@ class Rows(Mode):
         return not operation.is_activation or split["samples"].factor in operation.batch
 
 
-class Strided(Rows):
+class TensorSpec(Rows):
     """The same, but a tensor group's ranks do not lie beside each other."""
 
     def groups(
@@ -305,7 +305,7 @@ class Broken(Rows):
 @pytest.fixture
 def own_modes() -> Iterator[None]:
     known = dict(_MODES)
-    for name, mode in (("rows", Rows), ("strided", Strided), ("broken", Broken)):
+    for name, mode in (("rows", Rows), ("strided", TensorSpec), ("broken", Broken)):
         autopar.register_mode(name)(mode)
     yield
     _MODES.clear()

@@ -13,7 +13,7 @@ from pool import Pools
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.capture.capture import capture
+from autopar.capture.capture_graph import capture
 from autopar.errors import CaptureError
 from autopar.passes.canonical.canonicalise import canonicalise
 

@@ -15,14 +15,14 @@ import small_graphs
 import torch
 
 from autopar.cost_model import Cluster
-from autopar.search.ilp.budget import DoesNotFitError, within
-from autopar.search.ilp.exact import exact
-from autopar.search.ilp.neighbourhood import restrict
-from autopar.search.ilp.problem import Problem, Weights
-from autopar.search.ilp.solve import Model
-from autopar.search.search import Search
+from autopar.search.ilp.memory_prices import DoesNotFitError, fastest_within
+from autopar.search.ilp.neighbourhood import restrict_choices
+from autopar.search.ilp.problem import CostWeights, Problem
+from autopar.search.ilp.solve import ReducedProblem
+from autopar.search.inner.inner_search import InnerSearch
+from autopar.search.result.exact_search import exact
+from autopar.search.space.configuration import Configuration
 from autopar.search.space.options import Axis, Options
-from autopar.search.space.shape import Shape
 
 # name: cluster, the sizes that the graphs' letters stand for, dtype
 SETTINGS = {
@@ -43,13 +43,13 @@ CASES = [
 ROUNDING = 1e-9
 BRANCHED = 1e-4  # relative gap at which a branching solve ends
 NO_BUDGET = 1e30  # bytes
-ONE = Weights.alone()
+ONE = CostWeights.alone()
 
 
 @functools.cache
 def space(
     name: str, setting: str, sizes: tuple[int, ...], recompute: str, optimizer: str = "adamw"
-) -> tuple[Search, Shape]:
+) -> tuple[InnerSearch, Configuration]:
     cluster, letters, dtype = SETTINGS[setting]
     model = (
         small_graphs.Repeated(letters, dtype)
@@ -58,7 +58,7 @@ def space(
     )
     analysis = small_graphs.analyse(model, model.sample)
     options = Options(math.prod(sizes), recompute=recompute, optimizer=optimizer)
-    return Search(analysis, Cluster.load(cluster), options), Shape(
+    return InnerSearch(analysis, Cluster.load(cluster), options), Configuration(
         1, tuple(Axis(f"axis{i}", n) for i, n in enumerate(sizes)), 1
     )
 
@@ -68,8 +68,8 @@ def problem_of(name: str, setting: str, sizes: tuple[int, ...], recompute: str) 
     return search.problem(shape, search.analysis.batch.size)
 
 
-def nbytes(problem: Problem, chosen: tuple[int, ...], again: frozenset) -> float:
-    return float(problem.bill(chosen, again).nbytes(ONE)[0])
+def nbytes(problem: Problem, chosen: tuple[int, ...], recomputed: frozenset) -> float:
+    return float(problem.cost_breakdown(chosen, recomputed).nbytes(ONE)[0])
 
 
 @pytest.mark.parametrize(("name", "setting", "sizes", "recompute"), CASES)
@@ -77,9 +77,9 @@ def test_nothing_is_cheaper(
     name: str, setting: str, sizes: tuple[int, ...], recompute: str
 ) -> None:
     problem = problem_of(name, setting, sizes, recompute)
-    solution, gap = within(problem, NO_BUDGET, 60.0)
-    assert brute_force.possible(problem, solution.chosen, solution.again)
-    assert solution.value == problem.bill(solution.chosen, solution.again).cost(ONE)
+    solution, gap = fastest_within(problem, NO_BUDGET, 60.0)
+    assert brute_force.possible(problem, solution.chosen, solution.recomputed)
+    assert solution.value == problem.cost_breakdown(solution.chosen, solution.recomputed).cost(ONE)
     assert solution.bound <= solution.value * (1 + ROUNDING)
     assert gap < BRANCHED
     # Looking a little above the solver's value as well: the search then ends at just that value,
@@ -97,7 +97,7 @@ def test_the_best_is_not_always_the_same_thing() -> None:
             *case, optimizer="fused-adamw"
         )  # a slow step is always worth splitting
         problem = search.problem(shape, search.analysis.batch.size)
-        solution, _ = within(problem, NO_BUDGET, 60.0)
+        solution, _ = fastest_within(problem, NO_BUDGET, 60.0)
         layouts = [
             v.choices[k].out
             for v, k in zip(problem.vertices, solution.chosen, strict=True)
@@ -115,7 +115,10 @@ def test_the_search_here_finds_what_plain_enumeration_finds(setting: str, recomp
     """Every assignment, by the definition alone."""
     for name, most in [("linear", 600), ("shared weight", 1_500)]:
         problem = _thinned(problem_of(name, setting, (2,), recompute), most)
-        bills = [problem.bill(chosen, again) for chosen, again in brute_force.assignments(problem)]
+        bills = [
+            problem.cost_breakdown(chosen, recomputed)
+            for chosen, recomputed in brute_force.assignments(problem)
+        ]
         seconds, held = (
             np.array(each)
             for each in zip(*((b.seconds(ONE), b.nbytes(ONE)[0]) for b in bills), strict=True)
@@ -125,7 +128,7 @@ def test_the_search_here_finds_what_plain_enumeration_finds(setting: str, recomp
                 seconds[held <= budget].min(), rel=ROUNDING
             )
         for part in (0.1, 1.0, 10.0):
-            weights = Weights.alone(3, price=part * seconds.min() / held.max(), flight=2.0)
+            weights = CostWeights.alone(3, price=part * seconds.min() / held.max(), flight=2.0)
             assert brute_force.cheapest(problem, weights, math.inf) == pytest.approx(
                 min(b.cost(weights) for b in bills), rel=ROUNDING
             )
@@ -137,7 +140,7 @@ def _thinned(problem: Problem, most: int) -> Problem:
     while math.prod(map(len, keep)) > most:
         longest = max(range(len(keep)), key=lambda v: len(keep[v]))
         keep[longest] = np.delete(keep[longest], len(keep[longest]) // 2)
-    return restrict(problem, keep)
+    return restrict_choices(problem, keep)
 
 
 @pytest.mark.parametrize("recompute", ["none", "auto"])
@@ -148,15 +151,15 @@ def test_at_a_price_of_memory_nothing_is_cheaper(name: str, setting: str, recomp
     again needs its operands.
     """
     problem = problem_of(name, setting, (2,), recompute)
-    fastest = Model(problem, ONE).solution(60.0)
+    fastest = ReducedProblem(problem, ONE).solution(60.0)
     for part in (0.01, 0.1, 1.0, 10.0):
-        weights = Weights.alone(
+        weights = CostWeights.alone(
             2,
-            price=part * fastest.value / nbytes(problem, fastest.chosen, fastest.again),
+            price=part * fastest.value / nbytes(problem, fastest.chosen, fastest.recomputed),
             flight=3.0,
         )
-        solution = Model(problem, weights).solution(60.0)
-        assert brute_force.possible(problem, solution.chosen, solution.again)
+        solution = ReducedProblem(problem, weights).solution(60.0)
+        assert brute_force.possible(problem, solution.chosen, solution.recomputed)
         assert solution.bound <= solution.value * (1 + ROUNDING)
         assert solution.bound >= solution.value * (1 - BRANCHED)
         best = brute_force.cheapest(problem, weights, solution.value * (1 + 1e-6))
@@ -173,30 +176,30 @@ def test_at_a_price_of_memory_nothing_is_cheaper(name: str, setting: str, recomp
 def test_nothing_that_fits_memory_is_faster(name: str, setting: str, recompute: str) -> None:
     search, shape = space(name, setting, (2,), recompute)
     problem = problem_of(name, setting, (2,), recompute)
-    fastest, _ = within(problem, NO_BUDGET, 60.0)
+    fastest, _ = fastest_within(problem, NO_BUDGET, 60.0)
     with pytest.raises(DoesNotFitError) as error:
-        within(problem, 1.0, 60.0)
-    most = nbytes(problem, fastest.chosen, fastest.again)
+        fastest_within(problem, 1.0, 60.0)
+    most = nbytes(problem, fastest.chosen, fastest.recomputed)
     for part in (0.3, 0.8) if recompute == "auto" else (0.5,):
         budget = most + (error.value.nbytes - most) * part
-        solution, gap = within(problem, budget, 60.0)
-        assert solution.bill.nbytes(ONE)[0] <= budget
+        solution, gap = fastest_within(problem, budget, 60.0)
+        assert solution.cost_breakdown.nbytes(ONE)[0] <= budget
         search.options = Options(2, recompute=recompute, memory_budget=budget)
         found = exact(search, shape, search.analysis.batch.size, 60.0)
         assert found is not None
         assert found.gap < BRANCHED
         assert found.device_bytes()[0] <= budget
-        bill = found.solution.bill
-        assert brute_force.possible(found.problem, found.solution.chosen, found.solution.again)
-        best = brute_force.cheapest(problem, ONE, bill.seconds(ONE) * (1 + 1e-6), budget)
-        assert best == pytest.approx(bill.seconds(ONE), rel=1e-7)
+        cost_breakdown = found.solution.cost_breakdown
+        assert brute_force.possible(found.problem, found.solution.chosen, found.solution.recomputed)
+        best = brute_force.cheapest(problem, ONE, cost_breakdown.seconds(ONE) * (1 + 1e-6), budget)
+        assert best == pytest.approx(cost_breakdown.seconds(ONE), rel=1e-7)
         assert sum(found.seconds_by_kind().values()) == pytest.approx(
-            bill.seconds(ONE), rel=ROUNDING
+            cost_breakdown.seconds(ONE), rel=ROUNDING
         )
         assert (
-            solution.bill.seconds(ONE) * (1 - gap - ROUNDING)
+            solution.cost_breakdown.seconds(ONE) * (1 - gap - ROUNDING)
             <= best
-            <= solution.bill.seconds(ONE) * (1 + ROUNDING)
+            <= solution.cost_breakdown.seconds(ONE) * (1 + ROUNDING)
         )
 
 

@@ -60,7 +60,7 @@ def test_wrong_kinds_of_options(name: str) -> None:
                 lambda found=found: (
                     found.pipeline,
                     found.meshes(1),
-                    found.data_degrees(1),
+                    found.data_parallel_sizes(1),
                     hash(found.optimizer),
                 )
             )

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from autopar.search.pipeline.partition import Stages
-from autopar.search.pipeline.tables import KINDS, Tables
+from autopar.search.pipeline.partition import StagePartition
+from autopar.search.pipeline.unit_costs import KINDS, UnitCosts
 
 
-def tables(seed: int, solutions: int, units: int, kinds: int) -> Tables:
+def tables(seed: int, solutions: int, units: int, kinds: int) -> UnitCosts:
     """Each solution is slower and leaner than the one before, more so for some units; some units
     are alike.
     """
@@ -29,9 +29,9 @@ def tables(seed: int, solutions: int, units: int, kinds: int) -> Tables:
         "state": np.tile(draw.uniform(1, 4, kinds), (solutions, 1)),
         "step": np.zeros((solutions, kinds)),
     }
-    return Tables(
+    return UnitCosts(
         **{kind: made[kind][:, alike] for kind in KINDS},
-        everywhere={kind: np.zeros(solutions) for kind in KINDS},
+        duplicated={kind: np.zeros(solutions) for kind in KINDS},
         alike=alike,
     )
 
@@ -40,7 +40,7 @@ def cuts(units: int, stages: int) -> list[tuple[int, ...]]:
     return [(0, *rest) for rest in itertools.combinations(range(1, units), stages - 1)]
 
 
-def fastest(table: Tables, run: tuple[int, int], flight: float, budget: float) -> float:
+def fastest(table: UnitCosts, run: tuple[int, int], flight: float, budget: float) -> float:
     """Of a run of units: the least seconds of all mixtures of solutions that fit."""
     a, b = run
     units = np.arange(a, b)
@@ -60,7 +60,9 @@ def step(times: Sequence[float], microbatches: int) -> float:
 def test_the_cut_is_the_best_where_memory_is_free(units: int, stages: int) -> None:
     for seed, microbatches in itertools.product(range(20), (1, 4, 32)):
         table = tables(seed, 1, units, units)
-        found = Stages(table, [math.inf] * stages, [1.0] * stages, stages).best(microbatches)
+        found = StagePartition(table, [math.inf] * stages, [1.0] * stages, stages).best(
+            microbatches
+        )
         assert found is not None
         taking = table.seconds[0]
         every = {
@@ -73,7 +75,7 @@ def test_the_cut_is_the_best_where_memory_is_free(units: int, stages: int) -> No
         assert every[found[0]] == pytest.approx(found[1])
 
 
-def budgets(table: Tables, flights: Sequence[float], part: float) -> list[float]:
+def budgets(table: UnitCosts, flights: Sequence[float], part: float) -> list[float]:
     """Between what equal stages take at their leanest and at their fastest."""
     units, found = table.seconds.shape[1], []
     for stage, flight in enumerate(flights):
@@ -89,7 +91,7 @@ def test_each_unit_takes_what_is_fastest_within_memory(part: float) -> None:
     for seed in range(10):
         table, flights = tables(seed, 3, 8, 3), [2.0, 1.0]
         room = budgets(table, flights, part)
-        stages = Stages(table, room, flights, 2)
+        stages = StagePartition(table, room, flights, 2)
         for cut in cuts(8, 2):
             runs = list(itertools.pairwise([*cut, 8]))
             least = [
@@ -134,7 +136,7 @@ def test_the_cut_is_nearly_the_best_within_memory(stages: int, part: float) -> N
             )
             for cut in cuts(8, stages)
         }
-        found = Stages(table, room, flights, stages).best(8)
+        found = StagePartition(table, room, flights, stages).best(8)
         assert (found is None) == (min(every.values()) == math.inf)
         if found is not None:
             assert every[found[0]] <= min(every.values()) * 1.05
@@ -148,7 +150,7 @@ def test_a_cut_where_little_is_sent(units: int, stages: int, often: float) -> No
     better = 0
     for seed, microbatches in itertools.product(range(20), (1, 4, 16)):
         table, draw = tables(seed, 1, units, units), np.random.default_rng(seed)
-        search = Stages(table, [math.inf] * stages, [1.0] * stages, stages)
+        search = StagePartition(table, [math.inf] * stages, [1.0] * stages, stages)
         unaware = search.best(microbatches)
         search.sending = np.where(draw.random(units) < often, draw.uniform(5, 10, units), 0.1)
         search.sending[0] = 0.0
@@ -172,7 +174,7 @@ def test_a_cut_where_little_is_sent(units: int, stages: int, often: float) -> No
 def test_what_a_stage_is_sent_takes_its_memory() -> None:
     table = tables(0, 1, 6, 6)
     memory = (table.kept * 2 + table.state)[0]
-    search = Stages(table, [math.inf, float(memory[2:].sum())], [2.0, 2.0], 2)
+    search = StagePartition(table, [math.inf, float(memory[2:].sum())], [2.0, 2.0], 2)
     assert search.points((0, 2)) is not None
     search.crossing = np.array([0.0, 0.0, 1.0, 0.0, 0.0, 0.0])
     assert search.points((0, 2)) is None
@@ -186,9 +188,13 @@ def test_each_rank_reads_a_parameter(units: int, pipeline: int, chunks: int) -> 
     seen = Counter[str]()
     for seed in range(20):
         table = tables(seed, 1, units, units)
-        search = Stages(table, [math.inf] * pipeline * chunks, [1.0] * pipeline * chunks, pipeline)
+        search = StagePartition(
+            table, [math.inf] * pipeline * chunks, [1.0] * pipeline * chunks, pipeline
+        )
         unaware = search.best(4)
-        trains = search.trains = [bool(n < 0.5) for n in np.random.default_rng(seed).random(units)]
+        has_parameter = search.has_parameter = [
+            bool(n < 0.5) for n in np.random.default_rng(seed).random(units)
+        ]
         found = search.best(4)
         assert found is not None
         assert unaware is not None
@@ -196,7 +202,7 @@ def test_each_rank_reads_a_parameter(units: int, pipeline: int, chunks: int) -> 
             cut: step([table.seconds[0, a:b].sum() for a, b in search.runs(cut)], 4)
             for cut in cuts(units, pipeline * chunks)
             if all(
-                any(any(trains[a:b]) for a, b in search.runs(cut)[rank::pipeline])
+                any(any(has_parameter[a:b]) for a, b in search.runs(cut)[rank::pipeline])
                 for rank in range(pipeline)
             )
         }
@@ -213,10 +219,12 @@ def test_each_rank_reads_a_parameter(units: int, pipeline: int, chunks: int) -> 
 
 def test_nothing_fits() -> None:
     table = tables(0, 2, 4, 4)
-    stages = Stages(table, [1e-3, 1e-3], [1.0, 1.0], 2)
+    stages = StagePartition(table, [1e-3, 1e-3], [1.0, 1.0], 2)
     assert stages.best(4) is None
     assert stages.points((0, 2)) is None
     stage, state, kept = stages.least()
     assert stage in (0, 1)
     assert min(state, kept) > 0
-    assert Stages(table, [math.inf] * 5, [1.0] * 5, 5).best(4) is None  # more stages than units
+    assert (
+        StagePartition(table, [math.inf] * 5, [1.0] * 5, 5).best(4) is None
+    )  # more stages than units

@@ -426,11 +426,9 @@ def _held(case: Case) -> list[list[int]]:
     with Double():
         model, sample = zoo.gpt2(dtype=torch.float64, batch=case.batch)
         compiled = build(model, sample, case)
-    assert compiled._execution.stages is not None
-    compute = compiled._execution._compute
-    programs = compiled._execution.stages.programs(
-        [stage.train for stage in compiled._lowered.stages]
-    )
+    assert compiled._runner.stages is not None
+    compute = compiled._runner._compute
+    programs = compiled._runner.stages.programs([stage.train for stage in compiled._lowered.stages])
     stage_of = {id(program): i for i, program in enumerate(programs)}
     tags: list[list[weakref.ref[_Tag]]] = [[] for _ in stage_of]
     counts: list[list[int]] = [[] for _ in stage_of]
@@ -444,7 +442,7 @@ def _held(case: Case) -> list[list[int]]:
         counts[i].append(sum(t() is not None for t in tags[i]))
         return flat
 
-    compiled._execution._compute = watched  # type: ignore[method-assign]
+    compiled._runner._compute = watched  # type: ignore[method-assign]
     with Double():
         compiled(**sample)
     assert all(t() is None for held in tags for t in held)
@@ -475,7 +473,9 @@ def _errors() -> None:
             loss.backward()
         with pytest.raises(PlanError, match="needs at least 2 microbatches, there are 1"):
             build(model, sample, Case(2, "1f1b"))
-        captured = autopar.frontend.traced.Traced(model, sample, None).analyse(1)[0].captured
+        captured = (
+            autopar.frontend.traced_model.TracedModel(model, sample, None).analyse(1)[0].captured
+        )
         last = [n.name for n in captured.graph.nodes if n.op == "call_function"][-1]
         with pytest.raises(PlanError, match="rank 1 of 2 would have no parameter"):
             build(model, sample, Case(2, "gpipe"), starts=[last])
@@ -491,7 +491,7 @@ def _fails() -> None:
         model, sample = zoo.mlp(dtype=torch.float64)
         compiled = build(model, sample, Case(2, "gpipe", options=_part(2)))
         first = compiled.mesh.pipeline_rank == 0
-        assert compiled._execution.stages is not None
+        assert compiled._runner.stages is not None
 
         def failing(index: int) -> None:
             raise ValueError("no memory")
@@ -499,13 +499,13 @@ def _fails() -> None:
         if not first:
             assert loss_of(compiled(**sample)).item() > 0
             return
-        compiled._execution.stages._pipeline._before_last = failing
+        compiled._runner.stages._schedule_runner._on_last_backward = failing
         with pytest.raises(ValueError, match="no memory"):
             compiled(**sample)
-        assert all(w.leaf.grad is None for w in compiled._execution.weights)
+        assert all(w.leaf.grad is None for w in compiled._runner.weights)
         assert all(p.grad is None for p in compiled.parameters())
         dist.all_reduce(
-            torch.zeros((), dtype=torch.float64), group=compiled.mesh.along_pipeline()
+            torch.zeros((), dtype=torch.float64), group=compiled.mesh.pipeline_group()
         )  # the other's sum of the loss
         with pytest.raises(RunError, match="an earlier step failed"):
             compiled(**sample)

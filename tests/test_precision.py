@@ -536,10 +536,10 @@ def _holds(options: dict[str, Any]) -> tuple[dict[str, float], dict[str, float]]
         )
         launch(self, bucket)
 
-    compiled._execution._gather.open()
+    compiled._runner._gather.open()
     copies = float(sum(w.leaf.untyped_storage().nbytes() for w in weights))
-    compiled._execution._gather.close()
-    compiled._drift = None  # whose records stay from call to call
+    compiled._runner._gather.close()
+    compiled._desync = None  # whose records stay from call to call
     with LiveBytes() as live, mock.patch.object(GradientSync, "_launch", counted):
         loss = loss_of(compiled(**sample))
         loss.backward()
@@ -708,7 +708,7 @@ def test_gradients_made_in_half_precision_are_summed_in_float32() -> None:
         ("bf16", "bf16"),
         (None, "fp32"),
     ]
-    assert [Options(1, precision=p, reduce_dtype=r).summed_in for p, r in asked] == [
+    assert [Options(1, precision=p, reduce_dtype=r).reduction_dtype for p, r in asked] == [
         None,
         None,
         "fp32",

@@ -22,13 +22,13 @@ import autopar
 from autopar import cli
 from autopar.cost_model import Cluster, axes, seconds
 from autopar.errors import PlanError, RunError
-from autopar.kernel_trace.autograd import Autograd, contiguous
-from autopar.kernel_trace.launches import Launch
+from autopar.kernel_trace.kernel_launches import KernelLaunch
+from autopar.kernel_trace.operator_trace import OperatorTracer, contiguous_spec
 from autopar.profile import NoisyMeasurement, check_machine, measured, profiler, timing
+from autopar.profile.fit_cluster import _mean
+from autopar.profile.kernel_probes import launches
 from autopar.profile.machine import machine
-from autopar.profile.missing import Missing
-from autopar.profile.probes import launches
-from autopar.profile.summary import _mean
+from autopar.profile.missing_kernels import MissingKernels
 from autopar.profile.timing import COLD, Timing, pooled, replay, timed
 
 pytestmark = pytest.mark.alone
@@ -37,17 +37,17 @@ CPU = torch.device("cpu")
 aten = torch.ops.aten
 
 
-def few(device_type: str, dtype: torch.dtype) -> Iterator[Launch]:
+def few(device_type: str, dtype: torch.dtype) -> Iterator[KernelLaunch]:
     """Some of the kernels that a profile measures."""
-    autograd = Autograd(device_type)
+    autograd = OperatorTracer(device_type)
     for rows in (64, 512):
-        x, w = contiguous((rows, 128), dtype, True), contiguous((128, 128), dtype, True)
+        x, w = contiguous_spec((rows, 128), dtype, True), contiguous_spec((128, 128), dtype, True)
         calls = (
             (aten.linear.default, (x, w)),
             (aten.gelu.default, (x,)),
             (aten.mul.Tensor, (x, 2.0)),
         )
-        for answer in (autograd.ask(*call, {}) for call in calls):
+        for answer in (autograd.trace(*call, {}) for call in calls):
             yield from (*answer.forward, *answer.backward)
 
 
@@ -277,30 +277,32 @@ def test_what_no_curve_covers_is_measured_once(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (launch,) = (
-        Autograd("cpu").ask(aten.gelu.default, (contiguous((64, 64), torch.float32),), {}).forward
+        OperatorTracer("cpu")
+        .trace(aten.gelu.default, (contiguous_spec((64, 64), torch.float32),), {})
+        .forward
     )
     cpu, times = Cluster.load("cpu"), []
     monkeypatch.setattr(
-        "autopar.profile.missing.timed", lambda *args: times.append(1) or Timing(3.0, 0.0)
+        "autopar.profile.missing_kernels.timed", lambda *args: times.append(1) or Timing(3.0, 0.0)
     )
     for _ in range(2):
-        spot = Missing(cpu)
+        spot = MissingKernels(cpu)
         assert launch in spot
         assert spot.seconds(launch) == 3.0
     assert len(times) == 1
     covered = replace(
         cpu.device, efficiency={**cpu.device.efficiency, "gelu.float32": ((1.0, 1.0),)}
     )
-    assert launch not in Missing(replace(cpu, device=covered))
+    assert launch not in MissingKernels(replace(cpu, device=covered))
     (tmp_path / "autopar" / "kernels.json").write_text("no JSON")
     with pytest.warns(UserWarning, match="cannot be read .* measured again"):
-        Missing(cpu)
+        MissingKernels(cpu)
 
 
 def test_planning_measures_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All kernels take a second: a plan is as slow as it has kernels."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("autopar.profile.missing.timed", lambda *args: Timing(1.0, 0.0))
+    monkeypatch.setattr("autopar.profile.missing_kernels.timed", lambda *args: Timing(1.0, 0.0))
     given = dict(parallel=dict(data=2), progress=False)
     assert autopar.plan(*zoo.mlp(), 2, **given).step_time < 1
     assert autopar.plan(*zoo.mlp(), 2, **given, profile_missing=True).step_time > 5

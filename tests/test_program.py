@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autopar.errors import RunError
 from autopar.ir.layout import R
-from autopar.runtime.communication.agree import same_on_all_ranks
+from autopar.runtime.communication.all_ranks import check_same_on_all_ranks
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.step.loss import PendingLoss, total
 
@@ -277,8 +277,8 @@ def _errors() -> None:
     with pytest.raises(
         RunError, match="the plan is not the same on all ranks: rank 1 of 2 differ from rank 0"
     ):
-        same_on_all_ranks(f"{dist.get_rank()}", "the plan")
-    same_on_all_ranks("one", "the plan")
+        check_same_on_all_ranks(f"{dist.get_rank()}", "the plan")
+    check_same_on_all_ranks("one", "the plan")
 
 
 def test_errors_name_what_is_wrong(ranks: Pools) -> None:

@@ -18,9 +18,9 @@ import torch
 from megatron import GPT, constraints
 
 import autopar
-from autopar.frontend.traced import Traced
-from autopar.kernel_trace.autograd import Autograd
-from autopar.memory.peak import peak_of
+from autopar.frontend.traced_model import TracedModel
+from autopar.kernel_trace.operator_trace import OperatorTracer
+from autopar.memory.peak_memory import peak_memory_of_plan
 from autopar.plan import Plan
 
 S, B, H, A = 512, 2, 1024, 16  # sequence, microbatch, hidden, heads
@@ -30,11 +30,11 @@ SCORES = 5 * A * S // H
 
 
 @functools.cache
-def _made(layers: int) -> Traced:
+def _made(layers: int) -> TracedModel:
     with torch.device("meta"):
         model = GPT(H, A, layers, S, vocabulary=1024)
         tokens = torch.zeros(B, S, dtype=torch.long)
-    return Traced(model, dict(tokens=tokens, labels=tokens.clone()), None, "fp16")
+    return TracedModel(model, dict(tokens=tokens, labels=tokens.clone()), None, "fp16")
 
 
 def _planned(layers: int, tensor: int, sequence_parallel: bool, recompute: str) -> Plan:
@@ -69,7 +69,7 @@ def kept(layers: int, tensor: int, sequence_parallel: bool, recompute: str) -> f
         else tuple(name for name in again if sequence_parallel and "->" in name)
     )
     plan = dataclasses.replace(plan, recomputed=again)
-    return peak_of(analysis, plan, "adam", Autograd("cuda")).kept[0]
+    return peak_memory_of_plan(analysis, plan, "adam", OperatorTracer("cuda")).kept[0]
 
 
 @pytest.mark.parametrize(

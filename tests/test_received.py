@@ -16,7 +16,7 @@ from torch import nn
 import autopar
 from autopar.runtime.communication.collectives import redistribute
 from autopar.runtime.communication.mesh import Mesh
-from autopar.runtime.kernels import kernels
+from autopar.runtime.kernels import graph_kernels
 
 _functional = torch.ops._c10d_functional
 ROWS, WIDTH = 8, 6
@@ -119,7 +119,7 @@ def conversions() -> tuple[list[dict[str, int]], dict[str, int]]:
         found += [forward.by_kind, backward.by_kind]
     line = torch.ones(1, 1, ROWS, requires_grad=True)
     with Received() as halo:
-        kernels.conv_halo(
+        graph_kernels.conv_halo(
             line, torch.ones(1, 1, 4), None, (1,), (1,), ((1, 2),), mesh, ((0,),)
         ).sum().backward()
     with Received() as nothing:
@@ -178,7 +178,7 @@ def step(options: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
     torch.manual_seed(0)
     sample = {"x": torch.randn(*TOKENS, NARROW)}
     compiled = autopar.compile(Megatron(), sample, dist.get_world_size(), progress=False, **options)
-    compiled._drift = None  # whose records are no tensors of the model
+    compiled._desync = None  # whose records are no tensors of the model
     with Received() as forward:
         loss = compiled(**sample)
     with Received() as backward:

@@ -26,14 +26,14 @@ import autopar
 import autopar.api
 from autopar.api import _check_types
 from autopar.errors import PlanError, RunError
-from autopar.frontend import traced as tracing
+from autopar.frontend import traced_model as tracing
 from autopar.passes.lowering.lower import lower
-from autopar.passes.lowering.recompute import recomputable
+from autopar.passes.lowering.mark_recomputed import recomputable
 from autopar.runtime.communication.mesh import Mesh
-from autopar.runtime.kernels.random import Streams
+from autopar.runtime.communication.random_streams import RandomStreams
 from autopar.runtime.measure.live_bytes import LiveBytes
-from autopar.runtime.pipeline import recompute, remake
-from autopar.runtime.pipeline.recompute import Recomputed
+from autopar.runtime.pipeline import recompute, recomputed_call
+from autopar.runtime.pipeline.recompute import RecomputedOperator
 
 Numbers = dict[str, torch.Tensor]
 
@@ -69,7 +69,7 @@ def shares(names: list[str]) -> list[tuple[str, ...]]:
 
 def on_one_rank(name: str, microbatches: int) -> list[bool]:
     model, sample = getattr(zoo, name)(dropout=0.1)
-    analysis, prologue = tracing.Traced(model, sample, None).analyse(microbatches)
+    analysis, prologue = tracing.TracedModel(model, sample, None).analyse(microbatches)
 
     def run(recomputed: tuple[str, ...]) -> Numbers:
         plan = one_device(analysis, microbatches=microbatches, recomputed=recomputed)
@@ -131,7 +131,7 @@ def sharded(name: str, options: dict[str, Any]) -> list[bool]:
     _clear_sharding_prop_cache()
     model, sample = getattr(zoo, name)(dropout=0.1)
     plan = autopar.plan(model, sample, 2, progress=False, **options)
-    analysis, prologue = tracing.Traced(model, sample, None).analyse(plan.microbatches)
+    analysis, prologue = tracing.TracedModel(model, sample, None).analyse(plan.microbatches)
 
     def run(recomputed: tuple[str, ...]) -> Numbers:
         given = dataclasses.replace(plan, recomputed=recomputed)
@@ -162,7 +162,7 @@ def pipelined(name: str, schedules: list[tuple[str, int]]) -> list[bool]:
     model, sample = getattr(zoo, name)(dropout=0.1)
     found = []
     with traced_once():
-        analysis = autopar.frontend.traced.Traced(model, sample, None).analyse(4)[0]
+        analysis = autopar.frontend.traced_model.TracedModel(model, sample, None).analyse(4)[0]
         names = calls(analysis)
         for schedule, chunks in schedules:
             starts = staged.even_starts(analysis.captured, 2 * chunks)
@@ -215,12 +215,12 @@ class Program:
 
     module: fx.GraphModule
     state: list[torch.Tensor]
-    streams: Streams
+    random_streams: RandomStreams
 
     def __call__(self, x: torch.Tensor, microbatch: int = 0) -> torch.Tensor:
-        self.streams.microbatch = microbatch
+        self.random_streams.microbatch = microbatch
         mesh: Any = SimpleNamespace(
-            streams=self.streams, index=lambda axes: 0, count=lambda axes: 1
+            random_streams=self.random_streams, index=lambda axes: 0, count=lambda axes: 1
         )
         return recompute.run(self.module, mesh, [*self.state, x])[0]
 
@@ -246,7 +246,7 @@ def tower(recomputed: Any = (), layers: int = 2) -> Program:
     )
     lowered = lower(analysis, plan)
     return Program(
-        lowered.train, [analysis.captured.state[name] for name in lowered.state], Streams(0)
+        lowered.train, [analysis.captured.state[name] for name in lowered.state], RandomStreams(0)
     )
 
 
@@ -276,7 +276,7 @@ def test_several_forwards_are_alive_at_once(recomputed: Any) -> None:
         for loss in (losses[1], losses[0], losses[2]):
             loss.backward()
         expected.append(program.gradients())
-        assert program.streams.microbatch == 2
+        assert program.random_streams.microbatch == 2
     assert equal(*expected)
 
 
@@ -317,19 +317,21 @@ def test_split_backward(recomputed: Any) -> None:
 def counted() -> Iterator[list[int]]:
     """The calls that are made again, by their numbers."""
     made: list[int] = []
-    make = remake.Call.make
+    make = recomputed_call.RecomputedCall.make
 
     def noted(call: Any) -> None:
         made.append(call.number)
         make(call)
 
-    with mock.patch.object(remake.Call, "make", noted):
+    with mock.patch.object(recomputed_call.RecomputedCall, "make", noted):
         yield made
 
 
 def test_nothing_recomputed_costs_nothing() -> None:
     program = tower()
-    assert not any(isinstance(node.target, Recomputed) for node in program.module.graph.nodes)
+    assert not any(
+        isinstance(node.target, RecomputedOperator) for node in program.module.graph.nodes
+    )
     with mock.patch.object(recompute, "saved_tensors_hooks", side_effect=AssertionError):
         program(X).backward()
 
@@ -354,7 +356,7 @@ def test_only_what_is_read_is_made_again() -> None:
     assert (
         0
         < len(made)
-        < sum(isinstance(node.target, Recomputed) for node in program.module.graph.nodes)
+        < sum(isinstance(node.target, RecomputedOperator) for node in program.module.graph.nodes)
     )
 
 

@@ -26,7 +26,7 @@ from autopar import Comparison, Plan
 from autopar.cost_model import timeline_of
 from autopar.errors import RunError
 from autopar.runtime.communication import collectives
-from autopar.runtime.measure.recorder import Recorder
+from autopar.runtime.measure.step_recorder import StepRecorder
 
 pytestmark = pytest.mark.alone
 
@@ -208,9 +208,9 @@ def _pipelined(forward: float, backward: float, microbatches: int) -> tuple[Comp
     assert compiled.plan.microbatches == microbatches
     if compiled.mesh.pipeline_rank == 1:
         insert_nap(
-            compiled._execution.stages.programs(
-                [stage.train for stage in compiled._lowered.stages]
-            )[0],
+            compiled._runner.stages.programs([stage.train for stage in compiled._lowered.stages])[
+                0
+            ],
             forward,
             backward,
         )
@@ -363,12 +363,12 @@ def _cost() -> float:
     parts = len(recorder._open.parts)
     assert parts > 8
     took = []
-    other = Recorder(torch.device("cpu"))
+    other = StepRecorder(torch.device("cpu"))
     for _ in range(20):
         other.begin(True)
         start = time.perf_counter()
         for _ in range(100):
-            other.leave(other.enter("backward"))
+            other.end_compute(other.begin_compute("backward"))
         other.begin(True)
         took.append((time.perf_counter() - start) / 100)
     return parts * statistics.median(took) / recorder.times(0, [0], None).seconds["step"]
@@ -416,7 +416,7 @@ def test_memory_of_a_step_on_a_cpu(ranks: Pools) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 def test_times_and_memory_of_a_gpu() -> None:
     """A kernel that is known to take long, and memory that is known to be taken."""
-    recorder, device = Recorder(torch.device("cuda", 0)), torch.device("cuda", 0)
+    recorder, device = StepRecorder(torch.device("cuda", 0)), torch.device("cuda", 0)
     cycles = 100_000_000
 
     def nap() -> None:
@@ -429,12 +429,12 @@ def test_times_and_memory_of_a_gpu() -> None:
     slept = start.elapsed_time(end) / 1e3
     for _ in range(STEPS):
         recorder.begin(True)
-        since = recorder.enter("forward")
+        since = recorder.begin_compute("forward")
         nap()
-        recorder.leave(since)
-        since = recorder.enter("backward")
+        recorder.end_compute(since)
+        since = recorder.begin_compute("backward")
         held = torch.empty(64 << 20, dtype=torch.uint8, device=device)
-        recorder.leave(since)
+        recorder.end_compute(since)
         del held
     times = recorder.times(0, [0], None)
     assert times.stages[0]["forward"] == pytest.approx(slept, rel=0.1)

@@ -22,18 +22,18 @@ from small_graphs import Space, analyse
 
 import autopar
 from autopar.formatting.table import WIDTH, count, nbytes, seconds
-from autopar.kernel_trace.autograd import Autograd
-from autopar.memory.calls import Program
-from autopar.memory.held import Held
+from autopar.kernel_trace.operator_trace import OperatorTracer
+from autopar.memory.call_trace import CallTrace
+from autopar.memory.saved_activations import SavedActivations
 from autopar.plan import Plan
 from autopar.report import describe
 from autopar.rules.analysis import Analysis
-from autopar.search.ilp.problem import Problem, Weights
-from autopar.search.ilp.solve import Model, Solution
+from autopar.search.ilp.problem import CostWeights, Problem
+from autopar.search.ilp.solve import ReducedProblem, Solution
 from autopar.search.result.assemble import stages_of
-from autopar.search.result.decide import write_down
-from autopar.search.result.found import Found
-from autopar.search.space.shape import Shape
+from autopar.search.result.priced_plan import PricedPlan
+from autopar.search.result.write_plan import write_plan
+from autopar.search.space.configuration import Configuration
 
 MIXED = dict(data=2, tensor=dict(size=2, mode="1d"))
 # Prices of memory: seconds of a step for all bytes of a device.
@@ -136,19 +136,22 @@ def plans(request: pytest.FixtureRequest) -> tuple[Analysis, list[Plan]]:
     that is legal on it.
     """
     space = Space(analyse(*getattr(zoo, request.param)()), (2, 2), "cpu", recompute="auto")
-    shape, stages = Shape(1, space.axes, 2), stages_of(space.analysis, 1)
-    fastest, draw = Model(space.problem, Weights.alone(2)).solution(60.0), random.Random(0)
-    price = fastest.value / float(fastest.bill.nbytes(Weights.alone())[0])
+    shape, stages = Configuration(1, space.axes, 2), stages_of(space.analysis, 1)
+    fastest, draw = (
+        ReducedProblem(space.problem, CostWeights.alone(2)).solution(60.0),
+        random.Random(0),
+    )
+    price = fastest.value / float(fastest.cost_breakdown.nbytes(CostWeights.alone())[0])
     best = [
-        Model(space.problem, Weights.alone(2, price * part)).solution(60.0)
+        ReducedProblem(space.problem, CostWeights.alone(2, price * part)).solution(60.0)
         for part in SOLVED[request.param]
     ]
     made = []
     for solution in (*best, *(drawn(space.problem, draw) for _ in range(DRAWN))):
-        found = Found(space.analysis, shape, space.problem, space.costs, solution, 0.0, stages)
+        found = PricedPlan(space.analysis, shape, space.problem, space.costs, solution, 0.0, stages)
         made.append(
             Plan.of(
-                describe(write_down(found, space.cluster, space.options, {"solve": 1.0}), found)
+                describe(write_plan(found, space.cluster, space.options, {"solve": 1.0}), found)
             )
         )
     return space.analysis, made
@@ -158,17 +161,19 @@ def drawn(problem: Problem, draw: random.Random) -> Solution:
     """Any choice of each vertex whose result is there in the backward, and some of the conversions
     made again.
     """
-    chosen = problem.settle(
+    chosen = problem.free_unneeded_results(
         [draw.choice(np.flatnonzero(v.there == v.there.any())) for v in problem.vertices]
     )
-    there = [(g, group) for g, group in enumerate(problem.groups) if problem.made(group, chosen)[1]]
-    again = frozenset(
+    there = [
+        (g, tensor) for g, tensor in enumerate(problem.tensors) if problem.made(tensor, chosen)[1]
+    ]
+    recomputed = frozenset(
         (g, target)
-        for g, group in there
-        for target in problem.wanted(group, chosen)
+        for g, tensor in there
+        for target in problem.wanted(tensor, chosen)
         if draw.random() < 0.5
     )
-    return Solution(tuple(chosen), again, problem.bill(chosen, again))
+    return Solution(tuple(chosen), recomputed, problem.cost_breakdown(chosen, recomputed))
 
 
 def test_rows_add_up_to_the_plan(plans: tuple[Analysis, list[Plan]], megatron: Plan) -> None:
@@ -197,8 +202,8 @@ def test_what_recomputation_frees_and_costs_adds_up(plans: tuple[Analysis, list[
 
 
 def held(analysis: Analysis, plan: Plan, recomputed: Sequence[str]) -> dict[int, float]:
-    return Held(
-        Program(analysis, plan.nodes, plan.conversions, plan.mesh_sizes, Autograd("cpu"))
+    return SavedActivations(
+        CallTrace(analysis, plan.nodes, plan.conversions, plan.mesh_sizes, OperatorTracer("cpu"))
     ).kept(recomputed)
 
 

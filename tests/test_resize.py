@@ -14,10 +14,10 @@ from autopar.cost_model import Cluster
 from autopar.rules import Rule
 from autopar.rules.analysis import Analysis
 from autopar.search.ilp.problem import Problem
+from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.pricing.resize import resized
-from autopar.search.search import Search
+from autopar.search.space.configuration import Configuration
 from autopar.search.space.options import Axis, Options
-from autopar.search.space.shape import Shape
 
 MODELS = ["llama", "gpt2", "vit", "t5", "bert", "mixtral", "unet", "cnn", "mixer"]
 ARRAYS = ("states", "there", "forward", "backward", "send", "step", "kept", "state", "result")
@@ -28,8 +28,8 @@ def captured(name: str, batch: int) -> Analysis:
 
 
 def problem_of(analysis: Analysis, samples: int, ranks: int) -> Problem:
-    search = Search(analysis, Cluster.load("cpu"), Options(ranks, recompute="auto"))
-    return search.problem(Shape(1, (Axis("axis0", ranks),), 1), samples)
+    search = InnerSearch(analysis, Cluster.load("cpu"), Options(ranks, recompute="auto"))
+    return search.problem(Configuration(1, (Axis("axis0", ranks),), 1), samples)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -50,8 +50,8 @@ def test_costs_are_those_of_a_captured_batch(name: str, size: int, samples: int)
                 getattr(v, array), getattr(w, array), rtol=1e-12, err_msg=f"{v.node} {array}"
             )
         assert all((a == b).all() for a, b in zip(v.needs, w.needs, strict=True))
-    assert len(found.groups) == len(expected.groups)
-    for g, h in zip(found.groups, expected.groups, strict=True):
+    assert len(found.tensors) == len(expected.tensors)
+    for g, h in zip(found.tensors, expected.tensors, strict=True):
         assert (g.producer, g.ports, g.sources, g.targets) == (
             h.producer,
             h.ports,

@@ -17,11 +17,15 @@ from test_kernels import close, draw, make_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.errors import RunError
-from autopar.kernel_trace.autograd import Answer, Autograd, contiguous
-from autopar.kernel_trace.stand_ins import AnyMesh
-from autopar.runtime.kernels import plain_attention, ring
-from autopar.runtime.kernels.fused_attention import Look, attend, attend_backward
-from autopar.runtime.kernels.tiles import Cut, tiles
+from autopar.kernel_trace.meta_kernels import FakeMesh
+from autopar.kernel_trace.operator_trace import OperatorTrace, OperatorTracer, contiguous_spec
+from autopar.runtime.kernels import plain_attention, ring_attention
+from autopar.runtime.kernels.causal_tiles import SequenceSplit, causal_tiles
+from autopar.runtime.kernels.fused_attention import (
+    AttentionSettings,
+    block_attention,
+    block_attention_backward,
+)
 
 BATCH, WIDTH = 2, 6
 MASKS: dict[str, Callable[[int, int, int], torch.Tensor | None]] = {  # of queries, keys, heads
@@ -66,7 +70,7 @@ def _compare(
     width: int,
 ) -> None:
     world, me = mesh.sizes[0], mesh.coordinate[0]
-    at, there = (ring.positions(me, world, n, zigzag) for n in lengths)
+    at, there = (ring_attention.positions(me, world, n, zigzag) for n in lengths)
     (n, m), (several, fewer) = (world * length for length in lengths), heads
     mask = MASKS[name](n, m, several)
     whole = [
@@ -95,7 +99,7 @@ def _compare(
             .detach()
             .requires_grad_(mask.requires_grad)
         )
-    x = ring.ring_attention(*local, part, 0.0, causal, None, mesh, 0, (0,), 0, zigzag)
+    x = ring_attention.ring_attention(*local, part, 0.0, causal, None, mesh, 0, (0,), 0, zigzag)
     (x * above[:, :, at]).sum().backward()
     close(x, y[:, :, at])
     for one, other, place in zip(local, whole, (at, there, there), strict=True):
@@ -142,7 +146,7 @@ def _lowest() -> None:
     mask = draw(8, 8).where(torch.arange(8)[:, None] % 4 > 0, torch.finfo(torch.float64).min)
     here = slice(4 * mesh.coordinate[0], 4 + 4 * mesh.coordinate[0])
     for values in (v, v[..., :5]):
-        x = ring.ring_attention(
+        x = ring_attention.ring_attention(
             q[:, :, here],
             k[:, :, here],
             values[:, :, here],
@@ -192,7 +196,7 @@ def _dropped(
     mesh, axes = make_mesh(sizes)
     ranks, me, heads, fewer = sizes[-1], mesh.coordinate[-1], 4, 2
     n = length * ranks
-    at = ring.positions(me, ranks, length, zigzag)
+    at = ring_attention.positions(me, ranks, length, zigzag)
     q, k, v = (
         draw(BATCH, heads, n, WIDTH),
         draw(BATCH, fewer, n, WIDTH, seed=1),
@@ -201,7 +205,7 @@ def _dropped(
     leaves = [t[:, :, at].requires_grad_() for t in (q, k, v)]
 
     def attention(values: torch.Tensor) -> torch.Tensor:
-        return ring.ring_attention(
+        return ring_attention.ring_attention(
             leaves[0],
             leaves[1],
             values,
@@ -231,7 +235,7 @@ def _dropped(
     torch.distributed.all_gather(everywhere, kept, group)
     keep = torch.zeros(BATCH, heads, n, n, dtype=torch.bool)
     for rank, part in enumerate(everywhere):
-        keep[:, :, ring.positions(rank, ranks, length, zigzag)] = part
+        keep[:, :, ring_attention.positions(rank, ranks, length, zigzag)] = part
     whole = [t.requires_grad_() for t in (q, k, v)]
     y = _attended(*whole, keep, mask, p)
     (y * draw(*y.shape, seed=9)).sum().backward()
@@ -258,7 +262,7 @@ def test_dropout_is_that_of_the_weights_it_shows(
 def _halves(zigzag: bool) -> None:
     world = torch.distributed.get_world_size()
     mesh, _ = make_mesh((world,))
-    at = ring.positions(mesh.coordinate[0], world, 32, zigzag)
+    at = ring_attention.positions(mesh.coordinate[0], world, 32, zigzag)
     parts = [draw(BATCH, h, 32 * world, 8, seed=h).bfloat16() for h in (4, 2, 2)]
     whole = [t.double().requires_grad_() for t in parts]
     y = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
@@ -269,7 +273,7 @@ def _halves(zigzag: bool) -> None:
         None,
         torch.zeros(32, 32 * world, dtype=torch.bfloat16).requires_grad_(),
     ):  # fused, and not in the backward
-        x = ring.ring_attention(*local, mask, 0.0, True, None, mesh, 0, (0,), 0, zigzag)
+        x = ring_attention.ring_attention(*local, mask, 0.0, True, None, mesh, 0, (0,), 0, zigzag)
         gradients = torch.autograd.grad(x, local, above[:, :, at])
         for one, other in zip((x, *gradients), (y, *(t.grad for t in whole)), strict=True):
             assert one.dtype is torch.bfloat16
@@ -306,7 +310,7 @@ def _count(dtype: torch.dtype, zigzag: bool) -> None:
     q, k, v = (draw(BATCH, h, 4, w).to(dtype).requires_grad_() for h, w in ((4, 6), (2, 6), (2, 6)))
     block = k.numel() * dtype.itemsize
     with _Received() as received:
-        x = ring.ring_attention(q, k, v, None, 0.0, True, None, mesh, 0, (0,), 0, zigzag)
+        x = ring_attention.ring_attention(q, k, v, None, 0.0, True, None, mesh, 0, (0,), 0, zigzag)
         assert received.nbytes == 2 * (world - 1) * block
         x.sum().backward()
     assert received.nbytes == 6 * (world - 1) * block
@@ -322,12 +326,12 @@ def test_receives_every_other_block_once_and_three_times_a_step(
         ranks(world).run(_count, dtype, zigzag)
 
 
-def _priced(ranks: int, zigzag: bool, mask: bool = False, dropout: float = 0.0) -> Answer:
-    q, k, v = (contiguous((BATCH, h, 64, 8), torch.float32, True) for h in (4, 2, 2))
-    added = contiguous((64, 64 * ranks), torch.float32, True) if mask else None
-    mesh = AnyMesh((2, ranks))
-    return Autograd("cpu").ask(
-        ring.ring_attention,
+def _priced(ranks: int, zigzag: bool, mask: bool = False, dropout: float = 0.0) -> OperatorTrace:
+    q, k, v = (contiguous_spec((BATCH, h, 64, 8), torch.float32, True) for h in (4, 2, 2))
+    added = contiguous_spec((64, 64 * ranks), torch.float32, True) if mask else None
+    mesh = FakeMesh((2, ranks))
+    return OperatorTracer("cpu").trace(
+        ring_attention.ring_attention,
         [q, k, v, added, dropout, not mask, None, mesh, 0, (0, 1), 1, zigzag],
         {},
     )
@@ -372,8 +376,8 @@ def test_kernels_of_cuda_take_what_they_are_given(dtype: torch.dtype, masked: bo
         for h, n in ((4, 40), (2, 24), (2, 24))
     )
     bias = torch.empty(BATCH, 1, 40, 24, device="meta") if masked else None
-    look = Look(0.25, "cuda", False, bias)
-    out, norm = attend(q, k, v, look)
+    look = AttentionSettings(0.25, "cuda", False, bias)
+    out, norm = block_attention(q, k, v, look)
     assert (out.shape, out.dtype, norm.shape, norm.dtype) == (
         q.shape,
         dtype,
@@ -381,7 +385,7 @@ def test_kernels_of_cuda_take_what_they_are_given(dtype: torch.dtype, masked: bo
         torch.float32,
     )
     for given, gradient in zip(
-        (q, k, v), attend_backward(out, q, k, v, out, norm, look), strict=True
+        (q, k, v), block_attention_backward(out, q, k, v, out, norm, look), strict=True
     ):
         assert (gradient.shape, gradient.dtype) == (given.shape, dtype)
 
@@ -389,13 +393,14 @@ def test_kernels_of_cuda_take_what_they_are_given(dtype: torch.dtype, masked: bo
 @pytest.mark.parametrize("zigzag", [False, True])
 def test_tiles_hold_what_is_seen_and_no_more(zigzag: bool) -> None:
     for ranks, length, others in itertools.product((1, 2, 3, 5), (2, 4, 6), (2, 4, 6)):
-        cut = Cut(ranks, zigzag)
+        cut = SequenceSplit(ranks, zigzag)
         for rank, source in itertools.product(range(ranks), repeat=2):
             here, there = (
-                ring.positions(r, ranks, n, zigzag) for r, n in ((rank, length), (source, others))
+                ring_attention.positions(r, ranks, n, zigzag)
+                for r, n in ((rank, length), (source, others))
             )
             seen, found = here[:, None] >= there, torch.zeros(length, others)
-            made = tiles(cut, rank, length, source, others)
+            made = causal_tiles(cut, rank, length, source, others)
             for rows, keys, causal in made:
                 part = torch.ones_like(found[rows, keys])
                 assert not causal or part.shape[0] == part.shape[1]
@@ -407,4 +412,6 @@ def test_tiles_hold_what_is_seen_and_no_more(zigzag: bool) -> None:
 def test_two_pieces_need_an_even_length() -> None:
     q = torch.empty(1, 1, 3, 4, device="meta")
     with pytest.raises(RunError, match="its 3 queries and 3 keys must be even"):
-        ring.ring_attention(q, q, q, None, 0.0, True, None, AnyMesh((2,)), 0, (0,), 0, True)  # type: ignore[arg-type]
+        ring_attention.ring_attention(
+            q, q, q, None, 0.0, True, None, FakeMesh((2,)), 0, (0,), 0, True
+        )  # type: ignore[arg-type]

@@ -23,8 +23,8 @@ from autopar.rules import Rule, make_rule
 from autopar.rules.registry import _MAKERS
 from autopar.rules.views import factorise
 from autopar.runtime.communication.mesh import Mesh
-from autopar.runtime.kernels import kernels
-from autopar.runtime.typecheck.typecheck import check_types
+from autopar.runtime.kernels import graph_kernels
+from autopar.runtime.typecheck.checker import check_types
 from autopar.search.space.strategies import Strategy, strategies
 
 aten = torch.ops.aten
@@ -272,8 +272,8 @@ ROWS = [
     row(aten.to.dtype, i(8, 4, 6), torch.float64),
     row(aten.to.dtype, b(4, 6), torch.float64),
     row(aten.detach.default, n(4, 6)),
-    row(kernels.send, n(4, 6)),
-    row(kernels.send, b(4, 6)),
+    row(graph_kernels.send, n(4, 6)),
+    row(graph_kernels.send, b(4, 6)),
     row(aten.add.Tensor, n(4, 6), n(4, 6)),
     row(aten.add.Tensor, n(4, 6), n(6), alpha=3),
     row(aten.add.Tensor, n(4, 1, 6), n(2, 1)),
@@ -327,10 +327,10 @@ ROWS = [
     row(aten.triu.default, n(4, 6, 6), 1),
     row(aten.tril.default, n(6, 4)),
     row(aten.one_hot.default, i(6, 4, 2), 6),
-    row(kernels.cross_entropy, n(4, 6, 12), i(12, 4, 6), None, 3, 0.1),
-    fixed(row(kernels.cross_entropy, n(4, 12), i(12, 4), f(12), -100, 0.0), 2),
-    row(kernels.target_count, i(12, 4, 6), None, 3, torch.float64),
-    fixed(row(kernels.target_count, i(12, 4, 6), f(12), 3, torch.float64), 1),
+    row(graph_kernels.cross_entropy, n(4, 6, 12), i(12, 4, 6), None, 3, 0.1),
+    fixed(row(graph_kernels.cross_entropy, n(4, 12), i(12, 4), f(12), -100, 0.0), 2),
+    row(graph_kernels.target_count, i(12, 4, 6), None, 3, torch.float64),
+    fixed(row(graph_kernels.target_count, i(12, 4, 6), f(12), 3, torch.float64), 1),
     fixed(
         row(aten.binary_cross_entropy_with_logits.default, n(4, 6), f(4, 6), f(4, 1), f(6), 0), 2, 3
     ),
@@ -762,7 +762,7 @@ def test_any_view_is_right(seed: int) -> None:
             program.check(strategy, sizes)
 
 
-# --- The second opinion: ``autopar.runtime.typecheck.typecheck`` was written apart, and must find
+# --- The second opinion: ``autopar.runtime.typecheck.checker`` was written apart, and must find
 # every option well typed too.
 
 

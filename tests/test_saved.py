@@ -27,22 +27,22 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import autopar
 from autopar.ir.nodes import operands
-from autopar.kernel_trace.autograd import Autograd
-from autopar.memory.calls import Program
-from autopar.memory.held import Held
-from autopar.memory.saved import Saved, saved
+from autopar.kernel_trace.operator_trace import OperatorTracer
+from autopar.memory.call_trace import CallTrace
+from autopar.memory.saved_activations import SavedActivations
+from autopar.memory.saved_tensors import SavedTensors, saved
 from autopar.passes.lowering.admit_gradients import admit_gradients
+from autopar.passes.lowering.cut_stages import cut_stages
 from autopar.passes.lowering.lower import lower
-from autopar.passes.lowering.recompute import recomputable
-from autopar.passes.lowering.stages import cut_stages
+from autopar.passes.lowering.mark_recomputed import recomputable
 from autopar.plan import Plan
 from autopar.rules.analysis import Analysis
 from autopar.runtime.communication.mesh import Mesh
-from autopar.runtime.kernels.random import Streams
+from autopar.runtime.communication.random_streams import RandomStreams
 from autopar.runtime.measure.live_bytes import LiveBytes
-from autopar.runtime.module.program import Compiled
+from autopar.runtime.module.compiled import Compiled
 from autopar.runtime.pipeline import recompute
-from autopar.runtime.pipeline.pipeline import _Entry
+from autopar.runtime.pipeline.torch_pipelining import StageEntry
 
 MODELS = ("gpt2", "llama", "vit", "t5", "bert", "cnn")
 TINY = 64  # bytes that do not count: a bias, two numbers
@@ -61,7 +61,10 @@ class _Real(fx.Interpreter):
 
     def __init__(self, analysis: Analysis) -> None:
         super().__init__(fx.GraphModule(nn.Module(), analysis.graph), graph=analysis.graph)
-        self.differentiable, self.found = set(analysis.differentiable), dict[fx.Node, Saved]()
+        self.differentiable, self.found = (
+            set(analysis.differentiable),
+            dict[fx.Node, SavedTensors](),
+        )
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op != "call_function":
@@ -79,7 +82,7 @@ class _Real(fx.Interpreter):
         sizes = {s._cdata: s.nbytes() for s in packed}
         internal = sum(size for s, size in sizes.items() if s not in own and s != result)
         alias = own.index(result) if result in own else None
-        self.found[n] = Saved(
+        self.found[n] = SavedTensors(
             frozenset(k for k, s in enumerate(own) if s in sizes),
             result in sizes,
             float(internal),
@@ -131,8 +134,10 @@ def test_a_thousand_calls_are_asked_in_a_second() -> None:
 # -- of a plan
 
 
-def held_by(analysis: Analysis, plan: Plan) -> Held:
-    return Held(Program(analysis, plan.nodes, plan.conversions, plan.mesh_sizes, Autograd("cpu")))
+def held_by(analysis: Analysis, plan: Plan) -> SavedActivations:
+    return SavedActivations(
+        CallTrace(analysis, plan.nodes, plan.conversions, plan.mesh_sizes, OperatorTracer("cpu"))
+    )
 
 
 def predicted(analysis: Analysis, plan: Plan, stage: int = 0) -> float:
@@ -143,7 +148,7 @@ def measured(program: Compiled, sample: dict[str, Any]) -> float:
     """What is alive after the forward, but for the loss and what parameters were gathered or
     exchanged into.
     """
-    program._drift = None  # whose records stay from call to call
+    program._desync = None  # whose records stay from call to call
     live = LiveBytes()
     with live:
         loss = loss_of(program(**sample))
@@ -255,7 +260,7 @@ def test_kept_when_sharded(ranks: Pools, name: str, options: dict[str, Any]) -> 
 
 def _entry(t: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
     """No leaf, which autograd would hold on to for itself."""
-    return _Entry.apply(anchor, [], t)[0]
+    return StageEntry.apply(anchor, [], t)[0]
 
 
 def stage_by_stage(analysis: Analysis, plan: Plan, sample: dict[str, Any]) -> list[int]:
@@ -279,8 +284,8 @@ def stage_by_stage(analysis: Analysis, plan: Plan, sample: dict[str, Any]) -> li
             ]
             flat = recompute.run(
                 program,
-                SimpleNamespace(streams=Streams(0)),
-                [*(arguments[i] for i in graph.uses), *received],
+                SimpleNamespace(random_streams=RandomStreams(0)),
+                [*(arguments[i] for i in graph.used_placeholders), *received],
             )
             edges = [torch.autograd.graph.get_gradient_edge(t) for t in flat if t.requires_grad]
             sent = [

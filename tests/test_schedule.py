@@ -21,7 +21,7 @@ from torch.distributed.pipelining import (
 )
 
 from autopar.cost_model import Action, actions, in_flight, makespans, simulate, timeline_of
-from autopar.cost_model.schedule import LOOPED, received_early
+from autopar.cost_model.schedule import LOOPED, early_messages
 from autopar.errors import PlanError
 from autopar.ir.plan_data import SCHEDULES
 
@@ -109,7 +109,7 @@ def test_orders_are_torchs(
 )
 def test_receives_are_prepared_when_torch_does(case: tuple[str, int, int, int]) -> None:
     for early, (_, order) in zip(
-        received_early(*case), sorted(lowered(*case).items()), strict=True
+        early_messages(*case), sorted(lowered(*case).items()), strict=True
     ):
         waiting: list[Action] = []
         found, reduced = iter(early), False

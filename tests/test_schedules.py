@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autopar.errors import PlanError
 from autopar.ir.plan_data import SCHEDULES
-from autopar.search.space.schedules import check_schedule
+from autopar.search.space.check_schedule import check_schedule
 
 
 def _torchs(pipelines: tuple[int, ...]) -> dict[tuple[str, int, int, int], bool]:

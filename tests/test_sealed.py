@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import autopar
-from autopar.frontend.traced import Traced
+from autopar.frontend.traced_model import TracedModel
 
 DATA = dict(parallel=dict(data=2), zero=0)
 ZERO = dict(parallel=dict(data=2), zero=2)
@@ -250,7 +250,7 @@ def test_hooks_on_the_model_are_traced_said_or_refused() -> None:
         UserWarning,
         match=r"module block \(Block\) has a forward hook: it runs while the model is traced",
     ):
-        traced = Traced(model, sample(), None)
+        traced = TracedModel(model, sample(), None)
     assert any(n.meta["module"] == "block" and 0 in n.args for n in traced.whole.graph.nodes)
     handle.remove()
     model.block.linear.register_full_backward_hook(lambda *_: None)

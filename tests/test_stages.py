@@ -15,26 +15,26 @@ from staged import cut_plan, even_starts
 from torch import fx, nn
 
 import autopar
-from autopar.capture.capture import capture
+from autopar.capture.capture_graph import capture
 from autopar.errors import PlanError
-from autopar.ir.captured import Captured
+from autopar.ir.captured import CapturedModel
 from autopar.passes.canonical.canonicalise import canonicalise
+from autopar.passes.lowering.cut_stages import cut_stages
 from autopar.passes.lowering.lower import lower
-from autopar.passes.lowering.stages import cut_stages
 from autopar.rules.analysis import Analysis
-from autopar.runtime.kernels import kernels
+from autopar.runtime.kernels import graph_kernels
 
 MODELS = ("gpt2", "llama", "t5", "vit", "unet", "cnn", "bert")
 STAGES = 4
 
 
-def captured(name: str) -> tuple[Captured, nn.Module, dict[str, Any]]:
+def captured(name: str) -> tuple[CapturedModel, nn.Module, dict[str, Any]]:
     with Double():
         model, sample = getattr(zoo, name)(dtype=torch.float64, batch=4)
         return canonicalise(capture(model, sample)), model, sample
 
 
-def _cut(whole: Captured, starts: list[str]) -> Captured:
+def _cut(whole: CapturedModel, starts: list[str]) -> CapturedModel:
     return cut_stages(Analysis(whole), starts).captured
 
 
@@ -43,7 +43,7 @@ def calls(graph: fx.Graph) -> list[fx.Node]:
 
 
 def sends(graph: fx.Graph) -> list[fx.Node]:
-    return [n for n in graph.nodes if n.target is kernels.send]
+    return [n for n in graph.nodes if n.target is graph_kernels.send]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -52,7 +52,7 @@ def test_a_cut_graph_computes_the_same(name: str) -> None:
     before = str(whole.graph)
     cut = _cut(whole, even_starts(whole, STAGES))
     assert str(whole.graph) == before
-    assert [n.name for n in calls(cut.graph) if n.target is not kernels.send] == [
+    assert [n.name for n in calls(cut.graph) if n.target is not graph_kernels.send] == [
         n.name for n in calls(whole.graph)
     ]
     assert [n.name for n in sends(cut.graph)] == [
@@ -77,7 +77,7 @@ def test_what_is_read_in_a_stage_was_sent_there(name: str) -> None:
         stage = node.meta["stage"]
         for operand in node.all_input_nodes:
             made = operand.meta.get("stage")
-            if node.target is kernels.send:
+            if node.target is graph_kernels.send:
                 assert made == stage - 1
             elif made is not None:
                 assert made == stage
@@ -115,7 +115,7 @@ def test_a_long_skip_is_relayed() -> None:
     ]
     assert [len(w) for w in widths] == [2, 3, 2]
     assert all((8, 16) in w for w in widths)  # of the first convolution, read by the last block
-    relays = [n for n in sends(cut.graph) if n.args[0].target is kernels.send]
+    relays = [n for n in sends(cut.graph) if n.args[0].target is graph_kernels.send]
     assert len(relays) == 3
 
 
@@ -140,7 +140,7 @@ def test_results_stay_with_their_operator() -> None:
     cut.graph.lint()
     extra = next(n for n in calls(whole.graph) if n.meta["module"] == "b")
     cut = _cut(whole, [extra.name])
-    assert cut.graph.output_node().args[0][cut.loss].target is kernels.send
+    assert cut.graph.output_node().args[0][cut.loss].target is graph_kernels.send
 
 
 class Counting(nn.Module):
@@ -227,7 +227,7 @@ def test_stages_one_after_the_other_are_the_whole(name: str) -> None:
         assert [x.dtype for x in passed] == [c.dtype for c in graph.received]
         with torch.no_grad():
             flat = fx.GraphModule(nn.Module(), graph.graph)(
-                None, *(arguments[i] for i in graph.uses), *passed
+                None, *(arguments[i] for i in graph.used_placeholders), *passed
             )
         passed = list(flat[: len(graph.sent)])
         results.update(zip(graph.results, flat[len(graph.sent) :], strict=False))

@@ -18,8 +18,8 @@ from torch import nn
 import autopar
 from autopar import Plan, PlanError, Sweep
 from autopar.errors import BudgetError
-from autopar.frontend import traced as tracing
-from autopar.search.known import Recent
+from autopar.frontend import traced_model as tracing
+from autopar.search.inner.search_cache import LruCache
 from autopar.search.result import fit
 
 BATCH = 16
@@ -314,7 +314,7 @@ def test_a_model_that_cannot_be_traced_is_no_entry() -> None:
 
 
 def test_only_what_was_used_last_is_kept() -> None:
-    recent, made = Recent[int](2), list[int]()
+    recent, made = LruCache[int](2), list[int]()
 
     def of(key: int) -> int:
         return recent.of(key, lambda: made.append(key) or key)  # type: ignore[func-returns-value]

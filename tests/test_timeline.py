@@ -13,12 +13,12 @@ import pytest
 from pipelines import KEPT, SECONDS, pipelined
 
 from autopar.cost_model import actions
-from autopar.cost_model.plan_timeline import simulated
+from autopar.cost_model.plan_timeline import simulate_plan
 from autopar.errors import PlanError
 from autopar.formatting.table import WIDTH
 from autopar.ir.plan_data import SCHEDULES
 from autopar.plan import Plan
-from autopar.report.timeline import spans
+from autopar.report.timeline import phase_spans
 
 PLANS = [
     (1, 1, "1f1b", 4),
@@ -89,7 +89,7 @@ def test_the_picture_is_the_schedule(case: tuple[int, int, str, int]) -> None:
     """
     p, c, schedule, m = case
     plan = pipelined(p, c, schedule, m)
-    total = max(row[-1].end for row in spans(plan))
+    total = max(row[-1].end for row in phase_spans(plan))
     for order, row in zip(actions(schedule, p, c, m), rows(plan), strict=True):
         kinds = [a.kind.lower() if a.stage // p % 2 else a.kind for a in order] + ["S", "O"]
         if "-" in row:
@@ -131,12 +131,12 @@ def test_uneven_stages_show_their_waits() -> None:
 def test_recomputation_belongs_to_the_inputs_part() -> None:
     plan = pipelined(2, 1, "zero-bubble", 4, {"backward": 3.0, "recomputation": 1.0})
     took = {
-        kind: {e.end - e.start for e in simulated(plan).events if e.action.kind == kind}
+        kind: {e.end - e.start for e in simulate_plan(plan).events if e.action.kind == kind}
         for kind in "FBW"
     }
     assert took == {"F": {1.0}, "B": {2.0}, "W": {1.0}}
     given = pipelined(2, 1, "zero-bubble", 4, {"backward": 3.0, "weight": 0.5})
-    assert {e.end - e.start for e in simulated(given).events if e.action.kind == "W"} == {0.5}
+    assert {e.end - e.start for e in simulate_plan(given).events if e.action.kind == "W"} == {0.5}
 
 
 def test_a_stage_without_seconds_is_an_error() -> None:
@@ -167,8 +167,8 @@ def test_trace_is_what_perfetto_reads(schedule: str, tmp_path: Path) -> None:
     events = [e for e in data["traceEvents"] if e["ph"] == "X"]
     computed = {(e["tid"], e["name"]): e for e in events if e["args"]}
     assert {e["pid"] for e in events} == {1}
-    assert len(computed) == len(simulated(plan).events)
-    for e in simulated(plan).events:
+    assert len(computed) == len(simulate_plan(plan).events)
+    for e in simulate_plan(plan).events:
         found = computed[e.rank, f"{e.action.kind}{e.action.microbatch} stage {e.action.stage}"]
         assert (found["ts"], found["dur"]) == pytest.approx(
             (e.start * 1e6, (e.end - e.start) * 1e6)

@@ -46,7 +46,7 @@ def test_what_never_waits_takes_as_long() -> None:
     assert planned(2.0, **options).step_time == planned(1.0, **options).step_time
 
 
-def simulated(schedule: str, cores: float) -> tuple[list[float], list[float], float]:
+def simulate_plan(schedule: str, cores: float) -> tuple[list[float], list[float], float]:
     """When ranks are done on so many cores, when with one each, and the work of all."""
     draw = random.Random(schedule)
     orders, looped = actions(schedule, 4, 2 if schedule in LOOPED else 1, 8), schedule in LOOPED
@@ -63,15 +63,15 @@ def simulated(schedule: str, cores: float) -> tuple[list[float], list[float], fl
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_with_a_core_each_it_is_the_timeline(schedule: str) -> None:
-    found, timeline, _ = simulated(schedule, 4)
+    found, timeline, _ = simulate_plan(schedule, 4)
     assert found == pytest.approx(timeline)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_on_one_core_nothing_is_idle(schedule: str) -> None:
-    found, timeline, work = simulated(schedule, 1)
+    found, timeline, work = simulate_plan(schedule, 1)
     assert max(found) == pytest.approx(work)
-    two = max(simulated(schedule, 2)[0])
+    two = max(simulate_plan(schedule, 2)[0])
     assert max(max(timeline), work / 2) < two < work
 
 

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import fx
 
 from autopar.errors import RunError
-from autopar.ir.layout import parse
+from autopar.ir.layout import parse_layout
 from autopar.runtime.communication.collectives import redistribute
 from autopar.runtime.communication.mesh import Mesh
-from autopar.runtime.kernels import kernels
-from autopar.runtime.typecheck.typecheck import check_types
+from autopar.runtime.kernels import graph_kernels
+from autopar.runtime.typecheck.checker import check_types
 
 aten = torch.ops.aten
 
@@ -45,14 +45,14 @@ class Program:
         dtype: torch.dtype = torch.float32,
     ) -> fx.Node:
         self.values.append(torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad))
-        self.types.append(parse(layout))
+        self.types.append(parse_layout(layout))
         return self.graph.placeholder(f"input_{len(self.values)}")
 
     def call(self, target: object, *args: object, layout: str | None = None) -> fx.Node:
         node = self.graph.call_function(target, args)  # type: ignore[arg-type]
         node.meta.update(module="model.layers.0", source="model.py:7")
         if layout:
-            node.meta["layout"] = parse(layout)
+            node.meta["layout"] = parse_layout(layout)
         return node
 
     def to(self, x: fx.Node, axis: int, src: str, dst: str) -> fx.Node:
@@ -60,7 +60,7 @@ class Program:
 
     def check(self, *results: fx.Node, outputs: str | None = None) -> list[str]:
         self.graph.output(results)
-        claims = None if outputs is None else [parse(text) for text in outputs.split(",")]
+        claims = None if outputs is None else [parse_layout(text) for text in outputs.split(",")]
         return check_types(
             fx.GraphModule({}, self.graph), self.mesh_value, self.values, self.types, claims
         )
@@ -96,10 +96,10 @@ def test_accepts_data_parallel_loss() -> None:
     for axis in (0, 1):
         x, target = p.to(x, axis, "I", "S0"), p.to(target, axis, "I", "S0")
     logits = p.call(aten.linear.default, x, p.to(w, 0, "I", "R"), b)
-    count = p.call(kernels.target_count, target)
+    count = p.call(graph_kernels.target_count, target)
     for axis in (1, 0):
         count = p.to(count, axis, "P", "I")
-    loss = p.call(aten.div.Tensor, p.call(kernels.cross_entropy, logits, target), count)
+    loss = p.call(aten.div.Tensor, p.call(graph_kernels.cross_entropy, logits, target), count)
     p.check(p.to(p.to(loss, 1, "P", "I"), 0, "P", "I"), logits, outputs="I I,S0 S0")
 
 
@@ -129,19 +129,24 @@ def test_accepts_dropout_of_a_pending_sum() -> None:
     p = Program(2, 2)
     x = p.input((4, 8), "S0 P", True)
     p.check(
-        p.to(p.call(kernels.dropout, x, 0.1, True, p.mesh, 3, (0,)), 1, "P", "I"), outputs="S0 I"
+        p.to(p.call(graph_kernels.dropout, x, 0.1, True, p.mesh, 3, (0,)), 1, "P", "I"),
+        outputs="S0 I",
     )
 
 
 def test_accepts_split_vocabulary() -> None:
     p = Program(2, 2)
     ids, table = p.input((4, 8), "I I", dtype=torch.int64), p.input((8, 16), "S0 S0", True)
-    rows = p.call(kernels.embedding_vocabulary, table, ids, None, False, False, p.mesh, (0, 1))
+    rows = p.call(
+        graph_kernels.embedding_vocabulary, table, ids, None, False, False, p.mesh, (0, 1)
+    )
     for axis in (1, 0):
         rows = p.to(rows, axis, "P", "R")
     logits = p.call(aten.linear.default, rows, table)
     p.check(
-        p.call(kernels.cross_entropy_vocabulary, logits, ids, None, -100, 0.0, p.mesh, (0, 1)),
+        p.call(
+            graph_kernels.cross_entropy_vocabulary, logits, ids, None, -100, 0.0, p.mesh, (0, 1)
+        ),
         outputs="I I",
     )
 
@@ -181,9 +186,9 @@ def test_scatters_a_pending_sum_only_into_one() -> None:
 def test_accepts_means_and_norms_of_split_features() -> None:
     p = Program(2, 2)
     x, w = p.input((2, 8, 4), "S0 S2", True), p.input((4,), "R S0", True)
-    normed = p.call(kernels.layer_norm_features, x, 1, w, None, 1e-5, p.mesh, (1,))
+    normed = p.call(graph_kernels.layer_norm_features, x, 1, w, None, 1e-5, p.mesh, (1,))
     square = p.call(aten.pow.Tensor_Scalar, normed, 2)
-    mean = p.to(p.call(kernels.mean_split, square, [-1], True, 8), 1, "P", "R")
+    mean = p.to(p.call(graph_kernels.mean_split, square, [-1], True, 8), 1, "P", "R")
     p.check(p.call(aten.mul.Tensor, normed, p.call(aten.rsqrt.default, mean)), outputs="S0 S2")
 
 
@@ -197,7 +202,9 @@ def test_accepts_split_batch_norm_and_convolution() -> None:
     stats = p.input((4,), "I S0"), p.input((4,), "I S0")
     y = p.call(aten.conv2d.default, x, w, None, [1, 1], [1, 1])
     p.check(
-        p.call(kernels.sync_batch_norm, y, scale, scale, *stats, True, 0.1, 1e-5, p.mesh, (0,)),
+        p.call(
+            graph_kernels.sync_batch_norm, y, scale, scale, *stats, True, 0.1, 1e-5, p.mesh, (0,)
+        ),
         outputs="S0 S1",
     )
 

@@ -14,7 +14,7 @@ import zoo
 from autopar.errors import PlanError
 from autopar.rules.analysis import Analysis
 from autopar.search.pipeline.units import Units, units
-from autopar.search.space.handmade import cut_before
+from autopar.search.space.user_cuts import user_cut_nodes
 
 HEAVY = ("matmul", "conv", "attention")
 MODELS = ["gpt2", "llama", "mixtral", "bert", "vit", "t5", "unet", "cnn", "mixer", "mlp"]
@@ -25,11 +25,13 @@ def analysed(name: str, layers: int = 2) -> Analysis:
 
 
 def found(analysis: Analysis) -> Units:
-    return units(analysis, analysis.shared)
+    return units(analysis, analysis.duplicated)
 
 
 def calls(analysis: Analysis) -> list[fx.Node]:
-    return [n for n in analysis.graph.nodes if n.op == "call_function" and n not in analysis.shared]
+    return [
+        n for n in analysis.graph.nodes if n.op == "call_function" and n not in analysis.duplicated
+    ]
 
 
 def alive(analysis: Analysis, start: fx.Node) -> list[fx.Node]:
@@ -52,7 +54,7 @@ def test_units_are_the_graph_in_order(name: str) -> None:
     analysis = analysed(name)
     parts = found(analysis)
     assert [n for unit in parts.nodes for n in unit] == calls(analysis)
-    assert parts.everywhere == analysis.shared
+    assert parts.duplicated == analysis.duplicated
     for unit in parts.nodes[:-1]:
         rules = [analysis.rules[n] for n in unit]
         assert (
@@ -138,14 +140,14 @@ def test_a_cut_asked_for_is_a_start() -> None:
     analysis = analysed("gpt2")
     inside = next(n for n in calls(analysis) if n.meta["module"] == "transformer.h.0.mlp.c_proj")
     assert inside not in found(analysis).starts
-    parts = units(analysis, analysis.shared, [inside])
+    parts = units(analysis, analysis.duplicated, [inside])
     assert inside in parts.starts
     assert set(found(analysis).starts) < set(parts.starts)
 
 
 def test_cuts_by_hand() -> None:
     analysis = analysed("gpt2", 12)
-    cuts = cut_before(analysis, ["transformer.h.1", "transformer.h.10", "transformer.ln_f"])
+    cuts = user_cut_nodes(analysis, ["transformer.h.1", "transformer.h.10", "transformer.ln_f"])
     assert [n.meta["module"] for n in cuts] == [
         "transformer.h.1.ln_1",
         "transformer.h.10.ln_1",
@@ -176,4 +178,4 @@ def test_cuts_by_hand() -> None:
 )
 def test_bad_cuts_by_hand(names: list[str], message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        cut_before(analysed("gpt2"), names)
+        user_cut_nodes(analysed("gpt2"), names)

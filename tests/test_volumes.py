@@ -39,7 +39,7 @@ def _step(
 ) -> tuple[dict[str, int], dict[str, int]]:
     options = dict(cluster="cpu", parallel=dict(tensor=tensor), recompute="none", progress=False)
     compiled = autopar.compile(model, sample, dist.get_world_size(), **options)  # type: ignore[arg-type]
-    compiled._drift = None  # whose records are no tensors of the model
+    compiled._desync = None  # whose records are no tensors of the model
     with Received() as forward:
         found = compiled(**sample)
     with Received() as backward:

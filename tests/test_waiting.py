@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import autopar
-from autopar.runtime.communication import waiting
+from autopar.runtime.communication import watchdog
 
 pytestmark = pytest.mark.alone
 
@@ -62,7 +62,7 @@ def goes_on_after_a_small_batch(compiled: nn.Module, optimizer: Any, step: int) 
 
 
 def ends(compiled: nn.Module, optimizer: Any, step: int) -> None:
-    waiting._WAITING[
+    watchdog._WATCHDOGS[
         dist.group.WORLD
     ]._end()  # as where the process ends and its connections stay open for a while
     raise ZeroDivisionError("in the user's own code")
@@ -106,7 +106,7 @@ SLOW: list[Case] = [
 
 def loop(cases: list[Case], folder: str) -> list[tuple[str, float]]:
     """What each case ended with on this rank, and after how many seconds."""
-    waiting._TICK, waiting._PATIENCE = 0.1, 0.5
+    watchdog._TICK, watchdog._PATIENCE = 0.1, 0.5
     found = []
     rank, timeout = dist.get_rank(), timedelta(seconds=GROUP_TIMEOUT)
     for number, (options, habit, _, _) in enumerate(cases):

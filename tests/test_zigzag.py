@@ -14,10 +14,10 @@ from pool import Pools
 
 import autopar
 from autopar.errors import RunError
-from autopar.ir.layout import Z, local_shape, movable, parse, parse_type
+from autopar.ir.layout import Z, can_convert, local_shape, parse_layout, parse_type
 from autopar.runtime.communication.collectives import redistribute
 from autopar.runtime.communication.mesh import Mesh
-from autopar.runtime.kernels.ring import positions
+from autopar.runtime.kernels.ring_attention import positions
 
 SHAPE = (16, 8, 24)
 
@@ -88,11 +88,11 @@ def test_layouts() -> None:
     assert local_shape((16, 3), (Z(0),), (4,)) == (4, 3)
     with pytest.raises(ValueError, match="not divisible by 8"):
         local_shape((12, 3), (Z(0),), (4,))
-    assert movable(
-        parse("s0 S0"), 0, parse_type("R")
+    assert can_convert(
+        parse_layout("s0 S0"), 0, parse_type("R")
     )  # what lies within all others is gathered first
-    assert not movable(parse("s0 S0"), 1, parse_type("R"))
-    assert not movable(parse("S0 S0"), 0, parse_type("R"))
+    assert not can_convert(parse_layout("s0 S0"), 1, parse_type("R"))
+    assert not can_convert(parse_layout("S0 S0"), 0, parse_type("R"))
 
 
 def test_causal_rings_are_cut_in_zigzag_order(ranks: Pools) -> None:

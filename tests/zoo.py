@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import transformers as hf
 from torch import nn
 
-from autopar.ir.captured import Captured
+from autopar.ir.captured import CapturedModel
 
 SEQUENCE, VOCABULARY, CLASSES = 16, 64, 8
 Made = tuple[nn.Module, dict[str, Any]]
@@ -368,12 +368,12 @@ MODELS: dict[str, Callable[..., Made]] = {
 }  # fmt: skip
 
 
-def run(captured: Captured, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+def run(captured: CapturedModel, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     """Run a captured graph on its model's state: the outputs in the user's structure, and the
     buffers' new values.
     """
     leaves = captured.in_spec.flatten_up_to((args, kwargs))
-    tensors = iter(leaf for i, leaf in enumerate(leaves) if i not in captured.constants_in)
+    tensors = iter(leaf for i, leaf in enumerate(leaves) if i not in captured.constant_inputs)
     values = [
         next(tensors) if i.kind == "input" else captured.state[i.target] for i in captured.inputs
     ]

@@ -18,12 +18,12 @@ from torch import nn
 _NUMBERS = (bool, int, float, complex, str, type(None))
 _CONTAINERS = (list, dict, set, deque)
 _CODE = (type, ModuleType, FunctionType, MethodType, functools.partial)
-OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # attributes, a module's mode among them
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # attributes, a module's mode among them
 # objects that are looked into; what is held beyond, such as a data set, is no state of a forward
 _MOST = 10_000
 
 
-class State:
+class ModuleState:
     """What a model's modules, and the objects that they hold, have at one moment."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -53,7 +53,7 @@ class State:
                 items if all(isinstance(v, _NUMBERS) for v in flat) else (),
             )
 
-    def numbers_changed_since(self, before: State) -> list[str]:
+    def numbers_changed_since(self, before: ModuleState) -> list[str]:
         """The numbers, names and lists that are other than before."""
         missing = object()
         return [
@@ -62,7 +62,7 @@ class State:
             if not _same(before.numbers.get(name, missing), value)
         ]
 
-    def changed_since(self, before: State) -> list[str]:
+    def changed_since(self, before: ModuleState) -> list[str]:
         """These, and tensors that are others than before."""
         tensors = [name for name, t in self.tensors.items() if before.tensors.get(name) is not t]
         return [*self.numbers_changed_since(before), *tensors]
@@ -83,7 +83,7 @@ def _own(holder: Any) -> dict[str, Any]:
     return {
         k: v
         for k, v in vars(holder).items()
-        if not isinstance(holder, nn.Module) or k not in OF_EVERY_MODULE
+        if not isinstance(holder, nn.Module) or k not in MODULE_ATTRIBUTES
     }
 
 
@@ -124,7 +124,7 @@ def _has_attributes(value: Any) -> bool:
 
 
 @contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
+def buffers_restored(model: nn.Module) -> Iterator[None]:
     """Within, buffers may be written to; afterwards they are what they were."""
     before = [
         (module, name, b, None if b is None else b.clone())
@@ -142,7 +142,7 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def attributes_kept(model: nn.Module) -> Iterator[None]:
+def attributes_restored(model: nn.Module) -> Iterator[None]:
     """Within, the forward may change attributes of modules and of the objects that they hold, and
     hang hooks on modules; afterwards these are what they were."""
     before = [(holder, dict(vars(holder)), _contents(holder)) for _, holder in _holders(model)]
@@ -160,15 +160,15 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def kept_as_they_are(model: nn.Module) -> Iterator[None]:
+def model_restored(model: nn.Module) -> Iterator[None]:
     """Within, the model may be run; afterwards buffers, modes, attributes and random numbers are
     what they were.
     """
     device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     with (
         torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
-        buffers_kept(model),
-        attributes_kept(model),
+        buffers_restored(model),
+        attributes_restored(model),
     ):
         yield
 
@@ -182,7 +182,7 @@ def _contents(holder: Any) -> list[tuple[Any, Any]]:
         [
             value
             for name, value in vars(holder).items()
-            if name in OF_EVERY_MODULE and "_hooks" in name
+            if name in MODULE_ATTRIBUTES and "_hooks" in name
         ]
         if isinstance(holder, nn.Module)
         else []

@@ -16,25 +16,27 @@ from tqdm import tqdm
 
 from autopar.cost_model import Cluster
 from autopar.errors import PlanError, RunError
-from autopar.frontend.traced import Traced, batch_size
-from autopar.ir.plan_json import as_asked
+from autopar.frontend.traced_model import TracedModel, batch_size
+from autopar.ir.plan_json import option_as_json
 from autopar.plan import Plan
 from autopar.profile import check_machine
 from autopar.report import describe
-from autopar.search.failures import not_searched
-from autopar.search.known import Known
-from autopar.search.outer import best
+from autopar.search.inner.inner_searches import InnerSearches
+from autopar.search.inner.no_plan_errors import unsolved_notes
+from autopar.search.inner.search_cache import SearchCache
+from autopar.search.outer_search import best
 from autopar.search.pricing.resize import resized
-from autopar.search.pricing.turns import taking_turns
-from autopar.search.result.decide import write_down
-from autopar.search.searches import Searches
+from autopar.search.result.share_cores import share_cores
+from autopar.search.result.write_plan import write_plan
 from autopar.search.space.options import Options
 
 
 class Planner:
     """One call of plan(): captures what the search asks for, and searches."""
 
-    def __init__(self, traced: Traced, cluster: Cluster, options: Options, progress: bool) -> None:
+    def __init__(
+        self, traced: TracedModel, cluster: Cluster, options: Options, progress: bool
+    ) -> None:
         self.traced, self.cluster, self.options = traced, cluster, options
         self.capturing = 0.0
         self.bar = tqdm(desc="planning", unit=" steps", disable=not progress, leave=False)
@@ -42,23 +44,23 @@ class Planner:
     def run(self) -> Plan:
         start = time.perf_counter()
         samples = batch_size(self.traced.sample)
-        searches = Searches(self._known, samples, self.options, self._step)
+        searches = InnerSearches(self._known, samples, self.options, self._step)
         with self.bar:
             found = best(searches)
             self._step("reporting")
             with resized(found.analysis, samples // found.microbatches, found.analysis.rules):
                 plan = describe(
-                    write_down(found, self.cluster, self.options, searches.timings), found
+                    write_plan(found, self.cluster, self.options, searches.timings), found
                 )
                 plan = replace(
-                    plan, notes=(*plan.notes, *not_searched(searches.unsolved, self.options))
+                    plan, notes=(*plan.notes, *unsolved_notes(searches.unsolved, self.options))
                 )
-                plan = Plan.of(taking_turns(plan, found, self.cluster.device.ranks_per_core))
+                plan = Plan.of(share_cores(plan, found, self.cluster.device.ranks_per_core))
         plan.timings["capture"] = self.capturing
         plan.timings["total"] = time.perf_counter() - start
         return plan
 
-    def _known(self, microbatches: int) -> Known:
+    def _known(self, microbatches: int) -> SearchCache:
         start = time.perf_counter()
         self._step(f"capturing ({microbatches} microbatches)" if microbatches > 1 else "capturing")
         known = self.traced.known(microbatches, self.cluster, self.options.profile_missing)
@@ -70,12 +72,12 @@ class Planner:
         self.bar.update()
 
 
-def planned(
-    traced: Traced, world_size: int, cluster: Any, progress: bool, options: dict[str, Any]
+def make_plan(
+    traced: TracedModel, world_size: int, cluster: Any, progress: bool, options: dict[str, Any]
 ) -> Plan:
     """:func:`plan`, of a model that may be traced already."""
-    chosen = Options(world_size, **known_options(options))
-    hardware = cluster_of(cluster, traced.model)
+    chosen = Options(world_size, **check_option_names(options))
+    hardware = resolve_cluster(cluster, traced.model)
     hardware.check(world_size)
     check_sample(traced.sample)
     asked = {
@@ -86,12 +88,12 @@ def planned(
     if traced.loss_fn is not None:
         asked["loss_fn"] = traced.loss_fn
     return dataclasses.replace(
-        Planner(traced, hardware, chosen, progress).run(), options=as_asked(asked)
+        Planner(traced, hardware, chosen, progress).run(), options=option_as_json(asked)
     )
 
 
-def planned_here(
-    traced: Traced,
+def make_plan_on_this_machine(
+    traced: TracedModel,
     device: torch.device,
     world_size: int,
     cluster: Any,
@@ -99,11 +101,11 @@ def planned_here(
     options: dict[str, Any],
 ) -> Plan:
     """Planned where it will run: a profile must be of this machine."""
-    check_machine(cluster_of(cluster, traced.model), device)
-    return planned(traced, world_size, cluster, progress, options)
+    check_machine(resolve_cluster(cluster, traced.model), device)
+    return make_plan(traced, world_size, cluster, progress, options)
 
 
-def known_options(options: dict[str, Any]) -> dict[str, Any]:
+def check_option_names(options: dict[str, Any]) -> dict[str, Any]:
     """``options``, if they are options; PlanError where one is not."""
     names = [n for n in Options.__dataclass_fields__ if n != "world_size"]
     if unknown := sorted(map(str, set(options) - set(names))):
@@ -119,7 +121,7 @@ def check_sample(sample: Any) -> None:
         )
 
 
-def device_of(model: nn.Module) -> torch.device:
+def model_device(model: nn.Module) -> torch.device:
     if not isinstance(model, nn.Module):
         raise PlanError(f"model={model!r:.100}: give an nn.Module")
     found = {p.device.type: p.device for p in model.parameters()}
@@ -131,12 +133,12 @@ def device_of(model: nn.Module) -> torch.device:
     return next(iter(found.values()), torch.device("cpu"))
 
 
-def cluster_of(cluster: Any, model: nn.Module) -> Cluster:
+def resolve_cluster(cluster: Any, model: nn.Module) -> Cluster:
     """The cluster that was asked for; the CPU's for a model that lies there."""
     if isinstance(cluster, Cluster):
         return cluster
     if cluster is None:
-        if (device := device_of(model).type) != "cpu":
+        if (device := model_device(model).type) != "cpu":
             raise PlanError(
                 f"the model is on {device}: say what it will train on, cluster= one of "
                 f"{', '.join(Cluster.presets())}, or a file"

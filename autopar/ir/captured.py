@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 
 @dataclass(frozen=True)
-class Input:
+class GraphInput:
     """One placeholder of a captured graph.
 
     Attributes:
@@ -33,7 +33,7 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Division:
+class BatchDivision:
     """How the graph of a microbatch divides the batch. Each node has ``meta["time"]``: R (it is the
     same for each microbatch), P (the microbatches' values add up), or S(d) (the microbatch's part).
 
@@ -50,21 +50,21 @@ class Division:
     """
 
     samples: int
-    shares: int
-    room: int
-    each: tuple[int, ...] = ()
-    approximate: tuple[str, ...] = ()
-    tightest: str = ""
+    parts: int
+    max_chunks: int
+    per_microbatch_updates: tuple[int, ...] = ()
+    inexact_operators: tuple[str, ...] = ()
+    limiting_operator: str = ""
 
-    def ways(self, microbatches: int, degree: int) -> int:
+    def chunks_per_part(self, microbatches: int, degree: int) -> int:
         """Into how many chunks each share goes, of each of which a microbatch has a chunk, where
         ``degree`` ranks split the batch.
         """
-        return math.gcd(math.lcm(degree, self.shares) // self.shares, self.room // microbatches)
+        return math.gcd(math.lcm(degree, self.parts) // self.parts, self.max_chunks // microbatches)
 
 
 @dataclass
-class Captured:
+class CapturedModel:
     """A captured model.
 
     Attributes:
@@ -95,9 +95,9 @@ class Captured:
     """
 
     graph: fx.Graph
-    inputs: tuple[Input, ...]
+    inputs: tuple[GraphInput, ...]
     in_spec: pytree.TreeSpec
-    constants_in: dict[int, Any]
+    constant_inputs: dict[int, Any]
     out_spec: pytree.TreeSpec
     loss: int
     updates: tuple[str, ...] = ()
@@ -107,7 +107,7 @@ class Captured:
     compute: torch.dtype | None = None
     stored: dict[str, torch.dtype] = field(default_factory=dict)
     fingerprint: str = ""
-    division: Division | None = None
+    division: BatchDivision | None = None
 
 
 LossFunction = Callable[[Any, Any], torch.Tensor]

@@ -124,13 +124,13 @@ def parse_type(text: str) -> Type:
     raise ValueError(f"{text!r} is no type: write I, R, P or S<dim>, for example S0")
 
 
-def parse(text: str) -> Layout:
+def parse_layout(text: str) -> Layout:
     """The layout written as types with spaces between, slowest axis first: ``"S0 R"``."""
     return tuple(parse_type(part) for part in text.split())
 
 
-def show(layout: Layout) -> str:
-    """The inverse of :func:`parse`."""
+def format_layout(layout: Layout) -> str:
+    """The inverse of :func:`parse_layout`."""
     return " ".join(map(repr, layout))
 
 
@@ -139,7 +139,7 @@ def dual(layout: Layout) -> Layout:
     return tuple(t.dual for t in layout)
 
 
-def shards(layout: Layout, dim: int, sizes: Sequence[int]) -> int:
+def chunk_count(layout: Layout, dim: int, sizes: Sequence[int]) -> int:
     """Into how many chunks ``layout`` cuts ``dim`` on a mesh with these axis ``sizes``."""
     return math.prod(n for t, n in zip(layout, sizes, strict=True) if t.is_shard and t.dim == dim)
 
@@ -152,13 +152,13 @@ def local_shape(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> t
             if local[t.dim] % t.chunks(n):
                 raise ValueError(
                     f"dim {t.dim} of shape {tuple(shape)} is not divisible by {t.chunks(n)} for "
-                    f"layout {show(layout)}"
+                    f"layout {format_layout(layout)}"
                 )
             local[t.dim] //= n
     return tuple(local)
 
 
-def legal(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> bool:
+def is_legal(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> bool:
     """Whether every dim that ``layout`` cuts exists and divides."""
     local = list(shape)
     for t, n in zip(layout, sizes, strict=True):
@@ -169,7 +169,7 @@ def legal(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> bool:
     return True
 
 
-def movable(layout: Layout, axis: int, target: Type) -> bool:
+def can_convert(layout: Layout, axis: int, target: Type) -> bool:
     """Whether one conversion may take ``axis`` of ``layout`` to ``target``: no other axis cuts,
     within its chunks, a dim that it cuts or would cut."""
     for cut in (layout[axis], target):

@@ -100,7 +100,7 @@ def shape(node: fx.Node) -> tuple[int, ...]:
     return tuple(node.meta["val"].shape)
 
 
-def results(node: fx.Node) -> list[torch.Tensor]:
+def result_tensors(node: fx.Node) -> list[torch.Tensor]:
     """The tensors that a node returns: one, or those of an operator with several, in their
     order.
     """
@@ -130,11 +130,11 @@ def new_node(
         0
     ]  # "reshape", where fx would write "reshape_default"
     node = graph.create_node("call_function", target, tuple(args), dict(kwargs or {}), name)  # type: ignore[arg-type]
-    node.meta = {**like.meta, "val": evaluate(node, like) if val is None else val}
+    node.meta = {**like.meta, "val": infer_value(node, like) if val is None else val}
     return node
 
 
-def evaluate(node: fx.Node, like: fx.Node | None = None) -> Any:
+def infer_value(node: fx.Node, like: fx.Node | None = None) -> Any:
     """What a call returns on the ``val`` of its operands; nothing is computed or allocated."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     values = [n.meta["val"] for n, _ in operands(node)] + (
@@ -145,7 +145,7 @@ def evaluate(node: fx.Node, like: fx.Node | None = None) -> Any:
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def replace(node: fx.Node, new: fx.Node) -> None:
+def replace_node(node: fx.Node, new: fx.Node) -> None:
     """Let ``new`` take over all uses of ``node``, and erase ``node``."""
     node.replace_all_uses_with(new)
     node.graph.erase_node(node)
@@ -154,7 +154,7 @@ def replace(node: fx.Node, new: fx.Node) -> None:
 Rewrite = Callable[[fx.Graph, fx.Node], fx.Node | None]
 
 
-def rewrite(graph: fx.Graph, table: Mapping[Any, Rewrite]) -> None:
+def rewrite_calls(graph: fx.Graph, table: Mapping[Any, Rewrite]) -> None:
     """Visit the calls in order; where the table's entry for an operator returns a node, that node
     takes its place.
     """
@@ -165,7 +165,7 @@ def rewrite(graph: fx.Graph, table: Mapping[Any, Rewrite]) -> None:
         with graph.inserting_before(node):
             new = rule(graph, node)
         if new is not None and new is not node:
-            replace(node, new)
+            replace_node(node, new)
 
 
 def eliminate_dead_code(graph: fx.Graph, keep: Callable[[fx.Node], bool]) -> None:
@@ -205,7 +205,7 @@ def carries_grad(node: fx.Node, needing: Collection[fx.Node]) -> bool:
     """Whether autograd would record this call, given the nodes before it that need a gradient."""
     if node.meta.get("no_grad") or node.target is torch.ops.aten.detach.default:
         return False
-    if not any(v.is_floating_point() or v.is_complex() for v in results(node)):
+    if not any(v.is_floating_point() or v.is_complex() for v in result_tensors(node)):
         return False
     return any(n in needing for n in node.all_input_nodes)
 
@@ -226,7 +226,7 @@ def set_device(graph: fx.Graph, device: torch.device) -> None:
             node.update_kwarg("device", device)
 
 
-def describe(node: fx.Node) -> str:
+def describe_node(node: fx.Node) -> str:
     """The place of a node for a message: operator, module path and source line."""
     module, source = node.meta.get("module", ""), node.meta.get("source", "")
     name = (

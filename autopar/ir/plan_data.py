@@ -9,7 +9,7 @@ from typing import Any
 
 from autopar.errors import PlanError
 from autopar.ir.layout import Layout
-from autopar.ir.precision import COMPUTE, REDUCE
+from autopar.ir.precision import COMPUTE_DTYPES, REDUCE_DTYPES
 
 VERSION = 5
 # on meshes of more axes, unless they are a mode's, the search is exact in neighbourhoods only
@@ -19,7 +19,7 @@ BUCKET_BYTES = (
     25 << 20
 )  # the most that one collective takes of gradients, or of gathered parameters, in a step
 
-Step = tuple[int, str, str]  # one conversion along one axis: (axis, from, to)
+ConversionStep = tuple[int, str, str]  # one conversion along one axis: (axis, from, to)
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class PlanData:
     data_degree: int
     nodes: dict[str, NodePlan]
     parameters: dict[str, ParameterPlan]
-    conversions: dict[str, dict[str, tuple[Step, ...]]]
+    conversions: dict[str, dict[str, tuple[ConversionStep, ...]]]
     seconds: dict[str, float]
     stages: tuple[StagePlan, ...]
     gap: float
@@ -166,8 +166,8 @@ class PlanData:
         if self.schedule not in SCHEDULES:
             yield f"schedule {self.schedule!r} is none of {', '.join(SCHEDULES)}"
         for what, value, known in (
-            ("precision", self.precision, COMPUTE),
-            ("reduce_dtype", self.reduce_dtype, REDUCE),
+            ("precision", self.precision, COMPUTE_DTYPES),
+            ("reduce_dtype", self.reduce_dtype, REDUCE_DTYPES),
         ):
             if value is not None and value not in known:
                 yield f"{what} {value!r} is none of {', '.join(known)}"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar, Union
 
 from autopar.errors import PlanError
-from autopar.ir.layout import Layout, parse, show
+from autopar.ir.layout import Layout, format_layout, parse_layout
 
 if typing.TYPE_CHECKING:
     from autopar.ir.plan_data import PlanData
@@ -26,8 +26,8 @@ AnyPlan = TypeVar("AnyPlan", bound="PlanData")
 LARGEST = 2**53  # a whole number that every reader of JSON holds exactly
 
 
-def read(path: str | os.PathLike[str], version: int, kind: type[AnyPlan]) -> AnyPlan:
-    """The plan in a file that :func:`to_data` filled.
+def read_plan(path: str | os.PathLike[str], version: int, kind: type[AnyPlan]) -> AnyPlan:
+    """The plan in a file that :func:`to_json_data` filled.
 
     Raises:
         PlanError: the file cannot be read, is no plan, is of another version or damaged; it says
@@ -50,18 +50,18 @@ def read(path: str | os.PathLike[str], version: int, kind: type[AnyPlan]) -> Any
             f"{name} has plan version {found!r:.20}, this autopar reads {version}: plan again"
         )
     try:
-        return from_data(data, kind)
+        return from_json_data(data, kind)
     except (PlanError, RecursionError) as e:
         raise PlanError(f"{name} is a damaged plan: {e}. PlanData again, or undo the edit") from e
 
 
-def to_data(plan: PlanData) -> dict[str, Any]:
+def to_json_data(plan: PlanData) -> dict[str, Any]:
     """``plan`` as JSON has it, layouts as text."""
     data = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
     data["nodes"] = {
         name: {
-            "in": [show(i) for i in n.ins],
-            "out": show(n.out),
+            "in": [format_layout(i) for i in n.ins],
+            "out": format_layout(n.out),
             "factors": list(n.factors),
             "kernels": list(n.kernels),
         }
@@ -69,21 +69,21 @@ def to_data(plan: PlanData) -> dict[str, Any]:
     }
     data["stages"] = [dataclasses.asdict(stage) for stage in plan.stages]
     data["parameters"] = {
-        name: {"stored": show(p.stored), "used": show(p.used)}
+        name: {"stored": format_layout(p.stored), "used": format_layout(p.used)}
         for name, p in plan.parameters.items()
     }
     return data
 
 
-def from_data(data: Any, kind: type[AnyPlan]) -> AnyPlan:
-    """The plan that :func:`to_data` wrote; :class:`PlanError` with the place of what is not as the
+def from_json_data(data: Any, kind: type[AnyPlan]) -> AnyPlan:
+    """The plan that :func:`to_json_data` wrote; :class:`PlanError` with the place of what is not as the
     fields' types say.
     """
     plan: AnyPlan = _read_object(data, kind, "")
     return plan
 
 
-def checked(plan: Any, kind: type[AnyPlan]) -> AnyPlan:
+def validated_plan(plan: Any, kind: type[AnyPlan]) -> AnyPlan:
     """``plan``, if it is one in every part of it; :class:`PlanError` otherwise: a program may have
     put anything in its fields.
     """
@@ -92,7 +92,7 @@ def checked(plan: Any, kind: type[AnyPlan]) -> AnyPlan:
             f"plan={plan!r:.100}: give an autopar.Plan; Plan.load reads one from a file"
         )
     try:
-        same = from_data(to_data(plan), kind) == plan
+        same = from_json_data(to_json_data(plan), kind) == plan
     except (AttributeError, TypeError, ValueError, RecursionError) as e:
         raise PlanError(
             f"a part of the plan is not what a plan has there: {e}; plan again, or undo the edit"
@@ -133,7 +133,7 @@ def _read_object(data: Any, kind: type, where: str) -> Any:
 def _read(value: Any, hint: Any, where: str) -> Any:
     """``value``, which JSON may have had for a field of type ``hint``, as such."""
     if hint == Layout:
-        return _text(value, parse, where)
+        return _text(value, parse_layout, where)
     if dataclasses.is_dataclass(hint):
         return _read_object(value, hint, where)  # type: ignore[arg-type]
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
@@ -198,23 +198,23 @@ def _json(value: Any, where: str) -> Any:
     raise _wrong(where, value, "a text, a number, a list or an object")
 
 
-def _text(value: Any, parse: Any, where: str) -> Any:
+def _text(value: Any, parse_layout: Any, where: str) -> Any:
     try:
-        return parse(value)
+        return parse_layout(value)
     except (ValueError, TypeError, AttributeError) as e:
         raise PlanError(
             f"{where} is {value!r:.100}, no layout{f': {e}' if isinstance(value, str) else ''}"
         ) from e
 
 
-def as_asked(value: Any) -> Any:
+def option_as_json(value: Any) -> Any:
     """What a user gave for an option, as JSON has it; what that has no word for, by its name or as
     it prints.
     """
     if isinstance(value, Mapping):
-        return {str(key): as_asked(one) for key, one in value.items()}
+        return {str(key): option_as_json(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
-        return [as_asked(one) for one in value]
+        return [option_as_json(one) for one in value]
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
         return int(value)
     if isinstance(value, numbers.Real) and math.isfinite(value):

@@ -11,34 +11,34 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-COMPUTE = {
+COMPUTE_DTYPES = {
     "fp32": torch.float32,
     "tf32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-REDUCE = {name: COMPUTE[name] for name in ("fp32", "bf16", "fp16")}
-HALF = (torch.bfloat16, torch.float16)
+REDUCE_DTYPES = {name: COMPUTE_DTYPES[name] for name in ("fp32", "bf16", "fp16")}
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:
     """The dtype that a precision or a reduce_dtype means; None leaves it as it is."""
-    return None if name is None else COMPUTE[name]
+    return None if name is None else COMPUTE_DTYPES[name]
 
 
-def summed_in(precision: str | None, reduce_dtype: str | None) -> str | None:
+def reduction_dtype(precision: str | None, reduce_dtype: str | None) -> str | None:
     """In which dtype gradients are summed over ranks, as a name: what is asked, or float32 where
     they are made in half precision; None for the dtype in which they are made."""
-    return "fp32" if reduce_dtype is None and dtype_of(precision) in HALF else reduce_dtype
+    return "fp32" if reduce_dtype is None and dtype_of(precision) in HALF_DTYPES else reduce_dtype
 
 
-def differs(tensor: torch.Tensor, dtype: torch.dtype | None) -> bool:
+def needs_cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> bool:
     """Whether a tensor is computed with in another dtype than its own."""
     return dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype
 
 
 @contextmanager
-def computing_in(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+def fake_dtype(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
     """Within, floating-point parameters and buffers of ``model`` are fake tensors of ``dtype``;
     afterwards all is as it was.
 
@@ -51,7 +51,7 @@ def computing_in(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
     try:
         for module in model.modules():
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is not None and differs(tensor, dtype):
+                if tensor is not None and needs_cast(tensor, dtype):
                     before.append((module, name, tensor))
                     if id(tensor) not in made:
                         made[id(tensor)] = _like(tensor, dtype, fake)

@@ -28,12 +28,21 @@ from autopar.cost_model.cluster import SCHEMA, Cluster
 from autopar.cost_model.compute import ARITHMETIC
 from autopar.errors import RunError
 from autopar.formatting.files import write_json
-from autopar.kernel_trace.launches import Launch
+from autopar.kernel_trace.kernel_launches import KernelLaunch
+from autopar.profile.collective_probes import COLLECTIVES, probe_collective
+from autopar.profile.fit_cluster import (
+    CALL,
+    HIDDEN,
+    KERNEL,
+    LAUNCH,
+    MEMORY,
+    MESSAGE,
+    fit_cluster,
+    noisy_measurements,
+)
+from autopar.profile.kernel_probes import launches
 from autopar.profile.machine import machine
-from autopar.profile.messages import COLLECTIVES, collective
-from autopar.profile.probes import launches
-from autopar.profile.summary import CALL, HIDDEN, KERNEL, LAUNCH, MEMORY, MESSAGE, cluster_of, noisy
-from autopar.profile.timing import Timing, in_turn, pooled, reading, replay, timed
+from autopar.profile.timing import Timing, cycle_operands, pooled, reading, replay, timed
 
 NOISY = 0.5  # a spread from which on a measurement is told to be noisy
 # everything is measured so often, from beginning to end: what else a machine does comes and goes
@@ -89,7 +98,7 @@ class Profiler:
             if hasattr(os, "sched_getaffinity")
             else os.cpu_count() or 1
         )
-        self.crowd = (
+        self.ranks_per_core = (
             max(1.0, self.ranks / cores) if device.type == "cpu" else 1.0
         )  # processes a core
         self.machine = machine(
@@ -118,7 +127,9 @@ class Profiler:
                     bar.total = bar.n  # the others would take too long
                     break
         found = {name: pooled(timings) for name, timings in rounds.items()}
-        cluster = cluster_of(self.path.stem, self.machine, self.device, found, LARGE, self.crowd)
+        cluster = fit_cluster(
+            self.path.stem, self.machine, self.device, found, LARGE, self.ranks_per_core
+        )
         if self.rank == 0:
             self._warn(found)
             cluster.save(self.path)
@@ -186,7 +197,7 @@ class Profiler:
         if self.ranks > 1:
             yield HIDDEN, self._hidden
 
-    def _kernels(self, dtype: torch.dtype) -> dict[str, Launch]:
+    def _kernels(self, dtype: torch.dtype) -> dict[str, KernelLaunch]:
         """By a name that says what is needed later."""
         found = {}
         for launch in launches(self.device.type, dtype):
@@ -198,7 +209,7 @@ class Profiler:
         return found
 
     def _timed(self, call: Callable[[], Any]) -> Timing:
-        return timed(call, self.device, BUDGET, self.crowd)
+        return timed(call, self.device, BUDGET, self.ranks_per_core)
 
     def _launch(self) -> Timing:
         """Of one of many tiny kernels, half of them an autograd's backward: what each takes on the
@@ -230,7 +241,7 @@ class Profiler:
         )
         return Timing(found.seconds / PARAMETERS, found.spread)
 
-    def _replayed(self, launch: Launch) -> Timing:
+    def _replayed(self, launch: KernelLaunch) -> Timing:
         """0 for what does not run here: torch knows fewer kernels on real tensors of some dtypes
         than on meta tensors.
         """
@@ -247,8 +258,8 @@ class Profiler:
         """In the groups of so many neighbours, all at once: what it adds to work of each rank's
         own, as in a training step. Of many in a step the mean counts, with waits for the slowest
         rank, and where ranks take turns on a core with what it takes to change them."""
-        call = collective(kind, nbytes, self._groups[ranks], self.device)
-        work = in_turn(torch.matmul, (self._side(), self._side()))
+        call = probe_collective(kind, nbytes, self._groups[ranks], self.device)
+        work = cycle_operands(torch.matmul, (self._side(), self._side()))
 
         def both() -> None:
             work()
@@ -301,8 +312,8 @@ class Profiler:
         ``own``: as of kernels, see :func:`timed`.
         """
         self._barrier()
-        if own and self.crowd > 1:
-            return self.crowd * reading(call, times, self.device, time.process_time)
+        if own and self.ranks_per_core > 1:
+            return self.ranks_per_core * reading(call, times, self.device, time.process_time)
         return reading(call, times, self.device)
 
     def _barrier(self) -> None:
@@ -321,7 +332,7 @@ class Profiler:
         return Timing(statistics.median(t.seconds for t in every), max(t.spread for t in every))
 
     def _warn(self, found: Mapping[str, Timing]) -> None:
-        worst = noisy(found, NOISY)
+        worst = noisy_measurements(found, NOISY)
         if worst:
             shown = "; ".join(f"{name}: {100 * spread:.0f} %" for spread, name in list(worst)[:3])
             what = (

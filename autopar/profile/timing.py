@@ -26,19 +26,19 @@ class Timing(NamedTuple):
 
 
 def timed(
-    call: Callable[[], Any], device: torch.device, budget: float, crowd: float = 1.0
+    call: Callable[[], Any], device: torch.device, budget: float, ranks_per_core: float = 1.0
 ) -> Timing:
     """Of one call, measured for about ``budget`` seconds. On a GPU the host queues the calls of one
-    reading ahead. Where processes take turns, ``crowd`` of them on a core, each has its part of
+    reading ahead. Where processes take turns, ``ranks_per_core`` of them on a core, each has its part of
     that: the core's time for a call counts, so many times."""
-    clock = time.process_time if crowd > 1 else time.perf_counter
+    clock = time.process_time if ranks_per_core > 1 else time.perf_counter
     call()
     once = reading(call, 1, device)
     several = max(1, min(1000, round(LEAST / max(once, 1e-7))))
     readings: list[float] = []
     end = time.perf_counter() + budget
     while len(readings) < READINGS or (time.perf_counter() < end and len(readings) < 200):
-        readings.append(crowd * reading(call, several, device, clock))
+        readings.append(ranks_per_core * reading(call, several, device, clock))
     low, middle, high = statistics.quantiles(readings, n=4)
     return Timing(middle, (high - low) / middle if middle else 0.0)
 
@@ -87,7 +87,7 @@ def replay(
     call: tuple[Any, tuple[Any, ...], dict[str, Any]], device: torch.device
 ) -> Callable[[], Any]:
     """A call that was noted on meta tensors, on real ones of the same shapes, strides and dtypes,
-    :func:`in_turn`.
+    :func:`cycle_operands`.
     """
     function, args, kwargs = call
     tensors: list[torch.Tensor] = []
@@ -115,10 +115,10 @@ def replay(
     )
     if "device" in kwargs:
         given[1]["device"] = device
-    return in_turn(lambda args, kwargs: function(*args, **kwargs), given)
+    return cycle_operands(lambda args, kwargs: function(*args, **kwargs), given)
 
 
-def in_turn(call: Callable[..., Any], given: tuple[Any, ...]) -> Callable[[], Any]:
+def cycle_operands(call: Callable[..., Any], given: tuple[Any, ...]) -> Callable[[], Any]:
     """``call(*given)`` as in a training step: what it reads is in no cache, and what it makes
     stays. Each time it takes other copies of the tensors in ``given``, and results live until COLD
     bytes of them are there."""

@@ -26,14 +26,14 @@ import dataclasses
 
 from autopar.ir.nodes import numel
 from autopar.ir.plan_data import PlanData
-from autopar.report.again import recomputed
-from autopar.report.blocks import Blocks
-from autopar.report.names import Names
-from autopar.report.sent import collectives
-from autopar.search.result.found import Found
+from autopar.report.block_rows import BlockRows
+from autopar.report.collective_rows import collectives
+from autopar.report.module_paths import ModulePaths
+from autopar.report.recomputation_rows import recomputed
+from autopar.search.result.priced_plan import PricedPlan
 
 
-def describe(plan: PlanData, found: Found) -> PlanData:
+def describe(plan: PlanData, found: PricedPlan) -> PlanData:
     """``plan`` with the rows that its report shows.
 
     Args:
@@ -41,8 +41,8 @@ def describe(plan: PlanData, found: Found) -> PlanData:
         found: the search's answer, with its prices.
     """
     analysis = found.analysis
-    names = analysis.once(Names)
-    blocks = Blocks(analysis, found, names)
+    names = analysis.cached(ModulePaths)
+    blocks = BlockRows(analysis, found, names)
     trainable = [n for n in analysis.state if n in analysis.differentiable]
     rows = {
         "model": [

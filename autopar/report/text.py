@@ -9,7 +9,7 @@ from typing import Any
 
 from autopar.formatting.table import MOST_ROWS, WIDTH, Cells, count, cut, nbytes, seconds, table
 from autopar.ir.plan_data import EXACT_AXES, PlanData
-from autopar.report.stages import devices, recomputed, schedule, stages
+from autopar.report.pipeline_tables import devices, recomputed, schedule, stages
 from autopar.report.timeline import timeline
 
 OPTIMAL = 1e-4  # a relative gap below which a plan counts as optimal

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from autopar.cost_model.plan_timeline import simulated
+from autopar.cost_model.plan_timeline import simulate_plan
 from autopar.formatting.table import WIDTH, seconds
 from autopar.ir.plan_data import PlanData
 
@@ -35,9 +35,9 @@ class Span(NamedTuple):
     microbatch: int | None = None
 
 
-def spans(plan: PlanData) -> list[list[Span]]:
+def phase_spans(plan: PlanData) -> list[list[Span]]:
     """What each pipeline rank does in a step."""
-    line, found = simulated(plan), []
+    line, found = simulate_plan(plan), []
     for rank in range(plan.pipeline):
         row = [
             Span(action.kind, start, end, action.stage, action.microbatch)
@@ -66,7 +66,7 @@ def timeline(plan: PlanData, most: int | None = None) -> str:
         plan: the plan.
         most: rows; where there are more ranks the middle ones are left out.
     """
-    rows = spans(plan)
+    rows = phase_spans(plan)
     label = len(f"rank {plan.pipeline - 1}")
     window = _window(rows, WIDTH - label - 2)
     drawn = [

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from autopar.ir.plan_data import PlanData
-from autopar.report.timeline import ONCE, Span, spans
+from autopar.report.timeline import ONCE, Span, phase_spans
 
 _MICROSECOND = 1e6
 
@@ -20,7 +20,9 @@ def trace(plan: PlanData) -> dict[str, Any]:
     name = f"plan {plan.fingerprint}: {plan.world_size} devices of {plan.cluster}, {plan.schedule}"
     named: list[dict[str, Any]] = [_named("process_name", 0, name)]
     named += [_named("thread_name", rank, f"pipeline rank {rank}") for rank in range(plan.pipeline)]
-    events = [event for rank, row in enumerate(spans(plan)) for event in _events(plan, rank, row)]
+    events = [
+        event for rank, row in enumerate(phase_spans(plan)) for event in _events(plan, rank, row)
+    ]
     return {"traceEvents": named + events, "displayTimeUnit": "ms"}
 
 

@@ -12,19 +12,19 @@ from typing import Any, TypeVar
 import networkx as nx
 import torch.fx as fx
 
-from autopar.ir.captured import Captured, Division
+from autopar.ir.captured import BatchDivision, CapturedModel
 from autopar.ir.nodes import needing_grad, operands
 from autopar.rules import Rule, rule_of
 
 Place = tuple[fx.Node, int]
 T = TypeVar("T")
-Form = tuple[Any, tuple[Any, ...]]  # a node's value and arguments
+ResizedNode = tuple[Any, tuple[Any, ...]]  # a node's value and arguments
 
 
 class Analysis:
     """What search and lowering both need to know of a captured graph."""
 
-    def __init__(self, captured: Captured, like: Analysis | None = None) -> None:
+    def __init__(self, captured: CapturedModel, like: Analysis | None = None) -> None:
         """``like``: that of a graph whose nodes are among these, unchanged, and need not be looked
         up again.
         """
@@ -52,11 +52,11 @@ class Analysis:
         self.batch = Batch(self.graph, self.rules, self.inputs, captured.division)
         # By the sizes from and to: what search.resize has found for a batch of another size.
         self.resized: dict[
-            tuple[int, int], tuple[dict[fx.Node, Form | None], dict[fx.Node, Rule | None]]
+            tuple[int, int], tuple[dict[fx.Node, ResizedNode | None], dict[fx.Node, Rule | None]]
         ] = {}
         self._once: dict[tuple[Any, int], Any] = {}
 
-    def once(self, make: Callable[[Analysis], T]) -> T:
+    def cached(self, make: Callable[[Analysis], T]) -> T:
         """What ``make`` makes of this alone, made once for each size that the batch takes."""
         key = make, self.batch.size
         if key not in self._once:
@@ -79,7 +79,7 @@ class Analysis:
         return frozenset(needing_grad(self.graph.nodes, sources)) | self.differentiable
 
     @property
-    def shared(self) -> frozenset[fx.Node]:
+    def duplicated(self) -> frozenset[fx.Node]:
         """Calls without a gradient that need nothing but inputs, buffers and cheap operators
         (masks, positions, RoPE tables): what each part of a graph that is cut makes for itself
         rather than be sent it."""
@@ -88,7 +88,7 @@ class Analysis:
     @property
     def changing(self) -> dict[fx.Node, fx.Node]:
         """The buffers that the forward changes, each with the call that makes or writes its new
-        value; but for those (a counter) whose new values are ``shared``."""
+        value; but for those (a counter) whose new values are ``duplicated``."""
         return self._shared[1]
 
     @cached_property
@@ -100,10 +100,12 @@ class Analysis:
         }
         changing: dict[fx.Node, fx.Node] = {}
         while True:
-            shared = self._beside(changing)
-            found = {buffer: writer for buffer, writer in written.items() if writer not in shared}
+            duplicated = self._beside(changing)
+            found = {
+                buffer: writer for buffer, writer in written.items() if writer not in duplicated
+            }
             if len(found) == len(changing):
-                return shared, changing
+                return duplicated, changing
             changing = found
 
     def _beside(self, changing: Collection[fx.Node]) -> frozenset[fx.Node]:
@@ -160,7 +162,7 @@ class Batch:
         graph: fx.Graph,
         rules: Mapping[fx.Node, Rule | None],
         inputs: list[fx.Node],
-        division: Division | None = None,
+        division: BatchDivision | None = None,
     ) -> None:
         links: nx.utils.UnionFind = nx.utils.UnionFind()
         self._places: dict[fx.Node, dict[str, Place]] = {}
@@ -197,14 +199,14 @@ class Batch:
         roots = {links[(n, 0)] for n, size in heads if size == self.size}
         self._is_batch = {place for place in list(links.parents) if links[place] in roots}
 
-    def holds(self, node: fx.Node, dim: int) -> bool:
+    def is_batch_dim(self, node: fx.Node, dim: int) -> bool:
         """Whether ``dim`` of ``node``'s output carries the batch, alone or with others."""
         return (node, dim) in self._is_batch
 
     def dim(self, node: fx.Node) -> int | None:
         """The dim of ``node``'s output that carries the batch, or None."""
         dims = range(len(node.meta["val"].shape)) if hasattr(node.meta.get("val"), "shape") else ()
-        return next((d for d in dims if self.holds(node, d)), None)
+        return next((d for d in dims if self.is_batch_dim(node, d)), None)
 
     def factors(self, node: fx.Node) -> frozenset[str]:
         """The factors of ``node``'s rule that are the batch."""

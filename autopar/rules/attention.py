@@ -36,5 +36,5 @@ def attention(call: Call) -> Rule | None:
         kernels=dict.fromkeys(names, "attention") if call["dropout_p"] else {},
         extra=(ring,) if min(q[2], k[2]) > 1 else (),
         composed=frozenset({"ring"}),
-        alone=frozenset({"s", "t"}),
+        exclusive=frozenset({"s", "t"}),
     )

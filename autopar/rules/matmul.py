@@ -19,7 +19,7 @@ def linear(call: Call) -> Rule:
     blocks = (
         [o for dim in rows for o in _blocks(len(x), dim, len(call.inputs))] if min(w) > 1 else []
     )
-    own = dict(extra=tuple(blocks), composed=frozenset({"summa"}), alone=frozenset("k"))
+    own = dict(extra=tuple(blocks), composed=frozenset({"summa"}), exclusive=frozenset("k"))
     return call.rule(spec, flops=2.0 * math.prod(x) * w[0], kind="matmul", **own)
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 
 from autopar.errors import PlanError
-from autopar.ir.nodes import arguments, operands, results
+from autopar.ir.nodes import arguments, operands, result_tensors
 from autopar.rules.rule import Dim, Rule, make_rule
 
 Arguments = dict[str, Any]
@@ -29,8 +29,8 @@ class Call:
         self.node = node
         self.name = operator_name(node.target)
         self.inputs = [n for n, _ in operands(node)]
-        self.shapes = [tuple(results(n)[0].shape) for n in self.inputs]
-        self.shape = tuple(results(node)[0].shape)
+        self.shapes = [tuple(result_tensors(n)[0].shape) for n in self.inputs]
+        self.shape = tuple(result_tensors(node)[0].shape)
         self._arguments: Arguments | None = None
 
     @property
@@ -96,16 +96,20 @@ def rule_of(node: fx.Node) -> Rule | None:
     All results of an operator with several lie in one layout, that of the first: what is split is a
     dim that all of them have.
     """
-    if node.op != "call_function" or not (tensors := results(node)):
+    if node.op != "call_function" or not (tensors := result_tensors(node)):
         return None
     if any(
-        t.layout is not torch.strided for n in (node, *node.all_input_nodes) for t in results(n)
+        t.layout is not torch.strided
+        for n in (node, *node.all_input_nodes)
+        for t in result_tensors(n)
     ):
         return None  # nothing cuts a sparse tensor
     if node.target is operator.getitem:
         return _one_result(node.args[0], len(tensors[0].shape))  # type: ignore[arg-type]
     maker = _MAKERS.get(operator_name(node.target))
-    rule = _made(maker, node) if maker and all(results(n) for n, _ in operands(node)) else None
+    rule = (
+        _made(maker, node) if maker and all(result_tensors(n) for n, _ in operands(node)) else None
+    )
     return (
         rule
         if rule is None or isinstance(node.meta["val"], torch.Tensor)

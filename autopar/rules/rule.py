@@ -55,7 +55,7 @@ class Rule:
     composed: frozenset[str] = (
         frozenset()
     )  # kernels that are made of many operators, and send by themselves
-    alone: frozenset[str] = (
+    exclusive: frozenset[str] = (
         frozenset()
     )  # factors that no further axis may split beside a kernel that works along one axis or two
     flops: float = 0.0

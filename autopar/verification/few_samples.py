@@ -22,15 +22,15 @@ import torch.fx as fx
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autopar.capture.capture import arguments_of
-from autopar.capture.module_state import kept_as_they_are
+from autopar.capture.capture_graph import sample_arguments
+from autopar.capture.module_state import model_restored
 from autopar.errors import PlanError
-from autopar.ir.captured import Captured, LossFunction
+from autopar.ir.captured import CapturedModel, LossFunction
 from autopar.ir.layout import P, Type
-from autopar.passes.microbatch.microbatch import accumulate, room
+from autopar.passes.microbatch.derive_microbatch import derive_microbatch, max_chunks
 from autopar.rules.analysis import Analysis
 from autopar.verification.differences import TOLERANCE, differences, relative_error
-from autopar.verification.eager import (
+from autopar.verification.whole_batch import (
     SampleError,
     check_captured,
     eager_step,
@@ -56,7 +56,7 @@ class FewSamples:
         count: microbatches in the batch.
     """
 
-    captured: Captured
+    captured: CapturedModel
     prologue: fx.Graph | None
     count: int
 
@@ -66,9 +66,9 @@ class FewSamples:
         """
         try:
             few = self._few(sample)
-            with kept_as_they_are(model), torch.enable_grad():
+            with model_restored(model), torch.enable_grad():
                 expected = eager_step(self.captured, model, few, loss_fn)
-            with kept_as_they_are(model), torch.enable_grad():
+            with model_restored(model), torch.enable_grad():
                 given = [*tensors_of(self.captured, few), *self._hoisted(few)]
                 found = graph_step(self.captured, given, partial(self._scaled, expected.outputs))
         except Exception:  # in a batch of another size the model may fail in any way
@@ -105,8 +105,8 @@ class FewSamples:
         spec = self.captured.in_spec
         times = iter(self._times("input"))
         leaves = [
-            leaf if i in self.captured.constants_in else first(leaf, next(times), self.count)
-            for i, leaf in enumerate(spec.flatten_up_to(arguments_of(sample)))
+            leaf if i in self.captured.constant_inputs else first(leaf, next(times), self.count)
+            for i, leaf in enumerate(spec.flatten_up_to(sample_arguments(sample)))
         ]
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         return kwargs or (args if not isinstance(sample, torch.Tensor) else args[0])
@@ -136,9 +136,9 @@ def few_samples(analysis: Analysis) -> FewSamples | None:
     """
     size = analysis.batch.size
     try:
-        most = room(analysis)
+        most = max_chunks(analysis)
         counts = [n for n in range(LARGEST_PART, size // FEWEST + 1) if most % n == 0]
-        return FewSamples(*accumulate(analysis, counts[-1]), counts[-1]) if counts else None
+        return FewSamples(*derive_microbatch(analysis, counts[-1]), counts[-1]) if counts else None
     except PlanError:
         return None
 

@@ -1,6 +1,6 @@
 """Bring a captured graph into the form that rules, search and the other passes read.
 
-Afterwards every call is a functional ATen operator, one of ``autopar.runtime.kernels.kernels``, or
+Afterwards every call is a functional ATen operator, one of ``autopar.runtime.kernels.graph_kernels``, or
 a ``getitem`` of an operator with several results; arguments are in the normal form of
 ``autopar.passes.canonical.normal_form``; nothing is dead.
 """
@@ -17,25 +17,25 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from autopar.capture.applied import Applied
+from autopar.capture.function_operator import FunctionOperator
 from autopar.errors import CaptureError
-from autopar.ir.captured import Captured, Input
-from autopar.ir.nodes import arguments, describe, eliminate_dead_code
-from autopar.passes.canonical.constants import constants
+from autopar.ir.captured import CapturedModel, GraphInput
+from autopar.ir.nodes import arguments, describe_node, eliminate_dead_code
 from autopar.passes.canonical.decompose import decompose
+from autopar.passes.canonical.decompose_losses import LOSSES, losses
 from autopar.passes.canonical.functionalise import functionalise
-from autopar.passes.canonical.inline import drop_checks, inline_regions, stop_gradients
-from autopar.passes.canonical.linears import linears
-from autopar.passes.canonical.losses import LOSSES, losses
+from autopar.passes.canonical.inline_regions import drop_checks, inline_regions, stop_gradients
+from autopar.passes.canonical.matmul_to_linear import linears
 from autopar.passes.canonical.mixed_precision import mixed_precision
 from autopar.passes.canonical.normal_form import normal_form
 from autopar.passes.canonical.simplify import REWRITTEN, simplify, split_to_slices
+from autopar.passes.canonical.simplify_constants import constants
 from autopar.rules.registry import operator_name
 
 aten = torch.ops.aten
 
 
-def canonicalise(captured: Captured) -> Captured:
+def canonicalise(captured: CapturedModel) -> CapturedModel:
     """The same program in canonical form; ``captured`` is used up.
 
     Raises CaptureError, with module and source line, for what has no such form: an operator that
@@ -79,7 +79,7 @@ def canonicalise(captured: Captured) -> Captured:
     return replace(done, fingerprint=_fingerprint(done))
 
 
-def _trainable(captured: Captured) -> set[fx.Node]:
+def _trainable(captured: CapturedModel) -> set[fx.Node]:
     """The placeholders that require a gradient."""
     nodes = [n for n in captured.graph.nodes if n.op == "placeholder"]
     tensors = [
@@ -89,7 +89,7 @@ def _trainable(captured: Captured) -> set[fx.Node]:
     return {n for n, tensor in zip(nodes, tensors, strict=True) if tensor.requires_grad}
 
 
-def _may_train(captured: Captured) -> set[fx.Node]:
+def _may_train(captured: CapturedModel) -> set[fx.Node]:
     """The placeholders that may require a gradient at some later call: parameters, which are frozen
     and unfrozen, and inputs.
     """
@@ -102,7 +102,7 @@ def _may_train(captured: Captured) -> set[fx.Node]:
     }
 
 
-def _scalars(captured: Captured) -> dict[fx.Node, float]:
+def _scalars(captured: CapturedModel) -> dict[fx.Node, float]:
     """The constants that are one number."""
     placeholders = (n for n in captured.graph.nodes if n.op == "placeholder")
     constants = (
@@ -114,7 +114,7 @@ def _scalars(captured: Captured) -> dict[fx.Node, float]:
 
 
 def _return_updates(
-    captured: Captured, written: dict[fx.Node, fx.Node]
+    captured: CapturedModel, written: dict[fx.Node, fx.Node]
 ) -> tuple[tuple[str, ...], list[str]]:
     """Append the new values of buffers to the graph's outputs; returns the buffers' names, and
     notes.
@@ -147,7 +147,7 @@ def _updates_statistics(node: fx.Node) -> bool:
     return node.target is aten.batch_norm.default and bool(arguments(node)["training"])
 
 
-def _drop_unused_state(captured: Captured) -> tuple[Any, ...]:
+def _drop_unused_state(captured: CapturedModel) -> tuple[Any, ...]:
     kept = []
     placeholders = [n for n in captured.graph.nodes if n.op == "placeholder"]
     for node, entry in zip(placeholders, captured.inputs, strict=True):
@@ -160,7 +160,7 @@ def _drop_unused_state(captured: Captured) -> tuple[Any, ...]:
     return tuple(kept)
 
 
-def _numbered(captured: Captured) -> Captured:
+def _numbered(captured: CapturedModel) -> CapturedModel:
     """With nodes named by operator and order alone, and constants by where they are first read:
     plans go by names, which what was dropped must not change."""
     placeholders = dict(
@@ -172,7 +172,7 @@ def _numbered(captured: Captured) -> Captured:
     read = dict.fromkeys(n for node in order for n in node.all_input_nodes if n in placeholders)
     constants = [n for n in read if placeholders[n].kind == "constant"]
     entries = {
-        n: Input(f"constant_{k}", "constant", f"constant tensor {k}")
+        n: GraphInput(f"constant_{k}", "constant", f"constant tensor {k}")
         for k, n in enumerate(constants)
     }
     state = {
@@ -252,26 +252,26 @@ def _verify(graph: fx.Graph) -> None:
             continue
         if node.op != "call_function":
             raise CaptureError(
-                f"{describe(node)}: a {node.op} node is left in the graph; this part of the model "
+                f"{describe_node(node)}: a {node.op} node is left in the graph; this part of the model "
                 "is not supported"
             )
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             raise CaptureError(
-                f"{describe(node)} holds a graph of its own; use plain operators (torch.where "
+                f"{describe_node(node)} holds a graph of its own; use plain operators (torch.where "
                 "instead of torch.cond)"
             )
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
             raise CaptureError(
-                f"{describe(node)} writes to its operands; use the form that returns its result"
+                f"{describe_node(node)} writes to its operands; use the form that returns its result"
             )
         if node.target is aten.as_strided.default:
             raise CaptureError(
-                f"{describe(node)} reads memory by stride, which a split tensor does not have; "
+                f"{describe_node(node)} reads memory by stride, which a split tensor does not have; "
                 "use slicing or unfold"
             )
 
 
-def _fingerprint(captured: Captured) -> str:
+def _fingerprint(captured: CapturedModel) -> str:
     """A hash of the graph: operators, shapes and arguments, and which parameters are trained."""
     digest = hashlib.sha256()
     entries = {i.name: i.target for i in captured.inputs if i.kind != "input"}
@@ -287,7 +287,7 @@ def _fingerprint(captured: Captured) -> str:
             if isinstance(n.target, (str, torch._ops.OpOverload))
             else operator_name(n.target)
         )
-        target = n.target.identity if isinstance(n.target, Applied) else target
+        target = n.target.identity if isinstance(n.target, FunctionOperator) else target
         kwargs = {
             k: v for k, v in n.kwargs.items() if k != "device"
         }  # a plan made on meta is for any device

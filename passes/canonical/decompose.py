@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.ops import aten
 from torch.utils import _pytree as pytree
 
-from autopar.ir.nodes import operands, replace
+from autopar.ir.nodes import operands, replace_node
 from autopar.rules.registry import has_rule
 
 Composed = Callable[..., Any]
@@ -144,7 +144,7 @@ def _inline(graph: fx.Graph, node: fx.Node, inner: fx.Graph) -> list[fx.Node]:
 def _give(node: fx.Node, result: Any) -> None:
     """Put ``result``, a node or such in lists and tuples, in the place of what ``node`` makes."""
     if isinstance(result, fx.Node):
-        replace(node, result)
+        replace_node(node, result)
         return
     for user in list(node.users):
         if user.target is operator.getitem:

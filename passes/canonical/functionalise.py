@@ -20,7 +20,7 @@ from autopar.errors import CaptureError
 from autopar.ir.nodes import (
     arguments,
     carries_grad,
-    describe,
+    describe_node,
     new_node,
     operands,
     permutation,
@@ -165,7 +165,7 @@ class _Walk:
     def mutate(self, node: fx.Node) -> None:
         if node.target is aten.embedding_renorm_.default:
             raise CaptureError(
-                f"{describe(node)}: nn.Embedding(max_norm={arguments(node)['max_norm']:g}) "
+                f"{describe_node(node)}: nn.Embedding(max_norm={arguments(node)['max_norm']:g}) "
                 "rescales rows of its weight in the forward; "
                 "leave max_norm out, and rescale the rows under torch.no_grad() after "
                 "optimizer.step(), or what the embedding returns"
@@ -177,14 +177,14 @@ class _Walk:
             ["out"],
         ):
             raise CaptureError(
-                f"{describe(node)} writes to its arguments {written}; use the form that returns "
+                f"{describe_node(node)} writes to its arguments {written}; use the form that returns "
                 "its result"
             )
         self.read(node)
         new, dtype = self.functional(node), target.meta["val"].dtype
         if shape(new) != shape(target):
             raise CaptureError(
-                f"{describe(node)} makes its operand of shape {shape(target)} one of "
+                f"{describe_node(node)} makes its operand of shape {shape(target)} one of "
                 f"{shape(new)}; use a new tensor"
             )
         if new.meta["val"].dtype != dtype:
@@ -198,7 +198,7 @@ class _Walk:
         storage = self.storage[target]
         if storage in self.doubtful:
             raise CaptureError(
-                f"{describe(node)} writes to memory that several tensors share; clone() the "
+                f"{describe_node(node)} writes to memory that several tensors share; clone() the "
                 "tensor first"
             )
         self.check_gradient(node, target, hidden=bool(node.meta.get("no_grad")))
@@ -221,7 +221,7 @@ class _Walk:
         """Refuse a write that autograd does not see to a tensor whose gradient it does follow."""
         if hidden and self.current(base) in self.needing:
             raise CaptureError(
-                f"{describe(node)} writes, without gradient, to a tensor that has one; compute a "
+                f"{describe_node(node)} writes, without gradient, to a tensor that has one; compute a "
                 "new tensor instead"
             )
 
@@ -230,7 +230,7 @@ class _Walk:
         undo = _UNDO.get(view.target)
         if undo is None:
             raise CaptureError(
-                f"{describe(node)} writes through a view made by {describe(view)}, which has no "
+                f"{describe_node(node)} writes through a view made by {describe_node(view)}, which has no "
                 "functional form here; "
                 "clone() the view first, or write with torch.where or index_put"
             )
@@ -340,7 +340,7 @@ def _without_out(node: fx.Node) -> Callable[..., Any]:
         ] == wanted and not overload._schema.is_mutable:
             return overload  # type: ignore[no-any-return]
     raise CaptureError(
-        f"{describe(node)} writes to out= and has no form that returns the result; write it "
+        f"{describe_node(node)} writes to out= and has no form that returns the result; write it "
         "without out="
     )
 
@@ -361,7 +361,7 @@ def _twin(node: fx.Node) -> Callable[..., Any]:
         if [str(a.type) for a in twin._schema.arguments] == wanted and not twin._schema.is_mutable:
             return twin
     raise CaptureError(
-        f"{describe(node)} changes its operand and has no form that returns the result instead; "
+        f"{describe_node(node)} changes its operand and has no form that returns the result instead; "
         "write it out of place"
     )
 

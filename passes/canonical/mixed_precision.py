@@ -16,10 +16,10 @@ import torch
 from torch import fx
 from torch.ops import aten
 
-from autopar.ir.captured import Captured
-from autopar.ir.nodes import evaluate, new_node, operands, set_operand, signature
-from autopar.ir.precision import HALF
-from autopar.passes.canonical.losses import LOSSES
+from autopar.ir.captured import CapturedModel
+from autopar.ir.nodes import infer_value, new_node, operands, set_operand, signature
+from autopar.ir.precision import HALF_DTYPES
+from autopar.passes.canonical.decompose_losses import LOSSES
 
 # They write running statistics, which torch wants in the dtype of weight and bias: float32 for an
 # input in half precision.
@@ -35,14 +35,14 @@ _VIEWS = {
 _CASTS = {aten.to, aten._to_copy, aten.type_as}
 
 
-def mixed_precision(captured: Captured, written: Mapping[fx.Node, fx.Node]) -> list[str]:
+def mixed_precision(captured: CapturedModel, written: Mapping[fx.Node, fx.Node]) -> list[str]:
     """Cast in the graph what is not in the dtype it is computed with; returns notes.
 
     Args:
         captured: in functional form.
         written: for each placeholder that is written to, its new value.
     """
-    if captured.compute in HALF:
+    if captured.compute in HALF_DTYPES:
         _loss_in_float32(captured.graph, captured.graph.output_node().args[0][captured.loss])  # type: ignore[index, arg-type]
     if not captured.stored:
         return []
@@ -66,12 +66,12 @@ def _loss_in_float32(graph: fx.Graph, loss: fx.Node) -> None:
     changed: set[fx.Node] = set()
     for node in list(graph.nodes):
         for k, (operand, _) in enumerate(operands(node) if node in wide else ()):
-            if _dtype(operand) in HALF:
+            if _dtype(operand) in HALF_DTYPES:
                 set_operand(node, k, _cast(operand, torch.float32, casts, node))
         if node in wide or (
             node.op == "call_function" and not changed.isdisjoint(node.all_input_nodes)
         ):
-            node.meta["val"] = evaluate(node)
+            node.meta["val"] = infer_value(node)
             changed.add(node)
 
 
@@ -97,7 +97,7 @@ def _behind(node: fx.Node, follow: Callable[[fx.Node], bool] = lambda n: True) -
 
 
 class _Mixed:
-    def __init__(self, captured: Captured, written: Mapping[fx.Node, fx.Node]) -> None:
+    def __init__(self, captured: CapturedModel, written: Mapping[fx.Node, fx.Node]) -> None:
         assert captured.compute is not None
         self.graph, self.compute, self.stored = captured.graph, captured.compute, captured.stored
         kinds = {i.name: i.kind for i in captured.inputs}
@@ -181,7 +181,7 @@ class _Mixed:
             for k, (operand, _) in enumerate(operands(node)):
                 if _dtype(operand) == self.compute:
                     set_operand(node, k, _cast(operand, stored, {}, node))
-        node.meta["val"] = evaluate(node)
+        node.meta["val"] = infer_value(node)
         if _dtype(node) != before:
             self.source[node] = source
 
@@ -192,13 +192,13 @@ class _Mixed:
         tensors = [operand for operand, _ in operands(node)]
         stored = _dtype(tensors[-1])
         if (
-            (self.compute in HALF and stored == torch.float32)
+            (self.compute in HALF_DTYPES and stored == torch.float32)
             or stored == self.compute
             or stored is None
         ):
             return
         set_operand(node, 0, _cast(tensors[0], stored, {}, node))
-        node.meta["val"] = evaluate(node)
+        node.meta["val"] = infer_value(node)
         with self.graph.inserting_after(node):
             back = new_node(self.graph, aten.to.dtype, (node, self.compute), like=node)
         node.replace_all_uses_with(back, delete_user_cb=lambda user: user is not back)

@@ -19,13 +19,13 @@ from autopar.errors import CaptureError
 from autopar.ir.nodes import (
     Rewrite,
     arguments,
-    describe,
+    describe_node,
     needing_grad,
     new_node,
     operands,
     permutation,
-    replace,
-    rewrite,
+    replace_node,
+    rewrite_calls,
     set_operand,
     shape,
 )
@@ -44,14 +44,14 @@ def split_to_slices(graph: fx.Graph) -> None:
         for user in list(node.users):
             if user.target is not operator.getitem:
                 raise CaptureError(
-                    f"{describe(user)} takes the list of tensors that {describe(node)} returns; "
+                    f"{describe_node(user)} takes the list of tensors that {describe_node(node)} returns; "
                     "take them one by one"
                 )
             target, args = _piece(node, range(len(node.meta["val"]))[user.args[1]])  # type: ignore[index]
             with graph.inserting_before(user):
                 # The piece's own val shares the tensor's storage, by which functionalise knows it
                 # for a view.
-                replace(user, new_node(graph, target, args, like=user, val=user.meta["val"]))
+                replace_node(user, new_node(graph, target, args, like=user, val=user.meta["val"]))
 
 
 def _piece(node: fx.Node, index: int) -> tuple[Any, tuple[Any, ...]]:
@@ -81,8 +81,10 @@ def simplify(graph: fx.Graph, trainable: set[fx.Node]) -> None:
     def detach(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
         return None if node.args[0] in needing else node.args[0]  # type: ignore[return-value]
 
-    rewrite(graph, {aten.detach.default: detach})  # first, while `needing` still knows every node
-    rewrite(graph, _TABLE)
+    rewrite_calls(
+        graph, {aten.detach.default: detach}
+    )  # first, while `needing` still knows every node
+    rewrite_calls(graph, _TABLE)
 
 
 def _operand(graph: fx.Graph, node: fx.Node) -> fx.Node | None:

@@ -15,9 +15,9 @@ from collections import defaultdict
 
 import torch.fx as fx
 
-from autopar.ir.layout import I, Layout, R, Type, show
+from autopar.ir.layout import I, Layout, R, Type, format_layout
 from autopar.ir.nodes import operands
-from autopar.ir.plan_data import NodePlan, ParameterPlan, PlanData, Step
+from autopar.ir.plan_data import ConversionStep, NodePlan, ParameterPlan, PlanData
 from autopar.rules import Option, Rule
 from autopar.rules.analysis import Analysis
 
@@ -132,7 +132,7 @@ class _Retyping:
 
     def _conversions(
         self,
-    ) -> tuple[dict[str, dict[str, tuple[Step, ...]]], dict[str, tuple[str, ...]]]:
+    ) -> tuple[dict[str, dict[str, tuple[ConversionStep, ...]]], dict[str, tuple[str, ...]]]:
         """The plan's, ending in the new types; and the new names of those that are recomputed."""
         conversions = {name: dict(found) for name, found in self.plan.conversions.items()}
         renamed: dict[str, dict[str, None]] = defaultdict(dict)
@@ -147,18 +147,18 @@ class _Retyping:
                 old, new = self.plan.nodes[tensor.name].out, self.nodes[tensor.name].out
                 if (old, before) == (new, after):
                     if old != before:
-                        renamed[f"{tensor.name} -> {show(before)}"][
-                            f"{tensor.name} -> {show(before)}"
+                        renamed[f"{tensor.name} -> {format_layout(before)}"][
+                            f"{tensor.name} -> {format_layout(before)}"
                         ] = None
                     continue
-                base = self.plan.conversions.get(tensor.name, {}).get(show(before), ())
+                base = self.plan.conversions.get(tensor.name, {}).get(format_layout(before), ())
                 if old != before and not base:
                     continue  # which the plan has not: a later pass says so
                 if new != after:
                     steps = _steps(new, base, after, direct=before not in self.wanted[tensor])
-                    conversions.setdefault(tensor.name, {}).setdefault(show(after), steps)
-                renamed[f"{tensor.name} -> {show(before)}"].update(
-                    {f"{tensor.name} -> {show(after)}": None} if new != after else {}
+                    conversions.setdefault(tensor.name, {}).setdefault(format_layout(after), steps)
+                renamed[f"{tensor.name} -> {format_layout(before)}"].update(
+                    {f"{tensor.name} -> {format_layout(after)}": None} if new != after else {}
                 )
         loss, whole = (
             self.analysis.loss,
@@ -166,16 +166,16 @@ class _Retyping:
         )  # which the program returns as I
         old, new = self.plan.nodes[loss.name].out, self.nodes[loss.name].out
         if old != new:
-            base = self.plan.conversions.get(loss.name, {}).get(show(whole), ())
+            base = self.plan.conversions.get(loss.name, {}).get(format_layout(whole), ())
             conversions.setdefault(loss.name, {}).setdefault(
-                show(whole), _steps(new, base, whole, direct=False)
+                format_layout(whole), _steps(new, base, whole, direct=False)
             )
         return conversions, {old: tuple(new) for old, new in renamed.items()}
 
 
 def _steps(
-    source: Layout, base: tuple[Step, ...], target: Layout, direct: bool
-) -> tuple[Step, ...]:
+    source: Layout, base: tuple[ConversionStep, ...], target: Layout, direct: bool
+) -> tuple[ConversionStep, ...]:
     """``base``, from ``source`` to ``target``, which differ from its own ends in having R for I or
     I for R; ``direct``, whether R may be made at once, as no other reader wants I."""
     layout, steps = [repr(t) for t in source], []

@@ -14,7 +14,7 @@ from autopar.ir.layout import S
 from autopar.ir.nodes import arguments
 from autopar.ir.plan_data import NodePlan
 from autopar.rules.convolution import windows
-from autopar.runtime.kernels import kernels
+from autopar.runtime.kernels import graph_kernels
 
 aten = torch.ops.aten
 
@@ -40,7 +40,7 @@ def choose_kernels(graph: fx.Graph) -> None:
         name = _named(chosen) or _always(node)
         if name == "drawn" or (name is None and _is_random(node)):
             node.target, node.args = (
-                kernels.drawn,
+                graph_kernels.drawn,
                 (node.target, mesh, number, _axes(chosen), *node.args),
             )
         elif name is not None:
@@ -91,12 +91,12 @@ def _is_random(node: fx.Node) -> bool:
 
 def _embedding(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan) -> Built:
     names = ("weight", "indices", "padding_idx", "scale_grad_by_freq", "sparse")
-    return kernels.embedding_vocabulary, (*(a[n] for n in names), mesh, _axes(chosen))
+    return graph_kernels.embedding_vocabulary, (*(a[n] for n in names), mesh, _axes(chosen))
 
 
 def _cross_entropy(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan) -> Built:
     names = ("logits", "target", "weight", "ignore_index", "label_smoothing")
-    return kernels.cross_entropy_vocabulary, (*(a[n] for n in names), mesh, _axes(chosen))
+    return graph_kernels.cross_entropy_vocabulary, (*(a[n] for n in names), mesh, _axes(chosen))
 
 
 def _batch_norm(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan) -> Built:
@@ -110,11 +110,11 @@ def _batch_norm(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan)
         "momentum",
         "eps",
     )
-    return kernels.sync_batch_norm, (*(a[n] for n in names), mesh, _axes(chosen))
+    return graph_kernels.sync_batch_norm, (*(a[n] for n in names), mesh, _axes(chosen))
 
 
 def _layer_norm(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan) -> Built:
-    return kernels.layer_norm_features, (
+    return graph_kernels.layer_norm_features, (
         a["input"],
         len(a["normalized_shape"]),
         a["weight"],
@@ -126,24 +126,24 @@ def _layer_norm(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan)
 
 
 def _dropout(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan) -> Built:
-    return kernels.dropout, (a["input"], a["p"], a["train"], mesh, number, _axes(chosen))
+    return graph_kernels.dropout, (a["input"], a["p"], a["train"], mesh, number, _axes(chosen))
 
 
 def _attention(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan) -> Built:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-    return kernels.attention, (*(a[n] for n in names), mesh, number, _axes(chosen))
+    return graph_kernels.attention, (*(a[n] for n in names), mesh, number, _axes(chosen))
 
 
 def _summa(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan) -> Built:
     row, column = sorted(_axes(chosen), key=lambda axis: chosen.factors[axis] != "n")
-    return kernels.summa_linear, (a["input"], a["weight"], a["bias"], mesh, row, column)
+    return graph_kernels.summa_linear, (a["input"], a["weight"], a["bias"], mesh, row, column)
 
 
 def _ring(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan) -> Built:
     ring = chosen.kernels.index("ring")
     cut = tuple(axis for axis, t in enumerate(chosen.ins[0]) if t.is_shard)
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
-    return kernels.ring_attention, (
+    return graph_kernels.ring_attention, (
         *(a[n] for n in names),
         mesh,
         number,
@@ -161,7 +161,7 @@ def _conv_halo(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan) 
     )
     margins = tuple(w.halo if axes else w.padding for w, axes in zip(along, cuts, strict=True))
     stride, dilation = tuple(w.stride for w in along), tuple(w.dilation for w in along)
-    return kernels.conv_halo, (
+    return graph_kernels.conv_halo, (
         a["input"],
         a["weight"],
         a["bias"],
@@ -179,7 +179,7 @@ def _mean(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan) -> Bu
     count = 1
     for d in dims:
         count *= shape[d]
-    return kernels.mean_split, (a["self"], dims, a["keepdim"], count, a["dtype"])
+    return graph_kernels.mean_split, (a["self"], dims, a["keepdim"], count, a["dtype"])
 
 
 _BUILDERS: dict[str, Builder] = {

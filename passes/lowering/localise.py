@@ -10,10 +10,10 @@ import torch
 import torch.fx as fx
 
 from autopar.ir.layout import local_shape
-from autopar.ir.nodes import arguments, results, set_argument, signature
+from autopar.ir.nodes import arguments, result_tensors, set_argument, signature
 from autopar.ir.plan_data import NodePlan
 from autopar.rules import Rule
-from autopar.runtime.kernels import kernels
+from autopar.runtime.kernels import graph_kernels
 
 
 def localise(graph: fx.Graph, rules: Mapping[str, Rule | None], sizes: Sequence[int]) -> None:
@@ -22,7 +22,7 @@ def localise(graph: fx.Graph, rules: Mapping[str, Rule | None], sizes: Sequence[
     """
     for node in graph.nodes:
         value, layout = node.meta.get("val"), node.meta.get("layout")
-        if layout is None or not results(node):
+        if layout is None or not result_tensors(node):
             continue
         if isinstance(value, torch.Tensor):
             node.meta["local"] = local_shape(value.shape, layout, sizes)
@@ -40,11 +40,11 @@ def localise(graph: fx.Graph, rules: Mapping[str, Rule | None], sizes: Sequence[
 
 def _set(node: fx.Node, name: str, value: Any) -> None:
     """Give a call's argument another value; one of ``drawn`` is its operator's."""
-    if node.target is not kernels.drawn:
+    if node.target is not graph_kernels.drawn:
         set_argument(node, name, value)
         return
     its = signature(node.args[0])  # type: ignore[arg-type]
-    before = len(signature(kernels.drawn)) - 2  # all but *args and **kwargs
+    before = len(signature(graph_kernels.drawn)) - 2  # all but *args and **kwargs
     place = [parameter for parameter, _, _ in its].index(name)
     node.update_arg(before + place, value) if before + place < len(
         node.args

@@ -11,27 +11,32 @@ from functools import partial
 import torch
 import torch.fx as fx
 
-from autopar.ir.captured import Division
+from autopar.ir.captured import BatchDivision
 from autopar.ir.layout import Layout, R, Type
 from autopar.ir.nodes import new_node, set_device
 from autopar.ir.plan_data import ParameterPlan, PlanData
 from autopar.passes.lowering.admit_gradients import admit_gradients
 from autopar.passes.lowering.choose_kernels import choose_kernels
-from autopar.passes.lowering.convert import insert_conversions
-from autopar.passes.lowering.evaluation import Evaluating, evaluation, mark_always, switched
+from autopar.passes.lowering.evaluation_mode import (
+    EvaluationMode,
+    evaluation,
+    mark_always,
+    switched,
+)
+from autopar.passes.lowering.insert_conversions import insert_conversions
 from autopar.passes.lowering.join_slices import join_slices
 from autopar.passes.lowering.localise import localise
-from autopar.passes.lowering.recompute import mark_recomputed
-from autopar.passes.lowering.split_stages import StageGraph, split_stages
-from autopar.passes.lowering.verify import verify_layouts, verify_shapes
+from autopar.passes.lowering.mark_recomputed import mark_recomputed
+from autopar.passes.lowering.split_stages import StageProgram, split_stages
+from autopar.passes.lowering.verify_lowered import verify_layouts, verify_shapes
 from autopar.rules.analysis import Analysis
-from autopar.runtime.pipeline.microbatches import chunks_had
+from autopar.runtime.pipeline.microbatches import chunks_per_rank
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Lowered:
+class LoweredModel:
     """The programs of one rank, for one microbatch.
 
     ``train`` and ``evaluate`` are called with the mesh, the local tensors of ``state`` in order,
@@ -48,14 +53,14 @@ class Lowered:
     prologue: fx.GraphModule | None
     state: tuple[str, ...]
     output_layouts: tuple[Layout, ...]
-    input_times: tuple[Type, ...]
-    hoisted_times: tuple[Type, ...]
-    output_times: tuple[Type, ...]
-    update_times: tuple[Type | None, ...]
+    input_time_types: tuple[Type, ...]
+    hoisted_time_types: tuple[Type, ...]
+    output_time_types: tuple[Type, ...]
+    update_time_types: tuple[Type | None, ...]
     parameters: Mapping[str, ParameterPlan] = field(default_factory=dict)
-    division: Division | None = None
-    stages: tuple[Stage, ...] = ()
-    evaluating: Evaluating = field(default_factory=Evaluating)
+    division: BatchDivision | None = None
+    stages: tuple[LoweredStage, ...] = ()
+    evaluating: EvaluationMode = field(default_factory=EvaluationMode)
 
     @property
     def modules(self) -> list[str]:
@@ -64,7 +69,9 @@ class Lowered:
             dict.fromkeys(n.meta.get("module", "") for n in self.train.graph.nodes if switched(n))
         )
 
-    def partly(self, off: Collection[str]) -> tuple[fx.GraphModule, tuple[StageGraph, ...]]:
+    def partly_evaluating(
+        self, off: Collection[str]
+    ) -> tuple[fx.GraphModule, tuple[StageProgram, ...]]:
         """What trains, whole and in stages, with the modules ``off`` in ``eval()``."""
 
         def frozen(graph: fx.Graph) -> fx.Graph:
@@ -79,11 +86,11 @@ class Lowered:
 
 
 @dataclass(frozen=True)
-class Stage:
+class LoweredStage:
     """The programs of one pipeline stage."""
 
-    train: StageGraph
-    evaluate: StageGraph
+    train: StageProgram
+    evaluate: StageProgram
 
 
 def lower(
@@ -91,8 +98,8 @@ def lower(
     plan: PlanData,
     prologue: fx.Graph | None = None,
     device: torch.device | None = None,
-    evaluating: Evaluating | None = None,
-) -> Lowered:
+    evaluating: EvaluationMode | None = None,
+) -> LoweredModel:
     """The local programs of ``plan``, to run on ``device`` (the one it was captured on, unless
     given).
 
@@ -101,7 +108,7 @@ def lower(
     Raises:
         PlanError: the plan does not fit the graph.
     """
-    evaluating = evaluating or Evaluating()
+    evaluating = evaluating or EvaluationMode()
     plan = admit_gradients(analysis, plan)  # of the plan alone: what follows does as it says
     captured, rules = analysis.captured, {n.name: r for n, r in analysis.rules.items()}
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -138,7 +145,7 @@ def lower(
     # Only a backward gains by it, and each slice had to have its own name, layout and mark.
     join_slices(graph)
     _keep_old_values(graph, [state[name] for name in captured.updates if name in state], outputs)
-    return Lowered(
+    return LoweredModel(
         train=_module(graph, "Train"),
         evaluate=_module(evaluate, "Evaluate"),
         prologue=_module(_on_device(prologue, device), "Prologue")
@@ -146,11 +153,11 @@ def lower(
         else None,
         state=tuple(analysis.state[n].target for n in analysis.state),
         output_layouts=tuple(n.meta["layout"] for n in outputs),
-        input_times=_times(analysis.inputs),
-        hoisted_times=_times(analysis.hoisted),
-        output_times=_times(tensors),
-        update_times=tuple(
-            None if captured.division and i in captured.division.each else t
+        input_time_types=_times(analysis.inputs),
+        hoisted_time_types=_times(analysis.hoisted),
+        output_time_types=_times(tensors),
+        update_time_types=tuple(
+            None if captured.division and i in captured.division.per_microbatch_updates else t
             for i, t in enumerate(_times(updates))
         ),
         parameters=plan.parameters,
@@ -161,21 +168,23 @@ def lower(
 
 
 def _gathered(
-    plan: PlanData, division: Division | None, outputs: Sequence[fx.Node]
+    plan: PlanData, division: BatchDivision | None, outputs: Sequence[fx.Node]
 ) -> dict[int, int]:
     """The outputs, by number, of which ranks' parts of the microbatches are no parts of the whole,
     and the dim that is cut.
     """
     if division is None:
         return {}
-    ways = division.ways(plan.microbatches, plan.data_degree)
+    chunks_per_part = division.chunks_per_part(plan.microbatches, plan.data_degree)
     cut = (
         (i, n.meta["time"], plan.nodes[n.name].out)
         for i, n in enumerate(outputs)
         if n.name in plan.nodes
     )
     return {
-        i: t.dim for i, t, layout in cut if chunks_had(t, layout, plan.mesh_sizes, ways) is None
+        i: t.dim
+        for i, t, layout in cut
+        if chunks_per_rank(t, layout, plan.mesh_sizes, chunks_per_part) is None
     }
 
 
@@ -205,8 +214,12 @@ def _times(nodes: Sequence[fx.Node]) -> tuple[Type, ...]:
 
 
 def _stages(
-    analysis: Analysis, plan: PlanData, train: fx.Graph, evaluate: fx.Graph, evaluating: Evaluating
-) -> tuple[Stage, ...]:
+    analysis: Analysis,
+    plan: PlanData,
+    train: fx.Graph,
+    evaluate: fx.Graph,
+    evaluating: EvaluationMode,
+) -> tuple[LoweredStage, ...]:
     """The last pass of all: the graph is whole for all the others."""
     captured = analysis.captured
     names = {i.target: n.name for n, i in analysis.state.items()}
@@ -229,7 +242,7 @@ def _stages(
         split(evaluate, updates=updates if evaluating.updates else []),
         strict=True,
     )
-    return tuple(Stage(*pair) for pair in graphs)
+    return tuple(LoweredStage(*pair) for pair in graphs)
 
 
 def _module(graph: fx.Graph, name: str) -> fx.GraphModule:

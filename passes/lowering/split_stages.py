@@ -15,12 +15,12 @@ import torch
 import torch.fx as fx
 
 from autopar.errors import PlanError
-from autopar.ir.nodes import describe, gradient_sources
-from autopar.runtime.kernels import kernels
+from autopar.ir.nodes import describe_node, gradient_sources
+from autopar.runtime.kernels import graph_kernels
 
 
 @dataclass(frozen=True)
-class Crossing:
+class BoundaryTensor:
     """A tensor that goes from a stage to the next: its local shape, whether a gradient comes back
     for it, as the model was compiled, and the places, among the placeholders after the mesh, of all
     that the loss may get a gradient for through it."""
@@ -33,24 +33,24 @@ class Crossing:
 
 
 @dataclass(frozen=True)
-class StageGraph:
+class StageProgram:
     """The program of one stage on one rank.
 
     Attributes:
-        graph: from the mesh, the placeholders of ``uses`` and what it receives to a tuple: what it
+        graph: from the mesh, the placeholders of ``used_placeholders`` and what it receives to a tuple: what it
             sends, its results, its updates.
         uses: which placeholders of the whole graph it takes, by their places after the mesh.
         received, sent: what crosses the boundaries before and after it, in order.
-        trained: those of ``uses`` that the loss may have a gradient for.
+        trained: those of ``used_placeholders`` that the loss may have a gradient for.
         results, updates: which of the whole program's outputs it makes, by their places.
         sources: for each of ``results`` the placeholders, by their places, that may have a gradient
             through it.
     """
 
     graph: fx.Graph
-    uses: tuple[int, ...]
-    received: tuple[Crossing, ...]
-    sent: tuple[Crossing, ...]
+    used_placeholders: tuple[int, ...]
+    received: tuple[BoundaryTensor, ...]
+    sent: tuple[BoundaryTensor, ...]
     trained: tuple[int, ...]
     results: tuple[int, ...]
     updates: tuple[int, ...]
@@ -65,7 +65,7 @@ def split_stages(
     updates: Sequence[str],
     trained: Collection[str],
     may_train: Collection[str] = (),
-) -> list[StageGraph]:
+) -> list[StageProgram]:
     """One graph for each of ``stages`` from a lowered graph that :func:`cut_stages` marked.
 
     Args:
@@ -98,7 +98,7 @@ class _Splitter:
         self.results, self.new_values = outputs[:results], outputs[results : results + len(updates)]
         self.sends: dict[int, list[fx.Node]] = defaultdict(list)
         for node in graph.nodes:
-            if node.target is kernels.send:
+            if node.target is graph_kernels.send:
                 self.sends[node.meta["stage"]].append(node)
         places = {n: i for i, n in enumerate([n for n in graph.nodes if n.op == "placeholder"][1:])}
         self.trained = {i for n, i in places.items() if n.name in trained}
@@ -107,7 +107,7 @@ class _Splitter:
         )
         self.gradients = _reaching(outputs[loss], self.sources)
 
-    def run(self) -> list[StageGraph]:
+    def run(self) -> list[StageProgram]:
         makers = [self._maker(n) for n in self.results]
         results = [[i for i, maker in enumerate(makers) if maker == s] for s in range(self.stages)]
         needed = [
@@ -144,11 +144,11 @@ class _Splitter:
                 continue
             if node.meta.get("stage") not in (None, stage):
                 raise PlanError(
-                    f"{describe(node)} of stage {node.meta['stage']} is read in stage {stage} "
+                    f"{describe_node(node)} of stage {node.meta['stage']} is read in stage {stage} "
                     "without being sent: plan again"
                 )
             needed.add(node)
-            if node.target is not kernels.send:
+            if node.target is not graph_kernels.send:
                 rest += node.all_input_nodes
         return needed
 
@@ -174,11 +174,11 @@ class _Splitter:
 
     def _stage(
         self, stage: int, needed: Collection[fx.Node], results: list[int], updates: list[int]
-    ) -> StageGraph:
+    ) -> StageProgram:
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         mesh, *placeholders = (n for n in self.graph.nodes if n.op == "placeholder")
-        uses = [i for i, n in enumerate(placeholders) if n in needed]
-        for node in (mesh, *(placeholders[i] for i in uses), *self.sends[stage]):
+        used_placeholders = [i for i, n in enumerate(placeholders) if n in needed]
+        for node in (mesh, *(placeholders[i] for i in used_placeholders), *self.sends[stage]):
             copies[node] = graph.placeholder(node.name)
             copies[node].meta = dict(node.meta)
         for node in self.graph.nodes:
@@ -191,16 +191,25 @@ class _Splitter:
         ]
         graph.output(tuple(copies[n] for n in outputs))
         received, sent = (tuple(map(self._crossing, self.sends[s])) for s in (stage, stage + 1))
-        trained = tuple(i for i in uses if placeholders[i] in self.gradients)
+        trained = tuple(i for i in used_placeholders if placeholders[i] in self.gradients)
         sources = tuple(self.sources.get(self.results[i], frozenset()) for i in results)
-        return StageGraph(
-            graph, tuple(uses), received, sent, trained, tuple(results), tuple(updates), sources
+        return StageProgram(
+            graph,
+            tuple(used_placeholders),
+            received,
+            sent,
+            trained,
+            tuple(results),
+            tuple(updates),
+            sources,
         )
 
-    def _crossing(self, node: fx.Node) -> Crossing:
+    def _crossing(self, node: fx.Node) -> BoundaryTensor:
         sources = self.sources[node] if node in self.gradients else frozenset()
         shape, dtype = tuple(node.meta["local"]), node.meta["val"].dtype
-        return Crossing(node.name, shape, dtype, not sources.isdisjoint(self.trained), sources)
+        return BoundaryTensor(
+            node.name, shape, dtype, not sources.isdisjoint(self.trained), sources
+        )
 
 
 def _reaching(loss: fx.Node, needing: Collection[fx.Node]) -> set[fx.Node]:

@@ -22,11 +22,11 @@ from autopar.ir.layout import I, P, R, S, Type, strided
 from autopar.ir.nodes import arguments, operands
 from autopar.rules import Dim, Option, Rule
 from autopar.rules.analysis import Analysis
-from autopar.runtime.kernels import kernels
+from autopar.runtime.kernels import graph_kernels
 
 aten = torch.ops.aten
 
-Version = tuple[fx.Node, Type]
+TypedNode = tuple[fx.Node, Type]
 
 HOIST, AGAIN, SHARE = (
     100,
@@ -54,14 +54,14 @@ class NotTypedError(Exception):
 
 
 @dataclass(frozen=True)
-class Way:
+class Derivation:
     """How a version is made: by a rule's option, with a ``number`` to share out, or otherwise than
     by computing it (``option`` is None): ``how`` is "given" (a placeholder), "hoisted" or
     "share"."""
 
     how: str
     option: Option | None = None
-    room: int = 0  # into so many chunks the split may go; 0: any
+    max_chunks: int = 0  # into so many chunks the split may go; 0: any
 
 
 class TimeTypes:
@@ -81,48 +81,48 @@ class TimeTypes:
         NotTypedError: an operator mixes samples.
     """
 
-    def __init__(self, analysis: Analysis, cut: Mapping[fx.Node, Type], shares: int = 1) -> None:
-        self.analysis, self.shares = analysis, shares
-        self.natural: dict[fx.Node, Type] = {}
-        self.ways: dict[Version, Way] = {}
-        self.approximate: list[fx.Node] = []
+    def __init__(self, analysis: Analysis, cut: Mapping[fx.Node, Type], parts: int = 1) -> None:
+        self.analysis, self.parts = analysis, parts
+        self.inferred: dict[fx.Node, Type] = {}
+        self.ways: dict[TypedNode, Derivation] = {}
+        self.inexact_operators: list[fx.Node] = []
         self.gathered: list[fx.Node] = []
-        self._costs: dict[Version, int] = {}
+        self._costs: dict[TypedNode, int] = {}
         self._depth = 0
         self._given = _given(analysis)
         for node in analysis.graph.nodes:
             if node.op == "placeholder":
-                self._settle(node, cut.get(node, R), Way("given"))
+                self._settle(node, cut.get(node, R), Derivation("given"))
             elif node.op == "call_function":
                 self._type(node)
 
-    def _settle(self, node: fx.Node, found: Type, way: Way) -> None:
-        self.natural[node] = found
+    def _settle(self, node: fx.Node, found: Type, way: Derivation) -> None:
+        self.inferred[node] = found
         self._costs[node, found], self.ways[node, found] = 0, way
 
     def _type(self, node: fx.Node) -> None:
-        found = [self.natural[t] for t, _ in operands(node)]
+        found = [self.inferred[t] for t, _ in operands(node)]
         if all(t is R for t in found):
-            self._settle(node, R, Way("computed", Option((R,) * len(found), R)))
+            self._settle(node, R, Derivation("computed", Option((R,) * len(found), R)))
             if (rule := self.analysis.rules.get(node)) is not None and rule.writes:
-                self.approximate.append(node)  # each microbatch writes
+                self.inexact_operators.append(node)  # each microbatch writes
             return
         best, _ = self._best(node, None)
         if best is None and node in self._given:
-            self._settle(node, R, Way("hoisted"))
+            self._settle(node, R, Derivation("hoisted"))
             self.gathered.append(node)
             return
         if best is None or best.option is None:
             raise NotTypedError(node)
         if best.option.kernel == _STATISTICS:
-            self.approximate.append(node)
+            self.inexact_operators.append(node)
         self._settle(node, best.option.out, best)
 
-    def _best(self, node: fx.Node, wanted: Type | None) -> tuple[Way | None, int]:
+    def _best(self, node: fx.Node, wanted: Type | None) -> tuple[Derivation | None, int]:
         """The cheapest way to compute a node with a result of the type wanted (None: of any)."""
         tensors = [t for t, _ in operands(node)]
         best, least = None, NEVER
-        for option, room in self.options(node, wanted):
+        for option, max_chunks in self.options(node, wanted):
             if wanted is not None and option.out is not wanted:
                 continue
             cost = 0
@@ -131,7 +131,7 @@ class TimeTypes:
                 if cost >= least:
                     break
             if cost < least:
-                best, least = Way("computed", option, room), cost
+                best, least = Derivation("computed", option, max_chunks), cost
         return best, least
 
     def cost(self, node: fx.Node, wanted: Type) -> int:
@@ -148,19 +148,19 @@ class TimeTypes:
                 self._costs[key], self.ways[key] = cost, way
         return self._costs[key]
 
-    def _way(self, node: fx.Node, wanted: Type) -> tuple[Way | None, int]:
-        natural, value = self.natural[node], node.meta["val"]
+    def _way(self, node: fx.Node, wanted: Type) -> tuple[Derivation | None, int]:
+        inferred, value = self.inferred[node], node.meta["val"]
         if not isinstance(value, torch.Tensor):
             return None, NEVER
         if wanted is P:
-            shared = natural is R and (value.is_floating_point() or value.is_complex())
-            return (Way("share"), SHARE) if shared else (None, NEVER)
-        again: tuple[Way | None, int] = (None, NEVER)
+            shared = inferred is R and (value.is_floating_point() or value.is_complex())
+            return (Derivation("share"), SHARE) if shared else (None, NEVER)
+        again: tuple[Derivation | None, int] = (None, NEVER)
         if wanted.is_shard and node.op == "call_function":
             way, cost = self._best(node, wanted)
             again = way, cost + AGAIN
         if again[1] >= HOIST and node in self._given:
-            return Way("hoisted"), HOIST
+            return Derivation("hoisted"), HOIST
         return again
 
     def options(self, node: fx.Node, wanted: Type | None = None) -> Iterator[tuple[Option, int]]:
@@ -171,8 +171,8 @@ class TimeTypes:
             return
         yield from ((option, 0) for option in rule.unsplit() if option.out is not I)
         yield from _with_number(node)
-        yield from _side_by_side(node, [self.natural[t] for t, _ in operands(node)])
-        types = [*(self.natural[t] for t, _ in operands(node)), wanted or R]
+        yield from _side_by_side(node, [self.inferred[t] for t, _ in operands(node)])
+        types = [*(self.inferred[t] for t, _ in operands(node)), wanted or R]
         splits = {
             s: None
             for t, dims in zip(types, (*rule.operands, rule.output), strict=True)
@@ -189,7 +189,7 @@ class TimeTypes:
         rules = self.analysis.rules
         return sum(
             1.0 + rule.flops
-            for n, t in self.natural.items()
+            for n, t in self.inferred.items()
             if t is not R and (rule := rules.get(n)) is not None
         )
 
@@ -262,7 +262,7 @@ def _given(analysis: Analysis) -> set[fx.Node]:
         elif node.op == "call_function":
             reads = node.all_input_nodes
             if (
-                node.target is kernels.target_count
+                node.target is graph_kernels.target_count
             ):  # its class weights have no gradient, be they a parameter
                 reads = reads[:1]
             rule = analysis.rules.get(node)

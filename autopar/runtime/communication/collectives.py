@@ -27,21 +27,26 @@ _wait = _functional.wait_tensor
 
 
 def redistribute(
-    x: torch.Tensor, mesh: Mesh, axis: int, src: str, dst: str, summed_in: torch.dtype | None = None
+    x: torch.Tensor,
+    mesh: Mesh,
+    axis: int,
+    src: str,
+    dst: str,
+    reduction_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """``x``, of type ``src`` along mesh ``axis``, converted to type ``dst``.
 
     ``src`` and ``dst`` are ``"I"``, ``"R"``, ``"P"``, ``"S<dim>"``, ``"S<dim>/<parts>"``,
     ``"Z<dim>"`` or ``"s<dim>"``. Integer and boolean tensors convert too, but are never P when
     boolean. Where data moves the result is contiguous and has memory of its own; otherwise it is
-    ``x`` itself. ``summed_in``: the dtype in which its gradient is converted (free: the gradient's
+    ``x`` itself. ``reduction_dtype``: the dtype in which its gradient is converted (free: the gradient's
     own). Raises :class:`RunError` for a pair that has no conversion and for a dim that does not
     divide.
     """
     if src == dst or mesh.sizes[axis] == 1:
         return x
     if torch.is_grad_enabled() and x.requires_grad:
-        return _Redistribute.apply(x, mesh, axis, src, dst, summed_in)
+        return _Redistribute.apply(x, mesh, axis, src, dst, reduction_dtype)
     return _move(x, mesh, axis, src, dst)
 
 
@@ -54,15 +59,17 @@ class _Redistribute(torch.autograd.Function):
         axis: int,
         src: str,
         dst: str,
-        summed_in: torch.dtype | None,
+        reduction_dtype: torch.dtype | None,
     ) -> torch.Tensor:
-        ctx.conversion, ctx.summed_in = (mesh, axis, _dual(dst), _dual(src)), summed_in
+        ctx.conversion, ctx.reduction_dtype = (mesh, axis, _dual(dst), _dual(src)), reduction_dtype
         return _move(x, mesh, axis, src, dst)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         return (
-            redistribute(grad.to(ctx.summed_in or grad.dtype), *ctx.conversion).to(grad.dtype),
+            redistribute(grad.to(ctx.reduction_dtype or grad.dtype), *ctx.conversion).to(
+                grad.dtype
+            ),
             None,
             None,
             None,
@@ -84,7 +91,7 @@ _Movement = Callable[[torch.Tensor, str, int, int, int, int], torch.Tensor]
 def _move(x: torch.Tensor, mesh: Mesh, axis: int, src: str, dst: str) -> torch.Tensor:
     since = mesh.recorder.mark()
     moved = _moved(x, mesh, axis, src, dst)
-    mesh.recorder.converted(since)
+    mesh.recorder.end_conversion(since)
     return moved
 
 
@@ -103,7 +110,7 @@ def _moved(x: torch.Tensor, mesh: Mesh, axis: int, src: str, dst: str) -> torch.
         raise RunError(f"{src} -> {dst}: {cuts} (axis {mesh.names[axis]!r})")
     place, group = mesh.coordinate[axis], mesh.group(axis).group_name
     if source.dim == target.dim >= 0:
-        return reordered([x], mesh, axis, [(source, target)])[0]
+        return reorder_pieces([x], mesh, axis, [(source, target)])[0]
     return _ordered(
         movement(_ordered(x, n, target), group, n, place, source.dim, target.dim),
         n,
@@ -198,7 +205,7 @@ def _ordered(x: torch.Tensor, n: int, t: Type, back: bool = False) -> torch.Tens
     return torch.cat([pieces[i] for i in order], t.dim)
 
 
-def reordered(
+def reorder_pieces(
     parts: Sequence[torch.Tensor], mesh: Mesh, axis: int, conversions: Sequence[tuple[Type, Type]]
 ) -> list[torch.Tensor]:
     """``parts`` of tensors, each from one order of its pieces to another, source and target as
@@ -267,14 +274,16 @@ _MOVEMENTS: dict[tuple[str, str], _Movement] = {
 }
 
 
-def reduce_over(x: torch.Tensor, group: dist.ProcessGroup, op: str = "sum") -> torch.Tensor:
+def all_reduce(x: torch.Tensor, group: dist.ProcessGroup, op: str = "sum") -> torch.Tensor:
     """``x`` reduced over ``group`` by ``"sum"`` or ``"max"``, in a new tensor; has no gradient. For
     kernels that derive their own.
     """
     return _wait(_functional.all_reduce(x.contiguous(), op, group.group_name))
 
 
-def shifted(x: torch.Tensor, group: str, ranks: int, place: int) -> Callable[[], torch.Tensor]:
+def start_ring_shift(
+    x: torch.Tensor, group: str, ranks: int, place: int
+) -> Callable[[], torch.Tensor]:
     """Sends ``x``, of one shape on all of a group's ``ranks``, to the one after this one's
     ``place``, the first after the last. What is returned waits for what the one before sends. Has
     no gradient."""
@@ -285,7 +294,7 @@ def shifted(x: torch.Tensor, group: str, ranks: int, place: int) -> Callable[[],
     return lambda: _wait(coming).view(x.shape)
 
 
-def from_neighbours(
+def exchange_with_neighbours(
     to_previous: torch.Tensor, to_next: torch.Tensor, group: dist.ProcessGroup, place: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the ranks before and after this one, which is at ``place`` in ``group``, send here: the
@@ -317,7 +326,7 @@ def from_neighbours(
     return piece(place - 1, to_next), piece(place + 1, to_previous)
 
 
-def gather_from(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def all_gather_stacked(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Every rank's ``x`` stacked along a new dim 0, in the group's order; has no gradient."""
     return _wait(
         _functional.all_gather_into_tensor(

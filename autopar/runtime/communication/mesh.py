@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.errors import RunError
-from autopar.runtime.kernels.random import Streams
-from autopar.runtime.measure.recorder import Recorder
+from autopar.runtime.communication.random_streams import RandomStreams
+from autopar.runtime.measure.step_recorder import StepRecorder
 
 PIPELINE = "pipeline"  # the axis's name
 
@@ -70,8 +70,8 @@ class Mesh:
         self.coordinate: tuple[int, ...] = tuple(
             device_mesh.get_local_rank(axis) for axis in range(len(self.sizes))
         )
-        self.streams = Streams(device=self.device)
-        self.recorder = Recorder(self.device)
+        self.random_streams = RandomStreams(device=self.device)
+        self.recorder = StepRecorder(self.device)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         if (
             pipeline > 1
@@ -91,7 +91,10 @@ class Mesh:
         own.
         """
         other = copy.copy(self)
-        other.streams, other.recorder = Streams(device=self.device), Recorder(self.device)
+        other.random_streams, other.recorder = (
+            RandomStreams(device=self.device),
+            StepRecorder(self.device),
+        )
         return other
 
     def __repr__(self) -> str:
@@ -115,7 +118,7 @@ class Mesh:
         if isinstance(axis, int):
             return self.axes_group((axis,))
         return (
-            self.along_pipeline()
+            self.pipeline_group()
             if axis == PIPELINE and self.pipeline > 1
             else self.axes_group(self._axes_of(axis))
         )
@@ -171,17 +174,17 @@ class Mesh:
             group = (
                 self.device_mesh[tuple(self.names[axis] for axis in wide)]._flatten().get_group()
             )
-        take_timeout(group)
+        inherit_timeout(group)
         return group
 
     @property
-    def everyone(self) -> dist.ProcessGroup | None:
+    def program_group(self) -> dist.ProcessGroup | None:
         """All ranks of the program; None where there is one."""
         if self.pipeline > 1:
             return dist.group.WORLD
         return self.axes_group(range(len(self.sizes))) if self.size > 1 else None
 
-    def along_pipeline(self, axes: Iterable[int] = ()) -> dist.ProcessGroup:
+    def pipeline_group(self, axes: Iterable[int] = ()) -> dist.ProcessGroup:
         """The ranks that differ from this one along the pipeline and ``axes`` only. All ranks must
         come here alike.
         """
@@ -189,17 +192,17 @@ class Mesh:
         group = (
             self.world[(PIPELINE, *wide)]._flatten() if wide else self.world[PIPELINE]
         ).get_group()
-        take_timeout(group)
+        inherit_timeout(group)
         return group
 
-    def across_pipeline(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    def stage_replicas_group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         """The ranks at this one's place in the meshes of the pipeline's ``ranks``; None for one
         that is not among them.
 
         All ranks of the world must come here alike.
         """
         if len(ranks) == self.pipeline:
-            return self.along_pipeline()
+            return self.pipeline_group()
         world = dist.group.WORLD
         assert world is not None
         known = _GROUPS.setdefault(world, {})
@@ -208,7 +211,7 @@ class Mesh:
             if members not in known:
                 known[members] = dist.new_group(list(members))
                 if dist.get_rank() in members:
-                    take_timeout(known[members])
+                    inherit_timeout(known[members])
         mine = dist.get_rank() % self.size
         return (
             known[tuple(rank * self.size + mine for rank in ranks)]
@@ -265,7 +268,7 @@ def _over_the_world(sizes: tuple[int, ...], names: tuple[str, ...], device_type:
     return known[key]
 
 
-def take_timeout(group: dist.ProcessGroup) -> None:
+def inherit_timeout(group: dist.ProcessGroup) -> None:
     """Give ``group`` the timeout that the user gave the default group: torch gives new groups 10 or
     30 minutes, whatever that is.
     """

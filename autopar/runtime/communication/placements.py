@@ -34,7 +34,7 @@ def placements(layout: Layout, mesh: Mesh) -> list[Placement]:
     return [placed(axis, t) for axis, t in enumerate(layout)]
 
 
-def as_placed(
+def convert_for_dtensor(
     local: torch.Tensor, layout: Layout, mesh: Mesh
 ) -> tuple[torch.Tensor, list[Placement]]:
     """A tensor that the graph made, in ``layout`` (any types), as a DTensor holds it, and its
@@ -57,7 +57,7 @@ def as_placed(
     return local, placements(tuple(found), mesh)
 
 
-def layout_of(found: Sequence[Placement]) -> Layout:
+def layout_of_placements(found: Sequence[Placement]) -> Layout:
     """The inverse, of what parameters have."""
     return tuple(
         inner(p.dim) if isinstance(p, _StridedShard) else S(p.dim) if isinstance(p, Shard) else I
@@ -65,7 +65,7 @@ def layout_of(found: Sequence[Placement]) -> Layout:
     )
 
 
-def cuts(placed: Placement) -> bool:
+def is_sharded(placed: Placement) -> bool:
     """Whether ranks hold different parts of a tensor. torch's ``is_shard()`` says no of its own
     strided shard.
     """

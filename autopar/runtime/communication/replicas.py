@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
-from autopar.runtime.communication.waiting import may_wait
+from autopar.runtime.communication.watchdog import blocking_section
 
 _SHOWN = 8
 
@@ -108,7 +108,7 @@ def _digest(value: Any) -> Any:
 
 def _everywhere(mine: dict) -> list[dict]:
     told: list[Any] = [None] * dist.get_world_size()
-    with may_wait():
+    with blocking_section():
         dist.all_gather_object(told, mine)
     return told
 

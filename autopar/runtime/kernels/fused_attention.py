@@ -15,25 +15,27 @@ import torch
 import torch.nn.functional as F
 
 from autopar.runtime.kernels.plain_attention import (
-    Look,
+    AttentionSettings,
     Pair,
     Three,
-    later,
-    plain,
-    plain_backward,
-    wide,
+    accumulation_dtype,
+    causal_mask,
+    plain_attention,
+    plain_attention_backward,
 )
 
 aten = torch.ops.aten
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, look: Look) -> Pair:
+def block_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, look: AttentionSettings
+) -> Pair:
     """Attention of ``q`` [batch, heads, length, width] to ``k``, ``v`` [batch, heads or fewer,
     length, width], and of every row the log-sum-exp of its scores. Of a row that may look at
     nothing these are 0 and -inf."""
     kernel = _kernel(q, v, look)
     if kernel is None:
-        return plain(q, k, v, look)
+        return plain_attention(q, k, v, look)
     look = _with_causal_bias(look, q)
     out, norm = _FORWARD[kernel](q, k, v, look)
     if look.bias is None:
@@ -42,14 +44,14 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, look: Look) -> Pai
     return out.masked_fill_(unseen[..., None], 0.0), norm.masked_fill_(unseen, -math.inf)
 
 
-def attend_backward(
+def block_attention_backward(
     grad: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
     norm: torch.Tensor,
-    look: Look,
+    look: AttentionSettings,
     bias_grad: torch.Tensor | None = None,
 ) -> Three:
     """The gradients of ``q``, ``k`` and ``v``, these being one block of several: ``grad``, the
@@ -57,11 +59,11 @@ def attend_backward(
     of the bias is added to ``bias_grad``, of its shape."""
     kernel = _kernel(q, v, look)
     if kernel is None or bias_grad is not None:
-        return plain_backward(grad, q, k, v, out, norm, look, bias_grad)
+        return plain_attention_backward(grad, q, k, v, out, norm, look, bias_grad)
     return _BACKWARD[kernel](grad, q, k, v, out, norm, _with_causal_bias(look, q))
 
 
-def _kernel(q: torch.Tensor, v: torch.Tensor, look: Look) -> str | None:
+def _kernel(q: torch.Tensor, v: torch.Tensor, look: AttentionSettings) -> str | None:
     """Which applies."""
     alike = q.shape[-1] == v.shape[-1]
     if look.dropout:
@@ -82,21 +84,22 @@ def _kernel(q: torch.Tensor, v: torch.Tensor, look: Look) -> str | None:
     return "efficient" if recent or q.dtype is not torch.bfloat16 else None
 
 
-def _with_causal_bias(look: Look, q: torch.Tensor) -> Look:
+def _with_causal_bias(look: AttentionSettings, q: torch.Tensor) -> AttentionSettings:
     """One that is both causal and biased as one that is biased, as a row may then see nothing."""
     if not look.causal or look.bias is None:
         return look
     n = q.shape[-2]
     shape = torch.broadcast_shapes(look.bias.shape, (n, n))
     return look._replace(
-        causal=False, bias=look.bias.expand(shape).masked_fill(later(n, n, q.device), -math.inf)
+        causal=False,
+        bias=look.bias.expand(shape).masked_fill(causal_mask(n, n, q.device), -math.inf),
     )
 
 
 # On a CPU
 
 
-def _cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, look: Look) -> Pair:
+def _cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, look: AttentionSettings) -> Pair:
     bias = _cpu_bias(look, q, k)
     return aten._scaled_dot_product_flash_attention_for_cpu(
         _dense(q), k, v, 0.0, look.causal, attn_mask=bias, scale=look.scale
@@ -110,7 +113,7 @@ def _cpu_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     norm: torch.Tensor,
-    look: Look,
+    look: AttentionSettings,
 ) -> Three:
     given, bias = (_dense(grad), _dense(q), k, v, out, norm), _cpu_bias(look, q, k)
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -118,11 +121,11 @@ def _cpu_backward(
     )
 
 
-def _cpu_bias(look: Look, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
+def _cpu_bias(look: AttentionSettings, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
     if look.bias is None:
         return None
     bias = look.bias.expand(*look.bias.shape[:-1], k.shape[-2])
-    return bias if bias.dtype in (q.dtype, wide(q.dtype)) else bias.to(q.dtype)
+    return bias if bias.dtype in (q.dtype, accumulation_dtype(q.dtype)) else bias.to(q.dtype)
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
@@ -132,7 +135,7 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
 # On CUDA
 
 
-def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, look: Look) -> Pair:
+def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, look: AttentionSettings) -> Pair:
     found = aten._scaled_dot_product_flash_attention(
         _dense(q), k, v, 0.0, look.causal, False, scale=look.scale
     )
@@ -146,7 +149,7 @@ def _flash_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     norm: torch.Tensor,
-    look: Look,
+    look: AttentionSettings,
 ) -> Three:
     seed, offset = (
         torch.zeros(2, dtype=torch.uint64, device=q.device),
@@ -160,7 +163,7 @@ def _flash_backward(
     return backward(*given, None, None, *sizes, 0.0, look.causal, seed, offset, scale=look.scale)
 
 
-def _efficient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, look: Look) -> Pair:
+def _efficient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, look: AttentionSettings) -> Pair:
     several = q.shape[1] // k.shape[1]
     if several > 1:  # it takes as many heads of each
         parts = [
@@ -182,7 +185,7 @@ def _efficient_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     norm: torch.Tensor,
-    look: Look,
+    look: AttentionSettings,
 ) -> Three:
     several = q.shape[1] // k.shape[1]
     if several > 1:
@@ -212,7 +215,7 @@ def _efficient_backward(
     )[:3]
 
 
-def _of_heads(look: Look, first: int, step: int) -> Look:
+def _of_heads(look: AttentionSettings, first: int, step: int) -> AttentionSettings:
     return (
         look
         if look.bias is None or look.bias.shape[1] == 1
@@ -220,7 +223,9 @@ def _of_heads(look: Look, first: int, step: int) -> Look:
     )
 
 
-def _efficient_bias(look: Look, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
+def _efficient_bias(
+    look: AttentionSettings, q: torch.Tensor, k: torch.Tensor
+) -> torch.Tensor | None:
     """In the dtype of ``q`` and in rows that begin at multiples of 16 elements, as the kernel wants
     it.
     """

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from autopar.runtime.communication.collectives import from_neighbours
+from autopar.runtime.communication.collectives import exchange_with_neighbours
 from autopar.runtime.communication.mesh import Mesh
 
 Axes = tuple[int, ...]
@@ -63,7 +63,9 @@ class _Halo(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.of, size = (dim, left, right, mesh, axes), x.shape[dim]
         first, last = x.narrow(dim, 0, right), x.narrow(dim, size - left, left)
-        before, after = from_neighbours(first, last, mesh.axes_group(axes), mesh.index(axes))
+        before, after = exchange_with_neighbours(
+            first, last, mesh.axes_group(axes), mesh.index(axes)
+        )
         return torch.cat([before, x, after], dim)
 
     @staticmethod
@@ -72,7 +74,9 @@ class _Halo(torch.autograd.Function):
         dim, left, right, mesh, axes = ctx.of
         size = grad.shape[dim] - left - right
         before, own, after = grad.split([left, size, right], dim)
-        last, first = from_neighbours(before, after, mesh.axes_group(axes), mesh.index(axes))
+        last, first = exchange_with_neighbours(
+            before, after, mesh.axes_group(axes), mesh.index(axes)
+        )
         own = own.clone(memory_format=torch.contiguous_format)
         own.narrow(dim, 0, right).add_(last)
         own.narrow(dim, size - left, left).add_(first)

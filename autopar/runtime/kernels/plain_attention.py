@@ -19,7 +19,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-class Look(NamedTuple):
+class AttentionSettings(NamedTuple):
     """How queries look at keys.
 
     Attributes:
@@ -40,18 +40,20 @@ class Look(NamedTuple):
     generator: torch.Generator | None = None
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """In which sums are made."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def later(rows: int, keys: int, device: torch.device) -> torch.Tensor:
+def causal_mask(rows: int, keys: int, device: torch.device) -> torch.Tensor:
     """Which keys come after the last ``rows`` of as many queries."""
     return torch.ones(rows, keys, dtype=torch.bool, device=device).triu_(1 + keys - rows)
 
 
-def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, look: Look) -> Pair:
-    kind = wide(q.dtype)
+def plain_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, look: AttentionSettings
+) -> Pair:
+    kind = accumulation_dtype(q.dtype)
     grouped, k, v = q.to(kind).unflatten(1, (k.shape[1], -1)), k.to(kind), v.to(kind)
     out, norm = (
         grouped.new_empty(*grouped.shape[:-1], v.shape[-1]),
@@ -70,17 +72,17 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, look: Look) -> Pair
     return out.flatten(1, 2), norm.flatten(1, 2)
 
 
-def plain_backward(
+def plain_attention_backward(
     grad: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
     norm: torch.Tensor,
-    look: Look,
+    look: AttentionSettings,
     bias_grad: torch.Tensor | None,
 ) -> Three:
-    kind, heads = wide(q.dtype), k.shape[1]
+    kind, heads = accumulation_dtype(q.dtype), k.shape[1]
     grad, delta = (
         t.unflatten(1, (heads, -1)) for t in (grad.to(kind), (grad.to(kind) * out).sum(-1))
     )
@@ -109,7 +111,7 @@ def plain_backward(
 
 
 def _chunks(
-    q: torch.Tensor, k: torch.Tensor, look: Look
+    q: torch.Tensor, k: torch.Tensor, look: AttentionSettings
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
     """Of some rows after the other: their scores, and what dropout multiplies weights by."""
     for first in range(0, q.shape[-2], ROWS):
@@ -117,7 +119,7 @@ def _chunks(
         keys = slice(rows.stop if look.causal else k.shape[-2])
         scores = _times(q[..., rows, :], k[..., keys, :].mT).mul_(look.scale)
         if look.causal:
-            scores.masked_fill_(later(rows.stop - first, rows.stop, q.device), -math.inf)
+            scores.masked_fill_(causal_mask(rows.stop - first, rows.stop, q.device), -math.inf)
         if look.bias is not None:
             scores.add_(_grouped(_cut(look.bias, rows, keys), k.shape[1]))
         keep = None

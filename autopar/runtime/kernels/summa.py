@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from autopar.runtime.communication.collectives import shifted
+from autopar.runtime.communication.collectives import start_ring_shift
 from autopar.runtime.communication.mesh import Mesh
 
 _functional = torch.ops._c10d_functional
@@ -127,6 +127,6 @@ class _Sum:
                 self._mesh.group(self._axis).group_name,
                 self._mesh.coordinate[self._axis],
             )
-            self._coming = shifted(part, group, self._mesh.sizes[self._axis], place)
+            self._coming = start_ring_shift(part, group, self._mesh.sizes[self._axis], place)
         else:
             self.total = part

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from autopar.runtime.communication.collectives import reduce_over
+from autopar.runtime.communication.collectives import all_reduce
 from autopar.runtime.communication.mesh import Mesh
 
 Axes = tuple[int, ...]
@@ -103,7 +103,7 @@ class _CrossEntropyVocabulary(torch.autograd.Function):
         counted, classes, mine, column = _targets(target, ignore_index, start, local)
         _check_range(classes, vocabulary, "target")
         x = logits.to(_accumulate(logits.dtype))
-        x = x - reduce_over(x.amax(-1, keepdim=True), group, "max")
+        x = x - all_reduce(x.amax(-1, keepdim=True), group, "max")
 
         parts = [x.gather(-1, column).squeeze(-1).masked_fill_(~mine, 0.0)]
         weights = None if weight is None else weight[start : start + local].to(x.dtype)
@@ -111,7 +111,7 @@ class _CrossEntropyVocabulary(torch.autograd.Function):
             parts.append(x.sum(-1) if weights is None else x @ weights)
         softmax = x.exp_()
         parts.append(softmax.sum(-1))
-        at_target, *smooth, total = reduce_over(torch.stack(parts), group)
+        at_target, *smooth, total = all_reduce(torch.stack(parts), group)
         softmax.div_(total.unsqueeze(-1))
 
         log_total = total.log()

@@ -28,16 +28,20 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self._meta, self._rounded = meta, rounded
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.apart: set[int] = set()  # storages that are not counted
+        self.uncounted: set[int] = set()  # storages that are not counted
         self.peak = self.before = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        there = {key for t in tree_leaves((args, kwargs)) if (key := storage(t)) is not None}
+        there = {key for t in tree_leaves((args, kwargs)) if (key := storage_key(t)) is not None}
         # What waits for a collective returns the tensor that it is given, but not on meta tensors.
         out = args[0] if self._meta and func is _WAIT else func(*args, **kwargs)
         for t in tree_leaves(out):
-            if (key := storage(t)) is not None and key not in there and key not in self._storages:
+            if (
+                (key := storage_key(t)) is not None
+                and key not in there
+                and key not in self._storages
+            ):
                 held = _storage(t)
                 assert held is not None
                 if (held.device.type == "meta") is self._meta:
@@ -52,14 +56,14 @@ class LiveBytes(TorchDispatchMode):
         self._storages = {
             key: (ref, n) for key, (ref, n) in self._storages.items() if not ref.expired()
         }
-        return sum(n for key, (_, n) in self._storages.items() if key not in self.apart)
+        return sum(n for key, (_, n) in self._storages.items() if key not in self.uncounted)
 
     def start(self) -> None:
         """Counts the ``peak`` from here on; what is there now was there ``before``."""
         self.before = self.peak = self.alive()
 
 
-def storage(value: Any) -> int | None:
+def storage_key(value: Any) -> int | None:
     """What tells the memory of a tensor from that of others."""
     held = _storage(value)
     return None if held is None else held._cdata

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from autopar.errors import RunError
-from autopar.runtime.module import own_train
-from autopar.runtime.parameters.parameters import stays
+from autopar.runtime.module import mode_overrides
+from autopar.runtime.parameters.model_state import check_dtype_and_device
 
 Replace = Callable[[str, torch.Tensor], "torch.Tensor | None"]
 
@@ -30,15 +30,15 @@ _SEALED = "_sealed_attributes"
 _CODE = (staticmethod, classmethod, property)
 
 
-class Part(nn.Module):
+class ModuleShell(nn.Module):
     """A part of a compiled model: it holds parameters and buffers and is not called."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        refuse_attribute(self, name)
+        check_attribute(self, name)
         super().__setattr__(name, value)
 
 
-class Sealed(dict[str, Any]):
+class SealedDict(dict[str, Any]):
     """The parameters, buffers or children of a part, which are those of the program.
 
     ``frozen``: ``nn.Module`` asks its parameters whether they have a name before it sets any
@@ -89,7 +89,7 @@ def copy_tree(model: nn.Module, root: nn.Module, replace: Replace) -> None:
     """
     root.training = model.training
     _fill(model, root, "", replace, {})
-    own_train.follow(model, root, "")
+    mode_overrides.copy_mode_overrides(model, root, "")
 
 
 def _fill(
@@ -112,7 +112,7 @@ def _fill(
 
 
 def _shell(module: nn.Module) -> nn.Module:
-    shell: nn.Module = Part()
+    shell: nn.Module = ModuleShell()
     if type(module).__module__.startswith("torch.nn.modules.") and type(module) is not nn.Module:
         shell = object.__new__(type(module))
         shell.__dict__.update(module.__dict__)
@@ -125,8 +125,8 @@ def _finish(module: nn.Module, shell: nn.Module, path: str) -> None:
     for name in _HOOKS:
         shell.__dict__[name] = partial(_refuse_hook, path, name)
     shell.__dict__["_apply"] = partial(_stay, weakref.ref(shell))
-    own_train.follow(module, shell, path)
-    seal(shell, path, attributes_of(module))
+    mode_overrides.copy_mode_overrides(module, shell, path)
+    seal(shell, path, forward_attributes(module))
 
 
 def seal(module: nn.Module, path: str, names: Collection[str]) -> None:
@@ -134,14 +134,14 @@ def seal(module: nn.Module, path: str, names: Collection[str]) -> None:
     ``names`` that the model had.
     """
     for state in _STATE:
-        module.__dict__[state] = sealed = Sealed(module.__dict__[state])
+        module.__dict__[state] = sealed = SealedDict(module.__dict__[state])
         sealed.owner = path
     module.__dict__[_SEALED] = path, frozenset(names)
     if type(module).__module__.startswith("torch.nn.modules."):
         module._parameters.frozen = frozenset(names & module.__dict__.keys())  # type: ignore[attr-defined]
 
 
-def attributes_of(module: nn.Module) -> set[str]:
+def forward_attributes(module: nn.Module) -> set[str]:
     """What a user may have given a module for its forward to read: what is neither torch's nor
     code.
     """
@@ -158,7 +158,7 @@ def attributes_of(module: nn.Module) -> set[str]:
     return {name for name in own if not name.startswith("__")} - {"training", "config"}
 
 
-def refuse_attribute(module: nn.Module, name: str) -> None:
+def check_attribute(module: nn.Module, name: str) -> None:
     """RunError where ``name`` is an attribute that the model had, and that its forward may have
     read.
     """
@@ -193,7 +193,7 @@ def _stay(part: weakref.ref[nn.Module], fn: Any, recurse: bool = True) -> nn.Mod
     assert shell is not None
     for tensor in (*shell.parameters(), *shell.buffers()):
         if tensor.is_floating_point():
-            stays([tensor], tensor.device, fn)
+            check_dtype_and_device([tensor], tensor.device, fn)
     return shell
 
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from autopar.errors import RunError
 
 if TYPE_CHECKING:
-    from autopar.ir.captured import Captured
+    from autopar.ir.captured import CapturedModel
 
 _ADVICE = (
     "the program is compiled for the sample's shapes; drop the last, smaller batch "
@@ -32,13 +32,13 @@ class Signature:
 
     def __init__(
         self,
-        captured: Captured,
+        captured: CapturedModel,
         device: torch.device,
         microbatches: int,
         batch_dims: Sequence[int | None],
     ) -> None:
         self._device = device
-        self._constants = captured.constants_in
+        self._constants = captured.constant_inputs
         size = captured.in_spec.num_leaves
         args, kwargs = tree_unflatten(list(range(size)), captured.in_spec)
         self._args: list[Any] = list(args)  # trees of positions
@@ -160,12 +160,12 @@ def _short(value: Any) -> str:
     )
 
 
-class Results:
+class OutputStructure:
     """What a captured model returns: tensors of the graph with the constants between them, in the
     model's own structure.
     """
 
-    def __init__(self, captured: Captured) -> None:
+    def __init__(self, captured: CapturedModel) -> None:
         self._spec = captured.out_spec
         (outputs,) = next(node for node in captured.graph.nodes if node.op == "output").args
         self._leaves = list(outputs[: captured.out_spec.num_leaves])

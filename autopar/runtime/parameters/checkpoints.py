@@ -26,12 +26,12 @@ _LIVE: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # pipelined programs
 _torchs_check = torchs._verify_options  # what each of the functions there calls first
 
 
-class Place(int):
+class NamedIndex(int):
     """The number that an optimizer has for a parameter; prints as the parameter's name."""
 
     name: str
 
-    def __new__(cls, number: int, name: str) -> Place:
+    def __new__(cls, number: int, name: str) -> NamedIndex:
         made = super().__new__(cls, number)
         made.name = name
         return made
@@ -43,7 +43,7 @@ class Place(int):
         return int, (int(self),)
 
 
-def attend_saving(program: nn.Module) -> None:
+def install_state_dict_checks(program: nn.Module) -> None:
     """As long as ``program``, which is pipelined, lives, torch's functions for the state of models
     and optimizers see to it.
     """
@@ -76,7 +76,7 @@ def _checked(
     return _torchs_check(model, optims, optim_only, *args, options=options, **kwargs)
 
 
-def name_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+def save_state_by_name(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
     """From now on the state dict of ``optimizer`` has its parameters under their names; ``names``
     are by their ids.
     """
@@ -87,14 +87,14 @@ def name_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> No
             for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])
         ]
         named = {
-            Place(i, order[i]) if isinstance(i, int) and i < len(order) else i: value
+            NamedIndex(i, order[i]) if isinstance(i, int) and i < len(order) else i: value
             for i, value in state["state"].items()
         }
         return {**state, "state": named}
 
     def loads(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
         groups, own = state["param_groups"], optimizer.state_dict()["param_groups"]
-        if len(groups) != len(own) or not all(isinstance(i, Place) for i in state["state"]):
+        if len(groups) != len(own) or not all(isinstance(i, NamedIndex) for i in state["state"]):
             return None  # none of ours: torch compares it
         # What a checkpoint has of groups is one rank's, with its numbers.
         mine = [{**group, "params": its["params"]} for group, its in zip(groups, own, strict=True)]

@@ -12,9 +12,9 @@ import torch
 
 from autopar.ir.layout import Type
 from autopar.ir.plan_data import BUCKET_BYTES
-from autopar.runtime.communication.collectives import reordered
+from autopar.runtime.communication.collectives import reorder_pieces
 from autopar.runtime.communication.mesh import Mesh
-from autopar.runtime.parameters.parameters import Weight
+from autopar.runtime.parameters.model_state import Weight
 
 _functional = torch.ops._c10d_functional
 
@@ -76,7 +76,7 @@ def exchange(
     axes = weights[0].exchanged
     for axis in reversed(axes) if back else axes:
         types = [(w.stored[axis], w.used[axis]) for w in weights]
-        parts = reordered(parts, mesh, axis, [pair[::-1] for pair in types] if back else types)
+        parts = reorder_pieces(parts, mesh, axis, [pair[::-1] for pair in types] if back else types)
     return parts
 
 

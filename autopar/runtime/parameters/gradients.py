@@ -36,7 +36,7 @@ from autopar.ir.layout import I
 from autopar.ir.plan_data import BUCKET_BYTES
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.parameters.gather import buckets, cut, exchange
-from autopar.runtime.parameters.parameters import Weight
+from autopar.runtime.parameters.model_state import Weight
 
 _functional = torch.ops._c10d_functional
 Gradients = list[tuple[Weight, torch.Tensor]]

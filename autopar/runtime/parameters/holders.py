@@ -13,11 +13,11 @@ from torch import nn
 from autopar.errors import PlanError
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.parameters.gradients import Gradients
-from autopar.runtime.parameters.parameters import Weight
+from autopar.runtime.parameters.model_state import Weight
 
 if TYPE_CHECKING:
-    from autopar.ir.captured import Captured
-    from autopar.passes.lowering.lower import Lowered
+    from autopar.ir.captured import CapturedModel
+    from autopar.passes.lowering.lower import LoweredModel
 
 
 class Holders:
@@ -28,11 +28,11 @@ class Holders:
     rank that would have no parameter: no optimizer could be made there.
     """
 
-    def __init__(self, captured: Captured, lowered: Lowered, pipeline: int) -> None:
+    def __init__(self, captured: CapturedModel, lowered: LoweredModel, pipeline: int) -> None:
         used: dict[str, set[int]] = defaultdict(set)
-        counts = len(lowered.state) + len(lowered.input_times)
+        counts = len(lowered.state) + len(lowered.input_time_types)
         for index, stage in enumerate(lowered.stages):
-            takes = {i for graph in (stage.train, stage.evaluate) for i in graph.uses}
+            takes = {i for graph in (stage.train, stage.evaluate) for i in graph.used_placeholders}
             names = {lowered.state[i] for i in takes if i < len(lowered.state)}
             if any(i >= counts for i in takes):
                 names |= counted_from(lowered)
@@ -67,7 +67,7 @@ class Holders:
         return self._ranks[name]
 
 
-def counted_from(lowered: Lowered) -> set[str]:
+def counted_from(lowered: LoweredModel) -> set[str]:
     """The tensors of the state from which the number of targets is counted."""
     if lowered.prologue is None:
         return set()
@@ -84,7 +84,7 @@ def _nearest(name: str, used: Mapping[str, set[int]]) -> int:
     return 0
 
 
-class Shared:
+class SharedParameters:
     """Parameters among ``weights`` that several pipeline ranks hold: each has one of its own, and
     all get the sum of the gradients, added up in ``dtype`` (None: as they are)."""
 
@@ -101,7 +101,7 @@ class Shared:
             if len(holders.ranks(name)) > 1:
                 together[holders.ranks(name)].append(weight)
         # Ranks that hold none of them take part in making the groups.
-        groups = {ranks: mesh.across_pipeline(ranks) for ranks in holders.several()}
+        groups = {ranks: mesh.stage_replicas_group(ranks) for ranks in holders.several()}
         self._groups = [(groups[ranks], members) for ranks, members in sorted(together.items())]
         self._names = {weight.name for _, members in self._groups for weight in members}
 

@@ -18,11 +18,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.errors import RunError
 from autopar.runtime.communication.mesh import Mesh
-from autopar.runtime.communication.placements import cuts
-from autopar.runtime.parameters.checkpoints import name_state
+from autopar.runtime.communication.placements import is_sharded
+from autopar.runtime.parameters.checkpoints import save_state_by_name
 
 
-def attend_steps(
+def install_step_hooks(
     owner: object,
     parameters: Mapping[str, torch.Tensor],
     leaves: Sequence[torch.Tensor],
@@ -67,7 +67,7 @@ def attend_steps(
                 raise RunError(f"torch.optim.{type(optimizer).__name__} {reason}")
             seen.add(optimizer)
             if mesh.pipeline > 1:
-                name_state(optimizer, ours)
+                save_state_by_name(optimizer, ours)
         if on_step is not None:
             on_step()
         for leaf in leaves if mesh.size > 1 else ():
@@ -110,7 +110,7 @@ def _check_own(optimizer: torch.optim.Optimizer, theirs: Container[torch.Tensor]
 def _refusal(optimizer: torch.optim.Optimizer, mesh: Mesh) -> str | None:
     """Why an optimizer cannot do on several ranks what it does on one device; None where it can."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    cut = any(isinstance(p, DTensor) and any(map(cuts, p.placements)) for p in parameters)
+    cut = any(isinstance(p, DTensor) and any(map(is_sharded, p.placements)) for p in parameters)
     if isinstance(optimizer, torch.optim.LBFGS) and mesh.pipeline > 1:
         return (
             "takes all parameters as one vector, of which each rank of a pipeline has a part: "

@@ -7,41 +7,41 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from autopar.ir.layout import Layout, P, R, Type, shards
+from autopar.ir.layout import Layout, P, R, Type, chunk_count
 
 if TYPE_CHECKING:
     from autopar.ir.plan_data import PlanData
-    from autopar.passes.lowering.lower import Lowered
+    from autopar.passes.lowering.lower import LoweredModel
 
 
-class Parts:
+class Microbatches:
     """Microbatch ``i`` is chunk ``i`` of every data-parallel rank's part of the batch, or of every
     part that the model takes of it.
     """
 
-    def __init__(self, plan: PlanData, lowered: Lowered) -> None:
+    def __init__(self, plan: PlanData, lowered: LoweredModel) -> None:
         self.count = plan.microbatches
         division = lowered.division
         self._ways = (
-            division.ways(plan.microbatches, plan.data_degree)
+            division.chunks_per_part(plan.microbatches, plan.data_degree)
             if division is not None
             else plan.data_degree
         )
-        self._in = (*lowered.input_times, *lowered.hoisted_times)
-        self._out = lowered.output_times
+        self._in = (*lowered.input_time_types, *lowered.hoisted_time_types)
+        self._out = lowered.output_time_types
         sizes, layouts = plan.mesh_sizes, lowered.output_layouts
         self._joins = [
-            chunks_had(t, layout, sizes, self._ways) or 0
+            chunks_per_rank(t, layout, sizes, self._ways) or 0
             for t, layout in zip(self._out, layouts, strict=True)
         ]
-        self._update_times = lowered.update_times
+        self._update_time_types = lowered.update_time_types
         self._updates: dict[int, list[torch.Tensor]] = {}
 
     def select(self, inputs: Sequence[torch.Tensor], part: int) -> list[torch.Tensor]:
         """Microbatch ``part`` of the whole batch: of its inputs, and of what was hoisted."""
-        return [self.pick(x, place, part) for place, x in enumerate(inputs)]
+        return [self.select_input(x, place, part) for place, x in enumerate(inputs)]
 
-    def pick(self, x: torch.Tensor, place: int, part: int) -> torch.Tensor:
+    def select_input(self, x: torch.Tensor, place: int, part: int) -> torch.Tensor:
         """Microbatch ``part`` of ``x``, number ``place`` of inputs and what was hoisted."""
         t = self._in[place]
         if not t.is_shard:
@@ -54,17 +54,17 @@ class Parts:
 
     def join(self, done: list[list[torch.Tensor]]) -> list[torch.Tensor]:
         """The outputs of the whole batch in its order."""
-        return [self.join_one(i, tensors) for i, tensors in enumerate(zip(*done, strict=True))]
+        return [self.join_output(i, tensors) for i, tensors in enumerate(zip(*done, strict=True))]
 
-    def join_one(self, i: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    def join_output(self, i: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """The same of output ``i`` alone."""
         return _joined(self._out[i], self._joins[i], tensors)
 
-    def updated(self, i: int, value: torch.Tensor, part: int) -> torch.Tensor | None:
+    def join_update(self, i: int, value: torch.Tensor, part: int) -> torch.Tensor | None:
         """The new value of a buffer, of which microbatch ``part`` made ``value``; None until there
         is one.
         """
-        t = self._update_times[i]
+        t = self._update_time_types[i]
         if t is None:
             return value
         made = self._updates.setdefault(i, [])
@@ -75,7 +75,9 @@ class Parts:
         return _joined(t, t.pieces * self._ways, self._updates.pop(i))
 
 
-def chunks_had(t: Type, layout: Layout, sizes: Sequence[int], ways: int) -> int | None:
+def chunks_per_rank(
+    t: Type, layout: Layout, sizes: Sequence[int], chunks_per_part: int
+) -> int | None:
     """How many chunks a rank has of each microbatch of an output, that lie apart in the whole
     output; 0 where each microbatch makes all of it; None where ranks have no whole chunks, so that
     no rank's parts of the microbatches are its part of the whole.
@@ -83,11 +85,11 @@ def chunks_had(t: Type, layout: Layout, sizes: Sequence[int], ways: int) -> int 
     Args:
         t: what a microbatch has of the output.
         ways: into how many chunks each part that the model takes of the batch goes
-            (:meth:`Division.ways`).
+            (:meth:`BatchDivision.chunks_per_part`).
     """
     if not t.is_shard:
         return 0
-    chunks, cut = t.pieces * ways, shards(layout, t.dim, sizes)
+    chunks, cut = t.pieces * chunks_per_part, chunk_count(layout, t.dim, sizes)
     if chunks % cut or any(
         a.is_shard and a.dim == t.dim and (a.pieces > 1 or a.is_inner) for a in layout
     ):

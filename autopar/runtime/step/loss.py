@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_iter
 
-from autopar.runtime.communication.waiting import may_wait
+from autopar.runtime.communication.watchdog import blocking_section
 
 _functional = torch.ops._c10d_functional
 
@@ -64,7 +64,7 @@ class PendingLoss(torch.Tensor):
     def wait(self) -> None:
         """Blocks until the sum is there."""
         if self.pending is not None:
-            with may_wait():
+            with blocking_section():
                 finish(self.pending)
             self.pending = None
 

@@ -20,15 +20,15 @@ import torch
 from spmd_types import rules
 
 from autopar.ir.layout import Layout
-from autopar.runtime.kernels import kernels
+from autopar.runtime.kernels import graph_kernels
 
 Linear = tuple[Any, ...]
-Order = tuple[str, int]  # the letter of a type that cuts, and how many pieces each rank has
-PLAIN = ("S", 1)
+PieceOrder = tuple[str, int]  # the letter of a type that cuts, and how many pieces each rank has
+CONTIGUOUS = ("S", 1)
 
 
 @dataclass(frozen=True)
-class Call:
+class TypedCall:
     """One call to be typed: its arguments (typed tensors), its untyped result, the layout that the
     graph claims for it (if it does) and the mesh's axes as ``spmd_types`` knows them."""
 
@@ -52,7 +52,7 @@ class Call:
         return self.args[index] if index < len(self.args) else self.kwargs.get(name, default)
 
 
-Rule = Callable[[Call], Any]
+Rule = Callable[[TypedCall], Any]
 _RULES: dict[Any, Rule] = {}
 
 
@@ -119,7 +119,7 @@ def letters(x: torch.Tensor, *opaque: int) -> list[str]:
     return ["_" if dim in closed else ascii_letters[dim] for dim in range(x.ndim)]
 
 
-def cuts(x: torch.Tensor) -> list[tuple]:
+def sharding_axes(x: torch.Tensor) -> list[tuple]:
     """The axes that cut each dim of ``x``."""
     spec = spmd.get_partition_spec(x) or (None,) * x.ndim
     return [
@@ -135,7 +135,7 @@ def broadcast(out: torch.Tensor, operands: Sequence[torch.Tensor], linear: Linea
         terms.append(
             "".join(
                 "_" if n == 1 and not cut else name
-                for name, n, cut in zip(names, x.shape, cuts(x), strict=True)
+                for name, n, cut in zip(names, x.shape, sharding_axes(x), strict=True)
             )
         )
     bound = set("".join(terms))
@@ -147,40 +147,40 @@ def broadcast(out: torch.Tensor, operands: Sequence[torch.Tensor], linear: Linea
     )
 
 
-def orders(x: torch.Tensor) -> dict[Any, Order]:
+def piece_orders(x: torch.Tensor) -> dict[Any, PieceOrder]:
     """For each axis that cuts ``x``: the order of the pieces that ranks have."""
-    found: dict[Any, Order] = getattr(x, "autopar_orders", {})
-    return {axis: found.get(axis, PLAIN) for cut in cuts(x) for axis in cut}
+    found: dict[Any, PieceOrder] = getattr(x, "autopar_orders", {})
+    return {axis: found.get(axis, CONTIGUOUS) for cut in sharding_axes(x) for axis in cut}
 
 
-def with_orders(x: torch.Tensor, found: dict[Any, Order]) -> torch.Tensor:
+def set_piece_orders(x: torch.Tensor, found: dict[Any, PieceOrder]) -> torch.Tensor:
     """``x``, whose pieces lie so."""
     x.autopar_orders = found  # type: ignore[attr-defined]
     return x
 
 
-def has_orders(x: torch.Tensor) -> bool:
-    """Whether :func:`with_orders` said so."""
+def has_piece_orders(x: torch.Tensor) -> bool:
+    """Whether :func:`set_piece_orders` said so."""
     return hasattr(x, "autopar_orders")
 
 
-def taken_apart(x: torch.Tensor, dim: int, parts: int) -> dict[Any, Order]:
+def orders_of_part(x: torch.Tensor, dim: int, parts: int) -> dict[Any, PieceOrder]:
     """The orders of a part of ``x``, of which all axes that cut ``dim`` cut each of ``parts`` equal
     parts; empty if not all do.
     """
-    found = orders(x)
-    here = cuts(x)[dim]
+    found = piece_orders(x)
+    here = sharding_axes(x)[dim]
     if parts < 2 or not here or any(found[axis] != ("S", parts) for axis in here):
         return {}
-    return found | dict.fromkeys(here, PLAIN)
+    return found | dict.fromkeys(here, CONTIGUOUS)
 
 
-def with_spec(x: torch.Tensor, out: torch.Tensor, spec: Sequence[tuple]) -> torch.Tensor:
+def retyped(x: torch.Tensor, out: torch.Tensor, spec: Sequence[tuple]) -> torch.Tensor:
     """``out`` typed as ``x``, its dims cut as ``spec`` says: for views, which move no data."""
-    return stamp(out, dict(spmd.get_local_type(x)), spec)
+    return set_type(out, dict(spmd.get_local_type(x)), spec)
 
 
-def stamp(out: torch.Tensor, types: dict, spec: Sequence[tuple]) -> torch.Tensor:
+def set_type(out: torch.Tensor, types: dict, spec: Sequence[tuple]) -> torch.Tensor:
     """``out`` given local types and the axes that cut each dim."""
     entries = [None if not cut else cut[0] if len(cut) == 1 else cut for cut in spec]
     return spmd.assert_type(out, types, partition_spec=spmd.PartitionSpec(*entries))
@@ -199,45 +199,45 @@ def stamp(out: torch.Tensor, types: dict, spec: Sequence[tuple]) -> torch.Tensor
     "clone",
     "neg",
     "detach",
-    kernels.send,
+    graph_kernels.send,
 )
-def _same(call: Call) -> Any:
+def _same(call: TypedCall) -> Any:
     return broadcast(call.out, [call.args[0]], (0,))
 
 
 @type_rule("dropout", "native_dropout", "zeros_like", "ones_like", "full_like", "floor_divide")
-def _pointwise(call: Call) -> Any:
+def _pointwise(call: TypedCall) -> Any:
     return broadcast(
         call.out, [a for a in (*call.args, *call.kwargs.values()) if isinstance(a, torch.Tensor)]
     )
 
 
 @type_rule("add", "sub")
-def _add(call: Call) -> Any:
+def _add(call: TypedCall) -> Any:
     operands = [a for a in call.args[:2] if isinstance(a, torch.Tensor)]
     return broadcast(call.out, operands, ((0, 1),) if len(operands) == 2 else ())
 
 
 @type_rule("mul")
-def _mul(call: Call) -> Any:
+def _mul(call: TypedCall) -> Any:
     operands = [a for a in call.args[:2] if isinstance(a, torch.Tensor)]
     return broadcast(call.out, operands, tuple(range(len(operands))))
 
 
 @type_rule("div")
-def _div(call: Call) -> Any:
+def _div(call: TypedCall) -> Any:
     linear = (0,) if call.kwargs.get("rounding_mode") is None else ()
     return broadcast(call.out, [a for a in call.args[:2] if isinstance(a, torch.Tensor)], linear)
 
 
 @type_rule("where")
-def _where(call: Call) -> Any:
+def _where(call: TypedCall) -> Any:
     operands = [a for a in call.args if isinstance(a, torch.Tensor)]
     return broadcast(call.out, operands, ((1, 2),) if len(operands) == 3 else ())
 
 
 @type_rule("masked_fill")
-def _masked_fill(call: Call) -> Any:
+def _masked_fill(call: TypedCall) -> Any:
     value = call.args[2]
     operands = [*call.args[:2]] + ([value] if isinstance(value, torch.Tensor) else [])
     return broadcast(
@@ -246,18 +246,18 @@ def _masked_fill(call: Call) -> Any:
 
 
 @type_rule("linear")
-def _linear(call: Call) -> Any:
+def _linear(call: TypedCall) -> Any:
     x, weight, bias = call.args[0], call.args[1], call.arg(2, "bias")
     rows = ascii_letters[: x.ndim - 1]
     y = einsum([rows + "Y", "ZY"], rows + "Z", [x, weight], (0, 1))
     return (
         y
         if bias is None
-        else einsum([rows + "Z", "Z"], rows + "Z", [stand_in(call.out, y), bias], ((0, 1),))
+        else einsum([rows + "Z", "Z"], rows + "Z", [typed_tensor(call.out, y), bias], ((0, 1),))
     )
 
 
-def stand_in(like: torch.Tensor, typed: Any) -> torch.Tensor:
+def typed_tensor(like: torch.Tensor, typed: Any) -> torch.Tensor:
     """A tensor of that type."""
     result = torch.empty_like(like, requires_grad=like.requires_grad)
     rules.output(result, typed)
@@ -265,7 +265,7 @@ def stand_in(like: torch.Tensor, typed: Any) -> torch.Tensor:
 
 
 @type_rule("matmul", "mm", "bmm")
-def _matmul(call: Call) -> Any:
+def _matmul(call: TypedCall) -> Any:
     x, y = call.args[:2]
     batch = ascii_letters[: call.out.ndim - (x.ndim > 1) - (y.ndim > 1)]
 
@@ -274,7 +274,7 @@ def _matmul(call: Call) -> Any:
         return (
             "".join(
                 "_" if n == 1 and not cut else name
-                for name, n, cut in zip(lead, t.shape, cuts(t), strict=False)
+                for name, n, cut in zip(lead, t.shape, sharding_axes(t), strict=False)
             )
             + own
         )
@@ -287,8 +287,8 @@ def _matmul(call: Call) -> Any:
 
 
 @type_rule("addmm")
-def _addmm(call: Call) -> Any:
-    y = stand_in(call.out, einsum(["MK", "KN"], "MN", list(call.args[1:3]), (0, 1)))
+def _addmm(call: TypedCall) -> Any:
+    y = typed_tensor(call.out, einsum(["MK", "KN"], "MN", list(call.args[1:3]), (0, 1)))
     return broadcast(call.out, [call.args[0], y], ((0, 1),))
 
 
@@ -314,7 +314,7 @@ def _reduce(
 
 
 @type_rule("sum")
-def _sum(call: Call) -> Any:
+def _sum(call: TypedCall) -> Any:
     x = call.args[0]
     return _reduce(
         x, dims_of(call.arg(1, "dim"), x.ndim), bool(call.arg(2, "keepdim", False)), True, True
@@ -322,15 +322,15 @@ def _sum(call: Call) -> Any:
 
 
 @type_rule("mean")
-def _mean(call: Call) -> Any:
+def _mean(call: TypedCall) -> Any:
     x = call.args[0]
     return _reduce(
         x, dims_of(call.arg(1, "dim"), x.ndim), bool(call.arg(2, "keepdim", False)), False, True
     )
 
 
-@type_rule(kernels.mean_split)
-def _mean_split(call: Call) -> Any:
+@type_rule(graph_kernels.mean_split)
+def _mean_split(call: TypedCall) -> Any:
     return _reduce(
         call.args[0],
         dims_of(call.args[1], call.args[0].ndim),
@@ -341,7 +341,7 @@ def _mean_split(call: Call) -> Any:
 
 
 @type_rule("amax", "amin", "argmax", "argmin", "any", "all", "prod", "var", "std", "logsumexp")
-def _whole_reduction(call: Call) -> Any:
+def _whole_reduction(call: TypedCall) -> Any:
     x = call.args[0]
     return _reduce(x, dims_of(call.arg(1, "dim"), x.ndim), call.out.ndim == x.ndim, False, False)
 
@@ -360,7 +360,7 @@ def _whole_reduction(call: Call) -> Any:
     "glu",
     "split_with_sizes",
 )
-def _along(call: Call) -> Any:
+def _along(call: TypedCall) -> Any:
     x, name = call.args[0], call.target._schema.name.removeprefix("aten::")
     at = 2 if name in ("topk", "split_with_sizes") else 1
     dims = dims_of(
@@ -377,7 +377,7 @@ def _along(call: Call) -> Any:
     elif name in ("slice", "split_with_sizes") and (apart := _apart(call, dims[0])):
         dims = []
         for out in outs:
-            with_orders(out, apart)
+            set_piece_orders(out, apart)
     term = "".join(letters(x, *dims))
     typed = einsum(
         [term], term, [x], (0,) if name in ("cumsum", "flip", "slice", "split_with_sizes") else ()
@@ -385,10 +385,13 @@ def _along(call: Call) -> Any:
     return (typed,) * len(call.out) if isinstance(call.out, (tuple, list)) else typed
 
 
-def _every(call: Call, dim: int) -> bool:
+def _every(call: TypedCall, dim: int) -> bool:
     """Whether a slice takes every so manieth of each piece that a rank has of a dim."""
     x, step = call.args[0], call.arg(4, "step", 1)
-    pieces = max((order[1] for axis, order in orders(x).items() if axis in cuts(x)[dim]), default=1)
+    pieces = max(
+        (order[1] for axis, order in piece_orders(x).items() if axis in sharding_axes(x)[dim]),
+        default=1,
+    )
     return bool(
         step > 1
         and call.out.shape[dim] * step == x.shape[dim]
@@ -396,7 +399,7 @@ def _every(call: Call, dim: int) -> bool:
     )
 
 
-def _apart(call: Call, dim: int) -> dict[Any, Order]:
+def _apart(call: TypedCall, dim: int) -> dict[Any, PieceOrder]:
     """The orders of what a slice or a split takes where each is one of the equal parts that are
     cut; else nothing.
     """
@@ -411,17 +414,17 @@ def _apart(call: Call, dim: int) -> dict[Any, Order]:
         and start % size == 0
         and (not is_slice or call.arg(4, "step", 1) == 1)
     )
-    return taken_apart(x, dim, x.shape[dim] // size) if whole else {}
+    return orders_of_part(x, dim, x.shape[dim] // size) if whole else {}
 
 
 @type_rule("tril", "triu")
-def _triangle(call: Call) -> Any:
+def _triangle(call: TypedCall) -> Any:
     term = "".join(letters(call.args[0], -1, -2))
     return einsum([term], term, [call.args[0]], (0,))
 
 
 @type_rule("select")
-def _select(call: Call) -> Any:
+def _select(call: TypedCall) -> Any:
     x, dim = call.args[0], call.args[1]
     term = letters(x, dim)
     return einsum(
@@ -433,7 +436,7 @@ def _select(call: Call) -> Any:
 
 
 @type_rule("cat", "stack")
-def _cat(call: Call) -> Any:
+def _cat(call: TypedCall) -> Any:
     operands, dim = list(call.args[0]), call.arg(1, "dim", 0) % call.out.ndim
     names = list(ascii_letters[: call.out.ndim])
     names[dim] = "_"

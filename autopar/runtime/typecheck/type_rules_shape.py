@@ -9,23 +9,23 @@ import spmd_types as spmd
 import torch
 
 from autopar.runtime.typecheck.type_rules import (
-    Call,
-    Order,
-    cuts,
+    PieceOrder,
+    TypedCall,
     dims_of,
     einsum,
     letters,
-    orders,
-    stamp,
-    taken_apart,
+    orders_of_part,
+    piece_orders,
+    retyped,
+    set_piece_orders,
+    set_type,
+    sharding_axes,
     type_rule,
-    with_orders,
-    with_spec,
 )
 
 
 @type_rule("transpose", "permute", "t")
-def _permute(call: Call) -> Any:
+def _permute(call: TypedCall) -> Any:
     x, name = call.args[0], call.target._schema.name
     order = list(range(x.ndim))
     if name == "aten::permute":
@@ -38,28 +38,32 @@ def _permute(call: Call) -> Any:
 
 
 @type_rule("unsqueeze")
-def _unsqueeze(call: Call) -> Any:
+def _unsqueeze(call: TypedCall) -> Any:
     x, dim = call.args[0], call.args[1] % call.out.ndim
-    spec = cuts(x)
-    return with_spec(x, call.out, [*spec[:dim], (), *spec[dim:]])
+    spec = sharding_axes(x)
+    return retyped(x, call.out, [*spec[:dim], (), *spec[dim:]])
 
 
 @type_rule("squeeze")
-def _squeeze(call: Call) -> Any:
+def _squeeze(call: TypedCall) -> Any:
     x = call.args[0]
-    gone = [d for d in dims_of(call.arg(1, "dim"), x.ndim) if x.shape[d] == 1 and not cuts(x)[d]]
-    return with_spec(x, call.out, [cut for d, cut in enumerate(cuts(x)) if d not in gone])
+    gone = [
+        d
+        for d in dims_of(call.arg(1, "dim"), x.ndim)
+        if x.shape[d] == 1 and not sharding_axes(x)[d]
+    ]
+    return retyped(x, call.out, [cut for d, cut in enumerate(sharding_axes(x)) if d not in gone])
 
 
 @type_rule("view", "reshape", "_unsafe_view", "flatten", "unflatten")
-def _view(call: Call) -> Any:
+def _view(call: TypedCall) -> Any:
     """A cut dim must begin where a dim of the result begins, or each of its equal parts where those
     are cut; between several such dims (of local size 1) the claim decides."""
     x, out = call.args[0], call.out
     spec: list[tuple] = [()] * out.ndim
     claimed = call.claimed()
-    found: dict[Any, Order] = orders(x)
-    for dim, cut in enumerate(cuts(x)):
+    found: dict[Any, PieceOrder] = piece_orders(x)
+    for dim, cut in enumerate(sharding_axes(x)):
         before = math.prod(x.shape[:dim])
         parts = max((found[axis][1] for axis in cut if found[axis][0] == "S"), default=1)
         whole = [
@@ -67,7 +71,7 @@ def _view(call: Call) -> Any:
             for d in range(out.ndim)
             if out.shape[d] == x.shape[dim] and math.prod(out.shape[:d]) == before
         ]
-        if not whole and (apart := taken_apart(x, dim, parts)):
+        if not whole and (apart := orders_of_part(x, dim, parts)):
             before, found = before * parts, apart
         places = [d for d in range(out.ndim) if math.prod(out.shape[:d]) == before]
         if cut and not places:
@@ -83,19 +87,21 @@ def _view(call: Call) -> Any:
             f"view of {tuple(x.shape)} as {tuple(out.shape)} joins cut dims of which a later axis "
             "cuts the major one"
         )
-    return with_orders(with_spec(x, out, spec), found)
+    return set_piece_orders(retyped(x, out, spec), found)
 
 
 @type_rule("expand")
-def _expand(call: Call) -> Any:
+def _expand(call: TypedCall) -> Any:
     x, out = call.args[0], call.out
     new = out.ndim - x.ndim
     # Also where the local size stays 1: a dim expanded to as many as there are ranks.
     expanded = {
-        d for d in range(out.ndim) if d < new or (x.shape[d - new] == 1 and not cuts(x)[d - new])
+        d
+        for d in range(out.ndim)
+        if d < new or (x.shape[d - new] == 1 and not sharding_axes(x)[d - new])
     }
     return _cut_anywhere(
-        call, dict(spmd.get_local_type(x)), [()] * new + cuts(x), expanded, x.requires_grad
+        call, dict(spmd.get_local_type(x)), [()] * new + sharding_axes(x), expanded, x.requires_grad
     )
 
 
@@ -111,7 +117,7 @@ def _expand(call: Call) -> Any:
     "scalar_tensor",
     "arange",
 )
-def _factory(call: Call) -> Any:
+def _factory(call: TypedCall) -> Any:
     constant = call.target._schema.name != "aten::arange"
     types = {axis: spmd.R for axis in call.axes if axis.size() > 1}
     return _cut_anywhere(
@@ -120,7 +126,7 @@ def _factory(call: Call) -> Any:
 
 
 def _cut_anywhere(
-    call: Call, types: dict, spec: list[tuple], constant: set[int], differentiable: bool
+    call: TypedCall, types: dict, spec: list[tuple], constant: set[int], differentiable: bool
 ) -> torch.Tensor:
     """Along a dim that holds one value all the way, an R tensor is also a cut one: which it is, the
     claim decides.
@@ -131,4 +137,4 @@ def _cut_anywhere(
         ):
             types[axis] = spmd.V
             spec[dim] = (*spec[dim], axis)
-    return stamp(call.out, types, spec)
+    return set_type(call.out, types, spec)

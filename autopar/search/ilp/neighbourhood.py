@@ -16,13 +16,13 @@ import numpy as np
 
 from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.solve import Solution
-from autopar.search.space.strategies import Choice, Storage
+from autopar.search.space.strategies import Choice, ParameterStrategy
 
 ROUNDS = 8
 ENOUGH = 1e-4  # relative improvement worth another round
 
 
-def coarser(sizes: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def coarser_meshes(sizes: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """The meshes with two neighbouring axes merged, each with the coarse axis of every fine one."""
     found = []
     for i in range(len(sizes) - 1):
@@ -34,12 +34,14 @@ def coarser(sizes: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]
 def key(choice: Choice) -> tuple:
     """What tells choices apart along each axis."""
     layouts = (
-        (choice.stored, choice.used) if isinstance(choice, Storage) else (*choice.ins, choice.out)
+        (choice.stored, choice.used)
+        if isinstance(choice, ParameterStrategy)
+        else (*choice.ins, choice.out)
     )
     return tuple(zip(*layouts, strict=True))
 
 
-def lift(choice: Choice, axis_of: Sequence[int]) -> tuple:
+def lift_choice(choice: Choice, axis_of: Sequence[int]) -> tuple:
     """The :func:`key` of a coarse mesh's choice on the finer mesh."""
     coarse = key(choice)
     return tuple(coarse[axis] for axis in axis_of)
@@ -58,14 +60,14 @@ def near(problem: Problem, centres: Sequence[Sequence[tuple]]) -> list[np.ndarra
     return keep
 
 
-def restrict(problem: Problem, keep: Sequence[np.ndarray]) -> Problem:
+def restrict_choices(problem: Problem, keep: Sequence[np.ndarray]) -> Problem:
     """The problem with only these choices of each vertex."""
     return replace(
         problem, vertices=[v.only(kept) for v, kept in zip(problem.vertices, keep, strict=True)]
     )
 
 
-def as_chosen(problem: Problem, chosen: Sequence[int]) -> list[np.ndarray]:
+def strategies_as_chosen(problem: Problem, chosen: Sequence[int]) -> list[np.ndarray]:
     """For each vertex the strategy that was chosen, with all that may become of its result."""
     return [
         np.array([i for i, c in enumerate(v.choices) if c is v.choices[k]])
@@ -73,24 +75,24 @@ def as_chosen(problem: Problem, chosen: Sequence[int]) -> list[np.ndarray]:
     ]
 
 
-def solve_within(
+def solve_restricted(
     problem: Problem, keep: Sequence[np.ndarray], solve: Callable[[Problem], Solution]
 ) -> Solution:
     """The solution with only these choices of each vertex, numbered as the problem numbers them."""
-    found = solve(restrict(problem, keep))
+    found = solve(restrict_choices(problem, keep))
     return replace(
         found, chosen=tuple(int(kept[c]) for kept, c in zip(keep, found.chosen, strict=True))
     )
 
 
-def improve(
+def improve_from_centres(
     problem: Problem, centres: list[list[tuple]], solve: Callable[[Problem], Solution]
 ) -> Solution:
     """The best solution found from the centres; ``solve`` solves a restricted problem."""
     best: Solution | None = None
     value = np.inf
     for _ in range(ROUNDS):
-        found = solve_within(problem, near(problem, centres), solve)
+        found = solve_restricted(problem, near(problem, centres), solve)
         if best is not None and found.value > value * (1 - ENOUGH):
             break
         best, value = found, found.value

@@ -23,16 +23,18 @@ from autopar.ir.layout import Layout
 from autopar.ir.nodes import operands
 from autopar.rules import Rule
 from autopar.search.pricing.costs import Costs
-from autopar.search.space.recompute import AGAIN, GONE, KEPT, Recompute
+from autopar.search.space.recompute_policy import FREED, RECOMPUTED, SAVED, RecomputePolicy
 from autopar.search.space.strategies import Choice
 
 Port = tuple[int, int]  # (vertex, operand)
 Label = tuple[Layout, bool]  # a layout, and whether the tensor is there in the backward
-Again = frozenset[tuple[int, Layout]]  # conversions that are made again: (group, target)
+RecomputedConversions = frozenset[
+    tuple[int, Layout]
+]  # conversions that are made again: (group, target)
 
 
 @dataclass(frozen=True)
-class Weights:
+class CostWeights:
     """What a second and a byte count in each stage.
 
     ``micro`` and ``step`` are for seconds of a microbatch and of a step, ``send`` for those between
@@ -47,9 +49,9 @@ class Weights:
     flight: np.ndarray
 
     @staticmethod
-    def alone(microbatches: int = 1, price: float = 0.0, flight: float = 1.0) -> Weights:
+    def alone(microbatches: int = 1, price: float = 0.0, flight: float = 1.0) -> CostWeights:
         """Those of a single stage."""
-        return Weights(*(np.array([x]) for x in (float(microbatches), 1.0, 1.0, price, flight)))
+        return CostWeights(*(np.array([x]) for x in (float(microbatches), 1.0, 1.0, price, flight)))
 
     def of(self, count: np.ndarray) -> tuple[float, float, float, float, float]:
         """What one occurrence's seconds (microbatch, step, send) and bytes (in flight, lasting)
@@ -85,21 +87,21 @@ class Vertex:
     state: np.ndarray
     result: np.ndarray  # bytes of the result
     outs: list[Label] = field(init=False)
-    out_of: np.ndarray = field(init=False)
+    out_label_of: np.ndarray = field(init=False)
     ins: list[list[Label]] = field(init=False)
-    in_of: list[np.ndarray] = field(init=False)
+    in_label_of: list[np.ndarray] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.outs, self.out_of = _index(
+        self.outs, self.out_label_of = _index(
             [(c.out, bool(there)) for c, there in zip(self.choices, self.there, strict=True)]
         )
         ports = [
             _index([(c.ins[p], bool(n)) for c, n in zip(self.choices, need, strict=True)])
             for p, need in enumerate(self.needs)
         ]
-        self.ins, self.in_of = [labels for labels, _ in ports], [index for _, index in ports]
+        self.ins, self.in_label_of = [labels for labels, _ in ports], [index for _, index in ports]
 
-    def cost(self, weights: Weights) -> np.ndarray:
+    def cost(self, weights: CostWeights) -> np.ndarray:
         """Of all occurrences of each choice."""
         micro, step, sending, kept, lasting = weights.of(self.count)
         return (
@@ -112,11 +114,11 @@ class Vertex:
 
     def let_go(self) -> dict[int, int]:
         """For each choice that keeps the result, the same without."""
-        gone = {id(c): k for k, c in enumerate(self.choices) if self.states[k] == GONE}
+        gone = {id(c): k for k, c in enumerate(self.choices) if self.states[k] == FREED}
         return {
             k: gone[id(c)]
             for k, c in enumerate(self.choices)
-            if self.states[k] == KEPT and id(c) in gone
+            if self.states[k] == SAVED and id(c) in gone
         }
 
     def only(self, keep: Sequence[int] | np.ndarray) -> Vertex:
@@ -142,7 +144,7 @@ class Vertex:
 
 
 @dataclass
-class Group:
+class TensorConversions:
     """A tensor and the ports that read it, in ``count`` blocks alike in each stage. Tables are
     [source layout, target layout].
     """
@@ -153,13 +155,13 @@ class Group:
     sources: dict[Layout, int]
     targets: dict[Layout, int]
     seconds: np.ndarray  # of the conversion, forward and backward
-    again: np.ndarray  # of the forward once more; infinite where that is not wanted
+    recomputed: np.ndarray  # of the forward once more; infinite where that is not wanted
     moves: np.ndarray  # whether it makes memory of its own
     nbytes: np.ndarray  # of the target; infinite where it must not be kept
 
 
 @dataclass(frozen=True)
-class Bill:
+class CostBreakdown:
     """What an assignment costs, by stage: seconds of a microbatch forward and backward, of sending,
     of a step; bytes kept of each microbatch in flight, and bytes that last. ``recomputation`` is
     the part of ``backward`` that makes things again, ``converting`` the conversions' part of
@@ -174,7 +176,7 @@ class Bill:
     kept: np.ndarray
     state: np.ndarray
 
-    def cost(self, weights: Weights) -> float:
+    def cost(self, weights: CostWeights) -> float:
         seconds = (
             weights.micro @ (self.forward + self.backward)
             + weights.step @ self.step
@@ -182,10 +184,10 @@ class Bill:
         )
         return float(seconds + weights.price @ self.nbytes(weights))
 
-    def seconds(self, weights: Weights) -> float:
+    def seconds(self, weights: CostWeights) -> float:
         return self.cost(replace(weights, price=np.zeros_like(weights.price)))
 
-    def nbytes(self, weights: Weights) -> np.ndarray:
+    def nbytes(self, weights: CostWeights) -> np.ndarray:
         """Bytes of a device in each stage."""
         return self.state + weights.flight * self.kept
 
@@ -197,12 +199,14 @@ class Problem:
     """
 
     vertices: list[Vertex]
-    groups: list[Group]
+    tensors: list[TensorConversions]
     vertex_of: dict[fx.Node, int]
-    group_of: dict[fx.Node, int] = field(default_factory=dict)
+    tensor_of: dict[fx.Node, int] = field(default_factory=dict)
     stages: int = 1
 
-    def bill(self, chosen: Sequence[int], again: Collection[tuple[int, Layout]] = ()) -> Bill:
+    def cost_breakdown(
+        self, chosen: Sequence[int], recomputed: Collection[tuple[int, Layout]] = ()
+    ) -> CostBreakdown:
         """What an assignment costs: the objective, as the definition has it."""
         names = (
             "forward",
@@ -218,119 +222,127 @@ class Problem:
         for v, k in zip(self.vertices, chosen, strict=True):
             for name in ("forward", "backward", "send", "step", "kept", "state"):
                 total[name] += v.count * getattr(v, name)[k]
-            if v.states[k] == AGAIN:
+            if v.states[k] == RECOMPUTED:
                 total["recomputation"] += v.count * v.forward[k]
-        for g, group in enumerate(self.groups):
-            source = self.made(group, chosen)[0]
-            s = group.sources[source]
-            for target, needed in self.wanted(group, chosen).items():
-                t = group.targets[target]
-                back = group.seconds[s, t]
-                if needed and group.moves[s, t]:
-                    if (g, target) in again:
-                        total["recomputation"] += group.count * group.again[s, t]
-                        back = back + group.again[s, t]
+        for g, tensor in enumerate(self.tensors):
+            source = self.made(tensor, chosen)[0]
+            s = tensor.sources[source]
+            for target, needed in self.wanted(tensor, chosen).items():
+                t = tensor.targets[target]
+                back = tensor.seconds[s, t]
+                if needed and tensor.moves[s, t]:
+                    if (g, target) in recomputed:
+                        total["recomputation"] += tensor.count * tensor.recomputed[s, t]
+                        back = back + tensor.recomputed[s, t]
                     else:
-                        total["kept"] += group.count * group.nbytes[t]
-                total["backward"] += group.count * back
-                total["converting"] += group.count * group.seconds[s, t]
-        return Bill(**total)
+                        total["kept"] += tensor.count * tensor.nbytes[t]
+                total["backward"] += tensor.count * back
+                total["converting"] += tensor.count * tensor.seconds[s, t]
+        return CostBreakdown(**total)
 
-    def least(self, weights: Weights) -> float:
+    def least(self, weights: CostWeights) -> float:
         """What no assignment can beat: each vertex alone, with its result converted to what the
         dearest reader is cheapest with.
         """
         costs = [v.cost(weights) for v in self.vertices]
-        for group in self.groups:
-            u = self.vertices[group.producer]
-            dearest = np.zeros(len(group.sources))
-            for v, p in group.ports:
-                targets = [group.targets[layout] for layout, _ in self.vertices[v].ins[p]]
-                dearest = np.maximum(dearest, group.seconds[:, targets].min(axis=1))
-            source = np.array([group.sources[layout] for layout, _ in u.outs])[u.out_of]
-            costs[group.producer] = (
-                costs[group.producer] + weights.of(group.count)[0] * dearest[source]
+        for tensor in self.tensors:
+            u = self.vertices[tensor.producer]
+            dearest = np.zeros(len(tensor.sources))
+            for v, p in tensor.ports:
+                targets = [tensor.targets[layout] for layout, _ in self.vertices[v].ins[p]]
+                dearest = np.maximum(dearest, tensor.seconds[:, targets].min(axis=1))
+            source = np.array([tensor.sources[layout] for layout, _ in u.outs])[u.out_label_of]
+            costs[tensor.producer] = (
+                costs[tensor.producer] + weights.of(tensor.count)[0] * dearest[source]
             )
         return float(sum(cost.min() for cost in costs))
 
-    def made(self, group: Group, chosen: Sequence[int]) -> Label:
-        u = self.vertices[group.producer]
-        return u.outs[u.out_of[chosen[group.producer]]]
+    def made(self, tensor: TensorConversions, chosen: Sequence[int]) -> Label:
+        u = self.vertices[tensor.producer]
+        return u.outs[u.out_label_of[chosen[tensor.producer]]]
 
-    def wanted(self, group: Group, chosen: Sequence[int]) -> dict[Layout, bool]:
+    def wanted(self, tensor: TensorConversions, chosen: Sequence[int]) -> dict[Layout, bool]:
         """The layouts wanted of a tensor, and which of them must be there in the backward."""
         found: dict[Layout, bool] = {}
-        for v, p in group.ports:
-            layout, need = self.vertices[v].ins[p][self.vertices[v].in_of[p][chosen[v]]]
+        for v, p in tensor.ports:
+            layout, need = self.vertices[v].ins[p][self.vertices[v].in_label_of[p][chosen[v]]]
             found[layout] = found.get(layout, False) or need
         return found
 
-    def settle(self, chosen: Sequence[int], again: Again = frozenset()) -> list[int]:
+    def free_unneeded_results(
+        self, chosen: Sequence[int], recomputed: RecomputedConversions = frozenset()
+    ) -> list[int]:
         """The same, letting go of every result that no backward needs, nor a conversion that is
         made again.
         """
         settled, changed = list(chosen), True
         let_go = [v.let_go() for v in self.vertices]
         readers: dict[int, list[int]] = defaultdict(list)
-        for g, group in enumerate(self.groups):
-            readers[group.producer].append(g)
+        for g, tensor in enumerate(self.tensors):
+            readers[tensor.producer].append(g)
         while changed:
             changed = False
             for v in reversed(range(len(settled))):
                 if settled[v] in let_go[v] and not any(
-                    self._needs_source(g, settled, again) for g in readers[v]
+                    self._needs_source(g, settled, recomputed) for g in readers[v]
                 ):
                     settled[v], changed = let_go[v][settled[v]], True
         return settled
 
-    def still_needed(self, again: Again, chosen: Sequence[int]) -> Again:
+    def needed_conversions(
+        self, recomputed: RecomputedConversions, chosen: Sequence[int]
+    ) -> RecomputedConversions:
         """Those conversions whose results a backward reads."""
-        return frozenset((g, target) for g, target in again if self.needs(g, target, chosen))
+        return frozenset((g, target) for g, target in recomputed if self.needs(g, target, chosen))
 
     def needs(self, g: int, target: Layout, chosen: Sequence[int]) -> bool:
         """Whether a backward needs the result of a conversion that makes memory."""
-        group = self.groups[g]
-        s = group.sources[self.made(group, chosen)[0]]
-        return self.wanted(group, chosen).get(target, False) and bool(
-            group.moves[s, group.targets[target]]
+        tensor = self.tensors[g]
+        s = tensor.sources[self.made(tensor, chosen)[0]]
+        return self.wanted(tensor, chosen).get(target, False) and bool(
+            tensor.moves[s, tensor.targets[target]]
         )
 
-    def _needs_source(self, g: int, chosen: Sequence[int], again: Again) -> bool:
-        group = self.groups[g]
-        s = group.sources[self.made(group, chosen)[0]]
-        wanted = self.wanted(group, chosen).items()
+    def _needs_source(
+        self, g: int, chosen: Sequence[int], recomputed: RecomputedConversions
+    ) -> bool:
+        tensor = self.tensors[g]
+        s = tensor.sources[self.made(tensor, chosen)[0]]
+        wanted = self.wanted(tensor, chosen).items()
         return any(
-            needed and (not group.moves[s, group.targets[target]] or (g, target) in again)
+            needed and (not tensor.moves[s, tensor.targets[target]] or (g, target) in recomputed)
             for target, needed in wanted
         )
 
-    def cheapest_again(self, chosen: Sequence[int], weights: Weights) -> Again:
+    def cheaper_to_recompute(
+        self, chosen: Sequence[int], weights: CostWeights
+    ) -> RecomputedConversions:
         """Of the conversions that the backward needs, those that it is cheaper to make again than
         to keep.
         """
         found = set()
-        for g, group in enumerate(self.groups):
-            source, there = self.made(group, chosen)
-            micro, _, _, kept, _ = weights.of(group.count)
-            for target, needed in self.wanted(group, chosen).items():
-                s, t = group.sources[source], group.targets[target]
+        for g, tensor in enumerate(self.tensors):
+            source, there = self.made(tensor, chosen)
+            micro, _, _, kept, _ = weights.of(tensor.count)
+            for target, needed in self.wanted(tensor, chosen).items():
+                s, t = tensor.sources[source], tensor.targets[target]
                 if (
                     needed
                     and there
-                    and group.moves[s, t]
-                    and micro * group.again[s, t] < weighed(kept, group.nbytes[t])
+                    and tensor.moves[s, t]
+                    and micro * tensor.recomputed[s, t] < weighed(kept, tensor.nbytes[t])
                 ):
                     found.add((g, target))
         return frozenset(found)
 
 
-def build(
+def build_problem(
     graph: fx.Graph,
     representative: Mapping[fx.Node, fx.Node],
     choices: Mapping[fx.Node, Sequence[Choice]],
     rules: Mapping[fx.Node, Rule | None],
     costs: Costs,
-    recompute: Recompute,
+    recompute: RecomputePolicy,
     stages_of: Callable[[fx.Node], Collection[int]] = lambda node: (0,),
     stages: int = 1,
 ) -> Problem:
@@ -368,12 +380,12 @@ def build(
     for n, key in keys.items():
         for stage in stages_of(n):
             alike[key][stage] += 1
-    groups = [
+    tensors = [
         _group(vertices, producer, ports, times, costs, recompute)
         for (producer, ports), times in alike.items()
     ]
     place = {key: g for g, key in enumerate(alike)}
-    return Problem(vertices, groups, vertex_of, {n: place[key] for n, key in keys.items()}, stages)
+    return Problem(vertices, tensors, vertex_of, {n: place[key] for n, key in keys.items()}, stages)
 
 
 def _vertex(
@@ -382,37 +394,37 @@ def _vertex(
     choices: Sequence[Choice],
     rule: Rule | None,
     costs: Costs,
-    recompute: Recompute,
+    recompute: RecomputePolicy,
 ) -> Vertex:
-    prices, saved = costs.of_node(node, rule, choices), costs.saved(node)
+    prices, saved = costs.node_costs(node, rule, choices), costs.saved(node)
     makes = node.op == "call_function" and saved.alias is None
     states = (
         recompute.states(node, saved)
         if makes
-        else (KEPT, GONE)
+        else (SAVED, FREED)
         if node.op == "call_function"
-        else (KEPT,)
+        else (SAVED,)
     )
     rows = [(k, state) for k, state in product(range(len(choices)), states)]
     which, state = np.array([k for k, _ in rows]), np.array([s for _, s in rows])
     needs = []
     for p in range(len(choices[0].ins)):
         need = np.full(len(rows), p in saved.operands)
-        need |= state == AGAIN  # to run again it needs them all
-        need |= (state == KEPT) & (saved.alias == p)
+        need |= state == RECOMPUTED  # to run again it needs them all
+        need |= (state == SAVED) & (saved.alias == p)
         needs.append(need)
-    kept = np.where((state == KEPT) & makes, prices.result[which], 0.0) + np.where(
-        state == AGAIN, 0.0, prices.internal[which]
+    kept = np.where((state == SAVED) & makes, prices.result[which], 0.0) + np.where(
+        state == RECOMPUTED, 0.0, prices.internal[which]
     )
     return Vertex(
         node,
         count,
         [choices[k] for k in which],
         state,
-        state != GONE,
+        state != FREED,
         needs,
         prices.forward[which],
-        prices.backward[which] + np.where(state == AGAIN, prices.forward[which], 0.0),
+        prices.backward[which] + np.where(state == RECOMPUTED, prices.forward[which], 0.0),
         prices.send[which],
         prices.step[which],
         kept,
@@ -427,20 +439,20 @@ def _group(
     ports: tuple[Port, ...],
     count: np.ndarray,
     costs: Costs,
-    recompute: Recompute,
-) -> Group:
+    recompute: RecomputePolicy,
+) -> TensorConversions:
     u = vertices[producer]
     sources = list(dict.fromkeys(layout for layout, _ in u.outs))
     targets = list(dict.fromkeys(layout for v, p in ports for layout, _ in vertices[v].ins[p]))
     moves = np.array([[_moves(s, t) for t in targets] for s in sources])
     seconds = costs.conversions(u.node, sources, targets)
-    keeps, again = recompute.conversions(u.node, [vertices[v].node for v, _ in ports])
+    keeps, recomputed = recompute.conversions(u.node, [vertices[v].node for v, _ in ports])
     forward = (
         costs.conversions(u.node, sources, targets, backward=False)
-        if again
+        if recomputed
         else np.full_like(seconds, np.inf)
     )
-    return Group(
+    return TensorConversions(
         producer,
         ports,
         count,

@@ -14,8 +14,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.search.ilp.problem import Again, Bill, Group, Port, Problem, Weights, weighed
-from autopar.search.ilp.program import Flows, Solved, UnsolvedError
+from autopar.search.ilp.linear_program import FlowProgram, SolverResult, UnsolvedError
+from autopar.search.ilp.problem import (
+    CostBreakdown,
+    CostWeights,
+    Port,
+    Problem,
+    RecomputedConversions,
+    TensorConversions,
+    weighed,
+)
 
 
 @dataclass(frozen=True)
@@ -25,8 +33,8 @@ class Solution:
     """
 
     chosen: tuple[int, ...]
-    again: Again
-    bill: Bill
+    recomputed: RecomputedConversions
+    cost_breakdown: CostBreakdown
     value: float = math.nan
     bound: float = -math.inf
 
@@ -36,7 +44,7 @@ class _Edge:
     """``table[s, t]``: the least cost from label s of producer u to label t of a port; infinite
     where they do not go together.
 
-    ``shared`` are the parts of it that are paid once for all edges of ``group``: for each pair of
+    ``shared`` are the parts of it that are paid once for all edges of ``tensor``: for each pair of
     labels a number that they have in common (-1: nothing is paid) and the price; with no group the
     table is this edge's own.
     """
@@ -44,14 +52,14 @@ class _Edge:
     producer: int
     port: Port
     table: np.ndarray
-    group: int | None = None
+    tensor: int | None = None
     shared: tuple[tuple[np.ndarray, np.ndarray], ...] = ()
 
 
-class Model:
+class ReducedProblem:
     """The problem at given weights of seconds and bytes, reduced."""
 
-    def __init__(self, problem: Problem, weights: Weights) -> None:
+    def __init__(self, problem: Problem, weights: CostWeights) -> None:
         self.problem, self.weights = problem, weights
         self.cost = [v.cost(weights) for v in problem.vertices]
         if (
@@ -64,45 +72,45 @@ class Model:
         self.alive = [True] * len(problem.vertices)
         self.edges: list[_Edge] = []
         self.eliminated: list[tuple[int, list[_Edge]]] = []
-        for g, group in enumerate(problem.groups):
-            for port in group.ports:
-                self.edges.append(self._edge(g, group, port))
+        for g, tensor in enumerate(problem.tensors):
+            for port in tensor.ports:
+                self.edges.append(self._edge(g, tensor, port))
         self._reduce()
 
-    def _edge(self, g: int, group: Group, port: Port) -> _Edge:
-        made = self.problem.vertices[group.producer].outs
+    def _edge(self, g: int, tensor: TensorConversions, port: Port) -> _Edge:
+        made = self.problem.vertices[tensor.producer].outs
         wanted = self.problem.vertices[port[0]].ins[port[1]]
         rows, columns = (
-            [group.sources[layout] for layout, _ in made],
-            [group.targets[layout] for layout, _ in wanted],
+            [tensor.sources[layout] for layout, _ in made],
+            [tensor.targets[layout] for layout, _ in wanted],
         )
         there, need = (
             np.array([flag for _, flag in made])[:, None],
             np.array([flag for _, flag in wanted])[None, :],
         )
-        micro, _, _, kept, _ = self.weights.of(group.count)
+        micro, _, _, kept, _ = self.weights.of(tensor.count)
         time, moves = (
-            micro * group.seconds[np.ix_(rows, columns)],
-            group.moves[np.ix_(rows, columns)],
+            micro * tensor.seconds[np.ix_(rows, columns)],
+            tensor.moves[np.ix_(rows, columns)],
         )
-        made_again = np.where(there, micro * group.again[np.ix_(rows, columns)], np.inf)
-        moved = np.minimum(weighed(kept, group.nbytes[columns])[None, :], made_again)
+        made_again = np.where(there, micro * tensor.recomputed[np.ix_(rows, columns)], np.inf)
+        moved = np.minimum(weighed(kept, tensor.nbytes[columns])[None, :], made_again)
         memory = np.where(need, np.where(moves, moved, np.where(there, 0.0, np.inf)), 0.0)
         table = time + memory
-        if len(group.ports) == 1:
-            return _Edge(group.producer, port, table)
-        width = len(group.targets)
+        if len(tensor.ports) == 1:
+            return _Edge(tensor.producer, port, table)
+        width = len(tensor.targets)
         column = np.array(columns)[None, :]
         conversions = np.where(
             np.isfinite(table) & (time > 0), np.array(rows)[:, None] * width + column, -1
         )
-        first = len(group.sources) * width
+        first = len(tensor.sources) * width
         held = np.where(
             np.isfinite(table) & (memory > 0),
             first + np.arange(len(rows))[:, None] * width + column,
             -1,
         )
-        return _Edge(group.producer, port, table, g, ((conversions, time), (held, memory)))
+        return _Edge(tensor.producer, port, table, g, ((conversions, time), (held, memory)))
 
     def _reduce(self) -> None:
         into: dict[int, list[_Edge]] = {v: [] for v in range(len(self.alive))}
@@ -116,20 +124,22 @@ class Model:
             ins, outs = into[v], out[v]
             if (
                 not self.alive[v]
-                or any(e.group is not None for e in ins + outs)
+                or any(e.tensor is not None for e in ins + outs)
                 or any(e.producer == e.port[0] for e in ins + outs)
             ):
                 continue
             if len(outs) == 1 and not ins:
                 reader, p = outs[0].port
-                best = (self.cost[v][:, None] + outs[0].table[self.problem.vertices[v].out_of]).min(
-                    axis=0
+                best = (
+                    self.cost[v][:, None] + outs[0].table[self.problem.vertices[v].out_label_of]
+                ).min(axis=0)
+                self.cost[reader] = (
+                    self.cost[reader] + best[self.problem.vertices[reader].in_label_of[p]]
                 )
-                self.cost[reader] = self.cost[reader] + best[self.problem.vertices[reader].in_of[p]]
             elif len(ins) == 1 and not outs:
                 best = (ins[0].table[:, self._in(ins[0])] + self.cost[v]).min(axis=1)
                 u = ins[0].producer
-                self.cost[u] = self.cost[u] + best[self.problem.vertices[u].out_of]
+                self.cost[u] = self.cost[u] + best[self.problem.vertices[u].out_label_of]
             elif len(ins) == 1 and len(outs) == 1:
                 table = self._through(ins[0], v, outs[0])
                 joined = _Edge(ins[0].producer, outs[0].port, table)
@@ -149,14 +159,14 @@ class Model:
         self.edges = [e for v in range(len(self.alive)) if self.alive[v] for e in out[v]]
 
     def _in(self, edge: _Edge) -> np.ndarray:
-        return self.problem.vertices[edge.port[0]].in_of[edge.port[1]]
+        return self.problem.vertices[edge.port[0]].in_label_of[edge.port[1]]
 
     def _through(self, before: _Edge, v: int, after: _Edge) -> np.ndarray:
         vertex = self.problem.vertices[v]
         entering = before.table[:, self._in(before)] + self.cost[v]  # [s, choice]
         by_out = np.full((entering.shape[0], len(vertex.outs)), np.inf)
         for o in range(len(vertex.outs)):
-            by_out[:, o] = entering[:, vertex.out_of == o].min(axis=1)
+            by_out[:, o] = entering[:, vertex.out_label_of == o].min(axis=1)
         result = np.full((entering.shape[0], after.table.shape[1]), np.inf)
         for o in range(len(vertex.outs)):
             np.minimum(result, by_out[:, o, None] + after.table[o], out=result)
@@ -164,34 +174,36 @@ class Model:
 
     def solve(self, time_limit: float) -> tuple[list[int], float]:
         """The best choice of every vertex, and a proven lower bound of its cost."""
-        chosen, bound = _Program(self).solve(time_limit)
+        chosen, bound = _ReducedProgram(self).solve(time_limit)
         for v, edges in reversed(self.eliminated):
             vertex = self.problem.vertices[v]
             cost = self.cost[v]
             for e in edges:
                 if e.port[0] == v:
-                    s = int(self.problem.vertices[e.producer].out_of[chosen[e.producer]])
+                    s = int(self.problem.vertices[e.producer].out_label_of[chosen[e.producer]])
                     cost = cost + e.table[s][self._in(e)]
                 else:
                     t = int(self._in(e)[chosen[e.port[0]]])
-                    cost = cost + e.table[vertex.out_of, t]
+                    cost = cost + e.table[vertex.out_label_of, t]
             chosen[v] = int(cost.argmin())
         return [chosen[v] for v in range(len(self.alive))], bound
 
     def solution(self, time_limit: float) -> Solution:
         """:meth:`solve`, with what it costs."""
         chosen, bound = self.solve(time_limit)
-        again = self.problem.cheapest_again(chosen, self.weights)
-        chosen = self.problem.settle(chosen, again)
-        again = self.problem.still_needed(again, chosen)
-        bill = self.problem.bill(chosen, again)
-        return Solution(tuple(chosen), again, bill, bill.cost(self.weights), bound)
+        recomputed = self.problem.cheaper_to_recompute(chosen, self.weights)
+        chosen = self.problem.free_unneeded_results(chosen, recomputed)
+        recomputed = self.problem.needed_conversions(recomputed, chosen)
+        cost_breakdown = self.problem.cost_breakdown(chosen, recomputed)
+        return Solution(
+            tuple(chosen), recomputed, cost_breakdown, cost_breakdown.cost(self.weights), bound
+        )
 
 
-class _Program(Flows):
+class _ReducedProgram(FlowProgram):
     """The reduced model as a linear program, as a mixed-integer one where that is needed."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: ReducedProblem) -> None:
         super().__init__(model.problem)
         self.model = model
         for v, alive in enumerate(model.alive):
@@ -203,18 +215,18 @@ class _Program(Flows):
 
     def _edge(self, edge: _Edge, shared: dict[int, np.ndarray]) -> None:
         possible = np.nonzero(np.isfinite(edge.table))
-        free = edge.group is None
+        free = edge.tensor is None
         flows = self.add_flows(
             edge.producer,
             edge.port,
             possible,
             edge.table[possible] if free else np.zeros(len(possible[0])),
         )
-        if edge.group is None:
+        if edge.tensor is None:
             return
-        group = self.problem.groups[edge.group]
-        width = len(group.sources) + len(self.problem.vertices[edge.producer].outs)
-        known = shared.setdefault(edge.group, np.full(width * len(group.targets), -1))
+        tensor = self.problem.tensors[edge.tensor]
+        width = len(tensor.sources) + len(self.problem.vertices[edge.producer].outs)
+        known = shared.setdefault(edge.tensor, np.full(width * len(tensor.targets), -1))
         for numbers, table in edge.shared:
             number, price = numbers[possible], table[possible]
             paid = number >= 0
@@ -246,7 +258,7 @@ class _Program(Flows):
             values = self._found(solved)
         return self.chosen(values), solved.bound
 
-    def _found(self, solved: Solved) -> np.ndarray:
+    def _found(self, solved: SolverResult) -> np.ndarray:
         if solved.values is None:
             raise UnsolvedError
         return solved.values

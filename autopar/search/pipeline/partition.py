@@ -19,14 +19,14 @@ import highspy
 import numpy as np
 
 from autopar.cost_model import makespans
-from autopar.search.pipeline.tables import Tables, counted
-from autopar.search.pipeline.units import idle
+from autopar.search.pipeline.unit_costs import UnitCosts, counted
+from autopar.search.pipeline.units import rank_without_parameter
 
 _PRICES = 16
 _SLACKS = (1.0, 1.01, 1.03, 1.1, 1.2, 1.4, 1.7, 2.0, math.inf)
 
 
-class Runs(NamedTuple):
+class UnitRanges(NamedTuple):
     """Runs of units [start, end): seconds of each, and of sending there and back what it needs."""
 
     starts: np.ndarray
@@ -35,7 +35,7 @@ class Runs(NamedTuple):
     sending: np.ndarray
 
 
-class Stages:
+class StagePartition:
     """The stages of one pipeline: how long a run of units takes on stage i within its memory.
 
     Args:
@@ -51,12 +51,12 @@ class Stages:
     """
 
     def __init__(
-        self, tables: Tables, budgets: Sequence[float], flights: Sequence[float], pipeline: int
+        self, tables: UnitCosts, budgets: Sequence[float], flights: Sequence[float], pipeline: int
     ) -> None:
         self.tables, self.budgets, self.flights, self.pipeline = tables, budgets, flights, pipeline
         self.units = tables.seconds.shape[1]
         self.crossing = self.sending = np.zeros(self.units)
-        self.trains: Sequence[bool] = (True,) * self.units
+        self.has_parameter: Sequence[bool] = (True,) * self.units
         self.prices = self._prices()
         self._sums: dict[float, tuple[np.ndarray, np.ndarray]] = {}
 
@@ -123,7 +123,7 @@ class Stages:
         flight = self.flights[stage]
         room: np.ndarray = (
             self.budgets[stage]
-            - float((self.tables.everywhere["kept"] * flight).min())
+            - float((self.tables.duplicated["kept"] * flight).min())
             - flight * self.crossing[start]
         )
         return room
@@ -139,7 +139,10 @@ class Stages:
             return None
         runs = [self._runs(stage) for stage in range(count)]
         found = self._best(runs, microbatches)
-        if found is None or idle(self.trains, found[0], self.pipeline) is None:
+        if (
+            found is None
+            or rank_without_parameter(self.has_parameter, found[0], self.pipeline) is None
+        ):
             return found
         for chunk in range(0, count, self.pipeline):
             training = [
@@ -150,14 +153,14 @@ class Stages:
                 return other
         return found
 
-    def _training(self, runs: Runs) -> Runs:
+    def _training(self, runs: UnitRanges) -> UnitRanges:
         """Those that read a parameter."""
-        before = np.cumsum([0, *self.trains])
+        before = np.cumsum([0, *self.has_parameter])
         keep = before[runs.ends] > before[runs.starts]
-        return Runs(*(column[keep] for column in runs))
+        return UnitRanges(*(column[keep] for column in runs))
 
     def _best(
-        self, runs: Sequence[Runs], microbatches: int
+        self, runs: Sequence[UnitRanges], microbatches: int
     ) -> tuple[tuple[int, ...], float] | None:
         """The chain of ``runs``, one of each stage, that is through first."""
         count = len(runs)
@@ -201,9 +204,9 @@ class Stages:
             for table in (self.tables.forward, self.tables.backward, self.tables.step)
         )
         runs = self.runs(starts)
-        everywhere = float(self.tables.everywhere["forward"].min())
+        duplicated = float(self.tables.duplicated["forward"].min())
         f, b = (
-            [float(forward[a:z].sum()) + everywhere for a, z in runs],
+            [float(forward[a:z].sum()) + duplicated for a, z in runs],
             [float(backward[a:z].sum()) for a, z in runs],
         )
         ends = [float(step[a:z].sum()) for a, z in runs]
@@ -238,7 +241,7 @@ class Stages:
     def runs(self, starts: Sequence[int]) -> list[tuple[int, int]]:
         return list(zip(starts, [*starts[1:], self.units], strict=True))
 
-    def _runs(self, stage: int) -> Runs:
+    def _runs(self, stage: int) -> UnitRanges:
         """The runs of units that may be a stage."""
         count = len(self.budgets)
         each = self.units / count
@@ -250,7 +253,7 @@ class Stages:
         b = a + b
         keep = (b <= self.units - (count - stage - 1)) & ((b == self.units) | (stage < count - 1))
         a, b = a[keep], b[keep]
-        return Runs(a, b, self.seconds(stage, a, b), 2 * self.sending[a])
+        return UnitRanges(a, b, self.seconds(stage, a, b), 2 * self.sending[a])
 
     def points(self, starts: Sequence[int]) -> np.ndarray | None:
         """The solution of each unit: for each stage the fastest that fits; None where nothing
@@ -292,7 +295,7 @@ class Stages:
 
 
 def _walk(
-    runs: Sequence[Runs], units: int, limit: float | None
+    runs: Sequence[UnitRanges], units: int, limit: float | None
 ) -> tuple[tuple[int, ...], float] | None:
     """The chain of runs that covers the units of which the slowest is as fast as can be; with a
     ``limit``, the one that takes least in all, with what is sent, and no run of it more than

@@ -21,13 +21,13 @@ _NEAR = 6  # candidates on each side that a candidate is compared with
 
 @dataclass(frozen=True)
 class Units:
-    """``nodes``: the calls of each unit, in the graph's order; ``everywhere``: those that every
+    """``nodes``: the calls of each unit, in the graph's order; ``duplicated``: those that every
     part of the graph makes for itself;
-    ``trains``: which units read a parameter."""
+    ``has_parameter``: which units read a parameter."""
 
     nodes: tuple[tuple[fx.Node, ...], ...]
-    everywhere: frozenset[fx.Node]
-    trains: tuple[bool, ...]
+    duplicated: frozenset[fx.Node]
+    has_parameter: tuple[bool, ...]
 
     @property
     def starts(self) -> tuple[fx.Node, ...]:
@@ -72,17 +72,19 @@ def units(analysis: Analysis, shared: Collection[fx.Node], also: Collection[fx.N
     cuts = [0, *sorted(kept - {0}), len(calls)]
     found = tuple(tuple(calls[a:b]) for a, b in pairwise(cuts))
     parameters = {n for n, state in analysis.state.items() if state.kind == "parameter"}
-    trains = tuple(
+    has_parameter = tuple(
         any(not parameters.isdisjoint(n.all_input_nodes) for n in unit) for unit in found
     )
-    return Units(found, frozenset(shared), trains)
+    return Units(found, frozenset(shared), has_parameter)
 
 
-def idle(trains: Sequence[bool], starts: Sequence[int], pipeline: int) -> int | None:
+def rank_without_parameter(
+    has_parameter: Sequence[bool], starts: Sequence[int], pipeline: int
+) -> int | None:
     """The first of ``pipeline`` ranks that reads no parameter in any of its stages, which begin
     with the units ``starts``: no optimizer could be made there. None, where each has some."""
-    runs = zip(starts, [*starts[1:], len(trains)], strict=True)
-    having = {stage % pipeline for stage, (a, b) in enumerate(runs) if any(trains[a:b])}
+    runs = zip(starts, [*starts[1:], len(has_parameter)], strict=True)
+    having = {stage % pipeline for stage, (a, b) in enumerate(runs) if any(has_parameter[a:b])}
     return next((rank for rank in range(pipeline) if rank not in having), None)
 
 

@@ -26,26 +26,30 @@ from autopar.cost_model import (
 )
 from autopar.cost_model.conversion import Step
 from autopar.ir.layout import Layout, local_shape
-from autopar.ir.nodes import operands, results, slices_of
+from autopar.ir.nodes import operands, result_tensors, slices_of
 from autopar.ir.plan_data import BUCKET_BYTES, NodePlan
-from autopar.kernel_trace.autograd import Answer, Autograd, contiguous
-from autopar.kernel_trace.launches import STREAMED, Launch, collective
-from autopar.kernel_trace.stand_ins import AnyMesh
-from autopar.memory.calls import kernel_answer
-from autopar.memory.saved import Saved
+from autopar.kernel_trace.kernel_launches import (
+    STREAMED_COLLECTIVES,
+    KernelLaunch,
+    collectives_of_launch,
+)
+from autopar.kernel_trace.meta_kernels import FakeMesh
+from autopar.kernel_trace.operator_trace import OperatorTrace, OperatorTracer, contiguous_spec
+from autopar.memory.call_trace import trace_kernel
+from autopar.memory.saved_tensors import SavedTensors
 from autopar.rules import Rule
 from autopar.rules.analysis import Analysis
-from autopar.runtime.kernels.kernels import send
-from autopar.search.pricing.work import OnTheSpot, Shards
-from autopar.search.pricing.work import seconds as seconds_of
-from autopar.search.space.strategies import Storage, Strategy
+from autopar.runtime.kernels.graph_kernels import send
+from autopar.search.pricing.kernel_seconds import KernelTimer, Shards
+from autopar.search.pricing.kernel_seconds import seconds as seconds_of
+from autopar.search.space.strategies import ParameterStrategy, Strategy
 
 _LEAST_EXPOSED = 0.05  # of gradients' collectives: what is sent is never for nothing
-_NOTHING = Saved(frozenset(), False, 0.0, None)
+_NOTHING = SavedTensors(frozenset(), False, 0.0, None)
 
 
 @dataclass(frozen=True)
-class Prices:
+class NodeCosts:
     """Of each choice of one node, on one rank: seconds of a microbatch's forward and backward, of
     sending it on to the next stage and its gradient back, and of a step; bytes that last, and bytes
     of its result and of what else it keeps for the backward of a microbatch."""
@@ -75,18 +79,18 @@ class Costs:
     def __init__(
         self,
         analysis: Analysis,
-        saved: Mapping[fx.Node, Saved],
+        saved: Mapping[fx.Node, SavedTensors],
         conversions: Conversions,
         compute: Compute,
         optimizer: str,
-        summed_in: torch.dtype | None = None,
+        reduction_dtype: torch.dtype | None = None,
         microbatches: int = 1,
-        spot: OnTheSpot | None = None,
-        autograd: Autograd | None = None,
+        kernel_timer: KernelTimer | None = None,
+        autograd: OperatorTracer | None = None,
         holders: Mapping[fx.Node, int] | None = None,
     ) -> None:
-        """``summed_in``: in which ranks sum gradients of parameters; None for that in which they
-        are made. ``spot`` measures kernels, of
+        """``reduction_dtype``: in which ranks sum gradients of parameters; None for that in which they
+        are made. ``kernel_timer`` measures kernels, of
         which ``autograd`` says how they are on one rank. ``holders``: how many ranks of the
             pipeline have each tensor of the state."""
         self.analysis, self._saved, self.conversion, self.compute = (
@@ -95,15 +99,19 @@ class Costs:
             conversions,
             compute,
         )
-        self.optimizer, self.summed_in, self._microbatches = optimizer, summed_in, microbatches
-        self._spot, self._autograd = spot, autograd or Autograd(compute.device_kind)
+        self.optimizer, self.reduction_dtype, self._microbatches = (
+            optimizer,
+            reduction_dtype,
+            microbatches,
+        )
+        self._spot, self._autograd = kernel_timer, autograd or OperatorTracer(compute.device_kind)
         self._holders = holders or {}
         self.sizes = conversions.sizes
 
     def differentiable(self, node: fx.Node) -> bool:
         return node in self.analysis.differentiable
 
-    def saved(self, node: fx.Node) -> Saved:
+    def saved(self, node: fx.Node) -> SavedTensors:
         return self._saved.get(node, _NOTHING)
 
     def local_bytes(self, node: fx.Node, layouts: Sequence[Layout]) -> np.ndarray:
@@ -165,20 +173,20 @@ class Costs:
         a parameter's may.
         """
         return (
-            self.summed_in.itemsize
-            if self.summed_in is not None and node in self.analysis.state
+            self.reduction_dtype.itemsize
+            if self.reduction_dtype is not None and node in self.analysis.state
             else None
         )
 
-    def of_node(
-        self, node: fx.Node, rule: Rule | None, choices: Sequence[Strategy | Storage]
-    ) -> Prices:
+    def node_costs(
+        self, node: fx.Node, rule: Rule | None, choices: Sequence[Strategy | ParameterStrategy]
+    ) -> NodeCosts:
         """The prices of each choice of one node."""
         none = np.zeros(len(choices))
-        if isinstance(choices[0], Storage):
-            storages = [c for c in choices if isinstance(c, Storage)]
+        if isinstance(choices[0], ParameterStrategy):
+            storages = [c for c in choices if isinstance(c, ParameterStrategy)]
             step = [
-                sum(t.seconds for t in self.synchronisation(node, c)) + self.update(node, c)
+                sum(t.seconds for t in self.synchronisation_terms(node, c)) + self.update(node, c)
                 for c in storages
             ]
             state = [sum(self.state_bytes(node, c).values()) for c in storages]
@@ -187,7 +195,7 @@ class Costs:
                 self.compute.seconds(w.kind, w.dtype, w.flops, w.nbytes, operator=w.operator)
                 for w in added
             ]
-            return Prices(
+            return NodeCosts(
                 none,
                 np.array(adding) if added else none,
                 none,
@@ -200,7 +208,7 @@ class Costs:
         result = self.local_bytes(node, [s.out for s in strategies])
         if node.target is send:
             there = np.array([point_to_point(float(n), self.conversion.pipeline) for n in result])
-            return Prices(
+            return NodeCosts(
                 none, none, there * (1 + self.differentiable(node)), none, none, result, none
             )
         forward, backward = self._work(node, rule, strategies)
@@ -209,7 +217,7 @@ class Costs:
             if self.saved(node).nbytes
             else none
         )
-        return Prices(
+        return NodeCosts(
             forward,
             backward,
             none,
@@ -237,20 +245,20 @@ class Costs:
                 launch.operator, launch.kind, _dtype(node), launch.flops, float(launch.nbytes)
             )
 
-    def launches(self, node: fx.Node) -> Iterator[tuple[bool, Launch]]:
+    def launches(self, node: fx.Node) -> Iterator[tuple[bool, KernelLaunch]]:
         """The kernels of a node, with whether they are the backward's. The gradients of a result
         that several read are added up there.
         """
         if (
             node.op != "call_function"
             or node.target in (send, operator.getitem)
-            or not results(node)
+            or not result_tensors(node)
         ):
             return
         if (
             self.compute.device_kind == "cpu" and not self.saved(node).forward
         ):  # a view: it takes the time to call it
-            view = Launch("view", "copy", (), -1)
+            view = KernelLaunch("view", "copy", (), -1)
             yield from (
                 (late, view) for late in ((False, True) if self.differentiable(node) else (False,))
             )
@@ -259,7 +267,10 @@ class Costs:
             # Lowering joins them into one split, whose backward joins their gradients
             # (passes/join_slices.py).
             if node is pieces[0] and self.differentiable(node):
-                yield True, Launch("cat", "copy", ((0, nbytes(node.all_input_nodes[0])),) * 2, 0)
+                yield (
+                    True,
+                    KernelLaunch("cat", "copy", ((0, nbytes(node.all_input_nodes[0])),) * 2, 0),
+                )
         else:
             yield from ((True, launch) for launch in self.saved(node).backward)
         if self.differentiable(node) and isinstance(node.meta["val"], torch.Tensor):
@@ -270,7 +281,7 @@ class Costs:
             ]
             joined = sum(len(pieces) - 1 for pieces in slices_of(node))
             yield from (
-                (True, Launch("add", "elementwise", ((-1, nbytes(node)),) * 3, -1))
+                (True, KernelLaunch("add", "elementwise", ((-1, nbytes(node)),) * 3, -1))
                 for _ in range(len(readers) - joined - 1)
             )
 
@@ -306,7 +317,7 @@ class Costs:
                 )
         return there, back
 
-    def _working(self, launches: Sequence[Launch], dtype: str) -> float:
+    def _working(self, launches: Sequence[KernelLaunch], dtype: str) -> float:
         """Seconds of what a kernel computes that is made of many operators."""
         return sum(
             float(self.compute.seconds(n.kind, dtype, n.flops, n.nbytes, operator=n.operator))
@@ -314,7 +325,9 @@ class Costs:
             if not n.sends
         )
 
-    def composed(self, node: fx.Node, rule: Rule | None, strategy: Strategy) -> Answer | None:
+    def composed(
+        self, node: fx.Node, rule: Rule | None, strategy: Strategy
+    ) -> OperatorTrace | None:
         """What one rank launches and sends for a kernel that is made of many operators. None for
         other strategies.
         """
@@ -326,16 +339,18 @@ class Costs:
                 operand.meta["val"],
                 self.differentiable(node) and self.differentiable(operand),
             )
-            tensors.append(contiguous(local_shape(val.shape, layout, self.sizes), val.dtype, grad))
+            tensors.append(
+                contiguous_spec(local_shape(val.shape, layout, self.sizes), val.dtype, grad)
+            )
         chosen = NodePlan(strategy.ins, strategy.out, strategy.factors, strategy.kernels)
-        return kernel_answer(self._autograd, node, chosen, AnyMesh(tuple(self.sizes)), tensors)
+        return trace_kernel(self._autograd, node, chosen, FakeMesh(tuple(self.sizes)), tensors)
 
-    def sent_by_kernel(self, node: fx.Node, rule: Rule | None, strategy: Strategy) -> list[Term]:
+    def kernel_terms(self, node: fx.Node, rule: Rule | None, strategy: Strategy) -> list[Term]:
         """What a node's kernels communicate by themselves, in one microbatch."""
         answer = self.composed(node, rule, strategy)
         return self._sent(answer, _dtype(node)) if answer is not None else []
 
-    def _sent(self, answer: Answer, dtype: str) -> list[Term]:
+    def _sent(self, answer: OperatorTrace, dtype: str) -> list[Term]:
         """The collectives that a kernel launches, one term for each axis of their groups. What it
         streams goes while it computes, as far as both can at once: their seconds are what is
         left."""
@@ -345,12 +360,14 @@ class Costs:
                 (kind, axis, nbytes)
                 for n in launches
                 if n.sends
-                for kind, nbytes, axes in collective(n)
+                for kind, nbytes, axes in collectives_of_launch(n)
                 for axis in axes
             ]
             taken = [float(seconds(kind, nbytes, self.axis(axis))) for kind, axis, nbytes in sent]
             streamed = sum(
-                t for t, (kind, _, _) in zip(taken, sent, strict=True) if kind in STREAMED
+                t
+                for t, (kind, _, _) in zip(taken, sent, strict=True)
+                if kind in STREAMED_COLLECTIVES
             )
             hidden = (
                 self.compute.overlap * min(streamed, self._working(launches, dtype)) / streamed
@@ -358,7 +375,13 @@ class Costs:
                 else 0.0
             )
             terms += [
-                Term(kind, axis, nbytes, t * (1 - hidden if kind in STREAMED else 1), phase)
+                Term(
+                    kind,
+                    axis,
+                    nbytes,
+                    t * (1 - hidden if kind in STREAMED_COLLECTIVES else 1),
+                    phase,
+                )
                 for t, (kind, axis, nbytes) in zip(taken, sent, strict=True)
             ]
         return terms
@@ -366,7 +389,7 @@ class Costs:
     def axis(self, axis: int) -> Axis:
         return self.conversion.axes[axis]
 
-    def synchronisation(self, node: fx.Node, storage: Storage) -> list[Term]:
+    def synchronisation_terms(self, node: fx.Node, storage: ParameterStrategy) -> list[Term]:
         """What gathers a parameter and sums its gradient, once a step, where the graph uses it
         otherwise than it is stored, and where several ranks of the pipeline have it: the sum over
         these has :attr:`pipeline_axis` for its axis.
@@ -395,16 +418,16 @@ class Costs:
             exposed * float(seconds(term.kind, bucket, self.axis(term.axis))) * term.nbytes / bucket
         )
 
-    def _shared(self, node: fx.Node, storage: Storage, ranks: int) -> Term:
+    def _shared(self, node: fx.Node, storage: ParameterStrategy, ranks: int) -> Term:
         """The sum of a parameter's gradient over that many ranks of the pipeline: a ring of theirs,
         which nothing hides.
         """
-        gradient = self.summed_in or _stored(node)
+        gradient = self.reduction_dtype or _stored(node)
         nbytes = node.meta["val"].numel() / self._parts(storage.stored) * gradient.itemsize
         taken = 2 * (ranks - 1) * point_to_point(nbytes / ranks, self.conversion.pipeline)
         return Term("all_reduce", self.pipeline_axis, nbytes, taken, "backward")
 
-    def update(self, node: fx.Node, storage: Storage) -> float:
+    def update(self, node: fx.Node, storage: ParameterStrategy) -> float:
         """Seconds of a parameter's optimizer step, and of casting it to the dtype that the graph
         computes in.
         """
@@ -418,7 +441,7 @@ class Costs:
             traffic += elements * (dtype.itemsize + node.meta["val"].dtype.itemsize)
         return float(self.compute.optimizer_seconds(traffic)) if traffic else 0.0
 
-    def added(self, node: fx.Node, storage: Storage) -> Work | None:
+    def added(self, node: fx.Node, storage: ParameterStrategy) -> Work | None:
         """What adds a microbatch's gradient of a parameter to those before, where there are any. On
         GPUs it is a part of other kernels: the presets' rates are fitted to runs that add up
         gradients."""
@@ -438,7 +461,7 @@ class Costs:
             elements * (computed.itemsize + 2 * stored.itemsize),
         )
 
-    def state_bytes(self, node: fx.Node, storage: Storage) -> dict[str, float]:
+    def state_bytes(self, node: fx.Node, storage: ParameterStrategy) -> dict[str, float]:
         """One rank's bytes of a tensor of the state, by kind."""
         elements, trains, stored = (
             node.meta["val"].numel(),
@@ -479,12 +502,12 @@ def _stored(node: fx.Node) -> torch.dtype:
 
 def nbytes(node: fx.Node) -> int:
     """The bytes of a node's whole tensor, or of all its results."""
-    return sum(t.numel() * t.dtype.itemsize for t in results(node))
+    return sum(t.numel() * t.dtype.itemsize for t in result_tensors(node))
 
 
 def _dtype(node: fx.Node) -> str:
     """Of a call's result, the first of several."""
-    return str(results(node)[0].dtype)
+    return str(result_tensors(node)[0].dtype)
 
 
 def _pieces(node: fx.Node) -> list[fx.Node] | None:

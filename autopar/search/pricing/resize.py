@@ -13,7 +13,7 @@ import torch.fx as fx
 from torch.utils._pytree import tree_map_only
 
 from autopar.rules import rule_of
-from autopar.rules.analysis import Analysis, Form
+from autopar.rules.analysis import Analysis, ResizedNode
 
 
 @contextmanager
@@ -26,7 +26,7 @@ def resized(analysis: Analysis, samples: int, nodes: Iterable[fx.Node]) -> Itera
         yield
         return
     nodes = list(nodes)
-    before: dict[fx.Node, Form] = {}
+    before: dict[fx.Node, ResizedNode] = {}
     rules = {n: analysis.rules[n] for n in nodes if n in analysis.rules}
     forms, known = analysis.resized.setdefault((size, samples), ({}, {}))
     try:
@@ -53,7 +53,7 @@ def resized(analysis: Analysis, samples: int, nodes: Iterable[fx.Node]) -> Itera
                 node.args = args
 
 
-def _form(analysis: Analysis, node: fx.Node, samples: int) -> Form | None:
+def _form(analysis: Analysis, node: fx.Node, samples: int) -> ResizedNode | None:
     """A node's value and arguments in a batch of ``samples``; None where they are the same."""
     value, size = node.meta.get("val"), analysis.batch.size
     if value is None:  # the output
@@ -61,7 +61,7 @@ def _form(analysis: Analysis, node: fx.Node, samples: int) -> Form | None:
 
     def resized(t: torch.Tensor) -> list[int]:
         return [
-            n * samples // size if analysis.batch.holds(node, d) else n
+            n * samples // size if analysis.batch.is_batch_dim(node, d) else n
             for d, n in enumerate(t.shape)
         ]
 

@@ -10,25 +10,25 @@ import numpy as np
 import torch.fx as fx
 
 from autopar.ir.layout import Layout
-from autopar.memory.saved import Saved, saved
-from autopar.passes.lowering.stages import cut_stages
+from autopar.memory.saved_tensors import SavedTensors, saved
+from autopar.passes.lowering.cut_stages import cut_stages
 from autopar.rules.analysis import Analysis
-from autopar.runtime.kernels.kernels import send
-from autopar.search.ilp.problem import Problem, Weights, build
-from autopar.search.ilp.solve import Model, Solution
-from autopar.search.known import Cut, representatives
-from autopar.search.pipeline.draft import Draft
+from autopar.runtime.kernels.graph_kernels import send
+from autopar.search.ilp.problem import CostWeights, Problem, build_problem
+from autopar.search.ilp.solve import ReducedProblem, Solution
+from autopar.search.inner.candidate import Candidate
+from autopar.search.inner.inner_search import InnerSearch
+from autopar.search.inner.search_cache import Cut, representatives
 from autopar.search.pipeline.units import Units
 from autopar.search.pricing.costs import Costs
-from autopar.search.result.found import Found
-from autopar.search.search import Search
-from autopar.search.space.choices import Choices
-from autopar.search.space.recompute import AGAIN, GONE, KEPT, Recompute
-from autopar.search.space.shape import Shape
+from autopar.search.result.priced_plan import PricedPlan
+from autopar.search.space.configuration import Configuration
+from autopar.search.space.node_choices import NodeChoices
+from autopar.search.space.recompute_policy import FREED, RECOMPUTED, SAVED, RecomputePolicy
 from autopar.search.space.strategies import Choice
 
 
-def assemble(search: Search, draft: Draft) -> Found:
+def assemble(search: InnerSearch, draft: Candidate) -> PricedPlan:
     """What ``draft`` comes to on the search's graph, which must be that of one of its
     microbatches.
     """
@@ -40,8 +40,8 @@ def assemble(search: Search, draft: Draft) -> Found:
     return _Assembly(search, draft, cut, place).found()
 
 
-def _cut(search: Search, starts: Sequence[int]) -> Cut:
-    analysis = staged(search, starts)
+def _cut(search: InnerSearch, starts: Sequence[int]) -> Cut:
+    analysis = cut_at_units(search, starts)
     return Cut(
         analysis,
         stages_of(analysis, len(starts)),
@@ -50,20 +50,20 @@ def _cut(search: Search, starts: Sequence[int]) -> Cut:
     )
 
 
-def staged(search: Search, starts: Sequence[int]) -> Analysis:
+def cut_at_units(search: InnerSearch, starts: Sequence[int]) -> Analysis:
     """The search's graph, cut before these units (the first of them is where it begins)."""
     names = [search.units.nodes[u][0].name for u in starts[1:]]
     return cut_stages(search.analysis, names) if names else search.analysis
 
 
-def costs_of(search: Search, shape: Shape, analysis: Analysis) -> Costs:
+def costs_of_stages(search: InnerSearch, shape: Configuration, analysis: Analysis) -> Costs:
     """Costs of a graph that is cut into the stages of ``shape``."""
     return _costs(
         search, shape, analysis, saved_by(search, analysis), stages_of(analysis, shape.stages)
     )
 
 
-def saved_by(search: Search, analysis: Analysis) -> dict[fx.Node, Saved]:
+def saved_by(search: InnerSearch, analysis: Analysis) -> dict[fx.Node, SavedTensors]:
     """What autograd keeps of each call of a graph that is cut."""
     return saved(
         analysis.graph.nodes,
@@ -75,10 +75,10 @@ def saved_by(search: Search, analysis: Analysis) -> dict[fx.Node, Saved]:
 
 
 def _costs(
-    search: Search,
-    shape: Shape,
+    search: InnerSearch,
+    shape: Configuration,
     analysis: Analysis,
-    kept: dict[fx.Node, Saved],
+    kept: dict[fx.Node, SavedTensors],
     stage_of: Mapping[fx.Node, tuple[int, ...]],
 ) -> Costs:
     conversions = search.known.conversions(shape.sizes, shape.pipeline)
@@ -89,7 +89,9 @@ def _costs(
 
 
 class _Assembly:
-    def __init__(self, search: Search, draft: Draft, cut: Cut, drafted: dict[str, fx.Node]) -> None:
+    def __init__(
+        self, search: InnerSearch, draft: Candidate, cut: Cut, drafted: dict[str, fx.Node]
+    ) -> None:
         self.search, self.draft, self.cut, self.drafted = search, draft, cut, drafted
         self.analysis, self.stage_of = cut.analysis, cut.stage_of
         self.point = self._points(search.units)
@@ -154,22 +156,24 @@ class _Assembly:
         while source.target is send:
             source = source.args[0]  # type: ignore[assignment]
         drafted = self.drafted.get(source.name)
-        g = self.draft.problem.group_of.get(drafted) if drafted is not None else None
-        return frozenset(layout for number, layout in self._solution(node).again if number == g)
+        g = self.draft.problem.tensor_of.get(drafted) if drafted is not None else None
+        return frozenset(
+            layout for number, layout in self._solution(node).recomputed if number == g
+        )
 
-    def found(self) -> Found:
+    def found(self) -> PricedPlan:
         search, shape, analysis = self.search, self.draft.shape, self.analysis
         costs = _costs(search, shape, analysis, self.cut.saved, self.stage_of)
         own = [n for n in analysis.graph.nodes if self.representative[n] is n]
         decided = {n: found for n in own if (found := self._decided(n)) is not None}
-        free = Choices(analysis, self.representative, search.options).on(
+        free = NodeChoices(analysis, self.representative, search.options).on(
             shape.axes, [n for n in own if n not in decided]
         )
         choices = free | {n: list(found) for n, found in decided.items()}
         states = {
             n: next(iter(found.values())) for n, found in decided.items() if n.op == "call_function"
         }
-        problem = build(
+        problem = build_problem(
             analysis.graph,
             self.representative,
             choices,
@@ -179,39 +183,41 @@ class _Assembly:
             lambda n: self.stage_of[n],
             shape.stages,
         )
-        flights = np.array(shape.flights(), dtype=float)
+        microbatches_in_flight = np.array(shape.microbatches_in_flight(), dtype=float)
         ones = np.ones(shape.stages)
-        weights = Weights(ones * shape.microbatches, ones, ones, ones * 0.0, flights)
-        chosen = Model(problem, weights).solve(search.options.time_limit)[0]
-        again = self._again(problem, chosen)
-        chosen = problem.settle(chosen, again)
-        again = problem.still_needed(again, chosen)
-        solution = Solution(tuple(chosen), again, problem.bill(chosen, again))
-        return Found(analysis, shape, problem, costs, solution, self.draft.gap, self.stage_of)
+        weights = CostWeights(
+            ones * shape.microbatches, ones, ones, ones * 0.0, microbatches_in_flight
+        )
+        chosen = ReducedProblem(problem, weights).solve(search.options.time_limit)[0]
+        recomputed = self._again(problem, chosen)
+        chosen = problem.free_unneeded_results(chosen, recomputed)
+        recomputed = problem.needed_conversions(recomputed, chosen)
+        solution = Solution(tuple(chosen), recomputed, problem.cost_breakdown(chosen, recomputed))
+        return PricedPlan(analysis, shape, problem, costs, solution, self.draft.gap, self.stage_of)
 
     def _again(self, problem: Problem, chosen: list[int]) -> frozenset[tuple[int, Layout]]:
         found = set()
-        for node, g in problem.group_of.items():
-            group = problem.groups[g]
-            source, there = problem.made(group, chosen)
-            for target, needed in problem.wanted(group, chosen).items():
-                moves = group.moves[group.sources[source], group.targets[target]]
+        for node, g in problem.tensor_of.items():
+            tensor = problem.tensors[g]
+            source, there = problem.made(tensor, chosen)
+            for target, needed in problem.wanted(tensor, chosen).items():
+                moves = tensor.moves[tensor.sources[source], tensor.targets[target]]
                 if needed and there and moves and target in self._again_conversions(node):
                     found.add((g, target))
         return frozenset(found)
 
 
-class _Decided(Recompute):
+class _Decided(RecomputePolicy):
     """What is made again is decided; whether the rest is kept follows from who needs it."""
 
-    def __init__(self, free: Recompute, states: dict[fx.Node, int]) -> None:
+    def __init__(self, free: RecomputePolicy, states: dict[fx.Node, int]) -> None:
         super().__init__("auto")
         self._free, self._states = free, states
 
-    def states(self, node: fx.Node, saved: Saved) -> tuple[int, ...]:
-        if self._states.get(node) == AGAIN:
-            return (AGAIN,)
-        return (KEPT,) if saved.output else (KEPT, GONE)
+    def states(self, node: fx.Node, saved: SavedTensors) -> tuple[int, ...]:
+        if self._states.get(node) == RECOMPUTED:
+            return (RECOMPUTED,)
+        return (SAVED,) if saved.output else (SAVED, FREED)
 
     def conversions(self, node: fx.Node, readers: Collection[fx.Node]) -> tuple[bool, bool]:
         return True, True

@@ -9,14 +9,14 @@ from contextlib import suppress
 from dataclasses import replace
 
 from autopar.errors import BudgetError
-from autopar.search.failures import too_little
-from autopar.search.ilp.exact import exact
-from autopar.search.pipeline.draft import Draft
+from autopar.search.inner.candidate import Candidate
+from autopar.search.inner.inner_searches import InnerSearches
+from autopar.search.inner.no_plan_errors import too_little
 from autopar.search.pricing.resize import resized
 from autopar.search.result.assemble import assemble
-from autopar.search.result.decide import accounted
-from autopar.search.result.found import Found
-from autopar.search.searches import Searches
+from autopar.search.result.exact_search import exact
+from autopar.search.result.priced_plan import PricedPlan
+from autopar.search.result.write_plan import accounted
 
 REFITS = 6
 TOO_HIGH = 1.25  # estimates of memory may be that much above what is counted
@@ -24,14 +24,14 @@ EXACT_TRIES = 3
 EXACT_SECONDS = 2.0  # for small problems to be solved to the end
 
 
-def fitted(searches: Searches, draft: Draft) -> Found:
+def fitted(searches: InnerSearches, draft: Candidate) -> PricedPlan:
     """The draft in full. Where its units may be sharded differently, which has a price at their
     borders that drafts do not see, also with all of them as in the fastest solution, if that may be
     faster; the faster of the two."""
     if len(draft.points) > 1 and (fastest := _fastest(searches, draft)) is not None:
         return _to_the_end(searches, draft, fastest)
     reserve = [0.0] * draft.shape.pipeline
-    found: Found | None = None
+    found: PricedPlan | None = None
     failure: BudgetError | None = None
     try:
         found = _refitted(searches, draft, reserve, alike=False)
@@ -53,36 +53,40 @@ def fitted(searches: Searches, draft: Draft) -> Found:
     return _to_the_end(searches, draft, found)
 
 
-def proven(searches: Searches, found: Found) -> Found:
+def proven(searches: InnerSearches, found: PricedPlan) -> PricedPlan:
     """With the gap to what no plan of its shape can beat."""
     bound, _ = searches.of(found.microbatches).bound(found.shape, searches.part(found.shape))
     return replace(found, gap=max(0.0, 1 - bound / found.seconds))
 
 
-def _fastest(searches: Searches, draft: Draft) -> Found | None:
+def _fastest(searches: InnerSearches, draft: Candidate) -> PricedPlan | None:
     """The plan that memory is no concern of, where what is counted fits though its estimate does
     not.
     """
     shape, search = draft.shape, searches.of(draft.shape.microbatches)
-    if search.worst_bytes(shape, draft.points[0].bill, 1) > TOO_HIGH * search.budget:
+    if search.worst_bytes(shape, draft.points[0].cost_breakdown, 1) > TOO_HIGH * search.budget:
         return None
     found = _counted(searches, searches.drafted(shape, unlimited=True))
     return found if max(found.device_bytes()) <= search.budget else None
 
 
-def _counted(searches: Searches, draft: Draft) -> Found:
+def _counted(searches: InnerSearches, draft: Candidate) -> PricedPlan:
     """A draft in full."""
     search = searches.of(draft.shape.microbatches)
     start = time.perf_counter()
     with resized(search.analysis, searches.part(draft.shape), search.analysis.rules):
         found = accounted(assemble(search, draft), search.autograd)
-    search.spent("fit", start)
+    search.add_time("fit", start)
     return found
 
 
 def _refitted(
-    searches: Searches, draft: Draft, reserve: list[float], alike: bool, beaten: Found | None = None
-) -> Found | None:
+    searches: InnerSearches,
+    draft: Candidate,
+    reserve: list[float],
+    alike: bool,
+    beaten: PricedPlan | None = None,
+) -> PricedPlan | None:
     """The draft in full; where it turns out larger than drafted, drafted again with so much less
     room, which ``reserve`` notes. None where it then is no faster than what it has to beat."""
     shape = draft.shape
@@ -104,7 +108,7 @@ def _refitted(
     )
 
 
-def _to_the_end(searches: Searches, draft: Draft, found: Found) -> Found:
+def _to_the_end(searches: InnerSearches, draft: Candidate, found: PricedPlan) -> PricedPlan:
     """With what is proven of it. A small problem is solved exactly, where one without a price of
     memory was not that already.
     """
@@ -116,8 +120,8 @@ def _to_the_end(searches: Searches, draft: Draft, found: Found) -> Found:
 
 
 def _exact(
-    searches: Searches, draft: Draft, reserve: list[float], known: Found | None
-) -> Found | None:
+    searches: InnerSearches, draft: Candidate, reserve: list[float], known: PricedPlan | None
+) -> PricedPlan | None:
     """The exact solution that fits with all that is counted, if it is found and better than what is
     known.
     """

@@ -13,9 +13,9 @@ from autopar.cost_model.memory import optimizer_name
 from autopar.errors import PlanError
 from autopar.ir.plan_data import SCHEDULES
 from autopar.ir.plan_json import LARGEST
-from autopar.ir.precision import COMPUTE, REDUCE, summed_in
+from autopar.ir.precision import COMPUTE_DTYPES, REDUCE_DTYPES, reduction_dtype
 from autopar.search.space.modes import Mode, grid, make_mode, modes
-from autopar.search.space.recompute import MODES as MODES_OF_RECOMPUTING
+from autopar.search.space.recompute_policy import MODES as MODES_OF_RECOMPUTING
 
 # ranks of a stage from which on its mesh is searched with axes that split samples, and axes that
 # split anything else
@@ -29,13 +29,13 @@ class Axis:
     """One mesh axis: its size and what it may do: anything ("free"), split the batch ("data"), or
     what the ``mode`` says ("tensor").
 
-    ``asked``: that it shall do so wherever it can.
+    ``is_required``: that it shall do so wherever it can.
     """
 
     name: str
     size: int
     use: str = "free"
-    asked: bool = True
+    is_required: bool = True
     mode: Mode | None = None
 
 
@@ -111,7 +111,7 @@ class Options:
             raise PlanError(
                 f"world_size={self.world_size}: plans are made for up to {MOST_RANKS:,} ranks"
             )
-        for name, known in (("precision", COMPUTE), ("reduce_dtype", REDUCE)):
+        for name, known in (("precision", COMPUTE_DTYPES), ("reduce_dtype", REDUCE_DTYPES)):
             if (value := getattr(self, name)) is not None and not (
                 isinstance(value, str) and value in known
             ):
@@ -193,11 +193,11 @@ class Options:
             object.__setattr__(self, name, value)
 
     @property
-    def summed_in(self) -> str | None:
+    def reduction_dtype(self) -> str | None:
         """The name of the dtype in which gradients are summed over ranks; None for that in which
         they are made.
         """
-        return summed_in(self.precision, self.reduce_dtype)
+        return reduction_dtype(self.precision, self.reduce_dtype)
 
     @property
     def pipeline(self) -> Pipeline | None:
@@ -214,11 +214,11 @@ class Options:
             )
         return Pipeline(self.world_size // ranks)
 
-    def offers(self, mode: Mode | None) -> bool:
+    def is_unrequested_mode(self, mode: Mode | None) -> bool:
         """Whether a mesh is one that nobody asked for: of a mode, where ``parallel`` names none."""
         return mode is not None and self.parallel is None
 
-    def data_degrees(self, pipeline: int) -> list[int]:
+    def data_parallel_sizes(self, pipeline: int) -> list[int]:
         """In how many ways the options let the ranks of a stage split the batch, the finest
         first.
         """
@@ -288,10 +288,10 @@ def _asked_for(parallel: dict[str, Any], world_size: int, pipeline: int) -> list
         )
     if mode is None:
         return [_typed(data, 1)]
-    return [mesh_of(each, data, pipeline) for each in mode.alternatives()]
+    return [mode_mesh(each, data, pipeline) for each in mode.alternatives()]
 
 
-def mesh_of(mode: Mode, data: int, pipeline: int) -> tuple[Axis, ...]:
+def mode_mesh(mode: Mode, data: int, pipeline: int) -> tuple[Axis, ...]:
     """The mesh that a mode's groups and the data-parallel ones form, the axis with the longest
     strides first.
 

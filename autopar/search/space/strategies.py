@@ -8,7 +8,19 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.ir.layout import I, Layout, R, S, Type, Z, inner, legal, movable, show, strided
+from autopar.ir.layout import (
+    I,
+    Layout,
+    R,
+    S,
+    Type,
+    Z,
+    can_convert,
+    format_layout,
+    inner,
+    is_legal,
+    strided,
+)
 from autopar.rules import Dim, Option, Rule
 
 Allowed = Callable[[int, Option], bool]  # (axis, option) -> may it be used there?
@@ -27,11 +39,11 @@ class Strategy:
     kernels: tuple[str | None, ...] = ()
 
     def __str__(self) -> str:
-        return f"{', '.join(map(show, self.ins))} -> {show(self.out)}"
+        return f"{', '.join(map(format_layout, self.ins))} -> {format_layout(self.out)}"
 
 
 @dataclass(frozen=True)
-class Storage:
+class ParameterStrategy:
     """One way to keep a parameter: its layout between steps and its layout in the graph."""
 
     stored: Layout
@@ -47,7 +59,7 @@ class Storage:
         return ()
 
 
-Choice = Strategy | Storage
+Choice = Strategy | ParameterStrategy
 
 
 def strategies(
@@ -170,9 +182,9 @@ def _fit(rule: Rule, chosen: Sequence[Option], sizes: Sequence[int]) -> bool:
     special = [(o, n) for o, n in zip(chosen, sizes, strict=True) if o.beside is not None]
     if not special:
         return True
-    if any(o.beside is None and o.factor in rule.alone for o in chosen) or len(special) != 1 + bool(
-        special[0][0].beside
-    ):
+    if any(o.beside is None and o.factor in rule.exclusive for o in chosen) or len(
+        special
+    ) != 1 + bool(special[0][0].beside):
         return False
     (one, n), (other, m) = special[0], special[-1]
     if one.beside and (
@@ -186,7 +198,7 @@ def _fit(rule: Rule, chosen: Sequence[Option], sizes: Sequence[int]) -> bool:
         tuple(math.prod(rule.sizes[f] for f in dim) for dim in dims) for dims in rule.operands
     ]
     return all(
-        legal(shape, tuple(o.ins[k] for o in chosen), sizes) for k, shape in enumerate(shapes)
+        is_legal(shape, tuple(o.ins[k] for o in chosen), sizes) for k, shape in enumerate(shapes)
     )
 
 
@@ -212,7 +224,7 @@ def _divides(rule: Rule, option: Option, splits: dict[str, int], n: int) -> bool
     return whole % (ways * n * pieces) == 0 and whole // (ways * n) >= rule.least.get(factor, 1)
 
 
-def storages(
+def parameter_strategies(
     shape: Sequence[int],
     trainable: bool,
     sizes: Sequence[int],
@@ -221,7 +233,7 @@ def storages(
     split: Callable[[int], bool],
     within: Collection[int] = (),
     parts: Mapping[int, int] | None = None,
-) -> list[Storage]:
+) -> list[ParameterStrategy]:
     """Every way to keep a tensor of the model's state.
 
     ``zero``: None leaves sharded storage to the search, 0 forbids it, 1 or 2 asks for it where a
@@ -254,9 +266,9 @@ def storages(
     for axis in range(len(sizes)):
         found = [((*s, a), (*u, b)) for s, u in found for a, b in per_axis(axis)]
     divides = [
-        Storage(s, u)
+        ParameterStrategy(s, u)
         for s, u in found
-        if legal(shape, s, sizes) and legal(shape, u, sizes) and gathers(s, u)
+        if is_legal(shape, s, sizes) and is_legal(shape, u, sizes) and can_gather(s, u)
     ]
     if zero == 3:
         cuts = max((sum(t.is_shard for t in s.stored) for s in divides), default=0)
@@ -272,11 +284,11 @@ def storages(
     return divides
 
 
-def gathers(stored: Layout, used: Layout) -> bool:
+def can_gather(stored: Layout, used: Layout) -> bool:
     """Whether the axes can be gathered one by one: those within all others first, then the last."""
     layout = list(stored)
     for axis in sorted(range(len(stored)), key=lambda a: (not stored[a].is_inner, -a)):
-        if stored[axis] is not used[axis] and not movable(tuple(layout), axis, used[axis]):
+        if stored[axis] is not used[axis] and not can_convert(tuple(layout), axis, used[axis]):
             return False
         layout[axis] = used[axis]
     return True

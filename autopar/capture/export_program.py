@@ -1,0 +1,160 @@
+"""Running torch.export, and saying in one line where and why it could not."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import logging
+import os
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from autopar.capture import function_tracer as functions
+from autopar.capture.function_tracer import FunctionTracer
+from autopar.errors import CaptureError
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+def export(
+    traced: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module
+) -> torch.export.ExportedProgram:
+    """``torch.export.export`` of ``traced``; where it fails, a CaptureError that names the module
+    in ``model`` and the line.
+    """
+    try:
+        # Lazily: a graph's Python code, which export would write anew after each of its passes, is
+        # a quarter of the time.
+        with (
+            _no_garbage_collection(),
+            _quiet(),
+            _use_lazy_graph_module(True),
+            FunctionTracer().tracing() as met,
+        ):
+            program = torch.export.export(traced, args, kwargs, strict=False)
+    except Exception as error:
+        raise CaptureError(_explain(error, model)) from error
+    met.insert_into(program.graph, lambda node: source_line(node.meta.get("stack_trace") or ""))
+    return program
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Tracing makes many objects and little garbage: without the collector it takes a sixth less
+    time.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """On failure torch prints the graph so far and logs a trace. The CaptureError says it in a line
+    and has torch's error as its cause.
+    """
+    level = logging.root.manager.disable
+    logging.disable(max(level, logging.ERROR))
+    try:
+        with redirect_stderr(io.StringIO()), warnings.catch_warnings():
+            # It warns of what weight_norm does, too; that a later call would read it is found where
+            # captured and eager are compared.
+            warnings.filterwarnings("ignore", "The tensor attribute.* assigned during export")
+            warnings.filterwarnings(
+                "ignore", "The .grad attribute of a Tensor that is not a leaf"
+            )  # of export's own, under autograd.grad
+            # Of ``aten.random.from``, which no Python code can name; nothing here runs that code.
+            warnings.filterwarnings("ignore", "Unable to execute the generated python source code")
+            yield
+    finally:
+        logging.disable(level)
+
+
+def _explain(error: BaseException, model: nn.Module) -> str:
+    """Which module, at which line, and what usually helps."""
+    names = {id(m): name for name, m in model.named_modules()}
+    module = source = ""
+    innermost: nn.Module | None = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        this = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(this, nn.Module) and id(this) in names:
+            module = f"{names[id(this)] or '(root)'} ({type(this).__name__})"
+            innermost = this
+        if not _inside_torch(code.co_filename) and code.co_filename != __file__:
+            source = f" at {_short(code.co_filename)}:{line}"
+    place = f"in module {module}" if module else "outside its modules"
+    if isinstance(error, CaptureError):
+        return f"the model could not be captured, {place}{source}: {error}"
+    what, advice = _advice(error)
+    if isinstance(innermost, _BatchNorm) and innermost.momentum is None:
+        what = (
+            "momentum=None, the average over all batches so far, divides by a number that is "
+            "counted in a tensor"
+        )
+        advice = "A graph has no such numbers: give it a momentum"
+    return f"the model could not be captured, {place}{source}: {what}. {advice}"
+
+
+def _advice(error: BaseException) -> tuple[str, str]:
+    """What went wrong, and what usually helps."""
+    first = next((line.strip(" .") for line in str(error).splitlines() if line.strip()), "")
+    what = f"{type(error).__name__}: {first}"
+    text = f"{what} {error}".lower()
+    if "data-dependent" in text or "datadependent" in text:
+        return (
+            "the Python code branches or loops on the value of a tensor",
+            "Write it with torch.where or a mask. Mixture-of-experts models of transformers: "
+            'experts_implementation="batched_mm" or the default, not "eager"',
+        )
+    if "cache" in text:
+        return what, "The model returns a cache: pass use_cache=False"
+    if isinstance(error, TypeError):
+        return (
+            what,
+            "sample_input must hold the arguments of the model's forward: a tensor, a tuple of "
+            "them, or a dict of keywords",
+        )
+    return (
+        what,
+        "Check that the model runs on this input by itself; Python state and values read from "
+        "tensors cannot be captured",
+    )
+
+
+def _inside_torch(path: str) -> bool:
+    return path.startswith((_TORCH, "<")) or path in (contextlib.__file__, functions.__file__)
+
+
+def _short(path: str) -> str:
+    """The file's name, with that of its folder."""
+    return "/".join(path.replace(os.sep, "/").split("/")[-2:])
+
+
+def source_line(trace: str) -> str:
+    """``folder/file.py:12`` of the innermost frame of a stack trace, outside torch if there is
+    one.
+    """
+    frames = [
+        line.strip().split('"', 2)
+        for line in trace.splitlines()
+        if line.lstrip().startswith('File "')
+    ]
+    places = [(path, rest.split("line ", 1)[1].split(",", 1)[0]) for _, path, rest in frames]
+    path, line = next(
+        (p for p in reversed(places) if not _inside_torch(p[0])), places[-1] if places else ("", "")
+    )
+    return f"{_short(path)}:{line}" if path else ""

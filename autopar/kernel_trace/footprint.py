@@ -1,0 +1,134 @@
+"""What a call takes of memory while it runs, forward and backward, and which of its gradients share
+memory: torch is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from autopar.kernel_trace.kernel_launches import storage_id
+from autopar.runtime.measure.live_bytes import LiveBytes
+
+Rounding = Callable[[int], int]
+
+
+class Gradient(NamedTuple):
+    """The gradient of one operand: ``source`` is the place of its memory among what the backward
+    made, -1 - j where that is the memory of the gradient of result j. ``nbytes`` it would take of
+    its own; ``dense`` if no two elements share memory, so that it can be added to."""
+
+    source: int
+    nbytes: int
+    dense: bool
+
+
+class Footprint(NamedTuple):
+    """Bytes of a call.
+
+    Attributes:
+        forward: the most that it has at once beyond its operands, results among it.
+        backward: the most that its backward has beyond what it starts with: what was saved, and the
+            gradients of the results.
+        made: of the memory of gradients that the backward leaves.
+        gradients: one for each operand, None where there is none.
+    """
+
+    forward: int = 0
+    backward: int = 0
+    made: tuple[int, ...] = ()
+    gradients: tuple[Gradient | None, ...] = ()
+
+
+def trace_footprint(
+    call: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    operands: Sequence[torch.Tensor],
+    allocated: Rounding,
+) -> Footprint:
+    """Runs ``call`` on meta tensors, ``operands`` among its arguments, forward and backward."""
+    watch = LiveBytes(meta=True, rounded=allocated)
+    watch.uncounted |= {storage_id(t) for t in operands}
+    with torch.set_grad_enabled(any(t.requires_grad for t in operands)), watch:
+        out = call(*args, **kwargs)
+    outputs = [
+        t for t in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(t, torch.Tensor)
+    ]
+    forward = watch.peak
+    inputs = [t for t in operands if t.requires_grad]
+    if not inputs or not any(t.requires_grad for t in outputs):
+        return Footprint(forward, 0, (), (None,) * len(operands))
+    watch.uncounted |= {storage_id(t) for t in outputs}
+    arriving: list[torch.UntypedStorage | StorageWeakRef] = []
+    try:
+        with watch:
+            root = _Arrival.apply(watch, arriving, *outputs)
+            found = dict(
+                zip(
+                    map(id, inputs),
+                    torch.autograd.grad(root, inputs, allow_unused=True),
+                    strict=True,
+                )
+            )
+    except (RuntimeError, NotImplementedError):
+        return unknown(forward, operands, allocated)
+    places = {ref.cdata: -1 - j for j, ref in enumerate(arriving) if ref is not None}  # type: ignore[union-attr]
+    made: dict[int, int] = {}
+    gradients: list[Gradient | None] = []
+    for t in operands:
+        g = found.get(id(t))
+        if g is None:
+            gradients.append(None)
+            continue
+        key, nbytes, held = (
+            storage_id(g),
+            g.numel() * g.dtype.itemsize,
+            g.untyped_storage().nbytes(),
+        )
+        if key not in places:
+            places[key] = len(made)
+            made[key] = allocated(held) if key not in watch.uncounted else 0
+        gradients.append(Gradient(places[key], allocated(nbytes), held >= nbytes))
+    return Footprint(forward, watch.peak - watch.before, tuple(made.values()), tuple(gradients))
+
+
+def unknown(forward: int, operands: Sequence[Any], allocated: Rounding) -> Footprint:
+    """Of a call that does not run on meta tensors: every gradient has memory of its own, and there
+    is nothing else.
+    """
+    made, gradients = list[int](), list[Gradient | None]()
+    for t in operands:
+        trains = t.requires_grad if isinstance(t, torch.Tensor) else t.grad
+        numel = torch.Size(t.shape).numel() * t.dtype.itemsize
+        gradients.append(Gradient(len(made), allocated(numel), True) if trains else None)
+        made += [allocated(numel)] * trains
+    return Footprint(forward, sum(made), tuple(made), tuple(gradients))
+
+
+class _Arrival(torch.autograd.Function):
+    """Where a backward begins: gradients that nothing but autograd holds, as in the middle of a
+    program.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, watch: LiveBytes, arriving: list[Any], *outputs: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.watch, ctx.arriving = watch, arriving
+        ctx.like = [(t.shape, t.stride(), t.dtype) if t.requires_grad else None for t in outputs]
+        ctx.set_materialize_grads(False)
+        return torch.empty((), device="meta")
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        made = [
+            None if x is None else torch.empty_strided(x[0], x[1], dtype=x[2], device="meta")
+            for x in ctx.like
+        ]
+        ctx.arriving += [None if t is None else StorageWeakRef(t.untyped_storage()) for t in made]
+        ctx.watch.start()
+        return (None, None, *made)

@@ -1,0 +1,126 @@
+"""What the report says of a pipeline's stages and devices, and of what is recomputed."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+from autopar.cost_model.plan_timeline import simulate_plan
+from autopar.formatting.table import MOST_ROWS, WIDTH, Cells, ends, nbytes, seconds, table
+from autopar.ir.plan_data import PlanData
+
+_SHOWN = 12  # rows of what is recomputed
+_TOGETHER = {  # kinds of memory that have one column
+    "parameters": ("parameters", "compute copies", "gathered parameters"),
+    "gradients": ("gradients",),
+    "optimizer": ("optimizer",),
+    "activations": ("activations",),
+    "transient": ("transient", "recomputed"),
+    "in, out": ("inputs", "outputs"),
+}
+
+
+def schedule(plan: PlanData) -> str:
+    """The line of the header that says how microbatches go through the stages; "" without
+    stages.
+    """
+    if len(plan.stages) == 1:
+        return ""
+    chunks = f"{plan.chunks} stages on each" if plan.chunks > 1 else "one stage on each"
+    return (
+        f"schedule {plan.schedule} on {plan.pipeline} pipeline ranks, {chunks}, microbatches: "
+        f"{plan.microbatches}"
+    )
+
+
+def stages(plan: PlanData) -> str:
+    """A row for each stage: where it runs, what it is and how long one microbatch takes."""
+    again = any(stage.seconds.get("recomputation") for stage in plan.stages)
+    rows: list[Cells] = []
+    for i, stage in enumerate(plan.stages):
+        took = [
+            stage.seconds["forward"],
+            stage.seconds["backward"],
+            *([stage.seconds.get("recomputation", 0.0)] if again else []),
+        ]
+        sent = seconds(stage.seconds["send"]) if i + 1 < len(plan.stages) else ""
+        rows.append(
+            [
+                str(i),
+                str(i % plan.pipeline),
+                stage.name or "(root)",
+                *map(seconds, took),
+                sent,
+                str(stage.in_flight),
+            ]
+        )
+    recomputing = ["recomputation"] if again else []
+    headers = ["stage", "rank", "modules", "forward", "backward", *recomputing, "send", "in flight"]
+    legend = "times: of one microbatch; in flight: microbatches whose activations it holds at most"
+    legend += "; backward: with recomputation" if again else ""
+    return (
+        table(ends(rows, MOST_ROWS), headers, "rrlrrr" + "r" * (len(headers) - 6), flexible=(2,))
+        + "\n"
+        + legend
+    )
+
+
+def devices(plan: PlanData) -> str:
+    """A row for each pipeline rank: its memory by kind, and how much of the schedule it waits."""
+    line = simulate_plan(plan)
+    kinds = [kind for kind in _TOGETHER if any(_of(device, kind) for device in plan.memory)]
+    rows: list[Cells] = []
+    for rank, device in enumerate(plan.memory):
+        waits = line.bubble[rank] / line.seconds if line.seconds else 0.0
+        memory = [nbytes(_of(device, kind)) for kind in kinds]
+        rows.append([str(rank), *memory, nbytes(sum(device.values())), f"{waits:.1%}"])
+    headers = ["memory of rank", *kinds, "total", "waits"]
+    legend = (
+        "memory: when it is most; parameters: with copies in other forms; transient: with "
+        "what is recomputed;\n"
+    )
+    legend += "in, out: the batch, and what the model returns besides its loss;\n"
+    legend += (
+        "waits: for other ranks and their tensors, of the time from the first forward to "
+        "the last backward"
+    )
+    return table(ends(rows, MOST_ROWS), headers, "r" * len(headers)) + "\n" + legend
+
+
+def _of(device: Mapping[str, float], kind: str) -> float:
+    return sum(device.get(each, 0.0) for each in _TOGETHER[kind])
+
+
+def recomputed(plan: PlanData) -> str:
+    """What is computed again in the backward, the most memory first, with what it frees and what it
+    costs; "" if nothing is.
+    """
+    if not plan.recomputed:
+        return ""
+    found = sorted(plan.rows.get("recomputed", []), key=lambda row: -row[3])
+    if not found:
+        return textwrap.fill(
+            f"recomputed in the backward: {', '.join(plan.recomputed)}",
+            WIDTH,
+            max_lines=2,
+            placeholder=" …",
+        )
+    rows = [[_where(row[0], row[1]), *_sums([row])] for row in found[:_SHOWN]]
+    if rest := found[_SHOWN:]:
+        rows.append([f"{len(rest)} others", *_sums(rest)])
+    rows.append(["total", *_sums(found)])
+    headers = ["recomputed in the backward", "times", "frees", "costs"]
+    legend = "frees: of all microbatches in flight; costs: in a step"
+    legend += "; both on one device of each stage together" if len(plan.stages) > 1 else ""
+    return table(rows, headers, "lrrr", flexible=(0,)) + "\n" + legend
+
+
+def _where(block: str, modules: Any) -> str:
+    names = modules if isinstance(modules, str) else ", ".join(modules)
+    return ": ".join(filter(None, (block, names))) or "(root)"
+
+
+def _sums(rows: list[list[Any]]) -> Cells:
+    times, freed, took = (sum(row[i] for row in rows) for i in (2, 3, 4))
+    return [str(times), nbytes(freed), seconds(took)]
