@@ -298,9 +298,9 @@ def _odd_plans() -> None:
         {"fc1.weight": ("S0", "S0"), "fc1.bias": ("S0", "S0"), "scale": ("I", "S0")},
     )
     compiled = handmade.build("odd")
-    assert compiled._state.argument("scale").shape == (handmade.OUT // 2,)
+    assert compiled._state.graph_argument("scale").shape == (handmade.OUT // 2,)
     compiled.scale.fill_(3.0)  # a buffer's slice is a view
-    assert (compiled._state.argument("scale") == 3).all()
+    assert (compiled._state.graph_argument("scale") == 3).all()
 
 
 def test_layouts_of_state(ranks: Pools) -> None:

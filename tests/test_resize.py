@@ -58,7 +58,7 @@ def test_costs_are_those_of_a_captured_batch(name: str, size: int, samples: int)
             h.sources,
             h.targets,
         )
-        for array in ("seconds", "again", "nbytes", "moves"):
+        for array in ("seconds", "recomputed", "nbytes", "moves"):
             np.testing.assert_allclose(
                 getattr(g, array),
                 getattr(h, array),

@@ -365,7 +365,7 @@ def test_is_priced_without_data(ranks: int, zigzag: bool) -> None:
 def test_all_it_can_do_is_priced() -> None:
     for answer in (_priced(2, True, mask=True), _priced(2, False, dropout=0.1)):
         assert any(launch.kind == "matmul" for launch in answer.backward)
-        assert sum(g is not None for g in answer.flow.gradients) >= 3
+        assert sum(g is not None for g in answer.footprint.gradients) >= 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
