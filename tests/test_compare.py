@@ -21,7 +21,7 @@ from autopar import Cluster, Comparison, Plan, cli
 from autopar.cost_model import timeline_of
 from autopar.cost_model.device import MAX_EFFICIENCY
 from autopar.errors import PlanError
-from autopar.runtime.measure.comparison import compare
+from autopar.runtime.measure.compare import compare
 from autopar.runtime.measure.step_recorder import RankTimes
 
 # -- files

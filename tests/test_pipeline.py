@@ -427,7 +427,7 @@ def _held(case: Case) -> list[list[int]]:
         model, sample = zoo.gpt2(dtype=torch.float64, batch=case.batch)
         compiled = build(model, sample, case)
     assert compiled._runner.stages is not None
-    compute = compiled._runner._compute
+    compute = compiled._runner._work.compute
     programs = compiled._runner.stages.programs([stage.train for stage in compiled._lowered.stages])
     stage_of = {id(program): i for i, program in enumerate(programs)}
     tags: list[list[weakref.ref[_Tag]]] = [[] for _ in stage_of]
@@ -442,7 +442,7 @@ def _held(case: Case) -> list[list[int]]:
         counts[i].append(sum(t() is not None for t in tags[i]))
         return flat
 
-    compiled._runner._compute = watched  # type: ignore[method-assign]
+    compiled._runner._work.compute = watched  # type: ignore[method-assign]
     with Double():
         compiled(**sample)
     assert all(t() is None for held in tags for t in held)

@@ -24,7 +24,7 @@ from autopar.errors import RunError
 from autopar.ir.layout import R
 from autopar.runtime.communication.all_ranks import check_same_on_all_ranks
 from autopar.runtime.communication.mesh import Mesh
-from autopar.runtime.step.loss import PendingLoss, total
+from autopar.runtime.step.loss import PendingLoss, sum_loss
 
 # torch saves no AdamW state for a parameter that never had a gradient, and asks for it when
 # loading.
@@ -298,9 +298,9 @@ def _odd_plans() -> None:
         {"fc1.weight": ("S0", "S0"), "fc1.bias": ("S0", "S0"), "scale": ("I", "S0")},
     )
     compiled = handmade.build("odd")
-    assert compiled._state.argument("scale").shape == (handmade.OUT // 2,)
+    assert compiled._state.graph_argument("scale").shape == (handmade.OUT // 2,)
     compiled.scale.fill_(3.0)  # a buffer's slice is a view
-    assert (compiled._state.argument("scale") == 3).all()
+    assert (compiled._state.graph_argument("scale") == 3).all()
 
 
 def test_layouts_of_state(ranks: Pools) -> None:
@@ -332,7 +332,7 @@ def test_mesh_without_axes(ranks: Pools) -> None:
 
 def _logged_loss() -> tuple[float, float]:
     share = torch.tensor(dist.get_rank() + 1.0, requires_grad=True)
-    loss = total(share, dist.group.WORLD)
+    loss = sum_loss(share, dist.group.WORLD)
     logged = loss.detach()
     assert isinstance(logged, PendingLoss)
     assert logged.pending is not None  # nobody has waited

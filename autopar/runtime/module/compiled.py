@@ -1,5 +1,5 @@
-"""The module that a user trains: a lowered program and its parameters, called and saved like the
-model that it was compiled from.
+"""The compiled module: a lowered program and its parameters, called, trained and saved like the
+model that was compiled.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from autopar.runtime.communication.all_ranks import run_on_all_ranks
 from autopar.runtime.communication.desync import DesyncDetector
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.communication.replicas import check_replicas
-from autopar.runtime.kernels import graph_kernels
 from autopar.runtime.measure.peak_memory import step_peak_bytes
 from autopar.runtime.measure.step_recorder import gather_rank_times
 from autopar.runtime.module.module_tree import (
@@ -41,8 +40,7 @@ from autopar.runtime.parameters.model_state import (
     with_meta_state,
 )
 from autopar.runtime.parameters.optimizers import install_step_hooks
-from autopar.runtime.pipeline.recompute import operator_of
-from autopar.runtime.step.program_variants import ProgramVariant, ProgramVariants
+from autopar.runtime.step.program_variants import ProgramVariant, ProgramVariants, draws
 from autopar.runtime.step.step_runner import StepRunner
 
 if TYPE_CHECKING:
@@ -55,23 +53,25 @@ _RANDOM = "random_state"
 
 
 class Compiled(nn.Module):
-    """A model as a distributed program; called and trained like the model itself.
+    """A model as a distributed program, called and trained like the model itself.
 
-    The loss it returns is that of the whole batch on every rank; other outputs are DTensors.
-    Parameters are DTensors that hold this rank's part, under the model's names; on a single device
-    they are plain tensors. ``backward`` of the loss synchronises gradients. With several
-    microbatches forward and backward run inside the call, unless gradients are off; ``backward`` of
-    the loss then releases the gradients, and one through another output raises. So it is under a
-    pipeline, where each rank has the parameters of its own stages.
+    The loss in its output is that of the whole batch, on every rank; other outputs are DTensors.
+    Parameters are DTensors that hold this rank's shard, under the model's names; on a single device
+    they are plain tensors. ``loss.backward()`` synchronises gradients.
 
-    It has the model's parts as they were compiled: what cannot have an effect (another value of an
-    attribute, a hook on a part, a new layer) raises :class:`RunError`.
+    With several microbatches, forward and backward run inside the call, unless gradients are off.
+    Then ``loss.backward()`` only releases the gradients, and a backward through another output
+    raises. A pipeline does the same, and each rank has the parameters of its own stages.
+
+    The program was made of the model's parts as they were when it was compiled. A change that could
+    have no effect (another value of an attribute, a hook on a part, a new layer) raises
+    :class:`RunError`.
 
     Attributes: ``plan``; ``mesh``, that of the rank's stages; ``config``, the model's, if it has
         one.
     """
 
-    _uncompiled: ClassVar[Callable[..., Any]]  # what a call does, out of torch.compile's sight
+    _uncompiled: ClassVar[Callable[..., Any]]  # a call that torch.compile does not trace
 
     def __init__(
         self,
@@ -86,44 +86,26 @@ class Compiled(nn.Module):
         super().__init__()
         self._captured = with_meta_state(captured)
         self._plan, self._mesh, self._lowered = plan, mesh, lowered
-        self._signature = Signature(
-            captured,
-            mesh.device,
-            plan.microbatches,
-            [t.dim if t.is_shard else None for t in lowered.input_time_types],
-        )
+        batch_dims = [t.dim if t.is_shard else None for t in lowered.input_time_types]
+        self._signature = Signature(captured, mesh.device, plan.microbatches, batch_dims)
         self._output_structure = OutputStructure(captured)
         holders = Holders(captured, lowered, mesh.pipeline) if lowered.stages else None
-        keep = holders.of(mesh.pipeline_rank) if holders else None
-        whole = (
-            plan.microbatches == 1 and holders is None
-        )  # then ranks meet in the backward that the user calls
+        # Then the backward runs when the user calls it, and ranks meet in it.
+        backward_after_call = plan.microbatches == 1 and holders is None
         self._state: ModelState = ModelState(
             captured,
             lowered.parameters,
             mesh,
-            share_leaf=whole,
-            keep=keep,
+            share_leaf=backward_after_call,
+            keep=holders.of(mesh.pipeline_rank) if holders else None,
             like=None if like is None else like._state,
         )
-        self._place(captured, model)
+        self._fill_tree(captured, model)
         if model is not None and hasattr(model, "config"):
             self.config = model.config
-        self._modes = ProgramVariants(self, lowered, captured.updates)
-        self._draws = any(
-            graph_kernels.draws(operator_of(n.target), n.args)
-            for n in lowered.train.graph.nodes
-            if n.op == "call_function"
-        )
-        self._desync = None
-        if mesh.program_group is not None and dist.get_backend() != "fake":
-            identity = zlib.crc32(repr([list(captured.state), self._signature.names]).encode())
-            self._desync = DesyncDetector(
-                mesh, identity, self._signature.names, always=self._draws, meets=whole
-            )
-        on_backward, on_step = (
-            (None, None) if self._desync is None else (self._desync.backward, self._desync.step)
-        )
+        self._variants = ProgramVariants(self, lowered, captured.updates)
+        self._draws = draws(lowered.train)
+        self._desync = self._make_desync_detector(meets=backward_after_call)
         self._runner = StepRunner(
             captured,
             plan,
@@ -133,26 +115,16 @@ class Compiled(nn.Module):
             holders,
             loss=self._output_structure.loss,
             names=self._signature.names,
-            on_backward=on_backward,
+            on_backward=None if self._desync is None else self._desync.backward,
         )
-        if holders:
-            install_clipping(self, self._state.weights.values(), mesh, holders)
-            install_state_dict_checks(self)
-        install_step_hooks(
-            self,
-            dict(self.named_parameters()),
-            [weight.leaf for weight in self._runner.weights],
-            mesh,
-            on_step,
-            replaced=model.parameters() if model is not None and like is None else (),
-        )
+        self._install_hooks(holders, model if like is None else None)
         if model is not None:
             seal(self, "", forward_attributes(model) - self.__dict__.keys())
-        Compiled._uncompiled = torch.compiler.disable(
-            Compiled._call
-        )  # here, as it loads what only compiling needs
+        # Here and not in the class body: torch.compiler.disable imports torch's compiler.
+        Compiled._uncompiled = torch.compiler.disable(Compiled._call)
 
-    def _place(self, captured: CapturedModel, model: nn.Module | None) -> None:
+    def _fill_tree(self, captured: CapturedModel, model: nn.Module | None) -> None:
+        """Gives the module the parts, parameters and buffers of the model, under its names."""
         if model is not None:
             copy_tree(model, self, lambda name, _: self._state.user_tensor(name, captured.aliases))
             return
@@ -163,24 +135,46 @@ class Compiled(nn.Module):
             self, {name: tensor for name, tensor in tensors.items() if tensor is not None}, names
         )
 
+    def _make_desync_detector(self, meets: bool) -> DesyncDetector | None:
+        """The check that all ranks make the same calls; None for one process."""
+        if self._mesh.program_group is None or dist.get_backend() == "fake":
+            return None
+        names = self._signature.names
+        identity = zlib.crc32(repr([list(self._captured.state), names]).encode())
+        return DesyncDetector(self._mesh, identity, names, always=self._draws, meets=meets)
+
+    def _install_hooks(self, holders: Holders | None, model: nn.Module | None) -> None:
+        """Hooks on clipping, checkpoints and optimizers; ``model`` is the one that was compiled."""
+        if holders:
+            install_clipping(self, self._state.weights.values(), self._mesh, holders)
+            install_state_dict_checks(self)
+        install_step_hooks(
+            self,
+            dict(self.named_parameters()),
+            [weight.leaf for weight in self._runner.weights],
+            self._mesh,
+            None if self._desync is None else self._desync.step,
+            replaced=() if model is None else model.parameters(),
+        )
+
     @property
     def plan(self) -> Plan:
-        """What was decided."""
+        """The plan of the program."""
         return self._plan
 
     @property
     def mesh(self) -> Mesh:
-        """Where it runs."""
+        """The mesh of the ranks that run it."""
         return self._mesh
 
     @property
     def random_state(self) -> torch.Tensor:
-        """What dropout will draw depends on: three integers, the seed and the numbers of calls that
-        drew, in training and otherwise.
+        """The state on which the next random numbers depend: three integers, the seed and the
+        numbers of calls that drew in training and in evaluation. The same on all ranks.
 
-        To go on with fresh numbers after a restart, save it and set it before the first step, on
-        all ranks; ``torch.save`` of ``state_dict()`` and ``load_state_dict`` do by themselves. It
-        is the same on all ranks. Seeding torch's generator starts anew.
+        After a restart, a run continues with the next numbers if all ranks set the saved state
+        before the first step. ``torch.save`` of ``state_dict()`` and ``load_state_dict`` include
+        it. A new seed of torch's generator starts a new state.
         """
         return self._mesh.random_streams.state
 
@@ -189,11 +183,11 @@ class Compiled(nn.Module):
         self._mesh.random_streams.state = value
 
     def check_replicas(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Compares over all ranks what should be equal: the replicas of parameters and gradients,
-        buffers, the random state, modes, and given an ``optimizer`` its state. All ranks must call
-        it; it takes as long as reading all of that.
+        """Compares the replicas on all ranks: of parameters, gradients, buffers, the random state,
+        modes, and of the state of ``optimizer`` if it is given. All ranks must call it. It takes
+        the time of reading all these tensors.
 
-        Raises :class:`RunError`, on every rank, that names what is not equal, with the ranks and
+        Raises :class:`RunError`, on every rank, with the names of unequal replicas, their ranks and
         the largest difference.
         """
         modes = {
@@ -209,8 +203,9 @@ class Compiled(nn.Module):
         check_replicas(dict(self.named_parameters()), dict(self.named_buffers()), more, optimizer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
-        """An independent copy on the same ranks: parameters and buffers of its own, the programs
-        and groups shared. It draws random numbers of its own."""
+        """An independent copy on the same ranks. It shares programs and process groups, but no
+        parameters, buffers and random state.
+        """
         twin = Compiled(
             self._captured, self._plan, self._lowered, self._mesh.twin(), model=self, like=self
         )
@@ -221,7 +216,7 @@ class Compiled(nn.Module):
         for name, value in self.__dict__.items():
             if "_hooks" in name:
                 twin.__dict__[name] = copy.copy(value)
-            elif name not in twin.__dict__:  # what the user noted on it
+            elif name not in twin.__dict__:  # an attribute that the user set
                 twin.__dict__[name] = copy.deepcopy(value, memo)
         return twin
 
@@ -236,17 +231,17 @@ class Compiled(nn.Module):
         super().__setattr__(name, value)
 
     def compare(self, sample: Any = None) -> Comparison:
-        """What the steps so far took beside what the plan predicted, by kind, stage and device; the
-        same on every rank. All ranks must call it, after six or more calls of an ordinary training
-        loop. The step that is under way does not count.
+        """The plan's predictions beside the measurements of the steps so far, by kind, stage and
+        device; the same on every rank. All ranks must call it, after six or more calls of an
+        ordinary training loop. The running step does not count.
 
-        On a GPU its memory is the most that torch's allocator held in a step. A CPU keeps no such
-        count: given a ``sample`` (a batch, in the form of the sample input), one forward and
-        backward more runs with every tensor watched, and all is as before.
+        On a GPU the memory is the most that torch's allocator held in a step. On a CPU it is
+        measured only if a ``sample`` is given (a batch, in the form of the sample input): in one
+        more forward and backward, which leave no trace.
 
-        Raises :class:`RunError` on every rank where one has seen too few steps.
+        Raises :class:`RunError`, on every rank, if a rank has seen too few steps.
         """
-        from autopar.runtime.measure.comparison import compare
+        from autopar.runtime.measure.compare import compare
 
         peak = None
         if sample is not None and self._mesh.device.type == "cpu":
@@ -262,20 +257,19 @@ class Compiled(nn.Module):
 
     def print_program(self) -> None:
         """Prints the program of one microbatch on this rank, as Python."""
-        variant = self._modes.now()
+        variant = self._variants.current()
         stages = self._runner.stages
         for program in stages.programs(variant.stages) if stages else [variant.program]:
             print(program.print_readable(print_output=False))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output for a global batch of the sample's shapes, given whole to every rank.
+        """The model's output for a global batch of the sample's shapes; every rank passes the whole
+        batch.
 
         Raises :class:`RunError` for arguments unlike the sample's, for ranks that have drifted
-        apart, and in ``eval()`` for a model that then computes something else.
+        apart, and in ``eval()`` for a model that then computes something else than in training.
         """
-        if (
-            torch.compiler.is_compiling()
-        ):  # torch.compile takes the code around the program, which has its own graphs
+        if torch.compiler.is_compiling():  # the program has graphs already
             return Compiled._uncompiled(self, *args, **kwargs)
         return self._call(*args, **kwargs)
 
@@ -284,43 +278,46 @@ class Compiled(nn.Module):
             return self._called(args, kwargs)
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._runner.check()
-        variant = self._modes.now()
+        self._runner.check_stages()
+        variant = self._variants.current()
         inputs = self._signature.bind(args, kwargs)
         self._runner.check_inputs(inputs)
         self._state.check_has_values()
-        self._begin(inputs, variant)
+        self._agree(inputs, variant)
         self._mesh.recorder.begin(self.training and torch.is_grad_enabled())
         return self._output_structure.build(self._runner(inputs, variant))
 
-    def _begin(self, inputs: list[torch.Tensor], variant: ProgramVariant) -> None:
-        """A call: do all ranks make the same one, and which random numbers does it draw?"""
-        random_streams = self._mesh.random_streams
-        seed = own = random_streams.propose_seed(self.training) if variant.draws else None
+    def _agree(self, inputs: list[torch.Tensor], variant: ProgramVariant) -> None:
+        """Checks that all ranks make the same call, and moves the random state to it."""
+        streams = self._mesh.random_streams
+        seed = own = streams.propose_seed(self.training) if variant.draws else None
         if self._desync is not None:
             mode = 2 * variant.number + torch.is_grad_enabled()
             seed = self._desync.call(
                 inputs,
                 mode,
-                self._runner.trains(),
-                random_streams.seed or 0,
-                random_streams.trained,
+                self._runner.trained_parameters(),
+                streams.seed or 0,
+                streams.trained,
                 own,
             )
         if own is not None and seed is not None:
-            random_streams.restart(own, seed)
+            streams.restart(own, seed)
         if variant.draws:
-            random_streams.next_step(self.training)
+            streams.next_step(self.training)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """As ``nn.Module.load_state_dict``; values may be whole tensors, the same on every rank, or
-        DTensors. Always copies (the graph holds on to the memory), so ``assign`` has no effect.
-        What other ranks of a pipeline hold is passed over."""
+        """As ``nn.Module.load_state_dict``. Values may be DTensors, or whole tensors that are the
+        same on every rank. Always copies, because the graph refers to the parameters' memory:
+        ``assign`` has no effect. Skips tensors that only other ranks of a pipeline hold.
+        """
         own = self.state_dict()
         here = {
-            name: value for name, value in state_dict.items() if name not in self._runner.absent
+            name: value
+            for name, value in state_dict.items()
+            if name not in self._runner.remote_state
         }
         converted = OrderedDict(
             (name, redistributed_like(own.get(name), value, self._mesh))
@@ -329,8 +326,8 @@ class Compiled(nn.Module):
         converted._metadata = getattr(state_dict, "_metadata", {})  # type: ignore[attr-defined]
         return super().load_state_dict(converted, strict=strict)
 
-    # The random state goes where torch keeps versions: a key of its own would be one that the plain
-    # model does not know.
+    # The random state goes into the metadata, beside torch's version numbers: a plain model would
+    # refuse a new key.
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -345,6 +342,6 @@ class Compiled(nn.Module):
             self.random_state = torch.tensor(local_metadata[_RANDOM])
 
     def _apply(self, fn: Any, recurse: bool = True) -> Compiled:
-        """Called by ``to``, ``half``, ``cuda`` and their like."""
+        """``to``, ``half``, ``cuda`` and others call it."""
         check_dtype_and_device(self.parameters(), self._mesh.device, fn)
         return self
