@@ -173,7 +173,8 @@ def _plain(path: str | None) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # it is meant
+# One process saves on purpose.
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("case", ["zero", "grid"])
 def test_checkpoints_move_between_programs_and_plain_models(ranks: Pools, case: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -264,9 +265,7 @@ def _errors() -> None:
             compiled(**arguments)
     with pytest.raises(RunError, match="got 1 positional arguments, the sample had 0"):
         compiled(x, y=y)
-    loss = compiled(y=y, x=x)[
-        "loss"
-    ]  # an error costs nothing, and the order of keywords does not matter
+    loss = compiled(y=y, x=x)["loss"]  # a call after an error works, with keywords in any order
     loss.backward(retain_graph=True)
     loss.backward()
     with pytest.raises(RunError, match="backpropagated twice"):

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from autopar.cost_model.plan_timeline import simulate_plan
 from autopar.ir.plan_data import PlanData
 from autopar.runtime.measure.comparison import MEMORY, OTHER, STEP, TOTAL, Comparison, Row
-from autopar.runtime.measure.step_recorder import RankTimes
+from autopar.runtime.measure.step_recorder import RankTimes, gather_rank_times
+
+if TYPE_CHECKING:
+    from autopar.runtime.communication.mesh import Mesh
+
+
+def compare_ranks(plan: PlanData, mesh: Mesh, peak: int | None) -> Comparison:
+    """The predictions of ``plan`` beside the measurements of all ranks of a program on ``mesh``;
+    ``peak`` is the peak memory of this rank in bytes, if it was measured on a CPU. All ranks must
+    call it.
+    """
+    own = range(mesh.pipeline_rank, len(plan.stages), mesh.pipeline)
+    return compare(plan, gather_rank_times(mesh.recorder.times(mesh.pipeline_rank, own, peak)))
 
 
 def compare(plan: PlanData, ranks: Sequence[RankTimes]) -> Comparison:

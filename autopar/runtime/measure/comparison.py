@@ -1,5 +1,5 @@
-"""A plan's predictions beside the measurements of its steps: as a table, as a file, and as the input
-of :meth:`Cluster.calibrated`.
+"""A plan's predictions beside the measurements of its steps: as a table, as a file, and as input of
+:meth:`Cluster.calibrated`.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of :meth:`Compiled.compare`. Times are medians over steps, and means over the ranks
-    with the same pipeline rank. Memory is the largest of these ranks'.
+    """The result of :meth:`Compiled.compare`. Times are medians over steps, and means over ranks
+    with the same pipeline rank. Memory is the maximum over these ranks.
 
     The times of "step" are those of the pipeline rank with the most work, and add up. The times of
     a stage are those of all microbatches of a step; its "forward" and "backward" exclude its

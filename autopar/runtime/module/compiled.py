@@ -5,23 +5,20 @@ model that was compiled.
 from __future__ import annotations
 
 import copy
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from autopar.errors import RunError
 from autopar.runtime.communication.all_ranks import run_on_all_ranks
-from autopar.runtime.communication.desync import DesyncDetector
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.communication.replicas import check_replicas
 from autopar.runtime.measure.peak_memory import step_peak_bytes
-from autopar.runtime.measure.step_recorder import gather_rank_times
+from autopar.runtime.module.call_agreement import agree_on_call, make_detector
 from autopar.runtime.module.module_tree import (
     build_tree,
     check_attribute,
@@ -40,7 +37,7 @@ from autopar.runtime.parameters.model_state import (
     with_meta_state,
 )
 from autopar.runtime.parameters.optimizers import install_step_hooks
-from autopar.runtime.step.program_variants import ProgramVariant, ProgramVariants, draws
+from autopar.runtime.step.program_variants import ProgramVariants, draws
 from autopar.runtime.step.step_runner import StepRunner
 
 if TYPE_CHECKING:
@@ -90,33 +87,18 @@ class Compiled(nn.Module):
         self._signature = Signature(captured, mesh.device, plan.microbatches, batch_dims)
         self._output_structure = OutputStructure(captured)
         holders = Holders(captured, lowered, mesh.pipeline) if lowered.stages else None
-        # Then the backward runs when the user calls it, and ranks meet in it.
-        backward_after_call = plan.microbatches == 1 and holders is None
+        keep = holders.of(mesh.pipeline_rank) if holders else None
+        values = None if like is None else like._state
+        # Ranks meet in the backward that the user calls: no other runs inside the call.
+        meets = plan.microbatches == 1 and holders is None
         self._state: ModelState = ModelState(
-            captured,
-            lowered.parameters,
-            mesh,
-            share_leaf=backward_after_call,
-            keep=holders.of(mesh.pipeline_rank) if holders else None,
-            like=None if like is None else like._state,
+            captured, lowered.parameters, mesh, share_leaf=meets, keep=keep, like=values
         )
         self._fill_tree(captured, model)
-        if model is not None and hasattr(model, "config"):
-            self.config = model.config
         self._variants = ProgramVariants(self, lowered, captured.updates)
-        self._draws = draws(lowered.train)
-        self._desync = self._make_desync_detector(meets=backward_after_call)
-        self._runner = StepRunner(
-            captured,
-            plan,
-            lowered,
-            mesh,
-            self._state,
-            holders,
-            loss=self._output_structure.loss,
-            names=self._signature.names,
-            on_backward=None if self._desync is None else self._desync.backward,
-        )
+        self._draws, names = draws(lowered.train), self._signature.names
+        self._desync = make_detector(mesh, list(captured.state), names, self._draws, meets)
+        self._runner = self._make_runner(captured, holders)
         self._install_hooks(holders, model if like is None else None)
         if model is not None:
             seal(self, "", forward_attributes(model) - self.__dict__.keys())
@@ -124,24 +106,26 @@ class Compiled(nn.Module):
         Compiled._uncompiled = torch.compiler.disable(Compiled._call)
 
     def _fill_tree(self, captured: CapturedModel, model: nn.Module | None) -> None:
-        """Gives the module the parts, parameters and buffers of the model, under its names."""
-        if model is not None:
-            copy_tree(model, self, lambda name, _: self._state.user_tensor(name, captured.aliases))
+        """Gives this module the parts, parameters and buffers of the model, under its names."""
+        if model is None:
+            build_tree(self, captured, self._state.user_tensor)
             return
-        constants = {i.target for i in captured.inputs if i.kind == "constant"}
-        names = [name for name in [*captured.state, *captured.aliases] if name not in constants]
-        tensors = {name: self._state.user_tensor(name, captured.aliases) for name in names}
-        build_tree(
-            self, {name: tensor for name, tensor in tensors.items() if tensor is not None}, names
-        )
+        copy_tree(model, self, lambda name, _: self._state.user_tensor(name, captured.aliases))
+        if hasattr(model, "config"):
+            self.config = model.config
 
-    def _make_desync_detector(self, meets: bool) -> DesyncDetector | None:
-        """The check that all ranks make the same calls; None for one process."""
-        if self._mesh.program_group is None or dist.get_backend() == "fake":
-            return None
-        names = self._signature.names
-        identity = zlib.crc32(repr([list(self._captured.state), names]).encode())
-        return DesyncDetector(self._mesh, identity, names, always=self._draws, meets=meets)
+    def _make_runner(self, captured: CapturedModel, holders: Holders | None) -> StepRunner:
+        return StepRunner(
+            captured,
+            self._plan,
+            self._lowered,
+            self._mesh,
+            self._state,
+            holders,
+            loss=self._output_structure.loss,
+            names=self._signature.names,
+            on_backward=None if self._desync is None else self._desync.backward,
+        )
 
     def _install_hooks(self, holders: Holders | None, model: nn.Module | None) -> None:
         """Hooks on clipping, checkpoints and optimizers; ``model`` is the one that was compiled."""
@@ -190,16 +174,12 @@ class Compiled(nn.Module):
         Raises :class:`RunError`, on every rank, with the names of unequal replicas, their ranks and
         the largest difference.
         """
-        modes = {
-            f"training of {name or 'the program'}": module.training
-            for name, module in self.named_modules()
-        }
-        more = modes if self._plan.pipeline == 1 else {}
-        more = {
-            **more,
-            "random_state": self.random_state,
-            "the record of calls": self._desync.state if self._desync is not None else (),
-        }
+        more: dict[str, Any] = {}
+        if self._plan.pipeline == 1:
+            for name, module in self.named_modules():
+                more[f"training of {name or 'the program'}"] = module.training
+        more["random_state"] = self.random_state
+        more["the record of calls"] = self._desync.state if self._desync is not None else ()
         check_replicas(dict(self.named_parameters()), dict(self.named_buffers()), more, optimizer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
@@ -241,7 +221,7 @@ class Compiled(nn.Module):
 
         Raises :class:`RunError`, on every rank, if a rank has seen too few steps.
         """
-        from autopar.runtime.measure.compare import compare
+        from autopar.runtime.measure.compare import compare_ranks
 
         peak = None
         if sample is not None and self._mesh.device.type == "cpu":
@@ -249,11 +229,7 @@ class Compiled(nn.Module):
                 "a step for its memory",
                 lambda: step_peak_bytes(self, self._mesh, self._output_structure.loss_of, sample),
             )
-        own = range(self._mesh.pipeline_rank, len(self._plan.stages), self._mesh.pipeline)
-        return compare(
-            self._plan,
-            gather_rank_times(self._mesh.recorder.times(self._mesh.pipeline_rank, own, peak)),
-        )
+        return compare_ranks(self._plan, self._mesh, peak)
 
     def print_program(self) -> None:
         """Prints the program of one microbatch on this rank, as Python."""
@@ -275,36 +251,15 @@ class Compiled(nn.Module):
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         with nullcontext() if self._desync is None else self._desync.enter_call():
-            return self._called(args, kwargs)
-
-    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._runner.check_stages()
-        variant = self._variants.current()
-        inputs = self._signature.bind(args, kwargs)
-        self._runner.check_inputs(inputs)
-        self._state.check_has_values()
-        self._agree(inputs, variant)
-        self._mesh.recorder.begin(self.training and torch.is_grad_enabled())
-        return self._output_structure.build(self._runner(inputs, variant))
-
-    def _agree(self, inputs: list[torch.Tensor], variant: ProgramVariant) -> None:
-        """Checks that all ranks make the same call, and moves the random state to it."""
-        streams = self._mesh.random_streams
-        seed = own = streams.propose_seed(self.training) if variant.draws else None
-        if self._desync is not None:
-            mode = 2 * variant.number + torch.is_grad_enabled()
-            seed = self._desync.call(
-                inputs,
-                mode,
-                self._runner.trained_parameters(),
-                streams.seed or 0,
-                streams.trained,
-                own,
-            )
-        if own is not None and seed is not None:
-            streams.restart(own, seed)
-        if variant.draws:
-            streams.next_step(self.training)
+            self._runner.check_stages()
+            variant = self._variants.current()
+            inputs = self._signature.bind(args, kwargs)
+            self._runner.check_inputs(inputs)
+            self._state.check_has_values()
+            streams, trained = self._mesh.random_streams, self._runner.trained_parameters
+            agree_on_call(self._desync, streams, inputs, variant, self.training, trained)
+            self._mesh.recorder.begin(self.training and torch.is_grad_enabled())
+            return self._output_structure.build(self._runner(inputs, variant))
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -313,15 +268,11 @@ class Compiled(nn.Module):
         same on every rank. Always copies, because the graph refers to the parameters' memory:
         ``assign`` has no effect. Skips tensors that only other ranks of a pipeline hold.
         """
-        own = self.state_dict()
-        here = {
-            name: value
-            for name, value in state_dict.items()
-            if name not in self._runner.remote_state
-        }
+        own, remote = self.state_dict(), self._runner.remote_state
         converted = OrderedDict(
             (name, redistributed_like(own.get(name), value, self._mesh))
-            for name, value in here.items()
+            for name, value in state_dict.items()
+            if name not in remote
         )
         converted._metadata = getattr(state_dict, "_metadata", {})  # type: ignore[attr-defined]
         return super().load_state_dict(converted, strict=strict)

@@ -5,9 +5,9 @@ Where a user asks for that code, it raises an error.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -15,6 +15,9 @@ from torch import nn
 from autopar.errors import RunError
 from autopar.runtime.module import mode_overrides
 from autopar.runtime.parameters.model_state import check_dtype_and_device
+
+if TYPE_CHECKING:
+    from autopar.ir.captured import CapturedModel
 
 Replace = Callable[[str, torch.Tensor], "torch.Tensor | None"]
 
@@ -80,8 +83,8 @@ class SealedDict(dict[str, Any]):
 
 
 def copy_tree(model: nn.Module, root: nn.Module, replace: Replace) -> None:
-    """Gives ``root`` the children, parameters, buffers and modes of ``model``, in the same order and
-    under the same names.
+    """Gives ``root`` the children, parameters, buffers and modes of ``model``, in their order and
+    under their names.
 
     ``replace(name, tensor)`` returns the new tensor, or None to leave it out. For tied tensors it
     must return the same object. Buffers keep their persistence. Modules of ``torch.nn`` keep their
@@ -196,13 +199,19 @@ def _stay(part: weakref.ref[nn.Module], fn: Any, recurse: bool = True) -> nn.Mod
 
 
 def build_tree(
-    root: nn.Module, tensors: Mapping[str, torch.Tensor], persistent: Iterable[str]
+    root: nn.Module,
+    captured: CapturedModel,
+    user_tensor: Callable[[str, Mapping[str, str]], torch.Tensor | None],
 ) -> None:
-    """Gives ``root`` the parameters and buffers ``tensors`` under their dotted names. Buffers whose
-    names are not ``persistent`` stay out of ``state_dict()``.
+    """Gives ``root`` the parameters and buffers of ``captured`` under their dotted names, for a
+    model that is not there. ``user_tensor(name, aliases)`` returns the new tensor, or None to leave
+    it out.
     """
-    keep = set(persistent)
-    for name, tensor in tensors.items():
+    constants = {i.target for i in captured.inputs if i.kind == "constant"}
+    for name in (*captured.state, *captured.aliases):
+        tensor = None if name in constants else user_tensor(name, captured.aliases)
+        if tensor is None:
+            continue
         *path, last = name.split(".")
         owner = root
         for part in path:
@@ -211,5 +220,3 @@ def build_tree(
             owner._parameters[last] = tensor
         else:
             owner._buffers[last] = tensor
-            if name not in keep:
-                owner._non_persistent_buffers_set.add(last)

@@ -1,4 +1,4 @@
-"""Makes the outputs of a call functions of the parameters and of the inputs that require a gradient.
+"""Makes the outputs of a call functions of the parameters, and of inputs that require a gradient.
 
 The graph of a program ends in leaves whose gradients are not yet the parameters' gradients: each
 rank holds a part of their sum. So the user's outputs come from one autograd node, the bridge,
