@@ -1,6 +1,4 @@
-"""Predicted beside measured, in a table and in a file; and a run corrects the cluster that its plan
-was made for.
-"""
+"""Predicted beside measured, as a table and as a file. A run corrects the cluster of its plan."""
 
 from __future__ import annotations
 
@@ -21,11 +19,10 @@ from autopar import Cluster, Comparison, Plan, cli
 from autopar.cost_model import timeline_of
 from autopar.cost_model.device import MAX_EFFICIENCY
 from autopar.errors import PlanError
-from autopar.runtime.measure.comparison import compare
+from autopar.runtime.measure.compare import compare
 from autopar.runtime.measure.step_recorder import RankTimes
 
-# -- files
-# -------------------------------------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,7 +39,7 @@ def planned(cluster: Cluster, **options: Any) -> Plan:
 
 
 def as_measured(plan: Plan, steps: int = 10) -> list[RankTimes]:
-    """What ranks would measure if ``plan``'s predictions came true."""
+    """The measurements of ranks on which the predictions of ``plan`` come true."""
     found = []
     line = timeline_of(
         plan.schedule, plan.pipeline, plan.chunks, plan.microbatches,
@@ -136,12 +133,11 @@ def test_a_damaged_file_is_told_what_is_wrong(
     assert str(path) in str(error.value)
 
 
-# -- calibration
-# -------------------------------------------------------------------------------------------------------------------------
+# -- calibration -----------------------------------------------------------------------------------
 
 
 def changed(cluster: Cluster, kernels: float, links: float, overhead: float) -> Cluster:
-    """A machine whose kernels and links take so many times as long."""
+    """A machine whose kernels and links take ``compute`` and ``links`` times as long."""
     device = replace(
         cluster.device,
         peak={dtype: rate / kernels for dtype, rate in cluster.device.peak.items()},
@@ -165,7 +161,7 @@ def changed(cluster: Cluster, kernels: float, links: float, overhead: float) -> 
         dict(data=2, tensor=dict(size=2, mode="1d")),
         dict(data=2, pipeline=dict(size=2, split_before=["transformer.ln_f"])),
     ],
-    ids=["mesh", "pipeline"],  # cut by hand: the best cut depends on how fast links are
+    ids=["mesh", "pipeline"],  # cut by hand, because the best cut depends on the speed of links
 )
 def test_a_calibrated_cluster_predicts_what_was_measured(
     name: str, factors: tuple[float, float, float], parallel: dict[str, Any]
@@ -188,8 +184,8 @@ def test_a_calibrated_cluster_predicts_what_was_measured(
 
 
 def test_numbers_that_no_model_made(plan: Plan) -> None:
-    """Compute and communication each slower in a way of its own: the step as a whole, and both of
-    them, come out as measured.
+    """Compute and communication are slower by different factors. The corrected cluster predicts the
+    measured step, compute and communication.
     """
     times = as_measured(plan)[0]
     ((i, took),) = times.stages.items()
@@ -221,10 +217,19 @@ def test_links_that_turn_out_faster_than_assumed() -> None:
         cluster, links=(replace(level, efficiency=0.8, by_ranks={"2": 2e9}, measured=measured),)
     )
     seen = SimpleNamespace(
-        cluster="cpu", steps=9, world_size=2, links={"compute": 0.0, "conversions": 1.0},
+        cluster="cpu",
+        steps=9,
+        world_size=2,
+        links={"compute": 0.0, "conversions": 1.0},
         predicted={"compute": 1.0, "conversions": 1.0, "optimizer": 0.1, "total": 2.1},
-        measured={"compute": 1.0, "conversions": 0.25, "optimizer": 0.1, "other": 0.0, "total": 1.35},
-    )  # fmt: skip
+        measured={
+            "compute": 1.0,
+            "conversions": 0.25,
+            "optimizer": 0.1,
+            "other": 0.0,
+            "total": 1.35,
+        },
+    )
     (found,) = cluster.calibrated(seen).links
     factor = 4.0
     assert found.latency == pytest.approx(level.latency / factor)

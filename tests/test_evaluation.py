@@ -31,7 +31,7 @@ def test_dropout_and_batch_norm_are_understood(name: str) -> None:
 
 
 def branching() -> float:
-    """A training step works; evaluating raises."""
+    """A training step works, and evaluation raises."""
     x = torch.ones(4, 4)
     compiled = autopar.compile(Branching(), x, 1, progress=False)
     compiled(x).backward()
@@ -46,7 +46,7 @@ def test_a_model_that_branches_is_refused_in_eval(ranks: Pools) -> None:
 
 
 class ByBatchSize(torch.nn.Module):
-    """Reads its batch size in Python, as a scale or as a shift."""
+    """Uses its batch size, read in Python, as a scale or as a shift."""
 
     def __init__(self, scale: bool) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class ByBatchSize(torch.nn.Module):
 
 
 def in_parts(scale: bool) -> tuple[float, float]:
-    """The loss of the whole batch, and that of four microbatches."""
+    """The loss of the whole batch, and the loss in four microbatches."""
     torch.manual_seed(0)
     model, x = ByBatchSize(scale).double(), torch.randn(8, 4, dtype=torch.float64)
     expected = model(x).item()

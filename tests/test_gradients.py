@@ -75,7 +75,7 @@ def _small_buckets(case: str) -> int:
     model, compiled = handmade.Network(), handmade.build(case)
     sync = GradientSync(compiled._runner.weights, compiled.mesh, bucket_bytes=1)
     launched: list[int] = []
-    compiled._runner._sync = sync
+    compiled._runner._work.sync = sync
     for step in range(3):
         expected, found = (
             model(**handmade.batch(step))["loss"],

@@ -1,4 +1,4 @@
-"""What must be counted over the whole batch before the first microbatch runs."""
+"""Values that the prologue computes from the whole batch before the first microbatch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Weighted(nn.Module):
 
 
 def differences(options: dict[str, Any]) -> tuple[float, float]:
-    """Of the loss and of the gradient."""
+    """Differences of the loss and of the gradient from those of one device."""
     torch.manual_seed(0)
     model, sample = (
         Weighted().double(),

@@ -29,7 +29,7 @@ PIPED = dict(
 
 
 class Block(nn.Module):
-    """Reads its own mode in a function call; ``counts`` its calls in training."""
+    """Passes its mode to a function, and ``counts`` its calls in training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,8 +43,8 @@ class Block(nn.Module):
 
 
 class Network(nn.Module):
-    """Two BatchNorms, one of them called twice under two names, and a block that drops nearly
-    everything when it trains.
+    """Two BatchNorms, of which one has two names and is called twice, and a block whose dropout
+    drops nearly everything.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ def sample() -> dict[str, torch.Tensor]:
 
 
 def build(model: nn.Module, given: Any, **options: Any) -> autopar.Compiled:
-    _clear_sharding_prop_cache()  # it holds meshes of earlier tests, whose groups are gone
+    _clear_sharding_prop_cache()  # it holds process groups of earlier tests
     return autopar.compile(
         copy.deepcopy(model), given, dist.get_world_size(), progress=False, **options
     )
@@ -79,15 +79,19 @@ def freeze(model: Any, modes: str) -> None:
     """
     for mode in modes:
         {
-            "t": model.train, "e": model.eval, "b": lambda: model.bn.eval(), "B": lambda: model.again.train(),
-            "d": lambda: model.block.eval(), "D": lambda: model.block.train(),
-        }[mode]()  # fmt: skip
+            "t": model.train,
+            "e": model.eval,
+            "b": lambda: model.bn.eval(),
+            "B": lambda: model.again.train(),
+            "d": lambda: model.block.eval(),
+            "D": lambda: model.block.train(),
+        }[mode]()
 
 
 def steps(options: dict[str, Any]) -> list[dict[str, float]]:
-    """Outputs, gradients and buffers in a sequence of modes, each on top of the last."""
+    """Differences of outputs, gradients and buffers in a sequence of changes of modes."""
     model = Network()
-    model.block.eval()  # at compile
+    model.block.eval()  # its mode when compiled
     compiled = build(model, sample(), **options)
     assert not compiled.block.training
     found = []
@@ -112,7 +116,7 @@ def test_parts_in_eval_are_the_models(ranks: Pools, options: dict[str, Any]) -> 
 
 
 class Reads(nn.Module):
-    """Only ``inner`` computes otherwise in eval(), in a way that nothing but its code says."""
+    """Only ``inner`` computes something else in eval(), because its code reads self.training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +140,7 @@ class Doubling(nn.Module):
 def reads() -> None:
     model = Reads()
     compiled = build(model, sample())
-    model.bn.eval(), compiled.bn.eval()  # which is understood by itself
+    model.bn.eval(), compiled.bn.eval()  # a mode of torch's own modules is understood
     torch.testing.assert_close(compiled(**sample()), model(**sample()), rtol=1e-12, atol=0)
     compiled.train(), compiled.inner.eval()
     with pytest.raises(
@@ -154,7 +158,7 @@ def test_what_is_not_understood_is_refused_by_name(ranks: Pools) -> None:
 
 
 class Counting(nn.Module):
-    """Changes a buffer in every mode, and another in training."""
+    """Updates one buffer in every mode, and another one in training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,12 +187,12 @@ def test_buffers_that_evaluation_changes_too(ranks: Pools) -> None:
 
 
 def stays_as_it_is(mode: bool = True) -> bool:
-    """As many set on a frozen encoder: ``encoder.train = stays_as_it_is``."""
+    """A function that users set on a frozen encoder: ``encoder.train = stays_as_it_is``."""
     return mode
 
 
 class Adapted(nn.Linear):
-    """As adapters that add themselves to the weight for evaluation."""
+    """Like adapters whose eval() adds them to the weight."""
 
     merged = False
 
@@ -199,7 +203,7 @@ class Adapted(nn.Linear):
 
 
 class Tuned(Network):
-    """Fine-tuning with frozen statistics, and a block that nothing but its own eval() takes out of
+    """Fine-tuning with frozen statistics, and a block that only its own eval() takes out of
     training.
     """
 

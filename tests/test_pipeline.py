@@ -37,8 +37,7 @@ def _part(size: int, **options: Any) -> dict[str, Any]:
     return dict(micro_batch_size=size, **options)
 
 
-# -- equivalence
-# --------------------------------------------------------------------------------------------------------------------------
+# -- equivalence -----------------------------------------------------------------------------------
 
 TWO = [Case(2, schedule, chunks, options=_part(2)) for schedule, chunks in RUNS]
 FOUR = [
@@ -59,7 +58,7 @@ EIGHT = [
     Case(8, "1f1b", 1, 16, _part(2)),
 ]
 MODELS = ("gpt2", "llama", "t5", "vit", "unet")
-ON_FOUR = ("gpt2", "unet")  # on four ranks in what is not slow
+ON_FOUR = ("gpt2", "unet")  # on four ranks in tests that are not slow
 
 
 def _equal(ranks: Pools, world_size: int, name: str, cases: list[Case]) -> None:
@@ -74,7 +73,7 @@ def _equal(ranks: Pools, world_size: int, name: str, cases: list[Case]) -> None:
 
 
 def test_two_ranks_equal_one_device(ranks: Pools) -> None:
-    _equal(ranks, 2, "gpt2", TWO)  # the others are below, among other numbers of microbatches
+    _equal(ranks, 2, "gpt2", TWO)  # other models are below, with other numbers of microbatches
 
 
 @pytest.mark.parametrize("name", ON_FOUR)
@@ -110,12 +109,11 @@ def test_any_number_of_microbatches(ranks: Pools, name: str) -> None:
     _equal(ranks, 2, name, cases)
 
 
-# -- the loop
-# -----------------------------------------------------------------------------------------------------------------------------
+# -- the loop --------------------------------------------------------------------------------------
 
 
 def build(model: nn.Module, sample: Any, case: Case, **more: Any) -> autopar.Compiled:
-    """Compiled for this world."""
+    """``model`` compiled for all ranks of the test."""
     _clear_sharding_prop_cache()
     world = dist.get_world_size()
     plan = staged.staged_plan(
@@ -167,7 +165,7 @@ def _trains(case: Case) -> None:
     for name, p in model.named_parameters():
         if name in mine:
             close(mine[name], p, 1e-7, name)
-    # The tied embedding is on the first and the last stage, and has stayed one.
+    # The tied embedding is on the first and the last stage, with equal values.
     (tied,) = [
         full(p).detach() for name, p in mine.items() if name == "transformer.wte.weight"
     ] or [None]
@@ -237,13 +235,12 @@ def test_batch_norm_takes_each_microbatchs_statistics(ranks: Pools) -> None:
     ranks(2).run(_normalises, Case(2, "1f1b", options=_part(2)))
 
 
-# -- what is odd
-# --------------------------------------------------------------------------------------------------------------------------
+# -- what is odd -----------------------------------------------------------------------------------
 
 
 class Odd(nn.Module):
-    """Integers that cross, a parameter that two stages use and one that the loss does not reach, a
-    boolean output, buffers that change.
+    """Integers between stages, a parameter that two stages use, one without a gradient, a boolean
+    output, buffers that change.
     """
 
     def __init__(self) -> None:
@@ -303,7 +300,7 @@ def _odd(case: Case) -> None:
                 close(held[name].grad, p.grad, name=name)
     counts = torch.tensor([name in held for name, _ in model.named_parameters()]).int()
     dist.all_reduce(counts)
-    # `scale` is on two pipeline ranks; what no stage uses is on one.
+    # `scale` is on two pipeline ranks; a tensor that no stage uses is on one.
     meshes = compiled.mesh.size
     assert dict(zip(dict(model.named_parameters()), counts.tolist(), strict=True)) == {
         name: meshes * (2 if name == "scale" else 1) for name, _ in model.named_parameters()
@@ -329,7 +326,7 @@ def test_odd_models_with_split_stages(ranks: Pools) -> None:
 
 
 def _tied_norm() -> None:
-    """A parameter of two stages counts once, and a rank with none of the parameters takes part."""
+    """The norm counts a parameter of two stages once, and a rank without parameters takes part."""
     model, sample = (
         Odd(),
         {"x": torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))},
@@ -394,7 +391,7 @@ def _save(case: Case, path: str) -> None:
         dcp.save({"model": compiled.state_dict()}, checkpoint_id=path)
         for p in model.parameters():
             p.data.mul_(2)
-        compiled.load_state_dict(model.state_dict())  # the whole model's
+        compiled.load_state_dict(model.state_dict())  # tensors of all stages
         for name, p in compiled.named_parameters():
             close(p, model.get_parameter(name))
         with pytest.raises(RuntimeError, match="nonsense"):
@@ -413,21 +410,20 @@ def test_a_checkpoint_is_the_whole_models(ranks: Pools) -> None:
                 assert torch.equal(state[name], x), name
 
 
-# -- memory
-# -------------------------------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 class _Tag:
-    """Lives as long as the graph that it is tied to."""
+    """An object that lives as long as the graph that refers to it."""
 
 
 def _held(case: Case) -> list[list[int]]:
-    """For each stage of this rank how many microbatches have a graph, after each forward."""
+    """For each stage of this rank the number of microbatches with a graph, after each forward."""
     with Double():
         model, sample = zoo.gpt2(dtype=torch.float64, batch=case.batch)
         compiled = build(model, sample, case)
     assert compiled._runner.stages is not None
-    compute = compiled._runner._compute
+    compute = compiled._runner._work.compute
     programs = compiled._runner.stages.programs([stage.train for stage in compiled._lowered.stages])
     stage_of = {id(program): i for i, program in enumerate(programs)}
     tags: list[list[weakref.ref[_Tag]]] = [[] for _ in stage_of]
@@ -442,7 +438,7 @@ def _held(case: Case) -> list[list[int]]:
         counts[i].append(sum(t() is not None for t in tags[i]))
         return flat
 
-    compiled._runner._compute = watched  # type: ignore[method-assign]
+    compiled._runner._work.compute = watched  # type: ignore[method-assign]
     with Double():
         compiled(**sample)
     assert all(t() is None for held in tags for t in held)
@@ -457,8 +453,7 @@ def test_a_stage_holds_as_many_microbatches_as_its_schedule_says(ranks: Pools) -
     assert [max(c) for (c,) in ranks(2).run(_held, Case(2, "gpipe", options=_part(2)))] == [4, 4]
 
 
-# -- errors
-# -------------------------------------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 def _errors() -> None:
@@ -486,7 +481,7 @@ def test_errors(ranks: Pools) -> None:
 
 
 def _fails() -> None:
-    """An error in the last backward of the first stage, which no other rank waits for."""
+    """An error in the last backward of the first stage. No other rank waits for this backward."""
     with Double():
         model, sample = zoo.mlp(dtype=torch.float64)
         compiled = build(model, sample, Case(2, "gpipe", options=_part(2)))
@@ -506,7 +501,7 @@ def _fails() -> None:
         assert all(p.grad is None for p in compiled.parameters())
         dist.all_reduce(
             torch.zeros((), dtype=torch.float64), group=compiled.mesh.pipeline_group()
-        )  # the other's sum of the loss
+        )  # the loss's sum, in which the other rank waits
         with pytest.raises(RunError, match="an earlier step failed"):
             compiled(**sample)
 

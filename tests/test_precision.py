@@ -1,5 +1,5 @@
-"""Mixed precision against the same by hand on one device: parameters and inputs cast, the plain
-model run, gradients cast back.
+"""Mixed precision, compared with the plain model on one device and casts by hand: of parameters and
+inputs before it, of gradients after it.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ FOUR: dict[str, dict[str, Any]] = {
 
 
 class ByHand(nn.Module):
-    """``model`` with parameters and inputs cast, but for what batch norm takes; the targets "y" are
-    in float32, as is then the loss.
+    """``model`` with parameters and inputs cast, except those of batch norm. The targets "y" are in
+    float32, and so is the loss.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
@@ -110,7 +110,7 @@ def by_hand(model: nn.Module, sample: Mapping[str, Any], dtype: torch.dtype) -> 
 
 
 def build(model: nn.Module, sample: Mapping[str, Any], **options: Any) -> autopar.Compiled:
-    _clear_sharding_prop_cache()  # it holds meshes of earlier tests, whose groups are gone
+    _clear_sharding_prop_cache()  # it holds process groups of earlier tests
     return autopar.compile(
         copy.deepcopy(model), sample, dist.get_world_size(), progress=False, **options
     )
@@ -129,7 +129,7 @@ def planned(
 
 
 def distance(found: Step, expected: Step) -> float:
-    """Of all gradients together, relative to their norm."""
+    """The distance of all gradients together, relative to their norm."""
     pairs = [
         (g.double(), full(found.gradients[n]).double())
         for n, g in expected.gradients.items()
@@ -139,12 +139,11 @@ def distance(found: Step, expected: Step) -> float:
     return (square / sum(float(a.square().sum()) for a, _ in pairs)) ** 0.5
 
 
-# -- a compute dtype of float32: exact but for rounding
-# -----------------------------------------------------------------------------------
+# -- a compute dtype of float32: exact but for rounding --------------------------------------------
 
 
 def some_of(names: list[str], slow: list[str]) -> list[Any]:
-    """Models as parameters of slow tests; those that are not in ``slow``, of exhaustive ones."""
+    """Models as parameters of slow tests; those not in ``slow``, of exhaustive tests."""
     return [
         pytest.param(name, marks=pytest.mark.slow if name in slow else pytest.mark.exhaustive)
         for name in names
@@ -195,14 +194,13 @@ def test_float64_parameters_and_float32_compute_on_four_ranks(ranks: Pools, name
     check_exact(ranks(4).run(_exact, name, FOUR, timeout=400))
 
 
-# -- half precision: no worse than on one device
-# ------------------------------------------------------------------------------------------
+# -- half precision: no worse than on one device ---------------------------------------------------
 
 
 def _half(
     name: str, dtype: torch.dtype, configurations: dict[str, dict[str, Any]]
 ) -> dict[str, tuple[float, float]]:
-    """By configuration the distance from float32, and that of one device."""
+    """For each configuration the distance from float32, and the same distance on one device."""
     model, sample = getattr(zoo, name)()
     exact, alone = step(copy.deepcopy(model), sample), by_hand(model, sample, dtype)
     allowed = distance(alone, exact)
@@ -230,7 +228,7 @@ def _half(
                 )
     assert 0 < allowed < 0.2, (
         allowed
-    )  # the convolutional one's is 0.11: batch norm of 8 small images
+    )  # 0.11 for the convolutional model, because of batch norm over 8 small images
     return found
 
 
@@ -263,9 +261,7 @@ def test_half_precision_of_more_models(ranks: Pools, name: str) -> None:
         for label, options in PAIR.items()
         if name != "cnn" or "micro_batch_size" not in options
     }
-    if (
-        name == "cnn"
-    ):  # a buffer that the forward changes must be in one stage, and is with batch norm
+    if name == "cnn":  # a buffer that the forward changes must be in one stage
         configurations.pop("recomputed")
     check_half(ranks(2).run(_half, name, torch.bfloat16, configurations, timeout=400))
 
@@ -292,8 +288,8 @@ def train(model: nn.Module, sample: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _trains(name: str, labels: list[str]) -> tuple[dict[str, float], float, float]:
-    """How far each configuration's curve is from float32's, how far one device's is, and by how
-    much the loss went down.
+    """The distance of each configuration's losses from those of float32, the same distance on one
+    device, and the decrease of the loss.
     """
     model, sample = getattr(zoo, name)()
     exact = train(copy.deepcopy(model), sample)
@@ -365,14 +361,11 @@ def test_autocast_around_a_call_does_what_it_does_to_the_model(ranks: Pools) -> 
     ranks(2).run(_autocast)
 
 
-# -- what is sent
-# -------------------------------------------------------------------------------------------------------------------------
+# -- what is sent ----------------------------------------------------------------------------------
 
 
 class Sent(TorchDispatchMode):
-    """The dtypes of the collectives that ran, by kind; numbers alone (losses and counts) are left
-    out.
-    """
+    """The dtypes of the collectives that ran, by kind. Scalars (losses, counts) are left out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -420,7 +413,7 @@ def test_gradients_are_summed_in_reduce_dtype_and_all_else_in_the_compute_dtype(
 
 
 class Scale(nn.Module):
-    """Its weight's gradient is the sum of the batch."""
+    """A scale whose gradient is the sum of the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -431,8 +424,8 @@ class Scale(nn.Module):
 
 
 def sums(options: dict[str, Any], parts: int) -> torch.Tensor:
-    """The gradient of a batch whose first of ``parts`` has the sum 256 and each other one 1: 257 is
-    no number of bfloat16.
+    """The gradient of a batch whose first of ``parts`` has the sum 256, and each other part the sum
+    1: bfloat16 cannot represent 257.
     """
     x = torch.full((2 * parts, 4), 0.5)
     x[:2] = 128.0
@@ -465,8 +458,7 @@ def test_ranks_add_up_in_reduce_dtype(ranks: Pools, zero: int) -> None:
             assert found.tolist() == [expected] * 4, reduce_dtype
 
 
-# -- the loop around it
-# -------------------------------------------------------------------------------------------------------------------
+# -- the loop around it ----------------------------------------------------------------------------
 
 
 def _loop(options: dict[str, Any], path: str) -> None:
@@ -474,7 +466,7 @@ def _loop(options: dict[str, Any], path: str) -> None:
     compiled = build(model, sample, precision="bf16", **options)
     before = {n: full(t).clone() for n, t in compiled.state_dict().items()}
     for n, tensor in model.state_dict().items():
-        assert torch.equal(before[n], tensor), n  # to the bit: the cast ones are copies
+        assert torch.equal(before[n], tensor), n  # bit for bit: the cast parameters are copies
     loss_of(compiled(**sample)).backward()
     once = {n: full(p.grad).clone() for n, p in compiled.named_parameters()}
     (loss_of(compiled(**sample)) * 2).backward()
@@ -515,17 +507,16 @@ def test_accumulation_clipping_evaluation_and_checkpoints(
     ranks(2).run(_loop, PAIR[label], str(tmp_path))
 
 
-# -- memory
-# -------------------------------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 def _holds(options: dict[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
-    """What the plan says of lasting memory, and what there is."""
+    """The plan's bytes of lasting memory, and the measured bytes, by kind."""
     model, sample = zoo.mlp()
     compiled = build(model, sample, precision="bf16", **options)
     weights = compiled._state.weights.values()
 
-    gathered: list[int] = []  # gradients as they wait for their bucket to be full
+    gathered: list[int] = []  # bytes of gradients that wait until their bucket is full
     launch = GradientSync._launch
 
     def counted(self: GradientSync, bucket: Any) -> None:
@@ -539,7 +530,7 @@ def _holds(options: dict[str, Any]) -> tuple[dict[str, float], dict[str, float]]
     compiled._runner._gather.open()
     copies = float(sum(w.leaf.untyped_storage().nbytes() for w in weights))
     compiled._runner._gather.close()
-    compiled._desync = None  # whose records stay from call to call
+    compiled._desync = None  # its records live from call to call
     with LiveBytes() as live, mock.patch.object(GradientSync, "_launch", counted):
         loss = loss_of(compiled(**sample))
         loss.backward()
@@ -562,18 +553,18 @@ def _holds(options: dict[str, Any]) -> tuple[dict[str, float], dict[str, float]]
 
 
 def test_lasting_memory_is_what_a_rank_holds(ranks: Pools) -> None:
-    """At the peak: of plain data parallelism that is in the optimizer's step, with as much again
-    for it as the parameters have.
+    """At the peak: in plain data parallelism this is in the optimizer's step, whose temporaries
+    take as many bytes as the parameters.
     """
     for said, found in ranks(2).run(_holds, PAIR["data"]):
         assert said["parameters"] == said["gradients"] == found["parameters"] == found["gradients"]
         assert said["optimizer"] == 3 * found["parameters"]
         assert found["copies"] > 0
-        assert not {"compute copies", "gathered parameters"} & set(said)  # gone by then
+        assert not {"compute copies", "gathered parameters"} & set(said)  # freed by then
     for label in (
         "zero 1",
         "zero 1, microbatches",
-    ):  # in the backward, when the first gradients wait for their bucket to be full
+    ):  # in the backward, when the first gradients wait until their bucket is full
         for said, found in ranks(2).run(_holds, PAIR[label]):
             assert said["parameters"] == found["parameters"] == found["gradients"]
             assert said["optimizer"] == 2 * found["parameters"]
@@ -615,8 +606,7 @@ def test_planning_counts_bytes_in_the_dtypes_they_have() -> None:
     )
 
 
-# -- plans
-# --------------------------------------------------------------------------------------------------------------------------------
+# -- plans -----------------------------------------------------------------------------------------
 
 
 def _follows(path: str) -> None:
@@ -626,7 +616,7 @@ def _follows(path: str) -> None:
     assert compiled(**sample)["prediction"].dtype == torch.bfloat16
     with pytest.raises(
         autopar.RunError, match="plan again"
-    ):  # parameters of another dtype are another plan's
+    ):  # a plan holds for one dtype of parameters
         autopar.compile(
             copy.deepcopy(model).double(), {k: v.double() for k, v in sample.items()}, 1, plan=plan
         )
@@ -644,8 +634,8 @@ def test_a_plan_remembers_its_precision(ranks: Pools, tmp_path: Path) -> None:
 
 
 def test_tensor_cores_are_faster() -> None:
-    """An A100 multiplies float32 on tensor cores at 8 times, bfloat16 at 16 times the rate that it
-    has without.
+    """On tensor cores an A100 multiplies float32 8 times and bfloat16 16 times as fast as float32
+    without them.
     """
     model, x = (
         nn.Linear(8192, 8192, bias=False, device="meta"),
@@ -718,8 +708,7 @@ def test_gradients_made_in_half_precision_are_summed_in_float32() -> None:
     ]
 
 
-# -- the user's model
-# ---------------------------------------------------------------------------------------------------------------------
+# -- the user's model ------------------------------------------------------------------------------
 
 
 class Recurrent(nn.Module):
@@ -758,7 +747,7 @@ def contents(model: nn.Module) -> list[tuple[Any, ...]]:
 
 @pytest.mark.filterwarnings(
     "ignore:The tensor attributes self.body._flat_weights:UserWarning"
-)  # torch's, of every RNN
+)  # torch's warning for every RNN
 @pytest.mark.parametrize("fails", [False, True])
 def test_capture_leaves_the_model_as_it_is(fails: bool) -> None:
     model, x = Recurrent(fails), torch.randn(2, 3, 4)
@@ -770,8 +759,7 @@ def test_capture_leaves_the_model_as_it_is(fails: bool) -> None:
     assert list(model.state_dict()) == [n for n, *_ in before if n != "scale"]
 
 
-# -- tf32
-# ---------------------------------------------------------------------------------------------------------------------------------
+# -- tf32 ------------------------------------------------------------------------------------------
 
 
 class Watching(TorchDispatchMode):
@@ -812,7 +800,7 @@ def _tf32(options: dict[str, Any]) -> None:
     assert set(watching.found) == {"high"}
     assert (
         len(watching.found) == 8 if not options else 16 and forward
-    )  # three layers forward and backward, less an input's gradient
+    )  # three layers forward and backward, without the gradient of the input
     assert between == setting() == before
     found = {n: p.grad for n, p in compiled.named_parameters()}
     for n, gradient in expected.gradients.items():

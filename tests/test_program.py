@@ -24,7 +24,7 @@ from autopar.errors import RunError
 from autopar.ir.layout import R
 from autopar.runtime.communication.all_ranks import check_same_on_all_ranks
 from autopar.runtime.communication.mesh import Mesh
-from autopar.runtime.step.loss import PendingLoss, total
+from autopar.runtime.step.loss import PendingLoss, sum_loss
 
 # torch saves no AdamW state for a parameter that never had a gradient, and asks for it when
 # loading.
@@ -173,7 +173,8 @@ def _plain(path: str | None) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # it is meant
+# One process saves on purpose.
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("case", ["zero", "grid"])
 def test_checkpoints_move_between_programs_and_plain_models(ranks: Pools, case: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -264,9 +265,7 @@ def _errors() -> None:
             compiled(**arguments)
     with pytest.raises(RunError, match="got 1 positional arguments, the sample had 0"):
         compiled(x, y=y)
-    loss = compiled(y=y, x=x)[
-        "loss"
-    ]  # an error costs nothing, and the order of keywords does not matter
+    loss = compiled(y=y, x=x)["loss"]  # a call after an error works, with keywords in any order
     loss.backward(retain_graph=True)
     loss.backward()
     with pytest.raises(RunError, match="backpropagated twice"):
@@ -332,7 +331,7 @@ def test_mesh_without_axes(ranks: Pools) -> None:
 
 def _logged_loss() -> tuple[float, float]:
     share = torch.tensor(dist.get_rank() + 1.0, requires_grad=True)
-    loss = total(share, dist.group.WORLD)
+    loss = sum_loss(share, dist.group.WORLD)
     logged = loss.detach()
     assert isinstance(logged, PendingLoss)
     assert logged.pending is not None  # nobody has waited

@@ -1,4 +1,6 @@
-"""What is known to take so long is found where it is, and nothing of the training changes."""
+"""Measured times: naps of known length are found in the parts of the step that they are in, and
+recording does not change the training.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,12 @@ from autopar.runtime.measure.step_recorder import StepRecorder
 
 pytestmark = pytest.mark.alone
 
-SLACK = 0.1  # seconds that tiny models and a busy machine add to what sleeps
+SLACK = 0.1  # seconds that tiny models and a busy machine add to a nap
 STEPS = 7
 
 
 class Nap(torch.autograd.Function):
-    """The same tensor, some seconds later, and so its gradient."""
+    """The same tensor after some seconds; its gradient likewise."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
@@ -54,7 +56,7 @@ def nap(x: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
 
 
 def insert_nap(program: torch.fx.GraphModule, forward: float, backward: float) -> None:
-    """Into the first product of a program, whose result needs a gradient."""
+    """Inserts a nap after the first product of a program, whose result needs a gradient."""
     names = ("linear", "addmm", "mm", "matmul")
     node = next(
         n
@@ -82,7 +84,7 @@ def train(
 
 
 class Slow(torch.optim.SGD):
-    """Sleeps half as long in its step as the loop does between steps."""
+    """An optimizer whose step sleeps half as long as the loop sleeps between steps."""
 
     def __init__(self, parameters: Any, between: float) -> None:
         super().__init__(parameters, lr=0.01)
@@ -107,8 +109,7 @@ def compiled_gpt2(**options: Any) -> tuple[autopar.Compiled, dict[str, Any]]:
     return autopar.compile(model, sample, dist.get_world_size(), progress=False, **options), sample
 
 
-# -- what is measured
-# --------------------------------------------------------------------------------------------------------------------
+# -- what is measured ------------------------------------------------------------------------------
 
 
 def _one() -> None:
@@ -123,7 +124,7 @@ def _one() -> None:
     about(took["step", "optimizer"], 0.09)
     about(took["step", "other"], 0.18)
     about(took["step", "total"], 0.06 + 0.12 + 0.09 + 0.18)
-    assert found.steps == STEPS - 3  # two warm up, and the last has no end
+    assert found.steps == STEPS - 3  # two steps warm up, and the last one has no end
     assert found.predicted["total"] == pytest.approx(compiled.plan.step_time)
     assert sum(v for k, v in found.measured.items() if k != "total") == pytest.approx(
         found.measured["total"]
@@ -163,7 +164,8 @@ def test_microbatches_add_up(ranks: Pools) -> None:
 
 def _conversion() -> None:
     compiled = handmade.build("columns")
-    own = collectives._MOVEMENTS["P", "I"]  # the forward's only one; the backward has none
+    # The only conversion of the forward; the backward has none.
+    own = collectives._MOVEMENTS["P", "I"]
 
     def slow(*args: Any) -> torch.Tensor:
         time.sleep(0.08)
@@ -194,7 +196,7 @@ def test_who_is_done_first_waits_for_the_others_gradients(ranks: Pools) -> None:
     first, second = ranks(2).run(_synchronisation)
     about(
         first["gradient synchronisation"], 0.1 - 0.01
-    )  # less the time by which the ranks' backwards begin apart
+    )  # less the time between the beginnings of the ranks' backwards
     about(first["backward"], 0.0)
     about(second["gradient synchronisation"], 0.0)
     about(second["backward"], 0.1)
@@ -230,14 +232,14 @@ def test_the_stages_of_a_pipeline(ranks: Pools) -> None:
     about(took["stage 1", "backward"], microbatches * backward)
     line = timeline_of(
         "1f1b", 2, 1, microbatches, [0.0, forward], [0.0, backward]
-    )  # of the naps alone
+    )  # the naps alone
     waits = line.ends[0][-1] - line.busy[0]
     assert waits == pytest.approx(microbatches * (forward + backward))
-    about(took["rank 0", "waiting"], waits - 0.01)  # what stage 0 itself computes is no waiting
+    about(took["rank 0", "waiting"], waits - 0.01)  # the rank does not wait while stage 0 computes
     about(took["rank 1", "waiting"], 0.0)
     about(
         found.measured["compute"], microbatches * (forward + backward)
-    )  # of the rank that works longest
+    )  # those of the rank with the most work
     predicted = {(row.where, row.what): row.predicted for row in found.rows}
     assert predicted["stage 1", "forward"] == pytest.approx(
         microbatches * plan.stages[1].seconds["forward"]
@@ -247,8 +249,7 @@ def test_the_stages_of_a_pipeline(ranks: Pools) -> None:
     assert "waiting: for other ranks" in text
 
 
-# -- what does not count
-# -----------------------------------------------------------------------------------------------------------------
+# -- what does not count ---------------------------------------------------------------------------
 
 
 def _others() -> None:
@@ -263,7 +264,7 @@ def _others() -> None:
         compiled(**sample).loss.backward()
     compiled.train()
     for _ in range(4):
-        compiled(**sample)  # never propagated back
+        compiled(**sample)  # without a backward
     assert recorder.steps == 0
     with pytest.raises(
         RunError,
@@ -273,7 +274,7 @@ def _others() -> None:
         compiled.compare()
     train(
         compiled, lambda _: sample, 5
-    )  # the first after a lone forward does not count, and the last has no end
+    )  # the first step after a lone forward does not count, and the last one has no end
     assert recorder.steps == 3
     assert compiled.compare().steps == 3
 
@@ -295,13 +296,12 @@ def test_all_ranks_hear_that_one_has_seen_too_few_steps(ranks: Pools) -> None:
     ranks(2).run(_two_few)
 
 
-# -- the training stays as it is
-# ---------------------------------------------------------------------------------------------------------
+# -- the training stays as it is -------------------------------------------------------------------
 
 
 def _history(recorded: bool, options: dict[str, Any]) -> list[torch.Tensor]:
-    """Losses, gradients and parameters of a run with dropout; ``recorded``, with its memory
-    measured between a backward and a step.
+    """Losses, gradients and parameters of a run with dropout. If ``recorded``, the run is recorded,
+    and its memory is measured between a backward and an optimizer step.
     """
     model, sample = zoo.gpt2(dropout=0.1)
     torch.manual_seed(0)
@@ -354,7 +354,7 @@ def test_losses_gradients_and_parameters_are_the_same_to_the_bit(
 
 
 def _cost() -> float:
-    """The share of a step that recording it takes: the parts that it has, times what one costs."""
+    """The time of recording as a share of a step: the number of parts times the cost of one."""
     compiled, sample = compiled_gpt2(parallel=dict(tensor=dict(size=2, mode="1d")))
     train(compiled, lambda _: sample)
     recorder = compiled.mesh.recorder
@@ -401,7 +401,7 @@ def _memory() -> None:
     expected = sum(t.nbytes for t in (*kept, *sample.values())) + allocated
     assert row.measured == pytest.approx(
         expected, rel=0.001
-    )  # torch's profiler on one rank: all that its allocator hands out
+    )  # all bytes that torch's allocator hands out, according to torch's profiler
     assert row.predicted == pytest.approx(expected, rel=0.01)
 
 
@@ -409,13 +409,12 @@ def test_memory_of_a_step_on_a_cpu(ranks: Pools) -> None:
     ranks(1).run(_memory)
 
 
-# -- on a GPU
-# ----------------------------------------------------------------------------------------------------------------------------
+# -- on a GPU --------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 def test_times_and_memory_of_a_gpu() -> None:
-    """A kernel that is known to take long, and memory that is known to be taken."""
+    """A kernel of known length, and memory of known size."""
     recorder, device = StepRecorder(torch.device("cuda", 0)), torch.device("cuda", 0)
     cycles = 100_000_000
 

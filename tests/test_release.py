@@ -1,5 +1,6 @@
-"""What a backward does with what a call returned: gradients of inputs, second losses, hooks, and
-whatever else asks for gradients. All as on one device, in float64, or refused with the reason."""
+"""Backwards through the outputs of a call: gradients of inputs, second losses, hooks, chosen
+parameters. All equal those of one device, in float64, or are refused with the reason.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ PIPELINE = {"pipeline": staged.Case(2, "1f1b", options=dict(micro_batch_size=2))
 
 
 class Net(nn.Module):
-    """A critic of two inputs, one read in the first and the last layer; outputs beside the loss."""
+    """A critic of two inputs with several outputs. The first and the last layer read one input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,9 +71,9 @@ def alike(compiled: nn.Module, model: nn.Module, what: str) -> None:
 
 
 def programs() -> Iterator[tuple[str, nn.Module, autopar.Compiled]]:
-    """The model and its programs on this world of two ranks."""
+    """The model and its compiled programs on two ranks."""
     for name, options in (ONE | PARTS | PIPELINE).items():
-        _clear_sharding_prop_cache()  # it holds meshes of earlier tests, whose groups are gone
+        _clear_sharding_prop_cache()  # it holds process groups of earlier tests
         model = Net()
         plan = None
         if isinstance(options, staged.Case):
@@ -106,7 +107,7 @@ def _inputs(name: str, model: nn.Module, compiled: nn.Module) -> None:
         for batch in given:
             batch["x"].requires_grad_()
             made.append(batch["y"].requires_grad_())
-            batch["y"] = 2 * made[-1]  # no leaf: it passes its gradient on
+            batch["y"] = 2 * made[-1]  # not a leaf: the gradient goes on to its producer
         losses = [m(**batch)["loss"] for m, batch in zip((model, compiled), given, strict=True)]
         assert given[1]["x"].grad is None, f"{name}: a gradient before the backward"
         for loss in losses:
@@ -118,7 +119,7 @@ def _inputs(name: str, model: nn.Module, compiled: nn.Module) -> None:
         close(made[1].grad, made[0].grad, f"{name}, y")
         alike(compiled, model, name)
         for p in (*model.parameters(), *compiled.parameters()):
-            p.requires_grad_(number != 0)  # frozen in the second round, as an adversary has it
+            p.requires_grad_(number != 0)  # frozen in the second round, as in adversarial training
 
 
 def _second_loss(name: str, model: nn.Module, compiled: nn.Module) -> None:
@@ -126,7 +127,7 @@ def _second_loss(name: str, model: nn.Module, compiled: nn.Module) -> None:
         m.zero_grad()
     expected, found = model(**sample()), compiled(**sample())
     assert found["h"].requires_grad
-    close(found["h"].detach(), expected["h"].detach(), name)  # reading costs nothing
+    close(found["h"].detach(), expected["h"].detach(), name)  # reading outputs changes no gradient
     (expected["loss"] + expected["h"].pow(3).sum()).backward()
     both = found["loss"] + full(found["h"]).pow(3).sum()
     if name in ONE:
@@ -162,7 +163,7 @@ def _asked(name: str, model: nn.Module, compiled: nn.Module) -> None:
         RuntimeError if name in ONE else RunError, match="second time" if name in ONE else "twice"
     ):
         loss.backward()
-    for m in (model, compiled):  # one that nothing is done with, and two in one backward
+    for m in (model, compiled):  # three calls: the first has no backward, the others share one
         m.zero_grad()
         m(**sample())
         early = m(**sample(1))["loss"]
@@ -175,7 +176,7 @@ def _asked(name: str, model: nn.Module, compiled: nn.Module) -> None:
     for m in (model, compiled):
         m.zero_grad()
         loss = m(**sample())["loss"]
-        loss /= 4  # as those do who accumulate
+        loss /= 4  # as users do who accumulate gradients
         loss.backward()
     alike(compiled, model, f"{name}, in place")
 
@@ -236,8 +237,8 @@ def _hooks(name: str, model: nn.Module, compiled: nn.Module) -> None:
 
 
 def _steps_in_the_backward(name: str, model: nn.Module, compiled: nn.Module) -> None:
-    """Each parameter has an optimizer of its own, which steps as soon as its gradient is there, and
-    lets go of it.
+    """Each parameter has its own optimizer, which steps as soon as the gradient is there, and frees
+    the gradient.
     """
     handles = []
     for m in (model, compiled):

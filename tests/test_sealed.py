@@ -1,6 +1,4 @@
-"""What a user does to a compiled model beside training it: hooks, attributes, other parts, copies,
-torch.compile.
-"""
+"""Uses of a compiled model beside training: hooks, attributes, new parts, copies, torch.compile."""
 
 from __future__ import annotations
 
@@ -63,7 +61,7 @@ def sample(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def build(model: nn.Module | None = None, **options: Any) -> autopar.Compiled:
-    _clear_sharding_prop_cache()  # it holds meshes of earlier tests, whose groups are gone
+    _clear_sharding_prop_cache()  # it holds process groups of earlier tests
     return autopar.compile(
         model or Network(), sample(), dist.get_world_size(), progress=False, **options
     )
@@ -110,7 +108,8 @@ def refuses() -> None:
     for message, action in REFUSED.items():
         with pytest.raises(autopar.RunError, match=message):
             action(compiled)
-    compiled.notes, compiled.block.notes, compiled.head.notes = 1, 2, 3  # free for the user
+    # Attributes that no forward reads.
+    compiled.notes, compiled.block.notes, compiled.head.notes = 1, 2, 3
     compiled.bn.train(), compiled.requires_grad_(True), compiled.head.double()
     assert (type(compiled.head), type(compiled.bn), type(compiled.dropout)) == (
         nn.Linear,
@@ -166,8 +165,8 @@ def trains(model: Any, average: Any, steps: range) -> None:
 
 
 def copies(options: dict[str, Any]) -> None:
-    """A moving average of a compiled model, and a copy that trains on its own, against the plain
-    model's.
+    """A moving average of a compiled model, and a copy that trains by itself, compared with the
+    plain model's.
     """
     model = Network()
     compiled = build(copy.deepcopy(model), **options)
@@ -228,7 +227,7 @@ def replicas(options: dict[str, Any]) -> None:
     message = str(error.value)
     assert "bn.running_mean on rank 1 is not that on rank 0 (largest difference 0.25" in message
     assert "the settings of the optimizer's group 0 on rank 1" in message
-    if options["zero"] == 0:  # else each rank has its own part
+    if options["zero"] == 0:  # otherwise each rank has a shard
         assert "head.bias on rank 1 is not that on rank 0 (largest difference 0.5" in message
         assert (
             "exp_avg of block.linear.weight on rank 1 is not that on rank 0 (largest difference "

@@ -33,14 +33,14 @@ PARTS = GRID | dict(micro_batch_size=2)
 
 
 def build(model: nn.Module, sample: dict[str, Any], **options: Any) -> autopar.Compiled:
-    _clear_sharding_prop_cache()  # it holds meshes of earlier tests, whose groups are gone
+    _clear_sharding_prop_cache()  # it holds process groups of earlier tests
     return autopar.compile(
         copy.deepcopy(model), sample, dist.get_world_size(), progress=False, **options
     )
 
 
 def batch(sample: dict[str, Any], step: int) -> dict[str, Any]:
-    """Other values, in the sample's shapes."""
+    """Another batch in the sample's shapes."""
     generator = torch.Generator().manual_seed(step)
     order = torch.randperm(len(next(iter(sample.values()))), generator=generator)
     return {k: v[order].roll(step, 1) if v.ndim == 2 else v[order] for k, v in sample.items()}
@@ -60,14 +60,13 @@ def close(
     )
 
 
-# -- optimizer, scheduler, clipping
-# -------------------------------------------------------------------------------------------------------
+# -- optimizer, scheduler, clipping ----------------------------------------------------------------
 
 
 def optimizer_of(
     model: nn.Module,
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """AdamW as it is set up in practice: no weight decay on vectors, warm-up and decay."""
+    """AdamW as users set it up: no weight decay on vectors, a warm-up, a decay of the rate."""
     groups = [
         [p for p in model.parameters() if p.ndim > 1],
         [p for p in model.parameters() if p.ndim <= 1],
@@ -115,7 +114,7 @@ def test_training_equals_one_device(ranks: Pools, options: dict[str, Any]) -> No
 
 
 def _assigns(options: dict[str, Any]) -> None:
-    """Values that are assigned, as a swap with averaged weights and ``vector_to_parameters`` do."""
+    """Assigns to ``parameter.data``, as averaged weights and ``vector_to_parameters`` do."""
     with Double():
         model, sample = zoo.mlp(dtype=torch.float64)
         compiled = build(model, sample, **options)
@@ -144,7 +143,7 @@ def test_assigned_data_is_the_parameters(ranks: Pools, options: dict[str, Any]) 
 
 
 def _draws(options: dict[str, Any]) -> None:
-    """Parameters drawn anew, also on ranks whose seeds differ, and through ``data``, as
+    """Draws new parameter values: on ranks whose seeds differ, and through ``parameter.data``, as
     transformers does.
     """
     with Double():
@@ -175,7 +174,7 @@ def _draws(options: dict[str, Any]) -> None:
             torch.zeros(8), dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
         )
         with pytest.warns(UserWarning, match="may not have complete support"):
-            others.normal_()  # as torch does it
+            others.normal_()  # torch draws the same on one device
 
 
 @pytest.mark.parametrize(
@@ -214,8 +213,7 @@ def test_the_norm_is_torchs(ranks: Pools, options: dict[str, Any]) -> None:
     ranks(4).run(_norms, options)
 
 
-# -- accumulation and scaling
-# -------------------------------------------------------------------------------------------------------------
+# -- accumulation and scaling ----------------------------------------------------------------------
 
 
 def _accumulates(options: dict[str, Any]) -> None:
@@ -240,8 +238,7 @@ def test_two_calls_add_up_and_a_scaled_loss_scales(ranks: Pools, options: dict[s
     ranks(4).run(_accumulates, options)
 
 
-# -- evaluation
-# ---------------------------------------------------------------------------------------------------------------------------
+# -- evaluation ------------------------------------------------------------------------------------
 
 
 def _evaluates(name: str, options: dict[str, Any]) -> None:
@@ -274,7 +271,7 @@ def test_evaluation_is_the_models(ranks: Pools, name: str, options: dict[str, An
 
 
 class Averaging(nn.Module):
-    """Keeps a running mean of what it computes, and counts its calls."""
+    """Keeps a running mean of its results in a buffer, and counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -312,8 +309,7 @@ def test_buffers_change_as_the_models_do(ranks: Pools, options: dict[str, Any]) 
     ranks(4).run(_averages, options)
 
 
-# -- checkpoints
-# --------------------------------------------------------------------------------------------------------------------------
+# -- checkpoints -----------------------------------------------------------------------------------
 
 
 def _steps(
@@ -335,7 +331,7 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
 
 def _save(options: dict[str, Any], path: str) -> None:
     with Double():
-        model, sample = zoo.gpt2(dtype=torch.float64)  # its head is tied to its embedding
+        model, sample = zoo.gpt2(dtype=torch.float64)  # the head is tied to the embedding
         compiled = build(model, sample, **options)
         optimizer = torch.optim.AdamW(compiled.parameters(), lr=0.01)
         _steps(compiled, optimizer, sample, range(2))
@@ -355,15 +351,16 @@ def _go_on(options: dict[str, Any], path: str) -> list[float]:
     with Double():
         model, sample = zoo.gpt2(dtype=torch.float64)
         for p in model.parameters():
-            p.data.zero_()  # all comes from the file
+            p.data.zero_()  # so that all values come from the file
         compiled = build(model, sample, **options)
         optimizer = _restored(compiled, path, alone=False)
         return _steps(compiled, optimizer, sample, range(2, STEPS))
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # it is meant
+# One process saves on purpose.
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_training_goes_on_from_a_checkpoint_elsewhere(ranks: Pools) -> None:
-    """From a grid to one device, to other splits of four ranks and to two."""
+    """A run on a grid of four ranks goes on on one device, on other meshes of four, and on two."""
     with tempfile.TemporaryDirectory() as path, Double():
         ranks(4).run(_save, GRID, path)
         straight, sample = zoo.gpt2(dtype=torch.float64)
@@ -380,15 +377,14 @@ def test_training_goes_on_from_a_checkpoint_elsewhere(ranks: Pools) -> None:
                 assert losses == pytest.approx(expected, rel=1e-9)
 
 
-# -- dropout
-# ------------------------------------------------------------------------------------------------------------------------------
+# -- dropout ---------------------------------------------------------------------------------------
 
 ROWS_OF_DROPS, WIDTH, DROPPED = 8, 1024, 0.5
 KEPT = 2.0 / (1 - DROPPED)
 
 
 class Dropping(nn.Module):
-    """Ones times a weight, some dropped: outputs and gradient show which."""
+    """Dropout of ones times a weight: outputs and gradient show the dropped elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -403,7 +399,7 @@ class Dropping(nn.Module):
 def _drops(
     layout: str, options: dict[str, Any]
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """For each of three steps: the whole output, this rank's part, the weight's gradient."""
+    """For each of three steps the whole output, this rank's shard, and the weight's gradient."""
     model, x = Dropping(), torch.ones(ROWS_OF_DROPS, WIDTH)
     compiled = build(model, {"x": x}, constraints={"drop": layout}, mesh=(2, 2), **options)
     found = []

@@ -1,4 +1,4 @@
-"""The bytes of tensors that are alive, whatever holds them: at once, and at most."""
+"""The bytes of the tensors that are alive, whatever refers to them: now, and at the peak."""
 
 from __future__ import annotations
 
@@ -15,26 +15,32 @@ _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 class LiveBytes(TorchDispatchMode):
-    """Within, every storage that an operator makes is watched, without keeping it alive.
+    """A context that counts every storage that an operator makes, by weak references.
 
-    What a kernel has and gives back while it runs is not seen; what other threads let go of is.
+    It sees storages that other threads free. It does not see memory that a kernel allocates and
+    frees while it runs.
 
     Args:
-        meta: whether it counts tensors of the meta device, or those of all other devices.
-        rounded: what the allocator makes of a size.
+        meta: whether to count tensors on the meta device, or those on all other devices.
+        rounded: from a size in bytes to the bytes that the allocator takes for it.
+
+    Attributes:
+        uncounted: keys (:func:`storage_key`) of storages that are left out.
+        peak: the most bytes that were alive at once.
+        before: the bytes that were alive at the last :meth:`start`.
     """
 
     def __init__(self, meta: bool = False, rounded: Callable[[int], int] = int) -> None:
         super().__init__()
         self._meta, self._rounded = meta, rounded
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.uncounted: set[int] = set()  # storages that are not counted
+        self.uncounted: set[int] = set()
         self.peak = self.before = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         there = {key for t in tree_leaves((args, kwargs)) if (key := storage_key(t)) is not None}
-        # What waits for a collective returns the tensor that it is given, but not on meta tensors.
+        # wait_tensor returns its argument. On the meta device it would make another tensor.
         out = args[0] if self._meta and func is _WAIT else func(*args, **kwargs)
         for t in tree_leaves(out):
             if (
@@ -52,26 +58,26 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def alive(self) -> int:
-        """Bytes of the storages made within that are still there."""
+        """Bytes of the counted storages that are alive."""
         self._storages = {
             key: (ref, n) for key, (ref, n) in self._storages.items() if not ref.expired()
         }
         return sum(n for key, (_, n) in self._storages.items() if key not in self.uncounted)
 
     def start(self) -> None:
-        """Counts the ``peak`` from here on; what is there now was there ``before``."""
+        """Starts ``peak`` anew, and sets ``before`` to the bytes that are alive now."""
         self.before = self.peak = self.alive()
 
 
 def storage_key(value: Any) -> int | None:
-    """What tells the memory of a tensor from that of others."""
+    """A number for the memory of a tensor, or of a storage; None if ``value`` is neither."""
     held = _storage(value)
     return None if held is None else held._cdata
 
 
 def _storage(value: Any) -> torch.UntypedStorage | None:
-    if isinstance(value, DTensor):  # which has no memory but its local tensor's
+    if isinstance(value, DTensor):  # its only memory is its local tensor's
         value = value._local_tensor
-    if isinstance(value, torch.UntypedStorage):  # an operand of set_
+    if isinstance(value, torch.UntypedStorage):  # an argument of set_
         return value
     return value.untyped_storage() if isinstance(value, torch.Tensor) else None

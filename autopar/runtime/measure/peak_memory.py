@@ -1,4 +1,4 @@
-"""The memory that a step takes on a CPU, which keeps no count of its own."""
+"""The peak memory of a step on a CPU, where torch's allocator keeps no statistics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def peak_bytes(step: Callable[[], None]) -> int:
-    """The most bytes that tensors had while ``step`` ran, beyond those that were there before."""
+    """The most bytes of tensors alive at once while ``step`` runs, beyond those alive before."""
     with LiveBytes() as live:
         step()
     return live.peak
@@ -25,8 +25,8 @@ def peak_bytes(step: Callable[[], None]) -> int:
 
 @contextmanager
 def _unchanged(model: nn.Module, mesh: Mesh) -> Iterator[None]:
-    """Within, it trains and parameters have no gradients; after, gradients, buffers and random
-    numbers are as they were.
+    """A context in which ``model`` trains and parameters have no gradients. After it, modes,
+    gradients, buffers and random numbers are as before.
     """
     gradients = {p: p.grad for p in model.parameters()}
     buffers = {b: b.detach().clone() for b in model.buffers()}
@@ -51,8 +51,8 @@ def _unchanged(model: nn.Module, mesh: Mesh) -> Iterator[None]:
 def step_peak_bytes(
     model: nn.Module, mesh: Mesh, loss_of: Callable[[Any], torch.Tensor], batch: Any
 ) -> int:
-    """The most bytes of a step of a program on the CPU: those that last, ``batch`` among them, and
-    what its forward and backward take.
+    """The peak bytes of a step on the CPU: lasting bytes (parameters, buffers, optimizer state and
+    ``batch``), and those that forward and backward take. ``loss_of(output)`` is the loss.
     """
     args, kwargs = (
         ((), batch)
@@ -63,7 +63,7 @@ def step_peak_bytes(
     def step() -> None:
         loss = loss_of(model(*args, **kwargs))
         loss.backward()
-        loss.item()  # its sum over ranks may be under way
+        loss.item()  # waits for the sum over ranks
 
     with _unchanged(model, mesh), mesh.recorder.paused():
         taken = peak_bytes(step)

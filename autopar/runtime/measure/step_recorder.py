@@ -1,9 +1,9 @@
-"""How long the parts of training steps take: a mark before and after each, read once the device has
-passed it.
+"""How long the parts of training steps take.
 
-On a CPU a mark is a time. On a GPU it is an event on the stream that the step runs on, so that
-nothing waits for the device inside a step; its time is read steps later. Parts do not lie inside
-each other, but for conversions in "forward" and "backward", and these in "schedule".
+The recorder makes a mark before and after each part. On a CPU a mark is a time. On a GPU it is an
+event on the step's stream, so that no step waits for the device: the recorder reads the times of
+the events some steps later. Parts do not overlap, with two exceptions: "forward" and "backward"
+contain their conversions, and a pipeline's "schedule" contains both.
 """
 
 from __future__ import annotations
@@ -22,32 +22,31 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
-from autopar.runtime.measure.autograd_engine import BackwardObserver
 
-# steps that are not counted: memory is allocated, buckets learn which gradients come, a GPU loads
-# its kernels
+# The first steps do not count: they allocate memory, buckets learn which parameters get gradients,
+# and a GPU loads its kernels.
 WARM_UP = 2
-LEAST = 3  # steps for a median
-KEPT = 1000  # steps whose times are kept, the latest
+LEAST = 3  # counted steps that a median needs
+KEPT = 1000  # the latest steps, whose times the recorder keeps
 
 IN_STAGES = ("forward", "backward", "forward conversions", "backward conversions")
-Mark = Any  # seconds, or a torch.cuda.Event
-Part = tuple[str, int]  # what it is, and of which stage
+Mark = Any  # seconds on a CPU, a torch.cuda.Event on a GPU
+Part = tuple[str, int]  # its kind, and its stage (-1: of no stage)
 
 
 @dataclass(frozen=True)
 class RankTimes:
-    """What one rank measured: medians over ``steps`` steps.
+    """The measurements of one rank: medians over the counted steps.
 
     Attributes:
-        steps: how many counted.
-        rank: its pipeline rank.
-        seconds: of a step: "step" from call to call, "gradient synchronisation", "optimizer",
-            "schedule" (a pipeline's, from its first action to its last).
-        stages: for each of its stages, of all microbatches: "forward" and "backward" with the
-            conversions in them, and these alone as "forward conversions" and "backward
-            conversions".
-        nbytes: the most memory that was taken at once; None where it was not measured.
+        steps: the number of counted steps.
+        rank: the pipeline rank.
+        seconds: of a step, by kind: "step" (from call to call), "gradient synchronisation",
+            "optimizer", "schedule" (of a pipeline, from its first action to its last).
+        stages: for each stage of the rank the seconds of all microbatches, by kind: "forward" and
+            "backward", with the conversions in them, and the conversions alone as "forward
+            conversions" and "backward conversions".
+        nbytes: the peak memory in bytes; None if it was not measured.
     """
 
     steps: int
@@ -60,31 +59,32 @@ class RankTimes:
 @dataclass
 class _Step:
     start: Mark
-    clean: bool  # whether all that happens in it is its own
+    is_clean: bool  # whether all work in it is this step's work
     end: Mark = None
     parts: list[tuple[Part, Mark, Mark]] = field(default_factory=list)
 
     @property
-    def trained(self) -> bool:
+    def has_backward(self) -> bool:
         return any(kind == "backward" for (kind, _), _, _ in self.parts)
 
 
 class StepRecorder:
-    """Records steps on one device. A step goes from one call that trains to the next; it counts if
-    its loss was propagated back and nothing else was called in between. Of a loop that calls
-    several times before it updates parameters, every call is a step."""
+    """Records steps on one device.
+
+    A step lasts from one training call to the next. It counts if a backward ran in it and no other
+    call. In a loop that accumulates gradients over several calls, every call is a step.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._open: _Step | None = None
-        self._passing: deque[_Step] = deque()  # ended, but the device may not be there yet
+        self._passing: deque[_Step] = deque()  # ended steps that the device may still run
         self._steps: deque[dict[Part, float]] = deque(maxlen=KEPT)
         self._ended = 0
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._stepping: list[
-            tuple[_Step | None, Mark]
-        ] = []  # steps of optimizers that are under way, the outermost first
-        self._running, self._paused = ("", 0), False
+        # The optimizers' step() calls that run now, the outermost first.
+        self._optimizer_steps: list[tuple[_Step | None, Mark]] = []
+        self._computing, self._is_paused = ("", 0), False
 
     def _now(self) -> Mark:
         if self._device.type != "cuda":
@@ -94,18 +94,18 @@ class StepRecorder:
         return event
 
     def begin(self, trains: bool) -> None:
-        """A call begins, and the step before it ends."""
-        if self._paused:
+        """Ends the step before this call; begins a step if the call ``trains``."""
+        if self._is_paused:
             return
         before, self._open = self._open, None
         if not trains:
             return
         now = self._now()
-        if before is not None and before.clean and before.trained:
+        if before is not None and before.is_clean and before.has_backward:
             before.end = now
             self._end(before)
-        # Where a loss is still to be propagated back, that may happen in the step that begins.
-        self._open = _Step(now, clean=before is None or before.trained)
+        # If the step before had no backward, its backward may run in the step that begins.
+        self._open = _Step(now, is_clean=before is None or before.has_backward)
 
     def _end(self, step: _Step) -> None:
         self._passing.append(step)
@@ -128,72 +128,73 @@ class StepRecorder:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within, calls are none of the training loop's."""
-        under_way, self._open, self._paused = self._open, None, True
+        """A context in which calls do not belong to the training loop and are not recorded."""
+        interrupted, self._open, self._is_paused = self._open, None, True
         try:
             yield
         finally:
-            self._open, self._paused = under_way, False
-            self._spoil()
+            self._open, self._is_paused = interrupted, False
+            self._discard_step()
 
-    def _spoil(self) -> None:
-        """The step that is under way will not count."""
+    def _discard_step(self) -> None:
+        """The running step will not count."""
         if self._open is not None:
-            self._open.clean = False
+            self._open.is_clean = False
 
     def mark(self) -> Mark:
-        """The moment when a part begins; None outside of steps."""
+        """The time at which a part begins; None outside of steps."""
         return self._now() if self._open is not None else None
 
     def begin_compute(self, kind: str, stage: int = 0) -> Mark:
-        """The same for the "forward" or "backward" of a stage, whose conversions count as its."""
-        self._running = kind, stage
+        """The time at which a "forward" or "backward" of a stage begins. Conversions until
+        :meth:`end_compute` count as conversions of this stage.
+        """
+        self._computing = kind, stage
         return self.mark()
 
     def end_compute(self, start: Mark) -> None:
-        """What :meth:`begin_compute` began at ``start`` ends."""
-        kind, stage = self._running
-        self._running = "", 0
+        """Ends the part that :meth:`begin_compute` began at ``start``."""
+        kind, stage = self._computing
+        self._computing = "", 0
         self.add(kind, start, stage)
 
     def end_conversion(self, start: Mark) -> None:
-        """A conversion that began at ``start`` ends."""
-        kind, stage = self._running
+        """Ends a conversion that began at ``start``."""
+        kind, stage = self._computing
         if kind:
             self.add(f"{kind} conversions", start, stage)
 
     def add(self, kind: str, start: Mark, stage: int = -1) -> None:
-        """What began at ``start`` ends."""
+        """Ends a part that began at ``start``."""
         if self._open is not None and start is not None:
             self._open.parts.append(((kind, stage), start, self._now()))
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer``, which has parameters of the program, begins a step."""
+        """``step()`` of ``optimizer`` begins, which has parameters of the program."""
         self._optimizers.add(optimizer)
-        if (
-            self._stepping and self._stepping[-1][0] is not self._open
-        ):  # its closure called the program, or it raised an error
-            self._stepping.clear()
-        self._stepping.append((self._open, self.mark()))
+        if self._optimizer_steps and self._optimizer_steps[-1][0] is not self._open:
+            # The optimizer's closure called the program, or its last step() raised an error.
+            self._optimizer_steps.clear()
+        self._optimizer_steps.append((self._open, self.mark()))
 
     def optimizer_ends(self) -> None:
-        """The step of the optimizer that began last ends. A subclass that calls ``super().step()``
-        begins and ends twice.
+        """The optimizer's ``step()`` that began last ends. In a subclass that calls
+        ``super().step()``, two of them begin and end.
         """
-        step, start = self._stepping.pop() if self._stepping else (None, None)
-        if step is self._open and not self._stepping:
+        step, start = self._optimizer_steps.pop() if self._optimizer_steps else (None, None)
+        if step is self._open and not self._optimizer_steps:
             self.add("optimizer", start)
 
     @property
     def steps(self) -> int:
-        """Steps that ended and were not the first."""
+        """The number of steps that ended after the warm-up."""
         return max(0, self._ended - WARM_UP)
 
     def times(self, rank: int, stages: Sequence[int], nbytes: int | None) -> RankTimes:
-        """The medians, of the rank's ``stages``; ``nbytes`` as measured by other means. The step
-        that is under way will not count.
+        """The medians for pipeline rank ``rank`` and its ``stages``. ``nbytes``: the peak memory as
+        measured elsewhere, used on a CPU alone. The running step will not count.
         """
-        self._spoil()
+        self._discard_step()
         if self._passing:
             torch.cuda.synchronize(self._device)
             while self._passing:
@@ -217,8 +218,8 @@ class StepRecorder:
         return RankTimes(self.steps, rank, seconds, by_stage, nbytes)
 
     def lasting_bytes(self, tensors: Sequence[torch.Tensor]) -> int:
-        """Bytes of this rank's part of ``tensors`` and of the state of the optimizers that were
-        seen to step.
+        """Bytes of this rank's parts of ``tensors``, and of the state of all optimizers that
+        stepped.
         """
         states = [state for optimizer in self._optimizers for state in optimizer.state.values()]
         kept = [t for state in states for t in state.values() if isinstance(t, torch.Tensor)]
@@ -228,24 +229,9 @@ class StepRecorder:
         )
 
 
-class BackwardTimer(BackwardObserver):
-    """Records the backwards that reach what it watches."""
-
-    def __init__(self, recorder: StepRecorder) -> None:
-        super().__init__(self._begins_now, self._ends_now)
-        self._recorder = recorder
-        self._since: Mark = None
-
-    def _begins_now(self) -> None:
-        self._since = self._recorder.begin_compute("backward")
-
-    def _ends_now(self) -> None:
-        self._recorder.end_compute(self._since)
-
-
 def gather_rank_times(times: RankTimes) -> list[RankTimes]:
-    """Every rank's, in their order. All ranks must call it; RunError, on all of them, where one has
-    too few steps.
+    """The times of all ranks, in the order of ranks. All ranks must call it. Raises
+    :class:`RunError`, on all of them, if one has too few steps.
     """
     found = [times] * dist.get_world_size()
     dist.all_gather_object(found, times)
@@ -253,9 +239,8 @@ def gather_rank_times(times: RankTimes) -> list[RankTimes]:
         needed = f"{LEAST} steps after {WARM_UP} that warm up"
         raise RunError(
             f"compare() needs {needed}, rank {found.index(fewest)} of {len(found)} has seen "
-            f"{fewest.steps}: call it after "
-            f"{WARM_UP + LEAST + 1} or more calls in training (a step ends with the next call, "
-            "and counts if its loss was propagated back "
-            "and nothing was evaluated in between)"
+            f"{fewest.steps}: call it after {WARM_UP + LEAST + 1} or more calls in training (a "
+            "step ends with the next call, and counts if its loss was propagated back and nothing "
+            "was evaluated in between)"
         )
     return found

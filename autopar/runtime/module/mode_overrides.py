@@ -1,8 +1,7 @@
-"""A model's own ``train()`` and ``eval()``, which keep a BatchNorm in ``eval()``, say, or do
-nothing.
+"""A model's own ``train()`` and ``eval()``: for example those that keep a BatchNorm in ``eval()``.
 
-Parts of a compiled model have none of the model's code: they do to modes what these functions did
-once, on a copy.
+The parts of a compiled model have none of the model's code. So these functions are called once, on
+a copy of the model, and the parts repeat their effect on modes.
 """
 
 from __future__ import annotations
@@ -18,11 +17,10 @@ from torch import nn
 from autopar.capture.module_state import MODULE_ATTRIBUTES
 from autopar.errors import RunError
 
-Modes = dict[
-    str, "bool | None"
-]  # whether each part trains after a call, by its path; None where the call leaves it as it was
+# By path, whether a module trains after a call. None: the call leaves its mode as it was.
+Modes = dict[str, "bool | None"]
 
-_KEPT = "_own_modes"
+_OVERRIDES = "_mode_overrides"
 _CALLS: dict[str, Callable[[nn.Module], Any]] = {
     "train(True)": lambda module: module.train(True),
     "train(False)": lambda module: module.train(False),
@@ -31,18 +29,20 @@ _CALLS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 def copy_mode_overrides(module: nn.Module, shell: nn.Module, path: str) -> None:
-    """``train()`` and ``eval()`` of ``shell``, which has the parts of ``module``, do to modes what
-    those of ``module`` do.
+    """Gives ``shell``, which has the parts of ``module``, functions ``train()`` and ``eval()`` with
+    the effect on modes that those of ``module`` have.
     """
-    known = vars(module).get(_KEPT) or (_learn(module, path) if _overrides(module) else None)
-    if known is None:
+    effects = vars(module).get(_OVERRIDES)
+    if effects is None and _has_overrides(module):
+        effects = _effects(module, path)
+    if effects is None:
         return
-    shell.__dict__[_KEPT] = known
-    shell.__dict__["train"] = partial(_train, weakref.ref(shell), known)
-    shell.__dict__["eval"] = partial(_obey, weakref.ref(shell), known, "eval()")
+    shell.__dict__[_OVERRIDES] = effects
+    shell.__dict__["train"] = partial(_train, weakref.ref(shell), effects)
+    shell.__dict__["eval"] = partial(_set_modes, weakref.ref(shell), effects, "eval()")
 
 
-def _overrides(module: nn.Module) -> bool:
+def _has_overrides(module: nn.Module) -> bool:
     kind = type(module)
     return (
         kind.train is not nn.Module.train
@@ -51,42 +51,40 @@ def _overrides(module: nn.Module) -> bool:
     )
 
 
-def _learn(module: nn.Module, path: str) -> dict[str, Modes | str]:
-    """The modes after each call; a message where a call does something else, too."""
+def _effects(module: nn.Module, path: str) -> dict[str, Modes | str]:
+    """The modes after each call; an error message for a call that changes more than modes."""
     modes = {part: part.training for part in module.modules()}
     try:
         return {
-            name: _after(module, call, f"{path or 'the model'}.{name}")
+            name: _modes_after(module, call, f"{path or 'the model'}.{name}")
             for name, call in _CALLS.items()
         }
     finally:
-        for (
-            part,
-            mode,
-        ) in modes.items():  # a function that was set on the module itself knows no copy
+        # A function that is an attribute of the module sets the modes of the module, not of a copy.
+        for part, mode in modes.items():
             part.training = mode
 
 
-def _after(module: nn.Module, call: Callable[[nn.Module], Any], name: str) -> Modes | str:
-    found = []
+def _modes_after(module: nn.Module, call: Callable[[nn.Module], Any], name: str) -> Modes | str:
+    afterwards = []
     for start in (True, False):
         try:
             twin = _without_memory(module)
             for part in (*module.modules(), *twin.modules()):
                 part.training = start
-            before = _noted(twin)
+            before = _readable_state(twin)
             call(twin)
-            after = _noted(twin)
+            after = _readable_state(twin)
         except Exception as e:
             return f"{name} could not be followed ({type(e).__name__}: {e})"
         if changed := [
-            what
-            for what in before.keys() | after.keys()
-            if not _same(before.get(what), after.get(what))
+            name
+            for name in before.keys() | after.keys()
+            if not _same(before.get(name), after.get(name))
         ]:
             return f"{name} also changes {', '.join(sorted(changed))}"
-        found.append({path: part.training for path, part in twin.named_modules()})
-    from_training, from_evaluation = found
+        afterwards.append({path: part.training for path, part in twin.named_modules()})
+    from_training, from_evaluation = afterwards
     return {
         path: mode if mode == from_evaluation[path] else None
         for path, mode in from_training.items()
@@ -94,7 +92,7 @@ def _after(module: nn.Module, call: Callable[[nn.Module], Any], name: str) -> Mo
 
 
 def _without_memory(module: nn.Module) -> nn.Module:
-    """A copy on the meta device."""
+    """A copy whose tensors are on the meta device."""
     memo: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
         placed = tensor.detach().to("meta")
@@ -106,8 +104,8 @@ def _without_memory(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, memo)
 
 
-def _noted(module: nn.Module) -> dict[str, Any]:
-    """What the forward may read of a module and its parts, but for their modes."""
+def _readable_state(module: nn.Module) -> dict[str, Any]:
+    """All that the forward may read of a module and its parts, except their modes."""
     found: dict[str, Any] = {}
     for path, part in module.named_modules():
         prefix = f"{path}." if path else ""
@@ -134,21 +132,23 @@ def _same(before: Any, after: Any) -> bool:
 
 
 def _train(
-    shell: weakref.ref[nn.Module], known: dict[str, Modes | str], mode: bool = True
+    shell: weakref.ref[nn.Module], effects: dict[str, Modes | str], mode: bool = True
 ) -> nn.Module:
     if not isinstance(mode, bool):
-        raise ValueError("training mode is expected to be boolean")  # as torch says it
-    return _obey(shell, known, f"train({mode})")
+        raise ValueError("training mode is expected to be boolean")  # torch's own message
+    return _set_modes(shell, effects, f"train({mode})")
 
 
-def _obey(shell: weakref.ref[nn.Module], known: dict[str, Modes | str], call: str) -> nn.Module:
-    module, modes = shell(), known[call]
+def _set_modes(
+    shell: weakref.ref[nn.Module], effects: dict[str, Modes | str], call: str
+) -> nn.Module:
+    module, modes = shell(), effects[call]
     assert module is not None
     if isinstance(modes, str):
         raise RunError(
             f"{modes}, which has no effect on the compiled program: it was made of the model's "
-            "forward alone. Have train() and eval() "
-            "change nothing but modes, or set the modes of the compiled model's parts one by one"
+            "forward alone. Have train() and eval() change nothing but modes, or set the modes of "
+            "the compiled model's parts one by one"
         )
     for path, part in module.named_modules():
         if (mode := modes[path]) is not None:

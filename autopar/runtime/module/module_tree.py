@@ -1,13 +1,13 @@
-"""A module tree that has a model's parameter names and none of its code, and that says so where a
-user asks for code.
+"""The module tree of a compiled model: it has the model's parameter names and none of its code.
+Where a user asks for that code, it raises an error.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -15,6 +15,9 @@ from torch import nn
 from autopar.errors import RunError
 from autopar.runtime.module import mode_overrides
 from autopar.runtime.parameters.model_state import check_dtype_and_device
+
+if TYPE_CHECKING:
+    from autopar.ir.captured import CapturedModel
 
 Replace = Callable[[str, torch.Tensor], "torch.Tensor | None"]
 
@@ -31,7 +34,7 @@ _CODE = (staticmethod, classmethod, property)
 
 
 class ModuleShell(nn.Module):
-    """A part of a compiled model: it holds parameters and buffers and is not called."""
+    """A module of a compiled model: it holds parameters and buffers, and is never called."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         check_attribute(self, name)
@@ -39,11 +42,13 @@ class ModuleShell(nn.Module):
 
 
 class SealedDict(dict[str, Any]):
-    """The parameters, buffers or children of a part, which are those of the program.
+    """The parameters, buffers or children of a module, which the user cannot replace.
 
-    ``frozen``: ``nn.Module`` asks its parameters whether they have a name before it sets any
-    attribute of it, and on no other occasion where the attribute is there; so modules of torch
-    refuse these names and keep their class.
+    Attributes:
+        owner: the module's path.
+        frozen: attributes of a module of torch that cannot be set. ``nn.Module.__setattr__`` looks
+            for the name in the module's parameters. So the module can keep its class, and this
+            dictionary of its parameters refuses the name.
     """
 
     owner = ""
@@ -71,21 +76,19 @@ class SealedDict(dict[str, Any]):
         path = f"compiled.{self.owner}.{name}" if self.owner else f"compiled.{name}"
         return RunError(
             f"{path} cannot be set, replaced or deleted: the program was made of the model's "
-            "parts as they were when it was compiled. To "
-            f"change values write into a tensor (under torch.no_grad(), {path}.copy_(...), or "
-            "load_state_dict); to change the model "
-            "change it before compiling, and compile again"
+            "parts as they were when it was compiled. To change values write into a tensor (under "
+            f"torch.no_grad(), {path}.copy_(...), or load_state_dict); to change the model change "
+            "it before compiling, and compile again"
         )
 
 
 def copy_tree(model: nn.Module, root: nn.Module, replace: Replace) -> None:
-    """Gives ``root`` the children, parameters and buffers of ``model``, in its order and under its
-    names, and its mode.
+    """Gives ``root`` the children, parameters, buffers and modes of ``model``, in their order and
+    under their names.
 
-    ``replace(name, tensor)`` makes the new tensor, None to leave it out; it must return the same
-    object for the same tied tensor. Buffers keep their persistence. Modules of ``torch.nn`` keep
-    their class, so that optimizer groups made by class (no weight decay on ``LayerNorm``) come out
-    alike.
+    ``replace(name, tensor)`` returns the new tensor, or None to leave it out. For tied tensors it
+    must return the same object. Buffers keep their persistence. Modules of ``torch.nn`` keep their
+    class, because users make optimizer groups by class (no weight decay on ``LayerNorm``).
     """
     root.training = model.training
     _fill(model, root, "", replace, {})
@@ -104,7 +107,7 @@ def _fill(
         if child is None:
             target._modules[name] = None
             continue
-        if id(child) not in done:  # a module that stands in two places stands in two places here
+        if id(child) not in done:  # a module with two names remains one module
             done[id(child)] = _shell(child)
             _fill(child, done[id(child)], f"{prefix}{name}.", replace, done)
             _finish(child, done[id(child)], f"{prefix}{name}")
@@ -130,8 +133,8 @@ def _finish(module: nn.Module, shell: nn.Module, path: str) -> None:
 
 
 def seal(module: nn.Module, path: str, names: Collection[str]) -> None:
-    """From now on the module's tensors and children stay what they are, and so do the attributes
-    ``names`` that the model had.
+    """From now on the tensors, the children and the attributes ``names`` of the module cannot be
+    replaced. ``path`` is the module's.
     """
     for state in _STATE:
         module.__dict__[state] = sealed = SealedDict(module.__dict__[state])
@@ -142,8 +145,8 @@ def seal(module: nn.Module, path: str, names: Collection[str]) -> None:
 
 
 def forward_attributes(module: nn.Module) -> set[str]:
-    """What a user may have given a module for its forward to read: what is neither torch's nor
-    code.
+    """The attributes that the module's forward may read: not those of every ``nn.Module``, and no
+    functions.
     """
     if _SEALED in module.__dict__:
         return set(module.__dict__[_SEALED][1])
@@ -159,9 +162,7 @@ def forward_attributes(module: nn.Module) -> set[str]:
 
 
 def check_attribute(module: nn.Module, name: str) -> None:
-    """RunError where ``name`` is an attribute that the model had, and that its forward may have
-    read.
-    """
+    """Raises :class:`RunError` if ``name`` is an attribute that the model's forward may read."""
     path, names = module.__dict__.get(_SEALED, ("", ()))
     if name in names:
         raise _fixed(path, name)
@@ -171,24 +172,24 @@ def _fixed(path: str, name: str) -> RunError:
     place = f"compiled.{path}.{name}" if path else f"compiled.{name}"
     return RunError(
         f"{place} cannot be set: the program has the value that {name} had when the model was "
-        "compiled. Set it on the model and compile "
-        "again, or make it a buffer (register_buffer, before compiling), whose value the program "
-        f"reads: {place}.fill_(...)"
+        "compiled. Set it on the model and compile again, or make it a buffer (register_buffer, "
+        f"before compiling), whose value the program reads: {place}.fill_(...)"
     )
 
 
 def _refuse_hook(path: str, name: str, *args: Any, **kwargs: Any) -> NoReturn:
     raise RunError(
         f"compiled.{path}.{name}: parts of a compiled model are never called, so a hook on one "
-        "would not run. Register a forward hook on "
-        "the model before compiling, where it is traced with the model; return the tensor from "
-        "forward to read it; for gradients use "
+        "would not run. Register a forward hook on the model before compiling, where it is traced "
+        "with the model; return the tensor from forward to read it; for gradients use "
         "register_post_accumulate_grad_hook on a parameter, or a hook on the compiled model itself"
     )
 
 
 def _stay(part: weakref.ref[nn.Module], fn: Any, recurse: bool = True) -> nn.Module:
-    """What ``to``, ``half``, ``cuda`` and their like do to a part."""
+    """Replaces ``_apply``, which ``to``, ``half``, ``cuda`` and others call, in a module of the
+    tree: raises an error for another device or dtype.
+    """
     shell = part()
     assert shell is not None
     for tensor in (*shell.parameters(), *shell.buffers()):
@@ -198,13 +199,19 @@ def _stay(part: weakref.ref[nn.Module], fn: Any, recurse: bool = True) -> nn.Mod
 
 
 def build_tree(
-    root: nn.Module, tensors: Mapping[str, torch.Tensor], persistent: Iterable[str]
+    root: nn.Module,
+    captured: CapturedModel,
+    user_tensor: Callable[[str, Mapping[str, str]], torch.Tensor | None],
 ) -> None:
-    """Gives ``root`` these parameters and buffers under their dotted names. Buffers not in
-    ``persistent`` stay out of ``state_dict()``.
+    """Gives ``root`` the parameters and buffers of ``captured`` under their dotted names, for a
+    model that is not there. ``user_tensor(name, aliases)`` returns the new tensor, or None to leave
+    it out.
     """
-    keep = set(persistent)
-    for name, tensor in tensors.items():
+    constants = {i.target for i in captured.inputs if i.kind == "constant"}
+    for name in (*captured.state, *captured.aliases):
+        tensor = None if name in constants else user_tensor(name, captured.aliases)
+        if tensor is None:
+            continue
         *path, last = name.split(".")
         owner = root
         for part in path:
@@ -213,5 +220,3 @@ def build_tree(
             owner._parameters[last] = tensor
         else:
             owner._buffers[last] = tensor
-            if name not in keep:
-                owner._non_persistent_buffers_set.add(last)

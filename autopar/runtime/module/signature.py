@@ -1,5 +1,5 @@
-"""How a program is called: from the user's arguments to the graph's inputs, checked, and from its
-outputs to what the model returns.
+"""The arguments and outputs of a compiled model: from the user's arguments to the graph's inputs,
+and from the graph's outputs to the model's output.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ if TYPE_CHECKING:
 
 _ADVICE = (
     "the program is compiled for the sample's shapes; drop the last, smaller batch "
-    "(DataLoader(drop_last=True)), pad it, "
-    "or compile again with a sample of this shape"
+    "(DataLoader(drop_last=True)), pad it, or compile again with a sample of this shape"
 )
 
 
 class Signature:
     """The arguments that a captured model takes.
 
-    Arguments: ``captured``; ``device``, where inputs must lie; ``microbatches``, of which the graph
-    was captured for one; ``batch_dims``, for each input tensor the dim that they cut. :meth:`bind`
-    takes a call's arguments.
+    Arguments: ``device``, where inputs must be; ``microbatches``, the number of microbatches in a
+    batch (the graph takes one microbatch); ``batch_dims``, for each input tensor the dim along
+    which microbatches cut it, or None.
     """
 
     def __init__(
@@ -41,16 +40,15 @@ class Signature:
         self._constants = captured.constant_inputs
         size = captured.in_spec.num_leaves
         args, kwargs = tree_unflatten(list(range(size)), captured.in_spec)
-        self._args: list[Any] = list(args)  # trees of positions
+        self._args: list[Any] = list(args)  # trees of positions among the flat arguments
         self._kwargs: dict[str, Any] = dict(kwargs)
         inputs = [i for i in captured.inputs if i.kind == "input"]
         tensors = [position for position in range(size) if position not in self._constants]
         samples = {
             node.name: node.meta["val"] for node in captured.graph.nodes if node.op == "placeholder"
         }
-        self._samples: dict[
-            int, tuple[str, tuple[int, ...], torch.dtype]
-        ] = {}  # flat position -> what the user calls it, shape, dtype
+        # By flat position: the argument's name, its shape for the whole batch, and its dtype.
+        self._samples: dict[int, tuple[str, tuple[int, ...], torch.dtype]] = {}
         for position, i, dim in zip(tensors, inputs, batch_dims, strict=True):
             shape = [
                 n * microbatches if d == dim else n for d, n in enumerate(samples[i.name].shape)
@@ -60,12 +58,12 @@ class Signature:
 
     @property
     def names(self) -> list[str]:
-        """What the user calls each of the graph's inputs."""
+        """The user's name of each of the graph's inputs."""
         return [name for name, *_ in self._samples.values()]
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """The graph's inputs, in order; :class:`RunError` says which argument is missing, unknown
-        or unlike the sample.
+        """The graph's inputs, in order. Raises :class:`RunError` for an argument that is missing,
+        unknown, or unlike the sample's.
         """
         if len(args) > len(self._args):
             raise RunError(
@@ -97,7 +95,7 @@ class Signature:
         return [self._check(flat[position], *sample) for position, sample in self._samples.items()]
 
     def _fill(self, flat: list[Any], filled: set[int], value: Any, tree: Any, name: str) -> None:
-        if isinstance(tree, int):  # one leaf, the usual case
+        if isinstance(tree, int):  # the argument is one leaf
             flat[tree] = value
             filled.add(tree)
             return
@@ -129,8 +127,7 @@ class Signature:
             dim = next(d for d in range(value.ndim) if value.shape[d] != shape[d])
             raise RunError(
                 f"{name} has size {value.shape[dim]} in dim {dim}, expected {shape[dim]} (shape "
-                f"{tuple(value.shape)}, "
-                f"the sample had {shape}): {_ADVICE}"
+                f"{tuple(value.shape)}, the sample had {shape}): {_ADVICE}"
             )
         if value.dtype != dtype:
             raise RunError(
@@ -161,8 +158,10 @@ def _short(value: Any) -> str:
 
 
 class OutputStructure:
-    """What a captured model returns: tensors of the graph with the constants between them, in the
-    model's own structure.
+    """The structure of a captured model's output: tensors of the graph, and constants.
+
+    Attributes: ``positions``, those of the tensors among the flat output; ``loss``, the place of
+    the loss among the tensors.
     """
 
     def __init__(self, captured: CapturedModel) -> None:
@@ -172,14 +171,14 @@ class OutputStructure:
         self.positions = [
             i for i, leaf in enumerate(self._leaves) if isinstance(leaf, torch.fx.Node)
         ]
-        self.loss = self.positions.index(captured.loss)  # among the tensors
+        self.loss = self.positions.index(captured.loss)
 
     def loss_of(self, output: Any) -> torch.Tensor:
-        """The loss in what :meth:`build` made."""
+        """The loss in an output that :meth:`build` made."""
         return tree_flatten(output)[0][self.positions[self.loss]]
 
     def build(self, tensors: Iterable[torch.Tensor]) -> Any:
-        """The model's output with these tensors, one for each of the graph's user outputs."""
+        """The model's output, given its tensors in order."""
         leaves = list(self._leaves)
         for position, tensor in zip(self.positions, tensors, strict=True):
             leaves[position] = tensor

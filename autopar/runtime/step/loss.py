@@ -1,12 +1,14 @@
-"""The loss of the whole batch: each rank's share, summed over the ranks that hold shares.
+"""The loss of the whole batch: the sum of the ranks' shares.
 
-On gloo a rank would wait here for the slowest one before its backward begins, though nothing in the
-backward needs the sum. So the sum is under way while the backward runs, and whoever reads the loss
-waits for it then. On NCCL waiting orders streams and blocks nobody.
+On gloo, waiting for this sum inside the call would make each rank wait for the slowest one before
+its backward begins, although the backward does not need the sum. So the all-reduce runs during the
+backward, and the first use of the loss waits for it. On NCCL a wait orders streams and blocks no
+rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,14 +20,50 @@ from autopar.runtime.communication.watchdog import blocking_section
 _functional = torch.ops._c10d_functional
 
 
+class LossSum:
+    """Sums the loss of each step over the ranks of ``group`` (None: each rank has all of it).
+
+    ``on_backward`` is a hook for the gradient of each loss.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        on_backward: Callable[[torch.Tensor], None] | None,
+    ) -> None:
+        self._group, self._on_backward = group, on_backward
+        # The last sum, without the loss's graph, which refers to the program.
+        self._pending: torch.Tensor | None = None
+
+    def __call__(self, share: torch.Tensor) -> torch.Tensor:
+        """The loss, from this rank's ``share`` of it."""
+        if self._on_backward is not None and share.requires_grad:
+            share.register_hook(self._on_backward)
+        loss = share if self._group is None else sum_loss(share, self._group)
+        self._pending = loss.pending if isinstance(loss, PendingLoss) else None
+        return loss
+
+    def wait(self) -> None:
+        """Blocks until the last loss is summed."""
+        if self._pending is not None:
+            _functional.wait_tensor(self._pending)
+            self._pending = None
+
+
+def sum_loss(share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum of every rank's ``share`` of the loss, differentiable."""
+    value = _Sum.apply(share, group)
+    return value if value.is_cuda else _as_pending(value, value.detach())
+
+
 class _Sum(torch.autograd.Function):
     """The gradient of a sum over ranks is the gradient of each share."""
 
     @staticmethod
     def forward(ctx: Any, share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         value = _functional.all_reduce_(share.detach().clone(), "sum", group.group_name)
-        # Another tensor of the same memory: the collective holds on to its own until it is waited
-        # for, which would then have the graph.
+        # The collective refers to its tensor until someone waits for it. A detached tensor of the
+        # same memory keeps the graph of the loss out of that tensor.
         return _functional.wait_tensor(value) if value.is_cuda else value.detach()
 
     @staticmethod
@@ -34,20 +72,21 @@ class _Sum(torch.autograd.Function):
 
 
 class PendingLoss(torch.Tensor):
-    """A loss whose sum over ranks may be under way; every use but ``backward``, ``detach`` and its
-    description waits for it.
+    """A loss whose sum over ranks may be under way. Every use waits for the sum, except
+    ``backward``, ``detach`` and the attributes in ``_NOT_READING``.
 
-    ``pending`` is the sum, without a graph, as long as nobody waited for it.
+    Only a subclass of Tensor learns that a tensor is read. AsyncCollectiveTensor, torch's own for
+    this purpose, waits already in ``loss.backward()``.
+
+    Attributes: ``pending``, the sum without a graph; None once someone waited for it.
     """
 
     pending: torch.Tensor | None = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (
-            func is torch.Tensor.detach
-        ):  # kept to be logged, often before the optimizer's step, which need not wait
-            return args[0].detached()
+        if func is torch.Tensor.detach:  # often before the optimizer's step, to log the loss later
+            return args[0].detach_pending()
         if func not in _NOT_READING:
             for value in tree_iter((args, kwargs)):
                 if isinstance(value, PendingLoss):
@@ -55,17 +94,17 @@ class PendingLoss(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
-    def detached(self) -> torch.Tensor:
-        """Without a graph, and as much under way."""
+    def detach_pending(self) -> torch.Tensor:
+        """The loss without a graph. Its sum may be under way, too."""
         with torch._C.DisableTorchFunctionSubclass():
             value = self.detach()
-        return value if self.pending is None else _pending(value, self.pending)
+        return value if self.pending is None else _as_pending(value, self.pending)
 
     def wait(self) -> None:
-        """Blocks until the sum is there."""
+        """Blocks until the loss is summed."""
         if self.pending is not None:
             with blocking_section():
-                finish(self.pending)
+                _functional.wait_tensor(self.pending)
             self.pending = None
 
 
@@ -78,20 +117,7 @@ _NOT_READING = {
 }
 
 
-def total(share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum of every rank's ``share`` of the loss, differentiable."""
-    value = _Sum.apply(share, group)
-    if value.is_cuda:
-        return value
-    return _pending(value, value.detach())
-
-
-def _pending(value: torch.Tensor, summed: torch.Tensor) -> PendingLoss:
-    found = value.as_subclass(PendingLoss)
-    found.pending = summed
-    return found
-
-
-def finish(value: torch.Tensor) -> None:
-    """Blocks until a sum that may be under way is there."""
-    _functional.wait_tensor(value)
+def _as_pending(value: torch.Tensor, pending: torch.Tensor) -> PendingLoss:
+    loss = value.as_subclass(PendingLoss)
+    loss.pending = pending
+    return loss

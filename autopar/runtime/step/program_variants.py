@@ -1,8 +1,7 @@
-"""Which program a call runs: what ``train()`` and ``eval()`` of the model and of its parts have
-come to.
+"""Which program a call runs: it depends on ``train()`` and ``eval()`` of the model and its parts.
 
-The program that trains and the one that evaluates are made beforehand; others, of models of which a
-part is frozen in ``eval()``, when they are called for, and kept.
+The programs for a model in training and in evaluation exist from the start. Programs for a model
+with some parts in ``eval()`` are made at the first call in these modes, and kept.
 """
 
 from __future__ import annotations
@@ -24,53 +23,58 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class ProgramVariant:
-    """A program in certain modes: whole, and by stages; ``kept`` are the numbers of the updates
-    that it does not make.
+    """The program in certain modes.
+
+    Attributes:
+        program: the whole program.
+        stages: the same program, cut into stages.
+        skipped_updates: the numbers of the updates that it does not make.
+        number: of the modes; the same on all ranks.
+        draws: whether the program draws random numbers.
     """
 
     program: fx.GraphModule
     stages: Sequence[StageProgram]
-    kept: frozenset[int]
-    number: int  # of its modes, the same on all ranks
+    skipped_updates: frozenset[int]
+    number: int
 
     def __post_init__(self) -> None:
-        nodes = [n for n in self.program.graph.nodes if n.op == "call_function"]
-        self.draws = any(graph_kernels.draws(operator_of(n.target), n.args) for n in nodes)
+        self.draws = draws(self.program)
+
+
+def draws(program: fx.GraphModule) -> bool:
+    """Whether ``program`` draws random numbers."""
+    nodes = [n for n in program.graph.nodes if n.op == "call_function"]
+    return any(graph_kernels.draws(operator_of(n.target), n.args) for n in nodes)
 
 
 class ProgramVariants:
-    """The variants of ``lowered`` for the tree of modules under ``root``; ``updates`` are the
-    buffers that it updates, by name.
+    """The variants of ``lowered`` for the modes of ``root`` and its modules. ``updates``: the names
+    of the buffers that the program updates.
     """
 
     def __init__(self, root: nn.Module, lowered: LoweredModel, updates: Sequence[str]) -> None:
         self._lowered, self._evaluating = lowered, lowered.evaluating
-        self._owners = [
-            "" if name in self._evaluating.updates else name.rpartition(".")[0] for name in updates
-        ]
-        self._always = frozenset(
-            i for i, name in enumerate(updates) if name in self._evaluating.updates
-        )
+        always = self._evaluating.updates  # buffers that a call in eval() updates, too
+        self._owners = ["" if name in always else name.rpartition(".")[0] for name in updates]
+        self._always = frozenset(i for i, name in enumerate(updates) if name in always)
         known = dict(root.named_modules(remove_duplicate=False))
         paths = {path: known.get(path, root) for path in (*lowered.modules, *self._owners)}
-        if (
-            self._evaluating.mismatch is not None
-        ):  # any of the model's own modules may be what reads self.training
-            paths |= {path: module for path, module in known.items() if not _of_torch(module)}
-        self._number = {id(root): 0}
-        self._modules = [root]
-        for module in paths.values():
-            if id(module) not in self._number:
-                self._number[id(module)] = len(self._modules)
-                self._modules.append(module)
-        self._places = {path: self._number[id(module)] for path, module in paths.items()}
+        if self._evaluating.mismatch is not None:
+            # Any module of the user's own class may be the one that reads self.training.
+            paths |= {
+                path: module for path, module in known.items() if not _is_torch_module(module)
+            }
+        self._modules = list({id(module): module for module in (root, *paths.values())}.values())
+        number = {id(module): i for i, module in enumerate(self._modules)}
+        self._places = {path: number[id(module)] for path, module in paths.items()}
         self._variants: dict[tuple[bool, ...], ProgramVariant] = {}
         self._last: tuple[tuple[bool, ...], ProgramVariant] | None = None
 
-    def now(self) -> ProgramVariant:
+    def current(self) -> ProgramVariant:
         """The program for the modes that the modules are in.
 
-        Raises :class:`RunError` for modes in which the model computes something else than the
+        Raises :class:`RunError` for modes in which the model may compute something else than the
         program.
         """
         modes = tuple([module.training for module in self._modules])
@@ -84,40 +88,34 @@ class ProgramVariants:
     def _make(self, modes: tuple[bool, ...]) -> ProgramVariant:
         lowered, number = self._lowered, sum(1 << (i % 30) for i, on in enumerate(modes) if not on)
         if all(modes):
-            return ProgramVariant(
-                lowered.train, [stage.train for stage in lowered.stages], frozenset(), number
-            )
+            stages = [stage.train for stage in lowered.stages]
+            return ProgramVariant(lowered.train, stages, frozenset(), number)
         if not any(modes):
-            every = frozenset(range(len(self._owners)))
-            return ProgramVariant(
-                lowered.evaluate,
-                [stage.evaluate for stage in lowered.stages],
-                every - self._always,
-                number,
-            )
+            stages = [stage.evaluate for stage in lowered.stages]
+            skipped = frozenset(range(len(self._owners))) - self._always
+            return ProgramVariant(lowered.evaluate, stages, skipped, number)
         off = {path for path, place in self._places.items() if not modes[place]}
-        program, stages = lowered.partly_evaluating(off)
-        kept = {i for i, owner in enumerate(self._owners) if not modes[self._places[owner]]}
-        return ProgramVariant(program, stages, frozenset(kept) - self._always, number)
+        program, partly = lowered.partly_evaluating(off)
+        skipped = frozenset(i for i, owner in enumerate(self._owners) if owner in off)
+        return ProgramVariant(program, partly, skipped - self._always, number)
 
     def _check(self, modes: tuple[bool, ...]) -> None:
         mismatch = self._evaluating.mismatch
         if mismatch is None:
             return
         for path, place in {"": 0, **self._places}.items():
-            if not modes[place] and not _of_torch(self._modules[place]):
+            if not modes[place] and not _is_torch_module(self._modules[place]):
                 raise RunError(
                     f"with {path or 'the model'} in eval() this model may compute something else "
-                    "than in training, beyond dropout and "
-                    f"BatchNorm: it reads self.training {mismatch}, and only its training was "
-                    "compiled: leave it in train(), freeze only "
-                    "modules of torch.nn such as BatchNorm and Dropout, or evaluate the plain "
+                    "than in training, beyond dropout and BatchNorm: it reads self.training "
+                    f"{mismatch}, and only its training was compiled: leave it in train(), freeze "
+                    "only modules of torch.nn such as BatchNorm and Dropout, or evaluate the plain "
                     "model, loaded from state_dict()"
                 )
 
 
-def _of_torch(module: nn.Module) -> bool:
-    """Whether it is known what the module does in ``eval()``: the user's own have no code here, and
-    torch's base class.
+def _is_torch_module(module: nn.Module) -> bool:
+    """Whether the module is of a class of torch's, so that the effect of ``eval()`` on it is known.
+    Modules of the user's classes are ``nn.Module`` itself here, without the user's code.
     """
     return type(module).__module__.startswith("torch.nn.modules.") and type(module) is not nn.Module

@@ -17,12 +17,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from autopar.ir.precision import dtype_of
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.communication.placements import convert_for_dtensor
-from autopar.runtime.parameters.gradients import Gradients, GradientSync
+from autopar.runtime.parameters.gradients import GradientSync
 from autopar.runtime.parameters.holders import Holders, SharedParameters
 from autopar.runtime.parameters.model_state import Weight
 from autopar.runtime.pipeline.microbatches import Microbatches
 from autopar.runtime.pipeline.torch_pipelining import ScheduleRunner, StageBoundary
-from autopar.runtime.step.autograd_bridge import take_gradients
 
 if TYPE_CHECKING:
     from autopar.ir.plan_data import PlanData
@@ -66,14 +65,14 @@ class RankStages:
             for i, stage in enumerate(lowered.stages)
             for r in stage.train.results
         }
-        self._syncs = self._divide(weights)
+        self.syncs = self._divide(weights)
         reached = {
             lowered.state[i]
             for stage in lowered.stages
             for i in stage.train.trained
             if i < len(lowered.state)
         }
-        self._shared = SharedParameters(
+        self.shared = SharedParameters(
             {name: weight for name, weight in weights.items() if name in reached},
             mesh,
             holders,
@@ -87,7 +86,7 @@ class RankStages:
             pieces,
             mesh,
             self._forward,
-            lambda i: self._syncs[i].begin(),
+            lambda i: self.syncs[i].begin(),
         )
         shares = [
             axis
@@ -192,42 +191,28 @@ class RankStages:
         stages: Sequence[StageProgram],
         backward: bool,
         crossings: Collection[BoundaryTensor] = (),
-    ) -> tuple[list[torch.Tensor], Gradients]:
-        """One call: the local outputs of the whole batch (of other stages', zeros) and the
-        gradients, if ``backward``, which go back through ``crossings``.
+    ) -> dict[int, list[torch.Tensor]]:
+        """One call: the outputs of this rank's stages, by place, of each microbatch. If
+        ``backward``, gradients go back through ``crossings``.
 
         ``run`` calls a stage's program; ``values`` are the whole program's arguments; ``update(i,
         value)`` gives a buffer its new value; ``stages`` are those of the whole program, in the
         modes that it is in.
         """
-        for sync in self._syncs.values():
-            sync.clear()
         self._call = _Call(run, values, update, stages)
         try:
             with torch.set_grad_enabled(backward):
                 self._schedule_runner.run(backward, crossings)
-            made = self._call.made
-        except BaseException:
-            for sync in self._syncs.values():
-                sync.clear()
-            raise
+            return self._call.made
         finally:
             self._call = None
-        gradients = (
-            [pair for sync in self._syncs.values() for pair in sync.finish()] if backward else []
-        )
-        since = self._mesh.recorder.mark()
-        gradients = self._shared.add_up(gradients) if backward else []
-        self._mesh.recorder.add("gradient synchronisation", since)
-        return self._results(made), gradients
 
-    def whole(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """The gradients of inputs, of which each stage has its share; takes them from
-        ``leaves``.
-        """
+    def sum_input_gradients(
+        self, leaves: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """The gradients of inputs, of which each stage has its share."""
         found = [
-            torch.zeros_like(x) if g is None else g
-            for x, g in zip(leaves, take_gradients(leaves), strict=True)
+            torch.zeros_like(x) if g is None else g for x, g in zip(leaves, gradients, strict=True)
         ]
         for gradient in found:
             dist.all_reduce(gradient, group=self._mesh.pipeline_group())
@@ -259,7 +244,7 @@ class RankStages:
             return value
         return self._parts.select_input(value, place, number)
 
-    def _results(self, made: dict[int, list[torch.Tensor]]) -> list[torch.Tensor]:
+    def join(self, made: dict[int, list[torch.Tensor]]) -> list[torch.Tensor]:
         """The whole batch's outputs; those of other stages take no memory. Lets go of the
         microbatches' in ``made``.
         """

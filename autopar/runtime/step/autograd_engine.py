@@ -1,7 +1,7 @@
-"""When a backward begins and when it ends, told by the tensors that it starts from; and what is
-asked of it.
+"""Callbacks and questions about the backward that autograd's engine runs.
 
-Private names of torch's engine stand here alone."""
+The private names of torch's engine are in this file alone.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ import torch
 
 
 class BackwardObserver:
-    """Calls ``begins`` when a backward reaches a watched tensor, once for each backward, and
-    ``ends`` when all of it is done.
-
-    Of several watches the first to watch a tensor begins first and ends first.
+    """Calls ``begins`` when a backward reaches a watched tensor, once in each backward, and
+    ``ends`` when the whole backward is done.
     """
 
     def __init__(self, begins: Callable[[], None], ends: Callable[[], None]) -> None:
@@ -22,12 +20,12 @@ class BackwardObserver:
         self._task = -1
 
     def watch(self, output: torch.Tensor) -> None:
-        """Watches for backwards that come through ``output``."""
+        """Observes backwards through ``output``."""
         output.register_hook(self._reached)
 
     def _reached(self, _: torch.Tensor) -> None:
         task = torch._C._current_graph_task_id()
-        if task == self._task:  # the same backward came here through another output
+        if task == self._task:  # this backward has come through another output
             return
         self._task = task
         self._begins()
@@ -35,12 +33,12 @@ class BackwardObserver:
 
 
 def is_graph_retained() -> bool:
-    """Whether the backward that is running was asked to retain its graph."""
+    """Whether the running backward was called with ``retain_graph=True``."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())  # type: ignore[attr-defined]
 
 
 def will_execute(node: torch.autograd.graph.Node) -> bool:
-    """Whether the backward that is running goes on to ``node``, a leaf's: one that is asked for
-    certain tensors does not.
+    """Whether the running backward will execute ``node``, that of a leaf. A backward that was
+    asked for the gradients of other tensors will not.
     """
     return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]

@@ -1,0 +1,150 @@
+"""The work that every step consists of: forwards, backwards and the synchronisation of gradients.
+
+Each is timed here, whatever the order of work (:mod:`work_order`) is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import fx
+
+from autopar.runtime.communication.mesh import Mesh
+from autopar.runtime.parameters.gradients import Gradients, GradientSync
+from autopar.runtime.parameters.holders import SharedParameters
+from autopar.runtime.parameters.model_state import ModelState
+from autopar.runtime.pipeline import recompute
+from autopar.runtime.pipeline.microbatches import Microbatches
+from autopar.runtime.step.program_variants import ProgramVariant
+
+if TYPE_CHECKING:
+    from autopar.ir.captured import CapturedModel
+    from autopar.passes.lowering.lower import LoweredModel
+
+
+class Synchronisation(Protocol):
+    """Sums the gradients of parameters over ranks, once a step."""
+
+    def clear(self) -> None:
+        """Drops all gradients that are not delivered."""
+
+    def begin(self) -> None:
+        """The next backward is the last one before :meth:`finish`."""
+
+    def finish(self) -> Gradients:
+        """Waits for all sums. Returns this rank's part of each gradient."""
+
+    def deliver(self, gradients: Gradients) -> None:
+        """Adds ``gradients`` to ``parameter.grad``."""
+
+
+class StageGradients:
+    """Synchronises the gradients of a pipeline rank: stage by stage, then over the pipeline.
+
+    Arguments: ``syncs``, one for each stage of the rank; ``shared``, the parameters that several
+    pipeline ranks hold.
+    """
+
+    def __init__(
+        self, syncs: Mapping[int, GradientSync], shared: SharedParameters, mesh: Mesh
+    ) -> None:
+        self._syncs, self._shared, self._recorder = list(syncs.values()), shared, mesh.recorder
+
+    def clear(self) -> None:
+        for sync in self._syncs:
+            sync.clear()
+
+    def begin(self) -> None:
+        """Nothing: the pipeline begins the synchronisation of each stage before its last
+        backward.
+        """
+
+    def finish(self) -> Gradients:
+        gradients = [pair for sync in self._syncs for pair in sync.finish()]
+        since = self._recorder.mark()
+        gradients = self._shared.add_up(gradients)
+        self._recorder.add("gradient synchronisation", since)
+        return gradients
+
+    def deliver(self, gradients: Gradients) -> None:
+        self._syncs[0].deliver(gradients)
+
+
+class StepWork:
+    """Runs the programs of one rank and updates the model's buffers.
+
+    Arguments: ``microbatches`` selects a microbatch of the arguments (None: the step is one
+    microbatch); ``sync`` synchronises the gradients.
+    """
+
+    def __init__(
+        self,
+        captured: CapturedModel,
+        lowered: LoweredModel,
+        mesh: Mesh,
+        state: ModelState,
+        microbatches: Microbatches | None,
+        sync: Synchronisation,
+    ) -> None:
+        self._updates, self._lowered = captured.updates, lowered
+        self._mesh, self._state, self._microbatches = mesh, state, microbatches
+        self.sync = sync
+
+    def compute(
+        self, program: fx.GraphModule, arguments: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """Calls a program of this rank: the whole one, or that of a stage."""
+        return recompute.run(program, self._mesh, arguments)
+
+    def forward(
+        self, variant: ProgramVariant, arguments: Sequence[torch.Tensor], microbatch: int
+    ) -> list[torch.Tensor]:
+        """Runs the whole program on one microbatch of ``arguments``: the tensors of the state, the
+        inputs and what the prologue returned, of the whole batch. Updates buffers. Returns the
+        user's outputs.
+        """
+        self._mesh.random_streams.microbatch = microbatch
+        since = self._mesh.recorder.begin_compute("forward")
+        if self._microbatches is not None:
+            first = len(self._lowered.state)
+            batch = self._microbatches.select(arguments[first:], microbatch)
+            arguments = [*arguments[:first], *batch]
+        results = self.compute(variant.program, arguments)
+        count = len(self._lowered.output_layouts)
+        for i, value in enumerate(results[count:]):
+            self.update(variant, i, value)
+        self._mesh.recorder.end_compute(since)
+        return list(results[:count])
+
+    @torch.no_grad()
+    def update(self, variant: ProgramVariant, i: int, value: torch.Tensor) -> None:
+        """Writes ``value``, which the program returned as update number ``i``, into its buffer:
+        after the last microbatch, if each microbatch makes a part of the value.
+        """
+        if i in variant.skipped_updates:
+            return
+        if self._microbatches is not None:
+            joined = self._microbatches.join_update(i, value, self._mesh.random_streams.microbatch)
+            if joined is None:
+                return
+            value = joined
+        self._state.buffers[self._updates[i]].copy_(value)
+
+    def backward(
+        self,
+        roots: Sequence[Any],
+        gradients: Sequence[torch.Tensor] | None = None,
+        *,
+        last: bool,
+        retain_graph: bool = False,
+    ) -> None:
+        """Runs the backward from ``roots``: tensors or edges of the graph. ``last``: no other
+        backward of the step comes after it, so that full buckets of gradients may start.
+        """
+        if last:
+            self.sync.begin()
+        since = self._mesh.recorder.begin_compute("backward")
+        torch.autograd.backward(roots, gradients, retain_graph=retain_graph)
+        self._mesh.recorder.end_compute(since)
