@@ -307,7 +307,7 @@ def mean(sizes: tuple[int, ...], dims: tuple[int, ...] | None, keepdim: bool) ->
     count = x.numel() if not dims else torch.Size(x.shape[d] for d in dims).numel()
 
     def split(t: Tensors) -> torch.Tensor:
-        part = graph_kernels.mean_split(
+        part = graph_kernels.partial_mean(
             convert(t["x"], mesh, axes, "I", "S1"), dims, keepdim, count
         )
         return convert(part, mesh, axes, "P", "I")

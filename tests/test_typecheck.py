@@ -188,7 +188,7 @@ def test_accepts_means_and_norms_of_split_features() -> None:
     x, w = p.input((2, 8, 4), "S0 S2", True), p.input((4,), "R S0", True)
     normed = p.call(graph_kernels.layer_norm_features, x, 1, w, None, 1e-5, p.mesh, (1,))
     square = p.call(aten.pow.Tensor_Scalar, normed, 2)
-    mean = p.to(p.call(graph_kernels.mean_split, square, [-1], True, 8), 1, "P", "R")
+    mean = p.to(p.call(graph_kernels.partial_mean, square, [-1], True, 8), 1, "P", "R")
     p.check(p.call(aten.mul.Tensor, normed, p.call(aten.rsqrt.default, mean)), outputs="S0 S2")
 
 

@@ -17,7 +17,7 @@ from autopar.errors import RunError
 from autopar.ir.layout import Z, can_convert, local_shape, parse_layout, parse_type
 from autopar.runtime.communication.collectives import redistribute
 from autopar.runtime.communication.mesh import Mesh
-from autopar.runtime.kernels.ring_attention import positions
+from autopar.runtime.kernels.ring_attention import sequence_positions
 
 SHAPE = (16, 8, 24)
 
@@ -33,7 +33,9 @@ def part(whole: torch.Tensor, text: str, rank: int, n: int) -> torch.Tensor:
         return torch.cat(
             [each.chunk(n, t.dim)[rank] for each in whole.chunk(t.pieces, t.dim)], t.dim
         )
-    return whole.index_select(t.dim, positions(rank, n, whole.shape[t.dim] // n, t.is_zigzag))
+    return whole.index_select(
+        t.dim, sequence_positions(rank, n, whole.shape[t.dim] // n, t.is_zigzag)
+    )
 
 
 def summed(share: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ class SequenceSplit(NamedTuple):
         ]
 
 
-def positions(
+def sequence_positions(
     rank: int, ranks: int, length: int, zigzag: bool, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
     """Where the ``length`` elements that ``rank`` has are in the whole sequence, which is cut as

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from autopar.runtime.communication.collectives import exchange_with_neighbours
+from autopar.runtime.communication.kernel_collectives import exchange_with_neighbours
 from autopar.runtime.communication.mesh import Mesh
 
 Axes = tuple[int, ...]

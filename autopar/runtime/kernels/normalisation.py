@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from autopar.runtime.communication.collectives import all_gather_stacked, all_reduce
+from autopar.runtime.communication.kernel_collectives import all_gather_stacked, all_reduce
 from autopar.runtime.communication.mesh import Mesh
 
 Axes = tuple[int, ...]

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from autopar.runtime.communication.collectives import start_ring_shift
+from autopar.runtime.communication.kernel_collectives import start_ring_shift
 from autopar.runtime.communication.mesh import Mesh
 
 _functional = torch.ops._c10d_functional

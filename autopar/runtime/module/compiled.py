@@ -111,7 +111,7 @@ class Compiled(nn.Module):
             self.config = model.config
         self._modes = ProgramVariants(self, lowered, captured.updates)
         self._draws = any(
-            graph_kernels.draws(operator_of(n.target), n.args)
+            graph_kernels.draws_random_numbers(operator_of(n.target), n.args)
             for n in lowered.train.graph.nodes
             if n.op == "call_function"
         )
@@ -122,7 +122,9 @@ class Compiled(nn.Module):
                 mesh, identity, self._signature.names, always=self._draws, meets=whole
             )
         on_backward, on_step = (
-            (None, None) if self._desync is None else (self._desync.backward, self._desync.step)
+            (None, None)
+            if self._desync is None
+            else (self._desync.count_backward, self._desync.count_step)
         )
         self._runner = StepRunner(
             captured,
@@ -204,7 +206,7 @@ class Compiled(nn.Module):
         more = {
             **more,
             "random_state": self.random_state,
-            "the record of calls": self._desync.state if self._desync is not None else (),
+            "the record of calls": self._desync.counts if self._desync is not None else (),
         }
         check_replicas(dict(self.named_parameters()), dict(self.named_buffers()), more, optimizer)
 
@@ -212,7 +214,12 @@ class Compiled(nn.Module):
         """An independent copy on the same ranks: parameters and buffers of its own, the programs
         and groups shared. It draws random numbers of its own."""
         twin = Compiled(
-            self._captured, self._plan, self._lowered, self._mesh.twin(), model=self, like=self
+            self._captured,
+            self._plan,
+            self._lowered,
+            self._mesh.copy_for_program(),
+            model=self,
+            like=self,
         )
         memo[id(self)] = twin
         for mine, other in zip(self.parameters(), twin.parameters(), strict=True):
@@ -299,7 +306,7 @@ class Compiled(nn.Module):
         seed = own = random_streams.propose_seed(self.training) if variant.draws else None
         if self._desync is not None:
             mode = 2 * variant.number + torch.is_grad_enabled()
-            seed = self._desync.call(
+            seed = self._desync.check_call(
                 inputs,
                 mode,
                 self._runner.trains(),

@@ -35,7 +35,9 @@ class ProgramVariant:
 
     def __post_init__(self) -> None:
         nodes = [n for n in self.program.graph.nodes if n.op == "call_function"]
-        self.draws = any(graph_kernels.draws(operator_of(n.target), n.args) for n in nodes)
+        self.draws = any(
+            graph_kernels.draws_random_numbers(operator_of(n.target), n.args) for n in nodes
+        )
 
 
 class ProgramVariants:

@@ -329,7 +329,7 @@ def _mean(call: TypedCall) -> Any:
     )
 
 
-@type_rule(graph_kernels.mean_split)
+@type_rule(graph_kernels.partial_mean)
 def _mean_split(call: TypedCall) -> Any:
     return _reduce(
         call.args[0],

@@ -218,7 +218,7 @@ _ELEMENTWISE = """rand_like randn_like randint_like bernoulli poisson exponentia
 cauchy random rrelu alpha_dropout"""
 
 
-@type_rule(graph_kernels.drawn)
+@type_rule(graph_kernels.call_random_operator)
 def _drawn(call: TypedCall) -> Any:
     """Exactly the axes that cut the result tell its chunks' numbers apart. What is made of nothing
     is cut where the graph says so.

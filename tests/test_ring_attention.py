@@ -70,7 +70,7 @@ def _compare(
     width: int,
 ) -> None:
     world, me = mesh.sizes[0], mesh.coordinate[0]
-    at, there = (ring_attention.positions(me, world, n, zigzag) for n in lengths)
+    at, there = (ring_attention.sequence_positions(me, world, n, zigzag) for n in lengths)
     (n, m), (several, fewer) = (world * length for length in lengths), heads
     mask = MASKS[name](n, m, several)
     whole = [
@@ -196,7 +196,7 @@ def _dropped(
     mesh, axes = make_mesh(sizes)
     ranks, me, heads, fewer = sizes[-1], mesh.coordinate[-1], 4, 2
     n = length * ranks
-    at = ring_attention.positions(me, ranks, length, zigzag)
+    at = ring_attention.sequence_positions(me, ranks, length, zigzag)
     q, k, v = (
         draw(BATCH, heads, n, WIDTH),
         draw(BATCH, fewer, n, WIDTH, seed=1),
@@ -235,7 +235,7 @@ def _dropped(
     torch.distributed.all_gather(everywhere, kept, group)
     keep = torch.zeros(BATCH, heads, n, n, dtype=torch.bool)
     for rank, part in enumerate(everywhere):
-        keep[:, :, ring_attention.positions(rank, ranks, length, zigzag)] = part
+        keep[:, :, ring_attention.sequence_positions(rank, ranks, length, zigzag)] = part
     whole = [t.requires_grad_() for t in (q, k, v)]
     y = _attended(*whole, keep, mask, p)
     (y * draw(*y.shape, seed=9)).sum().backward()
@@ -262,7 +262,7 @@ def test_dropout_is_that_of_the_weights_it_shows(
 def _halves(zigzag: bool) -> None:
     world = torch.distributed.get_world_size()
     mesh, _ = make_mesh((world,))
-    at = ring_attention.positions(mesh.coordinate[0], world, 32, zigzag)
+    at = ring_attention.sequence_positions(mesh.coordinate[0], world, 32, zigzag)
     parts = [draw(BATCH, h, 32 * world, 8, seed=h).bfloat16() for h in (4, 2, 2)]
     whole = [t.double().requires_grad_() for t in parts]
     y = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
@@ -365,7 +365,7 @@ def test_is_priced_without_data(ranks: int, zigzag: bool) -> None:
 def test_all_it_can_do_is_priced() -> None:
     for answer in (_priced(2, True, mask=True), _priced(2, False, dropout=0.1)):
         assert any(launch.kind == "matmul" for launch in answer.backward)
-        assert sum(g is not None for g in answer.flow.gradients) >= 3
+        assert sum(g is not None for g in answer.footprint.gradients) >= 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -396,7 +396,7 @@ def test_tiles_hold_what_is_seen_and_no_more(zigzag: bool) -> None:
         cut = SequenceSplit(ranks, zigzag)
         for rank, source in itertools.product(range(ranks), repeat=2):
             here, there = (
-                ring_attention.positions(r, ranks, n, zigzag)
+                ring_attention.sequence_positions(r, ranks, n, zigzag)
                 for r, n in ((rank, length), (source, others))
             )
             seen, found = here[:, None] >= there, torch.zeros(length, others)

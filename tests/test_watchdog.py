@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import Pool
-from test_drift import DATA, PIPED, Network, batch, usual
+from test_desync import DATA, PIPED, Network, batch, usual
 from torch import nn
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 

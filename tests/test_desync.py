@@ -82,7 +82,7 @@ def sampled(compiled: Any, optimizer: Any, steps: Any, step: int, odd: bool) -> 
 
 
 def other_labels_between(compiled: Any, optimizer: Any, steps: Any, step: int, odd: bool) -> None:
-    compiled._desync._cost = (
+    compiled._desync._exchange_seconds = (
         10.0  # as where an exchange takes long beside a step, and many calls share one
     )
     other_labels(compiled, optimizer, steps, step, odd)
