@@ -19,6 +19,7 @@ import torch
 from autopar.errors import RunError
 from autopar.runtime.communication.kernel_collectives import start_ring_shift
 from autopar.runtime.communication.mesh import Mesh
+from autopar.runtime.kernels.accumulation import accumulation_dtype
 from autopar.runtime.kernels.causal_tiles import (
     CausalTile,
     SequenceSplit,
@@ -27,7 +28,6 @@ from autopar.runtime.kernels.causal_tiles import (
 )
 from autopar.runtime.kernels.fused_attention import (
     AttentionSettings,
-    accumulation_dtype,
     block_attention,
     block_attention_backward,
 )
