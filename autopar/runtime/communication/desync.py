@@ -230,7 +230,8 @@ class DesyncDetector:
             for what, a, b in zip(_COUNTERS, first[call], second[call], strict=True):
                 if a != b:
                     return counter_message(int(call), [high], of, what, (b, a), low)
-        # A rank that has yet to begin a call must not have counted more than the other at that call.
+        # Before a rank begins a call, it must not have counted more than the other rank had counted
+        # when it began that call.
         for behind, ahead in ((mine, its), (its, mine)):
             call = str(behind["now"]["calls"] + 1)
             for what in _GROWING[1:] if call in ahead["records"] else ():

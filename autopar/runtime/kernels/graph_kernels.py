@@ -1,5 +1,5 @@
-"""The kernels that lowered graphs call where the split form of an operator is more than the operator
-on each part.
+"""The kernels that lowered graphs call where the split form of an operator is more than the
+operator on each part.
 
 All are differentiable. ``axes`` are the mesh axes that cut the dim in question; where several cut
 one dim, the earlier is major.
@@ -113,8 +113,8 @@ def attention(
     node_id: int,
     axes: Axes,
 ) -> torch.Tensor:
-    """Scaled dot-product attention of ``q``, ``k``, ``v`` [batch, heads, length, width]; its dropout
-    draws as in :func:`dropout`.
+    """Scaled dot-product attention of ``q``, ``k``, ``v`` [batch, heads, length, width]. Its
+    dropout draws as :func:`dropout` does.
     """
 
     def attend() -> torch.Tensor:

@@ -107,7 +107,7 @@ def _conv_halo(call: TypedCall) -> Any:
 
 @type_rule(graph_kernels.dropout)
 def _dropout(call: TypedCall) -> Any:
-    """A pending sum passes, because ranks drop the same elements along an axis that cuts nothing."""
+    """A pending sum passes: along an axis that cuts nothing, ranks drop the same elements."""
     term = ascii_letters[: call.args[0].ndim]
     return einsum([term], term, [call.args[0]], (0,))
 
