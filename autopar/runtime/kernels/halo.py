@@ -31,8 +31,8 @@ def conv_halo(
     cut it, none for a dim that is whole.
 
     ``margins`` says how many elements each spatial dim gets on its left and right. A cut dim gets
-    elements of the neighbouring chunks, which must have so many, and zeros at both ends of the
-    whole dim. Weight and bias are R on these axes. The number of groups is the channels of ``x``
+    elements of the neighbouring chunks, which must have at least that many, and zeros at both ends
+    of the whole dim. Weight and bias are R on these axes. The number of groups is the channels of ``x``
     over those of the weight. The gradients of received elements are sent back and added (Dryden et
     al., arXiv 1903.06681).
     """
