@@ -1,5 +1,5 @@
-"""Conversions against their definition on whole tensors, their gradients against their duals, and
-both against spmd_types.
+"""Conversions compared with their definition on whole tensors, their gradients with the dual
+conversions, and both with spmd_types.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def whole(name: str, line: int) -> torch.Tensor:
 
 
 def place(mesh: Mesh, axis: int) -> tuple[int, int]:
-    """(which line of ranks along ``axis`` this rank is in, its place in the line)."""
+    """The number of this rank's line of ranks along ``axis``, and its place in the line."""
     return mesh.index([a for a in range(len(mesh.sizes)) if a != axis]), mesh.coordinate[axis]
 
 
 def convert_all(sizes: tuple[int, ...], axis: int, pairs: tuple, reference: bool) -> tuple:
-    """For each pair: the local result and the local gradient, by us or by spmd_types."""
+    """The local result and the local gradient for each pair, by autopar or by spmd_types."""
     import spmd_types
 
     mesh = Mesh(sizes, tuple("abc"[: len(sizes)]))
@@ -69,9 +69,8 @@ def convert_all(sizes: tuple[int, ...], axis: int, pairs: tuple, reference: bool
 
     def convert(x: torch.Tensor, src: str, dst: str) -> torch.Tensor:
         if reference:
-            warnings.simplefilter(
-                "ignore", FutureWarning
-            )  # spmd_types calls what torch 2.13 deprecates
+            # spmd_types calls functions that torch 2.13 deprecates.
+            warnings.simplefilter("ignore", FutureWarning)
             return spmd_types.redistribute(x, mesh.group(axis), src=theirs(src), dst=theirs(dst))
         return redistribute(x, mesh, axis, src, dst)
 
@@ -118,7 +117,9 @@ def test_agrees_with_spmd_types(ranks: Pools) -> None:
 
 
 def chains(sizes: tuple[int, ...], axis: int) -> list[tuple[str, str, float, float]]:
-    """I -> src -> dst -> loss for every pair; the errors of the loss and of the gradient."""
+    """Computes I -> src -> dst -> loss for every pair; returns the errors of the loss and of the
+    gradient.
+    """
     mesh = Mesh(sizes, tuple("abc"[: len(sizes)]))
     line, r = place(mesh, axis)
     whole_x, weight = whole("x", line), whole("weight", line)
@@ -158,10 +159,8 @@ def convert_dtype(dtype: torch.dtype, pairs: list[tuple[str, str]]) -> list[torc
     results = []
     for src, dst in pairs:
         parts = [numbers, torch.zeros_like(numbers)] if src == "P" else split(numbers, src, 2)
-        part = (
-            parts[mesh.coordinate[0]].transpose(0, -1).contiguous().transpose(0, -1)
-        )  # not contiguous
-        results.append(redistribute(part, mesh, 0, src, dst))
+        strided = parts[mesh.coordinate[0]].transpose(0, -1).contiguous().transpose(0, -1)
+        results.append(redistribute(strided, mesh, 0, src, dst))
     return results
 
 
@@ -181,9 +180,8 @@ def test_every_dtype(ranks: Pools, dtype: torch.dtype) -> None:
     pairs = [pair for pair in PAIRS if dtype != torch.bool or "P" not in pair]
     answers = ranks(2).run(convert_dtype, dtype, pairs)
     numbers = torch.arange(96).reshape(SHAPE[0], 2, 12).remainder(7).to(dtype)
-    for i, (_, dst) in enumerate(
-        pairs
-    ):  # the parts of a P are whole on rank 0 and zero on the others
+    # Under P rank 0 has the numbers, and the other ranks have zeros.
+    for i, (_, dst) in enumerate(pairs):
         value = join([answer[i] for answer in answers], dst)
         assert torch.equal(value.to(dtype), numbers), pairs[i]
         assert answers[0][i].dtype == dtype

@@ -239,7 +239,11 @@ def test_a_rule_splits_a_function() -> None:
 def test_what_a_forward_draws_is_drawn_alike_on_all_ranks() -> None:
     model = Net(lambda net, h: Noisy.apply(h))
     compiled = autopar.compile(model, torch.randn(4, 8), 1, progress=False)
-    (call,) = (n for n in compiled._lowered.train.graph.nodes if n.target is graph_kernels.drawn)
+    (call,) = (
+        n
+        for n in compiled._lowered.train.graph.nodes
+        if n.target is graph_kernels.call_random_operator
+    )
     assert call.args[0] == FunctionOperator(Noisy, (None,), True, random=True)
 
 

@@ -1,5 +1,5 @@
-"""Convolutions of a cut space: the kernel against torch on one device in float64, what the rule
-lets be cut, and whole programs.
+"""Convolutions with cut spatial dims: the kernel compared with torch on one device in float64, the
+dims that the rule allows to be cut, and whole programs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ aten = torch.ops.aten
 SIZES = ((1,), (2,), (4,), (2, 2))
 Tensors = dict[str, "torch.Tensor | None"]
 
-# --- The kernel: space [*, 16] or [*, 16, 8], a chunk of 4 on four ranks.
+# --- The kernel: spatial dims [*, 16] or [*, 16, 8], in chunks of 4 on four ranks.
 
 LINES: dict[str, dict[str, Any]] = {
     "1": dict(kernel=1),
@@ -164,7 +164,7 @@ def test_a_plane(
 def options(
     *args: Any, sizes: Sequence[int] = (2,), target: Any = aten.conv1d.default
 ) -> dict[str, Strategy]:
-    """Strategies by what they do to the input."""
+    """Strategies by their layout of the input."""
     program = Program(row(target, *args))
     return {
         str(s): s for s in strategies(program.rule, program.trains, True, sizes, lambda *_: True)
@@ -172,7 +172,7 @@ def options(
 
 
 def cut_dims(found: dict[str, Strategy]) -> set[tuple[int, str | None]]:
-    """The dims of space that some strategy cuts, and with which kernel."""
+    """The spatial dims that some strategy cuts, and its kernel."""
     return {
         (t.dim, k)
         for s in found.values()
@@ -254,7 +254,7 @@ def test_patches_are_the_plain_operator() -> None:
 
 
 def test_what_neighbours_send_takes_no_less_than_an_all_to_all() -> None:
-    """Empty messages are sent, too."""
+    """Empty messages are sent as well."""
     hop = Hop("links", 4, 1, latency=1e-6, bandwidth=1e9)
     assert seconds("shift", 1e6, Axis(4, (hop,))) == pytest.approx(1e-6 + 1e-3)
     measured = Axis(
@@ -313,7 +313,9 @@ CALLS = {
 
 
 def lowered(sizes: tuple[int, ...], name: str) -> int:
-    """As ``Program.check``, but each rank runs its part; how many strategies there are."""
+    """Checks as ``Program.check`` does, but each rank runs its part. Returns the number of
+    strategies.
+    """
     mesh, _ = make_mesh(sizes)
     program, place = Program(CALLS[name]), mesh.index(range(len(sizes)))
     (output,) = program.outputs
@@ -363,8 +365,8 @@ def test_lowered_calls(ranks: Pools, sizes: tuple[int, ...], name: str) -> None:
 
 
 class Net(nn.Module):
-    """Convolutions that keep the space, one that halves it, and a loss per place: nothing but sums
-    has to see it whole.
+    """Convolutions that keep the spatial sizes, one that halves them, and a loss for each place: only
+    sums need all places.
     """
 
     def __init__(self, dims: int) -> None:

@@ -1,4 +1,6 @@
-"""Kernels on 1, 2 and 4 ranks against torch on one device, in float64: values and all gradients."""
+"""Kernels on 1, 2 and 4 ranks compared with torch on one device, in float64: values and all
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def make_mesh(sizes: tuple[int, ...]) -> tuple[Mesh, tuple[int, ...]]:
 
 
 def convert(x: torch.Tensor, mesh: Mesh, axes: tuple[int, ...], src: str, dst: str) -> torch.Tensor:
-    """All ``axes`` converted: the later axis is cut last and joined first."""
+    """Converts ``x`` along all ``axes``. The later axis is cut last and joined first."""
     for axis in axes if dst[0] == "S" else reversed(axes):
         x = redistribute(x, mesh, axis, src, dst)
     return x
@@ -42,8 +44,8 @@ def compare(
     whole: Callable[[Tensors], torch.Tensor],
     tensors: Tensors,
 ) -> None:
-    """The values, and the gradients of a random weighting of them, of ``split`` on all ranks and of
-    ``whole`` on one.
+    """Compares ``split`` on all ranks with ``whole`` on one: the values, and the gradients of a
+    random weighting of the values.
     """
     results = []
     for function in (split, whole):
@@ -307,7 +309,7 @@ def mean(sizes: tuple[int, ...], dims: tuple[int, ...] | None, keepdim: bool) ->
     count = x.numel() if not dims else torch.Size(x.shape[d] for d in dims).numel()
 
     def split(t: Tensors) -> torch.Tensor:
-        part = graph_kernels.mean_split(
+        part = graph_kernels.partial_mean(
             convert(t["x"], mesh, axes, "I", "S1"), dims, keepdim, count
         )
         return convert(part, mesh, axes, "P", "I")

@@ -1,5 +1,5 @@
-"""Operators that draw numbers, on two ranks: alike where ranks hold the same chunk, otherwise where
-they do not.
+"""Operators that draw numbers, on two ranks: the same numbers where ranks hold the same chunk, and
+different numbers where they hold different chunks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import autopar
 
 
 class Noisy(nn.Module):
-    """Returns what it drew, as a diffusion model draws noise and time steps."""
+    """Returns the noise and the time steps that it draws, as a diffusion model does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Noisy(nn.Module):
 
 def _draw() -> dict[str, dict[str, torch.Tensor]]:
     warnings.simplefilter("ignore")
-    torch.manual_seed(torch.distributed.get_rank())  # ranks' own generators are no matter
+    torch.manual_seed(torch.distributed.get_rank())  # the ranks' own generators must not matter
     x = torch.zeros(8, 6)
     found = {}
     for name, parallel in (
@@ -63,8 +63,8 @@ def test_draws(ranks: Pools) -> None:
         for key, value in mine[plan].items():
             assert torch.equal(value, other[plan][key]), (plan, key)
         noise = mine[plan]["noise"]
-        assert not torch.equal(noise[:4], noise[4:])  # chunks differ
+        assert not torch.equal(noise[:4], noise[4:])  # different chunks have different draws
         assert not torch.equal(mine[plan]["steps"][:4], mine[plan]["steps"][4:])
         assert not torch.equal(mine[plan]["like"][:4], mine[plan]["like"][4:])
-        assert not torch.equal(noise, mine[plan]["again"])  # and steps
+        assert not torch.equal(noise, mine[plan]["again"])  # and so have different steps
         assert sorted(mine[plan]["order"].tolist()) == list(range(6))

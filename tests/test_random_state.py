@@ -1,5 +1,5 @@
-"""Where a program's random numbers come from: torch's seed, the call's number, and what a
-checkpoint keeps of them.
+"""The sources of a program's random numbers: torch's seed and the number of the call; and the random
+state in a checkpoint.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ WIDTH = 64
 
 
 class Dropping(nn.Module):
-    """Ones, some dropped: the output shows which. ``always``: in eval() too."""
+    """Drops some of the ones that it returns, so the output shows the draw; with ``always`` in eval()
+    too.
+    """
 
     def __init__(self, always: bool = False) -> None:
         super().__init__()
@@ -36,7 +38,7 @@ class Dropping(nn.Module):
 
 
 def program(model: nn.Module | None = None, **options: Any) -> autopar.Compiled:
-    _clear_sharding_prop_cache()  # it holds meshes of earlier tests, whose groups are gone
+    _clear_sharding_prop_cache()  # it refers to meshes of earlier tests, whose groups no longer exist
     world = dist.get_world_size()
     return autopar.compile(
         model or Dropping(), {"x": torch.ones(8, WIDTH)}, world, progress=False, **options
@@ -44,7 +46,7 @@ def program(model: nn.Module | None = None, **options: Any) -> autopar.Compiled:
 
 
 def draw(compiled: nn.Module) -> tuple[bool, ...]:
-    """What a call keeps."""
+    """The elements that a call keeps."""
     y = compiled(x=torch.ones(8, WIDTH))["y"].detach()
     y = y.full_tensor() if hasattr(y, "full_tensor") else y
     return tuple((y != 0).flatten().tolist())
@@ -83,7 +85,7 @@ def test_the_seed_is_torchs_and_the_users_generator_is_followed(
     ranks: Pools, options: dict[str, Any]
 ) -> None:
     first, second = ranks(2).run(seeds, options)
-    assert first == second  # rank 0's seed is everyone's
+    assert first == second  # all ranks take rank 0's seed
     a, b, again, more, a2, more2, third, third2, fourth, fourth2, other = first
     assert a == again == a2
     assert more == more2
@@ -93,9 +95,7 @@ def test_the_seed_is_torchs_and_the_users_generator_is_followed(
 
 
 def evaluating() -> None:
-    """Evaluation draws nothing, and training draws as if it had not been; calls without gradients
-    draw.
-    """
+    """Evaluation does not move the draws of training; calls without gradients draw."""
     for always in (False, True):
         torch.manual_seed(3)
         compiled = program(Dropping(always))
@@ -122,8 +122,8 @@ def test_evaluation_does_not_move_trainings_draws(ranks: Pools) -> None:
 
 
 def resuming(path: str) -> None:
-    """A run that goes on draws what the straight one draws; state dicts have the model's keys, both
-    ways.
+    """A resumed run draws the same as an uninterrupted one. State dicts have the model's keys, when
+    saved and when loaded.
     """
     torch.manual_seed(11)
     first = program()

@@ -1,4 +1,4 @@
-"""SUMMA on squares of ranks against a linear layer on one device, in float64."""
+"""SUMMA on squares of ranks compared with a linear layer on one device, in float64."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def _group() -> Iterator[None]:
 
 
 class Program:
-    """A graph being written, with the local shapes and types of its inputs."""
+    """A graph under construction, with the local shapes and types of its inputs."""
 
     def __init__(self, *sizes: int) -> None:
         self.mesh_value = Mesh(sizes, tuple("abc"[: len(sizes)]))
@@ -188,7 +188,7 @@ def test_accepts_means_and_norms_of_split_features() -> None:
     x, w = p.input((2, 8, 4), "S0 S2", True), p.input((4,), "R S0", True)
     normed = p.call(graph_kernels.layer_norm_features, x, 1, w, None, 1e-5, p.mesh, (1,))
     square = p.call(aten.pow.Tensor_Scalar, normed, 2)
-    mean = p.to(p.call(graph_kernels.mean_split, square, [-1], True, 8), 1, "P", "R")
+    mean = p.to(p.call(graph_kernels.partial_mean, square, [-1], True, 8), 1, "P", "R")
     p.check(p.call(aten.mul.Tensor, normed, p.call(aten.rsqrt.default, mean)), outputs="S0 S2")
 
 
@@ -230,13 +230,13 @@ def test_trusts_the_claim_where_nobody_knows_the_operator() -> None:
 
 
 def wrong_contraction(p: Program) -> None:
-    """The sum over the split features is never done."""
+    """The pending sum over the split features is never reduced."""
     x, w = p.input((8, 4), "S1"), p.input((16, 4), "S1", True)
     p.check(p.call(aten.linear.default, x, w), outputs="I")
 
 
 def wrong_claim(p: Program) -> None:
-    """As above, the node itself claiming to be whole."""
+    """As above, but the node claims to be whole."""
     x, w = p.input((8, 4), "S1"), p.input((16, 4), "S1", True)
     p.check(p.call(aten.linear.default, x, w, layout="I"))
 
@@ -269,7 +269,7 @@ def wrong_parameter(p: Program) -> None:
 
 
 def wrong_source(p: Program) -> None:
-    """A conversion from a type that its operand has not."""
+    """A conversion from a type that its operand does not have."""
     p.check(p.to(p.input((8, 4), "S0", True), 0, "S1", "R"))
 
 
@@ -333,9 +333,8 @@ def test_a_part_of_what_is_cut_as_one_is_refused() -> None:
     with pytest.raises(RunError, match="do not check"):
         p.check()
     p = Program(4)
-    p.call(
-        aten.slice.Tensor, p.input((2, 8, 12), "S2/2", True), 2, 0, 4
-    )  # a third of what is cut in halves
+    # A third of a dim of which each half is cut.
+    p.call(aten.slice.Tensor, p.input((2, 8, 12), "S2/2", True), 2, 0, 4)
     with pytest.raises(RunError, match="do not check"):
         p.check()
     p = Program(4)

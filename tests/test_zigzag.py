@@ -1,4 +1,4 @@
-"""Tensors cut in another order than their dims': every conversion moves the pieces that it should;
+"""Tensors whose pieces are not in the order of the dim: every conversion moves the right pieces, and
 plans of causal attention use zigzag.
 """
 
@@ -17,13 +17,13 @@ from autopar.errors import RunError
 from autopar.ir.layout import Z, can_convert, local_shape, parse_layout, parse_type
 from autopar.runtime.communication.collectives import redistribute
 from autopar.runtime.communication.mesh import Mesh
-from autopar.runtime.kernels.ring_attention import positions
+from autopar.runtime.kernels.ring_attention import sequence_positions
 
 SHAPE = (16, 8, 24)
 
 
 def part(whole: torch.Tensor, text: str, rank: int, n: int) -> torch.Tensor:
-    """What a rank has of a tensor in one layout; of a pending sum its share."""
+    """A rank's part of a tensor in one layout; for a pending sum its share of the sum."""
     t = parse_type(text)
     if text == "P":
         return whole * (rank + 1) / sum(range(1, n + 1))
@@ -33,7 +33,9 @@ def part(whole: torch.Tensor, text: str, rank: int, n: int) -> torch.Tensor:
         return torch.cat(
             [each.chunk(n, t.dim)[rank] for each in whole.chunk(t.pieces, t.dim)], t.dim
         )
-    return whole.index_select(t.dim, positions(rank, n, whole.shape[t.dim] // n, t.is_zigzag))
+    return whole.index_select(
+        t.dim, sequence_positions(rank, n, whole.shape[t.dim] // n, t.is_zigzag)
+    )
 
 
 def summed(share: torch.Tensor) -> torch.Tensor:
@@ -74,9 +76,12 @@ def _conversions() -> None:
         if below == "P":
             gradient = summed(gradient)
         torch.testing.assert_close(
-            gradient, whole if below == "P" else part(whole, below, rank, n), rtol=1e-12, atol=1e-12,
+            gradient,
+            whole if below == "P" else part(whole, below, rank, n),
+            rtol=1e-12,
+            atol=1e-12,
             msg=lambda m, s=src, d=dst: f"gradient of {s} -> {d}: {m}",
-        )  # fmt: skip
+        )
 
 
 @pytest.mark.parametrize("n", [2, 4])
@@ -88,9 +93,8 @@ def test_layouts() -> None:
     assert local_shape((16, 3), (Z(0),), (4,)) == (4, 3)
     with pytest.raises(ValueError, match="not divisible by 8"):
         local_shape((12, 3), (Z(0),), (4,))
-    assert can_convert(
-        parse_layout("s0 S0"), 0, parse_type("R")
-    )  # what lies within all others is gathered first
+    # An axis that cuts within the chunks of all others is gathered first.
+    assert can_convert(parse_layout("s0 S0"), 0, parse_type("R"))
     assert not can_convert(parse_layout("s0 S0"), 1, parse_type("R"))
     assert not can_convert(parse_layout("S0 S0"), 0, parse_type("R"))
 

@@ -40,7 +40,7 @@ def choose_kernels(graph: fx.Graph) -> None:
         name = _named(chosen) or _always(node)
         if name == "drawn" or (name is None and _is_random(node)):
             node.target, node.args = (
-                graph_kernels.drawn,
+                graph_kernels.call_random_operator,
                 (node.target, mesh, number, _axes(chosen), *node.args),
             )
         elif name is not None:
@@ -179,7 +179,7 @@ def _mean(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan) -> Bu
     count = 1
     for d in dims:
         count *= shape[d]
-    return graph_kernels.mean_split, (a["self"], dims, a["keepdim"], count, a["dtype"])
+    return graph_kernels.partial_mean, (a["self"], dims, a["keepdim"], count, a["dtype"])
 
 
 _BUILDERS: dict[str, Builder] = {

@@ -70,7 +70,7 @@ def _switch(node: fx.Node) -> tuple[int, Any] | None:
     if node.op != "call_function":
         return None
     target, args, before = operator_of(node.target), node.args, 0
-    if target is graph_kernels.drawn:  # drawn(operator, mesh, node_id, axes, *args)
+    if target is graph_kernels.call_random_operator:  # (operator, mesh, node_id, axes, *args)
         target, before = args[0], 4
     if target not in _SWITCHES:
         return None

@@ -39,12 +39,12 @@ def localise(graph: fx.Graph, rules: Mapping[str, Rule | None], sizes: Sequence[
 
 
 def _set(node: fx.Node, name: str, value: Any) -> None:
-    """Give a call's argument another value; one of ``drawn`` is its operator's."""
-    if node.target is not graph_kernels.drawn:
+    """Give a call's argument another value; one of ``call_random_operator`` is its operator's."""
+    if node.target is not graph_kernels.call_random_operator:
         set_argument(node, name, value)
         return
     its = signature(node.args[0])  # type: ignore[arg-type]
-    before = len(signature(graph_kernels.drawn)) - 2  # all but *args and **kwargs
+    before = len(signature(graph_kernels.call_random_operator)) - 2  # all but *args and **kwargs
     place = [parameter for parameter, _, _ in its].index(name)
     node.update_arg(before + place, value) if before + place < len(
         node.args

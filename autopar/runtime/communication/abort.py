@@ -1,10 +1,11 @@
-"""Breaking this process's connections to other ranks: the one way out of a collective that waits
+"""Aborting this process's connections to other ranks: the only way out of a collective that waits
 for a rank which never comes.
 
-Private names of torch, and what is known of its transports, stand here alone. gloo waits in C++ for
-a message or for its timeout, and its ``abort`` ends no wait that has begun; a connection that
-closes does. So the sockets that lead to other ranks are shut down: the process that waits and the
-one at the other end see what they would see of a process that ended. NCCL has an abort of its own.
+This is the only file that knows how torch's backends transport messages, and the private names for
+it. gloo waits in C++ for a message or for its timeout. Its ``abort`` does not end a wait that has
+begun, but a closed connection does. So this file shuts down the sockets that lead to other ranks:
+the waiting process, and the process at the other end, then see the same as if their peer had ended.
+NCCL has an abort function.
 """
 
 from __future__ import annotations
@@ -17,34 +18,34 @@ from collections.abc import Collection, Iterator
 import torch
 import torch.distributed as dist
 
-Address = tuple[str, int]
+Address = tuple[str, int]  # host and port
 
 
 def count_open_files() -> int:
-    """How many there are, connections among them."""
+    """The number of this process's open files, which include its connections."""
     return len(os.listdir("/dev/fd"))
 
 
 def local_addresses() -> list[Address]:
-    """Those at which other processes see this one's connections."""
-    return [found.getsockname()[:2] for found in _connected()]
+    """The addresses at which other processes see this process's connections."""
+    return [connection.getsockname()[:2] for connection in _connections()]
 
 
-def abort_connections(theirs: Collection[Address], store: dist.Store) -> None:
-    """Ends this process's waits for ranks that have these addresses. ``store`` is spared; no
-    collective runs after that.
+def abort_connections(peers: Collection[Address], store: dist.Store) -> None:
+    """Shuts down the connections to ``peers``, except the one to ``store``, which ends every wait
+    for them. No collective can run afterwards.
     """
-    for found in _connected():
-        mine, peer = found.getsockname()[:2], found.getpeername()[:2]
-        if peer in theirs and _port(store) not in (mine[1], peer[1]):
-            found.shutdown(socket.SHUT_RDWR)
+    for connection in _connections():
+        own, peer = connection.getsockname()[:2], connection.getpeername()[:2]
+        if peer in peers and _port(store) not in (own[1], peer[1]):
+            connection.shutdown(socket.SHUT_RDWR)
     if torch.cuda.is_available() and dist.is_initialized() and "nccl" in dist.get_backend():
         dist.distributed_c10d._abort_process_group()
 
 
 def is_connection_error(error: BaseException) -> bool:
-    """Whether an error may come of a connection that another process closed, or of its end: gloo's
-    say in which of its files they arose.
+    """Whether ``error`` may mean that another process closed a connection or ended. gloo's errors
+    name the file of gloo that raised them.
     """
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and "gloo/" in str(error)
@@ -57,19 +58,19 @@ def _port(store: dist.Store) -> int | None:
     return getattr(store, "port", None)
 
 
-def _connected() -> Iterator[socket.socket]:
-    """This process's TCP connections, each in a duplicate of its descriptor."""
+def _connections() -> Iterator[socket.socket]:
+    """This process's TCP connections, each as a duplicate of its descriptor."""
     for name in os.listdir("/dev/fd"):
         try:
             if not stat.S_ISSOCK(os.stat(int(name)).st_mode):
                 continue
-            found = socket.socket(fileno=os.dup(int(name)))
-        except OSError:  # closed meanwhile
+            connection = socket.socket(fileno=os.dup(int(name)))
+        except OSError:  # closed in the meantime
             continue
-        with found:
+        with connection:
             try:
-                found.getpeername()
+                connection.getpeername()
             except OSError:
                 continue
-            if found.family in (socket.AF_INET, socket.AF_INET6):
-                yield found
+            if connection.family in (socket.AF_INET, socket.AF_INET6):
+                yield connection

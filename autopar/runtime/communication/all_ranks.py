@@ -1,5 +1,5 @@
-"""What all ranks do together: where one fails, or has something else, all end with an error and
-none waits for the others.
+"""Work that all ranks do together: where it fails on one rank, or where ranks disagree, every rank
+ends with an error and none waits for the others.
 """
 
 from __future__ import annotations
@@ -16,51 +16,55 @@ T = TypeVar("T")
 
 
 def run_on_all_ranks(what: str, work: Callable[[], T]) -> T:
-    """``work()``, on every rank of the default process group. All ranks must call it.
+    """Runs ``work()`` on every rank of the default process group and returns its result. All ranks
+    must call it; ``what`` names the work in errors.
 
-    Raises what ``work`` raised here; :class:`RunError` where it succeeded here and raised on
-    another rank.
+    Raises what ``work`` raised on this rank; :class:`RunError` where it succeeded on this rank and
+    raised on another one.
     """
     failure: Exception | None = None
     try:
         result = work()
-    except Exception as e:  # raised again below, once the others know
+    except Exception as e:  # raised again below, once the other ranks know
         failure = e
-    told: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, failure and f"{type(failure).__name__}: {failure}")
+    messages: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, failure and f"{type(failure).__name__}: {failure}")
     if failure is not None:
         raise failure
-    for rank, error in enumerate(told):
-        if error is not None:
-            raise RunError(f"{what} failed on rank {rank} of {len(told)}: {error}")
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise RunError(f"{what} failed on rank {rank} of {len(messages)}: {message}")
     return result
 
 
 def run_distributed(*works: tuple[str, Callable[[], Any]]) -> list[Any]:
-    """The results of ``works``, each with its name, on every rank of the default process group. One
-    rank does a work while others do the next: rank 0 the first, rank 1 the second, and so on, round
-    again where there are more. All ranks must call it.
+    """Divides ``works``, pairs of a name and a function, among the ranks of the default process
+    group, and returns all results, in their order, on every rank. Rank 0 runs the first work, rank
+    1 the second, and so on; where there are more works than ranks, rank 0 goes on after the last
+    rank. All ranks must call it.
 
-    Raises, on every rank, what a work raised; :class:`RunError` in its stead, on the other ranks,
-    where that is no :class:`AutoparError`.
+    Raises what a work raised, on every rank. Where that is no :class:`AutoparError`, the other
+    ranks raise :class:`RunError` in its place.
     """
-    here, ranks = dist.get_rank(), dist.get_world_size()
-    mine: list[Any] = []
+    own_rank, ranks = dist.get_rank(), dist.get_world_size()
+    own_results: list[Any] = []
     failure: Exception | None = None
-    told: AutoparError | None = None
-    for name, work in works[here::ranks]:
+    reported: AutoparError | None = None
+    for name, work in works[own_rank::ranks]:
         try:
-            mine.append(work())
-        except Exception as e:  # raised again below, once the others know
+            own_results.append(work())
+        except Exception as e:  # raised again below, once the other ranks know
             failure = e
-            told = (
+            reported = (
                 e
                 if isinstance(e, AutoparError)
-                else RunError(f"{name} failed on rank {here} of {ranks}: {type(e).__name__}: {e}")
+                else RunError(
+                    f"{name} failed on rank {own_rank} of {ranks}: {type(e).__name__}: {e}"
+                )
             )
             break
     gathered: list[Any] = [None] * ranks
-    dist.all_gather_object(gathered, (told, mine))
+    dist.all_gather_object(gathered, (reported, own_results))
     for error in (failure, *(error for error, _ in gathered)):
         if error is not None:
             raise error
@@ -70,16 +74,16 @@ def run_distributed(*works: tuple[str, Callable[[], Any]]) -> list[Any]:
 def check_same_on_all_ranks(
     fingerprint: str, what: str, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Raises :class:`RunError`, on every rank, unless all ranks of ``group`` (free: all) give the
-    same ``fingerprint`` of ``what``.
+    """Raises :class:`RunError`, on every rank, unless all ranks of ``group`` (by default the whole
+    world) pass the same ``fingerprint``; ``what`` names its subject in the error.
     """
     digest = hashlib.sha256(fingerprint.encode()).hexdigest()
     digests: list[str] = [""] * dist.get_world_size(group)
     dist.all_gather_object(digests, digest, group=group)
-    unlike = [rank for rank, other in enumerate(digests) if other != digests[0]]
-    if unlike:
+    differing = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if differing:
         raise RunError(
-            f"{what} is not the same on all ranks: rank {', '.join(map(str, unlike))} of "
+            f"{what} is not the same on all ranks: rank {', '.join(map(str, differing))} of "
             f"{len(digests)} differ from rank 0; "
             "build the same model with the same seed-independent options everywhere, or save the "
             "plan on one rank and load it on the others"

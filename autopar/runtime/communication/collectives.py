@@ -1,10 +1,10 @@
-"""Conversions between types along one mesh axis, differentiable: the only file that communicates
-tensors of a graph.
+"""Conversions between types along one mesh axis, differentiable.
 
 The gradient of a conversion ``src -> dst`` is the conversion ``dual(dst) -> dual(src)``, so one
 table of movements serves both directions. The semantics are those of ``spmd_types.redistribute``,
-which the tests compare with; it is not called here because it costs some 40 us a call on top of the
-communication. The functional collectives used instead are also what inductor sees and can overlap.
+which the tests compare with. It is not called here because it costs about 40 us a call on top of
+the communication. The functional collectives that are called instead are visible to inductor, which
+can overlap them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from autopar.errors import RunError
 from autopar.ir.layout import Type, parse_type
@@ -38,16 +37,16 @@ def redistribute(
 
     ``src`` and ``dst`` are ``"I"``, ``"R"``, ``"P"``, ``"S<dim>"``, ``"S<dim>/<parts>"``,
     ``"Z<dim>"`` or ``"s<dim>"``. Integer and boolean tensors convert too, but are never P when
-    boolean. Where data moves the result is contiguous and has memory of its own; otherwise it is
-    ``x`` itself. ``reduction_dtype``: the dtype in which its gradient is converted (free: the gradient's
-    own). Raises :class:`RunError` for a pair that has no conversion and for a dim that does not
-    divide.
+    boolean. Where data moves, the result is contiguous and has memory of its own; otherwise it is
+    ``x`` itself. ``reduction_dtype``: the dtype in which the gradient is converted (by default the
+    gradient's own). Raises :class:`RunError` for a pair that has no conversion and for a dim that
+    does not divide.
     """
     if src == dst or mesh.sizes[axis] == 1:
         return x
     if torch.is_grad_enabled() and x.requires_grad:
         return _Redistribute.apply(x, mesh, axis, src, dst, reduction_dtype)
-    return _move(x, mesh, axis, src, dst)
+    return _convert(x, mesh, axis, src, dst)
 
 
 class _Redistribute(torch.autograd.Function):
@@ -62,20 +61,12 @@ class _Redistribute(torch.autograd.Function):
         reduction_dtype: torch.dtype | None,
     ) -> torch.Tensor:
         ctx.conversion, ctx.reduction_dtype = (mesh, axis, _dual(dst), _dual(src)), reduction_dtype
-        return _move(x, mesh, axis, src, dst)
+        return _convert(x, mesh, axis, src, dst)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        return (
-            redistribute(grad.to(ctx.reduction_dtype or grad.dtype), *ctx.conversion).to(
-                grad.dtype
-            ),
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        converted = redistribute(grad.to(ctx.reduction_dtype or grad.dtype), *ctx.conversion)
+        return converted.to(grad.dtype), None, None, None, None, None
 
 
 @cache
@@ -83,19 +74,19 @@ def _dual(text: str) -> str:
     return repr(parse_type(text).dual)
 
 
-# Each movement takes (x, group name, group size, this rank's place, source dim, target dim); dims
-# are -1 where the type has none.
+# A movement takes (x, group name, group size, this rank's place, source dim, target dim). A dim is
+# -1 where the type has none.
 _Movement = Callable[[torch.Tensor, str, int, int, int, int], torch.Tensor]
 
 
-def _move(x: torch.Tensor, mesh: Mesh, axis: int, src: str, dst: str) -> torch.Tensor:
+def _convert(x: torch.Tensor, mesh: Mesh, axis: int, src: str, dst: str) -> torch.Tensor:
     since = mesh.recorder.mark()
-    moved = _moved(x, mesh, axis, src, dst)
+    converted = _convert_untimed(x, mesh, axis, src, dst)
     mesh.recorder.end_conversion(since)
-    return moved
+    return converted
 
 
-def _moved(x: torch.Tensor, mesh: Mesh, axis: int, src: str, dst: str) -> torch.Tensor:
+def _convert_untimed(x: torch.Tensor, mesh: Mesh, axis: int, src: str, dst: str) -> torch.Tensor:
     source, target = parse_type(src), parse_type(dst)
     movement = _MOVEMENTS.get((source.kind, target.kind))
     two_orders = source.dim == target.dim and min(source.pieces, target.pieces) > 1
@@ -141,7 +132,7 @@ def _all_reduce(
 
 def _slice(x: torch.Tensor, group: str, n: int, place: int, src: int, dst: int) -> torch.Tensor:
     size = x.shape[dst] // n
-    # Not a view, which would keep the whole alive for as long as the slice.
+    # A copy, because a view would keep the whole tensor alive for as long as the slice.
     return x.narrow(dst, place * size, size).clone(memory_format=torch.contiguous_format)
 
 
@@ -173,8 +164,8 @@ def _all_to_all(
 
 
 def _cut(x: torch.Tensor, n: int, dim: int) -> torch.Tensor:
-    """The ``n`` chunks of ``dim``, one after the other along dim 0: what each rank of the group
-    shall get.
+    """The ``n`` chunks of ``dim``, one for each rank of the group, one after the other along dim
+    0.
     """
     return (
         x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0).flatten(0, 1).contiguous()
@@ -184,7 +175,7 @@ def _cut(x: torch.Tensor, n: int, dim: int) -> torch.Tensor:
 
 
 def _join(x: torch.Tensor, n: int, dim: int) -> torch.Tensor:
-    """The inverse of :func:`_cut`: chunks that lie along dim 0 put together along ``dim``."""
+    """The inverse of :func:`_cut`: joins chunks that lie along dim 0 along ``dim``."""
     return (
         x.unflatten(0, (n, x.shape[0] // n)).movedim(0, dim).flatten(dim, dim + 1).contiguous()
         if dim
@@ -193,8 +184,8 @@ def _join(x: torch.Tensor, n: int, dim: int) -> torch.Tensor:
 
 
 def _ordered(x: torch.Tensor, n: int, t: Type, back: bool = False) -> torch.Tensor:
-    """The pieces that type ``t`` makes of a whole dim, those of each of ``n`` ranks side by side;
-    or ``back``.
+    """Reorders the pieces that type ``t`` makes of a whole dim, so that the pieces of each of ``n``
+    ranks are side by side; with ``back``, restores the order of the dim.
     """
     if t.pieces == 1:
         return x
@@ -208,52 +199,54 @@ def _ordered(x: torch.Tensor, n: int, t: Type, back: bool = False) -> torch.Tens
 def reorder_pieces(
     parts: Sequence[torch.Tensor], mesh: Mesh, axis: int, conversions: Sequence[tuple[Type, Type]]
 ) -> list[torch.Tensor]:
-    """``parts`` of tensors, each from one order of its pieces to another, source and target as
-    ``conversions`` say: in one collective. Has no gradient."""
+    """Converts ``parts`` of several tensors, each from one order of its pieces along ``axis`` to
+    another, in one all-to-all. ``conversions`` has the source and the target type of each part.
+    Has no gradient.
+    """
     n, place = mesh.sizes[axis], mesh.coordinate[axis]
     sent: list[list[torch.Tensor]] = [[] for _ in range(n)]
-    arriving: list[list[tuple[int, int]]] = [
-        [] for _ in range(n)
-    ]  # from each rank: the tensor's number and the piece's
+    # From each rank, what arrives: the number of the part and of the piece.
+    arriving: list[list[tuple[int, int]]] = [[] for _ in range(n)]
     shapes = []
     for number, (x, (src, dst)) in enumerate(zip(parts, conversions, strict=True)):
-        count, dim = max(src.pieces, dst.pieces), src.dim
-        if x.shape[dim] % count:
-            raise RunError(
-                f"{src} -> {dst}: dim {dim} of a part of shape {tuple(x.shape)} has no {count} "
-                "equal pieces"
-            )
-        before, after = ([_pieces(t, count, rank, n) for rank in range(n)] for t in (src, dst))
-        owner = {piece: rank for rank, pieces in enumerate(after) for piece in pieces}
-        pieces = x.movedim(dim, 0).unflatten(0, (count, -1)).unbind(0)
+        pieces = _unbind_pieces(x, src, dst)
+        count = len(pieces)
         shapes.append(pieces[0].shape)
+        before = [_pieces(src, count, rank, n) for rank in range(n)]
+        owner = {piece: rank for rank in range(n) for piece in _pieces(dst, count, rank, n)}
         for piece, held in zip(before[place], pieces, strict=True):
             sent[owner[piece]].append(held.reshape(-1))
         for rank in range(n):
             arriving[rank] += [(number, piece) for piece in before[rank] if owner[piece] == place]
     lengths = [[math.prod(shapes[number]) for number, _ in pieces] for pieces in arriving]
-    there, here = [sum(map(len, pieces)) for pieces in sent], [sum(each) for each in lengths]
+    sizes = [sum(each) for each in lengths], [sum(map(len, pieces)) for pieces in sent]
     flat = torch.cat([piece for pieces in sent for piece in pieces])
-    del sent
-    received = _wait(_functional.all_to_all_single(flat, here, there, mesh.group(axis).group_name))
+    del sent  # before the collective allocates what it receives
+    received = _wait(_functional.all_to_all_single(flat, *sizes, mesh.group(axis).group_name))
     del flat
-    came = dict(
-        zip(
-            itertools.chain(*arriving), received.split(list(itertools.chain(*lengths))), strict=True
-        )
-    )
+    flat_pieces = received.split(list(itertools.chain(*lengths)))
+    arrived = dict(zip(itertools.chain(*arriving), flat_pieces, strict=True))
     result = []
     for number, (src, dst) in enumerate(conversions):
-        mine = [
-            came[number, piece].view(shapes[number])
-            for piece in _pieces(dst, max(src.pieces, dst.pieces), place, n)
-        ]
-        result.append(torch.cat(mine).movedim(0, dst.dim).contiguous())
+        own = _pieces(dst, max(src.pieces, dst.pieces), place, n)
+        joined = torch.cat([arrived[number, piece].view(shapes[number]) for piece in own])
+        result.append(joined.movedim(0, dst.dim).contiguous())
     return result
 
 
+def _unbind_pieces(x: torch.Tensor, src: Type, dst: Type) -> tuple[torch.Tensor, ...]:
+    """The pieces of a rank's part ``x`` that a conversion moves, each with the cut dim in front."""
+    count, dim = max(src.pieces, dst.pieces), src.dim
+    if x.shape[dim] % count:
+        raise RunError(
+            f"{src} -> {dst}: dim {dim} of a part of shape {tuple(x.shape)} has no {count} "
+            "equal pieces"
+        )
+    return x.movedim(dim, 0).unflatten(0, (count, -1)).unbind(0)
+
+
 def _pieces(t: Type, count: int, rank: int, n: int) -> tuple[int, ...]:
-    """Which of ``n * count`` pieces of a dim a rank has."""
+    """The numbers of the pieces that a rank holds, out of ``n * count`` pieces of a dim."""
     return t.pieces_of(rank, n) if t.pieces > 1 else tuple(range(count * rank, count * (rank + 1)))
 
 
@@ -272,64 +265,3 @@ _MOVEMENTS: dict[tuple[str, str], _Movement] = {
     ("S", "P"): _pad,
     ("S", "S"): _all_to_all,
 }
-
-
-def all_reduce(x: torch.Tensor, group: dist.ProcessGroup, op: str = "sum") -> torch.Tensor:
-    """``x`` reduced over ``group`` by ``"sum"`` or ``"max"``, in a new tensor; has no gradient. For
-    kernels that derive their own.
-    """
-    return _wait(_functional.all_reduce(x.contiguous(), op, group.group_name))
-
-
-def start_ring_shift(
-    x: torch.Tensor, group: str, ranks: int, place: int
-) -> Callable[[], torch.Tensor]:
-    """Sends ``x``, of one shape on all of a group's ``ranks``, to the one after this one's
-    ``place``, the first after the last. What is returned waits for what the one before sends. Has
-    no gradient."""
-    flat = x.contiguous().view(-1)
-    sent, received = [0] * ranks, [0] * ranks
-    sent[(place + 1) % ranks] = received[(place - 1) % ranks] = len(flat)
-    coming = _functional.all_to_all_single(flat, received, sent, group)
-    return lambda: _wait(coming).view(x.shape)
-
-
-def exchange_with_neighbours(
-    to_previous: torch.Tensor, to_next: torch.Tensor, group: dist.ProcessGroup, place: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the ranks before and after this one, which is at ``place`` in ``group``, send here: the
-    former its ``to_next``, the latter its ``to_previous``; zeros at the ends. Shapes are alike on
-    all ranks. Has no gradient."""
-    ranks = group.size()
-    sent, received = [0] * ranks, [0] * ranks
-    there: list[torch.Tensor] = []
-    for neighbour, mine, its in (
-        (place - 1, to_previous, to_next),
-        (place + 1, to_next, to_previous),
-    ):
-        if 0 <= neighbour < ranks:
-            sent[neighbour], received[neighbour] = mine.numel(), its.numel()
-            there.append(mine.reshape(-1))
-    arrived = _wait(
-        _functional.all_to_all_single(torch.cat(there), received, sent, group.group_name)
-    )
-    pieces = iter(arrived.split([n for n in received if n]))
-
-    def piece(neighbour: int, like: torch.Tensor) -> torch.Tensor:
-        there_is_one = like.numel() and 0 <= neighbour < ranks
-        return (
-            next(pieces).view(like.shape)
-            if there_is_one
-            else torch.zeros_like(like, memory_format=torch.contiguous_format)
-        )
-
-    return piece(place - 1, to_next), piece(place + 1, to_previous)
-
-
-def all_gather_stacked(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Every rank's ``x`` stacked along a new dim 0, in the group's order; has no gradient."""
-    return _wait(
-        _functional.all_gather_into_tensor(
-            x.contiguous().unsqueeze(0), group.size(), group.group_name
-        )
-    )

@@ -1,4 +1,4 @@
-"""The device mesh of a running program: sizes, groups and this rank's place."""
+"""The device mesh of a running program: its sizes, its process groups and this rank's place."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ _GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.Process
 
 
 class Mesh:
-    """A named grid of ranks over the default process group, slowest links first.
+    """A named grid of ranks over the default process group, the axis with the slowest links first.
 
     Arguments: ``sizes``, the ranks along each axis; ``names``, one for each axis; ``device``,
-    ``"cpu"`` or ``"cuda"`` (free: cuda where the default group runs NCCL, else cpu);
-    ``device_mesh``, a named torch mesh to stand on (part of the world) instead of a new one over
-    the whole world; ``pipeline``, ranks along a pipeline: the world is then that many meshes, and
-    this is the one of this rank; ``modes``, the axes of each mode of tensor parallelism, by its
+    ``"cpu"`` or ``"cuda"`` (by default cuda where the default group runs NCCL, else cpu);
+    ``device_mesh``, a named torch mesh over part of the world, to use instead of a new one over the
+    whole world; ``pipeline``, the ranks along a pipeline: the world is then that many meshes, and
+    this is the mesh of this rank; ``modes``, the axes of each mode of tensor parallelism, by its
     name. Raises :class:`RunError` when the sizes do not multiply to the number of ranks.
 
-    Attributes: ``world``, the torch mesh of all ranks, the pipeline its first axis if there is one;
-        ``pipeline_rank``.
+    Attributes: ``world``, the torch mesh of all ranks, whose first axis is the pipeline if there is
+        one; ``coordinate``, this rank's place along each axis; ``pipeline_rank``, its place along
+        the pipeline; ``random_streams`` and ``recorder`` of the program that runs on the mesh.
     """
 
     def __init__(
@@ -73,28 +74,25 @@ class Mesh:
         self.random_streams = RandomStreams(device=self.device)
         self.recorder = StepRecorder(self.device)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        if (
-            pipeline > 1
-        ):  # stages need different groups, and all ranks must take part in making each
-            for axes in _several([axis for axis, n in enumerate(self.sizes) if n > 1]):
+        if pipeline > 1:
+            # Stages need different groups, and all ranks must take part in making each of them.
+            for axes in _sets_of_several([axis for axis, n in enumerate(self.sizes) if n > 1]):
                 self.axes_group(axes)
 
     @classmethod
     def of(cls, device_mesh: DeviceMesh) -> Mesh:
-        """The mesh of these ranks: ``device_mesh`` must have axis names and contain this rank."""
+        """The mesh over ``device_mesh``, which must have axis names and contain this rank."""
         return cls(
             tuple(device_mesh.shape), device_mesh.mesh_dim_names or (), device_mesh=device_mesh
         )
 
-    def twin(self) -> Mesh:
-        """The same ranks and groups, for another program: with random streams and records of its
-        own.
+    def copy_for_program(self) -> Mesh:
+        """A mesh of the same ranks and groups for another program: its random streams and its
+        recorder are new.
         """
         other = copy.copy(self)
-        other.random_streams, other.recorder = (
-            RandomStreams(device=self.device),
-            StepRecorder(self.device),
-        )
+        other.random_streams = RandomStreams(device=self.device)
+        other.recorder = StepRecorder(self.device)
         return other
 
     def __repr__(self) -> str:
@@ -110,10 +108,10 @@ class Mesh:
         return math.prod(self.sizes)
 
     def group(self, axis: int | str) -> dist.ProcessGroup:
-        """The ranks that differ from this one along ``axis`` only: a number, or a name as
-        :meth:`ranks` takes.
+        """The ranks that differ from this one along ``axis`` only: the number of an axis, or a name
+        as :meth:`ranks` takes.
 
-        The first call for a mode of several axes makes a group: all ranks must come here alike.
+        The first call for a mode of several axes makes a group, so all ranks must make that call.
         """
         if isinstance(axis, int):
             return self.axes_group((axis,))
@@ -124,15 +122,16 @@ class Mesh:
         )
 
     def ranks(self, name: str) -> list[int]:
-        """The ranks of the world in this one's group, in their order, along an axis ("data", "row",
-        "pipeline") or all axes of a mode of tensor parallelism ("2d").
+        """The ranks of the world in this rank's group, in the group's order, along the axis
+        ``name`` ("data", "row", "pipeline") or along all axes of a mode of tensor parallelism
+        ("2d").
 
         Raises :class:`RunError` for a name that the mesh does not have.
         """
         return dist.get_process_group_ranks(self.group(name))
 
     def local_rank(self, name: str) -> int:
-        """This rank's place in that group."""
+        """This rank's place in the group that :meth:`ranks` lists."""
         return (
             self.pipeline_rank
             if name == PIPELINE and self.pipeline > 1
@@ -140,7 +139,7 @@ class Mesh:
         )
 
     def group_size(self, name: str) -> int:
-        """How many ranks that group has."""
+        """The number of ranks in the group that :meth:`ranks` lists."""
         return (
             self.pipeline
             if name == PIPELINE and self.pipeline > 1
@@ -157,7 +156,7 @@ class Mesh:
     def axes_group(self, axes: Iterable[int]) -> dist.ProcessGroup:
         """The ranks that differ from this one along ``axes`` only, in the order of :meth:`index`.
 
-        The first call for several axes makes a group: all ranks must come here alike.
+        The first call for several axes makes a group, so all ranks must make that call.
         """
         key = tuple(axes)
         if key not in self._groups:
@@ -179,14 +178,14 @@ class Mesh:
 
     @property
     def program_group(self) -> dist.ProcessGroup | None:
-        """All ranks of the program; None where there is one."""
+        """The group of all ranks of the program; None where there is only one rank."""
         if self.pipeline > 1:
             return dist.group.WORLD
         return self.axes_group(range(len(self.sizes))) if self.size > 1 else None
 
     def pipeline_group(self, axes: Iterable[int] = ()) -> dist.ProcessGroup:
         """The ranks that differ from this one along the pipeline and ``axes`` only. All ranks must
-        come here alike.
+        make the same call.
         """
         wide = tuple(self.names[axis] for axis in sorted(axes) if self.sizes[axis] > 1)
         group = (
@@ -196,10 +195,9 @@ class Mesh:
         return group
 
     def stage_replicas_group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
-        """The ranks at this one's place in the meshes of the pipeline's ``ranks``; None for one
-        that is not among them.
-
-        All ranks of the world must come here alike.
+        """The ranks at this rank's place in the meshes of the pipeline's ``ranks``; None if this
+        rank's own mesh is not among them. They hold the same parts of a parameter that stages
+        share. All ranks of the world must make the same call.
         """
         if len(ranks) == self.pipeline:
             return self.pipeline_group()
@@ -220,8 +218,8 @@ class Mesh:
         )
 
     def index(self, axes: Iterable[int]) -> int:
-        """This rank's place in ``axes_group(axes)``: which chunk it holds of a dim that ``axes``
-        cut; the earlier axis is major.
+        """This rank's place in ``axes_group(axes)``. It is the number of the chunk that the rank
+        holds of a dim that ``axes`` cut; the earlier axis is major.
         """
         place = 0
         for axis in sorted(axes):
@@ -233,8 +231,8 @@ class Mesh:
         return math.prod(self.sizes[axis] for axis in axes)
 
 
-def _several(axes: Sequence[int]) -> list[tuple[int, ...]]:
-    """All sets of two or more."""
+def _sets_of_several(axes: Sequence[int]) -> list[tuple[int, ...]]:
+    """All sets of two or more of ``axes``."""
     return [found for count in range(2, len(axes) + 1) for found in combinations(axes, count)]
 
 
@@ -257,8 +255,8 @@ def _over_the_world(sizes: tuple[int, ...], names: tuple[str, ...], device_type:
             "are running: "
             f"start {math.prod(sizes)} processes, or plan for world_size={dist.get_world_size()}"
         )
-    # One for each shape, as long as the default group lives: DTensor keeps results by mesh, and
-    # equal meshes count as one.
+    # One mesh for each shape, for as long as the default group lives: DTensor caches its results by
+    # mesh, and takes equal meshes for one.
     world = dist.group.WORLD
     assert world is not None
     known = _MESHES.setdefault(world, {})
@@ -269,8 +267,8 @@ def _over_the_world(sizes: tuple[int, ...], names: tuple[str, ...], device_type:
 
 
 def inherit_timeout(group: dist.ProcessGroup) -> None:
-    """Give ``group`` the timeout that the user gave the default group: torch gives new groups 10 or
-    30 minutes, whatever that is.
+    """Gives ``group`` the timeout that the user gave the default group. torch gives new groups 10
+    or 30 minutes whatever the default group has.
     """
     for device in group._device_types:
         options = getattr(dist.group.WORLD._get_backend(device), "options", None)  # type: ignore[union-attr]

@@ -1,4 +1,6 @@
-"""Layouts as torch's DTensor writes them. The only file that knows its private strided shard."""
+"""Layouts as torch's DTensor writes them. The only file that knows DTensor's private strided
+shard.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from autopar.runtime.communication.mesh import Mesh
 
 
 def placements(layout: Layout, mesh: Mesh) -> list[Placement]:
-    """One for each mesh axis. What cuts a dim within the chunks that later axes make of it is
-    strided.
+    """The placement along each mesh axis. A type that cuts a dim within the chunks which later axes
+    make of it is a strided shard.
     """
 
     def placed(axis: int, t: Type) -> Placement:
@@ -37,36 +39,34 @@ def placements(layout: Layout, mesh: Mesh) -> list[Placement]:
 def convert_for_dtensor(
     local: torch.Tensor, layout: Layout, mesh: Mesh
 ) -> tuple[torch.Tensor, list[Placement]]:
-    """A tensor that the graph made, in ``layout`` (any types), as a DTensor holds it, and its
-    placements.
+    """Converts ``local``, a rank's part of a tensor in any ``layout``, to one that a DTensor can
+    hold. Returns the converted part and its placements. Differentiable.
     """
-    found = list(layout)
+    types = list(layout)
     for axis, t in enumerate(layout):
-        if (
-            t.kind == "R"
-        ):  # a DTensor's gradient is whole on each rank: R would count it once for every rank
-            local, found[axis] = redistribute(local, mesh, axis, "R", "I"), I
-        if t.pieces > 1:  # an order that no DTensor has
+        if t.kind == "R":
+            # The gradient of a DTensor is whole on each rank; under R it would count once for every
+            # rank.
+            local, types[axis] = redistribute(local, mesh, axis, "R", "I"), I
+        if t.pieces > 1:  # an order of pieces that no DTensor has
             for later in reversed(range(axis + 1, len(layout))):
-                if found[later].dim == t.dim:
-                    local, found[later] = (
-                        redistribute(local, mesh, later, repr(found[later]), "I"),
-                        I,
-                    )
-            local, found[axis] = redistribute(local, mesh, axis, repr(t), repr(S(t.dim))), S(t.dim)
-    return local, placements(tuple(found), mesh)
+                if types[later].dim == t.dim:
+                    local = redistribute(local, mesh, later, repr(types[later]), "I")
+                    types[later] = I
+            local, types[axis] = redistribute(local, mesh, axis, repr(t), repr(S(t.dim))), S(t.dim)
+    return local, placements(tuple(types), mesh)
 
 
 def layout_of_placements(found: Sequence[Placement]) -> Layout:
-    """The inverse, of what parameters have."""
+    """The inverse of :func:`placements`, for the types that parameters have."""
     return tuple(
         inner(p.dim) if isinstance(p, _StridedShard) else S(p.dim) if isinstance(p, Shard) else I
         for p in found
     )
 
 
-def is_sharded(placed: Placement) -> bool:
-    """Whether ranks hold different parts of a tensor. torch's ``is_shard()`` says no of its own
-    strided shard.
+def is_sharded(placement: Placement) -> bool:
+    """Whether ranks hold different parts of a tensor. For torch's strided shard ``is_shard()``
+    answers no.
     """
-    return isinstance(placed, (Shard, _StridedShard))
+    return isinstance(placement, (Shard, _StridedShard))

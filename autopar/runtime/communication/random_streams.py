@@ -4,11 +4,11 @@ A draw is a function of (seed, step, microbatch, node, chunk): ranks that hold t
 tensor draw the same numbers, ranks that hold different chunks draw different ones, and recomputing
 a node repeats its draw.
 
-The seed comes from torch's default generator, that of rank 0. A call that trains moves the
-generator a little, as it does on one device; evaluation leaves it alone. So what a user does to the
-generator has the effect that it has there: after ``manual_seed`` the draws start anew, and a
-generator that is put back to where it was at an earlier call (the same seed again, ``fork_rng``,
-``set_rng_state``) repeats the draws of that call.
+The seed comes from torch's default generator on rank 0. A call that trains advances the generator a
+little, as it does on one device; evaluation leaves it alone. So what a user does to the generator
+has the same effect as on one device. After ``manual_seed`` the draws start anew. A generator that
+is put back to its state at an earlier call (the same seed again, ``fork_rng``, ``set_rng_state``)
+repeats the draws of that call.
 """
 
 from __future__ import annotations
@@ -22,32 +22,31 @@ import torch
 
 from autopar.errors import RunError
 
-_REMEMBERED = 4096  # calls that can be repeated by putting the generator back
+_REMEMBERED = 4096  # calls whose draws can be repeated by putting the generator back
 
 
 class RandomStreams:
     """The random streams of a program, on one device.
 
-    Whoever runs the program calls :meth:`next_step` and sets ``microbatch``, the one being
-    computed; around a recomputation also ``moment``.
+    The code that runs the program calls :meth:`next_step`, and sets ``microbatch`` to the number of
+    the microbatch that is computed. A recomputation sets ``moment``.
 
-    Attributes: ``seed``, None as long as nobody gave one; ``step``, of the call that runs: calls
-    that train count up from 1, others down from -1, so that neither moves the other's draws.
+    Attributes: ``seed``, None until a seed is taken; ``step``, the number of the call that runs.
+    Calls that train count up from 1, and other calls count down from -1, so that neither kind
+    changes the other's draws.
     """
 
     def __init__(self, seed: int | None = None, device: torch.device | str = "cpu") -> None:
         self.seed, self.device = seed, torch.device(device)
         self.step = self.microbatch = 0
         self._trained = self._evaluated = 0
-        self._source: int | None = (
-            None  # what the default generator was seeded with when the seed was taken
-        )
-        self._known: dict[
-            int, int
-        ] = {}  # where the generator was at a call that trained -> its step
+        # The seed of the default generator when this seed was taken.
+        self._source: int | None = None
+        # The place of the default generator at a call that trained -> the step of that call.
+        self._known: dict[int, int] = {}
 
     def next_step(self, training: bool = True) -> None:
-        """Begin another call of the program, with fresh numbers."""
+        """Begins another call of the program, with fresh numbers."""
         if training:
             self._trained += 1
             self.step = self._trained
@@ -57,8 +56,8 @@ class RandomStreams:
         self.microbatch = 0
 
     def propose_seed(self, training: bool) -> int | None:
-        """Looks at the default generator before a call that draws; a new seed where the draws are
-        to start anew, for :meth:`restart`.
+        """Reads the default generator before a call that draws. Returns a new seed, for
+        :meth:`restart`, where the draws must start anew, and None where they go on.
         """
         if not training:
             return self._place() if self.seed is None else None
@@ -74,8 +73,8 @@ class RandomStreams:
         return None
 
     def restart(self, own: int, seed: int) -> None:
-        """From now on draws are of ``seed``, from the first step; ``own`` is what :meth:`propose_seed`
-        gave on this rank.
+        """Starts the draws of ``seed``, rank 0's proposal, at the first step; ``own`` is the seed
+        that :meth:`propose_seed` returned on this rank.
         """
         self.seed, self._source = seed, self._generator().initial_seed()
         self._trained = self._evaluated = 0
@@ -88,8 +87,8 @@ class RandomStreams:
             del self._known[next(iter(self._known))]
 
     def _place(self) -> int:
-        """Where the default generator is, which moves on: a number that comes again only if it is
-        put back.
+        """A number for the state of the default generator, which advances. The number comes again
+        only if the generator is put back.
         """
         generator = self._generator()
         if generator.device.type == "cuda":
@@ -101,12 +100,12 @@ class RandomStreams:
 
     @property
     def trained(self) -> int:
-        """How many calls drew in training, since the seed was taken."""
+        """The number of calls that drew in training since the seed was taken."""
         return self._trained
 
     @property
     def moment(self) -> tuple[int | None, int, int]:
-        """What draws depend on besides node and chunk."""
+        """The seed, step and microbatch, on which draws depend besides the node and the chunk."""
         return self.seed, self.step, self.microbatch
 
     @moment.setter
@@ -115,8 +114,8 @@ class RandomStreams:
 
     @property
     def state(self) -> torch.Tensor:
-        """Seed, steps that trained, and others: all that later draws depend on. A seed of -1 is one
-        that was not taken yet.
+        """All that later draws depend on, as three integers: the seed (-1 if none is taken yet),
+        the number of calls that trained, and the number of other calls.
         """
         return torch.tensor(
             [-1 if self.seed is None else self.seed, self._trained, self._evaluated],
@@ -137,7 +136,7 @@ class RandomStreams:
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        """After it, everything is as it was, the default generator too."""
+        """A context that afterwards restores these streams and the default generator."""
         generator = self._generator()
         state, moment, known = generator.get_state(), self.moment, dict(self._known)
         rest = self._trained, self._evaluated, self._source
@@ -149,8 +148,8 @@ class RandomStreams:
             self._trained, self._evaluated, self._source = rest
 
     def draw_seed(self, node_id: int, coordinate: int) -> int:
-        """The seed of one node's draw of the chunk ``coordinate``; one with a negative number draws
-        alike in all microbatches.
+        """The seed of a node's draw for the chunk ``coordinate``. A node with a negative number
+        draws the same numbers in all microbatches.
         """
         text = struct.pack(
             "<5q",
@@ -160,14 +159,13 @@ class RandomStreams:
             node_id,
             coordinate,
         )
-        return int.from_bytes(
-            blake2b(text, digest_size=7).digest(), "little"
-        )  # 7 bytes: manual_seed takes a signed 64-bit number
+        # 7 bytes, because manual_seed takes a signed 64-bit number.
+        return int.from_bytes(blake2b(text, digest_size=7).digest(), "little")
 
     @contextmanager
     def seeded_for(self, node_id: int, coordinate: int) -> Iterator[None]:
-        """Within, the device's default generator draws this node's numbers for chunk
-        ``coordinate``; after, it is as it was.
+        """A context in which the device's default generator draws this node's numbers for the chunk
+        ``coordinate``, and which afterwards restores the generator.
         """
         generator = self._generator()
         state = generator.get_state()

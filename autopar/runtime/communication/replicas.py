@@ -1,5 +1,5 @@
-"""Whether ranks that should hold the same do: parameters, gradients, buffers, the optimizer's state
-and the random state.
+"""Checks that ranks which should hold equal values do: of parameters, gradients, buffers, the
+optimizer's state and the random state.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import RunError
 from autopar.runtime.communication.watchdog import blocking_section
 
-_SHOWN = 8
+_SHOWN = 8  # differences that an error lists
 
-Key = tuple[str, tuple[int | None, ...]]  # a name, and which chunk of it
+Key = tuple[str, tuple[int | None, ...]]  # a name, and which chunk of the tensor
 
 
 def check_replicas(
@@ -27,22 +27,24 @@ def check_replicas(
     more: Mapping[str, Any],
     optimizer: Any = None,
 ) -> None:
-    """Compares over all ranks what each holds; ``more`` are numbers by name. All ranks must call
-    it.
+    """Compares over all ranks the values that each rank holds; ``more`` are numbers by name. All
+    ranks must call it.
 
-    Raises :class:`RunError`, on every rank, that names what is not equal, with the ranks and the
-    largest difference.
+    Raises :class:`RunError`, on every rank, that names the values which are not equal, with the
+    ranks and the largest difference.
     """
-    held = _held(parameters, buffers, more, optimizer)
-    digests = _everywhere({key: _digest(value) for key, value in held.items()})
-    ranks: dict[Key, dict[int, Any]] = defaultdict(dict)
+    held = _held_values(parameters, buffers, more, optimizer)
+    digests = _gather({key: _digest(value) for key, value in held.items()})
+    by_rank: dict[Key, dict[int, Any]] = defaultdict(dict)
     for rank, told in enumerate(digests):
         for key, digest in told.items():
-            ranks[key][rank] = digest
-    unlike = sorted((key for key, found in ranks.items() if len(set(found.values())) > 1), key=str)
+            by_rank[key][rank] = digest
+    unlike = sorted(
+        (key for key, found in by_rank.items() if len(set(found.values())) > 1), key=str
+    )
     if not unlike:
         return
-    values = _everywhere({key: _plain(held[key]) for key in unlike[:_SHOWN] if key in held})
+    values = _gather({key: _on_host(held[key]) for key in unlike[:_SHOWN] if key in held})
     lines = [
         _line(key, {rank: told[key] for rank, told in enumerate(values) if key in told})
         for key in unlike[:_SHOWN]
@@ -54,12 +56,12 @@ def check_replicas(
     )
 
 
-def _held(
+def _held_values(
     parameters: Mapping[str, torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
     more: Mapping[str, Any],
     optimizer: Any,
-) -> dict:
+) -> dict[Key, Any]:
     held: dict[Key, Any] = {(name, ()): value for name, value in more.items()}
     names = {}
     for name, p in parameters.items():
@@ -80,7 +82,9 @@ def _held(
 
 
 def _chunk(tensor: Any) -> tuple[int | None, ...]:
-    """Which part of a whole this rank has, by mesh axis."""
+    """Which chunk of the whole tensor this rank holds along each mesh axis; None where the axis
+    does not cut it.
+    """
     if not isinstance(tensor, DTensor):
         return ()
     places = tensor.device_mesh.get_coordinate() or ()
@@ -90,7 +94,7 @@ def _chunk(tensor: Any) -> tuple[int | None, ...]:
     )
 
 
-def _plain(value: Any) -> Any:
+def _on_host(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         value = value.detach()
         return (value.to_local() if isinstance(value, DTensor) else value).cpu()
@@ -98,7 +102,7 @@ def _plain(value: Any) -> Any:
 
 
 def _digest(value: Any) -> Any:
-    value = _plain(value)
+    value = _on_host(value)
     if not isinstance(value, torch.Tensor):
         return repr(value)
     return tuple(value.shape), zlib.crc32(
@@ -106,7 +110,8 @@ def _digest(value: Any) -> Any:
     )
 
 
-def _everywhere(mine: dict) -> list[dict]:
+def _gather(mine: dict) -> list[dict]:
+    """Every rank's ``mine``, in the order of ranks."""
     told: list[Any] = [None] * dist.get_world_size()
     with blocking_section():
         dist.all_gather_object(told, mine)
@@ -114,9 +119,10 @@ def _everywhere(mine: dict) -> list[dict]:
 
 
 def _line(key: Key, values: dict[int, Any]) -> str:
+    """The line of the error for one key; ``values`` by rank."""
     first, *others = values
     base = values[first]
-    unlike = [rank for rank in others if not _same(values[rank], base)]
+    unlike = [rank for rank in others if _digest(values[rank]) != _digest(base)]
     line = f"{key[0]} on rank {', '.join(map(str, unlike))} is not that on rank {first}"
     tensors = [
         values[rank]
@@ -135,7 +141,3 @@ def _line(key: Key, values: dict[int, Any]) -> str:
         f"{line} (largest difference {largest:.3g}, of values up to "
         f"{float(base.double().abs().max()):.3g})"
     )
-
-
-def _same(a: Any, b: Any) -> bool:
-    return bool(_digest(a) == _digest(b))

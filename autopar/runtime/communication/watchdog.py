@@ -1,13 +1,13 @@
-"""Ranks that wait for each other: where one waits for what another will never do, all end with an
-error that says which, and what it did.
+"""The watchdog of a rank: where one rank waits for a collective that another rank will never call,
+all ranks end with an error that names the rank and what it did.
 
-A collective of which ranks do not all take part blocks those that do, out of Python's reach, until
-the process group's timeout. So every rank tells, once a second and only if it has moved, where it
-is: in the process group's store, from a thread of its own. A rank that has not moved for some
-seconds in a call, a backward or another place where it may wait reads where its neighbours are.
-Where these can no longer come to where it is, it says so in the store and breaks its connections:
-the wait ends with an error, and so do the others'. A step costs nothing but the notes of where it
-is.
+A collective that not all ranks call blocks the others, out of Python's reach, until the process
+group's timeout. So each rank runs a watchdog thread. Once a second, and only if the rank has moved,
+the thread writes the rank's progress to the process group's store. If the rank has not moved for
+some seconds inside a call, a backward or another blocking section, the thread reads the progress of
+the neighbouring ranks. If one of them can no longer reach the point where this rank is, the thread
+writes that verdict to the store and aborts the connections. The wait then ends with an error, on
+this rank and on the others. A training step costs only the counters that record its progress.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -34,41 +33,42 @@ from autopar.runtime.communication.abort import (
     local_addresses,
 )
 
-_TICK = 1.0  # seconds between two looks at whether this rank has moved
-_NOTICE = 60.0  # seconds without a move after which it says so
-_PATIENCE = (
-    5.0  # seconds without a move after which a rank that may wait looks where the others are
-)
+_TICK = 1.0  # seconds between two checks of whether this rank has moved
+_PATIENCE = 5.0  # seconds without a move before a blocked rank reads the others' progress
+_NOTICE = 60.0  # seconds without a move before a blocked rank prints a notice
 
-Progress = dict[str, Any]  # of a rank: what JSON holds
+Progress = dict[str, Any]  # of a rank or of one of its programs, as JSON holds it
 
 
 class WatchedProgram(Protocol):
-    """A program that tells where its rank is."""
+    """A program whose progress the watchdog compares between ranks."""
 
     def progress(self) -> Progress:
-        """Its counts ``now``, and the ``records`` of its last calls by number."""
+        """Its counters, ``now``, and the ``records`` of its last calls, by the call's number."""
 
     def divergence(
         self, mine: Progress, its: Progress, ranks: tuple[int, int], of: int
     ) -> str | None:
-        """How two ranks' positions can no longer become one another; None if they may."""
+        """Why ``mine`` and ``its``, the progress of two ``ranks`` out of ``of``, can never become
+        equal; None if they still can.
+        """
 
 
 class Watchdog:
-    """Where this rank of the default process group is, and where the others are. ``name`` is the
-    same on all ranks and nowhere else.
+    """Watches the progress of this rank of the default process group, ``world``, and of the other
+    ranks. ``name`` is the same on all ranks, and no other watchdog has it.
+
+    ``with watchdog:`` is a blocking section: code in which this rank may wait for another one. It
+    raises :class:`RunError` once there is a verdict.
     """
 
     def __init__(self, world: dist.ProcessGroup, name: str) -> None:
         self.failures = Counter[str]()  # calls and backwards that raised, by program
         self.moves = 0
-        self._depth = 0  # of places where this rank may wait
-        self._done: torch.cuda.Event | None = (
-            None  # on the device, of what was begun in the last of them
-        )
+        self._depth = 0  # of nested blocking sections
+        self._done: torch.cuda.Event | None = None  # the device's work of the last section
         self._programs: dict[str, weakref.ref[WatchedProgram]] = {}
-        self._last: tuple[str, int] = ("", 0)  # the program and the call that this rank came to
+        self._last: tuple[str, int] = ("", 0)  # the program and the call that this rank began last
         self._failed: list[Any] = []
         self._ended, self._files = False, -1
         self._verdict: str | None = None
@@ -77,24 +77,23 @@ class Watchdog:
             f"autopar/{name}", dist.distributed_c10d._get_default_store()
         )
         self._world, self._stop, self._process = weakref.ref(world), threading.Event(), os.getpid()
-        self._thread = threading.Thread(target=self._run, name="autopar-waiting", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="autopar-watchdog", daemon=True)
         self._thread.start()
         atexit.register(self._end)
 
     def add(self, program: WatchedProgram, identity: int) -> str:
-        """What ``program`` is called in positions: by what it is, and among programs alike by their
-        order.
+        """Registers ``program`` and returns its name, the same on all ranks: ``identity`` and a
+        number that tells programs of one identity apart.
         """
         name = f"{identity}.{sum(known.startswith(f'{identity}.') for known in self._programs)}"
         self._programs[name] = weakref.ref(program)
         return name
 
     def begin_call(self, program: str, call: int) -> None:
-        """A call begins, of this number unless it fails."""
+        """Records that ``program`` begins a call, which gets the number ``call`` unless it
+        fails."""
         self._last = program, call
         self.moves += 1
-
-    # Places where a rank may wait are contexts: ``with waiting:``.
 
     def __enter__(self) -> None:
         if self._verdict is not None:
@@ -112,135 +111,126 @@ class Watchdog:
             self._done.record()
 
     def _fail(self, error: BaseException) -> None:
-        """What ended with ``error`` did so on all ranks, or the others learn it."""
+        """Raises the verdict if ``error`` comes from an aborted connection; otherwise tells the
+        other ranks that this one failed.
+        """
         if is_connection_error(error):
             try:
-                found = self._look()
-            except (
-                Exception
-            ):  # the store went with the connection: the error that there is says more
-                found = None
-            if found is not None:
-                raise RunError(found) from error
+                verdict = self._find_verdict()
+            except Exception:  # the store is gone as well: the first error says more
+                verdict = None
+            if verdict is not None:
+                raise RunError(verdict) from error
         program, call = self._last
         self.failures[program] += 1
-        self._failed = [
-            self.failures[program],
-            program,
-            call,
-            f"{type(error).__name__}: {error!s:.500}",
-        ]
+        text = f"{type(error).__name__}: {error!s:.500}"
+        self._failed = [self.failures[program], program, call, text]
         try:
-            self._tell()
+            self._publish()
         except Exception:
             return
 
-    def _position(self) -> Progress:
+    def _progress(self) -> Progress:
         programs = {
-            name: told.progress()
+            name: program.progress()
             for name, known in list(self._programs.items())
-            if (told := known()) is not None
+            if (program := known()) is not None
         }
         return {"programs": programs, "failed": self._failed, "ended": self._ended}
 
-    def _tell(self) -> None:
-        if (files := count_open_files()) != self._files:  # there may be groups that are new
+    def _publish(self) -> None:
+        """Writes this rank's progress to the store, and its addresses if there may be new ones."""
+        if (files := count_open_files()) != self._files:
             self._files = files
             self._put(f"addresses{self._rank}", local_addresses())
-        self._put(f"rank{self._rank}", self._position())
+        self._put(f"rank{self._rank}", self._progress())
 
     def _run(self) -> None:
-        told, still = -1, 0.0
+        """The thread's loop."""
+        published, still = -1, 0.0  # still: seconds in a blocking section without a move
         while not self._stop.wait(_TICK) and self._world() is not None:
             moves = self.moves
             try:
-                if moves != told:
-                    told, still = moves, 0.0
-                    self._tell()
+                if moves != published:
+                    published, still = moves, 0.0
+                    self._publish()
                     continue
-                still = still + _TICK if self._may_wait() else 0.0
-                if still >= _PATIENCE and self._look() is not None:
-                    self._break()
+                still = still + _TICK if self._is_blocked() else 0.0
+                if still >= _PATIENCE and self._find_verdict() is not None:
+                    self._abort()
                     return
                 if still < _NOTICE <= still + _TICK:
                     print(self._notice(), file=sys.stderr, flush=True)
-            except Exception:  # without a store there is nothing to be told or heard
+            except Exception:  # without a store, ranks can tell each other nothing
                 return
 
-    def _may_wait(self) -> bool:
+    def _is_blocked(self) -> bool:
         return self._depth > 0 or (self._done is not None and not self._done.query())
 
-    def _look(self) -> str | None:
-        """Whether a rank can no longer come to where this one is, for all to read."""
+    def _find_verdict(self) -> str | None:
+        """The verdict that is in the store, or that this rank reaches and writes there: why a rank
+        can no longer reach the point where another one waits. None if every rank still can.
+        """
         self._verdict = self._verdict or self._get("verdict")
         if self._verdict is None:
-            mine = self._position()
+            mine = self._progress()
             for other in self._neighbours():
                 its = self._get(f"rank{other}")
-                found = None if its is None else self._apart(mine, its, other)
+                found = None if its is None else self._divergence(mine, its, other)
                 if found is not None:
                     self._put("verdict", found)
                     self._verdict = found
                     break
         return self._verdict
 
-    def _apart(self, mine: Progress, its: Progress, other: int) -> str | None:
+    def _divergence(self, mine: Progress, its: Progress, other: int) -> str | None:
+        """Why rank ``other``, whose progress is ``its``, can no longer reach this rank's."""
         who = f"rank {other} of {self._ranks}"
-        count, program, call, text = its["failed"] or (0, "", 0, "")
-        for name, place in mine["programs"].items():
-            if (
-                name == program
-                and count > place["now"]["failures"]
-                and call <= place["now"]["calls"]
-            ):
+        count, failed, call, text = its["failed"] or (0, "", 0, "")
+        for name, here in mine["programs"].items():
+            now = here["now"]
+            if name == failed and count > now["failures"] and call <= now["calls"]:
                 return (
                     f"{who} failed in call {call}: {text}. The others cannot go on without it: "
                     "start again from the last checkpoint"
                 )
             there = its["programs"].get(name)
-            told = self._programs[name]()
-            if there is None or told is None:
+            program = self._programs[name]()
+            if there is None or program is None:
                 continue
-            if (
-                found := told.divergence(place, there, (self._rank, other), self._ranks)
-            ) is not None:
+            found = program.divergence(here, there, (self._rank, other), self._ranks)
+            if found is not None:
                 return found
-            if its["ended"] and any(
-                place["now"][what] > there["now"][what] for what in place["now"]
-            ):
+            if its["ended"] and any(now[what] > there["now"][what] for what in now):
                 return (
                     f"{who} has ended after call {there['now']['calls']}, and rank "
-                    f"{self._rank} is in call {place['now']['calls']}"
+                    f"{self._rank} is in call {now['calls']}"
                 )
         return None
 
     def _notice(self) -> str:
-        """For a wait that may yet end: a rank may be slow, or be somewhere else in the user's
-        code.
+        """The text for a wait that may still end: the other rank may be slow, or run other code of
+        the user's.
         """
         of, seconds = self._ranks, round(_NOTICE)
         lines = [
             f"autopar: rank {self._rank} of {of} has not moved for {seconds} s, in "
-            f"{_where(self._position())}"
+            f"{_place(self._progress())}"
         ]
         for other in self._neighbours():
             if (its := self._get(f"rank{other}")) is not None:
-                lines.append(f"rank {other} was last heard of in {_where(its)}")
+                lines.append(f"rank {other} was last heard of in {_place(its)}")
         return "; ".join(lines)
 
     def _neighbours(self) -> list[int]:
-        """Where all ranks look at these and tell what they find, whatever differs is found, in time
-        that does not grow with ranks.
+        """The ranks whose progress this rank reads: rank 0, the next and the previous one. If every
+        rank reads these, some rank finds any divergence, in a time that does not grow with the
+        number of ranks.
         """
-        return [
-            r
-            for r in dict.fromkeys(
-                (0, (self._rank + 1) % self._ranks, (self._rank - 1) % self._ranks)
-            )
-            if r != self._rank
-        ]
+        own, ranks = self._rank, self._ranks
+        return [r for r in dict.fromkeys((0, (own + 1) % ranks, (own - 1) % ranks)) if r != own]
 
-    def _break(self) -> None:
+    def _abort(self) -> None:
         others = [
             self._get(f"addresses{rank}") or [] for rank in range(self._ranks) if rank != self._rank
         ]
@@ -253,19 +243,19 @@ class Watchdog:
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def _end(self) -> None:
-        """The process ends."""
+        """Tells the other ranks that this process ends."""
         if os.getpid() != self._process:
             return
         self._ended = True
         self._stop.set()
         try:
-            self._tell()
+            self._publish()
         except Exception:
             return
 
 
-def _where(progress: Progress) -> str:
-    counts = [place["now"] for place in progress["programs"].values()]
+def _place(progress: Progress) -> str:
+    counts = [program["now"] for program in progress["programs"].values()]
     return (
         " and ".join(f"call {now['calls']} after {now['backwards']} backwards" for now in counts)
         or "no call"
@@ -275,8 +265,10 @@ def _where(progress: Progress) -> str:
 _WATCHDOGS: WeakKeyDictionary[dist.ProcessGroup, Watchdog] = WeakKeyDictionary()
 
 
-def join(world: dist.ProcessGroup, group: dist.ProcessGroup) -> Watchdog:
-    """The one of this process; all ranks must come here, with a ``group`` of them all."""
+def watchdog_of(world: dist.ProcessGroup, group: dist.ProcessGroup) -> Watchdog:
+    """This process's watchdog of ``world``, made by the first call. All ranks must call it, with a
+    ``group`` of all ranks.
+    """
     if world not in _WATCHDOGS:
         name: list[Any] = [os.urandom(8).hex()]
         dist.broadcast_object_list(name, src=0, group=group)
@@ -284,8 +276,8 @@ def join(world: dist.ProcessGroup, group: dist.ProcessGroup) -> Watchdog:
     return _WATCHDOGS[world]
 
 
-class _Anywhere:
-    """A place of no program where a rank may wait."""
+class blocking_section:  # noqa: N801 - used as a function, as torch.no_grad is
+    """A context for code outside of a program's call in which this rank may wait for others."""
 
     def __enter__(self) -> None:
         self._watchdog = _WATCHDOGS.get(dist.group.WORLD) if dist.group.WORLD is not None else None
@@ -295,6 +287,3 @@ class _Anywhere:
     def __exit__(self, *error: Any) -> None:
         if self._watchdog is not None:
             self._watchdog.__exit__(*error)
-
-
-blocking_section: Callable[[], _Anywhere] = _Anywhere

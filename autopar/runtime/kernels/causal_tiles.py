@@ -1,5 +1,5 @@
-"""Which pieces of a sequence a rank has, and which queries of one rank see which keys of another
-under a causal mask.
+"""Which pieces of a sequence a rank has, and which queries of one rank attend to which keys of
+another under a causal mask.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from autopar.ir.layout import S, Z
 
 
 class SequenceSplit(NamedTuple):
-    """How ``ranks`` share a sequence: one piece each, or with ``zigzag`` of 2 x ``ranks`` pieces
-    one from the front and the one as far from the end, so that all have as much to do under a
-    causal mask."""
+    """How ``ranks`` share a sequence. Each rank has one piece of it. With ``zigzag`` each has two
+    out of 2 x ``ranks`` pieces, one from the front and the one as far from the end, so that all
+    ranks compute equally much under a causal mask.
+    """
 
     ranks: int
     zigzag: bool
 
     def pieces(self, rank: int, length: int) -> list[tuple[int, int, int]]:
-        """Of the ``length`` elements that ``rank`` has: where each piece lies among these, where in
-        the whole, and how many it has.
+        """The pieces of ``rank``, which has ``length`` elements: for each piece where it begins
+        among these elements, where it begins in the whole sequence, and its number of elements.
         """
         t = Z(0) if self.zigzag else S(0)
         size = length // t.pieces
@@ -30,11 +31,11 @@ class SequenceSplit(NamedTuple):
         ]
 
 
-def positions(
+def sequence_positions(
     rank: int, ranks: int, length: int, zigzag: bool, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """Where the ``length`` elements that ``rank`` has are in the whole sequence, which is cut as
-    :class:`SequenceSplit` says.
+    """The places in the whole sequence of the ``length`` elements of ``rank``, an int64 tensor
+    [length]; the sequence is split as :class:`SequenceSplit` says.
     """
     return torch.cat(
         [
@@ -45,8 +46,8 @@ def positions(
 
 
 class CausalTile(NamedTuple):
-    """Queries of one rank and keys of another, which they all see, or if ``causal`` each as many as
-    there are up to its own place.
+    """Queries of one rank and keys of another. Every query attends to all of the keys, or if
+    ``causal`` the i-th query to the first i + 1 keys.
     """
 
     rows: slice
@@ -55,22 +56,23 @@ class CausalTile(NamedTuple):
 
 
 def causal_tiles(
-    cut: SequenceSplit, rank: int, length: int, source: int, others: int
+    split: SequenceSplit, rank: int, length: int, source: int, others: int
 ) -> list[CausalTile]:
-    """What the ``length`` queries of ``rank`` see of the ``others`` keys of ``source``, where query
-    i sees keys up to the i-th: every such pair is in one tile, and no other."""
+    """The tiles in which the ``length`` queries of ``rank`` attend to the ``others`` keys of
+    ``source``, where query i of the whole sequence attends to the keys up to the i-th. Every pair
+    of a query and a key that it attends to lies in exactly one tile, and no other pair does.
+    """
     if rank == source and length == others:
         return [CausalTile(slice(0, length), slice(0, length), True)]
     found: list[CausalTile] = []
-    for row, here, n in cut.pieces(rank, length):
-        for key, there, m in cut.pieces(source, others):
-            # From the first row that sees any: the keys before it, those that lie as it does, which
-            # make a square, and below that the same.
+    for row, here, n in split.pieces(rank, length):
+        for key, there, m in split.pieces(source, others):
+            # Three tiles. From the first row that attends to any key on: the keys before that row,
+            # which all its rows attend to; the keys at the rows' own places, a causal square; and
+            # for the rows below the square the keys of the square.
             first, last = max(here, there), min(here + n, there + m)
-            rows, keys = (
-                slice(first - here + row, last - here + row),
-                slice(first - there + key, last - there + key),
-            )
+            rows = slice(first - here + row, last - here + row)
+            keys = slice(first - there + key, last - there + key)
             found.append(
                 CausalTile(slice(rows.start, row + n), slice(key, min(keys.start, key + m)), False)
             )
@@ -85,6 +87,7 @@ def causal_tiles(
 
 
 def _joined(a: CausalTile, b: CausalTile) -> CausalTile | None:
+    """One tile in place of two that are next to each other; None if no tile has their shape."""
     if a.causal or b.causal:
         return None
     if a.rows == b.rows and a.keys.stop == b.keys.start:

@@ -1,10 +1,10 @@
 """Attention to one block of keys, and its gradients: the only file that names torch's fused
 kernels, which are not public.
 
-What rows make of several blocks goes together by their log-sum-exp (Rabe and Staats, 2021, arXiv
-2112.05682). In the backward a kernel that is given the output and the log-sum-exp of whole rows
-makes of a block its share of the gradients (Dao et al., 2022, arXiv 2205.14135). Where no kernel
-applies both are computed as they are written (plain_attention.py).
+The results of rows for several blocks are combined by their log-sum-exp (Rabe and Staats, 2021,
+arXiv 2112.05682). In the backward, a kernel that is given the output and the log-sum-exp of whole
+rows computes a block's share of the gradients (Dao et al., 2022, arXiv 2205.14135). Where no fused
+kernel applies, both are computed from their definition (plain_attention.py).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import math
 import torch
 import torch.nn.functional as F
 
+from autopar.runtime.kernels.accumulation import accumulation_dtype
 from autopar.runtime.kernels.plain_attention import (
     AttentionSettings,
     Pair,
     Three,
-    accumulation_dtype,
     causal_mask,
     plain_attention,
     plain_attention_backward,
@@ -28,20 +28,21 @@ aten = torch.ops.aten
 
 
 def block_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, look: AttentionSettings
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, settings: AttentionSettings
 ) -> Pair:
     """Attention of ``q`` [batch, heads, length, width] to ``k``, ``v`` [batch, heads or fewer,
-    length, width], and of every row the log-sum-exp of its scores. Of a row that may look at
-    nothing these are 0 and -inf."""
-    kernel = _kernel(q, v, look)
+    length, width]. Returns the output [batch, heads, length, width] and the log-sum-exp of each
+    row's scores [batch, heads, length]. They are 0 and -inf for a row whose keys are all masked.
+    """
+    kernel = _kernel(q, v, settings)
     if kernel is None:
-        return plain_attention(q, k, v, look)
-    look = _with_causal_bias(look, q)
-    out, norm = _FORWARD[kernel](q, k, v, look)
-    if look.bias is None:
-        return out, norm
-    unseen = look.bias.eq(-math.inf).all(-1)  # where kernels differ
-    return out.masked_fill_(unseen[..., None], 0.0), norm.masked_fill_(unseen, -math.inf)
+        return plain_attention(q, k, v, settings)
+    settings = _with_causal_bias(settings, q)
+    out, lse = _FORWARD[kernel](q, k, v, settings)
+    if settings.bias is None:
+        return out, lse
+    unseen = settings.bias.eq(-math.inf).all(-1)  # rows for which kernels differ
+    return out.masked_fill_(unseen[..., None], 0.0), lse.masked_fill_(unseen, -math.inf)
 
 
 def block_attention_backward(
@@ -50,33 +51,40 @@ def block_attention_backward(
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
-    norm: torch.Tensor,
-    look: AttentionSettings,
+    lse: torch.Tensor,
+    settings: AttentionSettings,
     bias_grad: torch.Tensor | None = None,
 ) -> Three:
-    """The gradients of ``q``, ``k`` and ``v``, these being one block of several: ``grad``, the
-    output and the log-sum-exp are of whole rows, the latter 0 for one that looks at nothing. That
-    of the bias is added to ``bias_grad``, of its shape."""
-    kernel = _kernel(q, v, look)
+    """The gradients of ``q``, ``k`` and ``v``, where ``k`` and ``v`` are one block of several.
+    ``grad``, the output ``out`` and the log-sum-exp ``lse`` are those of whole rows; ``lse`` is 0
+    for a row whose keys are all masked. The gradient of the bias is added to ``bias_grad``, which
+    has the shape of the bias.
+    """
+    kernel = _kernel(q, v, settings)
     if kernel is None or bias_grad is not None:
-        return plain_attention_backward(grad, q, k, v, out, norm, look, bias_grad)
-    return _BACKWARD[kernel](grad, q, k, v, out, norm, _with_causal_bias(look, q))
+        return plain_attention_backward(grad, q, k, v, out, lse, settings, bias_grad)
+    return _BACKWARD[kernel](grad, q, k, v, out, lse, _with_causal_bias(settings, q))
 
 
-def _kernel(q: torch.Tensor, v: torch.Tensor, look: AttentionSettings) -> str | None:
-    """Which applies."""
+def _kernel(q: torch.Tensor, v: torch.Tensor, settings: AttentionSettings) -> str | None:
+    """The name of the fused kernel that applies; None if none does."""
     alike = q.shape[-1] == v.shape[-1]
-    if look.dropout:
+    if settings.dropout:
         return None
-    if look.device_type == "cpu":
+    if settings.device_type == "cpu":
         return "cpu" if alike else None
-    if look.device_type != "cuda" or q.dtype is torch.float64 or q.shape[-1] % 8 or v.shape[-1] % 8:
+    if (
+        settings.device_type != "cuda"
+        or q.dtype is torch.float64
+        or q.shape[-1] % 8
+        or v.shape[-1] % 8
+    ):
         return None
     recent = not q.is_cuda or torch.cuda.get_device_capability(q.device)[0] >= 8
     if (
         recent
         and alike
-        and look.bias is None
+        and settings.bias is None
         and q.dtype in (torch.float16, torch.bfloat16)
         and q.shape[-1] <= 256
     ):
@@ -84,25 +92,27 @@ def _kernel(q: torch.Tensor, v: torch.Tensor, look: AttentionSettings) -> str | 
     return "efficient" if recent or q.dtype is not torch.bfloat16 else None
 
 
-def _with_causal_bias(look: AttentionSettings, q: torch.Tensor) -> AttentionSettings:
-    """One that is both causal and biased as one that is biased, as a row may then see nothing."""
-    if not look.causal or look.bias is None:
-        return look
+def _with_causal_bias(settings: AttentionSettings, q: torch.Tensor) -> AttentionSettings:
+    """Writes the causal mask into the bias where there are both, because all keys of a row may then
+    be masked, for which kernels differ.
+    """
+    if not settings.causal or settings.bias is None:
+        return settings
     n = q.shape[-2]
-    shape = torch.broadcast_shapes(look.bias.shape, (n, n))
-    return look._replace(
+    shape = torch.broadcast_shapes(settings.bias.shape, (n, n))
+    return settings._replace(
         causal=False,
-        bias=look.bias.expand(shape).masked_fill(causal_mask(n, n, q.device), -math.inf),
+        bias=settings.bias.expand(shape).masked_fill(causal_mask(n, n, q.device), -math.inf),
     )
 
 
 # On a CPU
 
 
-def _cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, look: AttentionSettings) -> Pair:
-    bias = _cpu_bias(look, q, k)
+def _cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, settings: AttentionSettings) -> Pair:
+    bias = _cpu_bias(settings, q, k)
     return aten._scaled_dot_product_flash_attention_for_cpu(
-        _dense(q), k, v, 0.0, look.causal, attn_mask=bias, scale=look.scale
+        _dense(q), k, v, 0.0, settings.causal, attn_mask=bias, scale=settings.scale
     )
 
 
@@ -112,19 +122,19 @@ def _cpu_backward(
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
-    norm: torch.Tensor,
-    look: AttentionSettings,
+    lse: torch.Tensor,
+    settings: AttentionSettings,
 ) -> Three:
-    given, bias = (_dense(grad), _dense(q), k, v, out, norm), _cpu_bias(look, q, k)
+    given, bias = (_dense(grad), _dense(q), k, v, out, lse), _cpu_bias(settings, q, k)
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *given, 0.0, look.causal, attn_mask=bias, scale=look.scale
+        *given, 0.0, settings.causal, attn_mask=bias, scale=settings.scale
     )
 
 
-def _cpu_bias(look: AttentionSettings, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
-    if look.bias is None:
+def _cpu_bias(settings: AttentionSettings, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
+    if settings.bias is None:
         return None
-    bias = look.bias.expand(*look.bias.shape[:-1], k.shape[-2])
+    bias = settings.bias.expand(*settings.bias.shape[:-1], k.shape[-2])
     return bias if bias.dtype in (q.dtype, accumulation_dtype(q.dtype)) else bias.to(q.dtype)
 
 
@@ -135,9 +145,9 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
 # On CUDA
 
 
-def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, look: AttentionSettings) -> Pair:
+def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, settings: AttentionSettings) -> Pair:
     found = aten._scaled_dot_product_flash_attention(
-        _dense(q), k, v, 0.0, look.causal, False, scale=look.scale
+        _dense(q), k, v, 0.0, settings.causal, False, scale=settings.scale
     )
     return found[0], found[1][..., : q.shape[-2]]
 
@@ -148,32 +158,33 @@ def _flash_backward(
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
-    norm: torch.Tensor,
-    look: AttentionSettings,
+    lse: torch.Tensor,
+    settings: AttentionSettings,
 ) -> Three:
-    seed, offset = (
-        torch.zeros(2, dtype=torch.uint64, device=q.device),
-        torch.zeros((), dtype=torch.uint64, device=q.device),
-    )
-    given, sizes = (
-        (_dense(grad), _dense(q), k, v, out, norm.contiguous()),
-        (q.shape[-2], k.shape[-2]),
-    )
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    offset = torch.zeros((), dtype=torch.uint64, device=q.device)
+    given = _dense(grad), _dense(q), k, v, out, lse.contiguous()
+    sizes = q.shape[-2], k.shape[-2]
     backward = aten._scaled_dot_product_flash_attention_backward
-    return backward(*given, None, None, *sizes, 0.0, look.causal, seed, offset, scale=look.scale)
+    return backward(
+        *given, None, None, *sizes, 0.0, settings.causal, seed, offset, scale=settings.scale
+    )
 
 
-def _efficient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, look: AttentionSettings) -> Pair:
+def _efficient(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, settings: AttentionSettings
+) -> Pair:
     several = q.shape[1] // k.shape[1]
-    if several > 1:  # it takes as many heads of each
+    if several > 1:  # the kernel takes as many heads of keys as of queries
         parts = [
-            _efficient(q[:, i::several], k, v, _of_heads(look, i, several)) for i in range(several)
+            _efficient(q[:, i::several], k, v, _of_heads(settings, i, several))
+            for i in range(several)
         ]
-        out, norm = (torch.stack(found, 2).flatten(1, 2) for found in zip(*parts, strict=True))
-        return out, norm
-    bias = _efficient_bias(look, q, k)
+        out, lse = (torch.stack(found, 2).flatten(1, 2) for found in zip(*parts, strict=True))
+        return out, lse
+    bias = _efficient_bias(settings, q, k)
     found = aten._scaled_dot_product_efficient_attention(
-        _dense(q), k, v, bias, True, 0.0, look.causal, scale=look.scale
+        _dense(q), k, v, bias, True, 0.0, settings.causal, scale=settings.scale
     )
     return found[0], found[1][..., : q.shape[-2]]
 
@@ -184,55 +195,52 @@ def _efficient_backward(
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
-    norm: torch.Tensor,
-    look: AttentionSettings,
+    lse: torch.Tensor,
+    settings: AttentionSettings,
 ) -> Three:
     several = q.shape[1] // k.shape[1]
     if several > 1:
         q_grad, k_grad, v_grad = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for i in range(several):
             own = slice(i, None, several)
-            part = _of_heads(look, i, several)
+            part = _of_heads(settings, i, several)
             q_grad[:, own], k_part, v_part = _efficient_backward(
-                grad[:, own], q[:, own], k, v, out[:, own], norm[:, own], part
+                grad[:, own], q[:, own], k, v, out[:, own], lse[:, own], part
             )
             k_grad, v_grad = k_grad.add_(k_part), v_grad.add_(v_part)
         return q_grad, k_grad, v_grad
-    # It reads the log-sum-exp of whole blocks of 32 rows; the kernel that makes it fills the rest
-    # with inf.
-    norm = F.pad(norm, (0, -norm.shape[-1] % 32), value=math.inf).contiguous()
-    out = (
-        out.transpose(1, 2).contiguous().transpose(1, 2)
-    )  # and the output as it makes it, heads within rows
+    # The kernel reads the log-sum-exp of whole blocks of 32 rows; the forward's kernel fills the
+    # rest with inf.
+    lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf).contiguous()
+    # It reads the output in the forward kernel's order, heads within rows.
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)
     seed = torch.zeros((), dtype=torch.int64, device=q.device)
-    given, bias = (_dense(grad), _dense(q), k, v), _efficient_bias(look, q, k)
-    backward, wanted = (
-        aten._scaled_dot_product_efficient_attention_backward,
-        [True, True, True, False],
-    )
+    given, bias = (_dense(grad), _dense(q), k, v), _efficient_bias(settings, q, k)
+    backward = aten._scaled_dot_product_efficient_attention_backward
+    wanted = [True, True, True, False]
     return backward(
-        *given, bias, out, norm, seed, seed, 0.0, wanted, look.causal, scale=look.scale
+        *given, bias, out, lse, seed, seed, 0.0, wanted, settings.causal, scale=settings.scale
     )[:3]
 
 
-def _of_heads(look: AttentionSettings, first: int, step: int) -> AttentionSettings:
+def _of_heads(settings: AttentionSettings, first: int, step: int) -> AttentionSettings:
     return (
-        look
-        if look.bias is None or look.bias.shape[1] == 1
-        else look._replace(bias=look.bias[:, first::step])
+        settings
+        if settings.bias is None or settings.bias.shape[1] == 1
+        else settings._replace(bias=settings.bias[:, first::step])
     )
 
 
 def _efficient_bias(
-    look: AttentionSettings, q: torch.Tensor, k: torch.Tensor
+    settings: AttentionSettings, q: torch.Tensor, k: torch.Tensor
 ) -> torch.Tensor | None:
-    """In the dtype of ``q`` and in rows that begin at multiples of 16 elements, as the kernel wants
-    it.
+    """The bias in the dtype of ``q`` and in rows that begin at multiples of 16 elements, as the
+    kernel needs it.
     """
-    if look.bias is None:
+    if settings.bias is None:
         return None
     keys = k.shape[-2]
-    bias = look.bias.to(q.dtype).expand(*look.bias.shape[:-1], keys).contiguous()
+    bias = settings.bias.to(q.dtype).expand(*settings.bias.shape[:-1], keys).contiguous()
     return F.pad(bias, (0, -keys % 16))[..., :keys].expand(*q.shape[:-1], keys)
 
 

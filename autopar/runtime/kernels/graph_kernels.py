@@ -1,5 +1,5 @@
-"""Kernels that lowered graphs call where an operator's split form is more than the operator on each
-part.
+"""The kernels that lowered graphs call where the split form of an operator is more than the
+operator on each part.
 
 All are differentiable. ``axes`` are the mesh axes that cut the dim in question; where several cut
 one dim, the earlier is major.
@@ -28,15 +28,15 @@ from autopar.runtime.kernels.vocabulary import (
 
 __all__ = [
     "attention",
+    "call_random_operator",
     "conv_halo",
     "cross_entropy",
     "cross_entropy_vocabulary",
-    "drawn",
-    "draws",
+    "draws_random_numbers",
     "dropout",
     "embedding_vocabulary",
     "layer_norm_features",
-    "mean_split",
+    "partial_mean",
     "ring_attention",
     "send",
     "summa_linear",
@@ -48,54 +48,56 @@ Axes = tuple[int, ...]
 
 
 def send(x: torch.Tensor) -> torch.Tensor:
-    """``x``: marks where a tensor goes on to the next pipeline stage."""
+    """Returns ``x``; marks where a tensor goes on to the next pipeline stage."""
     return x
 
 
-def mean_split(
+def partial_mean(
     x: torch.Tensor,
     dims: Sequence[int] | None,
     keepdim: bool,
     count: int,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The sum over ``dims`` (None or empty: all) divided by ``count``, the elements reduced on all
-    ranks: P where a dim is cut.
+    """The sum over ``dims`` (None or empty: all) of this rank's part, divided by ``count``, the
+    number of elements that all ranks reduce. The result is P where a dim is cut.
     """
     over = list(dims or range(x.ndim))
-    here = math.prod(x.shape[dim] for dim in over)
-    part = x.mean(over, keepdim, dtype=dtype)  # not sum() / count, which float16 may not hold
-    return part if here == count else part * (here / count)
+    local_count = math.prod(x.shape[dim] for dim in over)
+    part = x.mean(over, keepdim, dtype=dtype)  # not sum() / count, whose sum may overflow float16
+    return part if local_count == count else part * (local_count / count)
 
 
 def dropout(
     x: torch.Tensor, p: float, train: bool, mesh: Mesh, node_id: int, axes: Axes
 ) -> torch.Tensor:
-    """Dropout that drops alike where ``x`` is alike, and on its own in each chunk along ``axes``,
-    which cut ``x``.
+    """Dropout of ``x``, which ``axes`` cut: ranks that hold the same chunk drop the same elements,
+    and each chunk has its own draw.
     """
     if not train or p == 0.0:
         return F.dropout(x, p, train)
     with mesh.random_streams.seeded_for(node_id, mesh.index(axes)):
-        return torch.native_dropout(x, p, True)[
-            0
-        ]  # saves one byte an element, F.dropout on a CPU a mask of the dtype of x
+        # It saves one byte an element; F.dropout on a CPU saves a mask of the dtype of x.
+        return torch.native_dropout(x, p, True)[0]
 
 
-def drawn(
+def call_random_operator(
     operator: Callable[..., Any], mesh: Mesh, node_id: int, axes: Axes, *args: Any, **kwargs: Any
 ) -> Any:
-    """A random operator: it draws alike wherever its result is alike, whatever ranks' own
-    generators hold, and on its own in each chunk along ``axes``, which cut the result."""
+    """Calls a random operator, whose result ``axes`` cut. Ranks that hold the same chunk draw the
+    same numbers, whatever state their generators have, and each chunk has its own draw.
+    """
     with mesh.random_streams.seeded_for(node_id, mesh.index(axes)):
         return operator(*args, **kwargs)
 
 
-def draws(target: Any, args: Sequence[Any]) -> bool:
+def draws_random_numbers(target: Any, args: Sequence[Any]) -> bool:
     """Whether a call of a lowered graph draws random numbers."""
     if target is dropout:
         return bool(args[1] and args[2])
-    return target is drawn or (target in (attention, ring_attention) and bool(args[4]))
+    return target is call_random_operator or (
+        target in (attention, ring_attention) and bool(args[4])
+    )
 
 
 def attention(
@@ -111,8 +113,8 @@ def attention(
     node_id: int,
     axes: Axes,
 ) -> torch.Tensor:
-    """Scaled dot-product attention of q, k, v [batch, heads, length, width]; its dropout as in
-    :func:`dropout`.
+    """Scaled dot-product attention of ``q``, ``k``, ``v`` [batch, heads, length, width]. Its
+    dropout draws as :func:`dropout` does.
     """
 
     def attend() -> torch.Tensor:

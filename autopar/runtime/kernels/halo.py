@@ -1,4 +1,6 @@
-"""Convolution of a cut space: each rank is sent the edges of the chunks beside its own."""
+"""Convolution whose spatial dims are cut: each rank receives the edges of the neighbouring
+chunks.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from autopar.runtime.communication.collectives import exchange_with_neighbours
+from autopar.runtime.communication.kernel_collectives import exchange_with_neighbours
 from autopar.runtime.communication.mesh import Mesh
 
 Axes = tuple[int, ...]
@@ -25,13 +27,14 @@ def conv_halo(
     mesh: Mesh,
     cuts: Sequence[Axes],
 ) -> torch.Tensor:
-    """The convolution of ``x`` [N, C, space...], each of whose spatial dims is cut on the axes that
-    ``cuts`` has for it, or whole.
+    """The convolution of ``x`` [N, C, space...]. ``cuts`` has for each spatial dim the axes that
+    cut it, none for a dim that is whole.
 
-    ``margins`` says how many elements each dim gets on its left and right: of the neighbours' where
-    it is cut, no more than they have, and zeros at both ends of the whole. Weight and bias are R on
-    these axes; there are as many groups as channels of ``x`` make for the weight's. The neighbours'
-    gradients of what they sent are sent back and added (Dryden et al., arXiv 1903.06681).
+    ``margins`` says how many elements each spatial dim gets on its left and right. A cut dim gets
+    elements of the neighbouring chunks, which must have at least that many, and zeros at both ends
+    of the whole dim. Weight and bias are R on these axes. The number of groups is the channels of ``x``
+    over those of the weight. The gradients of received elements are sent back and added (Dryden et
+    al., arXiv 1903.06681).
     """
     padding = []
     for dim, ((left, right), axes) in enumerate(zip(margins, cuts, strict=True), 2):
@@ -53,15 +56,15 @@ def conv_halo(
 
 
 class _Halo(torch.autograd.Function):
-    """``x`` with ``left`` elements of the chunk before along ``dim`` and ``right`` of the one
-    after.
+    """``x`` with ``left`` elements of the previous chunk and ``right`` elements of the next chunk
+    along ``dim``.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, dim: int, left: int, right: int, mesh: Mesh, axes: Axes
     ) -> torch.Tensor:
-        ctx.of, size = (dim, left, right, mesh, axes), x.shape[dim]
+        ctx.arguments, size = (dim, left, right, mesh, axes), x.shape[dim]
         first, last = x.narrow(dim, 0, right), x.narrow(dim, size - left, left)
         before, after = exchange_with_neighbours(
             first, last, mesh.axes_group(axes), mesh.index(axes)
@@ -71,7 +74,7 @@ class _Halo(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        dim, left, right, mesh, axes = ctx.of
+        dim, left, right, mesh, axes = ctx.arguments
         size = grad.shape[dim] - left - right
         before, own, after = grad.split([left, size, right], dim)
         last, first = exchange_with_neighbours(

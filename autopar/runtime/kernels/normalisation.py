@@ -1,5 +1,5 @@
-"""Normalisation whose statistics span several ranks: batch norm of a cut batch, layer norm of cut
-features.
+"""Normalisation with statistics over several ranks: batch norm where the batch is cut, and layer
+norm where the features are cut.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from autopar.runtime.communication.collectives import all_gather_stacked, all_reduce
+from autopar.runtime.communication.kernel_collectives import all_gather_stacked, all_reduce
 from autopar.runtime.communication.mesh import Mesh
+from autopar.runtime.kernels.accumulation import accumulation_dtype
 
 Axes = tuple[int, ...]
-Running = tuple[torch.Tensor, torch.Tensor, float]  # mean, variance, momentum
+RunningStatistics = tuple[torch.Tensor, torch.Tensor, float]  # mean, variance, momentum
 
 
 def layer_norm_features(
@@ -25,8 +26,8 @@ def layer_norm_features(
     mesh: Mesh,
     axes: Axes,
 ) -> torch.Tensor:
-    """Layer norm over the last ``normalized_ndim`` dims of ``x``, the last of which is cut on
-    ``axes``, as are weight and bias.
+    """Layer norm over the last ``normalized_ndim`` dims of ``x``. ``axes`` cut the last dim of
+    ``x``, of the weight and of the bias.
     """
     if mesh.count(axes) == 1:
         return F.layer_norm(x, x.shape[x.ndim - normalized_ndim :], weight, bias, eps)
@@ -46,11 +47,11 @@ def sync_batch_norm(
     mesh: Mesh,
     axes: Axes,
 ) -> torch.Tensor:
-    """Batch norm of ``x`` [N, C, ...] whose batch or space is cut on ``axes``, with the statistics
-    of the whole batch.
+    """Batch norm of ``x`` [N, C, ...], whose batch or spatial dims are cut on ``axes``, with the
+    statistics of the whole batch.
 
-    Weight and bias [C] are R on ``axes``; the running statistics [C] are I and are updated in place
-    while training (so a recomputation must not run this again).
+    Weight and bias [C] are R on ``axes``. The running statistics [C] are I. Training updates them
+    in place, so a recomputation must not run this kernel again.
     """
     if not training or mesh.count(axes) == 1:
         return F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
@@ -63,8 +64,10 @@ def sync_batch_norm(
 
 
 class _SyncBatchNorm(torch.autograd.Function):
-    """Made of torch's batch norm: in training for what this rank has, in evaluation with what all
-    have. Saves ``x`` and two numbers a channel, as the operator does."""
+    """Calls torch's batch norm twice: in training mode for this rank's statistics, and in
+    evaluation mode with the statistics of all ranks. Saves ``x`` and two numbers for each channel,
+    as torch's operator does.
+    """
 
     @staticmethod
     def forward(
@@ -72,30 +75,25 @@ class _SyncBatchNorm(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
-        running: Running | None,
+        running: RunningStatistics | None,
         eps: float,
         mesh: Mesh,
         axes: Axes,
     ) -> torch.Tensor:
         wide, group = _wide(x), mesh.axes_group(axes)
         mean, scale = torch.native_batch_norm(wide, None, None, None, None, True, 0.0, eps)[1:]
-        mean, var = _combined(mean, scale.pow(-2) - eps, group)
+        mean, var = _combine_statistics(mean, scale.pow(-2) - eps, group)
         count = mesh.count(axes) * (x.numel() // mean.numel())
         if running is not None:
             running_mean, running_var, momentum = running
             running_mean.mul_(1.0 - momentum).add_(mean, alpha=momentum)
             running_var.mul_(1.0 - momentum).add_(var * (count / (count - 1)), alpha=momentum)
         ctx.save_for_backward(x, mean, var, weight)
-        ctx.count, ctx.eps, ctx.group, ctx.bias_dtype = (
-            count,
-            eps,
-            group,
-            None if bias is None else bias.dtype,
-        )
+        ctx.count, ctx.eps, ctx.group = count, eps, group
+        ctx.bias_dtype = None if bias is None else bias.dtype
         weight, bias = (None if t is None else t.to(wide.dtype) for t in (weight, bias))
-        return torch.native_batch_norm(wide, weight, bias, mean, var, False, 0.0, eps)[0].to(
-            x.dtype
-        )
+        out = torch.native_batch_norm(wide, weight, bias, mean, var, False, 0.0, eps)[0]
+        return out.to(x.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -111,8 +109,8 @@ class _SyncBatchNorm(torch.autograd.Function):
             None,
             None,
         )
-        # As if statistics were constant, and what the weight and the bias have of it: sums of the
-        # gradient times normal values, and alone.
+        # The gradients as if the statistics were constants. Those of the weight and the bias are
+        # sums over the batch: of the gradient times the normalised values, and of the gradient.
         result, slope, shift = torch.ops.aten.native_batch_norm_backward(
             *given, False, ctx.eps, [True, True, True]
         )
@@ -128,15 +126,15 @@ class _SyncBatchNorm(torch.autograd.Function):
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    """In the dtype of statistics."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    """``x`` in the dtype of its statistics."""
+    return x.to(accumulation_dtype(x.dtype))
 
 
-def _combined(
+def _combine_statistics(
     mean: torch.Tensor, var: torch.Tensor, group: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean and variance of all ranks' values, from those of each, of as many: a sum of squares
-    would cancel where the mean is large.
+    """The mean and variance over all ranks, from each rank's ``mean`` and ``var`` over equally many
+    values. A sum of squares is not used because it cancels where the mean is large.
     """
     means, vars_ = all_gather_stacked(torch.stack((mean, var)), group).unbind(1)
     mean = means.mean(0)
@@ -147,8 +145,8 @@ class _LayerNorm(torch.autograd.Function):
     """``weight * (x - mean) / sqrt(var + eps) + bias``, the mean and variance over ``dims`` and
     over ``axes``.
 
-    Weight and bias broadcast from the right. Saves ``x`` and two numbers a row, as the operator
-    does.
+    Weight and bias broadcast from the right. Saves ``x`` and two numbers for each row, as torch's
+    operator does.
     """
 
     @staticmethod
@@ -164,16 +162,13 @@ class _LayerNorm(torch.autograd.Function):
     ) -> torch.Tensor:
         wide, group = _wide(x), mesh.axes_group(axes)
         var, mean = torch.var_mean(wide, dims, correction=0, keepdim=True)
-        mean, var = _combined(mean, var, group)
+        mean, var = _combine_statistics(mean, var, group)
         scale = (var + eps).rsqrt()
         normal = (wide - mean) * scale
         ctx.count = mesh.count(axes) * (x.numel() // mean.numel())
         ctx.save_for_backward(x, mean, scale, weight)
-        ctx.dims, ctx.group, ctx.bias_like = (
-            dims,
-            group,
-            None if bias is None else (bias.shape, bias.dtype),
-        )
+        ctx.dims, ctx.group = dims, group
+        ctx.bias_like = None if bias is None else (bias.shape, bias.dtype)
         out = normal if weight is None else normal * weight
         return (out if bias is None else out + bias).to(x.dtype)
 

@@ -3,16 +3,16 @@ Geijn and Watts, 1997).
 
 On a square of q x q ranks, rank (i, j) has the block (i, j) of the input X [M, K], of the weight W
 [K, N] and of the output Y = X W [M, N]. Step t of q takes X's blocks (i, t), which their owners
-broadcast along each row, and W's blocks (t, j), down each column; the next step's are on their way
-while this one's are multiplied: a rank has two blocks of each beside its own, and never a whole
-row. In the backward
+broadcast along each row, and W's blocks (t, j), which are broadcast down each column. The blocks of
+the next step are on their way while those of this step are multiplied: a rank has two blocks of X
+and two of W beside its own, and never a whole row. In the backward
 
-    dX(i, t) = sum over j of dY(i, j) W(t, j)^T along the row, and dW(t, j) = sum over i of X(i,
-    t)^T dY(i, j) down the column:
+    dX(i, t) = sum over j of dY(i, j) W(t, j)^T along the row
+    dW(t, j) = sum over i of X(i, t)^T dY(i, j) down the column
 
-each sum goes round the ring of its row or column, ends at its owner, and is on its way while the
-next one's part is multiplied; the blocks are broadcast in the order in which that wants them. A
-rank receives (q - 1) / q^2 (M K + K N) elements for each of Y, dX and dW.
+Each sum travels around the ring of its row or column, ends at its owner, and is on its way while
+the part of the next sum is multiplied. The blocks are broadcast in the order in which the sums need
+them. A rank receives (q - 1) / q^2 (M K + K N) elements for each of Y, dX and dW.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from autopar.runtime.communication.collectives import start_ring_shift
+from autopar.runtime.communication.kernel_collectives import start_ring_shift
 from autopar.runtime.communication.mesh import Mesh
 
 _functional = torch.ops._c10d_functional
@@ -68,11 +68,9 @@ class _Summa(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
         mesh, row, column = ctx.mesh, ctx.row, ctx.column
-        blocks, parts = (
-            _broadcasts(x, mesh, row, _backwards(mesh, column)),
-            _broadcasts(weight, mesh, column, _backwards(mesh, row)),
-        )
-        x_sum, weight_sum = _Sum(mesh, row), _Sum(mesh, column)
+        blocks = _broadcasts(x, mesh, row, _sum_order(mesh, column))
+        parts = _broadcasts(weight, mesh, column, _sum_order(mesh, row))
+        x_sum, weight_sum = _TravellingSum(mesh, row), _TravellingSum(mesh, column)
         for _ in range(mesh.sizes[row]):
             if ctx.needs_input_grad[0]:
                 x_sum.add(grad @ next(parts))
@@ -82,7 +80,7 @@ class _Summa(torch.autograd.Function):
 
 
 def _broadcasts(own: torch.Tensor, mesh: Mesh, axis: int, order: range) -> Iterator[torch.Tensor]:
-    """The blocks of the ranks along an axis in this order, the next one under way."""
+    """The blocks of the ranks along an axis, in ``order``; the next one is on its way meanwhile."""
     group, n, me = mesh.group(axis).group_name, mesh.sizes[axis], mesh.coordinate[axis]
 
     def sent(step: int) -> torch.Tensor:
@@ -100,15 +98,15 @@ def _broadcasts(own: torch.Tensor, mesh: Mesh, axis: int, order: range) -> Itera
         yield _functional.wait_tensor(block) if n > 1 else block
 
 
-def _backwards(mesh: Mesh, axis: int) -> range:
-    """Whose sums pass by, this rank's own last."""
+def _sum_order(mesh: Mesh, axis: int) -> range:
+    """The ranks whose sums arrive here, in their order; this rank's sum is the last."""
     n, me = mesh.sizes[axis], mesh.coordinate[axis]
     return range(me - 1 + n, me - 1, -1)
 
 
-class _Sum:
-    """One sum for each rank along an axis, each of which gathers the ranks' parts on its way to its
-    owner.
+class _TravellingSum:
+    """One sum for each rank along an axis. Each sum collects the ranks' parts on its way to its
+    owner. ``total`` is this rank's sum, in the end.
     """
 
     def __init__(self, mesh: Mesh, axis: int) -> None:
@@ -118,15 +116,13 @@ class _Sum:
         self.total: torch.Tensor | None = None
 
     def add(self, part: torch.Tensor) -> None:
-        """This rank's part of the sum that is here now, in the order of :func:`_backwards`."""
+        """Adds this rank's part to the sum that has arrived, in the order of :func:`_sum_order`."""
         if self._coming is not None:
             part += self._coming()
         self._count += 1
         if self._count < self._mesh.sizes[self._axis]:
-            group, place = (
-                self._mesh.group(self._axis).group_name,
-                self._mesh.coordinate[self._axis],
-            )
-            self._coming = start_ring_shift(part, group, self._mesh.sizes[self._axis], place)
+            mesh, axis = self._mesh, self._axis
+            group = mesh.group(axis).group_name
+            self._coming = start_ring_shift(part, group, mesh.sizes[axis], mesh.coordinate[axis])
         else:
             self.total = part

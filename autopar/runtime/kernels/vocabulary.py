@@ -1,4 +1,4 @@
-"""Cross entropy and embedding, also where the vocabulary is cut: each rank holds some of the
+"""Cross entropy and embedding, also where the vocabulary is cut: each rank then holds some of the
 classes, or some of the rows.
 """
 
@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from autopar.runtime.communication.collectives import all_reduce
+from autopar.runtime.communication.kernel_collectives import all_reduce
 from autopar.runtime.communication.mesh import Mesh
+from autopar.runtime.kernels.accumulation import accumulation_dtype
 
 Axes = tuple[int, ...]
 
@@ -22,11 +23,11 @@ def cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """The cross entropy of ``logits`` [..., V] for the classes ``target`` [...], summed over all of
-    them.
+    """The cross entropy of ``logits`` [..., V] for the classes ``target`` [...], summed over all
+    targets.
 
-    A sum over many tokens overflows float16 and is coarse in bfloat16, so for these the result is
-    float32.
+    A sum over many tokens overflows float16 and is inaccurate in bfloat16, so the result is float32
+    for these dtypes.
     """
     flat, classes = logits.flatten(0, -2), target.flatten()
     if logits.dtype in (torch.float16, torch.bfloat16):
@@ -55,7 +56,7 @@ def target_count(
     ignore_index: int = -100,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """What a mean cross entropy divides by: the number of targets that count, or the sum of their
+    """The divisor of a mean cross entropy: the number of targets that count, or the sum of their
     class weights.
     """
     counted = target != ignore_index
@@ -73,11 +74,11 @@ def cross_entropy_vocabulary(
     mesh: Mesh,
     axes: Axes,
 ) -> torch.Tensor:
-    """:func:`cross_entropy` of logits whose last dim is cut on ``axes``; target, class weights (all
-    V) and result are I on them.
+    """:func:`cross_entropy` of logits whose last dim is cut on ``axes``. The target, the class
+    weights of all V classes and the result are I on these axes.
 
-    Two all-reduces of one or a few numbers a token, none in the backward (Megatron-LM, arXiv
-    1909.08053). Saves the softmax.
+    The forward makes two all-reduces, of one or a few numbers for each token; the backward makes
+    none (Megatron-LM, arXiv 1909.08053). Saves the softmax.
     """
     if mesh.count(axes) == 1:
         return cross_entropy(logits, target, weight, ignore_index, label_smoothing)
@@ -102,7 +103,7 @@ class _CrossEntropyVocabulary(torch.autograd.Function):
         start, vocabulary = local * mesh.index(axes), local * mesh.count(axes)
         counted, classes, mine, column = _targets(target, ignore_index, start, local)
         _check_range(classes, vocabulary, "target")
-        x = logits.to(_accumulate(logits.dtype))
+        x = logits.to(accumulation_dtype(logits.dtype))
         x = x - all_reduce(x.amax(-1, keepdim=True), group, "max")
 
         parts = [x.gather(-1, column).squeeze(-1).masked_fill_(~mine, 0.0)]
@@ -125,12 +126,8 @@ class _CrossEntropyVocabulary(torch.autograd.Function):
             mass = vocabulary if weight is None else weight.to(x.dtype).sum()
             loss = loss + (mass * log_total - smooth[0]) * scale * (smoothing / vocabulary)
         ctx.save_for_backward(softmax.to(logits.dtype), target, weight)
-        ctx.smoothing, ctx.start, ctx.vocabulary, ctx.ignore_index = (
-            smoothing,
-            start,
-            vocabulary,
-            ignore_index,
-        )
+        ctx.smoothing, ctx.ignore_index = smoothing, ignore_index
+        ctx.start, ctx.vocabulary = start, vocabulary
         return loss.sum()
 
     @staticmethod
@@ -141,7 +138,7 @@ class _CrossEntropyVocabulary(torch.autograd.Function):
             target, ctx.ignore_index, ctx.start, softmax.shape[-1]
         )
         smooth = ctx.smoothing / ctx.vocabulary
-        kind = _accumulate(softmax.dtype)
+        kind = accumulation_dtype(softmax.dtype)
         scale = counted.to(kind) * grad
         at_target = scale * (1.0 - ctx.smoothing)
         mass: torch.Tensor | int = ctx.vocabulary
@@ -163,8 +160,8 @@ class _CrossEntropyVocabulary(torch.autograd.Function):
 def _targets(
     target: torch.Tensor, ignore_index: int, start: int, size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Which targets count, their classes (0 for the others), which of them are among the ``size``
-    from ``start``, and there where.
+    """For each target: whether it counts, its class (0 if it does not count), whether the class is
+    among the ``size`` classes from ``start`` on, and its place among these.
     """
     counted = target != ignore_index
     classes = target.masked_fill(~counted, 0)
@@ -172,13 +169,9 @@ def _targets(
     return counted, classes, mine, (classes - start).clamp_(0, size - 1).unsqueeze(-1)
 
 
-def _accumulate(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
 def _check_range(index: torch.Tensor, size: int, what: str) -> None:
-    """Where each rank looks up its own part only, an index that no rank holds would pass
-    unnoticed.
+    """Checks indices on the device. Each rank looks up its own part only, so an index that no rank
+    holds would cause no error.
     """
     torch._assert_async(
         ((index >= 0) & (index < size)).all(), f"{what} out of range: must be in [0, {size})"
@@ -194,11 +187,11 @@ def embedding_vocabulary(
     mesh: Mesh,
     axes: Axes,
 ) -> torch.Tensor:
-    """The rows ``ids`` [...] of ``weight`` [V, D], whose dim 0 is cut on ``axes``; the result [...,
-    D] is P on them.
+    """The rows ``ids`` [...] of ``weight`` [V, D], whose dim 0 is cut on ``axes``. The result [...,
+    D] is P on these axes.
 
-    ``padding_idx`` (None or negative: none) is a row that gets no gradient. ``scale_grad_by_freq``
-    and ``sparse`` must be False.
+    The row ``padding_idx`` gets no gradient; None or a negative number stands for no row.
+    ``scale_grad_by_freq`` and ``sparse`` must be False.
     """
     if scale_grad_by_freq or sparse:
         raise NotImplementedError(
@@ -209,7 +202,7 @@ def embedding_vocabulary(
 
 
 class _EmbeddingVocabulary(torch.autograd.Function):
-    """Saves nothing but ``ids``."""
+    """Saves ``ids`` only."""
 
     @staticmethod
     def forward(
@@ -245,7 +238,9 @@ class _EmbeddingVocabulary(torch.autograd.Function):
 
 
 def _rows(ids: torch.Tensor, start: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where ``ids`` lie among the ``size`` rows from ``start``, and which do not (at 0 instead)."""
+    """The places of ``ids`` among the ``size`` rows from ``start`` on, and which ids are not among
+    them; these have place 0.
+    """
     index = ids - start
     outside = (index < 0) | (index >= size)
     return index.masked_fill_(outside, 0), outside

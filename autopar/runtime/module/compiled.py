@@ -187,7 +187,12 @@ class Compiled(nn.Module):
         parameters, buffers and random state.
         """
         twin = Compiled(
-            self._captured, self._plan, self._lowered, self._mesh.twin(), model=self, like=self
+            self._captured,
+            self._plan,
+            self._lowered,
+            self._mesh.copy_for_program(),
+            model=self,
+            like=self,
         )
         memo[id(self)] = twin
         for mine, other in zip(self.parameters(), twin.parameters(), strict=True):

@@ -8,30 +8,27 @@ from typing import Any
 import spmd_types as spmd
 import torch
 
-from autopar.runtime.typecheck.type_rules import (
+from autopar.runtime.typecheck.equations import dims_of, einsum, letters
+from autopar.runtime.typecheck.type_rules import TypedCall, type_rule
+from autopar.runtime.typecheck.typed_tensors import (
     PieceOrder,
-    TypedCall,
-    dims_of,
-    einsum,
-    letters,
     orders_of_part,
     piece_orders,
     retyped,
     set_piece_orders,
     set_type,
     sharding_axes,
-    type_rule,
 )
 
 
 @type_rule("transpose", "permute", "t")
 def _permute(call: TypedCall) -> Any:
-    x, name = call.args[0], call.target._schema.name
+    x, name = call.args[0], call.operator_name
     order = list(range(x.ndim))
-    if name == "aten::permute":
+    if name == "permute":
         order = [d % x.ndim for d in call.args[1]]
     elif x.ndim > 1:
-        a, b = call.args[1:3] if name == "aten::transpose" else (0, 1)
+        a, b = call.args[1:3] if name == "transpose" else (0, 1)
         order[a], order[b] = order[b], order[a]
     term = letters(x)
     return einsum(["".join(term)], "".join(term[d] for d in order), [x], (0,))
@@ -47,18 +44,17 @@ def _unsqueeze(call: TypedCall) -> Any:
 @type_rule("squeeze")
 def _squeeze(call: TypedCall) -> Any:
     x = call.args[0]
-    gone = [
-        d
-        for d in dims_of(call.arg(1, "dim"), x.ndim)
-        if x.shape[d] == 1 and not sharding_axes(x)[d]
-    ]
-    return retyped(x, call.out, [cut for d, cut in enumerate(sharding_axes(x)) if d not in gone])
+    cuts, dims = sharding_axes(x), dims_of(call.arg(1, "dim"), x.ndim)
+    gone = [d for d in dims if x.shape[d] == 1 and not cuts[d]]
+    return retyped(x, call.out, [cut for d, cut in enumerate(cuts) if d not in gone])
 
 
 @type_rule("view", "reshape", "_unsafe_view", "flatten", "unflatten")
 def _view(call: TypedCall) -> Any:
-    """A cut dim must begin where a dim of the result begins, or each of its equal parts where those
-    are cut; between several such dims (of local size 1) the claim decides."""
+    """A cut dim must begin where a dim of the result begins. Where each of its equal parts is cut,
+    such a part must. Between several dims of the result that begin there, all but one of local size
+    1, the claim decides.
+    """
     x, out = call.args[0], call.out
     spec: list[tuple] = [()] * out.ndim
     claimed = call.claimed()
@@ -71,8 +67,8 @@ def _view(call: TypedCall) -> Any:
             for d in range(out.ndim)
             if out.shape[d] == x.shape[dim] and math.prod(out.shape[:d]) == before
         ]
-        if not whole and (apart := orders_of_part(x, dim, parts)):
-            before, found = before * parts, apart
+        if not whole and (orders := orders_of_part(x, dim, parts)):
+            before, found = before * parts, orders
         places = [d for d in range(out.ndim) if math.prod(out.shape[:d]) == before]
         if cut and not places:
             raise spmd.SpmdTypeError(
@@ -93,16 +89,14 @@ def _view(call: TypedCall) -> Any:
 @type_rule("expand")
 def _expand(call: TypedCall) -> Any:
     x, out = call.args[0], call.out
-    new = out.ndim - x.ndim
-    # Also where the local size stays 1: a dim expanded to as many as there are ranks.
+    new, cuts = out.ndim - x.ndim, sharding_axes(x)
+    # A dim counts as expanded even if its local size stays 1: it may be expanded to the number of
+    # ranks.
     expanded = {
-        d
-        for d in range(out.ndim)
-        if d < new or (x.shape[d - new] == 1 and not sharding_axes(x)[d - new])
+        d for d in range(out.ndim) if d < new or (x.shape[d - new] == 1 and not cuts[d - new])
     }
-    return _cut_anywhere(
-        call, dict(spmd.get_local_type(x)), [()] * new + sharding_axes(x), expanded, x.requires_grad
-    )
+    types = dict(spmd.get_local_type(x))
+    return _cut_as_claimed(call, types, [()] * new + cuts, expanded, x.requires_grad)
 
 
 @type_rule(
@@ -118,18 +112,17 @@ def _expand(call: TypedCall) -> Any:
     "arange",
 )
 def _factory(call: TypedCall) -> Any:
-    constant = call.target._schema.name != "aten::arange"
     types = {axis: spmd.R for axis in call.axes if axis.size() > 1}
-    return _cut_anywhere(
-        call, types, [()] * call.out.ndim, set(range(call.out.ndim)) if constant else set(), False
-    )
+    constant = set() if call.operator_name == "arange" else set(range(call.out.ndim))
+    return _cut_as_claimed(call, types, [()] * call.out.ndim, constant, False)
 
 
-def _cut_anywhere(
+def _cut_as_claimed(
     call: TypedCall, types: dict, spec: list[tuple], constant: set[int], differentiable: bool
 ) -> torch.Tensor:
-    """Along a dim that holds one value all the way, an R tensor is also a cut one: which it is, the
-    claim decides.
+    """Gives the result ``types``, by axis, and the axes ``spec`` that cut each dim. Along a
+    ``constant`` dim all elements are equal, so there an R tensor is also a cut one, and the claim
+    decides which.
     """
     for axis, dim in call.claimed().items():
         if dim in constant and (

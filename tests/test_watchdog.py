@@ -1,5 +1,5 @@
-"""Ranks of which one will never come to where another waits: an error on all of them within
-seconds, that says who, where and what.
+"""Where a rank waits for another that will never come, all ranks raise an error within seconds, which
+names the rank, the call and what the rank did.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import Pool
-from test_drift import DATA, PIPED, Network, batch, usual
+from test_desync import DATA, PIPED, Network, batch, usual
 from torch import nn
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -62,23 +62,20 @@ def goes_on_after_a_small_batch(compiled: nn.Module, optimizer: Any, step: int) 
 
 
 def ends(compiled: nn.Module, optimizer: Any, step: int) -> None:
-    watchdog._WATCHDOGS[
-        dist.group.WORLD
-    ]._end()  # as where the process ends and its connections stay open for a while
+    # As if the process ended while its connections stayed open for a while.
+    watchdog._WATCHDOGS[dist.group.WORLD]._end()
     raise ZeroDivisionError("in the user's own code")
 
 
-Case = tuple[
-    dict[str, Any], Callable[..., None], str, str
-]  # options, what rank 1 does, what rank 0 says, what rank 1 says
+# Options, what rank 1 does, and the errors of rank 0 and of rank 1.
+Case = tuple[dict[str, Any], Callable[..., None], str, str]
 DRIFTED = (
     r"drifted apart before call 7: rank 1 of 2 called the program in another mode than rank 0, in "
 )
 FROZEN = r"drifted apart before call 7: rank 1 of 2 had frozen other parameters than rank 0"
 SMALL = r"rank 1 of 2 failed in call 7: RunError: x has size 6 in dim 0, expected 8"
-UNLIKE = (
-    SMALL + r"|before call 7: rank 1 of 2 had 1 calls or backwards that failed, rank 0 0"
-)  # by who looks first
+# Which of two errors depends on the rank that looks first.
+UNLIKE = SMALL + r"|before call 7: rank 1 of 2 had 1 calls or backwards that failed, rank 0 0"
 FAST: list[Case] = [
     (
         DATA,
@@ -105,12 +102,12 @@ SLOW: list[Case] = [
 
 
 def loop(cases: list[Case], folder: str) -> list[tuple[str, float]]:
-    """What each case ended with on this rank, and after how many seconds."""
+    """The error of each case on this rank, and the seconds until it was raised."""
     watchdog._TICK, watchdog._PATIENCE = 0.1, 0.5
     found = []
     rank, timeout = dist.get_rank(), timedelta(seconds=GROUP_TIMEOUT)
     for number, (options, habit, _, _) in enumerate(cases):
-        dist.destroy_process_group()  # its connections are broken
+        dist.destroy_process_group()  # because its connections are aborted
         store = dist.FileStore(str(Path(folder) / str(number)), 2)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
         _clear_sharding_prop_cache()
@@ -127,9 +124,8 @@ def loop(cases: list[Case], folder: str) -> list[tuple[str, float]]:
             found.append(("nobody noticed", 0.0))
         except (autopar.RunError, ZeroDivisionError) as error:
             found.append((str(error), time.monotonic() - begun))
-            time.sleep(
-                2.0 if rank == 1 else 0.0
-            )  # it is still there, so no connection closes by itself
+            # Rank 1 stays alive, so no connection closes by itself.
+            time.sleep(2.0 if rank == 1 else 0.0)
     return found
 
 

@@ -1,5 +1,5 @@
-"""Ring attention against torch's on one device, in float64: masks, lengths, heads, orders, dropout;
-what it sends; its price.
+"""Ring attention compared with torch's attention on one device, in float64, over masks, lengths,
+heads, orders of pieces and dropout; the bytes that it sends; its price.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ MASKS: dict[str, Callable[[int, int, int], torch.Tensor | None]] = {  # of queri
     "padding": lambda n, m, h: (torch.arange(m) < torch.tensor([m, max(1, m - 3)])[:, None])[
         :, None, None, :
     ],
-    "rows": lambda n, m, h: (
-        (draw(n, m, seed=7) > -0.3) & (torch.arange(n) < n - 1)[:, None]
-    ),  # the last sees nothing
+    # All keys of the last row are masked.
+    "rows": lambda n, m, h: (draw(n, m, seed=7) > -0.3) & (torch.arange(n) < n - 1)[:, None],
     "added": lambda n, m, h: draw(BATCH, h, n, m, seed=8),
     "infinite": lambda n, m, h: draw(BATCH, 1, n, m, seed=8).where(
         draw(n, m, seed=7) > 0, -math.inf
@@ -45,9 +44,8 @@ MASKS: dict[str, Callable[[int, int, int], torch.Tensor | None]] = {  # of queri
     "trained of keys": lambda n, m, h: draw(1, h, 1, m, seed=8).requires_grad_(),
     "trained of queries": lambda n, m, h: draw(n, 1, seed=8).requires_grad_(),
 }
-Case = tuple[
-    str, bool, tuple[int, int], tuple[int, int], bool, int
-]  # mask, causal, heads, lengths, zigzag, values' width
+# Mask, causal, heads, lengths, zigzag, width of the values.
+Case = tuple[str, bool, tuple[int, int], tuple[int, int], bool, int]
 
 
 def _check(cases: list[Case]) -> None:
@@ -70,7 +68,7 @@ def _compare(
     width: int,
 ) -> None:
     world, me = mesh.sizes[0], mesh.coordinate[0]
-    at, there = (ring_attention.positions(me, world, n, zigzag) for n in lengths)
+    at, there = (ring_attention.sequence_positions(me, world, n, zigzag) for n in lengths)
     (n, m), (several, fewer) = (world * length for length in lengths), heads
     mask = MASKS[name](n, m, several)
     whole = [
@@ -82,9 +80,8 @@ def _compare(
     local = [
         t[:, :, place].requires_grad_() for t, place in zip(whole, (at, there, there), strict=True)
     ]
-    both = (
-        None if mask is None or not causal else mask & torch.ones(n, m, dtype=torch.bool).tril()
-    )  # which torch does not always take
+    # torch does not always take a mask and is_causal together.
+    both = None if mask is None or not causal else mask & torch.ones(n, m, dtype=torch.bool).tril()
     given = (mask, 0.0, causal) if both is None else (both, 0.0, False)
     y = F.scaled_dot_product_attention(
         *[t.requires_grad_() for t in whole], *given, enable_gqa=several != fewer
@@ -191,12 +188,14 @@ def _attended(
 def _dropped(
     sizes: tuple[int, ...], causal: bool, zigzag: bool, p: float, length: int
 ) -> tuple[torch.Tensor, float]:
-    """Which weights of this rank's rows were kept, and the part of those that count."""
+    """The attention weights of this rank's rows that dropout kept, and the share that it kept of
+    those that count.
+    """
     plain_attention.ROWS, rows = 3, plain_attention.ROWS
     mesh, axes = make_mesh(sizes)
     ranks, me, heads, fewer = sizes[-1], mesh.coordinate[-1], 4, 2
     n = length * ranks
-    at = ring_attention.positions(me, ranks, length, zigzag)
+    at = ring_attention.sequence_positions(me, ranks, length, zigzag)
     q, k, v = (
         draw(BATCH, heads, n, WIDTH),
         draw(BATCH, fewer, n, WIDTH, seed=1),
@@ -220,14 +219,14 @@ def _dropped(
             zigzag,
         )
 
-    # Values of one 1 each show the weights, and those that were dropped as 0.
+    # Values that are unit vectors show the weights, and dropped weights as 0.
     kept = (
         attention(torch.eye(n, dtype=torch.float64).expand(BATCH, fewer, n, n)[:, :, at]).detach()
         != 0
     )
     mask = torch.ones(n, n).tril().bool() if causal else torch.ones(n, n).bool()
     x = attention(leaves[2])
-    close(x, attention(leaves[2]))  # computed again
+    close(x, attention(leaves[2]))  # the same draws when it is recomputed
     (x * draw(*q.shape, seed=9)[:, :, at]).sum().backward()
 
     group = mesh.group(len(sizes) - 1)
@@ -235,7 +234,7 @@ def _dropped(
     torch.distributed.all_gather(everywhere, kept, group)
     keep = torch.zeros(BATCH, heads, n, n, dtype=torch.bool)
     for rank, part in enumerate(everywhere):
-        keep[:, :, ring_attention.positions(rank, ranks, length, zigzag)] = part
+        keep[:, :, ring_attention.sequence_positions(rank, ranks, length, zigzag)] = part
     whole = [t.requires_grad_() for t in (q, k, v)]
     y = _attended(*whole, keep, mask, p)
     (y * draw(*y.shape, seed=9)).sum().backward()
@@ -262,17 +261,15 @@ def test_dropout_is_that_of_the_weights_it_shows(
 def _halves(zigzag: bool) -> None:
     world = torch.distributed.get_world_size()
     mesh, _ = make_mesh((world,))
-    at = ring_attention.positions(mesh.coordinate[0], world, 32, zigzag)
+    at = ring_attention.sequence_positions(mesh.coordinate[0], world, 32, zigzag)
     parts = [draw(BATCH, h, 32 * world, 8, seed=h).bfloat16() for h in (4, 2, 2)]
     whole = [t.double().requires_grad_() for t in parts]
     y = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
     above = draw(*y.shape, seed=9).bfloat16()
     (y * above).sum().backward()
     local = [t[:, :, at].requires_grad_() for t in parts]
-    for mask in (
-        None,
-        torch.zeros(32, 32 * world, dtype=torch.bfloat16).requires_grad_(),
-    ):  # fused, and not in the backward
+    # Without a mask both kernels are fused; with one that has a gradient only the forward's is.
+    for mask in (None, torch.zeros(32, 32 * world, dtype=torch.bfloat16).requires_grad_()):
         x = ring_attention.ring_attention(*local, mask, 0.0, True, None, mesh, 0, (0,), 0, zigzag)
         gradients = torch.autograd.grad(x, local, above[:, :, at])
         for one, other in zip((x, *gradients), (y, *(t.grad for t in whole)), strict=True):
@@ -288,7 +285,7 @@ def test_halves_are_within_their_rounding(ranks: Pools, zigzag: bool) -> None:
 
 
 class _Received(TorchDispatchMode):
-    """Counts the bytes that this rank is sent, and notes what other communication there is."""
+    """Counts the bytes that this rank receives, and lists all other communication."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -348,18 +345,17 @@ def test_is_priced_without_data(ranks: int, zigzag: bool) -> None:
             == shifts
         )
         assert len(sent) == 2 * shifts
-        assert (
-            sum(launch.kind == "attention" for launch in launches) == ranks
-        )  # what is not seen is not computed
-    # Under zigzag the last rank, which counts, meets half of each block; without, the whole of
-    # those before.
+        # Blocks that are masked as a whole are not computed.
+        assert sum(launch.kind == "attention" for launch in launches) == ranks
+    # The price is that of the last rank. With zigzag it attends to half of each block, and without
+    # to all of the blocks before its own.
     square, part = 2.0 * BATCH * 4 * 64 * 64 * 2 * 8, 0.5 if zigzag else 1.0
     (diagonal,) = [
         launch.flops for launch in _priced(1, False).forward if launch.kind == "attention"
     ]
     assert sum(launch.flops for launch in answer.forward) == diagonal + (ranks - 1) * part * square
     assert answer.operands == {0, 1, 2}
-    assert answer.internal == (BATCH * 4 * 64 * 4,)  # one number a row
+    assert answer.internal == (BATCH * 4 * 64 * 4,)  # one number for each row
 
 
 def test_all_it_can_do_is_priced() -> None:
@@ -396,7 +392,7 @@ def test_tiles_hold_what_is_seen_and_no_more(zigzag: bool) -> None:
         cut = SequenceSplit(ranks, zigzag)
         for rank, source in itertools.product(range(ranks), repeat=2):
             here, there = (
-                ring_attention.positions(r, ranks, n, zigzag)
+                ring_attention.sequence_positions(r, ranks, n, zigzag)
                 for r, n in ((rank, length), (source, others))
             )
             seen, found = here[:, None] >= there, torch.zeros(length, others)

@@ -1,5 +1,5 @@
-"""Ranks that pass different batches, or are a step apart: an error on all of them, in time and
-before anything is combined.
+"""Ranks that pass different batches, or that are a step apart, all raise an error before anything
+is combined.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ def batch(step: int) -> dict[str, torch.Tensor]:
 def loop(
     options: dict[str, Any], habit: Callable[..., bool], first: int, within: int = 3
 ) -> tuple[str, int]:
-    """A loop in which rank 1 does something else at step ``first``; the error's message, and the
-    step at which it came, which is ``within`` so many."""
-    _clear_sharding_prop_cache()  # it holds meshes of earlier tests, whose groups are gone
+    """Runs a loop in which rank 1 does something else at step ``first``. Returns the message of the
+    error and the step of the error, which comes ``within`` so many steps.
+    """
+    _clear_sharding_prop_cache()  # it refers to meshes of earlier tests, whose groups no longer exist
     compiled = autopar.compile(Network(), batch(0), 2, progress=False, **options)
     optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
     steps = itertools.count()
@@ -77,14 +78,13 @@ def other_labels(compiled: Any, optimizer: Any, steps: Any, step: int, odd: bool
 
 
 def sampled(compiled: Any, optimizer: Any, steps: Any, step: int, odd: bool) -> None:
-    """As with a DistributedSampler."""
+    """Each rank passes another batch, as with a DistributedSampler."""
     usual(compiled, optimizer, batch(2 * step + dist.get_rank()))
 
 
 def other_labels_between(compiled: Any, optimizer: Any, steps: Any, step: int, odd: bool) -> None:
-    compiled._desync._cost = (
-        10.0  # as where an exchange takes long beside a step, and many calls share one
-    )
+    # As if an exchange took long beside a step, so that many calls share one.
+    compiled._desync._exchange_seconds = 10.0
     other_labels(compiled, optimizer, steps, step, odd)
 
 
