@@ -46,7 +46,9 @@ def agree_on_call(
     if detector is not None:
         mode = 2 * variant.number + torch.is_grad_enabled()
         trained = trained_parameters()
-        seed = detector.call(inputs, mode, trained, streams.seed or 0, streams.trained, proposed)
+        seed = detector.check_call(
+            inputs, mode, trained, streams.seed or 0, streams.trained, proposed
+        )
     if proposed is not None and seed is not None:
         streams.restart(proposed, seed)
     if variant.draws:

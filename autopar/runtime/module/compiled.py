@@ -124,7 +124,7 @@ class Compiled(nn.Module):
             holders,
             loss=self._output_structure.loss,
             names=self._signature.names,
-            on_backward=None if self._desync is None else self._desync.backward,
+            on_backward=None if self._desync is None else self._desync.count_backward,
         )
 
     def _install_hooks(self, holders: Holders | None, model: nn.Module | None) -> None:
@@ -137,7 +137,7 @@ class Compiled(nn.Module):
             dict(self.named_parameters()),
             [weight.leaf for weight in self._runner.weights],
             self._mesh,
-            None if self._desync is None else self._desync.step,
+            None if self._desync is None else self._desync.count_step,
             replaced=() if model is None else model.parameters(),
         )
 
@@ -179,7 +179,7 @@ class Compiled(nn.Module):
             for name, module in self.named_modules():
                 more[f"training of {name or 'the program'}"] = module.training
         more["random_state"] = self.random_state
-        more["the record of calls"] = self._desync.state if self._desync is not None else ()
+        more["the record of calls"] = self._desync.counts if self._desync is not None else ()
         check_replicas(dict(self.named_parameters()), dict(self.named_buffers()), more, optimizer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:

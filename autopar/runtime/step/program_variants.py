@@ -45,7 +45,7 @@ class ProgramVariant:
 def draws(program: fx.GraphModule) -> bool:
     """Whether ``program`` draws random numbers."""
     nodes = [n for n in program.graph.nodes if n.op == "call_function"]
-    return any(graph_kernels.draws(operator_of(n.target), n.args) for n in nodes)
+    return any(graph_kernels.draws_random_numbers(operator_of(n.target), n.args) for n in nodes)
 
 
 class ProgramVariants:
