@@ -22,14 +22,14 @@ from autopar.errors import CaptureError
 from autopar.ir.captured import CapturedModel, GraphInput
 from autopar.ir.nodes import arguments, describe_node, eliminate_dead_code
 from autopar.passes.canonical.decompose import decompose
-from autopar.passes.canonical.decompose_losses import LOSSES, losses
+from autopar.passes.canonical.decompose_losses import LOSSES, decompose_losses
 from autopar.passes.canonical.functionalise import functionalise
 from autopar.passes.canonical.inline_regions import drop_checks, inline_regions, stop_gradients
-from autopar.passes.canonical.matmul_to_linear import linears
-from autopar.passes.canonical.mixed_precision import mixed_precision
-from autopar.passes.canonical.normal_form import normal_form
+from autopar.passes.canonical.matmul_to_linear import matmul_to_linear
+from autopar.passes.canonical.mixed_precision import apply_mixed_precision
+from autopar.passes.canonical.normal_form import write_normal_form
 from autopar.passes.canonical.simplify import REWRITTEN, simplify, split_to_slices
-from autopar.passes.canonical.simplify_constants import constants
+from autopar.passes.canonical.simplify_constants import simplify_constants
 from autopar.rules.registry import operator_name
 
 aten = torch.ops.aten
@@ -58,16 +58,16 @@ def canonicalise(captured: CapturedModel) -> CapturedModel:
         captured
     )  # where gradients stop they stop for what is unfrozen later, too
     stop_gradients(graph, trainable)
-    notes += mixed_precision(
+    notes += apply_mixed_precision(
         captured, written
     )  # before simplify and losses: they drop casts that are none, and know a loss by its operands
     simplify(
         graph, trainable
     )  # before linears and losses, which look for reshapes next to each other
-    constants(graph)  # after simplify, which leaves index ranges short
-    linears(graph)
-    notes += losses(graph)
-    normal_form(graph)  # last of the rewrites, so that these may write arguments as they like
+    simplify_constants(graph)  # after simplify, which leaves index ranges short
+    matmul_to_linear(graph)
+    notes += decompose_losses(graph)
+    write_normal_form(graph)  # last of the rewrites, so that these may write arguments as they like
     eliminate_dead_code(graph, keep=_updates_statistics)
     _verify(graph)
     inputs = _drop_unused_state(captured)

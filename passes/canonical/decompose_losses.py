@@ -21,7 +21,7 @@ from autopar.runtime.kernels.graph_kernels import cross_entropy, target_count
 _NONE, _MEAN, _SUM = 0, 1, 2
 
 
-def losses(graph: fx.Graph) -> list[str]:
+def decompose_losses(graph: fx.Graph) -> list[str]:
     """Rewrite the losses; returns notes on those that were left as they are."""
     notes: list[str] = []
 

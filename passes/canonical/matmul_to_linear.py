@@ -12,7 +12,7 @@ from torch.ops import aten
 from autopar.ir.nodes import arguments, new_node, replace_node, rewrite_calls, shape
 
 
-def linears(graph: fx.Graph) -> None:
+def matmul_to_linear(graph: fx.Graph) -> None:
     """addmm and mm become linear; a linear between a flattening reshape and its inverse takes the
     tensor as it was.
     """

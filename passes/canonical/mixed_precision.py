@@ -35,7 +35,7 @@ _VIEWS = {
 _CASTS = {aten.to, aten._to_copy, aten.type_as}
 
 
-def mixed_precision(captured: CapturedModel, written: Mapping[fx.Node, fx.Node]) -> list[str]:
+def apply_mixed_precision(captured: CapturedModel, written: Mapping[fx.Node, fx.Node]) -> list[str]:
     """Cast in the graph what is not in the dtype it is computed with; returns notes.
 
     Args:

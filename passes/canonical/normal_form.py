@@ -29,7 +29,7 @@ _OF_ALL = frozenset({aten.cat.default, aten.linalg_vecdot.default, aten.cosine_s
 _IMMATERIAL = frozenset({"pin_memory", "layout", "memory_format", "non_blocking"})
 
 
-def normal_form(graph: fx.Graph) -> None:
+def write_normal_form(graph: fx.Graph) -> None:
     """Rewrite the arguments of every operator call in place; drop slices that take everything."""
     for node in graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):

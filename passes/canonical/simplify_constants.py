@@ -17,7 +17,7 @@ aten = torch.ops.aten
 _RANGES = 1 << 22  # elements: longer index tensors are not evaluated
 
 
-def constants(graph: fx.Graph) -> None:
+def simplify_constants(graph: fx.Graph) -> None:
     """Rewrite ``new_zeros`` and its like, and indexing by ranges."""
     table = {aten.index.Tensor: _index}
     table |= {op.default: _made for op in (aten.new_zeros, aten.new_ones, aten.new_full)}

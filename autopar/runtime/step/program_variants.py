@@ -44,17 +44,18 @@ class ProgramVariants:
     """
 
     def __init__(self, root: nn.Module, lowered: LoweredModel, updates: Sequence[str]) -> None:
-        self._lowered, self._evaluating = lowered, lowered.evaluating
+        self._lowered, self._evaluation_mode = lowered, lowered.evaluation_mode
         self._owners = [
-            "" if name in self._evaluating.updates else name.rpartition(".")[0] for name in updates
+            "" if name in self._evaluation_mode.updates else name.rpartition(".")[0]
+            for name in updates
         ]
         self._always = frozenset(
-            i for i, name in enumerate(updates) if name in self._evaluating.updates
+            i for i, name in enumerate(updates) if name in self._evaluation_mode.updates
         )
         known = dict(root.named_modules(remove_duplicate=False))
-        paths = {path: known.get(path, root) for path in (*lowered.modules, *self._owners)}
+        paths = {path: known.get(path, root) for path in (*lowered.switched_modules, *self._owners)}
         if (
-            self._evaluating.mismatch is not None
+            self._evaluation_mode.mismatch is not None
         ):  # any of the model's own modules may be what reads self.training
             paths |= {path: module for path, module in known.items() if not _of_torch(module)}
         self._number = {id(root): 0}
@@ -101,7 +102,7 @@ class ProgramVariants:
         return ProgramVariant(program, stages, frozenset(kept) - self._always, number)
 
     def _check(self, modes: tuple[bool, ...]) -> None:
-        mismatch = self._evaluating.mismatch
+        mismatch = self._evaluation_mode.mismatch
         if mismatch is None:
             return
         for path, place in {"": 0, **self._places}.items():
