@@ -109,5 +109,10 @@ class CapturedModel:
     fingerprint: str = ""
     division: BatchDivision | None = None
 
+    @property
+    def placeholders(self) -> dict[fx.Node, GraphInput]:
+        """The placeholders of the graph, in order, each with its entry in ``inputs``."""
+        return dict(zip(self.graph.find_nodes(op="placeholder"), self.inputs, strict=True))
+
 
 LossFunction = Callable[[Any, Any], torch.Tensor]

@@ -134,6 +134,17 @@ def new_node(
     return node
 
 
+def substitute(
+    graph: fx.Graph,
+    node: fx.Node,
+    target: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+) -> fx.Node:
+    """Insert a call that returns what ``node`` returns."""
+    return new_node(graph, target, args, kwargs, like=node, val=node.meta["val"])
+
+
 def infer_value(node: fx.Node, like: fx.Node | None = None) -> Any:
     """What a call returns on the ``val`` of its operands; nothing is computed or allocated."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
@@ -175,6 +186,12 @@ def eliminate_dead_code(graph: fx.Graph, keep: Callable[[fx.Node], bool]) -> Non
     for node in reversed(graph.nodes):
         if not node.users and node.op not in ("placeholder", "output") and not keep(node):
             graph.erase_node(node)
+
+
+def updates_statistics(node: fx.Node) -> bool:
+    """Whether a call updates the running statistics of BatchNorm, beside returning its result."""
+    batch_norm = torch.ops.aten.batch_norm.default
+    return node.target is batch_norm and bool(arguments(node)["training"])
 
 
 def needing_grad(nodes: Iterable[fx.Node], sources: Collection[fx.Node]) -> set[fx.Node]:
