@@ -73,7 +73,7 @@ def canonicalise(captured: CapturedModel) -> CapturedModel:
             inputs=_drop_unused_state(captured),
             updates=updates,
             notes=(*captured.notes, *notes),
-            stored={},
+            stored_dtypes={},
         )
     )
     return replace(done, fingerprint=fingerprint(done))

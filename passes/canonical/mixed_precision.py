@@ -41,10 +41,10 @@ def apply_mixed_precision(captured: CapturedModel, written: Mapping[fx.Node, fx.
         captured: in functional form.
         written: for each placeholder that the graph writes to, the node of its new value.
     """
-    if captured.compute in HALF_DTYPES:
+    if captured.compute_dtype in HALF_DTYPES:
         outputs: Any = captured.graph.output_node().args[0]
         _compute_loss_in_float32(captured.graph, outputs[captured.loss])
-    if not captured.stored:
+    if not captured.stored_dtypes:
         return []
     return _StoredDtypes(captured, written).run()
 
@@ -103,8 +103,8 @@ class _StoredDtypes:
     """Gives placeholders their stored dtype, and casts at their readers.
 
     Attributes:
-        compute: the compute dtype.
-        stored: the stored dtype by placeholder name, where it differs from the compute dtype.
+        compute_dtype: the compute dtype.
+        stored_dtypes: the stored dtype by placeholder name, where it differs from the compute dtype.
         updates: for each placeholder that arrives in its stored dtype and that the graph writes to,
             the calls that compute its new value.
         source: for each tensor that is in a stored dtype, the placeholder of that dtype.
@@ -112,16 +112,20 @@ class _StoredDtypes:
     """
 
     def __init__(self, captured: CapturedModel, written: Mapping[fx.Node, fx.Node]) -> None:
-        assert captured.compute is not None
-        self.graph, self.compute, self.stored = captured.graph, captured.compute, captured.stored
-        given = {n: i for n, i in captured.placeholders.items() if n.name in self.stored}
+        assert captured.compute_dtype is not None
+        self.graph, self.compute_dtype, self.stored_dtypes = (
+            captured.graph,
+            captured.compute_dtype,
+            captured.stored_dtypes,
+        )
+        given = {n: i for n, i in captured.placeholders.items() if n.name in self.stored_dtypes}
         uncast = [
             n
             for n, i in given.items()
             if i.kind != "parameter" or any(user.target in _NORMS for user in n.users)
         ]
         for parameter in set(given) - set(uncast):
-            parameter.meta["stored"] = self.stored[parameter.name]
+            parameter.meta["stored"] = self.stored_dtypes[parameter.name]
         self.updates = {
             p: _reached(self.graph, [p]) & _behind(written[p]) for p in uncast if p in written
         }
@@ -133,7 +137,9 @@ class _StoredDtypes:
             value = placeholder.meta["val"]
             with value.fake_mode:
                 placeholder.meta["val"] = torch.empty_like(
-                    value, dtype=self.stored[placeholder.name], requires_grad=value.requires_grad
+                    value,
+                    dtype=self.stored_dtypes[placeholder.name],
+                    requires_grad=value.requires_grad,
                 )
         has_norms = False
         for node in list(self.graph.nodes):
@@ -165,7 +171,7 @@ class _StoredDtypes:
             if keeps:
                 uncast.append(source)
             else:
-                set_operand(node, k, _cast(operand, self.compute, self.casts, node))
+                set_operand(node, k, _cast(operand, self.compute_dtype, self.casts, node))
         return uncast
 
     def _casts_up(self, node: fx.Node) -> bool:
@@ -173,21 +179,24 @@ class _StoredDtypes:
         after views.
         """
         packet, dtype = getattr(node.target, "overloadpacket", None), _dtype(node)
-        if packet in _CASTS and dtype is not None and dtype.itemsize > self.compute.itemsize:
+        if packet in _CASTS and dtype is not None and dtype.itemsize > self.compute_dtype.itemsize:
             return True
-        moves = packet in _VIEWS or (packet in _CASTS and _dtype(node) == self.compute)
+        moves = packet in _VIEWS or (packet in _CASTS and _dtype(node) == self.compute_dtype)
         return moves and bool(node.users) and all(self._casts_up(user) for user in node.users)
 
     def _infer_dtype(self, node: fx.Node, source: fx.Node) -> None:
         """Infer the result of a call with operands in a stored dtype. A call that computes the new
         value of a placeholder computes in the stored dtype.
         """
-        before, stored = _dtype(node), self.stored[source.name]
+        before, stored = _dtype(node), self.stored_dtypes[source.name]
         if node in self.updates.get(source, ()):
-            if getattr(node.target, "overloadpacket", None) in _CASTS and before == self.compute:
+            if (
+                getattr(node.target, "overloadpacket", None) in _CASTS
+                and before == self.compute_dtype
+            ):
                 node.target, node.args, node.kwargs = aten.to.dtype, (node.args[0], stored), {}
             for k, (operand, _) in enumerate(operands(node)):
-                if _dtype(operand) == self.compute:
+                if _dtype(operand) == self.compute_dtype:
                     set_operand(node, k, _cast(operand, stored, {}, node))
         node.meta["val"] = infer_value(node)
         if _dtype(node) != before:
@@ -200,15 +209,15 @@ class _StoredDtypes:
         tensors = [operand for operand, _ in operands(node)]
         stored = _dtype(tensors[-1])
         if (
-            (self.compute in HALF_DTYPES and stored == torch.float32)
-            or stored == self.compute
+            (self.compute_dtype in HALF_DTYPES and stored == torch.float32)
+            or stored == self.compute_dtype
             or stored is None
         ):
             return
         set_operand(node, 0, _cast(tensors[0], stored, {}, node))
         node.meta["val"] = infer_value(node)
         with self.graph.inserting_after(node):
-            back = new_node(self.graph, aten.to.dtype, (node, self.compute), like=node)
+            back = new_node(self.graph, aten.to.dtype, (node, self.compute_dtype), like=node)
         node.replace_all_uses_with(back, delete_user_cb=lambda user: user is not back)
 
 
