@@ -124,9 +124,9 @@ def compile(
         if plan is None
         else None
     )
-    (unverified, chosen), evaluating = run_distributed(
+    (unverified, chosen), evaluation_mode = run_distributed(
         ("planning", partial(_verified_and_chosen, traced, verify, choose)),
-        ("tracing the model in eval()", lambda: traced.evaluating),
+        ("tracing the model in eval()", lambda: traced.evaluation_mode),
     )
     plan = plan or chosen
     check_same_on_all_ranks(repr(dataclasses.replace(plan, timings={}, options={})), "the plan")
@@ -151,7 +151,7 @@ def compile(
         pipeline=plan.pipeline,
         modes=plan.modes,
     )
-    lowered = lower(analysis, plan, prologue, mesh.device, evaluating)
+    lowered = lower(analysis, plan, prologue, mesh.device, evaluation_mode)
     notes = [*unverified, *_check_types(analysis, lowered, mesh)]
     noted = dataclasses.replace(plan, notes=(*plan.notes, *notes)) if notes else plan
     return Compiled(analysis.captured, noted, lowered, mesh, model=model)

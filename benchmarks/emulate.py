@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 from autopar.ir.layout import Layout, P, dual
 from autopar.ir.nodes import operands
 from autopar.ir.plan_data import NodePlan
-from autopar.passes.canonical.normal_form import normal_form
+from autopar.passes.canonical.normal_form import write_normal_form
 from autopar.passes.lowering.choose_kernels import choose_kernels
 from autopar.passes.lowering.localise import localise
 from autopar.rules import rule_of
@@ -162,7 +162,7 @@ class Program:
         self.call = graph.call_function(example.target, args, kwargs)
         self.call.meta["val"] = example.target(*example.args, **example.kwargs)
         graph.output(self.call)
-        normal_form(graph)
+        write_normal_form(graph)
         self.graph, self.rule = graph, rule_of(self.call)
         self.tensors = [n.meta["val"] for n, _ in operands(self.call)]
         self.trains = [

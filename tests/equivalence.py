@@ -206,7 +206,7 @@ def traced_once() -> Iterator[None]:
         mock.patch.object(autopar.frontend.traced_model, "_trace", once),
         mock.patch.object(autopar.frontend.traced_model, "_in_parts", cached),
         mock.patch.object(
-            autopar.frontend.traced_model.TracedModel, "evaluating", EvaluationMode()
+            autopar.frontend.traced_model.TracedModel, "evaluation_mode", EvaluationMode()
         ),  # test_evaluation.py has its tests
         mock.patch.object(
             autopar.api, "_verify", return_value=[]

@@ -241,7 +241,7 @@ def build(
         parameters=layouts,
         stages=(),
         modules=[],
-        evaluating=EvaluationMode(updates=frozenset(["calls"])),
+        evaluation_mode=EvaluationMode(updates=frozenset(["calls"])),
         state=STATE,
         output_layouts=(parse_layout("I " * len(sizes)), gathered if whole else cut, cut),
         input_time_types=(S(0), S(0)),

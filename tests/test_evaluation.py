@@ -26,7 +26,7 @@ class Branching(torch.nn.Module):
 @pytest.mark.parametrize("name", zoo.MODELS)
 def test_dropout_and_batch_norm_are_understood(name: str) -> None:
     model, sample = zoo.MODELS[name](dropout=0.1)
-    assert TracedModel(model, sample, None).evaluating.mismatch is None
+    assert TracedModel(model, sample, None).evaluation_mode.mismatch is None
     assert model.training
 
 

@@ -23,7 +23,7 @@ from autopar.capture.capture_graph import capture
 from autopar.capture.function_operator import FunctionOperator
 from autopar.errors import CaptureError, PlanError
 from autopar.frontend.traced_model import TracedModel
-from autopar.rules import Call, Rule, register_rule, registry
+from autopar.rules import OperatorCall, Rule, register_rule, registry
 from autopar.runtime.kernels import graph_kernels
 
 
@@ -218,7 +218,7 @@ def test_a_rule_splits_a_function() -> None:
     with mock.patch.dict(registry._MAKERS):
 
         @register_rule("test_functions.Reverse")
-        def pointwise(call: Call) -> Rule:
+        def pointwise(call: OperatorCall) -> Rule:
             assert call["scale"] in (0.5, 2.0)
             return call.rule("b f -> b f")
 

@@ -165,7 +165,7 @@ def test_a_buffer_or_input_that_the_model_casts_up_is_not_rounded_before() -> No
         "x",
         "place",
     }
-    assert not captured.stored
+    assert not captured.stored_dtypes
 
 
 class Statistics(Linear):

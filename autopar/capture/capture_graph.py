@@ -59,7 +59,7 @@ def capture(
     given = dict(
         zip(_input_paths(in_spec), pytree.tree_leaves(sample_arguments(sample_input)), strict=False)
     )
-    return replace(captured, compute=dtype, stored=_stored(captured, given))
+    return replace(captured, compute_dtype=dtype, stored_dtypes=_stored(captured, given))
 
 
 def traced_call(

@@ -18,7 +18,7 @@ from autopar.cost_model import Cluster
 from autopar.ir.captured import CapturedModel, LossFunction
 from autopar.ir.precision import dtype_of
 from autopar.passes.canonical.canonicalise import canonicalise
-from autopar.passes.lowering.evaluation_mode import EvaluationMode, evaluating
+from autopar.passes.lowering.evaluation_mode import EvaluationMode, find_evaluation_mode
 from autopar.passes.microbatch.derive_microbatch import derive_microbatch
 from autopar.profile.missing_kernels import MissingKernels
 from autopar.rules.analysis import Analysis
@@ -79,9 +79,9 @@ class TracedModel:
         return self._known[key]
 
     @cached_property
-    def evaluating(self) -> EvaluationMode:
+    def evaluation_mode(self) -> EvaluationMode:
         """What ``eval()`` changes."""
-        return evaluating(
+        return find_evaluation_mode(
             self.whole,
             _trace(self.model, self.sample, self.loss_fn, self.precision, training=False),
         )

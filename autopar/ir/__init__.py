@@ -1,0 +1,6 @@
+"""What are a layout, a graph and a plan, as data?
+
+In reading order: ``layout`` (the types along a mesh axis), ``captured`` (a captured model),
+``nodes`` (reading and editing graph nodes), ``precision`` (the names of dtypes), ``plan_data`` (a
+plan) and ``plan_json`` (a plan as JSON).
+"""

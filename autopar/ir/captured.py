@@ -1,5 +1,5 @@
-"""A captured model as data: the graph, what its placeholders stand for, and how a microbatch
-divides the batch.
+"""A captured model as data: the graph, the meaning of its placeholders, and the division of the
+batch into microbatches.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class GraphInput:
     Attributes:
         name: the placeholder's node name.
         kind: ``"parameter"``, ``"buffer"``, ``"constant"`` (a tensor that the forward makes from
-            Python numbers), ``"input"``, or ``"hoisted"`` (what is computed once for all
-            microbatches).
-        target: the name in the model; for an input where it was given, such as ``"input_ids"`` or
-            ``"args[0]"``.
+            Python numbers), ``"input"``, or ``"hoisted"`` (a tensor that is computed once a step
+            for all microbatches).
+        target: the name in the model; for an input its place in the call, such as ``"input_ids"``
+            or ``"args[0]"``.
     """
 
     name: str
@@ -34,19 +34,27 @@ class GraphInput:
 
 @dataclass(frozen=True)
 class BatchDivision:
-    """How the graph of a microbatch divides the batch. Each node has ``meta["time"]``: R (it is the
-    same for each microbatch), P (the microbatches' values add up), or S(d) (the microbatch's part).
+    """How the batch is divided into microbatches.
+
+    Each node of a microbatch's graph has a type along time, ``meta["time"]``: R (the tensor is the
+    same for every microbatch), P (the tensors of the microbatches add up), or S(d) (a microbatch
+    has a chunk of dim ``d``).
+
+    A model may take the batch apart into equal parts, such as two views of each sample in one
+    tensor: a microbatch then has a chunk of each part. It may also combine adjacent samples, such
+    as pairs: they must stay in one chunk.
 
     Attributes:
-        samples: of a microbatch.
-        shares: equal parts of the batch, of each of which a microbatch has a chunk; 1 unless the
-            model takes the batch apart.
-        room: into how many chunks each of them may go, so that samples which the model takes
-            together stay together.
-        each: the updates, by number, that each microbatch makes; others are those of the whole
-            batch, made once.
-        approximate: what is taken of each microbatch although that is not exact.
-        tightest: what takes the most samples together; "" where nothing takes more than one.
+        samples: the number of samples in a microbatch.
+        parts: the number of equal parts into which the model takes the batch apart.
+        max_chunks: the largest number of chunks of each part that keeps combined samples together.
+            Each divisor of this number is possible, too.
+        per_microbatch_updates: the numbers of the buffer updates that each microbatch makes with
+            its own statistics. All other updates are made once, from the whole batch.
+        inexact_operators: descriptions of the operators that compute statistics of a microbatch in
+            place of statistics of the whole batch.
+        limiting_operator: the description of the operator that combines most samples; "" if no
+            operator combines samples.
     """
 
     samples: int
@@ -57,8 +65,14 @@ class BatchDivision:
     limiting_operator: str = ""
 
     def chunks_per_part(self, microbatches: int, degree: int) -> int:
-        """Into how many chunks each share goes, of each of which a microbatch has a chunk, where
-        ``degree`` ranks split the batch.
+        """The number of chunks into which each part is cut: microbatch ``i`` has the ``i``-th piece
+        of every chunk.
+
+        With this number each rank has samples of every microbatch, as far as ``max_chunks`` allows.
+
+        Args:
+            microbatches: how many microbatches the batch has.
+            degree: how many ranks split the batch.
         """
         return math.gcd(math.lcm(degree, self.parts) // self.parts, self.max_chunks // microbatches)
 
@@ -68,30 +82,29 @@ class CapturedModel:
     """A captured model.
 
     Attributes:
-        graph: one placeholder for each of ``inputs``, in that order; the output node holds the flat
-            user outputs (constants among them as they are), then the new values of ``updates``.
-            Every node has ``meta["val"]`` (fake tensors of the global shape), ``meta["module"]``
-            and ``meta["source"]``.
-        in_spec: the pytree of ``(args, kwargs)`` as the user gives them; user inputs are in its
+        graph: one placeholder for each of ``inputs``, in that order. The output node holds the flat
+            user outputs, constants included, then the new values of ``updates``. Every node has
+            ``meta["val"]`` (fake tensors of the global shape), ``meta["module"]`` (a path) and
+            ``meta["source"]`` (file and line).
+        in_spec: the pytree of ``(args, kwargs)`` as the user gives them. User inputs are in its
             flat order.
-        constants_in: by flat position in ``in_spec``, what was given that is no tensor; such inputs
-            have no placeholder.
+        constant_inputs: the inputs that are no tensors, by flat position in ``in_spec``. They have
+            no placeholder.
         out_spec: the pytree of the user's outputs.
-        loss: which of the flat user outputs is the loss, a scalar.
-        updates: buffers whose new values the graph returns. Batch norm's running statistics are not
-            among them: the operator itself writes to them.
+        loss: the place of the loss, a scalar, among the flat user outputs.
+        updates: the names of the buffers whose new values the graph returns. The running statistics
+            of BatchNorm are not among them, because the operator itself writes to them.
         state: every parameter and buffer of the model under its first name, used or not, and the
             constants.
-        aliases: further names of tied parameters and buffers, each with the name that ``state``
-            has.
-        notes: what a user should know.
-        compute: the dtype that was asked for; None where the graph has the model's own dtypes.
-        stored: by placeholder, the dtype of a tensor that the graph has in ``compute`` instead;
-            empty once the graph is canonical, when only parameters are left, whose placeholders
-            have it as ``meta["stored"]``.
-        fingerprint: of the canonical graph of the whole batch, also where this is the graph of a
-            part of it.
-        division: of the graph of a microbatch, how the batch is divided.
+        aliases: further names of tied parameters and buffers, each with its name in ``state``.
+        notes: sentences for the user.
+        compute_dtype: the dtype that was asked for; None if the graph has the model's dtypes.
+        stored_dtypes: by placeholder name, the dtype of a tensor that the graph has in
+            ``compute_dtype`` instead. Empty in a canonical graph, where the placeholders of such
+            parameters have ``meta["stored"]``.
+        fingerprint: a hash of the canonical graph of the whole batch, also in the graph of a
+            microbatch.
+        division: how the batch is divided, in the graph of a microbatch.
     """
 
     graph: fx.Graph
@@ -104,10 +117,15 @@ class CapturedModel:
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    compute: torch.dtype | None = None
-    stored: dict[str, torch.dtype] = field(default_factory=dict)
+    compute_dtype: torch.dtype | None = None
+    stored_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     fingerprint: str = ""
     division: BatchDivision | None = None
+
+    @property
+    def placeholders(self) -> dict[fx.Node, GraphInput]:
+        """The placeholders of the graph, in order, each with its entry in ``inputs``."""
+        return dict(zip(self.graph.find_nodes(op="placeholder"), self.inputs, strict=True))
 
 
 LossFunction = Callable[[Any, Any], torch.Tensor]

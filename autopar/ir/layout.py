@@ -1,25 +1,31 @@
-"""Layouts: how a tensor lies on a device mesh, and how its gradient does.
+"""Layouts: how a tensor lies on a device mesh, and how its gradient lies.
 
 Along each mesh axis a tensor has one type:
 
-====== ============================== =======================
-type   value on the axis's ranks      gradient (its dual)
-====== ============================== =======================
-I      the same everywhere            I
-R      the same everywhere            P: a sum is pending
-P      a sum is pending               R
-S(d)   dim ``d`` cut in equal chunks  S(d)
-Z(d)   the same, each chunk in halves Z(d)
-S(d)/m the same, in each of m parts   S(d)/m
-s(d)   the same, within all others    s(d)
-====== ============================== =======================
+====== ================================== ===================
+type   value on the axis's ranks          gradient (the dual)
+====== ================================== ===================
+I      the same on every rank             I
+R      the same on every rank             P
+P      each rank has a part of the sum    R
+S(d)   each rank has a chunk of dim ``d`` S(d)
+Z(d)   S(d) with chunks in zigzag order   Z(d)
+S(d)/m S(d) in each of m equal parts      S(d)/m
+s(d)   S(d) within all other axes         s(d)
+====== ================================== ===================
 
-A layout is a tuple of types, one per axis. When two axes cut one dim, the earlier axis is major:
-its chunks are the coarse ones; but s(d) cuts what all other axes leave of the dim (torch's strided
-shard). Under Z(d), zigzag, rank r of n has pieces r and 2n - 1 - r of 2n: of a causal attention all
-have as much to do. Under S(d)/m each of ``m`` equal parts of the dim is cut in ``n`` chunks, of
-which rank r has the r-th: of a fused query, key and value some heads of each. The rest of the
-vocabulary is that of ``spmd_types`` (https://github.com/meta-pytorch/spmd_types).
+A layout is a tuple of types, one per axis, slowest links first.
+
+- Where two axes cut one dim, the earlier axis is major: its chunks are the coarse ones.
+- Z(d): rank r of n has pieces r and 2n - 1 - r of 2n equal pieces. Every rank then has equal work
+  in a causal attention.
+- S(d)/m: each of m equal parts of the dim is cut into n pieces, and rank r has the r-th piece of
+  each part. Each rank then has some heads of the query, of the key and of the value of a fused
+  weight.
+- s(d): the axis cuts the chunks that all other axes leave of the dim, also where it is not the last
+  axis (torch's strided shard).
+
+The types I, R, P and S(d) are those of ``spmd_types`` (https://github.com/meta-pytorch/spmd_types).
 """
 
 from __future__ import annotations
@@ -31,16 +37,22 @@ from functools import cache
 
 
 class Type:
-    """One axis's type. Interned, so that ``is`` and ``==`` agree: made with I, R, P, S(d), Z(d),
-    strided(d, m) and inner(d).
+    """The type along one axis: I, R, P, S(d), Z(d), strided(d, m) for S(d)/m, or inner(d) for s(d).
+
+    Each type is one object, so that ``is`` and ``==`` agree.
+
+    Attributes:
+        kind: "I", "R", "P" or "S"; "S" for all types that cut a dim.
+        dim: the dim that is cut; -1 for I, R and P.
+        letter: the letter in the type's text.
+        pieces: the number of pieces of the dim, not adjacent, that make up the chunk of a rank.
     """
 
     __slots__ = ("kind", "dim", "letter", "pieces")
 
     def __init__(self, letter: str, dim: int = -1, pieces: int = 1) -> None:
-        self.kind = letter if dim < 0 else "S"  # that of all ways to cut
-        self.letter, self.dim = letter, dim
-        self.pieces = pieces  # of the dim, not side by side, that a rank has
+        self.kind = letter if dim < 0 else "S"
+        self.letter, self.dim, self.pieces = letter, dim, pieces
 
     def __repr__(self) -> str:
         parts = f"/{self.pieces}" if self.letter == "S" and self.pieces > 1 else ""
@@ -67,11 +79,11 @@ class Type:
         return {"R": P, "P": R}.get(self.kind, self)
 
     def chunks(self, n: int) -> int:
-        """Into how many pieces ``n`` ranks cut the dim."""
+        """The number of pieces into which ``n`` ranks cut the dim."""
         return self.pieces * n
 
     def pieces_of(self, rank: int, n: int) -> tuple[int, ...]:
-        """Which of these a rank has, in the order in which it has them."""
+        """The numbers of the pieces that a rank has, in the order of its chunk."""
         return (rank, 2 * n - 1 - rank) if self.is_zigzag else tuple(range(rank, self.chunks(n), n))
 
 
@@ -84,29 +96,25 @@ P = Type("P")
 
 @cache
 def S(dim: int) -> Type:  # noqa: N802 - reads like the mathematics
-    """The type of a tensor cut along ``dim`` (non-negative)."""
+    """Each rank has a chunk of ``dim`` (non-negative)."""
     return Type("S", dim)
 
 
 @cache
 def Z(dim: int) -> Type:  # noqa: N802
-    """The type of a tensor cut along ``dim``, each rank's chunk one piece from the front and the
-    one as far from the end.
-    """
+    """Each rank has a piece of ``dim`` from the front, and the piece as far from the end."""
     return Type("Z", dim, 2)
 
 
 @cache
 def strided(dim: int, parts: int) -> Type:
-    """The type of a tensor cut along ``dim`` in each of ``parts`` (at least 2) equal parts of
-    it.
-    """
+    """Each rank has a piece of each of ``parts`` (at least 2) equal parts of ``dim``."""
     return Type("S", dim, parts)
 
 
 @cache
 def inner(dim: int) -> Type:
-    """The type of a tensor cut along ``dim`` within the chunks that all other axes leave of it."""
+    """Each rank has a chunk of what all other axes leave of ``dim``."""
     return Type("s", dim)
 
 
@@ -135,17 +143,21 @@ def format_layout(layout: Layout) -> str:
 
 
 def dual(layout: Layout) -> Layout:
-    """The layout of the gradient of a tensor that lies in ``layout``."""
+    """The layout of the gradient of a tensor in ``layout``."""
     return tuple(t.dual for t in layout)
 
 
 def chunk_count(layout: Layout, dim: int, sizes: Sequence[int]) -> int:
-    """Into how many chunks ``layout`` cuts ``dim`` on a mesh with these axis ``sizes``."""
+    """The number of chunks into which ``layout`` cuts ``dim``, on a mesh of these axis sizes."""
     return math.prod(n for t, n in zip(layout, sizes, strict=True) if t.is_shard and t.dim == dim)
 
 
 def local_shape(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> tuple[int, ...]:
-    """The shape of one rank's part; ValueError where a dim does not divide."""
+    """The shape of one rank's part.
+
+    Raises:
+        ValueError: a dim does not divide.
+    """
     local = list(shape)
     for t, n in zip(layout, sizes, strict=True):
         if t.is_shard:
@@ -159,7 +171,7 @@ def local_shape(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> t
 
 
 def is_legal(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> bool:
-    """Whether every dim that ``layout`` cuts exists and divides."""
+    """Whether every dim that ``layout`` cuts exists, and its size divides."""
     local = list(shape)
     for t, n in zip(layout, sizes, strict=True):
         if t.is_shard:
@@ -170,8 +182,11 @@ def is_legal(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> bool
 
 
 def can_convert(layout: Layout, axis: int, target: Type) -> bool:
-    """Whether one conversion may take ``axis`` of ``layout`` to ``target``: no other axis cuts,
-    within its chunks, a dim that it cuts or would cut."""
+    """Whether one conversion may change the type of ``axis`` in ``layout`` to ``target``.
+
+    A conversion moves whole chunks of a dim along its axis. So no other axis may cut the dim within
+    these chunks, before or after the conversion.
+    """
     for cut in (layout[axis], target):
         within = [
             t

@@ -1,8 +1,9 @@
 """Reading and editing graph nodes: arguments by name, tensor operands in order, new nodes with
 their ``val``.
 
-Every node of a captured graph carries ``meta["val"]`` (a fake tensor with the global shape, or a
-tuple of them), ``meta["module"]`` and ``meta["source"]``; nodes made with :func:`new_node` do too.
+Every node of a captured graph has ``meta["val"]`` (a fake tensor of the global shape, or a tuple of
+fake tensors), ``meta["module"]`` (a module path) and ``meta["source"]`` (file and line). Nodes made
+with :func:`new_node` have them, too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 Path = tuple[int | str, ...]
-"""Where an operand sits: position or keyword, then the index inside a list argument."""
+"""The place of an operand: position or keyword, then the index inside a list argument."""
 
 REQUIRED: Any = inspect.Parameter.empty
 
@@ -43,9 +44,7 @@ def signature(target: Callable[..., Any]) -> tuple[tuple[str, Any, bool], ...]:
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of a call by name, in the order of the operator's schema, defaults filled
-    in.
-    """
+    """The arguments of a call by name, with defaults, in the order of the operator's schema."""
     names = signature(node.target)  # type: ignore[arg-type]
     found: dict[str, Any] = {}
     for i, (name, default, keyword_only) in enumerate(names):
@@ -57,7 +56,9 @@ def arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def operands(node: fx.Node) -> list[tuple[fx.Node, Path]]:
-    """The nodes that a call reads, in order (lists such as cat's flattened), each with its path."""
+    """The nodes that a call reads, in order, each with its path. Lists such as cat's are
+    flattened.
+    """
     found: list[tuple[fx.Node, Path]] = []
     places: list[tuple[int | str, Any]] = [*enumerate(node.args), *node.kwargs.items()]
     for place, value in places:
@@ -71,8 +72,8 @@ def operands(node: fx.Node) -> list[tuple[fx.Node, Path]]:
 
 
 def set_operand(node: fx.Node, index: int, new: fx.Node) -> None:
-    """Replace the ``index``-th of :func:`operands` by ``new``; other uses of the old operand
-    stay.
+    """Replace operand number ``index`` of :func:`operands` by ``new``. Other uses of the old
+    operand stay.
     """
     place, *rest = operands(node)[index][1]
     value: Any = new
@@ -86,7 +87,7 @@ def set_operand(node: fx.Node, index: int, new: fx.Node) -> None:
 
 
 def set_argument(node: fx.Node, name: str, value: Any) -> None:
-    """Give the argument ``name`` of a call another value."""
+    """Set the argument ``name`` of a call."""
     for place, (parameter, _, keyword_only) in enumerate(signature(node.target)):  # type: ignore[arg-type]
         if parameter == name:
             if place < len(node.args) and not keyword_only:
@@ -101,15 +102,11 @@ def shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def result_tensors(node: fx.Node) -> list[torch.Tensor]:
-    """The tensors that a node returns: one, or those of an operator with several, in their
-    order.
-    """
+    """The tensors that a node returns, in order."""
     value = node.meta.get("val")
-    return (
-        [value]
-        if isinstance(value, torch.Tensor)
-        else [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
-    )
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
 
 
 def new_node(
@@ -123,19 +120,32 @@ def new_node(
 ) -> fx.Node:
     """Insert a call at the graph's insertion point.
 
-    ``val`` is computed from those of the arguments unless given; ``module``, ``source`` and
-    ``no_grad`` are those of ``like``.
+    Args:
+        like: the node whose ``module``, ``source`` and ``no_grad`` the call gets.
+        val: the fake result; by default :func:`infer_value` computes it.
     """
-    name = getattr(target, "__name__", "call").partition(".")[
-        0
-    ]  # "reshape", where fx would write "reshape_default"
+    # "reshape" in place of fx's "reshape_default".
+    name = getattr(target, "__name__", "call").partition(".")[0]
     node = graph.create_node("call_function", target, tuple(args), dict(kwargs or {}), name)  # type: ignore[arg-type]
     node.meta = {**like.meta, "val": infer_value(node, like) if val is None else val}
     return node
 
 
+def substitute(
+    graph: fx.Graph,
+    node: fx.Node,
+    target: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+) -> fx.Node:
+    """Insert a call that returns what ``node`` returns."""
+    return new_node(graph, target, args, kwargs, like=node, val=node.meta["val"])
+
+
 def infer_value(node: fx.Node, like: fx.Node | None = None) -> Any:
-    """What a call returns on the ``val`` of its operands; nothing is computed or allocated."""
+    """The fake result of a call on the ``val`` of its operands. Nothing is computed or
+    allocated.
+    """
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     values = [n.meta["val"] for n, _ in operands(node)] + (
         [like.meta["val"]] if like is not None else []
@@ -146,18 +156,17 @@ def infer_value(node: fx.Node, like: fx.Node | None = None) -> Any:
 
 
 def replace_node(node: fx.Node, new: fx.Node) -> None:
-    """Let ``new`` take over all uses of ``node``, and erase ``node``."""
+    """Let all readers of ``node`` read ``new``, and erase ``node``."""
     node.replace_all_uses_with(new)
     node.graph.erase_node(node)
 
 
 Rewrite = Callable[[fx.Graph, fx.Node], fx.Node | None]
+"""Returns the node that replaces a call; None if the call stays."""
 
 
 def rewrite_calls(graph: fx.Graph, table: Mapping[Any, Rewrite]) -> None:
-    """Visit the calls in order; where the table's entry for an operator returns a node, that node
-    takes its place.
-    """
+    """Apply the rewrites of ``table``, by operator, to the calls in order."""
     for node in graph.nodes:
         rule = table.get(node.target) if node.op == "call_function" else None
         if rule is None:
@@ -169,17 +178,24 @@ def rewrite_calls(graph: fx.Graph, table: Mapping[Any, Rewrite]) -> None:
 
 
 def eliminate_dead_code(graph: fx.Graph, keep: Callable[[fx.Node], bool]) -> None:
-    """Erase the calls that nothing reads, except those that ``keep`` wants (fx's own pass keeps
-    unused random calls).
+    """Erase the calls that nothing reads, except those that ``keep`` returns True for.
+
+    fx's own pass is not used, because it keeps random calls that nothing reads.
     """
     for node in reversed(graph.nodes):
         if not node.users and node.op not in ("placeholder", "output") and not keep(node):
             graph.erase_node(node)
 
 
+def updates_statistics(node: fx.Node) -> bool:
+    """Whether a call updates running statistics of BatchNorm in place."""
+    batch_norm = torch.ops.aten.batch_norm.default
+    return node.target is batch_norm and bool(arguments(node)["training"])
+
+
 def needing_grad(nodes: Iterable[fx.Node], sources: Collection[fx.Node]) -> set[fx.Node]:
-    """The nodes through which a gradient flows back to ``sources`` (placeholders that require
-    one).
+    """The nodes through which a gradient flows back to ``sources``, the placeholders that require a
+    gradient.
     """
     found = set(sources)
     for node in nodes:
@@ -191,8 +207,11 @@ def needing_grad(nodes: Iterable[fx.Node], sources: Collection[fx.Node]) -> set[
 def gradient_sources(
     nodes: Iterable[fx.Node], sources: Mapping[fx.Node, int]
 ) -> dict[fx.Node, frozenset[int]]:
-    """The nodes through which a gradient flows back to ``sources`` (placeholders that may require
-    one), with the numbers of these.
+    """The nodes through which a gradient flows back to ``sources``, each with the numbers of the
+    sources that the gradient reaches.
+
+    Args:
+        sources: the placeholders that may require a gradient, with their numbers.
     """
     found = {node: frozenset((number,)) for node, number in sources.items()}
     for node in nodes:
@@ -202,7 +221,7 @@ def gradient_sources(
 
 
 def carries_grad(node: fx.Node, needing: Collection[fx.Node]) -> bool:
-    """Whether autograd would record this call, given the nodes before it that need a gradient."""
+    """Whether autograd records a call, given the earlier nodes that need a gradient."""
     if node.meta.get("no_grad") or node.target is torch.ops.aten.detach.default:
         return False
     if not any(v.is_floating_point() or v.is_complex() for v in result_tensors(node)):
@@ -211,29 +230,25 @@ def carries_grad(node: fx.Node, needing: Collection[fx.Node]) -> bool:
 
 
 def permutation(node: fx.Node) -> list[int]:
-    """Which operand dim each output dim of a permute, transpose, movedim or the like is: read off a
-    meta tensor of distinct sizes.
-    """
+    """For each output dim of a permute, transpose, movedim or the like, the operand's dim."""
     rank = len(shape(node.args[0]))  # type: ignore[arg-type]
+    # The sizes 2, 3, ... are distinct, so that the result's sizes tell the dims apart.
     probe = torch.empty(tuple(range(2, 2 + rank)), device="meta")
     return [n - 2 for n in node.target(probe, *node.args[1:], **node.kwargs).shape]  # type: ignore[operator]
 
 
 def set_device(graph: fx.Graph, device: torch.device) -> None:
-    """Let the calls that make tensors out of nothing (arange, zeros) make them on ``device``."""
+    """Let the calls that make new tensors, such as arange and zeros, make them on ``device``."""
     for node in graph.nodes:
         if "device" in node.kwargs:
             node.update_kwarg("device", device)
 
 
 def describe_node(node: fx.Node) -> str:
-    """The place of a node for a message: operator, module path and source line."""
+    """A node in a message for the user: operator, module path and source line."""
     module, source = node.meta.get("module", ""), node.meta.get("source", "")
-    name = (
-        node.target
-        if isinstance(node.target, (str, torch._ops.OpOverload))
-        else getattr(node.target, "__name__", node.target)
-    )
+    is_printable = isinstance(node.target, (str, torch._ops.OpOverload))
+    name = node.target if is_printable else getattr(node.target, "__name__", node.target)
     return f"{name} in module {module or '(root)'!r}" + (f" at {source}" if source else "")
 
 
@@ -243,16 +258,14 @@ def numel(node: fx.Node) -> int:
 
 
 def covers(slices: Sequence[fx.Node], length: int) -> bool:
-    """Whether these slices of one tensor along one dim, of ``length``, leave nothing out and do not
-    overlap.
-    """
+    """Whether slices of one tensor along a dim of size ``length`` cover the dim without overlap."""
     bounds = sorted((arguments(n)["start"], arguments(n)["end"]) for n in slices)
     whole = bounds[0][0] == 0 and min(bounds[-1][1], length) == length
     return len(slices) > 1 and whole and all(a[1] == b[0] for a, b in pairwise(bounds))
 
 
 def slices_of(source: fx.Node) -> list[list[fx.Node]]:
-    """The slices that take a tensor apart, each list along one dim."""
+    """The slices that together cover a tensor: a list for each dim that is sliced so."""
     found: dict[int, list[fx.Node]] = defaultdict(list)
     for node in source.users:
         if (

@@ -1,4 +1,4 @@
-"""A plan as data: everything that was decided. The search hands nothing else to the passes."""
+"""A plan as data: everything that was decided. The passes get nothing else from the search."""
 
 from __future__ import annotations
 
@@ -12,20 +12,24 @@ from autopar.ir.layout import Layout
 from autopar.ir.precision import COMPUTE_DTYPES, REDUCE_DTYPES
 
 VERSION = 5
-# on meshes of more axes, unless they are a mode's, the search is exact in neighbourhoods only
+# On a mesh with more free axes the search is exact only in neighbourhoods. Axes of a mode are not
+# free.
 EXACT_AXES = 2
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble")
-BUCKET_BYTES = (
-    25 << 20
-)  # the most that one collective takes of gradients, or of gathered parameters, in a step
+BUCKET_BYTES = 25 << 20  # the most bytes of gradients, or of gathered parameters, in one collective
 
-ConversionStep = tuple[int, str, str]  # one conversion along one axis: (axis, from, to)
+ConversionStep = tuple[int, str, str]  # a conversion along one axis: (axis, type before, after)
 
 
 @dataclass(frozen=True)
 class NodePlan:
-    """How one node runs: each operand's layout, the output's, and per axis the factor split and the
-    kernel that takes.
+    """How one node runs.
+
+    Attributes:
+        ins: the layout of each operand.
+        out: the layout of the result.
+        factors: for each mesh axis, the factor of the rule that is split; None if none is.
+        kernels: for each mesh axis, the kernel that replaces the operator; None if none does.
     """
 
     ins: tuple[Layout, ...]
@@ -36,7 +40,7 @@ class NodePlan:
 
 @dataclass(frozen=True)
 class ParameterPlan:
-    """How one parameter or buffer is kept between steps, and as what the graph sees it."""
+    """The layout of a parameter or buffer between steps (stored), and in the graph (used)."""
 
     stored: Layout
     used: Layout
@@ -47,15 +51,15 @@ class StagePlan:
     """One part of the model: stage ``i`` of ``n`` runs on pipeline rank ``i % pipeline``.
 
     Attributes:
-        start: the name of its first node; "" for the first stage.
-        name: what people call it: "model.layers.0 to model.layers.7".
-        seconds: predicted, of one microbatch: "forward", "backward" (which includes
-            "recomputation", "conversions" both ways and, for the zero-bubble schedule, the weights'
-            part "weight": half of the rest where it is not given), "send" (to the next stage, one
-            way); of a step: "gradient synchronisation", "optimizer".
-        nbytes: predicted, its part of what its device has where that is most, by kind.
-        in_flight: microbatches whose activations it holds at most.
-        kept: bytes that one microbatch keeps between its forward and its backward.
+        start: the name of the stage's first node; "" for the first stage.
+        name: the stage in the report: "model.layers.0 to model.layers.7".
+        seconds: predicted seconds by kind. For one microbatch: "forward"; "backward", which
+            includes "recomputation", "conversions" in both directions and, for the zero-bubble
+            schedule, "weight", the gradients of weights (by default half of the rest); "send", to
+            the next stage. For a step: "gradient synchronisation", "optimizer".
+        nbytes: predicted bytes of the stage by kind, at the time when its device has most.
+        in_flight: the largest number of microbatches whose activations the stage holds.
+        kept: bytes that one microbatch saves between its forward and its backward.
     """
 
     start: str
@@ -71,32 +75,32 @@ class PlanData:
     """A distributed program for one model, sample input and cluster.
 
     Attributes:
-        fingerprint: a hash of the captured graph; a plan compiles only the graph it was made for.
-        mesh_sizes, mesh_names: the axes of one stage's mesh, slowest links first. Ranks count
-            stages slowest: the first ``prod(mesh_sizes)`` ranks are pipeline rank 0.
-        pipeline: ranks along the pipeline.
-        schedule: how microbatches go through it: one of SCHEDULES.
+        fingerprint: a hash of the captured graph. A plan compiles only the graph that it was made
+            for.
+        mesh_sizes, mesh_names: the axes of one stage's mesh, slowest links first. Pipeline ranks
+            count slowest: the first ``prod(mesh_sizes)`` ranks are pipeline rank 0.
+        pipeline: the number of ranks along the pipeline.
+        schedule: the order of microbatches in the pipeline: one of SCHEDULES.
         stages: the parts of the model, in its order: ``pipeline`` x chunks of them.
-        recomputed: what is computed again in the backward instead of kept: names of nodes, and of
+        recomputed: what the backward computes again instead of saving it: names of nodes, and of
             conversions as "name -> layout".
-        microbatches: parts that each data-parallel rank's share of the batch is run in, one after
-            the other.
-        data_degree: ways the batch is split over ranks.
+        microbatches: the number of microbatches of a step.
+        data_degree: the number of chunks into which ranks split the batch.
         precision: the dtype that the graph computes in, by its name in ``autopar.ir.precision``;
-            None for the model's own.
-        reduce_dtype: that in which gradients of parameters are summed over ranks; None for the one
-            in which they are made.
-        nodes, parameters: by node name, and by the parameter's name in the model.
-        conversions: for a tensor, by the layout wanted, the steps that convert it.
-        seconds: the predicted step time by kind; their sum is :attr:`step_time`.
-        gap: proven distance to the best plan of this search space, relative to the step time (0 is
-            optimal); on a mesh of more than two free axes, to the best of the neighbourhood that
-            was searched last.
+            None for the model's dtypes.
+        reduce_dtype: the dtype in which ranks sum gradients of parameters; None for the dtype of
+            the gradients.
+        nodes: by the node's name in the graph.
+        parameters: by the parameter's name in the model.
+        conversions: by the name of a tensor's node and by the wanted layout, the steps to it.
+        seconds: the predicted step time by kind; the sum is :attr:`step_time`.
+        gap: the proven distance to the best plan of this search space, relative to the step time (0
+            is optimal). On a mesh of more than two free axes, the distance to the best plan of the
+            neighbourhood that was searched last.
         rows: what the report shows of each block and its collectives.
-        notes: what a user should know: operators without a rule, statistics per microbatch, …
+        notes: sentences for the user, about operators without a rule or statistics of microbatches.
         timings: seconds that planning took, by phase.
-        options: how it was asked for: the world size, the cluster and every option that was given,
-            as JSON has them.
+        options: the world size, the cluster and every option that was given, as JSON has them.
         modes: the names of the axes of each mode of tensor parallelism that was asked for or
             chosen.
     """
@@ -126,8 +130,8 @@ class PlanData:
     modes: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """PlanError where the parts do not fit together. That each is of its kind, a file's reader
-        and ``compile`` look after.
+        """Raise PlanError if the parts do not fit together. ``plan_json`` checks that each part has
+        its type.
         """
         try:
             found = next(self._misfits(), None)
@@ -137,6 +141,7 @@ class PlanData:
             raise PlanError(found)
 
     def _misfits(self) -> Iterator[str]:
+        """What does not fit together, as sentences for the user."""
         axes = len(self.mesh_sizes)
         if (
             self.pipeline * math.prod(self.mesh_sizes) != self.world_size
@@ -171,6 +176,10 @@ class PlanData:
         ):
             if value is not None and value not in known:
                 yield f"{what} {value!r} is none of {', '.join(known)}"
+        yield from self._misfits_of_layouts()
+
+    def _misfits_of_layouts(self) -> Iterator[str]:
+        axes = len(self.mesh_sizes)
         for name, node in self.nodes.items():
             if any(
                 len(layout) != axes for layout in (*node.ins, node.out, node.factors, node.kernels)
@@ -192,7 +201,7 @@ class PlanData:
 
     @property
     def memory(self) -> tuple[dict[str, float], ...]:
-        """Predicted peak bytes of a device by kind, for each pipeline rank."""
+        """Predicted peak bytes of a device, for each pipeline rank, by kind."""
         devices: list[dict[str, float]] = [{} for _ in range(self.pipeline)]
         for i, stage in enumerate(self.stages):
             device = devices[i % self.pipeline]
@@ -202,15 +211,15 @@ class PlanData:
 
     @property
     def peak_memory(self) -> tuple[float, ...]:
-        """Predicted bytes of a device, for each pipeline rank."""
+        """Predicted peak bytes of a device, for each pipeline rank."""
         return tuple(sum(device.values()) for device in self.memory)
 
     @property
     def nbytes(self) -> dict[str, float]:
-        """Predicted peak bytes by kind of the device that takes most."""
+        """Predicted peak bytes by kind, for the device that needs most."""
         return max(self.memory, key=lambda device: sum(device.values()))
 
     @property
     def mesh(self) -> dict[str, int]:
-        """Axis sizes by name, slowest links first."""
+        """Sizes of the mesh axes by name, slowest links first."""
         return dict(zip(self.mesh_names, self.mesh_sizes, strict=True))

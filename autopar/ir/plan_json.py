@@ -1,5 +1,5 @@
-"""A plan as JSON data and back: what comes from outside is believed field by field, or refused with
-the field's place.
+"""A plan as JSON data and back. Data from a file is checked field by field; an error names the
+field.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if typing.TYPE_CHECKING:
     from autopar.ir.plan_data import PlanData
 
 AnyPlan = TypeVar("AnyPlan", bound="PlanData")
-LARGEST = 2**53  # a whole number that every reader of JSON holds exactly
+LARGEST = 2**53  # every reader of JSON holds whole numbers up to this one exactly
 
 
 def read_plan(path: str | os.PathLike[str], version: int, kind: type[AnyPlan]) -> AnyPlan:
-    """The plan in a file that :func:`to_json_data` filled.
+    """The plan in a file of JSON data from :func:`to_json_data`.
 
     Raises:
-        PlanError: the file cannot be read, is no plan, is of another version or damaged; it says
-            which field is.
+        PlanError: the file cannot be read, is no plan, has another version, or is damaged; the
+            message names the field.
     """
     try:
         name = os.fspath(path)
@@ -52,11 +52,11 @@ def read_plan(path: str | os.PathLike[str], version: int, kind: type[AnyPlan]) -
     try:
         return from_json_data(data, kind)
     except (PlanError, RecursionError) as e:
-        raise PlanError(f"{name} is a damaged plan: {e}. PlanData again, or undo the edit") from e
+        raise PlanError(f"{name} is a damaged plan: {e}. Plan again, or undo the edit") from e
 
 
 def to_json_data(plan: PlanData) -> dict[str, Any]:
-    """``plan`` as JSON has it, layouts as text."""
+    """``plan`` as JSON data, layouts as text."""
     data = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
     data["nodes"] = {
         name: {
@@ -76,16 +76,20 @@ def to_json_data(plan: PlanData) -> dict[str, Any]:
 
 
 def from_json_data(data: Any, kind: type[AnyPlan]) -> AnyPlan:
-    """The plan that :func:`to_json_data` wrote; :class:`PlanError` with the place of what is not as the
-    fields' types say.
+    """The plan that :func:`to_json_data` wrote.
+
+    Raises:
+        PlanError: a field has not the type that a plan has there; the message names the field.
     """
     plan: AnyPlan = _read_object(data, kind, "")
     return plan
 
 
 def validated_plan(plan: Any, kind: type[AnyPlan]) -> AnyPlan:
-    """``plan``, if it is one in every part of it; :class:`PlanError` otherwise: a program may have
-    put anything in its fields.
+    """``plan``, after a check of every part of it: a program may have put anything into its fields.
+
+    Raises:
+        PlanError: ``plan`` is no plan, or a part of it has not the type that a plan has there.
     """
     if not isinstance(plan, kind):
         raise PlanError(
@@ -107,12 +111,12 @@ def validated_plan(plan: Any, kind: type[AnyPlan]) -> AnyPlan:
     return plan
 
 
-_KEYS = {"ins": "in"}  # of fields that are called otherwise in the file
+_KEYS = {"ins": "in"}  # the names in the file, where they differ from the fields' names
 
 
 @cache
 def _fields(kind: type) -> dict[str, tuple[str, Any]]:
-    """By the name in the file: a field's name and its type."""
+    """For each name in the file, the field's name and type."""
     hints = typing.get_type_hints(kind)
     return {_KEYS.get(f.name, f.name): (f.name, hints[f.name]) for f in dataclasses.fields(kind)}
 
@@ -131,7 +135,7 @@ def _read_object(data: Any, kind: type, where: str) -> Any:
 
 
 def _read(value: Any, hint: Any, where: str) -> Any:
-    """``value``, which JSON may have had for a field of type ``hint``, as such."""
+    """``value`` of JSON as a value of type ``hint``."""
     if hint == Layout:
         return _text(value, parse_layout, where)
     if dataclasses.is_dataclass(hint):
@@ -181,7 +185,7 @@ def _read_plain(value: Any, hint: Any, where: str) -> Any:
 
 
 def _json(value: Any, where: str) -> Any:
-    """What reports and options hold: anything of JSON, its numbers finite."""
+    """``value``, if it is JSON with finite numbers, as reports and options hold it."""
     if isinstance(value, (list, tuple)):
         return [_json(one, f"{where}[{i}]") for i, one in enumerate(value)]
     if isinstance(value, Mapping):
@@ -208,8 +212,8 @@ def _text(value: Any, parse_layout: Any, where: str) -> Any:
 
 
 def option_as_json(value: Any) -> Any:
-    """What a user gave for an option, as JSON has it; what that has no word for, by its name or as
-    it prints.
+    """The value that a user gave for an option, as JSON. A value that JSON has no form for becomes
+    its name, or its text.
     """
     if isinstance(value, Mapping):
         return {str(key): option_as_json(one) for key, one in value.items()}
@@ -228,6 +232,6 @@ def option_as_json(value: Any) -> Any:
 def _wrong(where: str, value: Any, wanted: str) -> PlanError:
     try:
         found = f"{value!r:.100}"
-    except ValueError:  # a whole number of too many digits to print
+    except ValueError:  # Python refuses to print a whole number of very many digits
         found = f"a {type(value).__name__}"
     return PlanError(f"{where} is {found}: give {wanted}")

@@ -1,5 +1,5 @@
-"""The names of precisions and what they mean: in which dtype a program computes, and in which
-gradients are summed over ranks.
+"""The names of precisions, and their dtypes: the dtype that a program computes in, and the dtype in
+which ranks sum gradients.
 """
 
 from __future__ import annotations
@@ -22,28 +22,29 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:
-    """The dtype that a precision or a reduce_dtype means; None leaves it as it is."""
+    """The dtype of a precision or a reduce_dtype; None, which leaves dtypes as they are, for None."""
     return None if name is None else COMPUTE_DTYPES[name]
 
 
 def reduction_dtype(precision: str | None, reduce_dtype: str | None) -> str | None:
-    """In which dtype gradients are summed over ranks, as a name: what is asked, or float32 where
-    they are made in half precision; None for the dtype in which they are made."""
+    """The name of the dtype in which ranks sum gradients: ``reduce_dtype`` if it is given, else
+    fp32 for gradients in half precision, else None for the dtype of the gradients.
+    """
     return "fp32" if reduce_dtype is None and dtype_of(precision) in HALF_DTYPES else reduce_dtype
 
 
 def needs_cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> bool:
-    """Whether a tensor is computed with in another dtype than its own."""
+    """Whether a program that computes in ``dtype`` casts ``tensor``."""
     return dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype
 
 
 @contextmanager
 def fake_dtype(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Within, floating-point parameters and buffers of ``model`` are fake tensors of ``dtype``;
-    afterwards all is as it was.
+    """Within this context, floating-point parameters and buffers of ``model`` are fake tensors of
+    ``dtype``. Afterwards the model is as before.
 
-    A model that asks for its dtype, to make a mask of it, gets the one that it computes in; so the
-    graph is not cast afterwards.
+    A model may read its own dtype, for example to make a mask. With fake tensors it reads the dtype
+    that the program computes in; a cast of the finished graph could not change such a mask.
     """
     before: list[tuple[nn.Module, str, torch.Tensor]] = []
     made: dict[int, torch.Tensor] = {}  # tied parameters stay tied
@@ -55,9 +56,8 @@ def fake_dtype(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
                     before.append((module, name, tensor))
                     if id(tensor) not in made:
                         made[id(tensor)] = _like(tensor, dtype, fake)
-                    setattr(
-                        module, name, made[id(tensor)]
-                    )  # by which modules that keep lists of their weights know (RNNs)
+                    # RNNs keep lists of their weights, which setattr updates, too.
+                    setattr(module, name, made[id(tensor)])
         yield
     finally:
         for module, name, tensor in before:

@@ -18,11 +18,11 @@ from autopar.rules import (
     views,
     writing,
 )
-from autopar.rules.registry import Call, register_rule, rule_of
+from autopar.rules.registry import OperatorCall, register_rule, rule_of
 from autopar.rules.rule import Dim, Option, Rule, make_rule
 
 __all__ = [
-    "Call", "Dim", "Option", "Rule", "attention", "convolution", "elementwise", "fourier", "indexing", "linear_algebra", "loss",
+    "OperatorCall", "Dim", "Option", "Rule", "attention", "convolution", "elementwise", "fourier", "indexing", "linear_algebra", "loss",
     "make_rule", "matmul", "normalisation", "pooling", "random", "recurrent", "reduce", "register_rule", "rule_of", "several",
     "views", "writing",
 ]  # fmt: skip

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 from autopar.ir.layout import R, S
-from autopar.rules.registry import Call, register_rule
+from autopar.rules.registry import OperatorCall, register_rule
 from autopar.rules.rule import Option, Rule
 
 
 @register_rule("aten.scaled_dot_product_attention")
-def attention(call: Call) -> Rule | None:
+def attention(call: OperatorCall) -> Rule | None:
     q, k, v = call.shapes[:3]
     if len(q) != 4:
         return None

@@ -10,7 +10,7 @@ from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
-from autopar.rules.registry import Call, register_rule
+from autopar.rules.registry import OperatorCall, register_rule
 from autopar.rules.rule import Rule
 
 
@@ -52,7 +52,7 @@ def windows(arguments: Mapping[str, Any], kernel: Sequence[int]) -> list[Window]
 
 
 @register_rule("aten.conv_transpose1d", "aten.conv_transpose2d", "aten.conv_transpose3d")
-def transposed(call: Call) -> Rule | None:
+def transposed(call: OperatorCall) -> Rule | None:
     """Space stays whole: windows overlap in the result."""
     image, weight, groups = call.shapes[0], call.shapes[1], call["groups"]
     if len(image) != len(weight):  # no batch dim
@@ -73,7 +73,7 @@ def _fewer_groups(groups: int, arguments: dict[str, Any], splits: dict[str, int]
 
 
 @register_rule("aten.conv1d", "aten.conv2d", "aten.conv3d")
-def convolution(call: Call) -> Rule | None:
+def convolution(call: OperatorCall) -> Rule | None:
     """Space is cut where it gives as many windows as it has strides: ``s`` is then the stride, and
     ``y`` what both sides share.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopar.rules.reduce import reduced
-from autopar.rules.registry import Call, register_rule
+from autopar.rules.registry import OperatorCall, register_rule
 from autopar.rules.rule import Rule
 
 # The operand the backward reads: its input (0), its output (-1), or nothing. All are nonlinear.
@@ -19,12 +19,12 @@ special_log_ndtr special_ndtri special_xlog1py special_zeta"""
 
 
 @register_rule(*(f"aten.{n}" for n in _INPUT.split()))
-def unary_reading_input(call: Call) -> Rule:
+def unary_reading_input(call: OperatorCall) -> Rule:
     return call.rule(_nonlinear(call))
 
 
 @register_rule(*(f"aten.{n}" for n in _OUTPUT.split()))
-def unary_reading_output(call: Call) -> Rule:
+def unary_reading_output(call: OperatorCall) -> Rule:
     return call.rule(_nonlinear(call))
 
 
@@ -35,17 +35,17 @@ def unary_reading_output(call: Call) -> Rule:
     "aten.polar",
     "aten.angle",
 )
-def special_function(call: Call) -> Rule:
+def special_function(call: OperatorCall) -> Rule:
     return call.rule(_nonlinear(call))
 
 
 @register_rule(*(f"aten.{n}" for n in _NOTHING.split()))
-def reading_nothing(call: Call) -> Rule:
+def reading_nothing(call: OperatorCall) -> Rule:
     return call.rule(_nonlinear(call))
 
 
 @register_rule("aten.minimum", "aten.maximum", "aten.min", "aten.max", "aten.atan2")
-def comparison(call: Call) -> Rule | None:
+def comparison(call: OperatorCall) -> Rule | None:
     """Of two tensors; of one, the largest or smallest along a dim, with its place, or of all."""
     if len(call.inputs) == 2:
         return call.rule(_nonlinear(call))
@@ -54,7 +54,7 @@ def comparison(call: Call) -> Rule | None:
 
 
 @register_rule("aten.neg", "aten.to", "aten.detach")
-def linear_unary(call: Call) -> Rule:
+def linear_unary(call: OperatorCall) -> Rule:
     # A conversion to an integer rounds, so a pending sum may not pass it.
     linear = (
         call.node.meta["val"].dtype.is_floating_point
@@ -67,13 +67,13 @@ def linear_unary(call: Call) -> Rule:
 
 
 @register_rule("aten.add", "aten.sub", "aten.rsub")
-def addition(call: Call) -> Rule:
+def addition(call: OperatorCall) -> Rule:
     # Adding a number to a pending sum would add it once a rank.
     return call.rule("... + ... -> ..." if len(call.inputs) == 2 else "~... -> ...")
 
 
 @register_rule("aten.mul")
-def multiplication(call: Call) -> Rule:
+def multiplication(call: OperatorCall) -> Rule:
     if len(call.inputs) == 1:
         return call.rule("... -> ...")
     if call.inputs[0] is call.inputs[1]:
@@ -82,7 +82,7 @@ def multiplication(call: Call) -> Rule:
 
 
 @register_rule("aten.div")
-def division(call: Call) -> Rule:
+def division(call: OperatorCall) -> Rule:
     if call.arguments.get("rounding_mode") is not None:
         return call.rule(_nonlinear(call))
     if call.node.args[0] is not call.inputs[0]:  # number / tensor
@@ -93,28 +93,28 @@ def division(call: Call) -> Rule:
 
 
 @register_rule("aten.where")
-def selection(call: Call) -> Rule:
+def selection(call: OperatorCall) -> Rule:
     if len(call.inputs) == 3:
         return call.rule("~..., ... + ... -> ...")
     return call.rule("~..., ~... -> ..." if len(call.inputs) == 2 else "~... -> ...")
 
 
 @register_rule("aten.masked_fill")
-def masked_fill(call: Call) -> Rule:
+def masked_fill(call: OperatorCall) -> Rule:
     return call.rule(", ".join(["~..."] * len(call.inputs)) + " -> ...")
 
 
 @register_rule("aten.addcmul", "aten.addcdiv", "aten.lerp")
-def ternary(call: Call) -> Rule:
+def ternary(call: OperatorCall) -> Rule:
     return call.rule(_nonlinear(call))
 
 
 @register_rule("aten.dropout")
-def dropout(call: Call) -> Rule:
+def dropout(call: OperatorCall) -> Rule:
     # Every split draws different numbers, so every factor that is split tells the kernel.
     factors = call.rule("... -> ...").sizes
     return call.rule("... -> ...", kernels=dict.fromkeys(factors, "dropout"))
 
 
-def _nonlinear(call: Call) -> str:
+def _nonlinear(call: OperatorCall) -> str:
     return ", ".join(["~..."] * len(call.inputs)) + " -> ..."

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from autopar.rules.registry import Call, register_rule
+from autopar.rules.registry import OperatorCall, register_rule
 from autopar.rules.rule import Rule
 
 
 @register_rule("aten.view_as_real")
-def pairs(call: Call) -> Rule:
+def pairs(call: OperatorCall) -> Rule:
     return call.rule("~... -> ... p", whole="p")
 
 
 @register_rule("aten.view_as_complex")
-def numbers(call: Call) -> Rule:
+def numbers(call: OperatorCall) -> Rule:
     return call.rule("~... p -> ...", whole="p")
 
 
 @register_rule("aten._fft_c2c", "aten._fft_r2c", "aten._fft_c2r")
-def transform(call: Call) -> Rule:
+def transform(call: OperatorCall) -> Rule:
     dims = call.dims("dim")
     before, after = (
         " ".join(f"{x}{d}" if d in dims else f"d{d}" for d in range(len(call.shape))) for x in "xy"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch.fx as fx
 
-from autopar.rules.registry import Call, register_rule
+from autopar.rules.registry import OperatorCall, register_rule
 from autopar.rules.rule import Rule
 
 
 @register_rule("aten.embedding")
-def embedding(call: Call) -> Rule | None:
+def embedding(call: OperatorCall) -> Rule | None:
     if call["scale_grad_by_freq"] or call["sparse"]:
         return None
     # A split vocabulary looks up what it holds and leaves zeros: a pending sum.
@@ -17,7 +17,7 @@ def embedding(call: Call) -> Rule | None:
 
 
 @register_rule("aten.gather", "aten.take_along_dim")
-def gather(call: Call) -> Rule | None:
+def gather(call: OperatorCall) -> Rule | None:
     if call["dim"] is None:  # take_along_dim of flattened tensors
         return None
     n, (dim,) = len(call.shape), call.dims("dim")
@@ -33,7 +33,7 @@ def gather(call: Call) -> Rule | None:
 
 
 @register_rule("aten.index_select")
-def index_select(call: Call) -> Rule:
+def index_select(call: OperatorCall) -> Rule:
     n, (dim,) = len(call.shape), call.dims("dim")
     source = " ".join("v" if d == dim else f"d{d}" for d in range(n))
     out = " ".join("i" if d == dim else f"d{d}" for d in range(n))
@@ -41,7 +41,7 @@ def index_select(call: Call) -> Rule:
 
 
 @register_rule("aten.index")
-def index(call: Call) -> Rule | None:
+def index(call: OperatorCall) -> Rule | None:
     """Advanced indexing by adjacent dims: the indexed dims are whole, the indices broadcast."""
     given = call["indices"]
     places = [d for d, i in enumerate(given) if isinstance(i, fx.Node)]
@@ -71,7 +71,7 @@ def index(call: Call) -> Rule | None:
 @register_rule(
     "aten.zeros", "aten.ones", "aten.full", "aten.empty", "aten.new_zeros", "aten.new_ones", "aten.new_full", "aten.new_empty"
 )  # fmt: skip
-def constant(call: Call) -> Rule:
+def constant(call: OperatorCall) -> Rule:
     names = [f"d{d}" for d in range(len(call.shape))]
     operands = tuple(tuple(() for _ in s) for s in call.shapes)  # new_zeros(x) reads x's dtype only
     sizes = {f: n for f, n in zip(names, call.shape, strict=True) if n != 1}
@@ -80,7 +80,7 @@ def constant(call: Call) -> Rule:
 
 
 @register_rule("aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.empty_like")
-def constant_like(call: Call) -> Rule:
+def constant_like(call: OperatorCall) -> Rule:
     return call.rule("~... -> ...")
 
 
@@ -88,18 +88,18 @@ def constant_like(call: Call) -> Rule:
     "aten.linspace", "aten.logspace", "aten.eye", "aten.triu_indices", "aten.tril_indices", "aten.randperm", "aten.hann_window",
     "aten.hamming_window", "aten.blackman_window", "aten.bartlett_window", "aten.kaiser_window",
 )  # fmt: skip
-def whole_constant(call: Call) -> Rule:
+def whole_constant(call: OperatorCall) -> Rule:
     """Cheap enough to make whole on each rank."""
     return sequence(call)
 
 
 @register_rule("aten.triu", "aten.tril")
-def triangle(call: Call) -> Rule:
+def triangle(call: OperatorCall) -> Rule:
     return call.rule("... i j -> ... i j", whole="ij")
 
 
 @register_rule("aten.diagonal")
-def diagonal(call: Call) -> Rule:
+def diagonal(call: OperatorCall) -> Rule:
     n = len(call.shapes[0])
     pair = [call[name] % n for name in ("dim1", "dim2")]
     rest = [f"d{d}" for d in range(n) if d not in pair]
@@ -110,7 +110,7 @@ def diagonal(call: Call) -> Rule:
 
 
 @register_rule("aten.diag_embed")
-def diag_embed(call: Call) -> Rule:
+def diag_embed(call: OperatorCall) -> Rule:
     n = len(call.shape)
     pair = [call[name] % n for name in ("dim1", "dim2")]
     rest = [f"d{d}" for d in range(n) if d not in pair]
@@ -121,7 +121,7 @@ def diag_embed(call: Call) -> Rule:
 
 
 @register_rule("aten.bucketize", "aten.isin")
-def among(call: Call) -> Rule | None:
+def among(call: OperatorCall) -> Rule | None:
     """Each element beside a list, which is whole."""
     if len(call.inputs) != 2:
         return None
@@ -130,7 +130,7 @@ def among(call: Call) -> Rule | None:
 
 
 @register_rule("aten.searchsorted")
-def searchsorted(call: Call) -> Rule | None:
+def searchsorted(call: OperatorCall) -> Rule | None:
     """In one list, or each row in a list of its own."""
     if len(call.inputs) != 2:
         return None
@@ -140,12 +140,12 @@ def searchsorted(call: Call) -> Rule | None:
 
 
 @register_rule("aten.one_hot")
-def one_hot(call: Call) -> Rule:
+def one_hot(call: OperatorCall) -> Rule:
     return call.rule("~... -> ... v", whole="v")
 
 
 @register_rule("aten.arange", "aten.scalar_tensor")
-def sequence(call: Call) -> Rule:
+def sequence(call: OperatorCall) -> Rule:
     names = [f"d{d}" for d in range(len(call.shape))]
     bounds = ", ".join("~" for _ in call.inputs)  # linspace's and logspace's may be tensors
     return call.rule(f"{bounds} -> {' '.join(names)}", whole=names)

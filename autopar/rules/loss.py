@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from autopar.ir.layout import I, S
-from autopar.rules.registry import Call, register_rule
+from autopar.rules.registry import OperatorCall, register_rule
 from autopar.rules.rule import Option, Rule
 
 
 @register_rule("autopar.cross_entropy")
-def cross_entropy(call: Call) -> Rule:
+def cross_entropy(call: OperatorCall) -> Rule:
     """``sum over rows of log sum exp(logits) - logits[target]``; rows add up, the vocabulary is an
     algorithm of its own.
     """
@@ -24,7 +24,7 @@ def cross_entropy(call: Call) -> Rule:
 
 
 @register_rule("aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd", "aten.nll_loss2d")
-def each_cross_entropy(call: Call) -> Rule | None:
+def each_cross_entropy(call: OperatorCall) -> Rule | None:
     """The loss of each row: without reduction, classes in dim 1. Targets are classes, or a
     probability of each.
     """
@@ -47,7 +47,7 @@ def each_cross_entropy(call: Call) -> Rule | None:
     "aten.multi_margin_loss",
     "aten.multilabel_margin_loss",
 )
-def of_each_row(call: Call) -> Rule | None:
+def of_each_row(call: OperatorCall) -> Rule | None:
     """Without reduction: a number for each row of one or more tensors, some of which have one
     number a row.
     """
@@ -68,7 +68,7 @@ def of_each_row(call: Call) -> Rule | None:
 
 
 @register_rule("aten._ctc_loss")
-def alignment(call: Call) -> Rule | None:
+def alignment(call: OperatorCall) -> Rule | None:
     """Of each sample, where the lengths are tensors."""
     if [len(s) for s in call.shapes] != [3, 2, 1, 1]:
         return None
@@ -76,7 +76,7 @@ def alignment(call: Call) -> Rule | None:
 
 
 @register_rule("autopar.target_count")
-def target_count(call: Call) -> Rule:
+def target_count(call: OperatorCall) -> Rule:
     rows = [f"r{i}" for i in range(len(call.shapes[0]))]
     weight = ", ~v" if len(call.inputs) == 2 else ""
     return call.rule(f"~{' '.join(rows)}{weight} ->", whole="v", sums=frozenset(rows))
@@ -87,7 +87,7 @@ poisson_nll_loss smooth_l1_loss soft_margin_loss"""
 
 
 @register_rule(*(f"aten.{n}" for n in _ELEMENTWISE.split()))
-def elementwise_loss(call: Call) -> Rule | None:
+def elementwise_loss(call: OperatorCall) -> Rule | None:
     """Without reduction; with ``mean`` or ``sum`` the capture writes the reduction as an operator
     of its own.
     """

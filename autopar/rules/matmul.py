@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 from autopar.ir.layout import R, S
-from autopar.rules.registry import Call, register_rule
+from autopar.rules.registry import OperatorCall, register_rule
 from autopar.rules.rule import Option, Rule
 
 
 @register_rule("aten.linear")
-def linear(call: Call) -> Rule:
+def linear(call: OperatorCall) -> Rule:
     x, w = call.shapes[:2]
     if len(w) == 1:
         return call.rule("... k, k + 1 -> ...", flops=2.0 * math.prod(x), kind="matmul")
@@ -34,7 +34,7 @@ def _blocks(dims: int, row: int, operands: int) -> tuple[Option, Option]:
 
 
 @register_rule("aten.matmul", "aten.bmm", "aten.mv", "aten.dot")
-def matmul(call: Call) -> Rule:
+def matmul(call: OperatorCall) -> Rule:
     a, b = (len(s) for s in call.shapes)
     left = "k" if a == 1 else "... i k"
     right = "k" if b == 1 else "... k j"
@@ -49,7 +49,7 @@ def matmul(call: Call) -> Rule:
 
 
 @register_rule("aten.einsum")
-def einsum(call: Call) -> Rule:
+def einsum(call: OperatorCall) -> Rule:
     """The equation is the rule. An ellipsis stands for dims that are broadcast from the right; a
     letter that an operand has twice takes its diagonal, and stays whole."""
     left, arrow, right = call["equation"].replace(" ", "").partition("->")
@@ -81,7 +81,7 @@ def einsum(call: Call) -> Rule:
 
 
 @register_rule("aten.bilinear")
-def bilinear(call: Call) -> Rule:
+def bilinear(call: OperatorCall) -> Rule:
     return call.rule(
         "... i, ... j, o i j + o -> ... o",
         flops=2.0 * math.prod(call.shape) * math.prod(call.shapes[2][1:]),
@@ -90,7 +90,7 @@ def bilinear(call: Call) -> Rule:
 
 
 @register_rule("aten.cdist")
-def distances(call: Call) -> Rule:
+def distances(call: OperatorCall) -> Rule:
     return call.rule(
         "~... i k, ~... j k -> ... i j",
         whole="k",
@@ -100,7 +100,7 @@ def distances(call: Call) -> Rule:
 
 
 @register_rule("aten.addmv", "aten.addr", "aten.addbmm")
-def product_added(call: Call) -> Rule:
+def product_added(call: OperatorCall) -> Rule:
     of = {
         "aten.addmv": ("i", "i k, k"),
         "aten.addr": ("i j", "i, j"),
@@ -116,7 +116,7 @@ def product_added(call: Call) -> Rule:
 
 
 @register_rule("aten.baddbmm")
-def baddbmm(call: Call) -> Rule:
+def baddbmm(call: OperatorCall) -> Rule:
     added = " ".join("bij"[3 - len(call.shapes[0]) :])
     return call.rule(
         f"{added} + b i k, b k j -> b i j",
@@ -126,7 +126,7 @@ def baddbmm(call: Call) -> Rule:
 
 
 @register_rule("aten.addmm")
-def addmm(call: Call) -> Rule:
+def addmm(call: OperatorCall) -> Rule:
     bias = " ".join("ij"[2 - len(call.shapes[0]) :])  # broadcast from the right, a number too
     return call.rule(
         f"{bias} + i k, k j -> i j",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from autopar.rules.registry import Call, register_rule
+from autopar.rules.registry import OperatorCall, register_rule
 from autopar.rules.rule import Rule
 
 
 @register_rule("aten.layer_norm")
-def layer_norm(call: Call) -> Rule:
+def layer_norm(call: OperatorCall) -> Rule:
     inner = [f"n{i}" for i in range(len(call["normalized_shape"]))]
     spec = (
         ", ".join(["~... " + " ".join(inner), *(["~" + " ".join(inner)] * (len(call.inputs) - 1))])
@@ -24,7 +24,7 @@ def layer_norm(call: Call) -> Rule:
 
 
 @register_rule("aten.rms_norm")
-def rms_norm(call: Call) -> Rule:
+def rms_norm(call: OperatorCall) -> Rule:
     inner = [f"n{i}" for i in range(len(call["normalized_shape"]))]
     weight = ["~" + " ".join(inner)] * (len(call.inputs) - 1)
     return call.rule(
@@ -33,7 +33,7 @@ def rms_norm(call: Call) -> Rule:
 
 
 @register_rule("aten.group_norm")
-def group_norm(call: Call) -> Rule:
+def group_norm(call: OperatorCall) -> Rule:
     groups = call["num_groups"]
     dims = ["b", "(g c)", *(f"s{i}" for i in range(len(call.shape) - 2))]
     operands = ["~" + " ".join(dims), *["~(g c)"] * (len(call.inputs) - 1)]
@@ -51,7 +51,7 @@ def group_norm(call: Call) -> Rule:
 
 
 @register_rule("aten.instance_norm")
-def instance_norm(call: Call) -> Rule | None:
+def instance_norm(call: OperatorCall) -> Rule | None:
     """With running statistics, which are means over the batch: without them it is written as a
     group norm.
     """
@@ -69,7 +69,7 @@ def instance_norm(call: Call) -> Rule | None:
 
 
 @register_rule("aten.batch_norm")
-def batch_norm(call: Call) -> Rule:
+def batch_norm(call: OperatorCall) -> Rule:
     space = [f"s{i}" for i in range(len(call.shape) - 2)]
     dims = " ".join(["n", "c", *space])
     spec = ", ".join(["~" + dims, *(["~c"] * (len(call.inputs) - 1))]) + f" -> {dims}"

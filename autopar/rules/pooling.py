@@ -6,7 +6,7 @@ import math
 import re
 from typing import Any
 
-from autopar.rules.registry import Call, register_rule
+from autopar.rules.registry import OperatorCall, register_rule
 from autopar.rules.rule import Rule
 
 _AVERAGES = """adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d avg_pool1d avg_pool2d avg_pool3d upsample_bicubic2d
@@ -17,7 +17,7 @@ max_pool2d_with_indices max_pool3d max_pool3d_with_indices max_unpool2d max_unpo
 
 
 @register_rule(*(f"aten.{n}" for n in f"{_AVERAGES} {_LARGEST}".split()))
-def pooling(call: Call) -> Rule:
+def pooling(call: OperatorCall) -> Rule:
     """Averages and interpolations are linear."""
     found = re.search(r"(\d)d", call.name)
     assert found is not None
@@ -32,7 +32,7 @@ def pooling(call: Call) -> Rule:
 
 
 @register_rule("aten.unfold")
-def windows_of_a_dim(call: Call) -> Rule:
+def windows_of_a_dim(call: OperatorCall) -> Rule:
     (dim,) = call.dims("dimension")
     names = [f"d{d}" for d in range(len(call.shapes[0]))]
     after = [*names[:dim], "w", *names[dim + 1 :], "k"]
@@ -40,7 +40,7 @@ def windows_of_a_dim(call: Call) -> Rule:
 
 
 @register_rule("aten.im2col", "aten.col2im")
-def windows_of_an_image(call: Call) -> Rule:
+def windows_of_an_image(call: OperatorCall) -> Rule:
     """Channels come before the places of a window."""
     image, columns = "c h w", "(c k) l"
     if len(call.shape) > 2 and len(call.shapes[0]) == len(call.shape) + (
@@ -52,7 +52,7 @@ def windows_of_an_image(call: Call) -> Rule:
 
 
 @register_rule("aten.pixel_shuffle")
-def pixel_shuffle(call: Call) -> Rule:
+def pixel_shuffle(call: OperatorCall) -> Rule:
     r = call["upscale_factor"]
     return call.rule(
         "... (c r s) h w -> ... c (h r) (w s)", sizes={"r": r, "s": r}, whole="rs", kind="view"
@@ -60,7 +60,7 @@ def pixel_shuffle(call: Call) -> Rule:
 
 
 @register_rule("aten.pixel_unshuffle")
-def pixel_unshuffle(call: Call) -> Rule:
+def pixel_unshuffle(call: OperatorCall) -> Rule:
     r = call["downscale_factor"]
     return call.rule(
         "... c (h r) (w s) -> ... (c r s) h w", sizes={"r": r, "s": r}, whole="rs", kind="view"
@@ -68,20 +68,20 @@ def pixel_unshuffle(call: Call) -> Rule:
 
 
 @register_rule("aten.channel_shuffle")
-def channel_shuffle(call: Call) -> Rule:
+def channel_shuffle(call: OperatorCall) -> Rule:
     space = " ".join(f"s{d}" for d in range(len(call.shape) - 2))
     return call.rule(f"n a {space} -> n b {space}", whole="ab")
 
 
 @register_rule("aten.grid_sampler_2d", "aten.grid_sampler_3d")
-def sampled(call: Call) -> Rule:
+def sampled(call: OperatorCall) -> Rule:
     """Each place of the grid says where in the image its value is read."""
     before, after = (" ".join(f"{x}{d}" for d in range(len(call.shape) - 2)) for x in "xy")
     return call.rule(f"n c {before}, ~n {after} t -> n c {after}", whole=[*before.split(), "t"])
 
 
 @register_rule("aten.affine_grid_generator")
-def affine_grid(call: Call) -> Rule:
+def affine_grid(call: OperatorCall) -> Rule:
     after = [f"y{d}" for d in range(len(call.shape) - 2)]
 
     def fewer(arguments: dict[str, Any], splits: dict[str, int]) -> dict[str, Any]:

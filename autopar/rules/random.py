@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.rules.indexing import constant
-from autopar.rules.registry import Call, register_rule
+from autopar.rules.registry import OperatorCall, register_rule
 from autopar.rules.rule import Rule
 
 KERNEL = "drawn"
@@ -18,7 +18,7 @@ def _drawn(rule: Rule) -> Rule:
 
 
 @register_rule("aten.rand", "aten.randn", "aten.randint")
-def of_a_size(call: Call) -> Rule:
+def of_a_size(call: OperatorCall) -> Rule:
     return _drawn(constant(call))
 
 
@@ -26,12 +26,12 @@ def of_a_size(call: Call) -> Rule:
     "aten.rand_like", "aten.randn_like", "aten.randint_like", "aten.bernoulli", "aten.poisson", "aten.exponential", "aten.geometric",
     "aten.uniform", "aten.normal_functional", "aten.log_normal", "aten.cauchy", "aten.random", "aten.rrelu",
 )  # fmt: skip
-def of_each_element(call: Call) -> Rule | None:
+def of_each_element(call: OperatorCall) -> Rule | None:
     return _drawn(call.rule(", ".join(["~..."] * len(call.inputs)) + " -> ..."))
 
 
 @register_rule("aten.normal")
-def normal(call: Call) -> Rule:
+def normal(call: OperatorCall) -> Rule:
     return (
         _drawn(constant(call))
         if not call.inputs
@@ -40,13 +40,13 @@ def normal(call: Call) -> Rule:
 
 
 @register_rule("aten.multinomial")
-def multinomial(call: Call) -> Rule:
+def multinomial(call: OperatorCall) -> Rule:
     rows = "b " if len(call.shapes[0]) == 2 else ""
     return _drawn(call.rule(f"~{rows}v -> {rows}s", whole="vs"))
 
 
 @register_rule("aten.alpha_dropout", "aten.feature_dropout", "aten.feature_alpha_dropout")
-def dropout_of_channels(call: Call) -> Rule:
+def dropout_of_channels(call: OperatorCall) -> Rule:
     """A channel is dropped whole, so that its elements stay together."""
     n = len(call.shape)
     names = [f"d{d}" for d in range(n)]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from autopar.rules.registry import Call, register_rule
+from autopar.rules.registry import OperatorCall, register_rule
 from autopar.rules.rule import Rule
 
 
 @register_rule("aten.gru", "aten.lstm", "aten.rnn_relu", "aten.rnn_tanh")
-def recurrent(call: Call) -> Rule | None:
+def recurrent(call: OperatorCall) -> Rule | None:
     """Of a sequence before its samples, as lowering writes it: states have their layers first."""
     if call.arguments.get("batch_first", True) or len(call.shapes[0]) != 3:  # or a packed sequence
         return None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from autopar.rules.registry import Call, register_rule
+from autopar.rules.registry import OperatorCall, register_rule
 from autopar.rules.rule import Rule
 
 
-def reduced(call: Call, name: str = "dim") -> tuple[list[int], str]:
+def reduced(call: OperatorCall, name: str = "dim") -> tuple[list[int], str]:
     """The dims reduced, all where none is named, and the rule's text without its linearity."""
     n = len(call.shapes[0])
     dims = call.dims(name)
@@ -16,12 +16,12 @@ def reduced(call: Call, name: str = "dim") -> tuple[list[int], str]:
 
 
 @register_rule("aten.sum")
-def total(call: Call) -> Rule:
+def total(call: OperatorCall) -> Rule:
     return call.rule(reduced(call)[1])
 
 
 @register_rule("aten.mean")
-def mean(call: Call) -> Rule:
+def mean(call: OperatorCall) -> Rule:
     dims, spec = reduced(call)
     return call.rule(spec, kernels={f"d{d}": "mean" for d in dims})
 
@@ -38,31 +38,31 @@ def mean(call: Call) -> Rule:
     "aten.argmax",
     "aten.argmin",
 )
-def whole_reduction(call: Call) -> Rule | None:
+def whole_reduction(call: OperatorCall) -> Rule | None:
     dims, spec = reduced(call)
     return call.rule("~" + spec, whole=[f"d{d}" for d in dims])
 
 
 @register_rule("aten.linalg_vector_norm", "aten.norm")
-def norm(call: Call) -> Rule | None:
+def norm(call: OperatorCall) -> Rule | None:
     return whole_reduction(call)
 
 
 @register_rule("aten.softmax", "aten.log_softmax", "aten._safe_softmax")
-def softmax(call: Call) -> Rule:
+def softmax(call: OperatorCall) -> Rule:
     names = " ".join(f"d{d}" for d in range(len(call.shape)))
     return call.rule(f"~{names} -> {names}", whole=[f"d{d}" for d in call.dims("dim")])
 
 
 @register_rule("aten.nansum", "aten.count_nonzero")
-def whole_total(call: Call) -> Rule:
+def whole_total(call: OperatorCall) -> Rule:
     """What is left out counts nothing, so that parts add up."""
     dims, spec = reduced(call)
     return call.rule("~" + spec, sums=frozenset(f"d{d}" for d in dims))
 
 
 @register_rule("aten.histc")
-def histogram(call: Call) -> Rule:
+def histogram(call: OperatorCall) -> Rule:
     """Counts of parts add up where the bins are given, and not taken from the data."""
     n = len(call.shapes[0])
     dims = [f"d{d}" for d in range(n)]
@@ -73,7 +73,7 @@ def histogram(call: Call) -> Rule:
 
 
 @register_rule("aten.cosine_similarity")
-def of_vectors(call: Call) -> Rule:
+def of_vectors(call: OperatorCall) -> Rule:
     """Over one dim, after the operands are broadcast."""
     n = max(map(len, call.shapes))
     dim = call["dim"] % n

@@ -15,13 +15,13 @@ from autopar.ir.nodes import arguments, operands, result_tensors
 from autopar.rules.rule import Dim, Rule, make_rule
 
 Arguments = dict[str, Any]
-RuleMaker = Callable[["Call"], Rule | None]
+RuleMaker = Callable[["OperatorCall"], Rule | None]
 Maker = TypeVar("Maker", bound=RuleMaker)
 
 _MAKERS: dict[str, RuleMaker] = {}
 
 
-class Call:
+class OperatorCall:
     """One call of an operator, as a rule sees it: arguments by name, and the shapes of tensor
     operands and output (the first one of several)."""
 
@@ -127,7 +127,7 @@ def _made(maker: RuleMaker, node: fx.Node) -> Rule | None:
     user's they should hear.
     """
     try:
-        return maker(Call(node))
+        return maker(OperatorCall(node))
     except (ArithmeticError, LookupError, TypeError, ValueError):
         if not maker.__module__.startswith("autopar.rules."):
             raise

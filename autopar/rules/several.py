@@ -5,12 +5,12 @@
 from __future__ import annotations
 
 from autopar.rules.reduce import reduced
-from autopar.rules.registry import Call, register_rule
+from autopar.rules.registry import OperatorCall, register_rule
 from autopar.rules.rule import Rule
 
 
 @register_rule("aten.topk", "aten.sort", "aten.cummax", "aten.cummin", "aten.msort", "aten.argsort")
-def ordering(call: Call) -> Rule:
+def ordering(call: OperatorCall) -> Rule:
     """Values and places along a dim, which is whole: the size of the dim may change."""
     dims = [0] if call.name == "aten.msort" else call.dims("dim")
     n = len(call.shape)
@@ -27,12 +27,12 @@ def ordering(call: Call) -> Rule:
     "aten.var_mean",
     "aten.std_mean",
 )
-def values_of_a_dim(call: Call) -> Rule:
+def values_of_a_dim(call: OperatorCall) -> Rule:
     """Reductions that return two tensors; a median of all elements returns one."""
     dims, spec = reduced(call)
     return call.rule("~" + spec, whole=[f"d{d}" for d in dims])
 
 
 @register_rule("aten.frexp")
-def parts_of_numbers(call: Call) -> Rule:
+def parts_of_numbers(call: OperatorCall) -> Rule:
     return call.rule("~... -> ...")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from autopar.rules.registry import Call, register_rule
+from autopar.rules.registry import OperatorCall, register_rule
 from autopar.rules.rule import Dim, Rule
 
 
@@ -56,7 +56,7 @@ def factorise(
 
 
 @register_rule("aten.reshape", "aten.squeeze", "aten.unsqueeze")
-def reshape(call: Call) -> Rule | None:
+def reshape(call: OperatorCall) -> Rule | None:
     if 0 in call.shape:
         return Rule(
             (((),) * len(call.shapes[0]),),
@@ -80,7 +80,7 @@ def reshape(call: Call) -> Rule | None:
 
 
 @register_rule("aten.permute", "aten.transpose", "aten.t")
-def permute(call: Call) -> Rule:
+def permute(call: OperatorCall) -> Rule:
     order = list(range(len(call.shape)))
     if call.name == "aten.permute":
         order = call.dims("dims")
@@ -95,17 +95,17 @@ def permute(call: Call) -> Rule:
 
 
 @register_rule("autopar.send")
-def send(call: Call) -> Rule:
+def send(call: OperatorCall) -> Rule:
     return call.rule("... -> ...", kind="view")
 
 
 @register_rule("aten.expand")
-def expand(call: Call) -> Rule:
+def expand(call: OperatorCall) -> Rule:
     return call.rule("... -> ...", kind="view", shape_argument="size")
 
 
 @register_rule("aten.slice")
-def slice_(call: Call) -> Rule | None:
+def slice_(call: OperatorCall) -> Rule | None:
     """One of several equal parts of a dim may be taken of each chunk that the parts are cut in,
     every so manieth of each chunk of the dim; any other slice is of a whole dim."""
     (dim,), start, step, size = (
@@ -150,7 +150,7 @@ def _part(factor: str, arguments: dict[str, Any], splits: dict[str, int]) -> dic
 @register_rule(
     "aten.roll", "aten.flip", "aten.cumsum", "aten.diff", "aten.cumprod", "aten.logcumsumexp"
 )
-def along_one_dim(call: Call) -> Rule:
+def along_one_dim(call: OperatorCall) -> Rule:
     """The dims named are whole; in the others the operator is local."""
     dims = call.dims("dims" if call.name in ("aten.roll", "aten.flip") else "dim")
 
@@ -170,7 +170,7 @@ def along_one_dim(call: Call) -> Rule:
 
 
 @register_rule("aten.select")
-def select(call: Call) -> Rule:
+def select(call: OperatorCall) -> Rule:
     n = len(call.shapes[0])
     (dim,) = call.dims("dim")
     return call.rule(
@@ -181,7 +181,7 @@ def select(call: Call) -> Rule:
 
 
 @register_rule("aten.slice_scatter", "aten.select_scatter")
-def scatter_back(call: Call) -> Rule:
+def scatter_back(call: OperatorCall) -> Rule:
     n = len(call.shape)
     (dim,) = call.dims("dim")
     source = " ".join(
@@ -195,7 +195,7 @@ def scatter_back(call: Call) -> Rule:
 
 
 @register_rule("aten.pad", "aten.constant_pad_nd")
-def pad(call: Call) -> Rule:
+def pad(call: OperatorCall) -> Rule:
     n, amounts = len(call.shape), call["pad"]
     changed = [
         n - 1 - k for k in range(len(amounts) // 2) if any(amounts[2 * k : 2 * k + 2])
@@ -208,7 +208,7 @@ def pad(call: Call) -> Rule:
 
 
 @register_rule("aten.cat")
-def cat(call: Call) -> Rule | None:
+def cat(call: OperatorCall) -> Rule | None:
     n = len(call.shape)
     if any(len(s) != n for s in call.shapes):
         return None
@@ -224,7 +224,7 @@ def cat(call: Call) -> Rule | None:
 
 
 @register_rule("aten.stack")
-def stack(call: Call) -> Rule:
+def stack(call: OperatorCall) -> Rule:
     n = len(call.shape)
     dim = call["dim"] % n
     names = _names(d for d in range(n) if d != dim)
@@ -234,7 +234,7 @@ def stack(call: Call) -> Rule:
 
 
 @register_rule("aten.repeat")
-def repeat(call: Call) -> Rule:
+def repeat(call: OperatorCall) -> Rule:
     n, extra = len(call.shape), len(call.shape) - len(call.shapes[0])
     same = [d for d in range(n) if d >= extra and call.shapes[0][d - extra] == call.shape[d]]
     inputs = " ".join(f"d{d}" if d in same else f"i{d}" for d in range(extra, n))

@@ -11,12 +11,12 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
-from autopar.rules.registry import Call, register_rule
+from autopar.rules.registry import OperatorCall, register_rule
 from autopar.rules.rule import Rule
 
 
 @register_rule("aten.index_add", "aten.index_copy", "aten.index_fill", "aten.index_reduce")
-def along_a_dim(call: Call) -> Rule | None:
+def along_a_dim(call: OperatorCall) -> Rule | None:
     n, (dim,) = len(call.shape), call.dims("dim")
     if not n or any(len(s) not in (1, n) for s in call.shapes[1:]):
         return None
@@ -32,7 +32,7 @@ def along_a_dim(call: Call) -> Rule | None:
 
 
 @register_rule("aten.scatter", "aten.scatter_add", "aten.scatter_reduce")
-def at_places(call: Call) -> Rule | None:
+def at_places(call: OperatorCall) -> Rule | None:
     """A dim in which the index is as long as both tensors is apart; of others it names a part."""
     n, (dim,) = len(call.shape), call.dims("dim")
     if not n or any(len(s) != n for s in call.shapes):
@@ -51,7 +51,7 @@ def at_places(call: Call) -> Rule | None:
 
 
 @register_rule("aten.index_put")
-def index_put(call: Call) -> Rule | None:
+def index_put(call: OperatorCall) -> Rule | None:
     """By adjacent dims, or one number by a mask."""
     given = call["indices"]
     places = [d for d, i in enumerate(given) if isinstance(i, fx.Node)]
@@ -87,7 +87,7 @@ def index_put(call: Call) -> Rule | None:
     )
 
 
-def _masked(call: Call) -> Rule | None:
+def _masked(call: OperatorCall) -> Rule | None:
     """One number for all places where a mask of the first dims holds."""
     _, mask, values = call.shapes
     if set(values) - {1}:

@@ -44,10 +44,10 @@ def not_comparable(captured: CapturedModel, model: nn.Module, sample: Any) -> st
     if any(t.is_meta for t in tensors):
         return "weights or sample are on the meta device"
     if (
-        any(p.is_floating_point() and p.dtype != captured.compute for p in model.parameters())
-        and captured.compute is not None
+        any(p.is_floating_point() and p.dtype != captured.compute_dtype for p in model.parameters())
+        and captured.compute_dtype is not None
     ):
-        return f"the graph computes in {captured.compute}, the model does not"
+        return f"the graph computes in {captured.compute_dtype}, the model does not"
     made = [n.meta["val"] for n in captured.graph.nodes if n.op == "call_function"]
     nbytes = sum(
         t.numel() * t.element_size()

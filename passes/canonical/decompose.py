@@ -1,9 +1,8 @@
-"""Write operators that have no rule with others that may have one: torch's composite operators as
-torch writes them, some as we do.
+"""Decompose operators that have no rule into operators that may have one.
 
-``cdist``, ``tile``, ``kron``, ``bilinear`` or ``cosine_similarity`` are in torch itself programs of
-simpler operators, which have rules and derivatives of their own. Here alone torch's decompositions
-are traced.
+Torch itself implements ``tile`` or ``kron`` with simpler operators, which have rules and
+derivatives. This pass traces these decompositions of torch's, and a few that are written below. No
+other pass traces decompositions.
 """
 
 from __future__ import annotations
@@ -22,27 +21,28 @@ from torch.utils import _pytree as pytree
 from autopar.ir.nodes import operands, replace_node
 from autopar.rules.registry import has_rule
 
-Composed = Callable[..., Any]
+Decomposition = Callable[..., Any]
 
-# Torch writes these with an operator that takes indices to lie in memory one after the other; only
-# they make sure of that.
-_WHOLE = (aten.embedding_bag.default, aten.embedding_bag.padding_idx)
+# Torch decomposes these into an operator that expects contiguous indices, which the decomposition
+# does not ensure.
+_KEPT = (aten.embedding_bag.default, aten.embedding_bag.padding_idx)
 
 
 def decompose(graph: fx.Graph, known: Collection[Any]) -> None:
-    """Replace composite operators without a rule, but for those that are ``known``: other passes
-    have something to do with them.
+    """Replace composite operators that have no rule, except ``known`` ones, which other passes
+    rewrite.
     """
     rest = [n for n in graph.nodes if n.op == "call_function"]
     while rest:
         node = rest.pop(0)
-        if node.target in known or node.target in _WHOLE or not _makes_tensors(node):
+        if node.target in known or node.target in _KEPT or not _makes_tensors(node):
             continue
-        if (written := _OURS.get(node.target) or _torchs(node.target)) is None:
+        if has_rule(node) and node.target not in _DECOMPOSITIONS:
             continue
-        if has_rule(node) and node.target not in _OURS:
+        decomposition = _DECOMPOSITIONS.get(node.target) or _of_torch(node.target)
+        if decomposition is None:
             continue
-        if (inner := _traced(node, written)) is not None:
+        if (inner := _traced(node, decomposition)) is not None:
             rest[:0] = _inline(graph, node, inner)
 
 
@@ -50,8 +50,8 @@ def _makes_tensors(node: fx.Node) -> bool:
     return all(isinstance(value, torch.Tensor) for value in pytree.tree_leaves(node.meta["val"]))
 
 
-def _torchs(target: Any) -> Composed | None:
-    """How torch writes an operator that returns new tensors or views with others."""
+def _of_torch(target: Any) -> Decomposition | None:
+    """Torch's decomposition of an operator that returns new tensors or views."""
     if (
         not isinstance(target, torch._ops.OpOverload)
         or target._schema.is_mutable
@@ -61,9 +61,9 @@ def _torchs(target: Any) -> Composed | None:
     return target.decompose
 
 
-def _traced(node: fx.Node, written: Composed) -> fx.Graph | None:
-    """The calls that make up a call; None where its values decide which, or torch writes it with
-    what is no operator.
+def _traced(node: fx.Node, decomposition: Decomposition) -> fx.Graph | None:
+    """The calls into which a call decomposes; None where they depend on the values of tensors, or
+    some of them call no operator.
     """
     tensors = [n.meta["val"] for n, _ in operands(node)]
     mode = next((t.fake_mode for t in tensors if hasattr(t, "fake_mode")), None)
@@ -71,6 +71,7 @@ def _traced(node: fx.Node, written: Composed) -> fx.Graph | None:
         return None
     flat, spec = pytree.tree_flatten((node.args, node.kwargs))
     places = [k for k, value in enumerate(flat) if isinstance(value, fx.Node)]
+    call: Any = node.target
 
     def run(*given: torch.Tensor) -> Any:
         values = list(flat)
@@ -79,19 +80,12 @@ def _traced(node: fx.Node, written: Composed) -> fx.Graph | None:
         args, kwargs = pytree.tree_unflatten(values, spec)
         return call(*args, **kwargs)
 
-    given = [_training(flat[place].meta["val"], mode) for place in places]
-    table = {node.target: written} if isinstance(node.target, torch._ops.OpOverload) else {}
-    call: Any = node.target
+    given = [_requiring_grad(flat[place].meta["val"], mode) for place in places]
+    table = {node.target: decomposition} if isinstance(node.target, torch._ops.OpOverload) else {}
     try:
         inner = make_fx(run, decomposition_table=table, pre_dispatch=True)(*given).graph
-    except (
-        RuntimeError,
-        AssertionError,
-        NotImplementedError,
-        TypeError,
-        ValueError,
-    ):  # it reads values, which a trace has not
-        return None
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError, ValueError):
+        return None  # the decomposition reads values, which a trace does not have
     calls = [n for n in inner.nodes if n.op not in ("placeholder", "output")]
     plain = all(
         n.op == "call_function"
@@ -103,9 +97,9 @@ def _traced(node: fx.Node, written: Composed) -> fx.Graph | None:
     return inner if plain else None
 
 
-def _training(value: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    """The same memory as a tensor that requires a gradient if it can: what torch writes without one
-    may have no derivative.
+def _requiring_grad(value: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A tensor on the same memory that requires a gradient if its dtype allows: without this, torch
+    may decompose into operators that have no derivative.
     """
     with mode:
         alias = value.detach()
@@ -117,7 +111,7 @@ def _is_operator(target: Any) -> bool:
 
 
 def _inline(graph: fx.Graph, node: fx.Node, inner: fx.Graph) -> list[fx.Node]:
-    """Put the calls where ``node`` was; returns them."""
+    """Put the calls of ``inner`` in the place of ``node``; returns them."""
     sources = [n for n, _ in operands(node)]
     copies: dict[fx.Node, fx.Node] = dict(
         zip(inner.find_nodes(op="placeholder"), sources, strict=True)
@@ -137,23 +131,23 @@ def _inline(graph: fx.Graph, node: fx.Node, inner: fx.Graph) -> list[fx.Node]:
     results = inner.output_node().args[0]
     if isinstance(node.meta["val"], torch.Tensor) and isinstance(results, (list, tuple)):
         (results,) = results
-    _give(node, pytree.tree_map_only(fx.Node, copies.__getitem__, results))
+    _replace_result(node, pytree.tree_map_only(fx.Node, copies.__getitem__, results))
     return made
 
 
-def _give(node: fx.Node, result: Any) -> None:
-    """Put ``result``, a node or such in lists and tuples, in the place of what ``node`` makes."""
+def _replace_result(node: fx.Node, result: Any) -> None:
+    """Replace the result of ``node`` by ``result``: a node, or nested lists and tuples of nodes."""
     if isinstance(result, fx.Node):
         replace_node(node, result)
         return
     for user in list(node.users):
         if user.target is operator.getitem:
-            _give(user, result[user.args[1]])  # type: ignore[index]
+            _replace_result(user, result[user.args[1]])  # type: ignore[index]
     if not node.users:
         node.graph.erase_node(node)
 
 
-# -- Operators that torch does not write with others, or not with those that have rules
+# -- Operators that torch does not decompose, or decomposes into operators without rules
 
 
 def _glu(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
@@ -169,8 +163,8 @@ def _instance_norm(
     return aten.group_norm.default(x, x.shape[1], weight, bias, rest[2])
 
 
-def _copied(name: str) -> dict[Any, Composed]:
-    """``permute_copy`` and its like, overload by overload: the view, cloned."""
+def _copying_views(name: str) -> dict[Any, Decomposition]:
+    """The overloads of ``permute_copy`` and similar operators: the view, cloned."""
     copies, views = getattr(aten, f"{name}_copy"), getattr(aten, name)
     return {
         getattr(copies, o): _cloned(getattr(views, o))
@@ -179,22 +173,14 @@ def _copied(name: str) -> dict[Any, Composed]:
     }
 
 
-def _cloned(view: Composed) -> Composed:
+def _cloned(view: Decomposition) -> Decomposition:
     return lambda *args, **kwargs: view(*args, **kwargs).clone()
 
 
-_OURS: dict[Any, Composed] = {aten.glu.default: _glu, aten.instance_norm.default: _instance_norm}
-for _name in (
-    "alias",
-    "diagonal",
-    "expand",
-    "permute",
-    "select",
-    "slice",
-    "squeeze",
-    "t",
-    "transpose",
-    "unfold",
-    "unsqueeze",
-):
-    _OURS |= _copied(_name)
+_VIEWS = "alias diagonal expand permute select slice squeeze t transpose unfold unsqueeze"
+_DECOMPOSITIONS: dict[Any, Decomposition] = {
+    aten.glu.default: _glu,
+    aten.instance_norm.default: _instance_norm,
+}
+for _name in _VIEWS.split():
+    _DECOMPOSITIONS |= _copying_views(_name)

@@ -1,10 +1,10 @@
-"""Write losses as a sum over samples divided by a count, so that samples may be split over ranks
-and microbatches.
+"""Decompose a loss into a sum over samples and a division by a count, so that ranks and
+microbatches may split the samples.
 
-A mean over part of the batch is not part of the mean.
-``autopar.runtime.kernels.graph_kernels.cross_entropy`` is the sum, with the class dim last;
-``target_count`` is what the mean divides by. Other losses become their element-wise form and a
-``mean`` or ``sum`` of its own.
+Sums over parts of the batch add up to the sum over the batch; means do not. The kernel
+``cross_entropy`` of ``autopar.runtime.kernels.graph_kernels`` is the sum, with the class dim last,
+and its kernel ``target_count`` is the divisor of the mean. Other losses become their element-wise
+form, followed by a ``mean`` or ``sum``.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from autopar.runtime.kernels.graph_kernels import cross_entropy, target_count
 _NONE, _MEAN, _SUM = 0, 1, 2
 
 
-def losses(graph: fx.Graph) -> list[str]:
-    """Rewrite the losses; returns notes on those that were left as they are."""
+def decompose_losses(graph: fx.Graph) -> list[str]:
+    """Rewrite the losses; returns notes for the user on the losses that have no decomposition."""
     notes: list[str] = []
 
     def rule(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
@@ -37,52 +37,54 @@ def losses(graph: fx.Graph) -> list[str]:
 
 def _cross_entropy(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     args = arguments(node)
-    if (
-        args["target"].meta["val"].dtype.is_floating_point
-    ):  # probabilities of the classes: the mean is over rows
-        return (
-            _reduced(graph, node, args)
-            if args["reduction"] != _NONE and len(shape(args["self"])) > 1
-            else None
-        )
+    if args["target"].meta["val"].dtype.is_floating_point:
+        # The target is a probability of each class: the mean is over all rows.
+        reduces = args["reduction"] != _NONE and len(shape(args["self"])) > 1
+        return _reduced(graph, node, args) if reduces else None
     options = (args["weight"], args["ignore_index"], args["label_smoothing"])
     return _classes(graph, node, args["self"], args["target"], args["reduction"], *options)
 
 
 def _nll(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    """``nll_loss(log_softmax(x))``, which is the cross entropy of ``x``; of other logarithms the
-    sum over rows, divided by their count.
+    """``nll_loss(log_softmax(x))`` as the cross entropy of ``x``; for other logarithms the sum over
+    rows, divided by a count.
     """
     args = arguments(node)
     log = args["self"]
-    softmax = log.target is aten.log_softmax.int and log.args[1] % max(len(shape(log)), 1) == min(
-        len(shape(log)) - 1, 1
+    rank = len(shape(log))
+    is_softmax = log.target is aten.log_softmax.int and log.args[1] % max(rank, 1) == min(
+        rank - 1, 1
     )
-    x = log.args[0] if softmax else log
-    if not softmax or x.meta["val"].dtype != log.meta["val"].dtype:
-        return (
-            _rows(graph, node, args) if args["reduction"] != _NONE and len(shape(log)) > 1 else None
-        )
-    return _classes(
-        graph, node, x, args["target"], args["reduction"], args["weight"], args["ignore_index"], 0.0
-    )
+    x = log.args[0] if is_softmax else log
+    if not is_softmax or x.meta["val"].dtype != log.meta["val"].dtype:
+        return _sum_of_rows(graph, node, args) if args["reduction"] != _NONE and rank > 1 else None
+    options = (args["weight"], args["ignore_index"], 0.0)
+    return _classes(graph, node, x, args["target"], args["reduction"], *options)
 
 
-def _rows(graph: fx.Graph, node: fx.Node, args: dict[str, Any]) -> fx.Node:
-    """The loss of each row, summed; a mean is over the rows that count, by the weights of their
-    classes.
+def _sum_of_rows(graph: fx.Graph, node: fx.Node, args: dict[str, Any]) -> fx.Node:
+    """The sum of the losses of the rows. A mean divides the sum by the number of rows that are not
+    ignored, each weighted by its class.
     """
     each = new_node(graph, node.target, (), {**args, "reduction": _NONE}, like=node)  # type: ignore[arg-type]
     loss = _over_all(graph, each, node, _SUM)
     if args["reduction"] == _MEAN:
-        count = new_node(
-            graph,
-            target_count,
-            (args["target"], args["weight"], args["ignore_index"], loss.meta["val"].dtype),
-            like=node,
-        )
-        loss = new_node(graph, aten.div.Tensor, (loss, count), like=node)
-    return _as(graph, loss, node)
+        loss = _divided(graph, node, loss, args["target"], args["weight"], args["ignore_index"])
+    return _in_dtype_of(graph, node, loss)
+
+
+def _divided(
+    graph: fx.Graph,
+    node: fx.Node,
+    loss: fx.Node,
+    target: fx.Node,
+    weight: fx.Node | None,
+    ignore_index: int,
+) -> fx.Node:
+    """The sum ``loss``, divided by the number of rows that count."""
+    options = (target, weight, ignore_index, loss.meta["val"].dtype)
+    count = new_node(graph, target_count, options, like=node)
+    return new_node(graph, aten.div.Tensor, (loss, count), like=node)
 
 
 def _classes(
@@ -95,6 +97,7 @@ def _classes(
     ignore_index: int,
     smoothing: float,
 ) -> fx.Node | None:
+    """The cross entropy of logits [N, C, d...] with targets [N, d...] that are classes."""
     if reduction == _NONE or len(shape(logits)) < 2 or target.meta["val"].dtype.is_floating_point:
         return None
     if len(shape(logits)) > 2:
@@ -105,16 +108,13 @@ def _classes(
         graph, cross_entropy, (logits, target, weight, ignore_index, smoothing), like=node
     )
     if reduction == _MEAN:
-        count = new_node(
-            graph, target_count, (target, weight, ignore_index, loss.meta["val"].dtype), like=node
-        )
-        loss = new_node(graph, aten.div.Tensor, (loss, count), like=node)
-    return _as(graph, loss, node)
+        loss = _divided(graph, node, loss, target, weight, ignore_index)
+    return _in_dtype_of(graph, node, loss)
 
 
 def _classes_last(graph: fx.Graph, logits: fx.Node, node: fx.Node) -> fx.Node:
-    """Logits [N, C, d...] as [N, d..., C]; what was transposed to make them, if that has the
-    classes last already.
+    """Logits [N, C, d...] as [N, d..., C]; the operand of the transposition that made them, if
+    there is one and its classes are last.
     """
     rank = len(shape(logits))
     if (
@@ -127,8 +127,8 @@ def _classes_last(graph: fx.Graph, logits: fx.Node, node: fx.Node) -> fx.Node:
 
 
 def _unflattened(logits: fx.Node, target: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Logits [..., V] and target [...] from before both were flattened to [N, V] and [N], if they
-    were.
+    """Logits [..., V] and target [...] as they were before both were flattened to [N, V] and [N];
+    otherwise the arguments.
     """
     if logits.target is not aten.reshape.default:
         return logits, target
@@ -139,7 +139,7 @@ def _unflattened(logits: fx.Node, target: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 
 def _elementwise(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    """The loss of each element, and its mean or sum."""
+    """The loss of each element by simpler operators, and its mean or sum."""
     args = arguments(node)
     reduction = args["reduction"]
     if node.target is aten.mse_loss.default:
@@ -156,25 +156,24 @@ def _elementwise(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
 
 
 def _reduced(graph: fx.Graph, node: fx.Node, args: dict[str, Any]) -> fx.Node:
-    """The same loss of each element, and its mean or sum."""
+    """The loss without reduction, and its mean or sum."""
     each = new_node(graph, node.target, (), {**args, "reduction": _NONE}, like=node)  # type: ignore[arg-type]
     return _over_all(graph, each, node, args["reduction"])
 
 
 def _over_all(graph: fx.Graph, each: fx.Node, node: fx.Node, reduction: int) -> fx.Node:
     over = aten.mean.dim if reduction == _MEAN else aten.sum.dim_IntList
-    return _as(
-        graph, new_node(graph, over, (each, list(range(len(shape(each)))), False), like=node), node
-    )
+    dims = list(range(len(shape(each))))
+    loss = new_node(graph, over, (each, dims, False), like=node)
+    return _in_dtype_of(graph, node, loss)
 
 
-def _as(graph: fx.Graph, loss: fx.Node, node: fx.Node) -> fx.Node:
+def _in_dtype_of(graph: fx.Graph, node: fx.Node, loss: fx.Node) -> fx.Node:
+    """``loss`` in the dtype of ``node``."""
     dtype: torch.dtype = node.meta["val"].dtype
-    return (
-        loss
-        if loss.meta["val"].dtype == dtype
-        else new_node(graph, aten.to.dtype, (loss, dtype), like=node)
-    )
+    if loss.meta["val"].dtype == dtype:
+        return loss
+    return new_node(graph, aten.to.dtype, (loss, dtype), like=node)
 
 
 _RULES: dict[Any, Any] = {

@@ -1,15 +1,16 @@
-"""Replace in-place operators by the ones that return their result, in program order.
+"""Replace in-place operators by operators that return their result, in program order.
 
-A tensor and its views share storage, which the fake tensors of the trace share too, so who aliases
-whom is known exactly. Each mutation makes a new value for the tensor written to; the tensors it is
-a view of get theirs by scattering that into their own, and other views are taken again from the new
-value when next read. ``torch.export``'s own functionalisation is not used: after it BatchNorm has
-no backward.
+A tensor and its views share storage. The fake tensors of the trace share storage in the same way,
+so that this pass knows exactly which tensors are views of which. A mutation makes a new value for
+the tensor that it writes to. If that tensor is a view, the new value is scattered into a new value
+of its base. Other views of the base are taken again before they are read the next time.
+
+``torch.export``'s own functionalisation is not used, because BatchNorm has no backward after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -23,31 +24,30 @@ from autopar.ir.nodes import (
     describe_node,
     new_node,
     operands,
-    permutation,
     set_operand,
     shape,
 )
+from autopar.passes.canonical.out_of_place import out_of_place, out_of_place_overload, target_of
+from autopar.passes.canonical.scatter_view import scatter_view
 
 aten = torch.ops.aten
-
-_RENAMED = {
-    "normal_": "normal_functional",
-    "__iand__": "__and__",
-    "__ior__": "__or__",
-    "__ixor__": "__xor__",
-}
-_REFUSED = ("resize_", "resize_as_", "set_")  # these change what memory a tensor is
 
 
 def functionalise(
     graph: fx.Graph, trainable: set[fx.Node], scalars: Mapping[fx.Node, float]
 ) -> dict[fx.Node, fx.Node]:
-    """Rewrite all mutations; returns, for each placeholder that was written to, the node that holds
-    its new value.
+    """Rewrite all mutations. BatchNorm's running statistics stay as they are: the schema of its
+    operator does not say that it writes to them.
 
-    ``trainable`` are the placeholders that require a gradient; ``scalars`` the values of constants
-    that are one number. Raises CaptureError where a mutation has no functional form here.
-    BatchNorm's running statistics, which its operator writes without saying so, stay as they are.
+    Args:
+        trainable: the placeholders that require a gradient.
+        scalars: the values of the constants that are one number.
+
+    Returns:
+        For each placeholder that the graph writes to, the node of its new value.
+
+    Raises:
+        CaptureError: a mutation has no functional form here.
     """
     if not any(_mutates(n) for n in graph.nodes):
         return {}
@@ -60,6 +60,12 @@ def functionalise(
     return walk.written()
 
 
+def is_identity_dropout(dropout: fx.Node) -> bool:
+    """Whether a dropout keeps all elements."""
+    args = arguments(dropout)
+    return args["p"] == 0.0 or not args["train"]
+
+
 def _mutates(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
@@ -67,54 +73,54 @@ def _mutates(node: fx.Node) -> bool:
 class _Walk:
     """One pass over the graph in program order.
 
-    Later nodes go on naming a tensor by the node that made it; ``value`` says which node holds what
-    it contains now.
+    Later nodes still name a tensor by the node that made it; ``value`` says which node holds the
+    tensor's present value.
+
+    Attributes:
+        base: for a view, its base and the place of the base among the view's operands; None for a
+            tensor that is no view.
+        storage: the storage of each tensor that shares a storage which the graph writes to.
+        version: for each of these storages, how often the graph has written to it so far.
+        value: the node that holds a tensor's value, and the version of that value.
+        roots: the first tensor of each storage.
+        ambiguous: storages with two tensors of which neither is known to be a view of the other.
+        same_storage: for the storage of a dropout that keeps all elements, the storage of its
+            operand. In eager mode the dropout returns its operand; the fake tensors do not show it.
+        needing: the nodes that need a gradient.
     """
 
     def __init__(
         self, graph: fx.Graph, trainable: set[fx.Node], scalars: Mapping[fx.Node, float]
     ) -> None:
         self.graph, self.needing, self.scalars = graph, set(trainable), scalars
-        self.link: dict[
-            fx.Node, tuple[fx.Node, int] | None
-        ] = {}  # a view's base and which operand it is; None for a base
+        self.base: dict[fx.Node, tuple[fx.Node, int] | None] = {}
         self.storage: dict[fx.Node, Any] = {}
-        self.value: dict[
-            fx.Node, tuple[fx.Node, int]
-        ] = {}  # with the version of the storage that it is up to date with
+        self.value: dict[fx.Node, tuple[fx.Node, int]] = {}
         self.roots: dict[Any, fx.Node] = {}
-        self.doubtful: set[Any] = (
-            set()
-        )  # storages with two tensors of which neither is known to be a view of the other
-        self.same: dict[
-            Any, Any
-            # a dropout that does nothing returns its operand, which the fake tensors do not show
-        ] = {}
+        self.ambiguous: set[Any] = set()
+        self.same_storage: dict[Any, Any] = {}
         for node in graph.nodes:
-            if node.target is aten.dropout.default and is_identity(node):
-                self.same[_storage(node)] = self.place(node.args[0])  # type: ignore[arg-type]
-        targets = (_target(n) for n in graph.nodes if _mutates(n))
-        self.version: dict[Any, int] = {self.place(t): 0 for t in targets if isinstance(t, fx.Node)}
+            if node.target is aten.dropout.default and is_identity_dropout(node):
+                self.same_storage[_storage(node)] = self.storage_of(node.args[0])
+        targets = (target_of(n) for n in graph.nodes if _mutates(n))
+        self.version = {self.storage_of(t): 0 for t in targets if isinstance(t, fx.Node)}
         for node in graph.nodes:
             if node.op == "placeholder":
                 self.track(node, None)
 
-    def place(self, node: fx.Node) -> Any:
+    def storage_of(self, node: fx.Node) -> Any:
         storage = _storage(node)
-        return self.same.get(storage, storage)
+        return self.same_storage.get(storage, storage)
 
-    def track(self, node: fx.Node, link: tuple[fx.Node, int] | None) -> None:
-        """Note a tensor in a storage that is written to."""
-        storage = self.place(node)
+    def track(self, node: fx.Node, base: tuple[fx.Node, int] | None) -> None:
+        """Record a tensor if the graph writes to its storage."""
+        storage = self.storage_of(node)
         if storage not in self.version:
             return
-        if link is None and self.roots.setdefault(storage, node) is not node:
-            self.doubtful.add(storage)
-        self.link[node], self.storage[node], self.value[node] = (
-            link,
-            storage,
-            (node, self.version[storage]),
-        )
+        if base is None and self.roots.setdefault(storage, node) is not node:
+            self.ambiguous.add(storage)
+        self.base[node], self.storage[node] = base, storage
+        self.value[node] = (node, self.version[storage])
 
     def visit(self, node: fx.Node) -> None:
         if torch.Tag.inplace_view in getattr(node.target, "tags", ()):
@@ -122,40 +128,34 @@ class _Walk:
         elif _mutates(node):
             self.mutate(node)
         else:
-            storage = self.place(node)
-            sources = (n for n, _ in operands(node))
-            link = next(
-                (
-                    (n, i)
-                    for i, n in enumerate(sources)
-                    if storage is not None and self.storage.get(n) == storage
-                ),
-                None,
-            )
-            self.read(node)
+            storage = self.storage_of(node)
+            bases = [
+                (n, i)
+                for i, (n, _) in enumerate(operands(node))
+                if storage is not None and self.storage.get(n) == storage
+            ]
+            self.update_operands(node)
             self.note_gradient(node)
-            self.track(node, link)
+            self.track(node, bases[0] if bases else None)
 
-    def read(self, node: fx.Node) -> None:
-        """Let ``node`` read what its operands hold now."""
+    def update_operands(self, node: fx.Node) -> None:
+        """Let ``node`` read the present values of its operands."""
         for i, (operand, _) in enumerate(operands(node)):
             current = self.current(operand)
             if current is not operand:
                 set_operand(node, i, current)
 
     def current(self, node: fx.Node) -> fx.Node:
-        """The node that holds what ``node`` contains now; takes a view again where its base was
-        written to.
-        """
+        """The node of a tensor's present value. Takes a view again if its base was written to."""
         if node not in self.value:
             return node
         value, version = self.value[node]
         newest = self.version[self.storage[node]]
         if version != newest:
-            link = self.link[node]
+            link = self.base[node]
             assert link is not None  # a base has a new value whenever its storage is written to
             value = self.current(link[0])
-            if not _alike(node, link[0]):
+            if not _shows_all(node, link[0]):
                 base, value = value, self.graph.node_copy(node)
                 set_operand(value, link[1], base)
                 self.note_gradient(value)
@@ -163,25 +163,11 @@ class _Walk:
         return value
 
     def mutate(self, node: fx.Node) -> None:
-        if node.target is aten.embedding_renorm_.default:
-            raise CaptureError(
-                f"{describe_node(node)}: nn.Embedding(max_norm={arguments(node)['max_norm']:g}) "
-                "rescales rows of its weight in the forward; "
-                "leave max_norm out, and rescale the rows under torch.no_grad() after "
-                "optimizer.step(), or what the embedding returns"
-            )
-        target = _target(node)
-        written = [a.name for a in node.target._schema.arguments if a.is_write]  # type: ignore[union-attr]
-        if not isinstance(target, fx.Node) or written not in (
-            [next(iter(arguments(node)))],
-            ["out"],
-        ):
-            raise CaptureError(
-                f"{describe_node(node)} writes to its arguments {written}; use the form that returns "
-                "its result"
-            )
-        self.read(node)
-        new, dtype = self.functional(node), target.meta["val"].dtype
+        """Replace a call that writes to its operand."""
+        target = _written_operand(node)
+        self.update_operands(node)
+        new = out_of_place(node, partial(self.make, like=node), self.scalars)
+        dtype = target.meta["val"].dtype
         if shape(new) != shape(target):
             raise CaptureError(
                 f"{describe_node(node)} makes its operand of shape {shape(target)} one of "
@@ -194,105 +180,44 @@ class _Walk:
         self.graph.erase_node(node)
 
     def write(self, target: fx.Node, new: fx.Node, node: fx.Node) -> None:
-        """Give ``target`` its new value, and all that it is a view of."""
+        """Give ``target`` its new value, and new values to the tensors that it is a view of."""
         storage = self.storage[target]
-        if storage in self.doubtful:
+        if storage in self.ambiguous:
             raise CaptureError(
                 f"{describe_node(node)} writes to memory that several tensors share; clone() the "
                 "tensor first"
             )
-        self.check_gradient(node, target, hidden=bool(node.meta.get("no_grad")))
+        no_grad = bool(node.meta.get("no_grad"))
+        self.check_gradient(node, target, hidden=no_grad)
         values = {target: new}
-        while (link := self.link[target]) is not None:
+        while (link := self.base[target]) is not None:
             detached = target.target is aten.detach.default
-            self.check_gradient(node, link[0], hidden=detached or bool(node.meta.get("no_grad")))
+            self.check_gradient(node, link[0], hidden=detached or no_grad)
             if detached and new in self.needing:
                 new = self.make(aten.detach.default, (new,), {}, node)
-            if not _alike(target, link[0]) and not detached:
-                new = self.scatter(target, link[0], new, node)
+            if not _shows_all(target, link[0]) and not detached:
+                new = self.make(*scatter_view(target, self.current(link[0]), new, node), {}, node)
             target = link[0]
             values[target] = new
         self.version[storage] += 1
-        self.value.update(
-            {alias: (value, self.version[storage]) for alias, value in values.items()}
-        )
+        newest = self.version[storage]
+        self.value.update({alias: (value, newest) for alias, value in values.items()})
 
     def check_gradient(self, node: fx.Node, base: fx.Node, hidden: bool) -> None:
-        """Refuse a write that autograd does not see to a tensor whose gradient it does follow."""
+        """Refuse a write that is hidden from autograd to a tensor that has a gradient."""
         if hidden and self.current(base) in self.needing:
             raise CaptureError(
-                f"{describe_node(node)} writes, without gradient, to a tensor that has one; compute a "
-                "new tensor instead"
+                f"{describe_node(node)} writes, without gradient, to a tensor that has one; "
+                "compute a new tensor instead"
             )
-
-    def scatter(self, view: fx.Node, base: fx.Node, new: fx.Node, node: fx.Node) -> fx.Node:
-        """What ``base`` holds, with the part that ``view`` shows replaced by ``new``."""
-        undo = _UNDO.get(view.target)
-        if undo is None:
-            raise CaptureError(
-                f"{describe_node(node)} writes through a view made by {describe_node(view)}, which has no "
-                "functional form here; "
-                "clone() the view first, or write with torch.where or index_put"
-            )
-        target, args = undo(view, self.current(base), new)
-        return self.make(target, args, {}, node)
-
-    def functional(self, node: fx.Node) -> fx.Node:
-        """The call that returns what ``node`` writes."""
-        this, args = _target(node), arguments(node)
-        assert isinstance(this, fx.Node)
-        if this is node.kwargs.get("out"):
-            return self.make(
-                _without_out(node),
-                node.args,
-                {k: v for k, v in node.kwargs.items() if k != "out"},
-                node,
-            )
-        if node.target is aten.zero_.default:
-            return self.make(aten.full_like.default, (this, 0), {}, node)
-        if node.target is aten.fill_.Scalar:
-            return self.make(aten.full_like.default, (this, args["value"]), {}, node)
-        if node.target is aten.bernoulli_.float:
-            return self.make(aten.bernoulli.p, (this, args["p"]), {}, node)
-        if (
-            node.target is getattr(aten.random_, "from") and args["to"] is not None
-        ):  # no Python code can name ``aten.random.from``
-            return self.make(
-                aten.randint_like.low_dtype, (this, args["from"], args["to"]), {}, node
-            )
-        if node.target in (aten.copy_.default, aten.fill_.Tensor):
-            new = args["src" if node.target is aten.copy_.default else "value"]
-            if (value := self.number(new)) is not None:
-                return self.make(aten.full_like.default, (this, value), {}, node)
-            if new.meta["val"].dtype != this.meta["val"].dtype:
-                new = self.make(aten.to.dtype, (new, this.meta["val"].dtype), {}, node)
-            return (
-                new
-                if shape(new) == shape(this)
-                else self.make(aten.expand.default, (new, list(shape(this))), {}, node)
-            )
-        return self.make(_twin(node), node.args, node.kwargs, node)
-
-    def number(self, node: fx.Node) -> Any:
-        """The number that a tensor was made of, or None. ``x[0] = 7`` makes one, in different ways
-        on different devices.
-        """
-        while node.target in (
-            aten.lift_fresh_copy.default,
-            aten.detach.default,
-            aten.view.default,
-            aten.expand.default,
-        ):
-            node = node.args[0]  # type: ignore[assignment]
-        return node.args[0] if node.target is aten.scalar_tensor.default else self.scalars.get(node)
 
     def change_view(self, node: fx.Node) -> None:
-        """``x.unsqueeze_(0)`` and the like: from here on ``x`` means a view of what it meant."""
+        """Replace ``x.unsqueeze_(0)`` and the like: later readers of ``x`` read a view of ``x``."""
         old = node.args[0]
         assert isinstance(old, fx.Node)
-        self.read(node)
-        view = self.make(_twin(node), node.args, node.kwargs, node)
-        view.meta["val"] = node.meta["val"]  # which shares the storage
+        self.update_operands(node)
+        view = self.make(out_of_place_overload(node), node.args, node.kwargs, node)
+        view.meta["val"] = node.meta["val"]  # this fake tensor shares the storage
         self.track(view, (old, 0))
         for user in [n for n in old.users if n > node]:
             user.replace_input_with(old, view)
@@ -309,61 +234,28 @@ class _Walk:
             self.needing.add(node)
 
     def written(self) -> dict[fx.Node, fx.Node]:
-        roots = (
-            n
-            for n in self.roots.values()
-            if n.op == "placeholder" and self.version[self.storage[n]]
+        """The new value of each placeholder that the graph writes to."""
+        roots = (n for n in self.roots.values() if n.op == "placeholder")
+        return {n: self.current(n) for n in roots if self.version[self.storage[n]]}
+
+
+def _written_operand(node: fx.Node) -> fx.Node:
+    """The operand that a call writes to."""
+    if node.target is aten.embedding_renorm_.default:
+        raise CaptureError(
+            f"{describe_node(node)}: nn.Embedding(max_norm={arguments(node)['max_norm']:g}) "
+            "rescales rows of its weight in the forward; "
+            "leave max_norm out, and rescale the rows under torch.no_grad() after "
+            "optimizer.step(), or what the embedding returns"
         )
-        return {n: self.current(n) for n in roots}
-
-
-def is_identity(dropout: fx.Node) -> bool:
-    """Whether a dropout keeps everything."""
-    args = arguments(dropout)
-    return args["p"] == 0.0 or not args["train"]
-
-
-def _target(node: fx.Node) -> Any:
-    """What a call writes to: ``out=``, or its first operand."""
-    return node.kwargs["out"] if "out" in node.kwargs else node.args[0] if node.args else None
-
-
-def _without_out(node: fx.Node) -> Callable[..., Any]:
-    """The overload that returns what this one writes to ``out``."""
-    schema = node.target._schema  # type: ignore[union-attr]
-    wanted = [(a.name, str(a.type)) for a in schema.arguments if a.name != "out"]
-    namespace, _, name = schema.name.partition("::")
-    packet = getattr(getattr(torch.ops, namespace), name)
-    for overload in map(partial(getattr, packet), packet.overloads()):
-        if [
-            (a.name, str(a.type)) for a in overload._schema.arguments
-        ] == wanted and not overload._schema.is_mutable:
-            return overload  # type: ignore[no-any-return]
-    raise CaptureError(
-        f"{describe_node(node)} writes to out= and has no form that returns the result; write it "
-        "without out="
-    )
-
-
-def _twin(node: fx.Node) -> Callable[..., Any]:
-    """The overload without the trailing underscore that takes the same arguments."""
-    schema = node.target._schema  # type: ignore[union-attr]
-    namespace, _, name = schema.name.partition("::")
-    found = name.endswith("_") and name not in _REFUSED
-    packet = (
-        getattr(getattr(torch.ops, namespace), _RENAMED.get(name, name[:-1]), None)
-        if found
-        else None
-    )
-    wanted = [str(a.type) for a in schema.arguments]
-    for overload in packet.overloads() if packet else ():
-        twin = getattr(packet, overload)
-        if [str(a.type) for a in twin._schema.arguments] == wanted and not twin._schema.is_mutable:
-            return twin
-    raise CaptureError(
-        f"{describe_node(node)} changes its operand and has no form that returns the result instead; "
-        "write it out of place"
-    )
+    target = target_of(node)
+    written = [a.name for a in node.target._schema.arguments if a.is_write]  # type: ignore[union-attr]
+    if not isinstance(target, fx.Node) or written not in ([next(iter(arguments(node)))], ["out"]):
+        raise CaptureError(
+            f"{describe_node(node)} writes to its arguments {written}; use the form that returns "
+            "its result"
+        )
+    return target
 
 
 def _storage(node: Any) -> Any:
@@ -371,12 +263,12 @@ def _storage(node: Any) -> Any:
     return val.untyped_storage()._cdata if isinstance(val, torch.Tensor) else None
 
 
-def _alike(view: fx.Node, base: fx.Node) -> bool:
-    """Whether a view shows all of its base as it is, gradient included."""
-    if view.target in (aten.detach.default, aten.dropout.default):
-        return (
-            view.target is aten.dropout.default
-        )  # which is only here where it returns its operand
+def _shows_all(view: fx.Node, base: fx.Node) -> bool:
+    """Whether a view shows all elements of its base in the same order, and its gradient, too."""
+    if view.target is aten.detach.default:
+        return False
+    if view.target is aten.dropout.default:
+        return True  # only a dropout that returns its operand is tracked as a view
     a, b = view.meta["val"], base.meta["val"]
     return (
         a.shape == b.shape
@@ -384,40 +276,3 @@ def _alike(view: fx.Node, base: fx.Node) -> bool:
         and a.storage_offset() == b.storage_offset()
         and a.dtype == b.dtype
     )
-
-
-def _back(view: fx.Node, base: fx.Node, new: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    return aten.reshape.default, (new, list(shape(base)))
-
-
-def _permute_back(view: fx.Node, base: fx.Node, new: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    dims = permutation(view)
-    return aten.permute.default, (new, sorted(range(len(dims)), key=dims.__getitem__))
-
-
-def _narrow_back(view: fx.Node, base: fx.Node, new: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    _, dim, start, length = view.args
-    return aten.slice_scatter.default, (base, new, dim, start, start + length)  # type: ignore[operator]
-
-
-_Undo = Callable[[fx.Node, fx.Node, fx.Node], tuple[Any, tuple[Any, ...]]]
-_UNDO: dict[Any, _Undo] = {
-    aten.slice.Tensor: lambda view, base, new: (aten.slice_scatter.default, (base, new, *view.args[1:])),
-    aten.select.int: lambda view, base, new: (aten.select_scatter.default, (base, new, *view.args[1:])),
-    aten.diagonal.default: lambda view, base, new: (aten.diagonal_scatter.default, (base, new, *view.args[1:])),
-    aten.narrow.default: _narrow_back,
-    **dict.fromkeys(
-        (
-            aten.permute.default, aten.transpose.int, aten.t.default, aten.mT.default, aten.numpy_T.default, aten.swapaxes.default,
-            aten.swapdims.default, aten.movedim.int, aten.movedim.intlist, aten.moveaxis.int, aten.moveaxis.intlist,
-        ),
-        _permute_back,
-    ),
-    **dict.fromkeys(
-        (
-            aten.view.default, aten.view_as.default, aten._unsafe_view.default, aten.reshape.default, aten.reshape_as.default,
-            aten.flatten.using_ints, aten.unflatten.int, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
-        ),
-        _back,
-    ),
-}  # fmt: skip

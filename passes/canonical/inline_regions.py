@@ -1,4 +1,4 @@
-"""Inline the sub-graphs that export makes of grad-mode and autocast regions, and drop its
+"""Inline the sub-graphs that ``torch.export`` makes of grad-mode and autocast regions, and drop its
 checks.
 """
 
@@ -34,8 +34,11 @@ _CHECKS = {
 
 
 def inline_regions(graph: fx.Graph) -> None:
-    """Put the nodes of each region where its call was; those recorded without gradients get
-    ``meta["no_grad"] = True``.
+    """Put the nodes of each region in the place of the region's call. Nodes that were recorded
+    without gradients get ``meta["no_grad"] = True``.
+
+    Raises:
+        CaptureError: the model switches autocast on.
     """
     for node in list(graph.nodes):
         region = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
@@ -72,9 +75,8 @@ def _inline(
             elif node.op != "placeholder":
                 copies[node] = graph.node_copy(node, copies.__getitem__)
                 if no_grad is not None:
-                    copies[node].meta.setdefault(
-                        "no_grad", no_grad
-                    )  # a region inside this one has the last word
+                    # A region inside this one has already set its nodes.
+                    copies[node].meta.setdefault("no_grad", no_grad)
     for user in list(call.users):
         if user.target is not operator.getitem:
             raise CaptureError(
@@ -87,9 +89,7 @@ def _inline(
 
 
 def drop_checks(graph: fx.Graph) -> None:
-    """Drop assertions: they guard the trace's own shapes and dtypes, which the captured graph
-    fixes.
-    """
+    """Drop assertions about shapes and dtypes of the trace: the captured graph fixes them."""
     for node in reversed(graph.nodes):
         if node.op == "call_function" and not node.users and _name(node.target) in _CHECKS:
             graph.erase_node(node)
@@ -99,20 +99,24 @@ def _name(target: Any) -> str:
     return str(getattr(target, "__name__", "")).partition(".")[0]
 
 
-# These draw numbers in the shape of an operand. In a model torch knows that, by the function or the
-# method that was called.
-_OF_A_SHAPE = {
+# These operators read only the shape of their operand, but have no derivative. In eager mode torch
+# does not differentiate the function or method that calls them.
+_READING_ONLY_SHAPE = {
     getattr(p, name) for p in (aten.randint_like, aten.normal_functional) for name in p.overloads()
 }
 
 
 def stop_gradients(graph: fx.Graph, trainable: set[fx.Node]) -> None:
-    """Detach what a ``no_grad`` node reads, so that the graph needs no grad mode of its own to have
-    the right gradients; and of what has no derivative what gives a shape alone."""
+    """Detach the operands of ``no_grad`` nodes, so that the graph has the right gradients in any
+    grad mode. Detach also the operands of which a call reads only the shape.
+
+    Args:
+        trainable: the placeholders that may require a gradient.
+    """
     needing = needing_grad(graph.nodes, trainable)
     detached: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
-        if not node.meta.get("no_grad") and node.target not in _OF_A_SHAPE:
+        if not node.meta.get("no_grad") and node.target not in _READING_ONLY_SHAPE:
             continue
         for i, (source, _) in enumerate(operands(node)):
             if source in needing:

@@ -1,7 +1,7 @@
-"""One way to write each call's arguments, so that rules and passes read them without asking.
+"""Write each call's arguments in one normal form, so that rules and passes need not know others.
 
-Arguments are positional where the schema lets them be, trailing defaults are left out, dims count
-from the front, and the bounds of a slice are inside the tensor.
+Arguments are positional where the schema allows it, trailing defaults are left out, dims count from
+the front, and the bounds of a slice lie inside the tensor.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.ops import aten
 from autopar.ir.nodes import REQUIRED, arguments, shape, signature
 
 _DIMS = frozenset({"dim", "dims", "dim0", "dim1", "dim2", "dimension"})
-# Here an argument of one of these names is not a dim, or -1 has a meaning of its own.
+# Operators whose argument of such a name is no dim, or for which -1 has another meaning.
 _NOT_DIMS = frozenset(
     {
         aten.tile.default,
@@ -24,20 +24,25 @@ _NOT_DIMS = frozenset(
         aten.norm_except_dim.default,
     }
 )
-# Here a dim counts those of the operand that has most: the others are broadcast, or empty.
-_OF_ALL = frozenset({aten.cat.default, aten.linalg_vecdot.default, aten.cosine_similarity.default})
+# Operators whose dim counts the dims of the operand that has most of them: other operands are
+# broadcast, or empty.
+_OF_LARGEST = frozenset(
+    {aten.cat.default, aten.linalg_vecdot.default, aten.cosine_similarity.default}
+)
 _IMMATERIAL = frozenset({"pin_memory", "layout", "memory_format", "non_blocking"})
 
 
-def normal_form(graph: fx.Graph) -> None:
-    """Rewrite the arguments of every operator call in place; drop slices that take everything."""
+def write_normal_form(graph: fx.Graph) -> None:
+    """Rewrite the arguments of every operator call in place, and drop slices that take a whole
+    tensor.
+    """
     for node in graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
         args = arguments(node)
         _count_dims_from_front(node, args)
         if node.target in (aten.slice.Tensor, aten.slice_scatter.default):
-            _bound(args)
+            _bound_slice(args)
         elif node.target in (aten.select.int, aten.select_scatter.default):
             args["index"] %= shape(args["self"])[args["dim"]]
         _write(node, args)
@@ -84,16 +89,16 @@ def _count_dims_from_front(node: fx.Node, args: dict[str, Any]) -> None:
 
 
 def _rank(node: fx.Node, args: dict[str, Any]) -> int:
-    """The number of dims that a dim of this call counts."""
+    """The number of dims that a negative dim of this call counts from."""
     if node.target in (aten.unsqueeze.default, aten.stack.default, aten.diag_embed.default):
         return len(shape(node))
-    if node.target in _OF_ALL:
+    if node.target in _OF_LARGEST:
         return max(len(shape(n)) for n in node.all_input_nodes)
     first = next(iter(args.values()))
     return max(len(shape(first[0] if isinstance(first, (list, tuple)) else first)), 1)
 
 
-def _bound(args: dict[str, Any]) -> None:
+def _bound_slice(args: dict[str, Any]) -> None:
     n = shape(args["self"])[args["dim"]]
     args["start"], args["end"], args["step"] = slice(
         args["start"], args["end"], args["step"]

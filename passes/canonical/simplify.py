@@ -1,89 +1,48 @@
-"""Rewrite operators into fewer forms: no-ops go, aliases of one operator become it, views state the
-global shape they make.
+"""Simplify the graph to fewer operators: drop no-ops, replace aliases of an operator, and let views
+name the global shape that they make.
 
-Where a value lies in memory means nothing in a functional graph (``reshape`` copies where ``view``
-would fail), so ``contiguous`` and ``clone`` are no-ops, and every kind of view that only regroups
-dims is ``reshape``.
+The place of a value in memory means nothing in a functional graph. So ``contiguous`` and ``clone``
+are no-ops, and every view that only regroups dims becomes ``reshape``.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
-from autopar.errors import CaptureError
 from autopar.ir.nodes import (
     Rewrite,
     arguments,
-    describe_node,
     needing_grad,
     new_node,
     operands,
     permutation,
-    replace_node,
     rewrite_calls,
     set_operand,
     shape,
+    substitute,
 )
-from autopar.passes.canonical.functionalise import is_identity
+from autopar.passes.canonical.functionalise import is_identity_dropout
 
 aten = torch.ops.aten
 
 
-def split_to_slices(graph: fx.Graph) -> None:
-    """Take each piece of split, chunk, unbind and broadcast_tensors by itself: a piece nobody reads
-    then costs nothing.
-    """
-    for node in graph.nodes:
-        if node.op != "call_function" or node.target not in _LISTS:
-            continue
-        for user in list(node.users):
-            if user.target is not operator.getitem:
-                raise CaptureError(
-                    f"{describe_node(user)} takes the list of tensors that {describe_node(node)} returns; "
-                    "take them one by one"
-                )
-            target, args = _piece(node, range(len(node.meta["val"]))[user.args[1]])  # type: ignore[index]
-            with graph.inserting_before(user):
-                # The piece's own val shares the tensor's storage, by which functionalise knows it
-                # for a view.
-                replace_node(user, new_node(graph, target, args, like=user, val=user.meta["val"]))
-
-
-def _piece(node: fx.Node, index: int) -> tuple[Any, tuple[Any, ...]]:
-    args, pieces = arguments(node), node.meta["val"]
-    if node.target is aten.broadcast_tensors.default:
-        return aten.expand.default, (args["tensors"][index], list(pieces[index].shape))
-    dim = args["dim"] % len(shape(args["self"]))
-    if node.target is aten.unbind.int:
-        return aten.select.int, (args["self"], dim, index)
-    start = sum(piece.shape[dim] for piece in pieces[:index])
-    return aten.slice.Tensor, (args["self"], dim, start, start + pieces[index].shape[dim])
-
-
-_LISTS = {
-    aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default,
-    aten.chunk.default, aten.unsafe_chunk.default, aten.tensor_split.sections, aten.tensor_split.indices, aten.unbind.int,
-    aten.broadcast_tensors.default,
-}  # fmt: skip
-
-
 def simplify(graph: fx.Graph, trainable: set[fx.Node]) -> None:
-    """Apply the table below; ``trainable`` are the placeholders that require a gradient (``detach``
-    matters only behind them).
+    """Apply the table below, and drop ``detach`` where no gradient flows.
+
+    Args:
+        trainable: the placeholders that require a gradient.
     """
     needing = needing_grad(graph.nodes, trainable)
 
     def detach(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
         return None if node.args[0] in needing else node.args[0]  # type: ignore[return-value]
 
-    rewrite_calls(
-        graph, {aten.detach.default: detach}
-    )  # first, while `needing` still knows every node
+    # detach comes first, while ``needing`` still knows every node.
+    rewrite_calls(graph, {aten.detach.default: detach})
     rewrite_calls(graph, _TABLE)
 
 
@@ -92,15 +51,15 @@ def _operand(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
 
 
 def _to(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    """Only the dtype is kept: where a tensor lives is the runtime's business."""
+    """Keep only the dtype: the runtime chooses the device."""
     x, dtype = node.args[0], node.meta["val"].dtype
     if x.meta["val"].dtype == dtype:  # type: ignore[union-attr]
         return x  # type: ignore[return-value]
-    return new_node(graph, aten.to.dtype, (x, dtype), like=node, val=node.meta["val"])
+    return substitute(graph, node, aten.to.dtype, (x, dtype))
 
 
 def _dropout(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    return node.args[0] if is_identity(node) else None  # type: ignore[return-value]
+    return node.args[0] if is_identity_dropout(node) else None  # type: ignore[return-value]
 
 
 def _reshape(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
@@ -115,23 +74,20 @@ def _shaped(target: Any, graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     x = node.args[0]
     if shape(x) == shape(node):  # type: ignore[arg-type]
         return x  # type: ignore[return-value]
-    return new_node(graph, target, (x, list(shape(node))), like=node, val=node.meta["val"])
+    return substitute(graph, node, target, (x, list(shape(node))))
 
 
 def _repeat(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    """Dims of size 1 that are repeated are expanded."""
+    """Expand dims of size 1, where no other dim is repeated."""
     args = arguments(node)
     times = args["repeats"]
     before = (*[1] * (len(times) - len(shape(args["self"]))), *shape(args["self"]))
-    return (
-        _expand(graph, node)
-        if all(1 in (n, size) for n, size in zip(times, before, strict=True)) and all(times)
-        else None
-    )
+    expands = all(1 in (n, size) for n, size in zip(times, before, strict=True)) and all(times)
+    return _expand(graph, node) if expands else None
 
 
 def _squeeze(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    """Name the dims, and only those of size 1: a rank's part of another dim may have size 1 too."""
+    """Name the dims of size 1: a rank's part of another dim may have size 1, too, and must stay."""
     x = node.args[0]
     before = shape(x)  # type: ignore[arg-type]
     dims = arguments(node).get("dim", list(range(len(before))))
@@ -142,7 +98,7 @@ def _squeeze(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     )
     if not ones:
         return x  # type: ignore[return-value]
-    return new_node(graph, aten.squeeze.dims, (x, ones), like=node, val=node.meta["val"])
+    return substitute(graph, node, aten.squeeze.dims, (x, ones))
 
 
 def _narrow(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
@@ -150,20 +106,15 @@ def _narrow(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     if not isinstance(start, int):
         return None
     start %= max(shape(x)[dim], 1)  # type: ignore[arg-type,index]
-    return new_node(
-        graph,
-        aten.slice.Tensor,
-        (x, dim, start, start + length),  # type: ignore[operator]
-        like=node,
-        val=node.meta["val"],
-    )
+    end: Any = start + length  # type: ignore[operator]
+    return substitute(graph, node, aten.slice.Tensor, (x, dim, start, end))
 
 
 def _permute(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     x, dims = node.args[0], permutation(node)
     if dims == sorted(dims):
         return x  # type: ignore[return-value]
-    return new_node(graph, aten.permute.default, (x, dims), like=node, val=node.meta["val"])
+    return substitute(graph, node, aten.permute.default, (x, dims))
 
 
 def _transpose(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
@@ -176,23 +127,17 @@ def _pad(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     args = arguments(node)
     if args["mode"] != "constant":
         return None
-    return new_node(
-        graph,
-        aten.constant_pad_nd.default,
-        (args["self"], args["pad"], args["value"] or 0),
-        like=node,
-        val=node.meta["val"],
+    return substitute(
+        graph, node, aten.constant_pad_nd.default, (args["self"], args["pad"], args["value"] or 0)
     )
 
 
 def _square(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    return new_node(
-        graph, aten.pow.Tensor_Scalar, (node.args[0], 2), like=node, val=node.meta["val"]
-    )
+    return substitute(graph, node, aten.pow.Tensor_Scalar, (node.args[0], 2))
 
 
 def _reduce_all(target: Any) -> Rewrite:
-    """The form of a reduction that names its dims, all of them."""
+    """Let a reduction over all dims name them."""
 
     def apply(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
         args = arguments(node)
@@ -200,13 +145,8 @@ def _reduce_all(target: Any) -> Rewrite:
             return None
         dims = list(range(len(shape(args["self"]))))
         kwargs = {"dtype": args["dtype"]} if args["dtype"] is not None else {}
-        return new_node(
-            graph,
-            target,
-            (args["self"], dims, args.get("keepdim", False)),
-            kwargs,
-            like=node,
-            val=node.meta["val"],
+        return substitute(
+            graph, node, target, (args["self"], dims, args.get("keepdim", False)), kwargs
         )
 
     return apply
@@ -217,12 +157,12 @@ def _pool_all(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     if any(n != 1 for n in size):
         return None
     last = list(range(len(shape(x))))[-len(size) :]
-    return new_node(graph, aten.mean.dim, (x, last, True), like=node, val=node.meta["val"])
+    return substitute(graph, node, aten.mean.dim, (x, last, True))
 
 
 def _add_zero(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    """``position + 0``, which transformers write for an empty cache; floating numbers stay, for the
-    sake of -0.0.
+    """Drop ``position + 0``, which transformers computes for an empty cache. Floating-point
+    additions stay, because -0.0 + 0 is 0.0.
     """
     x, other = node.args[:2]
     same = (
@@ -235,7 +175,7 @@ def _add_zero(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
 
 
 def _sequence_first(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    """A recurrent layer's samples are then dim 1 of its result and of its states alike."""
+    """Move the samples of a recurrent layer to dim 1 of its input and output, as in its states."""
     args = arguments(node)
     if not args["batch_first"] or len(shape(args["input"])) != 3:
         return None
@@ -251,9 +191,9 @@ def _sequence_first(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     return new
 
 
-def _constant_bounds(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    """``linspace`` and ``logspace`` have no gradient in eager mode; the operators called in a graph
-    would want one of tensors.
+def _detach_bounds(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """Detach bounds of ``linspace`` and ``logspace`` that are tensors: in eager mode they get no
+    gradient, but the operators in a graph would compute one.
     """
     for k, (bound, _) in enumerate(operands(node)):
         if bound.target is not aten.detach.default:
@@ -262,9 +202,7 @@ def _constant_bounds(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
 
 
 def _renamed(target: Any) -> Rewrite:
-    return lambda graph, node: new_node(
-        graph, target, node.args, node.kwargs, like=node, val=node.meta["val"]
-    )
+    return lambda graph, node: substitute(graph, node, target, node.args, node.kwargs)
 
 
 def _overloads(rule: Rewrite, *packets: Any) -> dict[Any, Rewrite]:
@@ -272,7 +210,7 @@ def _overloads(rule: Rewrite, *packets: Any) -> dict[Any, Rewrite]:
 
 
 def _same_overloads(old: Any, new: Any) -> dict[Any, Rewrite]:
-    """``old`` under its other name, overload by overload."""
+    """Rename the overloads of ``old`` that ``new`` has, too."""
     names = [name for name in old.overloads() if name in new.overloads() and not _is_out(name)]
     return {getattr(old, name): _renamed(getattr(new, name)) for name in names}
 
@@ -322,8 +260,7 @@ _TABLE: dict[Any, Callable[[fx.Graph, fx.Node], fx.Node | None]] = {
     **_overloads(_transpose, aten.transpose),
     **_overloads(_pad, aten.pad),
     **_overloads(_square, aten.square),
-    # A tensor of a graph holds its values, conjugated or negated, and none says that they are still
-    # to be.
+    # A tensor of a graph holds its final values: no lazy conjugation or negation is pending.
     aten._conj.default: _renamed(aten.conj_physical.default),
     aten._neg_view.default: _renamed(aten.neg.default),
     **_overloads(_operand, aten.resolve_conj, aten.resolve_neg),
@@ -340,10 +277,8 @@ _TABLE: dict[Any, Callable[[fx.Graph, fx.Node], fx.Node | None]] = {
     **_same_overloads(aten.concat, aten.cat),
     **_same_overloads(aten.concatenate, aten.cat),
     aten.fill.Scalar: _renamed(aten.full_like.default),
-    **_overloads(_constant_bounds, aten.linspace, aten.logspace),
-    aten.view.dtype: lambda graph, node: (
-        None
-    ),  # not a regrouping: it reads the same bytes as another dtype
+    **_overloads(_detach_bounds, aten.linspace, aten.logspace),
+    aten.view.dtype: lambda graph, node: None,  # reads the same bytes as another dtype
     aten.narrow.default: _narrow,
     **{
         getattr(aten, name).input: _sequence_first
@@ -359,4 +294,5 @@ _TABLE: dict[Any, Callable[[fx.Graph, fx.Node], fx.Node | None]] = {
     aten.adaptive_avg_pool3d.default: _pool_all,
 }
 
-REWRITTEN = frozenset(_TABLE) | _LISTS
+REWRITTEN = frozenset(_TABLE)
+"""The operators that this pass rewrites."""

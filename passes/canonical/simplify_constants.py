@@ -1,9 +1,8 @@
-"""What constants hide: tensors made ``new_…`` from another read nothing of it, and indexing by
-whole ranges is a reshape.
+"""Simplify calls with constant results or indices: a tensor made by ``new_zeros`` reads no values
+of its operand, and indexing by whole ranges is a reshape.
 
-transformers writes masks as ``mask[batch_index, key_index]`` with ranges for indices. As an
-indexing it could not be cut along the batch, and would tie samples together that have nothing to do
-with one another.
+transformers writes masks as ``mask[batch_index, key_index]`` with ranges as indices. No rank could
+hold a part of the batch of such an indexing, and it would tie independent samples together.
 """
 
 from __future__ import annotations
@@ -11,30 +10,29 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autopar.ir.nodes import arguments, new_node, rewrite_calls, shape
+from autopar.ir.nodes import arguments, new_node, rewrite_calls, shape, substitute
 
 aten = torch.ops.aten
-_RANGES = 1 << 22  # elements: longer index tensors are not evaluated
+_MOST_ELEMENTS = 1 << 22  # larger index tensors are not evaluated
 
 
-def constants(graph: fx.Graph) -> None:
-    """Rewrite ``new_zeros`` and its like, and indexing by ranges."""
+def simplify_constants(graph: fx.Graph) -> None:
+    """Rewrite ``new_zeros``, ``new_ones`` and ``new_full``, and indexing by ranges."""
     table = {aten.index.Tensor: _index}
-    table |= {op.default: _made for op in (aten.new_zeros, aten.new_ones, aten.new_full)}
+    table |= {op.default: _full for op in (aten.new_zeros, aten.new_ones, aten.new_full)}
     rewrite_calls(graph, table)
 
 
-def _made(graph: fx.Graph, node: fx.Node) -> fx.Node:
+def _full(graph: fx.Graph, node: fx.Node) -> fx.Node:
     found = arguments(node)
     value = found.get("fill_value", 1 if node.target is aten.new_ones.default else 0)
     result = node.meta["val"]
-    return new_node(
+    return substitute(
         graph,
+        node,
         aten.full.default,
         (list(found["size"]), value),
         {"dtype": result.dtype, "device": result.device},
-        like=node,
-        val=result,
     )
 
 
@@ -42,7 +40,7 @@ def _index(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     found = arguments(node)
     source: fx.Node = found["self"]
     indices: list[fx.Node | None] = list(found["indices"])
-    if (picked := _one_of_each(graph, node, source, indices)) is not None:
+    if (picked := _one_of_each_row(graph, node, source, indices)) is not None:
         return picked
     if len(shape(source)) != len(indices):
         return None
@@ -57,59 +55,47 @@ def _index(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     for place, size in zip(places, shape(source), strict=True):
         expected[place] = size
     return (
-        new_node(graph, aten.reshape.default, (source, expected), like=node, val=node.meta["val"])
+        substitute(graph, node, aten.reshape.default, (source, expected))
         if tuple(expected) == out
         else None
     )
 
 
-def _one_of_each(
+def _one_of_each_row(
     graph: fx.Graph, node: fx.Node, source: fx.Node, indices: list[fx.Node | None]
 ) -> fx.Node | None:
-    """``source[arange(len(source)), index]``, an element of each row, as a gather, and without an
-    index the source; None for another indexing."""
-    if (
-        len(indices) == 1
-        and indices[0] is not None
-        and shape(node) == shape(source)
-        and len(shape(indices[0])) == 1
-    ):
-        return source if _range_along(indices[0], shape(source)[0], 1) == 0 else None
-    if len(indices) != 2 or None in indices or len(shape(source)) < 2:
+    """``source[arange(len(source)), index]``, an element of each row, as a gather;
+    ``source[arange(len(source))]`` as ``source``; None for another indexing.
+    """
+    first, *others = indices or [None]
+    if not others and first is not None and shape(node) == shape(source) and len(shape(first)) == 1:
+        return source if _range_along(first, shape(source)[0], 1) == 0 else None
+    if first is None or len(others) != 1 or others[0] is None or len(shape(source)) < 2:
         return None
-    first, second = indices
     rows, length, *rest = shape(source)
-    assert first is not None
-    assert second is not None
-    if (
-        shape(first) != (rows,)
-        or shape(second) not in ((rows,), (1,), ())
-        or _range_along(first, rows, 1) != 0
-    ):
-        return None
+    index, dtype = others[0], others[0].meta["val"].dtype
     if (
         rows < 2
-        or second.meta["val"].dtype.is_floating_point
-        or second.meta["val"].dtype == torch.bool
+        or shape(first) != (rows,)
+        or shape(index) not in ((rows,), (1,), ())
+        or _range_along(first, rows, 1) != 0
+        or dtype.is_floating_point
+        or dtype == torch.bool
     ):
         return None
-    places = new_node(graph, aten.to.dtype, (second, torch.int64), like=node)
-    places = new_node(
-        graph, aten.remainder.Scalar, (places, length), like=node
-    )  # which counts from the end, too
-    places = new_node(
-        graph, aten.reshape.default, (places, [-1] + [1] * (1 + len(rest))), like=node
-    )
+    places = new_node(graph, aten.to.dtype, (index, torch.int64), like=node)
+    # An index may be negative: it then counts from the end.
+    places = new_node(graph, aten.remainder.Scalar, (places, length), like=node)
+    column = [-1] + [1] * (1 + len(rest))
+    places = new_node(graph, aten.reshape.default, (places, column), like=node)
     places = new_node(graph, aten.expand.default, (places, [rows, 1, *rest]), like=node)
     found = new_node(graph, aten.gather.default, (source, 1, places), like=node)
-    return new_node(
-        graph, aten.reshape.default, (found, [rows, *rest]), like=node, val=node.meta["val"]
-    )
+    return substitute(graph, node, aten.reshape.default, (found, [rows, *rest]))
 
 
 def _range_along(index: fx.Node, size: int, ndim: int) -> int | None:
-    """The dim of the result along which ``index`` counts 0, 1, …, ``size`` - 1, if that is what it
-    holds.
+    """The dim of the result, of ``ndim`` dims, along which ``index`` counts 0, 1, …, ``size`` - 1;
+    None if it holds other numbers.
     """
     value = _evaluate(index)
     if value is None or value.dtype == torch.bool or value.numel() != size:
@@ -121,13 +107,13 @@ def _range_along(index: fx.Node, size: int, ndim: int) -> int | None:
 
 
 def _evaluate(node: fx.Node) -> torch.Tensor | None:
-    """The value of a small tensor made from nothing, on the CPU; None where it depends on
-    anything.
+    """The value, on the CPU, of a small tensor that is computed from ``arange`` alone; None for any
+    other tensor.
     """
     if (
         node.op != "call_function"
         or not isinstance(node.meta["val"], torch.Tensor)
-        or node.meta["val"].numel() > _RANGES
+        or node.meta["val"].numel() > _MOST_ELEMENTS
     ):
         return None
     if node.target in (aten.arange.default, aten.arange.start, aten.arange.start_step):

@@ -1,5 +1,5 @@
-"""Choose kernels: where a split needs more than the operator itself run on its part, call the
-kernel that does it.
+"""Choose kernels: replace an operator by the kernel that its strategy names, where running the
+operator on each rank's part would not be enough.
 """
 
 from __future__ import annotations
@@ -18,26 +18,23 @@ from autopar.runtime.kernels import graph_kernels
 
 aten = torch.ops.aten
 
-Built = tuple[Any, tuple[Any, ...]]
-Builder = Callable[
-    [dict[str, Any], fx.Node, int, NodePlan], Built
-]  # of an operator's arguments, the mesh, the node's number, its plan
+KernelCall = tuple[Any, tuple[Any, ...]]  # the kernel and its arguments
+# From an operator's arguments by name, the mesh, the node's number and the node's plan.
+Builder = Callable[[dict[str, Any], fx.Node, int, NodePlan], KernelCall]
 
 
 def choose_kernels(graph: fx.Graph) -> None:
-    """Replace operators by the kernels that their strategies name, and random ones by kernels that
-    draw from the mesh's streams.
+    """Replace operators by the kernels that their strategies name, and random operators by kernels
+    that draw from the mesh's random streams.
     """
     mesh = next(iter(graph.nodes))
     for number, node in enumerate(list(graph.nodes)):
         if node.op != "call_function" or "plan" not in node.meta:
             continue
         chosen = node.meta["plan"]
-        if not node.meta.get(
-            "time", S(0)
-        ).is_shard:  # the same, or a pending sum, in all microbatches
-            number = -number
-        name = _named(chosen) or _always(node)
+        if not node.meta.get("time", S(0)).is_shard:
+            number = -number  # all microbatches draw the same: see runtime.random_streams
+        name = _planned_kernel(chosen) or _kernel_of_random(node)
         if name == "drawn" or (name is None and _is_random(node)):
             node.target, node.args = (
                 graph_kernels.call_random_operator,
@@ -48,26 +45,28 @@ def choose_kernels(graph: fx.Graph) -> None:
             node.target, node.args, node.kwargs = target, args, {}
 
 
-def kernel_call(node: fx.Node, chosen: NodePlan, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
+def kernel_call(node: fx.Node, chosen: NodePlan, mesh: Any) -> KernelCall:
     """The kernel that ``chosen`` names for a node of the global graph, and its arguments."""
-    name = _named(chosen)
+    name = _planned_kernel(chosen)
     assert name is not None
     return _BUILDERS[name](arguments(node), mesh, 0, chosen)
 
 
-def _named(chosen: NodePlan) -> str | None:
-    """The kernel of a plan; of several the one that does what the others do, too."""
+def _planned_kernel(chosen: NodePlan) -> str | None:
+    """The kernel that a plan names. If axes name different kernels, the kernel that is not only for
+    random streams: it draws from the streams, too.
+    """
     return next((k for k in sorted(filter(None, chosen.kernels), key=_RANDOM.__contains__)), None)
 
 
 def _axes(chosen: NodePlan) -> tuple[int, ...]:
-    """Those along which a node needs a kernel."""
+    """The axes along which a node needs a kernel."""
     return tuple(a for a, k in enumerate(chosen.kernels) if k)
 
 
-def _always(node: fx.Node) -> str | None:
-    """Random operators draw from streams even where nothing is split, so that replicas draw the
-    same.
+def _kernel_of_random(node: fx.Node) -> str | None:
+    """The kernel of dropout and of attention with dropout, which draw from random streams even if
+    nothing is split: replicas must draw the same numbers.
     """
     if node.target is aten.dropout.default and node.args[2]:
         return "dropout"
@@ -83,23 +82,22 @@ def _is_random(node: fx.Node) -> bool:
         aten.scaled_dot_product_attention.default,
     ):
         return False
+    # A recurrent layer draws only for the dropout between its layers.
     given = arguments(node)
-    return bool(
-        given.get("dropout", 1) and given.get("train", True)
-    )  # a recurrent layer's, between its layers
+    return bool(given.get("dropout", 1) and given.get("train", True))
 
 
-def _embedding(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan) -> Built:
+def _embedding(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan) -> KernelCall:
     names = ("weight", "indices", "padding_idx", "scale_grad_by_freq", "sparse")
     return graph_kernels.embedding_vocabulary, (*(a[n] for n in names), mesh, _axes(chosen))
 
 
-def _cross_entropy(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan) -> Built:
+def _cross_entropy(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan) -> KernelCall:
     names = ("logits", "target", "weight", "ignore_index", "label_smoothing")
     return graph_kernels.cross_entropy_vocabulary, (*(a[n] for n in names), mesh, _axes(chosen))
 
 
-def _batch_norm(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan) -> Built:
+def _batch_norm(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan) -> KernelCall:
     names = (
         "input",
         "weight",
@@ -113,7 +111,7 @@ def _batch_norm(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan)
     return graph_kernels.sync_batch_norm, (*(a[n] for n in names), mesh, _axes(chosen))
 
 
-def _layer_norm(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan) -> Built:
+def _layer_norm(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan) -> KernelCall:
     return graph_kernels.layer_norm_features, (
         a["input"],
         len(a["normalized_shape"]),
@@ -125,21 +123,21 @@ def _layer_norm(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan)
     )
 
 
-def _dropout(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan) -> Built:
+def _dropout(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan) -> KernelCall:
     return graph_kernels.dropout, (a["input"], a["p"], a["train"], mesh, number, _axes(chosen))
 
 
-def _attention(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan) -> Built:
+def _attention(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan) -> KernelCall:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     return graph_kernels.attention, (*(a[n] for n in names), mesh, number, _axes(chosen))
 
 
-def _summa(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan) -> Built:
+def _summa(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan) -> KernelCall:
     row, column = sorted(_axes(chosen), key=lambda axis: chosen.factors[axis] != "n")
     return graph_kernels.summa_linear, (a["input"], a["weight"], a["bias"], mesh, row, column)
 
 
-def _ring(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan) -> Built:
+def _ring(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan) -> KernelCall:
     ring = chosen.kernels.index("ring")
     cut = tuple(axis for axis, t in enumerate(chosen.ins[0]) if t.is_shard)
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
@@ -153,7 +151,7 @@ def _ring(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan) -> Bu
     )
 
 
-def _conv_halo(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan) -> Built:
+def _conv_halo(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan) -> KernelCall:
     along = windows(a, a["weight"].meta["val"].shape[2:])
     cuts = tuple(
         tuple(axis for axis in _axes(chosen) if chosen.ins[0][axis] == S(dim))
@@ -173,7 +171,7 @@ def _conv_halo(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan) 
     )
 
 
-def _mean(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan) -> Built:
+def _mean(a: dict[str, Any], mesh: fx.Node, number: int, chosen: NodePlan) -> KernelCall:
     shape = a["self"].meta["val"].shape
     dims = a["dim"] if a["dim"] else list(range(len(shape)))
     count = 1
@@ -194,4 +192,4 @@ _BUILDERS: dict[str, Builder] = {
     "ring": _ring,
     "summa": _summa,
 }
-_RANDOM = ("attention", "drawn", "dropout")  # the operator itself, its numbers drawn from a stream
+_RANDOM = ("attention", "drawn", "dropout")  # kernels that compute what the operator computes

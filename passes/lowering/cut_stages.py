@@ -1,10 +1,9 @@
-"""Cut a captured graph into pipeline stages: marks of what goes from stage to stage.
+"""Cut a captured graph into pipeline stages: mark each node's stage, and insert ``send`` nodes.
 
-A tensor that later stages read goes from stage to stage through nodes ``send``, one at each
-boundary that it crosses. They are operators like any other for search and lowering, so that a plan
-chooses the layout in which a tensor travels, and it is there that ``split_stages`` splits the
-lowered graph. What costs next to nothing is not sent: each stage that wants such a node has its own
-copy.
+A tensor that later stages read passes through one ``send`` node at each stage boundary. Search and
+lowering treat ``send`` like any other operator, so that a plan chooses the layout in which a tensor
+travels. ``split_stages`` later splits the lowered graph at these nodes. Calls that cost next to
+nothing are not sent: each stage that reads such a call has a copy of it.
 """
 
 from __future__ import annotations
@@ -23,25 +22,26 @@ from autopar.runtime.kernels import graph_kernels
 
 
 def cut_stages(analysis: Analysis, starts: Sequence[str]) -> Analysis:
-    """That of a copy of the graph in which every tensor that crosses from a stage to a later one
-    goes through ``send`` nodes.
+    """The analysis of a copy of the graph, in which every tensor that crosses from a stage to a
+    later one passes through ``send`` nodes. The loss goes on to the last stage.
+
+    Every call of the copy has ``meta["stage"]``. A ``send`` has the number of the stage that
+    receives the tensor. Calls that every stage duplicates have None: cheap calls that need no
+    gradient and no parameter.
 
     Args:
-        starts: the first node of each stage but the first, in the graph's order.
-
-    Every call has ``meta["stage"]`` afterwards (a ``send`` that of the stage that receives it),
-    None for those that each stage computes for itself: cheap ones that need no gradient and no
-    parameter. The loss goes on to the last stage.
+        starts: the name of the first node of each stage except stage 0, in the graph's order.
 
     Raises:
-        PlanError: a start is no call of the graph, or comes out of order.
+        PlanError: a start is no call of the graph, or comes out of order; or two stages share a
+            buffer that the forward changes.
     """
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.output(graph.graph_copy(analysis.graph, copies))
     cut = dataclasses.replace(analysis.captured, graph=graph)
     first = _first_nodes(graph, starts)
     changing = {copies[buffer]: copies[writer] for buffer, writer in analysis.changing.items()}
-    _number(graph, first, {copies[n] for n in analysis.duplicated}, changing)
+    _mark_stages(graph, first, {copies[n] for n in analysis.duplicated}, changing)
     _insert_sends(cut, first)
     return Analysis(cut, like=analysis)
 
@@ -70,19 +70,24 @@ def _first_nodes(graph: fx.Graph, starts: Sequence[str]) -> list[fx.Node]:
     return [calls[i] for i in found]
 
 
-def _number(
+def _mark_stages(
     graph: fx.Graph,
     first: Collection[fx.Node],
     duplicated: Collection[fx.Node],
     changing: Mapping[fx.Node, fx.Node],
 ) -> None:
-    """Sets ``meta["stage"]``."""
+    """Set ``meta["stage"]`` of every call.
+
+    Args:
+        first: the first nodes of the stages except stage 0.
+        duplicated: the calls that every stage duplicates.
+        changing: the call that writes each buffer that the forward changes, by buffer.
+    """
     stage = 0
     for node in graph.nodes:
         stage += node in first
-        if (
-            node.op == "call_function" and node.target is operator.getitem
-        ):  # what it is taken from is no tensor, which could be sent
+        if node.op == "call_function" and node.target is operator.getitem:
+            # A tuple of results cannot be sent, so each result stays in its operator's stage.
             node.meta["stage"] = node.args[0].meta["stage"]  # type: ignore[union-attr]
         elif node.op == "call_function":
             node.meta["stage"] = None if node in duplicated else stage
@@ -99,49 +104,54 @@ def _number(
 
 
 def _insert_sends(captured: CapturedModel, first: Sequence[fx.Node]) -> None:
+    """Insert a ``send`` at each boundary that a tensor crosses, and let readers read it."""
     graph = captured.graph
     loss: fx.Node = graph.output_node().args[0][captured.loss]  # type: ignore[index, assignment]
     boundaries = [_after_results(node) for node in first]
-    for node in _behind(graph, first):
+    for node in _results_behind_boundary(graph, first):
         node.args[0].append(node)  # type: ignore[union-attr]
     staged = [n for n in graph.nodes if n.op == "call_function" and n.meta["stage"] is not None]
-    furthest = {
+    last = {
         n: max((u.meta["stage"] or 0 for u in n.users if u.op == "call_function"), default=0)
         for n in staged
-    }
-    furthest[loss] = len(first)
-    passed = {n: n for n in staged}
+    }  # the last stage that reads a tensor
+    last[loss] = len(first)
+    sent = {n: n for n in staged}  # the last ``send`` of a tensor so far
     for stage, boundary in enumerate(boundaries, 1):
         for tensor in staged:
-            if not tensor.meta["stage"] < stage <= furthest[tensor]:
-                continue
-            with graph.inserting_before(boundary):
-                passed[tensor] = new_node(
-                    graph,
-                    graph_kernels.send,
-                    (passed[tensor],),
-                    like=tensor,
-                    val=tensor.meta["val"],
-                )
-            passed[tensor].meta["stage"] = stage
-            for reader in list(tensor.users):
-                if (
-                    reader.op == "call_function"
-                    and reader.target is not graph_kernels.send
-                    and reader.meta["stage"] == stage
-                ):
-                    reader.replace_input_with(tensor, passed[tensor])
+            if tensor.meta["stage"] < stage <= last[tensor]:
+                with graph.inserting_before(boundary):
+                    send = new_node(
+                        graph,
+                        graph_kernels.send,
+                        (sent[tensor],),
+                        like=tensor,
+                        val=tensor.meta["val"],
+                    )
+                send.meta["stage"] = stage
+                _replace_in_stage(tensor, send)
+                sent[tensor] = send
     output = graph.output_node()
-    output.args = (
-        tuple(
-            passed.get(loss, loss) if i == captured.loss else n
-            for i, n in enumerate(output.args[0])  # type: ignore[arg-type]
-        ),
-    )
+    results = list(output.args[0])  # type: ignore[arg-type]
+    results[captured.loss] = sent.get(loss, loss)
+    output.args = (tuple(results),)
 
 
-def _behind(graph: fx.Graph, first: Collection[fx.Node]) -> list[fx.Node]:
-    """The nodes that stand behind the end of their stage, the last one first."""
+def _replace_in_stage(tensor: fx.Node, send: fx.Node) -> None:
+    """Let the calls of the stage that ``send`` sends to read it in place of ``tensor``."""
+    for reader in list(tensor.users):
+        if (
+            reader.op == "call_function"
+            and reader.target is not graph_kernels.send
+            and reader.meta["stage"] == send.meta["stage"]
+        ):
+            reader.replace_input_with(tensor, send)
+
+
+def _results_behind_boundary(graph: fx.Graph, first: Collection[fx.Node]) -> list[fx.Node]:
+    """The ``getitem`` nodes that stand behind the last boundary of their stage, the last one
+    first.
+    """
     found: list[fx.Node] = []
     position = 0
     for node in graph.nodes:
@@ -152,8 +162,8 @@ def _behind(graph: fx.Graph, first: Collection[fx.Node]) -> list[fx.Node]:
 
 
 def _after_results(node: fx.Node) -> fx.Node:
-    """The first node from ``node`` on that is no result of an operator with several, which will
-    stand before the boundary.
+    """The first node from ``node`` on that is no ``getitem``: results of an operator stand before
+    the boundary behind the operator.
     """
     while node.target is operator.getitem:
         node = node.next

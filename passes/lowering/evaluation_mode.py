@@ -1,5 +1,5 @@
-"""The program for ``eval()``: the same, with dropout off and BatchNorm on its running statistics;
-of the whole model or of parts of it.
+"""The program for ``eval()``: dropout is off and BatchNorm takes its running statistics, in the
+whole model or in some of its modules.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from torch.fx.node import map_arg
 
 from autopar.ir.captured import CapturedModel
 from autopar.ir.nodes import eliminate_dead_code
-from autopar.passes.canonical.normal_form import normal_form
+from autopar.passes.canonical.normal_form import write_normal_form
 from autopar.passes.canonical.simplify import simplify
 from autopar.runtime.kernels import graph_kernels
 from autopar.runtime.pipeline.recompute import operator_of
 
 aten = torch.ops.aten
 
-# Which argument of an operator says that it trains, and what to put there.
+# Which argument of an operator tells it that the model trains, and the argument's value in
+# evaluation.
 _SWITCHES: dict[Any, tuple[int, Any]] = {
     aten.dropout.default: (2, False),
     aten.feature_dropout.default: (2, False),
@@ -37,11 +38,12 @@ _SWITCHES: dict[Any, tuple[int, Any]] = {
     graph_kernels.attention: (4, 0.0),
     graph_kernels.ring_attention: (4, 0.0),
 }
+# Without running statistics these operators compute the same in evaluation.
 _WITH_STATISTICS = (
     aten.batch_norm.default,
     aten.instance_norm.default,
     graph_kernels.sync_batch_norm,
-)  # nothing to switch where there are none
+)
 
 
 @dataclass(frozen=True)
@@ -49,24 +51,25 @@ class EvaluationMode:
     """How a model's evaluation differs from its training.
 
     Attributes:
-        always: the calls, as (module, operator), that ``eval()`` leaves as they are, though others
-            of their kind are switched.
-        updates: the buffers that a call in ``eval()`` changes, too.
-        unlike: where else it differs, in words; None for a model that is understood.
+        unswitched: the calls, as (module, operator), that ``eval()`` leaves as they are although
+            ``_SWITCHES`` knows their operators.
+        updates: the buffers that the model changes in evaluation, too.
+        mismatch: the place of another difference, in words; None if the switches and ``updates``
+            explain all differences.
     """
 
-    always: frozenset[tuple[str, str]] = frozenset()
+    unswitched: frozenset[tuple[str, str]] = frozenset()
     updates: frozenset[str] = frozenset()
     mismatch: str | None = None
 
 
-def switched(node: fx.Node) -> bool:
-    """Whether a call computes in training what it does not in ``eval()``."""
-    return _switch(node) is not None and not node.meta.get("always")
+def is_switched(node: fx.Node) -> bool:
+    """Whether ``eval()`` changes what a call computes."""
+    return _switch(node) is not None and not node.meta.get("unswitched")
 
 
 def _switch(node: fx.Node) -> tuple[int, Any] | None:
-    """The place of the argument to change, and its value."""
+    """The place of the argument to change, and the argument's value in evaluation."""
     if node.op != "call_function":
         return None
     target, args, before = operator_of(node.target), node.args, 0
@@ -85,17 +88,17 @@ def _switch(node: fx.Node) -> tuple[int, Any] | None:
     return place, value
 
 
-def evaluation(
+def evaluation_graph(
     graph: fx.Graph,
     buffers: Sequence[fx.Node | None] = (),
-    off: Callable[[fx.Node], bool] = lambda node: not node.meta.get("always"),
+    off: Callable[[fx.Node], bool] = is_switched,
 ) -> fx.Graph:
     """A copy of ``graph`` that evaluates.
 
     Args:
         buffers: for each of the last outputs, which are new values of buffers, the placeholder of
-            the old one, to return instead.
-        off: of the calls that evaluate otherwise than they train, which shall.
+            the buffer if evaluation returns the old value, else None.
+        off: which of the calls that have a switch to switch.
     """
     copy, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     outputs = list(copy.graph_copy(graph, copies))  # type: ignore[arg-type]
@@ -109,32 +112,32 @@ def evaluation(
     return copy
 
 
-def mark_always(graph: fx.Graph, evaluating: EvaluationMode) -> None:
-    """Notes on the calls of a captured graph which of them ``eval()`` leaves as they are."""
+def mark_unswitched(graph: fx.Graph, mode: EvaluationMode) -> None:
+    """Set ``meta["unswitched"]`` on the calls of a captured graph that ``eval()`` leaves as they
+    are.
+    """
     for node in graph.nodes:
-        if _switch(node) is not None and _kind(node) in evaluating.always:
-            node.meta["always"] = True
+        if _switch(node) is not None and _kind(node) in mode.unswitched:
+            node.meta["unswitched"] = True
 
 
-def evaluating(trained: CapturedModel, evaluated: CapturedModel) -> EvaluationMode:
-    """How the training graph becomes what the model computes when traced in ``eval()``."""
-    all_, still = _kinds(trained.graph), _kinds(evaluated.graph)
-    always = frozenset(kind for kind, count in still.items() if all_[kind] == count)
+def find_evaluation_mode(trained: CapturedModel, evaluated: CapturedModel) -> EvaluationMode:
+    """What turns the training graph into the graph that was traced in ``eval()``."""
+    before, after = _kinds(trained.graph), _kinds(evaluated.graph)
+    unswitched = frozenset(kind for kind, count in after.items() if before[kind] == count)
     updates = frozenset(evaluated.updates)
-    made = evaluation(trained.graph, off=lambda node: _kind(node) not in always)
-    mine, theirs = (
-        _calls(made, trained, updates),
-        _calls(evaluation(evaluated.graph, off=lambda node: False), evaluated, updates),
-    )
+    switched = evaluation_graph(trained.graph, off=lambda node: _kind(node) not in unswitched)
+    traced = evaluation_graph(evaluated.graph, off=lambda node: False)
+    ours, theirs = _calls(switched, trained, updates), _calls(traced, evaluated, updates)
     mismatch = None
-    if [call for call, _ in mine] != [call for call, _ in theirs]:
-        pairs = zip(mine, theirs, strict=False)
-        node = next((a[1] for a, b in pairs if a[0] != b[0]), (mine or theirs)[-1][1])
+    if [call for call, _ in ours] != [call for call, _ in theirs]:
+        pairs = zip(ours, theirs, strict=False)
+        node = next((a[1] for a, b in pairs if a[0] != b[0]), (ours or theirs)[-1][1])
         mismatch = (
             f"in module {node.meta.get('module') or '(root)'} at "
             f"{node.meta.get('source') or 'an unknown line'}"
         )
-    return EvaluationMode(always, updates & set(trained.updates), mismatch)
+    return EvaluationMode(unswitched, updates & set(trained.updates), mismatch)
 
 
 def _kinds(graph: fx.Graph) -> Counter[tuple[str, str]]:
@@ -148,16 +151,16 @@ def _kind(node: fx.Node) -> tuple[str, str]:
 def _calls(
     graph: fx.Graph, captured: CapturedModel, updates: Collection[str]
 ) -> list[tuple[tuple[Any, ...], fx.Node]]:
-    """The calls that a user's outputs and ``updates`` need, in normal form; ``graph`` is used
-    up.
+    """The calls that compute the user's outputs and ``updates``, in a form that can be compared;
+    changes ``graph``.
     """
     output = graph.output_node()
     size = captured.out_spec.num_leaves
     values: Any = output.args[0]
     new = dict(zip(captured.updates, values[size:], strict=False))
     output.args = ((*values[:size], *(new[name] for name in sorted(updates) if name in new)),)
-    simplify(graph, set())  # an operator that was switched off is none
-    normal_form(graph)
+    simplify(graph, set())  # drops operators that are the identity once they are switched
+    write_normal_form(graph)
     eliminate_dead_code(graph, keep=lambda n: False)
     names = {i.name: i.target for i in captured.inputs}
     calls = [n for n in graph.nodes if n.op != "placeholder"]

@@ -1,7 +1,7 @@
-"""Insert conversions: where a tensor is wanted in another layout than it was made in, one chain of
-single-axis steps.
+"""Insert conversions: a chain of single-axis steps wherever a consumer wants a tensor in another
+layout than its producer makes.
 
-Consumers that want the same layout, or layouts on the way to it, share the steps.
+Consumers that want the same layout, or a layout on the way to it, share the steps.
 """
 
 from __future__ import annotations
@@ -23,12 +23,17 @@ from autopar.runtime.communication.collectives import redistribute
 def insert_conversions(
     graph: fx.Graph, plan: PlanData, loss: int, gathered: Mapping[int, int] | None = None
 ) -> None:
-    """Give every consumer its operands in the layouts of the plan, the loss (output number
-    ``loss``) as I or, where it is, P, and outputs that are ``gathered``, by number, with that dim
-    whole on every rank.
+    """Give every consumer its operands in the layouts of the plan, and the outputs in the layouts
+    that the runtime expects. The first placeholder of ``graph`` becomes ``mesh``.
 
-    A loss that is a pending sum is summed when the program returns it, in one step. Adds the
-    placeholder ``mesh``, first of all.
+    Args:
+        loss: the number of the output that is the loss. It becomes I on all axes, unless it
+            already has only the types I and P: the runtime sums a pending loss over all axes at
+            once.
+        gathered: by output number, a dim that each rank must hold whole.
+
+    Raises:
+        PlanError: the plan lacks a node or a conversion.
     """
     first = next(iter(graph.nodes))
     with graph.inserting_before(first):
@@ -52,33 +57,37 @@ def insert_conversions(
             for k, (operand, _) in enumerate(operands(node)):
                 if operand.meta["layout"] != chosen.ins[k]:
                     set_operand(node, k, converter.convert(operand, chosen.ins[k], node))
-        elif node.op == "output":
-            outputs = list(node.args[0])  # type: ignore[arg-type]
-            whole = (I,) * len(plan.mesh_sizes)
-            if any(t is not P and t is not I for t in outputs[loss].meta["layout"]):
-                outputs[loss] = converter.convert(outputs[loss], whole, node)
-            for i, dim in (gathered or {}).items():
-                outputs[i] = converter.gather(outputs[i], dim, node)
-            node.args = (tuple(outputs),)
+    output = graph.output_node()
+    outputs = list(output.args[0])  # type: ignore[arg-type]
+    if any(t is not P and t is not I for t in outputs[loss].meta["layout"]):
+        outputs[loss] = converter.convert(outputs[loss], (I,) * len(plan.mesh_sizes), output)
+    for i, dim in (gathered or {}).items():
+        outputs[i] = converter.gather(outputs[i], dim, output)
+    output.args = (tuple(outputs),)
 
 
 class _Converter:
+    """Inserts conversions, each step once."""
+
     def __init__(self, graph: fx.Graph, mesh: fx.Node, plan: PlanData) -> None:
         self.graph, self.mesh, self.plan = graph, mesh, plan
         self.made: dict[tuple[fx.Node, tuple[ConversionStep, ...]], fx.Node] = {}
 
     def convert(self, tensor: fx.Node, wanted: Layout, consumer: fx.Node) -> fx.Node:
+        """``tensor`` in the layout ``wanted``, by the steps of the plan."""
         steps = self.plan.conversions.get(tensor.name, {}).get(format_layout(wanted))
         if steps is None:
             found = format_layout(tensor.meta["layout"])
             raise PlanError(
-                f"the plan has {tensor.name} as {found}, {consumer.name} wants {format_layout(wanted)}, "
-                "and no conversion: plan again"
+                f"the plan has {tensor.name} as {found}, {consumer.name} wants "
+                f"{format_layout(wanted)}, and no conversion: plan again"
             )
         return self._walk(tensor, steps, consumer)
 
     def gather(self, tensor: fx.Node, dim: int, consumer: fx.Node) -> fx.Node:
-        """``tensor`` with ``dim`` whole, the chunks that lie within others first."""
+        """``tensor`` with ``dim`` whole on each rank; axes whose chunks lie within the chunks of
+        other axes are gathered first.
+        """
         layout = list(tensor.meta["layout"])
         steps: list[ConversionStep] = []
         while cut := [a for a, t in enumerate(layout) if t.is_shard and t.dim == dim]:
@@ -98,25 +107,26 @@ class _Converter:
                         redistribute,
                         (current, self.mesh, axis, src, dst, *self._reduction_dtype(tensor, dst)),
                     )
-                kept = {
-                    k: v for k, v in tensor.meta.items() if k not in ("plan", "plan_name")
-                }  # those are of the operator
+                # "plan" and "plan_name" describe the operator, not its result.
+                kept = {k: v for k, v in tensor.meta.items() if k not in ("plan", "plan_name")}
                 node.meta = {**kept, "layout": tuple(layout), "consumer": consumer}
                 self.made[key] = node
             current = self.made[key]
         return current
 
     def _reduction_dtype(self, tensor: fx.Node, dst: str) -> tuple[torch.dtype, ...]:
-        """Where the gradient of a parameter is a pending sum: the dtype that the plan wants it
-        summed in, if it is not its own.
+        """The last argument of a conversion that leaves the gradient of a parameter a pending sum:
+        the dtype of that sum in the plan, unless the gradient has this dtype anyway.
         """
         dtype, own = dtype_of(self.plan.reduce_dtype), tensor.meta["val"].dtype
         sums = tensor.op == "placeholder" and own.is_floating_point and dst == "R"
         return (dtype,) if sums and dtype not in (None, own) else ()  # type: ignore[return-value]
 
     def _place(self, current: fx.Node, consumer: fx.Node) -> Any:
-        """Where a conversion stands: after what it converts; of an input before its first reader,
-        so that what is gathered of a parameter is not there earlier than it is used."""
+        """Where a conversion stands: after the call whose result it converts. The conversion of a
+        placeholder stands before its first reader, so that a gathered parameter takes no memory
+        before it is used.
+        """
         return (
             self.graph.inserting_before(consumer)
             if current.op == "placeholder"

@@ -1,4 +1,4 @@
-"""Make shapes local: sizes written into the graph become those of one rank's part."""
+"""Make shapes local: sizes among the arguments of calls become the sizes of one rank's part."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ from autopar.runtime.kernels import graph_kernels
 
 
 def localise(graph: fx.Graph, rules: Mapping[str, Rule | None], sizes: Sequence[int]) -> None:
-    """Rewrite shape arguments, and what else a rule says, for the split that each node's plan
-    makes; sets ``meta["local"]``.
+    """Rewrite the shape argument of each call, and the arguments that its rule localises, for the
+    split that the node's plan makes. Sets ``meta["local"]``, the local shape.
+
+    Args:
+        rules: by node name.
+        sizes: the number of ranks along each mesh axis.
     """
     for node in graph.nodes:
         value, layout = node.meta.get("val"), node.meta.get("layout")
@@ -39,19 +43,24 @@ def localise(graph: fx.Graph, rules: Mapping[str, Rule | None], sizes: Sequence[
 
 
 def _set(node: fx.Node, name: str, value: Any) -> None:
-    """Give a call's argument another value; one of ``call_random_operator`` is its operator's."""
-    if node.target is not graph_kernels.call_random_operator:
+    """Give the argument ``name`` of a call another value. For the kernel ``drawn`` this is an
+    argument of the operator that the kernel calls.
+    """
+    if node.target is not graph_kernels.drawn:
         set_argument(node, name, value)
         return
-    its = signature(node.args[0])  # type: ignore[arg-type]
-    before = len(signature(graph_kernels.call_random_operator)) - 2  # all but *args and **kwargs
-    place = [parameter for parameter, _, _ in its].index(name)
-    node.update_arg(before + place, value) if before + place < len(
-        node.args
-    ) else node.update_kwarg(name, value)
+    operator: Any = node.args[0]
+    parameters = [parameter for parameter, _, _ in signature(operator)]
+    before = len(signature(graph_kernels.drawn)) - 2  # the parameters before *args and **kwargs
+    place = before + parameters.index(name)
+    if place < len(node.args):
+        node.update_arg(place, value)
+    else:
+        node.update_kwarg(name, value)
 
 
 def _splits(chosen: NodePlan, sizes: Sequence[int]) -> dict[str, int]:
+    """By factor: how many ranks split it."""
     return {
         f: math.prod(n for g, n in zip(chosen.factors, sizes, strict=True) if g == f)
         for f in chosen.factors

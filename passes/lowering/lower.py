@@ -19,9 +19,9 @@ from autopar.passes.lowering.admit_gradients import admit_gradients
 from autopar.passes.lowering.choose_kernels import choose_kernels
 from autopar.passes.lowering.evaluation_mode import (
     EvaluationMode,
-    evaluation,
-    mark_always,
-    switched,
+    evaluation_graph,
+    is_switched,
+    mark_unswitched,
 )
 from autopar.passes.lowering.insert_conversions import insert_conversions
 from autopar.passes.lowering.join_slices import join_slices
@@ -37,15 +37,24 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class LoweredModel:
-    """The programs of one rank, for one microbatch.
+    """The programs that one rank runs for one microbatch.
 
-    ``train`` and ``evaluate`` are called with the mesh, the local tensors of ``state`` in order,
-    the user's whole microbatch, and what ``prologue`` returned of the whole batch, cut like it;
-    they return the user's tensors, then the buffers' new values. ``parameters`` says how these take
-    the state. ``stages`` has the same cut into the plan's stages, where there are several. The
-    ``times`` are types along time: what a microbatch has of inputs, of what was hoisted, of outputs
-    and of updates (None: each microbatch makes its own); ``division`` says how the batch is
-    divided; ``evaluating`` what of a model the evaluation knows.
+    Attributes:
+        train, evaluate: the programs for ``train()`` and ``eval()``. Their arguments are the mesh,
+            the local tensors of ``state`` in order, the user's inputs of the whole microbatch, and
+            the results of ``prologue``, divided into microbatches like the inputs. They return the
+            user's tensors, then the new values of buffers.
+        prologue: the program that runs once a step on the whole batch; None if no value is hoisted.
+        state: the names of the parameters, buffers and constants that the programs take.
+        output_layouts: the layouts of the user's tensors.
+        input_time_types, hoisted_time_types, output_time_types: which part of each tensor of the
+            whole batch a microbatch has, as types along time.
+        update_time_types: the same for the new values of buffers; None for a buffer that each
+            microbatch updates with its own statistics.
+        parameters: how each parameter and buffer is stored and used, by its name in the model.
+        division: how the batch is divided into microbatches; None for a single microbatch.
+        stages: the programs of each pipeline stage; empty for a plan with one stage.
+        evaluation_mode: how the model's evaluation differs from its training.
     """
 
     train: fx.GraphModule
@@ -60,29 +69,31 @@ class LoweredModel:
     parameters: Mapping[str, ParameterPlan] = field(default_factory=dict)
     division: BatchDivision | None = None
     stages: tuple[LoweredStage, ...] = ()
-    evaluating: EvaluationMode = field(default_factory=EvaluationMode)
+    evaluation_mode: EvaluationMode = field(default_factory=EvaluationMode)
 
     @property
-    def modules(self) -> list[str]:
-        """Those that compute otherwise in ``eval()``."""
-        return list(
-            dict.fromkeys(n.meta.get("module", "") for n in self.train.graph.nodes if switched(n))
-        )
+    def switched_modules(self) -> list[str]:
+        """The paths of the modules that compute differently in ``eval()``."""
+        nodes = filter(is_switched, self.train.graph.nodes)
+        return list(dict.fromkeys(n.meta.get("module", "") for n in nodes))
 
     def partly_evaluating(
-        self, off: Collection[str]
+        self, evaluating: Collection[str]
     ) -> tuple[fx.GraphModule, tuple[StageProgram, ...]]:
-        """What trains, whole and in stages, with the modules ``off`` in ``eval()``."""
+        """The training program, whole and in stages, with the modules ``evaluating`` in
+        ``eval()``.
+        """
 
-        def frozen(graph: fx.Graph) -> fx.Graph:
-            return evaluation(
-                graph, off=lambda node: switched(node) and node.meta.get("module", "") in off
+        def switch(graph: fx.Graph) -> fx.Graph:
+            return evaluation_graph(
+                graph,
+                off=lambda node: is_switched(node) and node.meta.get("module", "") in evaluating,
             )
 
         stages = tuple(
-            replace(stage.train, graph=frozen(stage.train.graph)) for stage in self.stages
+            replace(stage.train, graph=switch(stage.train.graph)) for stage in self.stages
         )
-        return _module(frozen(self.train.graph), "PartlyTrain"), stages
+        return _module(switch(self.train.graph), "PartlyTrain"), stages
 
 
 @dataclass(frozen=True)
@@ -98,101 +109,122 @@ def lower(
     plan: PlanData,
     prologue: fx.Graph | None = None,
     device: torch.device | None = None,
-    evaluating: EvaluationMode | None = None,
+    evaluation_mode: EvaluationMode | None = None,
 ) -> LoweredModel:
-    """The local programs of ``plan``, to run on ``device`` (the one it was captured on, unless
-    given).
+    """The local programs of ``plan``.
 
-    ``evaluating`` says what ``eval()`` changes; without it, all that trains otherwise.
+    Args:
+        analysis: of the graph of one microbatch; with several stages, ``cut_stages`` has marked it.
+        prologue: the graph that computes the hoisted values of the whole batch.
+        device: where the programs run; by default the device of the captured graph.
+        evaluation_mode: how ``eval()`` differs; by default all calls that know training switch.
 
     Raises:
         PlanError: the plan does not fit the graph.
     """
-    evaluating = evaluating or EvaluationMode()
-    plan = admit_gradients(analysis, plan)  # of the plan alone: what follows does as it says
+    mode = evaluation_mode or EvaluationMode()
+    # First: all passes below lower the plan with these types.
+    plan = admit_gradients(analysis, plan)
+    captured, tensors = analysis.captured, _user_tensors(analysis)
+    device = device or next(iter(analysis.graph.nodes)).meta["val"].device
+    train, evaluate = _lower_graph(analysis, plan, device, mode)
+    outputs = train.output_node().args[0][: len(tensors)]  # type: ignore[index]
+    own = captured.division.per_microbatch_updates if captured.division else ()
+    updates = _time_types(analysis.outputs[captured.out_spec.num_leaves :])
+    return LoweredModel(
+        train=_module(train, "Train"),
+        evaluate=_module(evaluate, "Evaluate"),
+        prologue=_module(_on_device(prologue, device), "Prologue")
+        if prologue is not None
+        else None,
+        state=tuple(state.target for state in analysis.state.values()),
+        output_layouts=tuple(n.meta["layout"] for n in outputs),  # type: ignore[union-attr]
+        input_time_types=_time_types(analysis.inputs),
+        hoisted_time_types=_time_types(analysis.hoisted),
+        output_time_types=_time_types(tensors),
+        update_time_types=tuple(None if i in own else t for i, t in enumerate(updates)),
+        parameters=plan.parameters,
+        division=captured.division,
+        stages=_stages(analysis, plan, train, evaluate, mode) if len(plan.stages) > 1 else (),
+        evaluation_mode=mode,
+    )
+
+
+def _lower_graph(
+    analysis: Analysis, plan: PlanData, device: torch.device, mode: EvaluationMode
+) -> tuple[fx.Graph, fx.Graph]:
+    """The graphs for training and for evaluation: the order of the passes."""
     captured, rules = analysis.captured, {n.name: r for n, r in analysis.rules.items()}
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    graph.output(graph.graph_copy(captured.graph, copies))
-    tensors = [
-        n for n in analysis.outputs[: captured.out_spec.num_leaves] if isinstance(n, fx.Node)
-    ]
-    updates = analysis.outputs[captured.out_spec.num_leaves :]
-    next(iter(reversed(graph.nodes))).args = (tuple(copies[n] for n in (*tensors, *updates)),)
-    device = device or _device(analysis)
-    mark_always(graph, evaluating)  # before kernels take the operators' places
-    set_device(graph, device)  # what was traced on meta makes its constants where the program runs
+    tensors = _user_tensors(analysis)
+    graph, copies = _copy_graph(analysis)
+    state = {i.target: copies[n] for n, i in analysis.state.items()}
+    changing = [state[name] for name in captured.updates if name in state]
+    mark_unswitched(graph, mode)  # before kernels replace the operators
+    set_device(graph, device)  # a graph traced on meta makes its constants where the program runs
     # Conversions come first: they need the global graph, whose layouts are all that the plan speaks
     # of.
-    insert_conversions(
-        graph, plan, tensors.index(analysis.loss), _gathered(plan, captured.division, tensors)
-    )
+    gathered = _gathered(plan, captured.division, tensors)
+    insert_conversions(graph, plan, tensors.index(analysis.loss), gathered)
     verify_layouts(graph)
     # Kernels next: they take the global arguments of the operators they replace.
     choose_kernels(graph)
     # Shapes become local last of all that changes operators, as kernels have none written in them.
     localise(graph, rules, plan.mesh_sizes)
     verify_shapes(graph, plan.mesh_sizes, device)
-    outputs = next(iter(reversed(graph.nodes))).args[0][: len(tensors)]  # type: ignore[index]
-    state = {i.target: copies[n] for n, i in analysis.state.items()}
-    evaluate = evaluation(
-        graph,
-        [None if name in evaluating.updates else state.get(name) for name in captured.updates],
-    )
-    # Only training recomputes; the passes above know operators by their targets.
-    mark_recomputed(
-        graph, plan.recomputed, rules, [state[name] for name in captured.updates if name in state]
-    )
+    # Evaluation is copied here, because only training recomputes and keeps old values of buffers.
+    old_values = [None if name in mode.updates else state.get(name) for name in captured.updates]
+    evaluate = evaluation_graph(graph, old_values)
+    # Marks come after the passes above, which know operators by their targets.
+    mark_recomputed(graph, plan.recomputed, rules, changing)
     # Only a backward gains by it, and each slice had to have its own name, layout and mark.
     join_slices(graph)
-    _keep_old_values(graph, [state[name] for name in captured.updates if name in state], outputs)
-    return LoweredModel(
-        train=_module(graph, "Train"),
-        evaluate=_module(evaluate, "Evaluate"),
-        prologue=_module(_on_device(prologue, device), "Prologue")
-        if prologue is not None
-        else None,
-        state=tuple(analysis.state[n].target for n in analysis.state),
-        output_layouts=tuple(n.meta["layout"] for n in outputs),
-        input_time_types=_times(analysis.inputs),
-        hoisted_time_types=_times(analysis.hoisted),
-        output_time_types=_times(tensors),
-        update_time_types=tuple(
-            None if captured.division and i in captured.division.per_microbatch_updates else t
-            for i, t in enumerate(_times(updates))
-        ),
-        parameters=plan.parameters,
-        division=captured.division,
-        stages=_stages(analysis, plan, graph, evaluate, evaluating) if len(plan.stages) > 1 else (),
-        evaluating=evaluating,
-    )
+    outputs = graph.output_node().args[0][: len(tensors)]  # type: ignore[index]
+    _keep_old_values(graph, changing, outputs)  # type: ignore[arg-type]
+    return graph, evaluate
+
+
+def _copy_graph(analysis: Analysis) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A copy of the captured graph that returns only tensors, and each node's copy."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.output(graph.graph_copy(analysis.graph, copies))
+    updates = analysis.outputs[analysis.captured.out_spec.num_leaves :]
+    results = tuple(copies[n] for n in (*_user_tensors(analysis), *updates))
+    graph.output_node().args = (results,)
+    return graph, copies
+
+
+def _user_tensors(analysis: Analysis) -> list[fx.Node]:
+    """The user's outputs that are tensors; others are constants of Python."""
+    outputs = analysis.outputs[: analysis.captured.out_spec.num_leaves]
+    return [n for n in outputs if isinstance(n, fx.Node)]
 
 
 def _gathered(
     plan: PlanData, division: BatchDivision | None, outputs: Sequence[fx.Node]
 ) -> dict[int, int]:
-    """The outputs, by number, of which ranks' parts of the microbatches are no parts of the whole,
-    and the dim that is cut.
+    """The outputs, by number, whose samples the ranks must gather, with the dim to gather.
+
+    The chunks that a rank has of the microbatches of such an output do not make up the rank's part
+    of the whole batch.
     """
     if division is None:
         return {}
-    chunks_per_part = division.chunks_per_part(plan.microbatches, plan.data_degree)
-    cut = (
-        (i, n.meta["time"], plan.nodes[n.name].out)
-        for i, n in enumerate(outputs)
-        if n.name in plan.nodes
-    )
-    return {
-        i: t.dim
-        for i, t, layout in cut
-        if chunks_per_rank(t, layout, plan.mesh_sizes, chunks_per_part) is None
-    }
+    chunks = division.chunks_per_part(plan.microbatches, plan.data_degree)
+    found: dict[int, int] = {}
+    for i, node in enumerate(outputs):
+        if node.name in plan.nodes:
+            t, layout = node.meta["time"], plan.nodes[node.name].out
+            if chunks_per_rank(t, layout, plan.mesh_sizes, chunks) is None:
+                found[i] = t.dim
+    return found
 
 
 def _keep_old_values(
     graph: fx.Graph, changing: Iterable[fx.Node], outputs: Iterable[fx.Node]
 ) -> None:
-    """Let what leads to the outputs read copies of the buffers that have new values by the time of
-    the backward: autograd may keep them.
+    """Let the calls behind the outputs read copies of the buffers ``changing``.
+
+    Autograd may save a buffer for the backward, and these buffers have new values by then.
     """
     reading, rest = set[fx.Node](), list(outputs)
     while rest:
@@ -208,8 +240,8 @@ def _keep_old_values(
         buffer.replace_all_uses_with(copy, delete_user_cb=lambda user: user in reading)
 
 
-def _times(nodes: Sequence[fx.Node]) -> tuple[Type, ...]:
-    """The nodes' types along time; R, where there is one microbatch."""
+def _time_types(nodes: Sequence[fx.Node]) -> tuple[Type, ...]:
+    """The nodes' types along time; R in a graph of the whole batch."""
     return tuple(n.meta.get("time", R) for n in nodes)
 
 
@@ -218,14 +250,11 @@ def _stages(
     plan: PlanData,
     train: fx.Graph,
     evaluate: fx.Graph,
-    evaluating: EvaluationMode,
+    mode: EvaluationMode,
 ) -> tuple[LoweredStage, ...]:
-    """The last pass of all: the graph is whole for all the others."""
-    captured = analysis.captured
+    """The programs of each stage. This is the last pass: all others need the whole graph."""
+    captured, tensors = analysis.captured, _user_tensors(analysis)
     names = {i.target: n.name for n, i in analysis.state.items()}
-    tensors = [
-        n for n in analysis.outputs[: captured.out_spec.num_leaves] if isinstance(n, fx.Node)
-    ]
     trained = {n.name for n, i in analysis.state.items() if captured.state[i.target].requires_grad}
     may_train = {n.name for n in analysis.may_require_grad if n.op == "placeholder"} - trained
     split = partial(
@@ -239,7 +268,7 @@ def _stages(
     updates = [names.get(name, "") for name in captured.updates]
     graphs = zip(
         split(train, updates=updates),
-        split(evaluate, updates=updates if evaluating.updates else []),
+        split(evaluate, updates=updates if mode.updates else []),
         strict=True,
     )
     return tuple(LoweredStage(*pair) for pair in graphs)
@@ -249,11 +278,8 @@ def _module(graph: fx.Graph, name: str) -> fx.GraphModule:
     return fx.GraphModule(torch.nn.Module(), graph, name)
 
 
-def _device(analysis: Analysis) -> torch.device:
-    return next(iter(analysis.graph.nodes)).meta["val"].device
-
-
 def _on_device(graph: fx.Graph, device: torch.device) -> fx.Graph:
+    """A copy of ``graph`` that takes the mesh first and makes its constants on ``device``."""
     copy, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     copy.placeholder("mesh")
     copy.output(copy.graph_copy(graph, copies))

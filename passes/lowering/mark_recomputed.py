@@ -1,10 +1,9 @@
-"""Mark recomputation: the calls whose results the backward computes again instead of keeping
-them.
-"""
+"""Mark recomputed calls: the backward computes their results again, instead of saving them."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -25,16 +24,17 @@ def mark_recomputed(
     rules: Mapping[str, Rule | None],
     changing: Collection[fx.Node],
 ) -> None:
-    """Let the calls of a lowered graph that ``recomputed`` names be recomputed.
+    """Let the backward recompute the calls of a lowered graph that ``recomputed`` names.
 
     Args:
         recomputed: names of nodes of the global graph, and of conversions as "name -> layout".
-            Steps on the way to such a layout that only further steps read go with it.
-        rules: by name; they say which operands an operator writes to.
+            Earlier steps of a named conversion are recomputed too, if only its later steps read
+            them.
+        rules: by node name; a rule says which operands an operator writes to.
         changing: placeholders of buffers that have new values by the time of the backward.
 
     Raises:
-        PlanError: a name names nothing.
+        PlanError: the graph has nothing of a name.
     """
     if not recomputed:
         return
@@ -54,12 +54,14 @@ def mark_recomputed(
             marked.add(node)
     context = RecomputeContext()
     for node in marked:
-        if node.target is not aten.detach.default:  # a view, which other passes know by its target
-            node.target = RecomputedOperator(node.target, _changing(node, rules, changing), context)  # type: ignore[arg-type]
+        # detach makes a view, so that recomputing it saves nothing; its readers know its target.
+        operator: Any = node.target
+        if operator is not aten.detach.default:
+            node.target = RecomputedOperator(operator, _changing(node, rules, changing), context)
 
 
 def recomputable(graph: fx.Graph) -> dict[fx.Node, str]:
-    """The calls of a lowered graph that a plan may recompute, and how it names them."""
+    """The calls of a lowered graph that a plan may recompute, with their names in a plan."""
     return {
         node: _name(node)
         for node in graph.nodes
@@ -78,7 +80,9 @@ def _name(node: fx.Node) -> str:
 def _changing(
     node: fx.Node, rules: Mapping[str, Rule | None], changing: Collection[fx.Node]
 ) -> list[int]:
-    """The places, among a call's tensors, of buffers that do not stay as they are."""
+    """The places, among a call's tensor operands, of buffers whose values change before the
+    backward.
+    """
     rule = rules.get(node.meta.get("plan_name", ""))
     writes = rule.writes if rule is not None else ()
     tensors = [n for n, _ in operands(node) if n.meta["val"] is not None]  # without the mesh

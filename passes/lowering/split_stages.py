@@ -1,8 +1,8 @@
-"""Split a lowered graph into one program for each pipeline stage, where ``cut_stages`` marked what
-goes from stage to stage.
+"""Split a lowered graph into one program for each pipeline stage, at the ``send`` nodes that
+``cut_stages`` inserted.
 
-A local tensor simply goes from the rank at one place of a stage's mesh to the rank at the same
-place of the next, its gradient back: that is right for every layout.
+A rank sends its local tensor to the rank at the same place of the next stage's mesh, and receives
+the gradient from that rank. This is right for every layout.
 """
 
 from __future__ import annotations
@@ -21,9 +21,17 @@ from autopar.runtime.kernels import graph_kernels
 
 @dataclass(frozen=True)
 class BoundaryTensor:
-    """A tensor that goes from a stage to the next: its local shape, whether a gradient comes back
-    for it, as the model was compiled, and the places, among the placeholders after the mesh, of all
-    that the loss may get a gradient for through it."""
+    """A tensor that goes from a stage to the next one.
+
+    Attributes:
+        name: the name of the ``send`` node.
+        shape: the local shape.
+        dtype: of the tensor and of its gradient.
+        differentiable: whether a gradient of the loss comes back for the tensor, if the parameters
+            that require a gradient are those of the captured model.
+        sources: the placeholders that may get a gradient of the loss through the tensor, by their
+            places after the mesh.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -37,14 +45,16 @@ class StageProgram:
     """The program of one stage on one rank.
 
     Attributes:
-        graph: from the mesh, the placeholders of ``used_placeholders`` and what it receives to a tuple: what it
-            sends, its results, its updates.
-        uses: which placeholders of the whole graph it takes, by their places after the mesh.
-        received, sent: what crosses the boundaries before and after it, in order.
-        trained: those of ``used_placeholders`` that the loss may have a gradient for.
-        results, updates: which of the whole program's outputs it makes, by their places.
-        sources: for each of ``results`` the placeholders, by their places, that may have a gradient
-            through it.
+        graph: its placeholders are the mesh, ``used_placeholders`` and ``received``; its outputs
+            are ``sent``, ``results`` and ``updates``.
+        used_placeholders: the placeholders of the whole graph that the stage takes, by their places
+            after the mesh.
+        received, sent: the tensors that cross the boundaries before and after the stage, in order.
+        trained: the placeholders among ``used_placeholders`` that the loss may have a gradient for.
+        results, updates: the user's tensors and the new values of buffers that the stage makes, by
+            their places in the whole program.
+        sources: for each of ``results`` the placeholders, by their places after the mesh, that may
+            get a gradient through it.
     """
 
     graph: fx.Graph
@@ -66,15 +76,18 @@ def split_stages(
     trained: Collection[str],
     may_train: Collection[str] = (),
 ) -> list[StageProgram]:
-    """One graph for each of ``stages`` from a lowered graph that :func:`cut_stages` marked.
+    """The programs of ``stages`` stages, from a lowered graph that :func:`cut_stages` marked.
 
     Args:
-        results: the number of outputs that are the user's, the first ones.
-        loss: which of them is the loss.
-        updates: for each of the outputs after them the placeholder of the buffer whose new value it
-            is ("" for one that nothing else reads). What comes after these is left out.
+        results: how many of the first outputs are the user's tensors.
+        loss: the place of the loss among them.
+        updates: for each of the next outputs, which are new values of buffers, the name of the
+            buffer's placeholder; "" for a buffer that nothing reads. Further outputs are left out.
         trained: names of the placeholders that require a gradient.
-        may_train: names of others that may, at some later call.
+        may_train: names of further placeholders that may require a gradient at a later call.
+
+    Raises:
+        PlanError: a stage reads a tensor of another stage that is not sent.
     """
     return _Splitter(
         graph, stages, results, loss, updates, {*trained}, {*trained, *may_train}
@@ -82,6 +95,8 @@ def split_stages(
 
 
 class _Splitter:
+    """Decides which stage makes each output and each update, then writes the stages' graphs."""
+
     def __init__(
         self,
         graph: fx.Graph,
@@ -92,7 +107,7 @@ class _Splitter:
         trained: set[str],
         may_train: set[str],
     ) -> None:
-        """``may_train`` has those of ``trained``, too."""
+        """``may_train`` includes ``trained``."""
         self.graph, self.stages, self.buffers = graph, stages, updates
         outputs: tuple[fx.Node, ...] = graph.output_node().args[0]  # type: ignore[assignment]
         self.results, self.new_values = outputs[:results], outputs[results : results + len(updates)]
@@ -105,7 +120,7 @@ class _Splitter:
         self.sources = gradient_sources(
             graph.nodes, {n: i for n, i in places.items() if n.name in may_train}
         )
-        self.gradients = _reaching(outputs[loss], self.sources)
+        self.gradients = _nodes_with_gradient(outputs[loss], self.sources)
 
     def run(self) -> list[StageProgram]:
         makers = [self._maker(n) for n in self.results]
@@ -123,13 +138,13 @@ class _Splitter:
         return [self._stage(s, needed[s], results[s], updates[s]) for s in range(self.stages)]
 
     def _maker(self, node: fx.Node) -> int:
-        """The stage that makes an output; the last one where any could."""
+        """The stage that makes an output; the last stage if every stage could make it."""
         stage = node.meta.get("stage")
         return self.stages - 1 if stage is None else stage
 
     def _needed(self, stage: int, results: Iterable[fx.Node]) -> set[fx.Node]:
-        """What the stage computes or takes: for what it sends, for ``results``, and to write
-        statistics.
+        """The nodes that the stage needs to make what it sends and ``results``, and to run calls
+        that nothing reads: these write running statistics.
         """
         unread = [
             n
@@ -158,8 +173,8 @@ class _Splitter:
     def _homes(
         self, value: fx.Node, buffer: str, needed: Sequence[Collection[fx.Node]]
     ) -> list[int]:
-        """The stages that bring a buffer up to date: the one that computes the new value, or else
-        all that read the buffer.
+        """The stages that update a buffer: the stage that computes the new value, or else all
+        stages that read the buffer, or else the first stage of the same module.
         """
         if (made := value.meta.get("stage")) is not None:
             return [made]
@@ -177,8 +192,8 @@ class _Splitter:
     ) -> StageProgram:
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         mesh, *placeholders = (n for n in self.graph.nodes if n.op == "placeholder")
-        used_placeholders = [i for i, n in enumerate(placeholders) if n in needed]
-        for node in (mesh, *(placeholders[i] for i in used_placeholders), *self.sends[stage]):
+        used = [i for i, n in enumerate(placeholders) if n in needed]
+        for node in (mesh, *(placeholders[i] for i in used), *self.sends[stage]):
             copies[node] = graph.placeholder(node.name)
             copies[node].meta = dict(node.meta)
         for node in self.graph.nodes:
@@ -190,21 +205,18 @@ class _Splitter:
             *(self.new_values[i] for i in updates),
         ]
         graph.output(tuple(copies[n] for n in outputs))
-        received, sent = (tuple(map(self._crossing, self.sends[s])) for s in (stage, stage + 1))
-        trained = tuple(i for i in used_placeholders if placeholders[i] in self.gradients)
-        sources = tuple(self.sources.get(self.results[i], frozenset()) for i in results)
         return StageProgram(
             graph,
-            tuple(used_placeholders),
-            received,
-            sent,
-            trained,
-            tuple(results),
-            tuple(updates),
-            sources,
+            used_placeholders=tuple(used),
+            received=tuple(map(self._boundary_tensor, self.sends[stage])),
+            sent=tuple(map(self._boundary_tensor, self.sends[stage + 1])),
+            trained=tuple(i for i in used if placeholders[i] in self.gradients),
+            results=tuple(results),
+            updates=tuple(updates),
+            sources=tuple(self.sources.get(self.results[i], frozenset()) for i in results),
         )
 
-    def _crossing(self, node: fx.Node) -> BoundaryTensor:
+    def _boundary_tensor(self, node: fx.Node) -> BoundaryTensor:
         sources = self.sources[node] if node in self.gradients else frozenset()
         shape, dtype = tuple(node.meta["local"]), node.meta["val"].dtype
         return BoundaryTensor(
@@ -212,8 +224,8 @@ class _Splitter:
         )
 
 
-def _reaching(loss: fx.Node, needing: Collection[fx.Node]) -> set[fx.Node]:
-    """Those of ``needing`` through which a gradient of the loss flows."""
+def _nodes_with_gradient(loss: fx.Node, needing: Collection[fx.Node]) -> set[fx.Node]:
+    """The nodes among ``needing`` through which a gradient of the loss flows."""
     found: set[fx.Node] = set()
     rest = [loss]
     while rest:

@@ -1,5 +1,5 @@
-"""Check a lowered program between passes: every operand in the layout its consumer wants, every
-shape what the layout says.
+"""Check a lowered program between passes: every operand has the layout that its consumer wants, and
+every result has the local shape that its layout says.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from autopar.runtime.communication.collectives import redistribute
 
 
 def verify_layouts(graph: fx.Graph) -> None:
-    """Every consumer reads its operands in the layouts of its plan, and every conversion changes
-    one axis as it may.
+    """Check that every consumer reads its operands in the layouts of its plan, and that every
+    conversion is possible in one step along one axis.
+
+    Raises:
+        PlanError: a layout differs, or a conversion is not possible.
     """
     for node in graph.nodes:
         if node.op != "call_function":
@@ -34,8 +37,8 @@ def verify_layouts(graph: fx.Graph) -> None:
             for tensor, wanted in zip(tensors, node.meta["plan"].ins, strict=True):
                 if tensor.meta["layout"] != wanted:
                     raise PlanError(
-                        f"{describe_node(node)} wants {tensor.name} as {format_layout(wanted)}, it is "
-                        f"{format_layout(tensor.meta['layout'])}: plan again"
+                        f"{describe_node(node)} wants {tensor.name} as {format_layout(wanted)}, "
+                        f"it is {format_layout(tensor.meta['layout'])}: plan again"
                     )
 
 
@@ -51,16 +54,23 @@ def _verify_step(node: fx.Node) -> None:
         or not can_convert(before, axis, target)
     ):
         raise PlanError(
-            f"conversion of {tensor} from {format_layout(before)} along axis {axis} ({src} to {dst}) is "
-            "not possible: plan again"
+            f"conversion of {tensor} from {format_layout(before)} along axis {axis} "
+            f"({src} to {dst}) is not possible: plan again"
         )
 
 
 def verify_shapes(graph: fx.Graph, sizes: Sequence[int], device: torch.device) -> None:
-    """Run each operator on fake tensors of the local shapes: it accepts them, and returns the shape
-    that its layout says.
+    """Run each operator on fake tensors of the local shapes, to check that it accepts them and
+    returns the local shape that its layout says.
+
+    Args:
+        sizes: the number of ranks along each mesh axis.
+        device: the device of the fake tensors.
+
+    Raises:
+        PlanError: an operator refuses its local shapes, or returns another shape.
     """
-    # A mode of its own: the captured tensors' mode has other shapes under the same symbols.
+    # A new mode: the mode of the captured tensors knows other shapes under the same symbols.
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     values: dict[fx.Node, Any] = {}
 
@@ -76,28 +86,38 @@ def verify_shapes(graph: fx.Graph, sizes: Sequence[int], device: torch.device) -
         )
 
     for node in graph.nodes:
-        if (
-            node.op != "call_function"
-            or not isinstance(node.target, torch._ops.OpOverload)
-            or not (tensors := result_tensors(node))
-        ):
-            continue
-        if not any(t.is_shard for n in (node, *node.all_input_nodes) for t in n.meta["layout"]):
-            continue  # it was captured with these shapes, perhaps where fake tensors do not go
-        args, kwargs = map_arg((node.args, node.kwargs), value)
-        try:
-            expected = [local_shape(t.shape, node.meta["layout"], sizes) for t in tensors]
-            with fake, torch.no_grad():
-                found = [
-                    tuple(t.shape)
-                    for t in tree_leaves(node.target(*args, **kwargs))
-                    if isinstance(t, torch.Tensor)
-                ]
-        except (RuntimeError, ValueError, IndexError) as e:
-            raise PlanError(f"{describe_node(node)} does not accept its local shapes: {e}") from e
-        if found != expected:
-            here, there = (", ".join(map(str, shapes)) for shapes in (found, expected))
-            raise PlanError(
-                f"{describe_node(node)} gives a local shape of {here} where its layout "
-                f"{format_layout(node.meta['layout'])} says {there}"
-            )
+        if _is_split_operator(node):
+            _verify_local_shapes(node, *map_arg((node.args, node.kwargs), value), fake, sizes)
+
+
+def _is_split_operator(node: fx.Node) -> bool:
+    """Whether a node calls an operator on a split tensor, or one that returns a split tensor.
+
+    The capture ran other operators with the same shapes, and some of them refuse fake tensors.
+    """
+    if (
+        node.op != "call_function"
+        or not isinstance(node.target, torch._ops.OpOverload)
+        or not result_tensors(node)
+    ):
+        return False
+    return any(t.is_shard for n in (node, *node.all_input_nodes) for t in n.meta["layout"])
+
+
+def _verify_local_shapes(
+    node: fx.Node, args: Any, kwargs: Any, fake: FakeTensorMode, sizes: Sequence[int]
+) -> None:
+    layout = node.meta["layout"]
+    try:
+        expected = [local_shape(t.shape, layout, sizes) for t in result_tensors(node)]
+        with fake, torch.no_grad():
+            made = tree_leaves(node.target(*args, **kwargs))  # type: ignore[operator]
+        found = [tuple(t.shape) for t in made if isinstance(t, torch.Tensor)]
+    except (RuntimeError, ValueError, IndexError) as e:
+        raise PlanError(f"{describe_node(node)} does not accept its local shapes: {e}") from e
+    if found != expected:
+        here, there = (", ".join(map(str, shapes)) for shapes in (found, expected))
+        raise PlanError(
+            f"{describe_node(node)} gives a local shape of {here} where its layout "
+            f"{format_layout(layout)} says {there}"
+        )

@@ -100,7 +100,7 @@ class ProgramVariants:
         return ProgramVariant(program, partly, skipped - self._always, number)
 
     def _check(self, modes: tuple[bool, ...]) -> None:
-        mismatch = self._evaluating.mismatch
+        mismatch = self._evaluation_mode.mismatch
         if mismatch is None:
             return
         for path, place in {"": 0, **self._places}.items():
