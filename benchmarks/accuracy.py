@@ -28,7 +28,7 @@ from tqdm import tqdm
 import autopar
 from autopar.cost_model import Cluster, axes, seconds
 from autopar.frontend.traced_model import TracedModel
-from autopar.search.result.cost_items import BACKWARD, FORWARD, STEP, items
+from autopar.search.result.cost_items import BACKWARD, FORWARD, STEP, cost_items
 from autopar.search.result.priced_plan import PricedPlan
 
 FITTED = slice(None, None, 3)  # of the single-node runs, in the order of the file
@@ -219,7 +219,7 @@ def _layer(found: PricedPlan, selective: bool) -> tuple[float, float]:
     made again.
     """
     compute, times = found.costs.compute, dict.fromkeys((FORWARD, BACKWARD), 0.0)
-    for item in items(found):
+    for item in cost_items(found):
         module = item.node.meta.get("module", "")
         if not module.startswith("layers.0") or item.phase == STEP:
             continue

@@ -30,7 +30,7 @@ from tqdm import tqdm
 from autopar.cost_model import Cluster, Compute, axes, makespans, point_to_point, seconds
 from autopar.cost_model.device import Tile
 from autopar.frontend.traced_model import TracedModel
-from autopar.search.result.cost_items import FORWARD, STEP, items
+from autopar.search.result.cost_items import FORWARD, STEP, cost_items
 from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.space.configuration import Configuration
 
@@ -96,19 +96,19 @@ class Repriced:
     def __init__(self, found: Iterable[tuple[Run, PricedPlan]]) -> None:
         """``found`` is read one by one, each within ``resized`` to its microbatch."""
         self.runs: list[Run] = []
-        self.shapes: list[Configuration] = []
+        self.configurations: list[Configuration] = []
         self.kernels: dict[tuple[str, str, bool], list[tuple[float, ...]]] = defaultdict(list)
         self.sent: list[list[tuple[int, int, float, str, float, int]]] = []
         self.elements: list[list[float]] = []
         self.shared: list[list[tuple[list[int], float]]] = []
         for i, (run, f) in enumerate(found):
             self.runs.append(run)
-            self.shapes.append(f.shape)
+            self.configurations.append(f.configuration)
             self.sent.append([])
-            stored = np.zeros(f.shape.stages)
+            stored = np.zeros(f.configuration.stages)
             shared = []
-            for item in items(f):
-                if item.term is not None and item.term.axis == f.costs.pipeline_axis:
+            for item in cost_items(f):
+                if item.term is not None and item.term.axis == f.costs.parameters.pipeline_axis:
                     shared.append(
                         ([stage for stage, count in enumerate(item.count) if count], item.nbytes)
                     )
@@ -153,24 +153,25 @@ class Repriced:
     def seconds(self, cluster: Cluster) -> np.ndarray:
         """Of a step of each run."""
         compute = Compute(cluster)
-        busy = np.zeros((len(self.runs), max(s.stages for s in self.shapes), 2))
+        busy = np.zeros((len(self.runs), max(s.stages for s in self.configurations), 2))
         for (kind, dtype, product), rows in self.tables.items():
             taken = compute.seconds(
                 kind, dtype, rows[:, 4], rows[:, 5], list(rows[:, 6:].T) if product else None
             )
             np.add.at(busy, tuple(rows[:, :3].T.astype(int)), taken * rows[:, 3])
         found = {
-            sizes: axes(sizes, cluster) for sizes in {(s.pipeline, *s.sizes) for s in self.shapes}
+            sizes: axes(sizes, cluster)
+            for sizes in {(s.pipeline, *s.sizes) for s in self.configurations}
         }
         return np.array(
             [
                 self._step(i, busy[i], compute, found[(s.pipeline, *s.sizes)])
-                for i, s in enumerate(self.shapes)
+                for i, s in enumerate(self.configurations)
             ]
         )
 
     def _step(self, i: int, busy: np.ndarray, compute: Compute, links: Sequence) -> float:
-        run, shape = self.runs[i], self.shapes[i]
+        run, shape = self.runs[i], self.configurations[i]
         for stage, late, count, kind, nbytes, axis in self.sent[i]:
             busy[stage, late] += count * seconds(kind, nbytes, links[1 + axis])
         forward, backward = busy[: shape.stages].T[:, :, None]

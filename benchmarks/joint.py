@@ -84,7 +84,7 @@ class Sharded(InnerSearch):
         self._free = free
 
     def problem(self, shape: Configuration, samples: int) -> Problem:
-        return self.known.problems.of(
+        return self.cache.problems.of(
             (shape.pipeline, shape.axes, samples), lambda: self._sharded(shape, samples)
         )
 
@@ -101,7 +101,7 @@ class Given(InnerSearches):
 
     def __init__(self, search: InnerSearch, samples: int) -> None:
         super().__init__(
-            lambda microbatches: search.known, samples, search.options, lambda what: None
+            lambda microbatches: search.cache, samples, search.options, lambda what: None
         )
         self._search = search
 

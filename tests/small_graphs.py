@@ -24,8 +24,8 @@ from autopar.search.ilp.problem import Problem, build_problem
 from autopar.search.ilp.solve import Solution
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.pricing.costs import Costs
-from autopar.search.result.assemble import stages_of
 from autopar.search.result.priced_plan import PricedPlan
+from autopar.search.result.staged_graph import stages_of
 from autopar.search.result.write_plan import write_plan
 from autopar.search.space.configuration import Configuration
 from autopar.search.space.options import Axis, Options

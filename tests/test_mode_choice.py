@@ -21,6 +21,7 @@ from autopar.errors import BudgetError
 from autopar.frontend.traced_model import TracedModel
 from autopar.rules import Option
 from autopar.search.inner.inner_search import InnerSearch
+from autopar.search.inner.step_bounds import least_bytes, unsolved_bound
 from autopar.search.outer_search import SIMPLER
 from autopar.search.space.configuration import Configuration
 from autopar.search.space.modes import _MODES, Mode, Operation, alternatives, grid
@@ -62,7 +63,7 @@ def test_a_faster_mode_is_chosen(case: str) -> None:
         named.conversions,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("autopar.search.outer_search.modes", lambda: ())
+        patch.setattr("autopar.search.enumeration.modes", lambda: ())
         plain = autopar.plan(model, sample, ranks, **options)
     assert not plain.modes
     assert found.step_time < SIMPLER * plain.step_time
@@ -89,7 +90,7 @@ def test_a_mode_that_fits_is_chosen() -> None:
     named = autopar.plan(model, sample, 4, parallel=dict(tensor=dict(size=4, mode="2d")), **TIGHT)
     assert found.step_time == pytest.approx(named.step_time, rel=1e-6)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("autopar.search.outer_search.modes", lambda: ())
+        patch.setattr("autopar.search.enumeration.modes", lambda: ())
         with pytest.raises(BudgetError):
             autopar.plan(model, sample, 4, **TIGHT)
 
@@ -171,11 +172,11 @@ def test_depth_is_left_open() -> None:
 def test_what_bounds_a_mode_is_below_its_best() -> None:
     """Seconds and bytes that are known without solving against the solver's."""
     traced, cluster = TracedModel(*zoo.gpt2(), None), Cluster.load("cpu")
-    known = traced.known(1, cluster)
-    search = InnerSearch(known.analysis, cluster, Options(4), known=known)
+    cache = traced.known(1, cluster)
+    search = InnerSearch(cache.analysis, cluster, Options(4), cache=cache)
     for mode in (m for name in _MODES for m in alternatives(name, 4)):
         shape = Configuration(1, mode_mesh(mode, 1, 1), 1)
         prices = search.prices(shape, 8)
         fastest, leanest = prices.at(0.0), prices.at(1.0)
-        assert 0.0 < search.least(shape, 8) <= prices.seconds(fastest) * (1 + 1e-9)
-        assert 0.0 < search.least_bytes(shape, 8) <= prices.nbytes(leanest)
+        assert 0.0 < unsolved_bound(search, shape, 8) <= prices.seconds(fastest) * (1 + 1e-9)
+        assert 0.0 < least_bytes(search, shape, 8) <= prices.nbytes(leanest)

@@ -19,7 +19,7 @@ def tables(seed: int, solutions: int, units: int, kinds: int) -> UnitCosts:
     are alike.
     """
     draw = np.random.default_rng(seed)
-    alike = np.concatenate([np.arange(kinds), draw.integers(0, kinds, units - kinds)])
+    unit_class = np.concatenate([np.arange(kinds), draw.integers(0, kinds, units - kinds)])
     slower = 1 + np.cumsum(draw.uniform(0, 0.3, (solutions, kinds)), axis=0)
     leaner = np.cumprod(draw.uniform(0.3, 0.9, (solutions, kinds)), axis=0)
     made = {
@@ -30,9 +30,9 @@ def tables(seed: int, solutions: int, units: int, kinds: int) -> UnitCosts:
         "step": np.zeros((solutions, kinds)),
     }
     return UnitCosts(
-        **{kind: made[kind][:, alike] for kind in KINDS},
+        **{kind: made[kind][:, unit_class] for kind in KINDS},
         duplicated={kind: np.zeros(solutions) for kind in KINDS},
-        alike=alike,
+        unit_class=unit_class,
     )
 
 
@@ -98,7 +98,7 @@ def test_each_unit_takes_what_is_fastest_within_memory(part: float) -> None:
                 fastest(table, run, flight, budget)
                 for run, flight, budget in zip(runs, flights, room, strict=True)
             ]
-            taken = stages.points(cut)
+            taken = stages.solutions(cut)
             assert (taken is None) == (max(least) == math.inf)
             for stage, (a, b) in enumerate(runs):
                 estimated = float(stages.seconds(stage, np.array([a]), np.array([b]))[0])
@@ -152,8 +152,10 @@ def test_a_cut_where_little_is_sent(units: int, stages: int, often: float) -> No
         table, draw = tables(seed, 1, units, units), np.random.default_rng(seed)
         search = StagePartition(table, [math.inf] * stages, [1.0] * stages, stages)
         unaware = search.best(microbatches)
-        search.sending = np.where(draw.random(units) < often, draw.uniform(5, 10, units), 0.1)
-        search.sending[0] = 0.0
+        search.receive_seconds = np.where(
+            draw.random(units) < often, draw.uniform(5, 10, units), 0.1
+        )
+        search.receive_seconds[0] = 0.0
         found = search.best(microbatches)
         assert found is not None
         assert unaware is not None
@@ -162,7 +164,7 @@ def test_a_cut_where_little_is_sent(units: int, stages: int, often: float) -> No
             cut: step(
                 [taking[a:b].sum() for a, b in itertools.pairwise([*cut, units])], microbatches
             )
-            + 2 * search.sending[list(cut)].sum()
+            + 2 * search.receive_seconds[list(cut)].sum()
             for cut in cuts(units, stages)
         }
         assert every[found[0]] == pytest.approx(found[1])
@@ -175,10 +177,10 @@ def test_what_a_stage_is_sent_takes_its_memory() -> None:
     table = tables(0, 1, 6, 6)
     memory = (table.kept * 2 + table.state)[0]
     search = StagePartition(table, [math.inf, float(memory[2:].sum())], [2.0, 2.0], 2)
-    assert search.points((0, 2)) is not None
-    search.crossing = np.array([0.0, 0.0, 1.0, 0.0, 0.0, 0.0])
-    assert search.points((0, 2)) is None
-    assert search.points((0, 3)) is not None
+    assert search.solutions((0, 2)) is not None
+    search.received_bytes = np.array([0.0, 0.0, 1.0, 0.0, 0.0, 0.0])
+    assert search.solutions((0, 2)) is None
+    assert search.solutions((0, 3)) is not None
     assert search.best(4)[0] != (0, 2)  # type: ignore[index]
 
 
@@ -199,10 +201,10 @@ def test_each_rank_reads_a_parameter(units: int, pipeline: int, chunks: int) -> 
         assert found is not None
         assert unaware is not None
         good = {
-            cut: step([table.seconds[0, a:b].sum() for a, b in search.runs(cut)], 4)
+            cut: step([table.seconds[0, a:b].sum() for a, b in search.ranges(cut)], 4)
             for cut in cuts(units, pipeline * chunks)
             if all(
-                any(any(has_parameter[a:b]) for a, b in search.runs(cut)[rank::pipeline])
+                any(any(has_parameter[a:b]) for a, b in search.ranges(cut)[rank::pipeline])
                 for rank in range(pipeline)
             )
         }
@@ -221,8 +223,8 @@ def test_nothing_fits() -> None:
     table = tables(0, 2, 4, 4)
     stages = StagePartition(table, [1e-3, 1e-3], [1.0, 1.0], 2)
     assert stages.best(4) is None
-    assert stages.points((0, 2)) is None
-    stage, state, kept = stages.least()
+    assert stages.solutions((0, 2)) is None
+    stage, state, kept = stages.fullest_stage()
     assert stage in (0, 1)
     assert min(state, kept) > 0
     assert (

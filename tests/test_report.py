@@ -30,8 +30,8 @@ from autopar.report import describe
 from autopar.rules.analysis import Analysis
 from autopar.search.ilp.problem import CostWeights, Problem
 from autopar.search.ilp.solve import ReducedProblem, Solution
-from autopar.search.result.assemble import stages_of
 from autopar.search.result.priced_plan import PricedPlan
+from autopar.search.result.staged_graph import stages_of
 from autopar.search.result.write_plan import write_plan
 from autopar.search.space.configuration import Configuration
 

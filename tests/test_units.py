@@ -13,7 +13,7 @@ import zoo
 
 from autopar.errors import PlanError
 from autopar.rules.analysis import Analysis
-from autopar.search.pipeline.units import Units, units
+from autopar.search.pipeline.units import Units, split_into_units
 from autopar.search.space.user_cuts import user_cut_nodes
 
 HEAVY = ("matmul", "conv", "attention")
@@ -25,7 +25,7 @@ def analysed(name: str, layers: int = 2) -> Analysis:
 
 
 def found(analysis: Analysis) -> Units:
-    return units(analysis, analysis.duplicated)
+    return split_into_units(analysis, analysis.duplicated)
 
 
 def calls(analysis: Analysis) -> list[fx.Node]:
@@ -140,7 +140,7 @@ def test_a_cut_asked_for_is_a_start() -> None:
     analysis = analysed("gpt2")
     inside = next(n for n in calls(analysis) if n.meta["module"] == "transformer.h.0.mlp.c_proj")
     assert inside not in found(analysis).starts
-    parts = units(analysis, analysis.duplicated, [inside])
+    parts = split_into_units(analysis, analysis.duplicated, [inside])
     assert inside in parts.starts
     assert set(found(analysis).starts) < set(parts.starts)
 

@@ -24,7 +24,7 @@ from autopar.report import describe
 from autopar.search.inner.inner_searches import InnerSearches
 from autopar.search.inner.no_plan_errors import unsolved_notes
 from autopar.search.inner.search_cache import SearchCache
-from autopar.search.outer_search import best
+from autopar.search.outer_search import best_plan
 from autopar.search.pricing.resize import resized
 from autopar.search.result.share_cores import share_cores
 from autopar.search.result.write_plan import write_plan
@@ -46,7 +46,7 @@ class Planner:
         samples = batch_size(self.traced.sample)
         searches = InnerSearches(self._known, samples, self.options, self._step)
         with self.bar:
-            found = best(searches)
+            found = best_plan(searches)
             self._step("reporting")
             with resized(found.analysis, samples // found.microbatches, found.analysis.rules):
                 plan = describe(

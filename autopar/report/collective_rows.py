@@ -14,8 +14,8 @@ from autopar.cost_model.conversion import STEP_SECONDS, Term
 from autopar.ir.layout import Layout
 from autopar.report.block_rows import BlockRows
 from autopar.report.module_paths import ModulePaths
-from autopar.search.result.end_of_step import SYNC, end_of_step, has_no_bucket
-from autopar.search.result.priced_plan import PricedPlan
+from autopar.search.result.end_of_step import end_of_step, has_no_bucket
+from autopar.search.result.priced_plan import SYNC, PricedPlan
 from autopar.search.space.recompute_policy import RECOMPUTED
 from autopar.search.space.strategies import ParameterStrategy
 
@@ -81,7 +81,7 @@ def _terms(found: PricedPlan) -> Iterator[tuple[str, Sequence[fx.Node], Term, in
     for i, v in enumerate(problem.vertices):
         choice = found.choice(v.node)
         if not isinstance(choice, ParameterStrategy):
-            for term in found.costs.kernel_terms(v.node, rules.get(v.node), choice):
+            for term in found.costs.kernels.terms(v.node, rules.get(v.node), choice):
                 yield "compute", of_vertex[i], replace(term, phase="kernel"), microbatches
                 if v.states[found.solution.chosen[i]] == RECOMPUTED and term.phase == "forward":
                     yield "recomputation", of_vertex[i], replace(term, phase="kernel"), microbatches
@@ -112,7 +112,7 @@ def _synchronisation(
         (of_vertex[i], t)
         for i, node, c in choices
         if isinstance(c, ParameterStrategy)
-        for t in found.costs.synchronisation_terms(node, c)
+        for t in found.costs.parameters.synchronisation_terms(node, c)
     ]
     alone = sum(len(nodes) * term.seconds for nodes, term in terms if has_no_bucket(found, term))
     counted, exposed = (
@@ -143,8 +143,8 @@ def _path(found: PricedPlan, node: fx.Node, source: Layout, target: Layout) -> l
     """The terms of a conversion, with what its steps cost besides as a copy of nothing."""
     if source == target or not isinstance(node.meta["val"], torch.Tensor):
         return []
-    steps = len(found.costs.path(node, source, target))
+    steps = len(found.costs.conversions.path(node, source, target))
     return [
-        *found.costs.terms(node, source, target),
+        *found.costs.conversions.terms(node, source, target),
         Term("copy", -1, 0.0, steps * STEP_SECONDS, "forward"),
     ]

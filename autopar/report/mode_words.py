@@ -21,7 +21,7 @@ def mode_word(
     rule = found.analysis.rules.get(node)
     wide = [
         axis
-        for axis, n in enumerate(found.shape.sizes)
+        for axis, n in enumerate(found.configuration.sizes)
         if n > 1 and choice.factors[axis] is not None
     ]
     if rule is not None and rule.kind == "attention":

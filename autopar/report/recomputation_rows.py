@@ -61,7 +61,7 @@ def _made_again(found: PricedPlan, names: ModulePaths) -> Iterator[Row]:
         stages = found.stage_of[item.node]
         sums[key][0] += found.microbatches * len(stages)
         sums[key][1] += item.nbytes * sum(
-            found.shape.microbatches_in_flight()[stage] for stage in stages
+            found.configuration.microbatches_in_flight()[stage] for stage in stages
         )
         sums[key][2] += item.seconds * found.microbatches * len(stages)
     rows: dict[tuple, tuple[dict[str, None], list[list[float]]]] = defaultdict(lambda: ({}, []))
@@ -77,7 +77,7 @@ def _made_again(found: PricedPlan, names: ModulePaths) -> Iterator[Row]:
 
 def _besides(found: PricedPlan) -> Iterator[Row]:
     """What would not be kept but for what is made again from it."""
-    memory, microbatches_in_flight = _Memory(found), found.shape.microbatches_in_flight()
+    memory, microbatches_in_flight = _Memory(found), found.configuration.microbatches_in_flight()
     times, nbytes = 0, 0.0
     for node, each in memory.extra():
         times += found.microbatches * len(found.stage_of[node])
@@ -106,7 +106,7 @@ class _Memory:
                 choice = v.choices[k]
                 assert isinstance(choice, Strategy)
                 nbytes = float(v.result[k]) if self._keeps(node) else 0.0
-                nbytes += self._costs.internal(node, choice)
+                nbytes += self._costs.internal_bytes(node, choice)
                 yield _Item(node, self._name(node), nbytes, float(v.forward[k]))
         for node, target, recomputed, seconds, nbytes in self._conversions():
             if recomputed:

@@ -1,5 +1,9 @@
-"""The outer search: pipelines, meshes, microbatches, schedules and modes are enumerated, with
-bounds that prune.
+"""The outer search: which parallel configuration has the fastest plan that fits.
+
+Configurations are compared by bounds first. A configuration whose bound is above the best candidate
+cannot be better and is dropped. For the others the inner search makes a candidate: stage cuts, a
+solution of each unit, an estimated step time. The fastest candidates are then counted in full, until
+one fits.
 """
 
 from __future__ import annotations
@@ -8,49 +12,50 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import NamedTuple
 
 from autopar.errors import BudgetError, PlanError
+from autopar.search.enumeration import Enumeration, Family
 from autopar.search.ilp.linear_program import UnsolvedError
 from autopar.search.inner.candidate import Candidate
 from autopar.search.inner.inner_searches import InnerSearches
-from autopar.search.inner.no_plan_errors import failure, too_little, too_many_stages
-from autopar.search.pricing.resize import resized
-from autopar.search.result.fit import TOO_HIGH, fitted, proven
-from autopar.search.result.least_memory import fullest, least_memory_plan
+from autopar.search.inner.no_plan_errors import no_plan_error
+from autopar.search.inner.step_bounds import compute_floor, solved_bound, unsolved_bound
+from autopar.search.result.fit import fit_to_memory, with_proven_gap
+from autopar.search.result.least_memory import first_that_fits
 from autopar.search.result.priced_plan import PricedPlan
-from autopar.search.space.check_schedule import check_schedule
 from autopar.search.space.configuration import Configuration
-from autopar.search.space.modes import alternatives, modes
-from autopar.search.space.options import mode_mesh
 
-SIMPLER = 0.99  # a mesh of more axes must be faster by this much
-MOST_STAGES = 64
-PER_REPLICA = (1, 2, 4)  # samples of a microbatch that are tried in a pipeline
-FITTED = 3  # drafts, the fastest first, of which one may fit in full
-# an estimate of a step may be too high by so much: shapes that are slower even then are not worth a
-# draft
-HOPEFUL = 1.05
-LOOPED = "interleaved-1f1b"
-CHUNKS = (2, 4)  # stages a rank that are tried
-NEAREST = 2  # shapes around which others are tried
-# ranks along an axis of a mode that nobody asked for: its kernels go step by step, and so does
-# pricing them
-LONGEST = 16
-MOST_LEAN = 12  # shapes whose least memory is worked out where nothing fits
+SIMPLER = 0.99  # a more complex configuration must take at most this part of the seconds
+FITTED = 3  # candidates, the fastest first, that are counted until one fits
+# An estimate of the step time may be too high by this factor. A configuration that is slower even
+# then is not worth a candidate.
+ESTIMATE_ERROR = 1.05
+# A configuration whose bound is above this many times the best estimate drops all configurations
+# that split the same samples' tensors over more ranks.
+HOPELESS = 2
+NEAREST = 2  # configurations around which others are tried
+MOST_LEAST = 12  # configurations whose least memory is worked out, where nothing fits
 
 
-_Priced = tuple[
-    float, float, tuple[Configuration, ...]
-]  # an estimate of a step, the least that it takes, and shapes to try in this order
+class BoundedFamily(NamedTuple):
+    """A family with the estimated seconds of a step, and a lower bound of the seconds."""
+
+    estimate: float
+    bound: float
+    family: Family
 
 
-def best(searches: InnerSearches) -> PricedPlan:
-    """The best plan there is. Where none fits that recomputes what it may choose, one that
-    recomputes all blocks, each of which is let go of before the next is made again: where what is
-    made again is chosen piece by piece, nothing bounds how much of it is held at once.
+def best_plan(searches: InnerSearches) -> PricedPlan:
+    """The best plan of all configurations.
+
+    If no plan fits that recomputes what the search chooses, the search runs again with every block
+    recomputed. A recomputed block is freed before the next one is recomputed. Where single results
+    are recomputed, no such bound exists for the memory that they hold together.
 
     Raises:
-        PlanError: no shape has a plan: of the one that comes nearest.
+        BudgetError: no plan fits; with the least memory that was found.
+        PlanError: no configuration has a plan; of the configuration that comes nearest.
     """
     try:
         return OuterSearch(searches).run()
@@ -58,361 +63,243 @@ def best(searches: InnerSearches) -> PricedPlan:
         if searches.options.recompute != "auto":
             raise
         try:
-            found = OuterSearch(searches.in_blocks()).run()
+            priced = OuterSearch(searches.with_full_recomputation()).run()
         except BudgetError as other:
             raise min(e, other, key=lambda e: e.least) from None
-        return proven(searches, found)
+        return with_proven_gap(searches, priced)
 
 
 class OuterSearch:
-    """Finds the best plan over all shapes that the options leave."""
+    """Finds the best plan over all configurations that the options leave."""
 
     def __init__(self, searches: InnerSearches) -> None:
         self.searches, self.options = searches, searches.options
-        self.failures: list[PlanError] = []
-        self._drafted: list[Candidate] = []
-        self._short: list[
-            tuple[float, Configuration]
-        ] = []  # of memory: about the least that they need
-
-    # What is enumerated
-
-    def families(self) -> Iterator[tuple[Configuration, ...]]:
-        """Every mesh with every number of microbatches, in one schedule. Of a device alone more
-        microbatches only save memory: the fewest come first, and stand for the rest."""
-        asked = self.options.pipeline
-        world = self.options.world_size
-        sizes = (
-            [asked.size]
-            if asked
-            else [p for p in range(1, min(world, MOST_STAGES) + 1) if world % p == 0]
-        )
-        for pipeline in sizes:
-            for axes in self.options.meshes(pipeline):
-                chunks = (asked.chunks if asked else None) or (
-                    2 if self.options.schedule == LOOPED and pipeline > 1 else 1
-                )
-                schedule = self.options.schedule or (LOOPED if chunks > 1 else "1f1b")
-                shape = Configuration(pipeline, axes, 1, chunks, schedule)
-                shapes = [replace(shape, microbatches=m) for m in self._microbatches(shape)]
-                if (
-                    shape.stages > 1
-                    and self._may_run_whole
-                    and not any(map(self.searches.divides, shapes))
-                ):
-                    shapes.append(
-                        replace(shape, schedule="gpipe")
-                    )  # the batch goes through the stages in one piece
-                yield from (
-                    [tuple(shapes)] if shape.stages == 1 and shapes else [(s,) for s in shapes]
-                )
-
-    def _looped(self, shape: Configuration) -> Iterator[Configuration]:
-        """The same with several stages a rank, where that is free."""
-        asked = self.options.pipeline.chunks if self.options.pipeline else None
-        if shape.pipeline > 1 and asked is None and self.options.schedule is None:
-            yield from (replace(shape, chunks=chunks, schedule=LOOPED) for chunks in CHUNKS)
-
-    def _in_modes(self, near: Configuration) -> Iterator[tuple[Configuration, ...]]:
-        """Meshes of modes over about as many ranks as cut what is no batch, in no more
-        microbatches.
-        """
-        ranks, cut = math.prod(near.sizes), math.prod(a.size for a in near.axes if a.use != "data")
-        free = any(a.use == "free" for a in near.axes)
-        for size in (
-            n for n in range(2, ranks + 1) if ranks % n == 0 and (free or cut <= 2 * n <= 4 * cut)
-        ):
-            for mode in (m for name in modes() for m in alternatives(name, size) if not m.plain):
-                if (
-                    max(
-                        map(
-                            len,
-                            mode.groups(
-                                0, ranks * near.pipeline, ranks // size, near.pipeline, size
-                            ).values(),
-                        )
-                    )
-                    > LONGEST
-                ):
-                    continue
-                try:
-                    shape = replace(near, axes=mode_mesh(mode, ranks // size, near.pipeline))
-                except PlanError as e:
-                    self.failures.append(e)
-                    continue
-                fewer = (
-                    [m for m in self._microbatches(shape) if m < near.microbatches]
-                    if shape.stages == 1
-                    else []
-                )
-                yield tuple(replace(shape, microbatches=m) for m in (*fewer, near.microbatches))
-
-    def _microbatches(self, shape: Configuration) -> list[int]:
-        """How many microbatches are tried."""
-        world, size = math.prod(shape.sizes), self.options.micro_batch_size
-        fixed = [a.size for a in shape.axes if a.use == "data"]
-        degrees = (
-            [math.prod(fixed)]
-            if all(a.use != "free" for a in shape.axes)
-            else [d for d in range(1, world + 1) if world % d == 0]
-        )
-        if size is not None:
-            return sorted(
-                {
-                    self.searches.samples // (d * size)
-                    for d in degrees
-                    if self.searches.samples % (d * size) == 0
-                }
-            )
-        samples = self.searches.samples
-        # A microbatch of a single sample over all ranks can be priced where it is asked for, but
-        # not run yet.
-        divisors = [
-            m
-            for m in (2**i for i in range(samples.bit_length()))
-            if samples % m == 0 and (m < samples or m == 1)
-        ]
-        if shape.stages == 1:
-            return divisors
-        least = [
-            samples // (degrees[0] * b) for b in PER_REPLICA if samples % (degrees[0] * b) == 0
-        ]
-        return [m for m in least if min(2, samples) <= m < max(2, samples)] or divisors[-1:]
-
-    @property
-    def _may_run_whole(self) -> bool:
-        return self.options.micro_batch_size is None and self.options.schedule is None
-
-    # All of it
+        self.enumeration = Enumeration(searches)
+        self._candidates: list[Candidate] = []
+        # Configurations that are over the budget, with about the least memory that they need.
+        self._over_budget: list[tuple[float, Configuration]] = []
 
     def run(self) -> PricedPlan:
-        """Raises PlanError where no shape has a plan: that of the shape that comes nearest."""
-        best = self._best_of(self.families(), None)
-        # Schedules with several stages a rank hold more, and wait less: they are tried for the
-        # shapes that came near.
-        piped = [d for d in self._drafted if d.shape.pipeline > 1]
-        for draft in sorted(piped, key=lambda d: d.seconds)[:NEAREST]:
-            best = self._better(best, self._drafts(self._possible(list(self._looped(draft.shape)))))
+        """The best plan.
+
+        Raises:
+            PlanError: as :func:`best_plan`.
+        """
+        best = self._search(self.enumeration.families(), None)
+        best = self._try_interleaved(best)
         if self._modes_are_free:
-            near = (
-                [best.shape]
-                if best is not None
-                else [shape for _, shape in sorted(self._short, key=lambda s: s[0])[:NEAREST]]
-            )
-            best = self._best_of(
-                dict.fromkeys(shapes for shape in near for shapes in self._in_modes(shape)), best
-            )
+            best = self._try_tensor_modes(best)
         if best is None:
-            return self._leanest()
-        others = sorted((d for d in self._drafted if d is not best), key=lambda d: d.seconds)
-        for draft in (best, *others[: FITTED - 1]):  # drafts may turn out larger than they looked
+            return self._least_memory_plan(MOST_LEAST)
+        others = sorted((c for c in self._candidates if c is not best), key=lambda c: c.seconds)
+        for candidate in (best, *others[: FITTED - 1]):
             try:
-                return fitted(self.searches, draft)
+                return fit_to_memory(self.searches, candidate)
             except UnsolvedError:
-                self.searches.unsolved.append(draft.shape)
+                self.searches.unsolved.append(candidate.configuration)
             except BudgetError:
-                pass
-        shapes = self._possible(
-            [replace(best.shape, microbatches=m) for m in self._microbatches(best.shape)]
-        )
-        tried = dict.fromkeys((*shapes, *(draft.shape for draft in self._drafted)))
-        left = [
-            shape
-            for family in self.families()
-            for shape in self._possible(family)
-            if shape not in tried
-        ]
-        saving = self._saving_modes(
-            replace(best.shape, microbatches=max(shape.microbatches for shape in tried))
-        )
-        self._short += [
-            *((0.0, shape) for shape in tried),
-            *((0.5, shape) for shape in saving),
-            *((1.0, shape) for shape in left),
-        ]
-        return self._leanest(MOST_LEAN + len(saving))
+                pass  # the candidate needs more memory than its estimate said
+        return self._save_memory(best)
+
+    def _try_interleaved(self, best: Candidate | None) -> Candidate | None:
+        """Several chunks a rank hold more memory and shorten the bubble. They are tried for the
+        fastest pipelines.
+        """
+        pipelines = [c for c in self._candidates if c.configuration.pipeline > 1]
+        for candidate in sorted(pipelines, key=lambda c: c.seconds)[:NEAREST]:
+            interleaved = list(self.enumeration.interleaved(candidate.configuration))
+            best = self._better(best, self._make_candidates(self.enumeration.possible(interleaved)))
+        return best
 
     @property
     def _modes_are_free(self) -> bool:
         return self.options.parallel is None and self.options.mesh is None
 
-    def _saving_modes(self, near: Configuration) -> list[Configuration]:
-        """Those of which some microbatches may fit and that take least then, in up to as many."""
-        found: list[tuple[float, tuple[Configuration, ...]]] = []
-        for family in self._in_modes(near) if self._modes_are_free and near.stages == 1 else ():
-            if possible := self._possible(family):
-                with suppress(PlanError):
-                    found.append((self._least_bytes(possible[-1]), possible))
-        nearest = [family for _, family in sorted(found, key=lambda f: f[0])[:NEAREST]]
-        return [shape for family in nearest for shape in family if self._may_fit(shape)]
+    def _try_tensor_modes(self, best: Candidate | None) -> Candidate | None:
+        """Modes such as ``2d`` are tried around the best configuration, or where nothing fits
+        around the configurations that need least memory.
+        """
+        if best is not None:
+            near = [best.configuration]
+        else:
+            near = [c for _, c in sorted(self._over_budget, key=lambda o: o[0])[:NEAREST]]
+        families = (f for c in near for f in self.enumeration.in_tensor_modes(c))
+        return self._search(dict.fromkeys(families), best)
 
-    def _best_of(
+    # Bounds first, and candidates of the families that may be better
+
+    def _search(
         self, families: Iterable[Sequence[Configuration]], best: Candidate | None
     ) -> Candidate | None:
-        """The best draft of these and the one there is."""
-        waiting = sorted(self._floors(families), key=lambda w: w[0])
+        """The best candidate of ``families`` and ``best``."""
+        waiting = sorted(self._with_floors(families), key=lambda w: w[0])
         while waiting:
-            priced, waiting = self._price(waiting, best)
-            if not priced:
+            bounded, waiting = self._bound_families(waiting, best)
+            if not bounded:
                 break
-            for estimate, bound, shapes in sorted(priced, key=lambda p: p[:2]):
-                if best is None or max(bound, estimate / HOPEFUL) < best.seconds * self._handicap(
-                    shapes[0], best.shape
-                ):
-                    best = self._better(best, self._drafts(shapes))
+            for estimate, bound, family in sorted(bounded, key=lambda b: b[:2]):
+                least = max(bound, estimate / ESTIMATE_ERROR)
+                if best is None or least < self._to_beat(family[0], best):
+                    best = self._better(best, self._make_candidates(family))
         return best
 
-    def _leanest(self, most: int = MOST_LEAN) -> PricedPlan:
-        """The plan that takes least memory of the shapes that come nearest, if that fits."""
-        if not self._short:
-            raise failure(
-                self.failures, self.searches.unsolved, self.options, self.searches.samples
-            )
-        errors: list[BudgetError] = []
-        for least, shape in sorted(self._short, key=lambda short: short[0])[:most]:
-            if errors and least >= min(e.least for e in errors):
-                break
-            self.searches.progress(f"saving memory, {shape}")
-            if not self.searches.divides(shape):
-                continue
-            search, samples = self.searches.of(shape.microbatches), self.searches.part(shape)
-            with resized(search.analysis, samples, search.analysis.rules):
-                found = least_memory_plan(search, shape, samples, self.searches.by_hand(search))
-                rank, kinds = fullest(found)
-            if sum(kinds.values()) <= search.budget:
-                return found
-            errors.append(too_little(search, shape, samples, kinds, rank))
-        if not errors:
-            raise failure(
-                self.failures, self.searches.unsolved, self.options, self.searches.samples
-            )
-        raise min(errors, key=lambda e: e.least)
-
-    def _floors(
+    def _with_floors(
         self, families: Iterable[Sequence[Configuration]]
-    ) -> Iterator[tuple[float, tuple[Configuration, ...]]]:
-        for shapes in families:
-            if possible := self._possible(shapes):
-                yield (
-                    self.searches.of(possible[0].microbatches).floor(
-                        possible[0], self.searches.part(possible[0])
-                    ),
-                    possible,
-                )
+    ) -> Iterator[tuple[float, Family]]:
+        """The possible configurations of each family, with the floor of their step time."""
+        for family in families:
+            if possible := self.enumeration.possible(family):
+                search, samples = self.searches.of_configuration(possible[0])
+                yield compute_floor(search, possible[0], samples), possible
 
-    def _price(
-        self, waiting: list[tuple[float, tuple[Configuration, ...]]], best: Candidate | None
-    ) -> tuple[list[_Priced], list]:
-        """An estimate, the least seconds and the shapes of those that may be the best; and those
-        left for later.
+    def _bound_families(
+        self, waiting: list[tuple[float, Family]], best: Candidate | None
+    ) -> tuple[list[BoundedFamily], list[tuple[float, Family]]]:
+        """Bounds the families in the order of their floors, as long as the floor is below the best
+        seconds. Returns the families that may be better than ``best``, and the families that wait
+        until there is a candidate.
         """
-        priced: list[_Priced] = []
-        hopeless: dict[
-            int, float
-        ] = {}  # for samples of a replica: ranks over which to cut what is no batch
+        bounded: list[BoundedFamily] = []
+        # For the samples of a replica: ranks over which it is hopeless to split other factors.
+        hopeless: dict[int, float] = {}
         limit = math.inf if best is None else best.seconds
-        for i, (floor, shapes) in enumerate(waiting):
+        for i, (floor, family) in enumerate(waiting):
             if floor >= limit:
-                return priced, waiting[i:] if best is None else []
-            cut, share = self._cut(shapes[0])
-            if cut >= hopeless.get(share, math.inf):
+                return bounded, waiting[i:] if best is None else []
+            split, samples = self._split(family[0])
+            if split >= hopeless.get(samples, math.inf):
                 continue
-            self.searches.progress(str(shapes[0]))
-            search, samples = (
-                self.searches.of(shapes[0].microbatches),
-                self.searches.part(shapes[0]),
-            )
-            offered = self.options.is_unrequested_mode(shapes[0].mode)
-            try:
-                if offered and best is None and not self._may_fit(shapes[-1]):
-                    continue
-                bound = search.least(shapes[0], samples)
-                if best is None or bound < best.seconds * self._handicap(shapes[0], best.shape):
-                    bound, estimate = search.bound(shapes[0], samples)
-                    priced.append((estimate, bound, shapes))
-                    limit = min(limit, estimate) if best is None else limit
-            except PlanError as e:
-                if not offered and not isinstance(e, UnsolvedError):
-                    raise
-                self._failed(shapes[0], e)
+            if (bounds := self._bounds(family, best)) is None:
                 continue
-            # To cut the same samples' tensors over more ranks sends more and computes in smaller
-            # pieces; modes differ.
-            if bound > 2 * limit and shapes[0].mode is None:
-                hopeless[share] = min(cut, hopeless.get(share, math.inf))
-        return priced, []
+            bound, estimate = bounds
+            if estimate is not None:
+                bounded.append(BoundedFamily(estimate, bound, family))
+                limit = min(limit, estimate) if best is None else limit
+            # More ranks that split the same samples' tensors send more, and compute in smaller
+            # pieces. This does not hold for modes.
+            if bound > HOPELESS * limit and family[0].mode is None:
+                hopeless[samples] = min(split, hopeless.get(samples, math.inf))
+        return bounded, []
 
-    def _may_fit(self, shape: Configuration) -> bool:
-        return self._least_bytes(shape) <= TOO_HIGH * self.searches.of(shape.microbatches).budget
-
-    def _least_bytes(self, shape: Configuration) -> float:
-        return self.searches.of(shape.microbatches).least_bytes(shape, self.searches.part(shape))
-
-    def _cut(self, shape: Configuration) -> tuple[int, int]:
-        """Over how many ranks a shape cuts what is no batch, and the samples that such ranks have
-        together.
+    def _bounds(self, family: Family, best: Candidate | None) -> tuple[float, float | None] | None:
+        """A lower bound of a family's step time and an estimate. The estimate is None where the
+        bound shows that the family is not better than ``best``. None instead of both where the
+        family has no plan.
         """
-        split = math.prod(a.size for a in shape.axes if a.use == "data")
-        return math.prod(a.size for a in shape.axes if a.use == "tensor"), self.searches.part(
-            shape
-        ) // split
+        first = family[0]
+        self.searches.progress(str(first))
+        search, samples = self.searches.of_configuration(first)
+        is_unrequested = self.options.is_unrequested_mode(first.mode)
+        try:
+            if is_unrequested and best is None and not self.searches.may_fit(family[-1]):
+                return None
+            bound = unsolved_bound(search, first, samples)
+            if best is None or bound < self._to_beat(first, best):
+                return solved_bound(search, first, samples)
+            return bound, None
+        except PlanError as e:
+            if not is_unrequested and not isinstance(e, UnsolvedError):
+                raise
+            self._remember_failure(first, e)
+            return None
 
-    def _drafts(self, shapes: Sequence[Configuration]) -> Iterator[Candidate]:
-        """Of one shape after the other, until one needs no memory saved."""
-        for shape in shapes:
+    def _split(self, configuration: Configuration) -> tuple[int, int]:
+        """Over how many ranks a configuration splits other factors than the batch, and the samples
+        that these ranks compute together.
+        """
+        axes, samples = configuration.axes, self.searches.microbatch_samples(configuration)
+        replicas = math.prod(a.size for a in axes if a.use == "data")
+        return math.prod(a.size for a in axes if a.use == "tensor"), samples // replicas
+
+    def _make_candidates(self, family: Sequence[Configuration]) -> Iterator[Candidate]:
+        """The candidates of a family, one after the other, until one needs no memory saved."""
+        for configuration in family:
             try:
-                draft = self.searches.drafted(shape)
+                candidate = self.searches.candidate(configuration)
             except BudgetError as e:
-                self._short.append((e.least, shape))
+                self._over_budget.append((e.least, configuration))
                 continue
             except PlanError as e:
-                self._failed(shape, e)
+                self._remember_failure(configuration, e)
                 continue
-            self._drafted.append(draft)
-            yield draft
-            if len(draft.points) == 1:
+            self._candidates.append(candidate)
+            yield candidate
+            if len(candidate.solutions) == 1:
                 return
 
-    def _failed(self, shape: Configuration, error: PlanError) -> None:
-        """Remembers why a shape has no plan. Of modes that nobody asked for those count that are
-        solved fast.
-        """
-        if not isinstance(error, UnsolvedError):
-            self.failures.append(error)
-        elif not self.options.is_unrequested_mode(shape.mode):
-            self.searches.unsolved.append(shape)
-
-    def _better(self, best: Candidate | None, drafts: Iterable[Candidate]) -> Candidate | None:
-        for draft in drafts:
-            if best is None or draft.seconds < best.seconds * self._handicap(
-                draft.shape, best.shape
-            ):
-                best = draft
+    def _better(self, best: Candidate | None, candidates: Iterable[Candidate]) -> Candidate | None:
+        for candidate in candidates:
+            if best is None or candidate.seconds < self._to_beat(candidate.configuration, best):
+                best = candidate
         return best
 
-    def _possible(self, shapes: Sequence[Configuration]) -> tuple[Configuration, ...]:
-        found = []
-        for shape in shapes:
-            try:
-                check_schedule(shape.schedule, shape.pipeline, shape.chunks, shape.microbatches)
-                self.searches.part(shape)
-                # A device alone may never need the graph of a microbatch.
-                if self.options.micro_batch_size is not None or shape.stages > 1:
-                    self.searches.check_room(shape)
-                if shape.stages > 1 and shape.stages > (
-                    units := len(self.searches.of(shape.microbatches).units.nodes)
-                ):
-                    raise too_many_stages(shape, units)
-                found.append(shape)
-            except PlanError as e:
-                self.failures.append(e)
-        return tuple(found)
+    def _to_beat(self, configuration: Configuration, best: Candidate) -> float:
+        """The seconds below which a configuration counts as better than ``best``. A simpler
+        configuration need only be about as fast.
+        """
+        pairs = zip(_complexity(configuration), _complexity(best.configuration), strict=True)
+        differences = [a - b for a, b in pairs]
+        if max(differences) > 0:
+            return best.seconds * SIMPLER
+        return best.seconds * (1 / SIMPLER if min(differences) < 0 else 1.0)
 
-    def _handicap(self, shape: Configuration, best: Configuration) -> float:
-        """What must be faster to count as better: the simpler one need only be about as fast."""
-        differ = [a - b for a, b in zip(_complexity(shape), _complexity(best), strict=True)]
-        return SIMPLER if max(differ) > 0 else 1 / SIMPLER if min(differ) < 0 else 1.0
+    def _remember_failure(self, configuration: Configuration, error: PlanError) -> None:
+        """Keeps the reason why a configuration has no plan. A mode that the user did not ask for
+        has a short time limit, so that an unsolved one says nothing.
+        """
+        if not isinstance(error, UnsolvedError):
+            self.enumeration.failures.append(error)
+        elif not self.options.is_unrequested_mode(configuration.mode):
+            self.searches.unsolved.append(configuration)
+
+    # Least memory, where no candidate fits
+
+    def _save_memory(self, best: Candidate) -> PricedPlan:
+        """The first plan that fits among plans of least memory: of the best configuration in any
+        number of microbatches, of all candidates, of modes, of all other configurations.
+        """
+        enumeration, near = self.enumeration, best.configuration
+        counts = enumeration.microbatch_counts(near)
+        first = enumeration.possible([replace(near, microbatches=m) for m in counts])
+        tried = dict.fromkeys((*first, *(c.configuration for c in self._candidates)))
+        rest = [
+            configuration
+            for family in enumeration.families()
+            for configuration in enumeration.possible(family)
+            if configuration not in tried
+        ]
+        most = max(configuration.microbatches for configuration in tried)
+        modes = self._least_memory_modes(replace(near, microbatches=most))
+        for order, configurations in ((0.0, tried), (0.5, modes), (1.0, rest)):
+            self._over_budget += [(order, configuration) for configuration in configurations]
+        return self._least_memory_plan(MOST_LEAST + len(modes))
+
+    def _least_memory_plan(self, most: int) -> PricedPlan:
+        """The first plan that fits, among the least-memory plans of up to ``most`` configurations
+        that are over the budget.
+        """
+        nearest = sorted(self._over_budget, key=lambda o: o[0])[:most]
+        if (plan := first_that_fits(self.searches, nearest)) is not None:
+            return plan
+        failures, unsolved = self.enumeration.failures, self.searches.unsolved
+        raise no_plan_error(failures, unsolved, self.options, self.searches.samples)
+
+    def _least_memory_modes(self, near: Configuration) -> list[Configuration]:
+        """The configurations of modes that may fit, of the families with the least bound of their
+        memory.
+        """
+        if not self._modes_are_free or near.stages > 1:
+            return []
+        found: list[tuple[float, Family]] = []
+        for family in self.enumeration.in_tensor_modes(near):
+            if possible := self.enumeration.possible(family):
+                with suppress(PlanError):
+                    found.append((self.searches.least_bytes(possible[-1]), possible))
+        nearest = [family for _, family in sorted(found, key=lambda f: f[0])[:NEAREST]]
+        return [c for family in nearest for c in family if self.searches.may_fit(c)]
 
 
-def _complexity(shape: Configuration) -> tuple[int, ...]:
-    return len(shape.axes), shape.pipeline, shape.chunks, shape.mode is not None
+def _complexity(configuration: Configuration) -> tuple[int, ...]:
+    """Configurations that are simpler have smaller numbers."""
+    axes, pipeline = len(configuration.axes), configuration.pipeline
+    return axes, pipeline, configuration.chunks, configuration.mode is not None

@@ -445,10 +445,10 @@ def _group(
     sources = list(dict.fromkeys(layout for layout, _ in u.outs))
     targets = list(dict.fromkeys(layout for v, p in ports for layout, _ in vertices[v].ins[p]))
     moves = np.array([[_moves(s, t) for t in targets] for s in sources])
-    seconds = costs.conversions(u.node, sources, targets)
+    seconds = costs.conversions.seconds(u.node, sources, targets)
     keeps, recomputed = recompute.conversions(u.node, [vertices[v].node for v, _ in ports])
     forward = (
-        costs.conversions(u.node, sources, targets, backward=False)
+        costs.conversions.seconds(u.node, sources, targets, backward=False)
         if recomputed
         else np.full_like(seconds, np.inf)
     )

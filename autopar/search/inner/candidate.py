@@ -1,5 +1,5 @@
-"""A plan of one shape in outline: solutions at a few prices of memory, the stages' cuts, and the
-solution that each part takes.
+"""A candidate: one configuration with solutions at a few prices of memory, the stage cuts, the
+solution that each unit takes, and the estimated step time.
 """
 
 from __future__ import annotations
@@ -9,172 +9,192 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch.fx as fx
 
 from autopar.cost_model import point_to_point
-from autopar.errors import BudgetError, PlanError
-from autopar.ir.nodes import operands
-from autopar.search.ilp.memory_prices import DoesNotFitError
+from autopar.errors import PlanError
+from autopar.search.ilp.memory_prices import DoesNotFitError, MemoryPrices
 from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.solve import Solution
-from autopar.search.inner.inner_search import COARSE, FIRST, InnerSearch
-from autopar.search.inner.no_plan_errors import no_parameter, too_little, too_many_stages
+from autopar.search.inner.inner_search import InnerSearch
+from autopar.search.inner.no_plan_errors import (
+    no_parameter_error,
+    over_budget_error,
+    too_many_stages_error,
+)
+from autopar.search.inner.step_bounds import FIRST_PRICE, PRICE_FACTOR, equal_stages_bytes
 from autopar.search.pipeline.partition import StagePartition
-from autopar.search.pipeline.unit_costs import UnitCostTable
-from autopar.search.pipeline.units import Units, rank_without_parameter
+from autopar.search.pipeline.unit_costs import UnitCostTable, received_bytes
+from autopar.search.pipeline.units import rank_without_parameter
 from autopar.search.space.configuration import Configuration
 
-PRICES = 4  # solves of the problem of a pipeline's stages
+PIPELINE_SOLVES = 4  # solves for the price of memory in a pipeline
 UNLIMITED = 2.0**70  # bytes
-# of a device's memory: where equal stages take more of it, the fullest of unequal ones may not fit
-NEARLY = 0.7
+# Stages are unequal. Where equal stages take more than this part of a device's memory, the fullest
+# of unequal stages may not fit.
+NEARLY_FULL = 0.7
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan in outline: the solutions, the first unit of each stage, the solution that each unit
-    takes; estimated seconds of a step.
+    """A plan in outline.
+
+    Attributes:
+        solutions: the different solutions that units may take, the fastest first.
+        starts: the first unit of each stage.
+        solution_of_unit: for each unit its solution, as a number in ``solutions``.
+        seconds: estimated, of a step.
+        gap: how far the seconds may be from the best of this configuration, relative to them.
     """
 
-    shape: Configuration
+    configuration: Configuration
     problem: Problem
-    points: tuple[Solution, ...]
+    solutions: tuple[Solution, ...]
     starts: tuple[int, ...]
-    taken: tuple[int, ...]
+    solution_of_unit: tuple[int, ...]
     seconds: float
     gap: float
 
 
 def best_candidate(
     search: InnerSearch,
-    shape: Configuration,
+    configuration: Configuration,
     samples: int,
     reserve: Sequence[float] | None = None,
     starts: Sequence[int] | None = None,
-    alike: bool = False,
+    same_layouts: bool = False,
     unlimited: bool = False,
 ) -> Candidate:
-    """The best plan of one shape.
+    """The best candidate of one configuration.
 
     Args:
-        reserve: bytes of each stage's device that must stay free.
-        starts: the first unit of each stage, where the user cut by hand.
-        alike: all units are sharded as in the fastest solution.
-        unlimited: all units are those of the fastest solution, whatever memory that takes.
+        samples: of one microbatch.
+        reserve: bytes of each pipeline rank's device that must stay free.
+        starts: the first unit of each stage, where the user cut the stages.
+        same_layouts: all units have the layouts of the fastest solution. They differ in what they
+            recompute.
+        unlimited: all units take the fastest solution, whatever memory that takes.
 
     Raises:
-        BudgetError: nothing fits the memory, with the least that would.
+        BudgetError: nothing fits the memory; with the least memory that would be enough.
+        PlanError: a pipeline rank would have no parameter, or there are fewer units than stages.
     """
-    prices = search.prices(shape, samples)
-    start = time.perf_counter()
+    prices = search.prices(configuration, samples)
     room = [
-        UNLIMITED if unlimited else search.budget - r for r in reserve or [0.0] * shape.pipeline
+        UNLIMITED if unlimited else search.budget - r
+        for r in reserve or [0.0] * configuration.pipeline
     ]
-    try:
-        _, gap = prices.fastest_within(
-            min(room) * shape.pipeline, PRICES if shape.stages > 1 else None
-        )
-    except DoesNotFitError as e:
-        raise _over_budget(search, shape, samples, e) from None
-    finally:
-        start = search.add_time("solve", start)
-    # Stages are unlike: where all fit on average, the fullest may not, and has cheaper ways out
-    # than to move the cut.
-    fastest = prices.at(0.0)
-    if shape.stages > 1 and search.worst_bytes(shape, fastest.cost_breakdown, 1) > NEARLY * min(
-        room
-    ):
-        unit = FIRST * fastest.value / search.budget / float(prices.weights.flight[0])
-        for power in (0, 1, 2):
-            prices.at(unit * COARSE**power)
-    points = [fastest]
-    if not unlimited:
-        same = prices.with_fastest_layouts()
-        points = (
-            same.distinct_solutions() if alike else prices.distinct_solutions(same.solved.values())
-        )
-    tables = UnitCostTable(prices.problem, search.units, once=shape.stages == 1).of(points)
-    microbatches_in_flight = np.array(shape.microbatches_in_flight(), dtype=float)
-    budgets = []
-    for stage, flight in enumerate(
-        microbatches_in_flight
-    ):  # the chunks of a rank share its memory as they need it
-        rank = stage % shape.pipeline
-        budgets.append(room[rank] * flight / microbatches_in_flight[rank :: shape.pipeline].sum())
-    stages = StagePartition(tables, budgets, shape.microbatches_in_flight(), shape.pipeline)
-    if shape.stages > 1:
-        stages.has_parameter = search.units.has_parameter
-        stages.crossing = _crossing(search.units, prices.problem, points[0])
-        links = search.known.conversions(shape.sizes, shape.pipeline).pipeline
-        stages.sending = np.array(
-            [point_to_point(nbytes, links) if nbytes else 0.0 for nbytes in stages.crossing]
-        )
+    gap = _solve_within(search, configuration, samples, room)
+    start = time.perf_counter()
+    solutions = _solutions(search, configuration, prices, room, same_layouts, unlimited)
+    partition = _partition(search, configuration, prices.problem, solutions, room)
     if starts is None:
-        found = stages.best(shape.microbatches)
-        if found is None:
-            raise _over_cut(search, shape, samples, stages)
-        starts = found[0]
-    if (
-        bare := rank_without_parameter(search.units.has_parameter, starts, shape.pipeline)
-    ) is not None and shape.stages > 1:
-        raise no_parameter(bare, shape)
-    taken = stages.points(starts)
-    if taken is None:
-        raise _over_cut(search, shape, samples, stages)
-    seconds = stages.step_seconds(starts, taken, shape.microbatches, shape.schedule)
+        best = partition.best(configuration.microbatches)
+        if best is None:
+            raise _no_cut_error(search, configuration, samples, partition)
+        starts = best[0]
+    pipeline = configuration.pipeline
+    idle = rank_without_parameter(search.units.has_parameter, starts, pipeline)
+    if idle is not None and configuration.stages > 1:
+        raise no_parameter_error(idle, configuration)
+    chosen = partition.solutions(starts)
+    if chosen is None:
+        raise _no_cut_error(search, configuration, samples, partition)
+    microbatches, schedule = configuration.microbatches, configuration.schedule
+    seconds = partition.step_seconds(starts, chosen, microbatches, schedule)
     search.add_time("stages", start)
     return Candidate(
-        shape,
+        configuration,
         prices.problem,
-        tuple(points),
+        tuple(solutions),
         tuple(starts),
-        tuple(int(t) for t in taken),
+        tuple(int(solution) for solution in chosen),
         seconds,
         gap,
     )
 
 
-def _crossing(units: Units, problem: Problem, solution: Solution) -> np.ndarray:
-    """[unit]: bytes of a microbatch that a stage is sent which begins with that unit: of what is
-    made before, and read there or later.
+def _solve_within(
+    search: InnerSearch, configuration: Configuration, samples: int, room: Sequence[float]
+) -> float:
+    """Solves at prices of memory until a solution fits the ``room`` of all ranks together; returns
+    the gap of that solution.
     """
-    unit_of = {n: u for u, nodes in enumerate(units.nodes) for n in nodes}
-    last: dict[fx.Node, int] = {}
-    for node, unit in unit_of.items():
-        for operand, _ in operands(node):
-            if operand in unit_of:
-                last[operand] = max(unit, last.get(operand, 0))
-    crossing = np.zeros(len(units.nodes))
-    for node, end in last.items():
-        v = problem.vertex_of[node]
-        crossing[unit_of[node] + 1 : end + 1] += float(
-            problem.vertices[v].result[solution.chosen[v]]
+    start = time.perf_counter()
+    pipeline = configuration.pipeline
+    prices = search.prices(configuration, samples)
+    try:
+        solves = PIPELINE_SOLVES if configuration.stages > 1 else None
+        return prices.fastest_within(min(room) * pipeline, solves)[1]
+    except DoesNotFitError as e:
+        needed = e.nbytes / pipeline
+        state = float(e.least.cost_breakdown.state[0]) / pipeline
+        kinds = {"parameters, gradients and optimizer": state, "activations": needed - state}
+        raise over_budget_error(search, configuration, samples, kinds) from None
+    finally:
+        search.add_time("solve", start)
+
+
+def _solutions(
+    search: InnerSearch,
+    configuration: Configuration,
+    prices: MemoryPrices,
+    room: Sequence[float],
+    same_layouts: bool,
+    unlimited: bool,
+) -> list[Solution]:
+    """The different solutions that units may take, the fastest first."""
+    fastest = prices.at(0.0)
+    nbytes = equal_stages_bytes(configuration, fastest.cost_breakdown, 1)
+    if configuration.stages > 1 and nbytes > NEARLY_FULL * min(room):
+        # All stages may fit on average where the fullest one does not. Solutions at low prices
+        # save memory there, which is cheaper than to move the cut.
+        unit = FIRST_PRICE * fastest.value / search.budget / float(prices.weights.flight[0])
+        for power in (0, 1, 2):
+            prices.at(unit * PRICE_FACTOR**power)
+    if unlimited:
+        return [fastest]
+    same = prices.with_fastest_layouts()
+    if same_layouts:
+        return same.distinct_solutions()
+    return prices.distinct_solutions(same.solved.values())
+
+
+def _partition(
+    search: InnerSearch,
+    configuration: Configuration,
+    problem: Problem,
+    solutions: Sequence[Solution],
+    room: Sequence[float],
+) -> StagePartition:
+    """The stages of a configuration, whose units take any of ``solutions``."""
+    pipeline, units = configuration.pipeline, search.units
+    table = UnitCostTable(problem, units, one_stage=configuration.stages == 1)
+    in_flight = np.array(configuration.microbatches_in_flight(), dtype=float)
+    budgets = []
+    for stage, of_stage in enumerate(in_flight):
+        # The chunks of a rank share its memory in proportion to their microbatches in flight.
+        rank = stage % pipeline
+        budgets.append(room[rank] * of_stage / in_flight[rank::pipeline].sum())
+    partition = StagePartition(
+        table.of(solutions), budgets, configuration.microbatches_in_flight(), pipeline
+    )
+    if configuration.stages > 1:
+        received = received_bytes(units, problem, solutions[0])
+        links = search.cache.conversions(configuration.sizes, pipeline).pipeline
+        partition.has_parameter = units.has_parameter
+        partition.received_bytes = received
+        partition.receive_seconds = np.array(
+            [point_to_point(nbytes, links) if nbytes else 0.0 for nbytes in received]
         )
-    return crossing
+    return partition
 
 
-def _over_budget(
-    search: InnerSearch, shape: Configuration, samples: int, error: DoesNotFitError
-) -> BudgetError:
-    """The least that any plan needs, and where it goes."""
-    needed, state = (
-        error.nbytes / shape.pipeline,
-        float(error.least.cost_breakdown.state[0]) / shape.pipeline,
-    )
-    kinds = {"parameters, gradients and optimizer": state, "activations": needed - state}
-    return too_little(search, shape, samples, kinds)
-
-
-def _over_cut(
-    search: InnerSearch, shape: Configuration, samples: int, stages: StagePartition
+def _no_cut_error(
+    search: InnerSearch, configuration: Configuration, samples: int, partition: StagePartition
 ) -> PlanError:
-    if shape.stages > stages.units:
-        return too_many_stages(shape, stages.units)
-    stage, state, kept = stages.least()
-    return too_little(
-        search,
-        shape,
-        samples,
-        {"parameters, gradients and optimizer": state, "activations": kept},
-        stage,
-    )
+    """The error of a configuration without a cut whose stages all fit."""
+    if configuration.stages > partition.units:
+        return too_many_stages_error(configuration, partition.units)
+    stage, state, kept = partition.fullest_stage()
+    kinds = {"parameters, gradients and optimizer": state, "activations": kept}
+    return over_budget_error(search, configuration, samples, kinds, stage)

@@ -1,5 +1,5 @@
-"""The searches of one model and batch: that on the graph of the whole batch, and that on a
-microbatch's of any size.
+"""The inner searches of one model and batch: one on the graph of the whole batch, one on the graph
+of a microbatch of any size.
 """
 
 from __future__ import annotations
@@ -13,23 +13,27 @@ from autopar.ir.captured import BatchDivision
 from autopar.search.inner.candidate import Candidate, best_candidate
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.inner.search_cache import SearchCache
+from autopar.search.inner.step_bounds import least_bytes
 from autopar.search.space.configuration import Configuration
 from autopar.search.space.options import Options
 from autopar.search.space.user_cuts import user_cut_nodes
 
 Progress = Callable[[str], None]
+# An estimate of memory may be this many times the counted memory.
+ESTIMATE_MARGIN = 1.25
 
 
 class InnerSearches:
-    """Makes a :class:`InnerSearch` when one is asked for.
+    """Makes an :class:`InnerSearch` when the outer search asks for it.
 
     Args:
-        known_of: what is known of the graph of a batch in so many microbatches, of any size; a
-            PlanError where there is none.
+        search_cache_of: the cache of the graph of a batch in so many microbatches. Raises PlanError
+            where the batch has no such graph.
         samples: of the whole batch.
+        progress: is called with a few words about each step of the search.
 
     Attributes:
-        unsolved: shapes that have no plan only because the solver found none in ``time_limit``.
+        unsolved: configurations for which the solver found no plan within ``time_limit``.
     """
 
     def __init__(
@@ -39,135 +43,153 @@ class InnerSearches:
         options: Options,
         progress: Progress,
     ) -> None:
-        self.search_cache_of, self.samples, self.options, self.progress = (
-            search_cache_of,
-            samples,
-            options,
-            progress,
-        )
+        self.search_cache_of, self.samples = search_cache_of, samples
+        self.options, self.progress = options, progress
         self.timings: dict[str, float] = {}
         self.unsolved: list[Configuration] = []
         self._searches: dict[bool, InnerSearch] = {}
         self._failed: dict[int, PlanError] = {}
 
     def of(self, microbatches: int) -> InnerSearch:
-        """The search on the graph of a microbatch, of any size; that of a whole batch is another
-        one, without counts.
+        """The search for a batch in so many microbatches.
+
+        One graph stands for microbatches of any size. The graph of the whole batch is another one:
+        it counts the labels of the batch itself, where the graph of a microbatch takes the count
+        as an input.
         """
-        parts = microbatches > 1
-        if parts not in self._searches:
+        is_microbatch = microbatches > 1
+        if is_microbatch not in self._searches:
             if microbatches in self._failed:
                 raise self._failed[microbatches]
             try:
-                known = self.search_cache_of(microbatches)
-                self._check_exact(known.analysis.captured.division)
-                cuts = (
-                    user_cut_nodes(known.analysis, self.options.pipeline.split_before)
-                    if self.options.pipeline
-                    else ()
-                )
-                self._searches[parts] = InnerSearch(
-                    known.analysis, known.cluster, self.options, cuts, self.timings, known
-                )
+                self._searches[is_microbatch] = self._make(microbatches)
             except PlanError as e:
                 self._failed[microbatches] = e
                 raise
-        return self._searches[parts]
+        return self._searches[is_microbatch]
+
+    def _make(self, microbatches: int) -> InnerSearch:
+        cache = self.search_cache_of(microbatches)
+        self._check_exact(cache.analysis.captured.division)
+        pipeline = self.options.pipeline
+        cuts = user_cut_nodes(cache.analysis, pipeline.split_before) if pipeline else ()
+        return InnerSearch(cache.analysis, cache.cluster, self.options, cuts, self.timings, cache)
 
     def _check_exact(self, division: BatchDivision | None) -> None:
-        """PlanError where microbatches that nobody asked for would compute something else."""
-        if (
-            division is not None
-            and division.inexact_operators
-            and self.options.micro_batch_size is None
-        ):
+        """Raises PlanError where microbatches would change the model's numbers, and the user did
+        not ask for microbatches.
+        """
+        inexact = division is not None and division.inexact_operators
+        if inexact and self.options.micro_batch_size is None:
             raise PlanError(
-                f"micro_batch_size: {division.inexact_operators[0]} takes its statistics of the whole "
-                "batch, and would take them of each "
-                "microbatch; give micro_batch_size if that is wanted"
+                f"micro_batch_size: {inexact[0]} takes its statistics of the whole batch, and "
+                "would take them of each microbatch; give micro_batch_size if that is wanted"
             )
 
-    def divides(self, shape: Configuration) -> bool:
-        """Whether the model can be computed in a shape's microbatches."""
+    def can_split(self, configuration: Configuration) -> bool:
+        """Whether the model can be computed in a configuration's microbatches."""
         try:
-            self.check_room(shape)
+            self.check_split(configuration)
         except PlanError:
             return False
         return True
 
-    def check_room(self, shape: Configuration) -> None:
-        """PlanError where microbatches would tear apart samples that the model takes together."""
-        division = self.of(shape.microbatches).analysis.captured.division
+    def check_split(self, configuration: Configuration) -> None:
+        """Raises PlanError where microbatches would separate samples that the model takes
+        together.
+        """
+        microbatches = configuration.microbatches
+        division = self.of(microbatches).analysis.captured.division
         if division is None:
             return
-        apart = (
-            division.max_chunks * division.parts == self.samples
-        )  # else axes that may split samples count as if they did
+        # Free axes may split samples. They count as if they did, unless every sample stands alone.
+        every_sample_alone = division.max_chunks * division.parts == self.samples
         degree = math.prod(
-            a.size for a in shape.axes if a.use == "data" or (a.use == "free" and not apart)
+            a.size
+            for a in configuration.axes
+            if a.use == "data" or (a.use == "free" and not every_sample_alone)
         )
         chunks = math.lcm(degree, division.parts) // division.parts
-        if division.max_chunks % (shape.microbatches * chunks):
+        if division.max_chunks % (microbatches * chunks):
             together = self.samples // (division.max_chunks * division.parts)
+            parts = (
+                f", in each of {division.parts} equal parts of the batch"
+                if division.parts > 1
+                else ""
+            )
             raise PlanError(
-                f"micro_batch_size: {division.limiting_operator or 'the model'} takes {together} samples "
-                "together"
-                + (
-                    f", in each of {division.parts} equal parts of the batch"
-                    if division.parts > 1
-                    else ""
-                )
-                + f", which {shape.microbatches} microbatches of a batch of {self.samples} over "
-                f"data={degree} tear apart: "
-                f"microbatches times data-parallel ranks must divide {division.max_chunks}"
+                f"micro_batch_size: {division.limiting_operator or 'the model'} takes {together} "
+                f"samples together{parts}, which {microbatches} microbatches of a batch of "
+                f"{self.samples} over data={degree} tear apart: microbatches times data-parallel "
+                f"ranks must divide {division.max_chunks}"
             )
 
-    def in_blocks(self) -> InnerSearches:
-        """Those of plans that recompute every block."""
-        other = InnerSearches(
-            self.search_cache_of,
-            self.samples,
-            replace(self.options, recompute="full"),
-            self.progress,
-        )
+    def with_full_recomputation(self) -> InnerSearches:
+        """The searches for plans that recompute every block."""
+        options = replace(self.options, recompute="full")
+        other = InnerSearches(self.search_cache_of, self.samples, options, self.progress)
         other.timings, other.unsolved = self.timings, self.unsolved
         return other
 
-    def part(self, shape: Configuration) -> int:
-        """The samples of a microbatch.
+    def microbatch_samples(self, configuration: Configuration) -> int:
+        """The samples of one microbatch.
 
         Raises:
-            PlanError: the batch does not split like that.
+            PlanError: the batch does not divide by the microbatches and the data-parallel ranks.
         """
-        samples, rest = divmod(self.samples, shape.microbatches)
-        degree = math.prod(a.size for a in shape.axes if a.use == "data")
+        samples, rest = divmod(self.samples, configuration.microbatches)
+        degree = math.prod(a.size for a in configuration.axes if a.use == "data")
         if rest or samples % degree:
             asked = f"a batch of {self.samples}" + (
-                f" in {shape.microbatches} microbatches" if shape.microbatches > 1 else ""
+                f" in {configuration.microbatches} microbatches"
+                if configuration.microbatches > 1
+                else ""
             )
             raise PlanError(
                 f"{asked} does not split over data={degree}: use a multiple of "
-                f"{degree * shape.microbatches}, or another data size"
+                f"{degree * configuration.microbatches}, or another data size"
             )
         return samples
 
-    def drafted(
+    def of_configuration(self, configuration: Configuration) -> tuple[InnerSearch, int]:
+        """The search for a configuration, and the samples of one microbatch."""
+        search = self.of(configuration.microbatches)
+        return search, self.microbatch_samples(configuration)
+
+    def least_bytes(self, configuration: Configuration) -> float:
+        """Bytes of a device that no plan of a configuration, in equal stages, goes below."""
+        search, samples = self.of_configuration(configuration)
+        return least_bytes(search, configuration, samples)
+
+    def may_fit(self, configuration: Configuration) -> bool:
+        """Whether a plan of the configuration may fit the budget."""
+        search = self.of(configuration.microbatches)
+        return self.least_bytes(configuration) <= ESTIMATE_MARGIN * search.budget
+
+    def candidate(
         self,
-        shape: Configuration,
+        configuration: Configuration,
         reserve: Sequence[float] | None = None,
-        alike: bool = False,
+        same_layouts: bool = False,
         unlimited: bool = False,
     ) -> Candidate:
-        """:func:`best_candidate` of a shape."""
-        self.check_room(shape)
-        search = self.of(shape.microbatches)
+        """:func:`best_candidate` of a configuration."""
+        self.check_split(configuration)
+        search, samples = self.of_configuration(configuration)
         return best_candidate(
-            search, shape, self.part(shape), reserve, self.by_hand(search), alike, unlimited
+            search,
+            configuration,
+            samples,
+            reserve,
+            self.user_starts(search),
+            same_layouts,
+            unlimited,
         )
 
-    def by_hand(self, search: InnerSearch) -> list[int] | None:
-        """The first unit of each stage, where the user cut."""
-        if not self.options.pipeline or not self.options.pipeline.split_before:
+    def user_starts(self, search: InnerSearch) -> list[int] | None:
+        """The first unit of each stage; None where the user did not cut the stages."""
+        pipeline = self.options.pipeline
+        if not pipeline or not pipeline.split_before:
             return None
-        cuts = user_cut_nodes(search.analysis, self.options.pipeline.split_before)
+        cuts = user_cut_nodes(search.analysis, pipeline.split_before)
         return [0, *(search.units.starts.index(n) for n in cuts)]

@@ -1,4 +1,6 @@
-"""What to say of a shape that has no plan, and where none has."""
+"""The errors of configurations that have no plan, and the note of configurations that were not
+solved.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,15 @@ from autopar.search.space.configuration import Configuration
 from autopar.search.space.options import Options
 
 
-def failure(
+def no_plan_error(
     failures: Sequence[PlanError], unsolved: Sequence[Configuration], options: Options, samples: int
 ) -> PlanError:
-    """The error of a search over shapes that all failed or were left ``unsolved``, of a batch of
-    ``samples``.
+    """The error of a search in which no configuration has a plan.
+
+    Args:
+        failures: why configurations failed.
+        unsolved: configurations for which the solver had too little time.
+        samples: of the batch.
     """
     size = options.micro_batch_size
     if unsolved:
@@ -23,15 +29,16 @@ def failure(
             f"no plan was found: {unsolved_notes(unsolved, options)[0]}. Give a higher one, or "
             "parallel= or mesh= sizes"
         )
-    if size is None and failures:  # what was wrong with sizes that nobody asked for says least
-        return next((f for f in failures if not str(f).startswith("micro_batch_size")), failures[0])
+    if size is None and failures:
+        # The user asked for no microbatch size, so an error about one helps least.
+        return next((f for f in failures if not _is_about_size(f)), failures[0])
     if size is None:
         return PlanError(
             f"no plan was found for a batch of {samples} on {options.world_size} ranks: give "
             "other parallel= or mesh= sizes, or a higher "
             f"time_limit than {options.time_limit:g} s"
         )
-    if failures and str(failures[0]).startswith("micro_batch_size"):
+    if failures and _is_about_size(failures[0]):
         return failures[0]
     ranks, pipeline = options.world_size, options.pipeline
     degrees = " or ".join(map(str, options.data_parallel_sizes(pipeline.size if pipeline else 1)))
@@ -47,57 +54,67 @@ def failure(
     )
 
 
-def unsolved_notes(shapes: Sequence[Configuration], options: Options) -> list[str]:
-    """What to note of a plan beside which ``shapes`` could not be solved."""
-    names = list(dict.fromkeys(map(str, shapes)))
+def _is_about_size(error: PlanError) -> bool:
+    return str(error).startswith("micro_batch_size")
+
+
+def unsolved_notes(unsolved: Sequence[Configuration], options: Options) -> list[str]:
+    """The note of a plan beside which ``unsolved`` configurations have none; empty without them."""
+    names = list(dict.fromkeys(map(str, unsolved)))
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     limit = f"the solver found no plan for them within time_limit={options.time_limit:g} s"
     return [f"not searched: {', '.join(names[:3])}{more}; {limit}"] if names else []
 
 
-def too_many_stages(shape: Configuration, parts: int) -> PlanError:
-    """The error of a shape with more stages than there are parts of the model."""
+def too_many_stages_error(configuration: Configuration, units: int) -> PlanError:
+    """The error of a configuration with more stages than the graph has units."""
     return PlanError(
-        f"{shape.stages} pipeline stages ({shape.pipeline} ranks x {shape.chunks} chunks) are "
-        f"more than the {parts} parts "
-        "that the model can be cut into: use fewer"
+        f"{configuration.stages} pipeline stages ({configuration.pipeline} ranks x "
+        f"{configuration.chunks} chunks) are more than the {units} parts that the model can be cut "
+        "into: use fewer"
     )
 
 
-def no_parameter(rank: int, shape: Configuration) -> PlanError:
-    """The error of a shape with a pipeline rank that has nothing to train."""
+def no_parameter_error(rank: int, configuration: Configuration) -> PlanError:
+    """The error of a configuration with a pipeline rank that has nothing to train."""
     return PlanError(
-        f"pipeline rank {rank} of {shape.pipeline} would have no parameter, so that no optimizer "
-        "could be made there: "
-        "cut the model elsewhere, or use fewer stages"
+        f"pipeline rank {rank} of {configuration.pipeline} would have no parameter, so that no "
+        "optimizer could be made there: cut the model elsewhere, or use fewer stages"
     )
 
 
-def too_little(
+def over_budget_error(
     search: InnerSearch,
-    shape: Configuration,
+    configuration: Configuration,
     samples: int,
     kinds: dict[str, float],
     stage: int | None = None,
 ) -> BudgetError:
-    """The error of a shape whose least memory, by kind, is more than there is."""
+    """The error of a configuration whose least memory is above the budget.
+
+    Args:
+        samples: of one microbatch.
+        kinds: the least memory of a device in bytes, by kind.
+        stage: which stage needs it, where stages differ.
+    """
     options, needed = search.options, sum(kinds.values())
     where = ", ".join(
         f"{kind} {nbytes:,.0f}" for kind, nbytes in sorted(kinds.items(), key=lambda item: -item[1])
     )
-    mesh = " x ".join(str(a.size) for a in shape.axes)
-    piped = f" of each of {shape.pipeline} pipeline ranks" if shape.pipeline > 1 else ""
+    pipeline, microbatches = configuration.pipeline, configuration.microbatches
+    mesh = " x ".join(str(a.size) for a in configuration.axes)
+    piped = f" of each of {pipeline} pipeline ranks" if pipeline > 1 else ""
     given = (
         "memory_budget"
         if options.memory_budget
         else f"memory of a device of {search.cluster.name!r}"
     )
-    at = f" at stage {stage}" if stage is not None and shape.stages > 1 else ""
+    at = f" at stage {stage}" if stage is not None and configuration.stages > 1 else ""
+    advice = memory_advice(kinds, options, configuration.axes)
     return BudgetError(
         f"no plan fits the {given} of {search.budget:,.0f} bytes: the least that any needs is "
-        f"{needed:,.0f} bytes a device{at} "
-        f"({where}), on a mesh of {mesh}{piped} in {shape.microbatches} "
-        f"microbatch{'es' * (shape.microbatches > 1)} of {samples} "
-        f"sample{'s' * (samples > 1)}. What would free most: {memory_advice(kinds, options, shape.axes)}",
+        f"{needed:,.0f} bytes a device{at} ({where}), on a mesh of {mesh}{piped} in {microbatches} "
+        f"microbatch{'es' * (microbatches > 1)} of {samples} sample{'s' * (samples > 1)}. "
+        f"What would free most: {advice}",
         needed,
     )

@@ -1,8 +1,8 @@
-"""What searches of one captured graph on one cluster have in common, worked out once: a sweep asks
-the same graph a hundred questions.
+"""What all searches of one captured graph on one cluster share. A sweep asks the same graph a
+hundred questions.
 
-A search finds the same with it as without: each thing kept here depends on nothing but the graph,
-    the cluster and its key.
+A search finds the same plan with the cache as without: each cached value depends on the graph, the
+cluster and its key alone.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from autopar.memory.saved_tensors import SavedTensors, saved
 from autopar.rules.analysis import Analysis
 from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.solve import Solution
-from autopar.search.pipeline.units import Units, units
+from autopar.search.pipeline.units import Units, split_into_units
 from autopar.search.pricing.kernel_seconds import KernelTimer
 from autopar.search.space.repeated_blocks import block_representatives
 
-MOST = 32  # of each kind: of a large graph one may take megabytes
-SOLUTIONS = 1024
+MOST_VALUES = 32  # of each kind: a value of a large graph may take megabytes
+MOST_SOLUTIONS = 1024
 
 Value = TypeVar("Value")
-Work = dict[
-    tuple[str, str, str], np.ndarray
-]  # by operator, kind and dtype: [FLOPs or bytes, kernel]
+# [FLOPs or bytes, kernel] by operator, kind and dtype of the kernels.
+WorkByKind = dict[tuple[str, str, str], np.ndarray]
 
 
 class LruCache(Generic[Value]):
-    """The values used last, by what they depend on."""
+    """The values used last, by key."""
 
-    def __init__(self, most: int = MOST) -> None:
+    def __init__(self, most: int = MOST_VALUES) -> None:
         self._most = most
         self._values: OrderedDict[Hashable, Value] = OrderedDict()
 
     def of(self, key: Hashable, make: Callable[[], Value]) -> Value:
+        """The value of ``key``; ``make`` makes a value that is absent."""
         if key not in self._values:
             self._values[key] = make()
         self._values.move_to_end(key)
@@ -51,20 +51,29 @@ class LruCache(Generic[Value]):
 
 
 @dataclass(frozen=True)
-class Cut:
-    """A graph cut into stages: the stages in which each node runs, its representative in equal
-    blocks, what autograd keeps of it.
+class StagedGraph:
+    """A graph that is cut into stages.
+
+    Attributes:
+        stage_of: the stages in which each node runs, or is held.
+        representative: for each node the node that stands for it in equal blocks.
+        saved: what autograd saves of each node.
     """
 
     analysis: Analysis
     stage_of: dict[fx.Node, tuple[int, ...]]
-    alike: dict[fx.Node, fx.Node]
+    representative: dict[fx.Node, fx.Node]
     saved: dict[fx.Node, SavedTensors]
 
 
 class SearchCache:
-    """Of one captured graph, whose batch stands for a microbatch of any size, on one cluster;
-    ``tf32`` as for :class:`Compute`. ``kernel_timer`` measures what the cluster has no curve of."""
+    """Shared values of one captured graph, whose batch stands for a microbatch of any size, on one
+    cluster.
+
+    Args:
+        tf32: as for :class:`Compute`.
+        kernel_timer: measures kernels for which the cluster has no curve.
+    """
 
     def __init__(
         self,
@@ -76,39 +85,44 @@ class SearchCache:
         self.analysis, self.cluster, self.kernel_timer = analysis, cluster, kernel_timer
         self.representative = representatives(analysis)
         self.nodes = [n for n in analysis.graph.nodes if self.representative[n] is n]
-        self.autograd, self.compute = OperatorTracer(cluster.device.kind), Compute(cluster, tf32)
-        self.work, self.cuts = LruCache[Work](), LruCache[Cut]()
-        self.problems, self.solutions = LruCache[Problem](), LruCache[Solution](SOLUTIONS)
-        self._saved, self._units, self._conversions = (
-            LruCache[dict[fx.Node, SavedTensors]](),
-            LruCache[Units](),
-            LruCache[Conversions](),
-        )
+        self.tracer, self.compute = OperatorTracer(cluster.device.kind), Compute(cluster, tf32)
+        self.work, self.staged_graphs = LruCache[WorkByKind](), LruCache[StagedGraph]()
+        self.problems, self.solutions = LruCache[Problem](), LruCache[Solution](MOST_SOLUTIONS)
+        self._saved = LruCache[dict[fx.Node, SavedTensors]]()
+        self._units, self._conversions = LruCache[Units](), LruCache[Conversions]()
 
     def saved(self, samples: int) -> dict[fx.Node, SavedTensors]:
-        """What autograd keeps of representatives; the graph must be that of a microbatch of so many
-        samples.
+        """What autograd saves of the representatives. The graph must have the shapes of a
+        microbatch of ``samples``.
         """
-        of, kind = self.analysis, self.cluster.device.kind
+        analysis, kind = self.analysis, self.cluster.device.kind
         return self._saved.of(
             samples,
             lambda: saved(
-                self.nodes, of.differentiable, kind, self.autograd, self.representative, of.rules
+                self.nodes,
+                analysis.differentiable,
+                kind,
+                self.tracer,
+                self.representative,
+                analysis.rules,
             ),
         )
 
-    def units(self, cuts: Sequence[fx.Node]) -> Units:
+    def units(self, user_cuts: Sequence[fx.Node]) -> Units:
+        """The units of the graph; one begins with each of ``user_cuts``."""
+        analysis = self.analysis
         return self._units.of(
-            tuple(cuts), lambda: units(self.analysis, self.analysis.duplicated, cuts)
+            tuple(user_cuts), lambda: split_into_units(analysis, analysis.duplicated, user_cuts)
         )
 
     def conversions(self, sizes: Sequence[int], stages: int) -> Conversions:
+        """Conversions on a mesh of ``sizes``; ``stages`` such meshes share the cluster's links."""
         return self._conversions.of(
             (tuple(sizes), stages), lambda: Conversions(sizes, self.cluster, stages)
         )
 
 
 def representatives(analysis: Analysis) -> dict[fx.Node, fx.Node]:
-    """Each node's, of those that play its part in equal blocks."""
+    """For each node the node that stands for it in equal blocks."""
     names = {n.name: i.target for n, i in analysis.state.items()}
     return block_representatives(analysis.graph, names, analysis.differentiable, analysis.batch)

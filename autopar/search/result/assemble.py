@@ -1,248 +1,184 @@
-"""From a draft to the whole: every node of the graph, cut into stages, with what its unit's
-solution decides, priced exactly.
+"""From a candidate to a priced plan: every node of the graph, cut into stages, takes what the
+solution of its unit decides, and the whole is priced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 
 import numpy as np
 import torch.fx as fx
 
 from autopar.ir.layout import Layout
-from autopar.memory.saved_tensors import SavedTensors, saved
-from autopar.passes.lowering.cut_stages import cut_stages
-from autopar.rules.analysis import Analysis
+from autopar.memory.saved_tensors import SavedTensors
 from autopar.runtime.kernels.graph_kernels import send
 from autopar.search.ilp.problem import CostWeights, Problem, build_problem
 from autopar.search.ilp.solve import ReducedProblem, Solution
 from autopar.search.inner.candidate import Candidate
 from autopar.search.inner.inner_search import InnerSearch
-from autopar.search.inner.search_cache import Cut, representatives
-from autopar.search.pipeline.units import Units
 from autopar.search.pricing.costs import Costs
 from autopar.search.result.priced_plan import PricedPlan
-from autopar.search.space.configuration import Configuration
+from autopar.search.result.staged_graph import staged_costs, staged_graph
 from autopar.search.space.node_choices import NodeChoices
 from autopar.search.space.recompute_policy import FREED, RECOMPUTED, SAVED, RecomputePolicy
 from autopar.search.space.strategies import Choice
 
 
-def assemble(search: InnerSearch, draft: Candidate) -> PricedPlan:
-    """What ``draft`` comes to on the search's graph, which must be that of one of its
-    microbatches.
+def assemble(search: InnerSearch, candidate: Candidate) -> PricedPlan:
+    """The priced plan of ``candidate``. The search's graph must have the shapes of the candidate's
+    microbatch.
     """
-    place = {n.name: n for n in search.analysis.graph.nodes}
-    cut = search.known.cuts.of(
-        (search.units.starts, draft.starts, search.analysis.batch.size),
-        lambda: _cut(search, draft.starts),
-    )
-    return _Assembly(search, draft, cut, place).found()
-
-
-def _cut(search: InnerSearch, starts: Sequence[int]) -> Cut:
-    analysis = cut_at_units(search, starts)
-    return Cut(
-        analysis,
-        stages_of(analysis, len(starts)),
-        representatives(analysis),
-        saved_by(search, analysis),
-    )
-
-
-def cut_at_units(search: InnerSearch, starts: Sequence[int]) -> Analysis:
-    """The search's graph, cut before these units (the first of them is where it begins)."""
-    names = [search.units.nodes[u][0].name for u in starts[1:]]
-    return cut_stages(search.analysis, names) if names else search.analysis
-
-
-def costs_of_stages(search: InnerSearch, shape: Configuration, analysis: Analysis) -> Costs:
-    """Costs of a graph that is cut into the stages of ``shape``."""
-    return _costs(
-        search, shape, analysis, saved_by(search, analysis), stages_of(analysis, shape.stages)
-    )
-
-
-def saved_by(search: InnerSearch, analysis: Analysis) -> dict[fx.Node, SavedTensors]:
-    """What autograd keeps of each call of a graph that is cut."""
-    return saved(
-        analysis.graph.nodes,
-        analysis.differentiable,
-        search.cluster.device.kind,
-        search.autograd,
-        rules=analysis.rules,
-    )
-
-
-def _costs(
-    search: InnerSearch,
-    shape: Configuration,
-    analysis: Analysis,
-    kept: dict[fx.Node, SavedTensors],
-    stage_of: Mapping[fx.Node, tuple[int, ...]],
-) -> Costs:
-    conversions = search.known.conversions(shape.sizes, shape.pipeline)
-    holders = {
-        node: len({stage % shape.pipeline for stage in stage_of[node]}) for node in analysis.state
-    }
-    return search.costs(analysis, kept, conversions, shape.microbatches, holders)
+    return _Assembly(search, candidate).priced_plan()
 
 
 class _Assembly:
-    def __init__(
-        self, search: InnerSearch, draft: Candidate, cut: Cut, drafted: dict[str, fx.Node]
-    ) -> None:
-        self.search, self.draft, self.cut, self.drafted = search, draft, cut, drafted
-        self.analysis, self.stage_of = cut.analysis, cut.stage_of
-        self.point = self._points(search.units)
+    """Transfers a candidate's decisions from the search's graph to the graph that is cut into
+    stages. Nodes of both graphs have the same names; the cut graph has ``send`` nodes besides.
+    """
+
+    def __init__(self, search: InnerSearch, candidate: Candidate) -> None:
+        self.search, self.candidate = search, candidate
+        self.searched = {n.name: n for n in search.analysis.graph.nodes}
+        self.staged = staged_graph(search, candidate.starts)
+        self.analysis, self.stage_of = self.staged.analysis, self.staged.stage_of
+        self.solution_of = self._solution_of_node()
+        # Nodes that stand for one another must have the same stages and the same decisions.
         first: dict[tuple, fx.Node] = {}
         self.representative = {
             n: first.setdefault(
-                (cut.alike[n], self.stage_of[n], self._points_of(n), self._again_conversions(n)), n
+                (
+                    self.staged.representative[n],
+                    self.stage_of[n],
+                    self._deciding_solutions(n),
+                    self._recomputed_layouts(n),
+                ),
+                n,
             )
             for n in self.analysis.graph.nodes
         }
 
-    def _points(self, units: Units) -> dict[fx.Node, int]:
-        """The solution that each node takes: its unit's; that of a parameter's or a received
-        tensor's first reader.
+    def priced_plan(self) -> PricedPlan:
+        search, configuration, analysis = self.search, self.candidate.configuration, self.analysis
+        costs = staged_costs(search, configuration, analysis, self.staged.saved, self.stage_of)
+        problem = self._problem(costs)
+        in_flight = np.array(configuration.microbatches_in_flight(), dtype=float)
+        ones = np.ones(configuration.stages)
+        weights = CostWeights(ones * configuration.microbatches, ones, ones, ones * 0.0, in_flight)
+        chosen = ReducedProblem(problem, weights).solve(search.options.time_limit)[0]
+        recomputed = self._recomputed_conversions(problem, chosen)
+        chosen = problem.free_unneeded_results(chosen, recomputed)
+        recomputed = problem.needed_conversions(recomputed, chosen)
+        breakdown = problem.cost_breakdown(chosen, recomputed)
+        solution = Solution(tuple(chosen), recomputed, breakdown)
+        gap = self.candidate.gap
+        return PricedPlan(analysis, configuration, problem, costs, solution, gap, self.stage_of)
+
+    def _problem(self, costs: Costs) -> Problem:
+        """The problem of the cut graph. Nodes of the searched graph have the choices that the
+        candidate made. ``send`` nodes are free.
         """
-        taken = {n.name: self.draft.taken[u] for u, nodes in enumerate(units.nodes) for n in nodes}
-        found: dict[fx.Node, int] = {}
-        for node in reversed(self.analysis.graph.nodes):
-            if node.name in taken and node.name in self.drafted:
-                found[node] = taken[node.name]
-            else:
-                found[node] = next(
-                    (
-                        found[user]
-                        for user in sorted(node.users, key=lambda n: n.name)
-                        if user in found
-                    ),
-                    0,
-                )
-        return found
-
-    def _solution(self, node: fx.Node) -> Solution:
-        return self.draft.points[self.point[node]]
-
-    def _points_of(self, node: fx.Node) -> tuple[int, ...]:
-        """The solutions that decide on a node: for a parameter that several units read, those of
-        them all.
-        """
-        readers = node.users if node.op == "placeholder" else ()
-        return tuple(
-            sorted(
-                {
-                    self.point[node],
-                    *(self.point[user] for user in readers if user.op == "call_function"),
-                }
-            )
-        )
-
-    def _decided(self, node: fx.Node) -> dict[Choice, int] | None:
-        """The choices that solutions made, with their states."""
-        drafted = self.drafted.get(node.name)
-        if drafted is None or node.target is send:
-            return None
-        v = self.draft.problem.vertex_of[drafted]
-        vertex = self.draft.problem.vertices[v]
-        chosen = (self.draft.points[point].chosen[v] for point in self._points_of(node))
-        return {vertex.choices[k]: int(vertex.states[k]) for k in chosen}
-
-    def _again_conversions(self, node: fx.Node) -> frozenset[Layout]:
-        """The layouts to which the drafted solution converts this tensor again in the backward."""
-        source = node
-        while source.target is send:
-            source = source.args[0]  # type: ignore[assignment]
-        drafted = self.drafted.get(source.name)
-        g = self.draft.problem.tensor_of.get(drafted) if drafted is not None else None
-        return frozenset(
-            layout for number, layout in self._solution(node).recomputed if number == g
-        )
-
-    def found(self) -> PricedPlan:
-        search, shape, analysis = self.search, self.draft.shape, self.analysis
-        costs = _costs(search, shape, analysis, self.cut.saved, self.stage_of)
+        search, configuration, analysis = self.search, self.candidate.configuration, self.analysis
         own = [n for n in analysis.graph.nodes if self.representative[n] is n]
-        decided = {n: found for n in own if (found := self._decided(n)) is not None}
+        decided = {n: states for n in own if (states := self._decided(n)) is not None}
         free = NodeChoices(analysis, self.representative, search.options).on(
-            shape.axes, [n for n in own if n not in decided]
+            configuration.axes, [n for n in own if n not in decided]
         )
-        choices = free | {n: list(found) for n, found in decided.items()}
-        states = {
-            n: next(iter(found.values())) for n, found in decided.items() if n.op == "call_function"
+        choices = free | {n: list(states) for n, states in decided.items()}
+        state_of = {
+            n: next(iter(states.values()))
+            for n, states in decided.items()
+            if n.op == "call_function"
         }
-        problem = build_problem(
+        return build_problem(
             analysis.graph,
             self.representative,
             choices,
             analysis.rules,
             costs,
-            _Decided(search.recompute, states),
+            _DecidedRecomputation(state_of),
             lambda n: self.stage_of[n],
-            shape.stages,
+            configuration.stages,
         )
-        microbatches_in_flight = np.array(shape.microbatches_in_flight(), dtype=float)
-        ones = np.ones(shape.stages)
-        weights = CostWeights(
-            ones * shape.microbatches, ones, ones, ones * 0.0, microbatches_in_flight
-        )
-        chosen = ReducedProblem(problem, weights).solve(search.options.time_limit)[0]
-        recomputed = self._again(problem, chosen)
-        chosen = problem.free_unneeded_results(chosen, recomputed)
-        recomputed = problem.needed_conversions(recomputed, chosen)
-        solution = Solution(tuple(chosen), recomputed, problem.cost_breakdown(chosen, recomputed))
-        return PricedPlan(analysis, shape, problem, costs, solution, self.draft.gap, self.stage_of)
 
-    def _again(self, problem: Problem, chosen: list[int]) -> frozenset[tuple[int, Layout]]:
+    def _solution_of_node(self) -> dict[fx.Node, int]:
+        """The number of the solution that each node takes: that of the node's unit. A parameter, or
+        a received tensor, takes the solution of its first reader.
+        """
+        candidate, units = self.candidate, self.search.units
+        of_name = {
+            n.name: candidate.solution_of_unit[u]
+            for u, nodes in enumerate(units.nodes)
+            for n in nodes
+        }
+        found: dict[fx.Node, int] = {}
+        for node in reversed(self.analysis.graph.nodes):
+            if node.name in of_name and node.name in self.searched:
+                found[node] = of_name[node.name]
+            else:
+                readers = sorted(node.users, key=lambda n: n.name)
+                found[node] = next((found[user] for user in readers if user in found), 0)
+        return found
+
+    def _deciding_solutions(self, node: fx.Node) -> tuple[int, ...]:
+        """The solutions that decide about a node: for a parameter those of all units that read
+        it.
+        """
+        readers = node.users if node.op == "placeholder" else ()
+        of_readers = (self.solution_of[user] for user in readers if user.op == "call_function")
+        return tuple(sorted({self.solution_of[node], *of_readers}))
+
+    def _decided(self, node: fx.Node) -> dict[Choice, int] | None:
+        """The choices that solutions made for a node, each with what becomes of the result until
+        the backward. None for a ``send``.
+        """
+        searched = self.searched.get(node.name)
+        if searched is None or node.target is send:
+            return None
+        v = self.candidate.problem.vertex_of[searched]
+        vertex = self.candidate.problem.vertices[v]
+        chosen = (
+            self.candidate.solutions[number].chosen[v] for number in self._deciding_solutions(node)
+        )
+        return {vertex.choices[k]: int(vertex.states[k]) for k in chosen}
+
+    def _recomputed_layouts(self, node: fx.Node) -> frozenset[Layout]:
+        """The layouts to which the node's solution converts this tensor again in the backward."""
+        source = node
+        while source.target is send:
+            source = source.args[0]  # type: ignore[assignment]
+        searched = self.searched.get(source.name)
+        tensor = self.candidate.problem.tensor_of.get(searched) if searched is not None else None
+        solution = self.candidate.solutions[self.solution_of[node]]
+        return frozenset(layout for number, layout in solution.recomputed if number == tensor)
+
+    def _recomputed_conversions(
+        self, problem: Problem, chosen: list[int]
+    ) -> frozenset[tuple[int, Layout]]:
+        """The conversions of the cut graph that the backward makes again, as (tensor, layout)."""
         found = set()
-        for node, g in problem.tensor_of.items():
-            tensor = problem.tensors[g]
-            source, there = problem.made(tensor, chosen)
+        for node, number in problem.tensor_of.items():
+            tensor = problem.tensors[number]
+            source, is_there = problem.made(tensor, chosen)
             for target, needed in problem.wanted(tensor, chosen).items():
                 moves = tensor.moves[tensor.sources[source], tensor.targets[target]]
-                if needed and there and moves and target in self._again_conversions(node):
-                    found.add((g, target))
+                if needed and is_there and moves and target in self._recomputed_layouts(node):
+                    found.add((number, target))
         return frozenset(found)
 
 
-class _Decided(RecomputePolicy):
-    """What is made again is decided; whether the rest is kept follows from who needs it."""
+class _DecidedRecomputation(RecomputePolicy):
+    """Recomputes what the candidate recomputes. Whether another result is saved follows from the
+    nodes that need it.
+    """
 
-    def __init__(self, free: RecomputePolicy, states: dict[fx.Node, int]) -> None:
+    def __init__(self, state_of: dict[fx.Node, int]) -> None:
         super().__init__("auto")
-        self._free, self._states = free, states
+        self._state_of = state_of
 
     def states(self, node: fx.Node, saved: SavedTensors) -> tuple[int, ...]:
-        if self._states.get(node) == RECOMPUTED:
+        if self._state_of.get(node) == RECOMPUTED:
             return (RECOMPUTED,)
         return (SAVED,) if saved.output else (SAVED, FREED)
 
     def conversions(self, node: fx.Node, readers: Collection[fx.Node]) -> tuple[bool, bool]:
         return True, True
-
-
-def stages_of(analysis: Analysis, stages: int) -> dict[fx.Node, tuple[int, ...]]:
-    """The stages in which each node runs, or is held."""
-    found: dict[fx.Node, tuple[int, ...]] = {}
-    for node in reversed(analysis.graph.nodes):
-        if node.op == "output":
-            found[node] = (stages - 1,)
-        elif (
-            node.op == "call_function"
-            and (stage := node.meta.get("stage", 0 if stages == 1 else None)) is not None
-        ):
-            found[node] = (stage,)
-        else:
-            wanted = {
-                s
-                for user in node.users
-                for s in (_sender(user) if user.target is send else found[user])
-            }
-            found[node] = tuple(sorted(wanted)) or (0,)
-    return found
-
-
-def _sender(node: fx.Node) -> tuple[int, ...]:
-    return (node.meta["stage"] - 1,)

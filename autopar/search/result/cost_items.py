@@ -1,5 +1,5 @@
-"""What the seconds of a plan add up from: each kernel and each collective of one microbatch, and of
-a step's end, on each stage.
+"""The parts that the seconds of a priced plan add up from: each kernel, each collective and each
+copy, on each stage.
 """
 
 from __future__ import annotations
@@ -8,13 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.fx as fx
 
 from autopar.cost_model import Term
-from autopar.ir.layout import Layout
-from autopar.ir.nodes import result_tensors
-from autopar.search.pricing.kernel_seconds import Shards
+from autopar.search.pricing.kernel_seconds import RankShares
+from autopar.search.pricing.node_sizes import result_dtype
 from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.space.recompute_policy import RECOMPUTED
 from autopar.search.space.strategies import ParameterStrategy, Strategy
@@ -24,10 +22,10 @@ FORWARD, BACKWARD, RECOMPUTATION, STEP = "forward", "backward", "recomputation",
 
 @dataclass(frozen=True)
 class CostItem:
-    """One kernel, or one collective or copy (then ``term`` is given), of a node.
+    """One kernel of a node, or, where ``term`` is given, one collective or copy.
 
     Attributes:
-        phase: "forward", "backward", "recomputation" (of one microbatch) or "step".
+        phase: FORWARD, BACKWARD or RECOMPUTATION (of one microbatch), or STEP.
         count: how often it runs, by stage.
         operator, kind, dtype, flops, nbytes, product: of a kernel, on one rank, as
             :meth:`Compute.seconds` takes them.
@@ -46,90 +44,78 @@ class CostItem:
 
     @property
     def work(self) -> tuple[Any, ...]:
-        """Of a kernel: the arguments of :meth:`Compute.seconds`."""
+        """The arguments of :meth:`Compute.seconds`, for a kernel."""
         return self.kind, self.dtype, self.flops, self.nbytes, self.product, self.operator
 
 
-def items(found: PricedPlan) -> Iterator[CostItem]:
-    """Of a plan in full; within ``resized`` to its microbatch."""
-    problem = found.problem
-    for v, k in zip(problem.vertices, found.solution.chosen, strict=True):
-        choice, recomputed = v.choices[k], v.states[k] == RECOMPUTED
-        count = tuple(float(n) for n in v.count)
+def cost_items(priced: PricedPlan) -> Iterator[CostItem]:
+    """The items of a plan. The graph must have the shapes of the plan's microbatch
+    (:func:`resized`).
+    """
+    problem, solution = priced.problem, priced.solution
+    for vertex, k in zip(problem.vertices, solution.chosen, strict=True):
+        node, choice, count = vertex.node, vertex.choices[k], tuple(map(float, vertex.count))
         if isinstance(choice, ParameterStrategy):
-            yield from (
-                CostItem(v.node, STEP, count, t.kind, nbytes=t.nbytes, term=t)
-                for t in found.costs.synchronisation_terms(v.node, choice)
-            )
-            if added := found.costs.added(v.node, choice):
-                yield CostItem(
-                    v.node,
-                    BACKWARD,
-                    count,
-                    added.kind,
-                    added.operator,
-                    added.dtype,
-                    added.flops,
-                    added.nbytes,
-                )
-        elif isinstance(choice, Strategy) and v.node.op == "call_function":
-            yield from _kernels(found, v.node, choice, count, recomputed)
-    for g, tensor in enumerate(problem.tensors):
-        node, count = problem.vertices[tensor.producer].node, tuple(float(n) for n in tensor.count)
-        source = problem.made(tensor, found.solution.chosen)[0]
-        for target in problem.wanted(tensor, found.solution.chosen):
-            for term in _terms(found, node, source, target):
-                yield CostItem(node, term.phase, count, term.kind, nbytes=term.nbytes, term=term)
-                if term.phase == FORWARD and (g, target) in found.solution.recomputed:
-                    yield CostItem(
-                        node, RECOMPUTATION, count, term.kind, nbytes=term.nbytes, term=term
-                    )
+            yield from _parameter_items(priced, node, choice, count)
+        elif isinstance(choice, Strategy) and node.op == "call_function":
+            recomputed = bool(vertex.states[k] == RECOMPUTED)
+            yield from _kernel_items(priced, node, choice, count, recomputed)
+    for number, tensor in enumerate(problem.tensors):
+        node, count = problem.vertices[tensor.producer].node, tuple(map(float, tensor.count))
+        source = problem.made(tensor, solution.chosen)[0]
+        for target in problem.wanted(tensor, solution.chosen):
+            recomputed = (number, target) in solution.recomputed
+            for term in priced.costs.conversions.terms(node, source, target):
+                for phase in _phases(term.phase, recomputed):
+                    yield _collective(node, phase, count, term)
 
 
-def _kernels(
-    found: PricedPlan, node: fx.Node, choice: Strategy, count: tuple[float, ...], recomputed: bool
+def _parameter_items(
+    priced: PricedPlan, node: fx.Node, strategy: ParameterStrategy, count: tuple[float, ...]
 ) -> Iterator[CostItem]:
-    costs, rule = found.costs, found.analysis.rules.get(node)
-    shards, composed = Shards(node, rule, [choice], costs.sizes), costs.composed(node, rule, choice)
-    launches = costs.launches(node)
-    if composed is not None:
-        parts = zip((False, True), (composed.forward, composed.backward), strict=True)
-        launches = ((late, n) for late, part in parts for n in part if not n.sends)
-    for backward, launch in launches:
-        sizes = (
-            shards.product(launch, backward)
-            if launch.kind == "matmul" and composed is None
-            else None
+    parameters = priced.costs.parameters
+    for term in parameters.synchronisation_terms(node, strategy):
+        yield _collective(node, STEP, count, term)
+    if add := parameters.accumulation(node, strategy):
+        yield CostItem(
+            node, BACKWARD, count, add.kind, add.operator, add.dtype, add.flops, add.nbytes
         )
-        product = tuple(float(n[0]) for n in sizes) if sizes else None
-        whole = launch.flops * shards.work[0], shards.nbytes(launch)[0]
-        amount = (
-            (launch.flops, float(launch.nbytes))
-            if composed is not None
-            else (float(whole[0]), float(whole[1]))
-        )
-        for phase in (
-            [BACKWARD] if backward else [FORWARD, RECOMPUTATION] if recomputed else [FORWARD]
-        ):
-            yield CostItem(
-                node,
-                phase,
-                count,
-                launch.kind,
-                launch.operator,
-                str(result_tensors(node)[0].dtype),
-                *amount,
-                product,
-            )
-    for term in costs.kernel_terms(node, rule, choice):
-        for phase in (
-            [FORWARD, RECOMPUTATION] if recomputed and term.phase == FORWARD else [term.phase]
-        ):
-            yield CostItem(node, phase, count, term.kind, nbytes=term.nbytes, term=term)
 
 
-def _terms(found: PricedPlan, node: fx.Node, source: Layout, target: Layout) -> list[Term]:
-    value = node.meta["val"]
-    if source == target or not isinstance(value, torch.Tensor):
-        return []
-    return found.costs.terms(node, source, target)
+def _kernel_items(
+    priced: PricedPlan,
+    node: fx.Node,
+    strategy: Strategy,
+    count: tuple[float, ...],
+    recomputed: bool,
+) -> Iterator[CostItem]:
+    costs, rule = priced.costs, priced.analysis.rules.get(node)
+    trace = costs.kernels.composed_trace(node, rule, strategy)
+    if trace is not None:
+        # One rank's kernels were traced: they need no share.
+        for phase, launches in ((FORWARD, trace.forward), (BACKWARD, trace.backward)):
+            for n in (n for n in launches if not n.sends):
+                dtype, nbytes = result_dtype(node), float(n.nbytes)
+                for p in _phases(phase, recomputed):
+                    yield CostItem(node, p, count, n.kind, n.operator, dtype, n.flops, nbytes)
+    else:
+        shares = RankShares(node, rule, [strategy], costs.sizes)
+        for is_backward, n in costs.kernels.launches(node):
+            sizes = shares.product_sizes(n, is_backward) if n.kind == "matmul" else None
+            product = tuple(float(size[0]) for size in sizes) if sizes else None
+            flops, nbytes = float(n.flops * shares.work[0]), float(shares.nbytes(n)[0])
+            dtype = result_dtype(node)
+            for p in _phases(BACKWARD if is_backward else FORWARD, recomputed):
+                yield CostItem(node, p, count, n.kind, n.operator, dtype, flops, nbytes, product)
+    for term in costs.kernels.terms(node, rule, strategy):
+        for p in _phases(term.phase, recomputed):
+            yield _collective(node, p, count, term)
+
+
+def _phases(phase: str, recomputed: bool) -> list[str]:
+    """The phases in which work of a forward or a backward runs."""
+    return [FORWARD, RECOMPUTATION] if recomputed and phase == FORWARD else [phase]
+
+
+def _collective(node: fx.Node, phase: str, count: tuple[float, ...], term: Term) -> CostItem:
+    return CostItem(node, phase, count, term.kind, nbytes=term.nbytes, term=term)

@@ -1,11 +1,12 @@
-"""What a step takes besides its microbatches, as it runs: gradients go in buckets during the last
-backward, then the optimizer.
+"""Seconds of the step end: gradients are summed in buckets during the last backward, and then the
+optimizer runs.
 
-The search counts a fixed part of the gradients' collectives as hidden and a bucket's latency by
-shares, so that each parameter has a price of its own. Once a plan is chosen, its buckets are
-counted: the last one has nothing left to hide behind, nor has what takes longer than the last
-backward, nor what ranks of the pipeline share. Computing beside a collective slows both down:
-``Device.overlap`` is the part that is saved.
+While the search compares choices, each parameter pays its share of a full bucket, and a fixed part
+of the gradients' collectives counts as hidden. So each parameter has a cost that does not depend on
+the others. Once the plan is chosen, its buckets are counted. The last bucket has no backward left
+that could hide it. Neither is hidden what takes longer than the last backward, nor the sums between
+ranks of the pipeline. A collective and a computation slow each other down: ``Device.overlap`` is
+the part of the hidden seconds that is saved.
 """
 
 from __future__ import annotations
@@ -15,54 +16,50 @@ from collections import defaultdict
 
 from autopar.cost_model import Term, seconds
 from autopar.ir.plan_data import BUCKET_BYTES
-from autopar.search.result.priced_plan import PricedPlan
-from autopar.search.space.strategies import ParameterStrategy
-
-SYNC, OPTIMIZER = "gradient synchronisation", "optimizer"
+from autopar.search.result.priced_plan import OPTIMIZER, SYNC, PricedPlan
 
 
-def end_of_step(found: PricedPlan) -> list[dict[str, float]]:
-    """Seconds by stage and kind, as :attr:`PricedPlan.end_of_step_estimate` has them by shares."""
-    ends = [dict(end_of_step_estimate) for end_of_step_estimate in found.end_of_step_estimate]
-    for rank in range(found.shape.pipeline):
-        own = range(rank, found.shape.stages, found.shape.pipeline)
-        counted = sum(found.end_of_step_estimate[stage][SYNC] for stage in own)
-        exposed = _exposed(found, own)
-        for stage in own:
-            ends[stage][SYNC] = (
-                exposed * found.end_of_step_estimate[stage][SYNC] / counted if counted else 0.0
-            )
-        ends[rank][OPTIMIZER] += found.costs.compute.overhead
+def end_of_step(priced: PricedPlan) -> list[dict[str, float]]:
+    """Seconds by stage and kind, with the plan's buckets; :attr:`PricedPlan.end_of_step_estimate`
+    has the shares.
+    """
+    estimate, configuration = priced.end_of_step_estimate, priced.configuration
+    ends = [dict(of_stage) for of_stage in estimate]
+    for rank in range(configuration.pipeline):
+        stages = range(rank, configuration.stages, configuration.pipeline)
+        shares = sum(estimate[stage][SYNC] for stage in stages)
+        exposed = _exposed_seconds(priced, stages)
+        for stage in stages:
+            ends[stage][SYNC] = exposed * estimate[stage][SYNC] / shares if shares else 0.0
+        ends[rank][OPTIMIZER] += priced.costs.compute.overhead
     return ends
 
 
-def has_no_bucket(found: PricedPlan, term: Term) -> bool:
-    """Whether a part of gradients' synchronisation is in no bucket, and nothing hides it."""
-    return term.kind == "copy" or term.axis == found.costs.pipeline_axis
+def has_no_bucket(priced: PricedPlan, term: Term) -> bool:
+    """Whether a term of gradient synchronisation goes in no bucket, so that nothing hides it."""
+    return term.kind == "copy" or term.axis == priced.costs.parameters.pipeline_axis
 
 
-def _exposed(found: PricedPlan, stages: range) -> float:
-    """Seconds that one rank waits for its parameters and gradients."""
+def _exposed_seconds(priced: PricedPlan, stages: range) -> float:
+    """Seconds that a rank with these stages waits for its parameters and gradients."""
+    costs = priced.costs
     nbytes: dict[tuple[str, str, int], float] = defaultdict(float)
-    alone = 0.0
-    for v, k in zip(found.problem.vertices, found.solution.chosen, strict=True):
-        choice, count = v.choices[k], float(sum(v.count[stage] for stage in stages))
-        for term in (
-            found.costs.synchronisation_terms(v.node, choice)
-            if isinstance(choice, ParameterStrategy) and count
-            else ()
-        ):
-            if has_no_bucket(found, term):
-                alone += count * term.seconds
-            else:
-                nbytes[term.phase, term.kind, term.axis] += count * term.nbytes
+    no_bucket = 0.0
+    for node, counts, strategy in priced.parameter_choices():
+        if count := float(sum(counts[stage] for stage in stages)):
+            for term in costs.parameters.synchronisation_terms(node, strategy):
+                if has_no_bucket(priced, term):
+                    no_bucket += count * term.seconds
+                else:
+                    nbytes[term.phase, term.kind, term.axis] += count * term.nbytes
     sums = dict.fromkeys(("forward", "backward"), 0.0)
-    last = 0.0
+    last_bucket = 0.0
     for (phase, kind, axis), total in nbytes.items():
-        buckets = max(1, math.ceil(total / BUCKET_BYTES))  # of a parameter without elements, too
-        each = float(seconds(kind, total / buckets, found.costs.axis(axis)))
+        buckets = max(1, math.ceil(total / BUCKET_BYTES))  # one even for parameters of no elements
+        each = float(seconds(kind, total / buckets, costs.conversions.axes[axis]))
         sums[phase] += buckets * each
-        last = max(last, each) if phase == "backward" else last
-    backward = sum(float(found.solution.cost_breakdown.backward[stage]) for stage in stages)
-    hidden = found.costs.compute.overlap * min(sums["backward"] - last, backward)
-    return alone + sums["forward"] + sums["backward"] - hidden
+        last_bucket = max(last_bucket, each) if phase == "backward" else last_bucket
+    breakdown = priced.solution.cost_breakdown
+    backward = sum(float(breakdown.backward[stage]) for stage in stages)
+    hidden = costs.compute.overlap * min(sums["backward"] - last_bucket, backward)
+    return no_bucket + sums["forward"] + sums["backward"] - hidden

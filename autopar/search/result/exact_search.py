@@ -21,8 +21,8 @@ from autopar.search.ilp.timeline_program import TimelineProgram
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.pipeline.units import rank_without_parameter
 from autopar.search.pricing.resize import resized
-from autopar.search.result.assemble import costs_of_stages, cut_at_units, stages_of
 from autopar.search.result.priced_plan import PricedPlan
+from autopar.search.result.staged_graph import costs_of_stages, cut_at_units, stages_of
 from autopar.search.space.configuration import Configuration, least_step_ratio
 from autopar.search.space.node_choices import NodeChoices
 

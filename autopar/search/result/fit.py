@@ -1,5 +1,5 @@
-"""From a draft to a plan that fits: written down in full, counted, drafted again with less room
-where it is too large.
+"""From a candidate to a plan that fits the memory: the candidate is assembled, and its memory is
+counted. Where that is too much, the next candidate has less room.
 """
 
 from __future__ import annotations
@@ -10,140 +10,146 @@ from dataclasses import replace
 
 from autopar.errors import BudgetError
 from autopar.search.inner.candidate import Candidate
-from autopar.search.inner.inner_searches import InnerSearches
-from autopar.search.inner.no_plan_errors import too_little
+from autopar.search.inner.inner_searches import ESTIMATE_MARGIN, InnerSearches
+from autopar.search.inner.no_plan_errors import over_budget_error
+from autopar.search.inner.step_bounds import equal_stages_bytes, solved_bound
 from autopar.search.pricing.resize import resized
 from autopar.search.result.assemble import assemble
+from autopar.search.result.counted_memory import count_memory
 from autopar.search.result.exact_search import exact
 from autopar.search.result.priced_plan import PricedPlan
-from autopar.search.result.write_plan import accounted
 
 REFITS = 6
-TOO_HIGH = 1.25  # estimates of memory may be that much above what is counted
 EXACT_TRIES = 3
-EXACT_SECONDS = 2.0  # for small problems to be solved to the end
+EXACT_SECONDS = 2.0  # time limit of the exact search, which solves small problems only
 
 
-def fitted(searches: InnerSearches, draft: Candidate) -> PricedPlan:
-    """The draft in full. Where its units may be sharded differently, which has a price at their
-    borders that drafts do not see, also with all of them as in the fastest solution, if that may be
-    faster; the faster of the two."""
-    if len(draft.points) > 1 and (fastest := _fastest(searches, draft)) is not None:
-        return _to_the_end(searches, draft, fastest)
-    reserve = [0.0] * draft.shape.pipeline
-    found: PricedPlan | None = None
+def fit_to_memory(searches: InnerSearches, candidate: Candidate) -> PricedPlan:
+    """The candidate as a plan that fits the memory.
+
+    Units with different solutions may have different layouts, and their borders then have
+    conversions that the candidate's estimate does not contain. So the candidate whose units all
+    have the layouts of the fastest solution is tried too. The faster plan is returned.
+
+    Raises:
+        BudgetError: the plan does not fit.
+    """
+    is_mixed = len(candidate.solutions) > 1
+    if is_mixed and (fastest := _fastest_plan(searches, candidate)) is not None:
+        return _prove(searches, candidate, fastest)
+    configuration = candidate.configuration
+    reserve = [0.0] * configuration.pipeline
+    best: PricedPlan | None = None
     failure: BudgetError | None = None
     try:
-        found = _refitted(searches, draft, reserve, alike=False)
+        best = _refit(searches, candidate, reserve, same_layouts=False)
     except BudgetError as e:
         failure = e
-    if len(draft.points) > 1:
+    if is_mixed:
         with suppress(BudgetError):
-            alike = searches.drafted(draft.shape, reserve, alike=True)
-            if found is None or alike.seconds < found.seconds:
-                other = _refitted(searches, alike, reserve, True, found)
-                found = (
-                    other
-                    if found is None or (other is not None and other.seconds < found.seconds)
-                    else found
-                )
-    if found is None:
+            same = searches.candidate(configuration, reserve, same_layouts=True)
+            if best is None or same.seconds < best.seconds:
+                other = _refit(searches, same, reserve, same_layouts=True, to_beat=best)
+                if best is None or (other is not None and other.seconds < best.seconds):
+                    best = other
+    if best is None:
         assert failure is not None
         raise failure
-    return _to_the_end(searches, draft, found)
+    return _prove(searches, candidate, best)
 
 
-def proven(searches: InnerSearches, found: PricedPlan) -> PricedPlan:
-    """With the gap to what no plan of its shape can beat."""
-    bound, _ = searches.of(found.microbatches).bound(found.shape, searches.part(found.shape))
-    return replace(found, gap=max(0.0, 1 - bound / found.seconds))
+def with_proven_gap(searches: InnerSearches, priced: PricedPlan) -> PricedPlan:
+    """The plan with the gap to the bound of its configuration."""
+    configuration = priced.configuration
+    search, samples = searches.of_configuration(configuration)
+    bound, _ = solved_bound(search, configuration, samples)
+    return replace(priced, gap=max(0.0, 1 - bound / priced.seconds))
 
 
-def _fastest(searches: InnerSearches, draft: Candidate) -> PricedPlan | None:
-    """The plan that memory is no concern of, where what is counted fits though its estimate does
-    not.
+def _fastest_plan(searches: InnerSearches, candidate: Candidate) -> PricedPlan | None:
+    """The plan in which all units take the fastest solution, if its counted memory fits although
+    its estimate does not.
     """
-    shape, search = draft.shape, searches.of(draft.shape.microbatches)
-    if search.worst_bytes(shape, draft.points[0].cost_breakdown, 1) > TOO_HIGH * search.budget:
+    configuration = candidate.configuration
+    search = searches.of(configuration.microbatches)
+    fastest = candidate.solutions[0].cost_breakdown
+    if equal_stages_bytes(configuration, fastest, 1) > ESTIMATE_MARGIN * search.budget:
         return None
-    found = _counted(searches, searches.drafted(shape, unlimited=True))
-    return found if max(found.device_bytes()) <= search.budget else None
+    priced = _count(searches, searches.candidate(configuration, unlimited=True))
+    return priced if max(priced.device_bytes()) <= search.budget else None
 
 
-def _counted(searches: InnerSearches, draft: Candidate) -> PricedPlan:
-    """A draft in full."""
-    search = searches.of(draft.shape.microbatches)
+def _count(searches: InnerSearches, candidate: Candidate) -> PricedPlan:
+    """The candidate as a priced plan with counted memory."""
+    search, samples = searches.of_configuration(candidate.configuration)
     start = time.perf_counter()
-    with resized(search.analysis, searches.part(draft.shape), search.analysis.rules):
-        found = accounted(assemble(search, draft), search.autograd)
+    with resized(search.analysis, samples, search.analysis.rules):
+        priced = count_memory(assemble(search, candidate), search.tracer)
     search.add_time("fit", start)
-    return found
+    return priced
 
 
-def _refitted(
+def _refit(
     searches: InnerSearches,
-    draft: Candidate,
+    candidate: Candidate,
     reserve: list[float],
-    alike: bool,
-    beaten: PricedPlan | None = None,
+    same_layouts: bool,
+    to_beat: PricedPlan | None = None,
 ) -> PricedPlan | None:
-    """The draft in full; where it turns out larger than drafted, drafted again with so much less
-    room, which ``reserve`` notes. None where it then is no faster than what it has to beat."""
-    shape = draft.shape
-    searches.progress(f"writing down {shape}")
-    search = searches.of(shape.microbatches)
+    """The candidate, or the first of its successors, whose counted memory fits. Each successor has
+    less room, by the bytes that its predecessor is above the budget; ``reserve`` adds them up for
+    each rank. None where a successor is no faster than the plan that it has to beat.
+    """
+    configuration = candidate.configuration
+    searches.progress(f"writing down {configuration}")
+    search, samples = searches.of_configuration(configuration)
     for refit in range(REFITS):
-        found = _counted(searches, draft)
-        over = [nbytes - search.budget for nbytes in found.device_bytes()]
+        priced = _count(searches, candidate)
+        over = [nbytes - search.budget for nbytes in priced.device_bytes()]
         if max(over) <= 0:
-            return found
+            return priced
         reserve[:] = [r + max(0.0, o) * (1 + refit / 8) for r, o in zip(reserve, over, strict=True)]
-        draft = searches.drafted(shape, reserve, alike)
-        if beaten is not None and draft.seconds >= beaten.seconds:
+        candidate = searches.candidate(configuration, reserve, same_layouts)
+        if to_beat is not None and candidate.seconds >= to_beat.seconds:
             return None
-    if (fits := _exact(searches, draft, reserve, None)) is not None:
-        return fits
-    raise too_little(
-        search, shape, searches.part(shape), found.nbytes_by_kind(over.index(max(over)))
-    )
+    if (plan := _exact_plan(searches, candidate, reserve, None)) is not None:
+        return plan
+    kinds = priced.bytes_by_kind(over.index(max(over)))
+    raise over_budget_error(search, configuration, samples, kinds)
 
 
-def _to_the_end(searches: InnerSearches, draft: Candidate, found: PricedPlan) -> PricedPlan:
-    """With what is proven of it. A small problem is solved exactly, where one without a price of
-    memory was not that already.
-    """
-    if draft.shape.stages > 1:  # else it comes with the gap of its draft
-        found = proven(searches, found)
-    elif len(draft.points) == 1:
-        return found
-    return _exact(searches, draft, [0.0] * draft.shape.pipeline, found) or found
+def _prove(searches: InnerSearches, candidate: Candidate, priced: PricedPlan) -> PricedPlan:
+    """The plan with its proven gap, or the better plan of the exact search, for small problems."""
+    if candidate.configuration.stages > 1:
+        priced = with_proven_gap(searches, priced)
+    elif len(candidate.solutions) == 1:
+        return priced  # the gap of its candidate is proven, and there is no price of memory
+    reserve = [0.0] * candidate.configuration.pipeline
+    return _exact_plan(searches, candidate, reserve, priced) or priced
 
 
-def _exact(
-    searches: InnerSearches, draft: Candidate, reserve: list[float], known: PricedPlan | None
+def _exact_plan(
+    searches: InnerSearches, candidate: Candidate, reserve: list[float], best: PricedPlan | None
 ) -> PricedPlan | None:
-    """The exact solution that fits with all that is counted, if it is found and better than what is
-    known.
+    """The optimum whose counted memory fits, if the exact search finds it and it is faster than
+    ``best``; otherwise ``best``.
     """
-    shape, search = draft.shape, searches.of(draft.shape.microbatches)
-    by_hand = (
-        draft.starts
-        if searches.options.pipeline and searches.options.pipeline.split_before
-        else None
-    )
-    seconds = min(EXACT_SECONDS, searches.options.time_limit)
-    least = 0.0  # proven, with all the memory there is
+    configuration, options = candidate.configuration, searches.options
+    search, samples = searches.of_configuration(configuration)
+    is_cut_by_user = options.pipeline and options.pipeline.split_before
+    starts = candidate.starts if is_cut_by_user else None
+    time_limit = min(EXACT_SECONDS, options.time_limit)
+    bound = 0.0  # of the step time, with all of the memory
     for attempt in range(EXACT_TRIES):
-        found = exact(search, shape, searches.part(shape), seconds, known, reserve, by_hand)
-        if found is None or found is known:
+        found = exact(search, configuration, samples, time_limit, best, reserve, starts)
+        if found is None or found is best:
             return found
-        least = least if attempt else found.seconds * (1 - found.gap)
-        with resized(search.analysis, searches.part(shape), search.analysis.rules):
-            found = accounted(
-                replace(found, gap=max(0.0, 1 - least / found.seconds)), search.autograd
-            )
+        bound = bound if attempt else found.seconds * (1 - found.gap)
+        with resized(search.analysis, samples, search.analysis.rules):
+            found = replace(found, gap=max(0.0, 1 - bound / found.seconds))
+            found = count_memory(found, search.tracer)
             over = [nbytes - search.budget for nbytes in found.device_bytes()]
         if max(over) <= 0:
-            return found if known is None or found.seconds < known.seconds else known
+            return found if best is None or found.seconds < best.seconds else best
         reserve = [r + max(0.0, o) for r, o in zip(reserve, over, strict=True)]
-    return known
+    return best

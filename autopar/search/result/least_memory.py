@@ -1,9 +1,10 @@
-"""Where nothing that was searched fits the memory: the plan that takes least, or the error that
-says how much that is.
+"""The plan that needs least memory, for the case that no candidate fits. It is the plan, if it
+fits; otherwise the error says how much memory it needs.
 
-Prices of memory far above what any budget asks lead to lean plans; not the highest to the leanest,
-as what is made again is held while it is used. So a few are tried, each cut so that the stage that
-holds most holds as little as can be.
+A price of memory far above the price of any budget leads to a plan that needs little memory. The
+highest price does not lead to the least: a recomputed result is alive while the backward uses it.
+So several prices are tried. For each, the stages are cut so that the fullest device holds as little
+as possible.
 """
 
 from __future__ import annotations
@@ -13,33 +14,72 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from autopar.errors import BudgetError
 from autopar.search.inner.candidate import Candidate
 from autopar.search.inner.inner_search import InnerSearch
+from autopar.search.inner.inner_searches import InnerSearches
+from autopar.search.inner.no_plan_errors import over_budget_error
 from autopar.search.pipeline.unit_costs import UnitCosts, UnitCostTable
+from autopar.search.pricing.resize import resized
 from autopar.search.result.assemble import assemble
+from autopar.search.result.counted_memory import count_memory
 from autopar.search.result.priced_plan import PricedPlan
-from autopar.search.result.write_plan import accounted
 from autopar.search.space.configuration import Configuration
 
-PRICES = (
-    0.0,
-    *(4.0**i for i in range(-2, 7)),
-)  # of all bytes of a device, as multiples of the step
+# Prices of all bytes of the fastest solution, in multiples of its step time.
+PRICES = (0.0, *(4.0**i for i in range(-2, 7)))
+
+
+def first_that_fits(
+    searches: InnerSearches, configurations: Sequence[tuple[float, Configuration]]
+) -> PricedPlan | None:
+    """The first least-memory plan that fits. None where no configuration can split the batch.
+
+    Args:
+        configurations: in rising order of the memory that they need at least, with these bytes. The
+            bytes may be an estimate below the truth.
+
+    Raises:
+        BudgetError: no plan fits; of the configuration that needs least memory.
+    """
+    errors: list[BudgetError] = []
+    for least, configuration in configurations:
+        if errors and least >= min(e.least for e in errors):
+            break
+        searches.progress(f"saving memory, {configuration}")
+        if not searches.can_split(configuration):
+            continue
+        search, samples = searches.of_configuration(configuration)
+        with resized(search.analysis, samples, search.analysis.rules):
+            starts = searches.user_starts(search)
+            priced = least_memory_plan(search, configuration, samples, starts)
+            rank, kinds = _fullest_rank(priced)
+        if sum(kinds.values()) <= search.budget:
+            return priced
+        errors.append(over_budget_error(search, configuration, samples, kinds, rank))
+    if errors:
+        raise min(errors, key=lambda e: e.least)
+    return None
 
 
 def least_memory_plan(
-    search: InnerSearch, shape: Configuration, samples: int, starts: Sequence[int] | None = None
+    search: InnerSearch,
+    configuration: Configuration,
+    samples: int,
+    starts: Sequence[int] | None = None,
 ) -> PricedPlan:
-    """The plan of one shape that takes least, of those at a few prices of memory; whatever the
-    budget is, it is the same.
+    """The plan of one configuration that needs least memory, among the plans at a few prices of
+    memory. It does not depend on the budget.
 
-    ``starts``: the first unit of each stage, where the user cut by hand. The search's graph must be
-        that of a microbatch of ``samples``.
+    The search's graph must have the shapes of a microbatch of ``samples``.
+
+    Args:
+        starts: the first unit of each stage, where the user cut the stages.
     """
-    prices = search.prices(shape, samples)
+    prices = search.prices(configuration, samples)
     fastest = prices.at(0.0)
     unit = prices.seconds(fastest) / prices.nbytes(fastest)
-    tabulator = UnitCostTable(prices.problem, search.units, once=shape.stages == 1)
+    table = UnitCostTable(prices.problem, search.units, one_stage=configuration.stages == 1)
     best: PricedPlan | None = None
     tried = set()
     for price in PRICES:
@@ -47,54 +87,52 @@ def least_memory_plan(
         if (key := (solution.chosen, solution.recomputed)) in tried:
             continue
         tried.add(key)
-        cuts = tuple(starts) if starts is not None else even_memory(tabulator.of([solution]), shape)
-        taken = (0,) * len(search.units.nodes)
-        draft = Candidate(
-            shape,
+        candidate = Candidate(
+            configuration,
             prices.problem,
             (solution,),
-            cuts,
-            taken,
+            tuple(starts)
+            if starts is not None
+            else _even_cuts(table.of([solution]), configuration),
+            (0,) * len(search.units.nodes),
             prices.seconds(solution),
             prices.gap(solution, search.budget),
         )
-        found = accounted(assemble(search, draft), search.autograd)
-        if best is None or max(found.device_bytes()) < max(best.device_bytes()):
-            best = found
+        priced = count_memory(assemble(search, candidate), search.tracer)
+        if best is None or max(priced.device_bytes()) < max(best.device_bytes()):
+            best = priced
     assert best is not None
     return best
 
 
-def fullest(found: PricedPlan) -> tuple[int, dict[str, float]]:
+def _fullest_rank(priced: PricedPlan) -> tuple[int, dict[str, float]]:
     """The pipeline rank whose device holds most, and its bytes by kind."""
-    devices = found.device_bytes()
+    devices = priced.device_bytes()
     rank = devices.index(max(devices))
     kinds: Counter[str] = Counter()
-    for stage in range(rank, found.shape.stages, found.shape.pipeline):
-        kinds.update(found.nbytes_by_kind(stage))  # type: ignore[arg-type]
+    for stage in range(rank, priced.configuration.stages, priced.configuration.pipeline):
+        kinds.update(priced.bytes_by_kind(stage))  # type: ignore[arg-type]
     return rank, dict(kinds)
 
 
-def even_memory(tables: UnitCosts, shape: Configuration) -> tuple[int, ...]:
-    """The first unit of each stage, so that the stage that takes most memory takes as little as can
-    be; of the first solution.
+def _even_cuts(costs: UnitCosts, configuration: Configuration) -> tuple[int, ...]:
+    """The first unit of each stage, so that the stage that needs most memory needs as little as
+    possible; by dynamic programming over the units, which all take the first solution.
     """
-    units = tables.kept.shape[1]
-    kept, state = (
-        np.concatenate([[0.0], table[0].cumsum()]) for table in (tables.kept, tables.state)
-    )
+    units = costs.kept.shape[1]
+    kept, state = (np.concatenate([[0.0], c[0].cumsum()]) for c in (costs.kept, costs.state))
     least = np.full(units + 1, np.inf)
     least[0] = 0.0
-    came: list[np.ndarray] = []
-    for flight in shape.microbatches_in_flight():
-        memory = kept * flight + state
-        run = memory[None, :] - memory[:, None]  # [first unit, unit after the last]
-        run[np.tril_indices(units + 1)] = np.inf
-        worst = np.maximum(least[:, None], run)
-        came.append(worst.argmin(axis=0))
-        least = worst.min(axis=0)
+    best_starts: list[np.ndarray] = []
+    for in_flight in configuration.microbatches_in_flight():
+        nbytes = kept * in_flight + state
+        of_range = nbytes[None, :] - nbytes[:, None]  # [first unit, unit after the last]
+        of_range[np.tril_indices(units + 1)] = np.inf
+        fullest = np.maximum(least[:, None], of_range)
+        best_starts.append(fullest.argmin(axis=0))
+        least = fullest.min(axis=0)
     starts, end = [], units
-    for before in reversed(came):
-        end = int(before[end])
+    for start in reversed(best_starts):
+        end = int(start[end])
         starts.append(end)
     return tuple(reversed(starts))

@@ -1,5 +1,5 @@
-"""What a search found: the problem with everything decided, its bill, and the timeline that
-follows.
+"""A priced plan: the problem of a graph that is cut into stages, its solution, and the seconds,
+bytes and timeline that follow.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch.fx as fx
 
 from autopar.cost_model import Timeline, timeline_of
@@ -21,179 +22,190 @@ from autopar.search.space.options import Axis
 from autopar.search.space.recompute_policy import RECOMPUTED
 from autopar.search.space.strategies import Choice, ParameterStrategy
 
-ONCE = ("gradient synchronisation", "optimizer")
+SYNC, OPTIMIZER = "gradient synchronisation", "optimizer"  # the kinds of seconds of a step end
 
 
 @dataclass
 class PricedPlan:
-    """The best plan of one shape: the graph (cut into its stages), the problem and its solution,
-    and how far it may be from the optimum.
+    """A plan of one configuration, with its costs.
+
+    Attributes:
+        analysis: of the graph, cut into the configuration's stages.
+        gap: how far the step time may be from the optimum, relative to it.
+        stage_of: the stages in which each node runs, or holds its tensor.
+        counted_saved_bytes: by stage: bytes that autograd saves in one microbatch, counted storage
+            by storage. None before the count.
+        counted_bytes: by stage and kind: peak bytes, counted storage by storage. None before the
+            count.
     """
 
     analysis: Analysis
-    shape: Configuration
+    configuration: Configuration
     problem: Problem
     costs: Costs
     solution: Solution
     gap: float
     stage_of: dict[fx.Node, tuple[int, ...]]
-    # Counted storage by storage, by stage: what a microbatch keeps, and the peak by kind; where
-    # they are None the problem's own count.
-    kept: list[float] | None = None
-    nbytes: list[dict[str, float]] | None = None
+    counted_saved_bytes: list[float] | None = None
+    counted_bytes: list[dict[str, float]] | None = None
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        return self.shape.axes
+        return self.configuration.axes
 
     @property
     def microbatches(self) -> int:
-        return self.shape.microbatches
+        return self.configuration.microbatches
 
     def choice(self, node: fx.Node) -> Choice:
         v = self.problem.vertex_of[node]
         return self.problem.vertices[v].choices[self.solution.chosen[v]]
 
-    def recomputed(self, node: fx.Node) -> bool:
+    def is_recomputed(self, node: fx.Node) -> bool:
         v = self.problem.vertex_of[node]
         return int(self.problem.vertices[v].states[self.solution.chosen[v]]) == RECOMPUTED
 
+    def parameter_choices(self) -> list[tuple[fx.Node, np.ndarray, ParameterStrategy]]:
+        """Each parameter and buffer, how often it occurs in each stage, and its strategy. One node
+        stands for the parameters of equal blocks.
+        """
+        choices = (
+            (v.node, v.count, v.choices[k])
+            for v, k in zip(self.problem.vertices, self.solution.chosen, strict=True)
+        )
+        return [(n, count, c) for n, count, c in choices if isinstance(c, ParameterStrategy)]
+
+    # Seconds
+
     @cached_property
     def end_of_step_estimate(self) -> list[dict[str, float]]:
-        """Seconds of a step's end, by stage and kind: "optimizer" is all that follows the
-        gradients.
+        """Seconds of the step end, by stage and kind, as the problem counts them: each parameter
+        pays its share of a full bucket. ``optimizer`` contains everything after the gradients.
         """
-        found = [dict.fromkeys(ONCE, 0.0) for _ in range(self.problem.stages)]
-        for v, k in zip(self.problem.vertices, self.solution.chosen, strict=True):
-            choice = v.choices[k]
-            if isinstance(choice, ParameterStrategy):
-                sync = sum(t.seconds for t in self.costs.synchronisation_terms(v.node, choice))
-                update = self.costs.update(v.node, choice)
-                for stage, count in enumerate(v.count):
-                    found[stage]["gradient synchronisation"] += float(count) * sync
-                    found[stage]["optimizer"] += float(count) * update
-        for stage in (
-            range(self.problem.stages) if self.microbatches > 1 else ()
-        ):  # what microbatches return is put together
-            if nbytes := self._outputs(stage):
-                found[stage]["optimizer"] += float(
-                    self.costs.compute.seconds("copy", "", 0.0, 2 * nbytes, operator="cat")
-                )
-        return found
+        kinds = [dict.fromkeys((SYNC, OPTIMIZER), 0.0) for _ in range(self.problem.stages)]
+        parameters = self.costs.parameters
+        for node, counts, strategy in self.parameter_choices():
+            sync = sum(t.seconds for t in parameters.synchronisation_terms(node, strategy))
+            update = parameters.optimizer_seconds(node, strategy)
+            for stage, count in enumerate(counts):
+                kinds[stage][SYNC] += float(count) * sync
+                kinds[stage][OPTIMIZER] += float(count) * update
+        if self.microbatches > 1:
+            # The outputs of all microbatches are concatenated.
+            for stage, of_stage in enumerate(kinds):
+                if nbytes := self._output_bytes(stage):
+                    of_stage[OPTIMIZER] += float(
+                        self.costs.compute.seconds("copy", "", 0.0, 2 * nbytes, operator="cat")
+                    )
+        return kinds
 
     @cached_property
     def timeline(self) -> Timeline:
-        """Of all microbatches."""
-        cost_breakdown, shape = self.solution.cost_breakdown, self.shape
+        """The timeline of all microbatches, without the step end."""
+        breakdown, configuration = self.solution.cost_breakdown, self.configuration
         return timeline_of(
-            shape.schedule,
-            shape.pipeline,
-            shape.chunks,
-            shape.microbatches,
-            list(cost_breakdown.forward),
-            list(cost_breakdown.backward),
+            configuration.schedule,
+            configuration.pipeline,
+            configuration.chunks,
+            configuration.microbatches,
+            list(breakdown.forward),
+            list(breakdown.backward),
             send=self.send_seconds,
         )
 
     @property
     def send_seconds(self) -> list[float]:
-        """Seconds from each stage to the next, one way."""
-        ahead = [
-            float(s) / 2 for s in self.solution.cost_breakdown.send
-        ]  # of what a stage receives, there and back
-        return [*ahead[1:], 0.0]
+        """Seconds of sending a microbatch from each stage to the next, one way."""
+        # A stage's ``send`` is what it receives, there and back.
+        received = [float(s) / 2 for s in self.solution.cost_breakdown.send]
+        return [*received[1:], 0.0]
 
     @cached_property
     def busiest_stages(self) -> list[int]:
-        """The stages of the rank that has most to do."""
-        cost_breakdown, shape = self.solution.cost_breakdown, self.shape
-        ranks = [list(range(r, shape.stages, shape.pipeline)) for r in range(shape.pipeline)]
-        return max(
-            ranks,
-            key=lambda rank: sum(
-                shape.microbatches * float((cost_breakdown.forward + cost_breakdown.backward)[i])
-                + self._end(i)
-                for i in rank
-            ),
-        )
+        """The stages of the rank that computes longest."""
+        breakdown, configuration = self.solution.cost_breakdown, self.configuration
+        microbatch, pipeline = breakdown.forward + breakdown.backward, configuration.pipeline
+        ranks = [list(range(r, configuration.stages, pipeline)) for r in range(pipeline)]
 
-    def _end(self, stage: int) -> float:
-        return sum(self.end_of_step_estimate[stage].values())
+        def seconds(stage: int) -> float:
+            end = sum(self.end_of_step_estimate[stage].values())
+            return configuration.microbatches * float(microbatch[stage]) + end
+
+        return max(ranks, key=lambda rank: sum(seconds(stage) for stage in rank))
 
     def seconds_by_kind(self, ends: Sequence[dict[str, float]] | None = None) -> dict[str, float]:
-        """The step time: what the busiest rank does, and what it waits for; with other ``ends`` of
-        a step than :attr:`end_of_step_estimate`.
+        """Seconds of a step, by kind: the work of the busiest rank, and its bubble.
+
+        Args:
+            ends: seconds of the step end by stage and kind, instead of
+                :attr:`end_of_step_estimate`.
         """
-        end_of_step_estimate = ends or self.end_of_step_estimate
-        cost_breakdown, shape = self.solution.cost_breakdown, self.shape
+        ends = ends or self.end_of_step_estimate
+        breakdown, pipeline = self.solution.cost_breakdown, self.configuration.pipeline
         kinds = {
-            "compute": cost_breakdown.forward
-            + cost_breakdown.backward
-            - cost_breakdown.converting
-            - cost_breakdown.recomputation,
-            "conversions": cost_breakdown.converting,
-            "recomputation": cost_breakdown.recomputation,
+            "compute": breakdown.forward
+            + breakdown.backward
+            - breakdown.converting
+            - breakdown.recomputation,
+            "conversions": breakdown.converting,
+            "recomputation": breakdown.recomputation,
         }
+        busiest = self.busiest_stages
         seconds = {
-            kind: shape.microbatches * float(each[self.busiest_stages].sum())
-            for kind, each in kinds.items()
+            kind: self.microbatches * float(each[busiest].sum()) for kind, each in kinds.items()
         }
-        seconds |= {
-            kind: sum(end_of_step_estimate[i][kind] for i in self.busiest_stages) for kind in ONCE
-        }
+        seconds |= {kind: sum(ends[i][kind] for i in busiest) for kind in (SYNC, OPTIMIZER)}
         if not seconds["recomputation"]:
             del seconds["recomputation"]
-        if shape.stages > 1:
-            last = [
-                sum(sum(stage.values()) for stage in end_of_step_estimate[r :: shape.pipeline])
-                for r in range(shape.pipeline)
+        if self.configuration.stages > 1:
+            rank_ends = [
+                sum(sum(stage.values()) for stage in ends[r::pipeline]) for r in range(pipeline)
             ]
             total = max(
-                finish[-1] + end for finish, end in zip(self.timeline.ends, last, strict=True)
+                finish[-1] + end for finish, end in zip(self.timeline.ends, rank_ends, strict=True)
             )
             seconds["bubble"] = max(0.0, total - sum(seconds.values()))
         return seconds
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         return sum(self.seconds_by_kind().values())
 
-    def device_bytes(self) -> list[float]:
-        """Of each pipeline rank."""
-        stages = [sum(self.nbytes_by_kind(stage).values()) for stage in range(self.shape.stages)]
-        return [sum(stages[r :: self.shape.pipeline]) for r in range(self.shape.pipeline)]
+    # Bytes
 
-    def _outputs(self, stage: int) -> float:
-        """What the model returns besides its loss, of all microbatches: where these run inside the
-        call, it is held to its end.
+    def device_bytes(self) -> list[float]:
+        """Peak bytes of the device of each pipeline rank."""
+        configuration = self.configuration
+        stages = [sum(self.bytes_by_kind(stage).values()) for stage in range(configuration.stages)]
+        return [sum(stages[r :: configuration.pipeline]) for r in range(configuration.pipeline)]
+
+    def bytes_by_kind(self, stage: int) -> dict[str, float]:
+        """Bytes of one stage on its device, by kind: counted, or else as the problem counts
+        them.
         """
-        if self.microbatches == 1 and self.shape.stages == 1:
+        if self.counted_bytes is not None:
+            return self.counted_bytes[stage]
+        kinds: dict[str, float] = defaultdict(float)
+        for node, count, strategy in self.parameter_choices():
+            if count[stage]:
+                for kind, nbytes in self.costs.parameters.state_bytes(node, strategy).items():
+                    kinds[kind] += float(count[stage]) * nbytes
+        in_flight = self.configuration.microbatches_in_flight()[stage]
+        kinds["activations"] = float(self.solution.cost_breakdown.kept[stage]) * in_flight
+        kinds["outputs"] = self._output_bytes(stage)
+        return {kind: n for kind, n in kinds.items() if n}
+
+    def _output_bytes(self, stage: int) -> float:
+        """Bytes of the outputs besides the loss that a stage makes, of all microbatches. Where
+        microbatches run inside the call, outputs are alive until the call ends.
+        """
+        if self.microbatches == 1 and self.configuration.stages == 1:
             return 0.0
-        outputs = [
-            n
-            for n in self.analysis.outputs[: self.analysis.captured.out_spec.num_leaves]
-            if isinstance(n, fx.Node)
-        ]
+        count = self.analysis.captured.out_spec.num_leaves
+        outputs = [n for n in self.analysis.outputs[:count] if isinstance(n, fx.Node)]
         others = [n for n in outputs if n is not self.analysis.loss and n.op == "call_function"]
         made = [n for n in others if self.stage_of[n][-1] == stage]
         return self.microbatches * sum(
             float(self.costs.local_bytes(n, [self.choice(n).out])[0]) for n in made
         )
-
-    def nbytes_by_kind(self, stage: int) -> dict[str, float]:
-        """A stage's part of its device's memory."""
-        if self.nbytes is not None:
-            return self.nbytes[stage]
-        kinds: dict[str, float] = defaultdict(float)
-        for v, k in zip(self.problem.vertices, self.solution.chosen, strict=True):
-            choice = v.choices[k]
-            if isinstance(choice, ParameterStrategy) and v.count[stage]:
-                for kind, nbytes in self.costs.state_bytes(v.node, choice).items():
-                    kinds[kind] += float(v.count[stage]) * nbytes
-        kinds["activations"] = (
-            float(self.solution.cost_breakdown.kept[stage])
-            * self.shape.microbatches_in_flight()[stage]
-        )
-        kinds["outputs"] = self._outputs(stage)
-        return {kind: n for kind, n in kinds.items() if n}

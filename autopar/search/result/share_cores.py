@@ -1,7 +1,8 @@
-"""Pipelines of more ranks than a machine has cores.
+"""The seconds of a pipeline whose ranks share the cores of a machine.
 
-A profile of such a machine has kernels as long as they take when all ranks have work: the ranks of
-a core take turns. In a pipeline some wait for others, which have the cores to themselves the while.
+On a machine with fewer cores than ranks, ranks that share a core take turns. A profile of such a
+machine has the kernel times of ranks that are all busy. In a pipeline, some ranks wait for others
+and leave them the core. So the pipeline is faster than the profile's kernels say.
 """
 
 from __future__ import annotations
@@ -14,35 +15,28 @@ from autopar.ir.plan_data import PlanData
 from autopar.search.result.end_of_step import end_of_step
 from autopar.search.result.priced_plan import PricedPlan
 
-_PRICED = ("collectives", "recomputed")  # rows that end with seconds
+_ROWS_WITH_SECONDS = ("collectives", "recomputed")  # their last column is seconds
 
 
-def share_cores(plan: PlanData, found: PricedPlan, ranks_per_core: float) -> PlanData:
-    """``plan``, what ``found`` was written down as, with its seconds as they are where so many
-    ranks share a core.
+def share_cores(plan: PlanData, priced: PricedPlan, ranks_per_core: float) -> PlanData:
+    """``plan`` with the seconds that it takes where ``ranks_per_core`` ranks share each core;
+    ``priced`` is the priced plan that it was written from.
     """
-    if found.shape.stages == 1 or ranks_per_core <= 1 or not plan.step_time:
+    if priced.configuration.stages == 1 or ranks_per_core <= 1 or not plan.step_time:
         return plan
-    line, ends = found.timeline, [sum(seconds.values()) for seconds in end_of_step(found)]
-    alone = {event.action: (event.end - event.start) / ranks_per_core for event in line.events}
-    done = in_turns(
-        line.orders,
-        alone,
-        found.send_seconds,
-        plan.schedule in LOOPED,
-        plan.pipeline / ranks_per_core,
-    )
-    part = min(
-        1.0,
-        max(end + sum(ends[rank :: plan.pipeline]) for rank, end in enumerate(done))
-        / plan.step_time,
-    )
-    stages = tuple(
-        replace(stage, seconds={kind: part * s for kind, s in stage.seconds.items()})
-        for stage in plan.stages
-    )
+    timeline, ends = priced.timeline, [sum(kinds.values()) for kinds in end_of_step(priced)]
+    core_alone = {e.action: (e.end - e.start) / ranks_per_core for e in timeline.events}
+    cores = plan.pipeline / ranks_per_core
+    is_looped = plan.schedule in LOOPED
+    finish = in_turns(timeline.orders, core_alone, priced.send_seconds, is_looped, cores)
+    last = max(end + sum(ends[rank :: plan.pipeline]) for rank, end in enumerate(finish))
+    part = min(1.0, last / plan.step_time)
+
+    def scaled(seconds: dict[str, float]) -> dict[str, float]:
+        return {kind: part * s for kind, s in seconds.items()}
+
     rows = {
-        name: [[*row[:-1], part * row[-1]] if name in _PRICED else row for row in table]
+        name: [[*row[:-1], part * row[-1]] if name in _ROWS_WITH_SECONDS else row for row in table]
         for name, table in plan.rows.items()
     }
     note = (
@@ -51,8 +45,8 @@ def share_cores(plan: PlanData, found: PricedPlan, ranks_per_core: float) -> Pla
     )
     return replace(
         plan,
-        seconds={kind: part * s for kind, s in plan.seconds.items()},
-        stages=stages,
+        seconds=scaled(plan.seconds),
+        stages=tuple(replace(stage, seconds=scaled(stage.seconds)) for stage in plan.stages),
         rows=rows,
         notes=(*plan.notes, note),
     )

@@ -15,7 +15,7 @@ from megatron import configuration, gpt, searched
 
 from autopar.cost_model import Cluster
 from autopar.frontend.traced_model import TracedModel
-from autopar.search.result.cost_items import BACKWARD, FORWARD, RECOMPUTATION, STEP, items
+from autopar.search.result.cost_items import BACKWARD, FORWARD, RECOMPUTATION, STEP, cost_items
 
 A100 = Cluster.load("a100-sxm")
 
@@ -23,9 +23,10 @@ A100 = Cluster.load("a100-sxm")
 def added_up(found: Any) -> dict[str, np.ndarray]:
     """Seconds by phase and stage."""
     phases = {
-        phase: np.zeros(found.shape.stages) for phase in (FORWARD, BACKWARD, RECOMPUTATION, STEP)
+        phase: np.zeros(found.configuration.stages)
+        for phase in (FORWARD, BACKWARD, RECOMPUTATION, STEP)
     }
-    for item in items(found):
+    for item in cost_items(found):
         taken = item.term.seconds if item.term else float(found.costs.compute.seconds(*item.work))
         phases[item.phase] += np.array(item.count) * taken
     return phases
@@ -91,7 +92,7 @@ def test_tensor_parallel_ranks_share_the_products() -> None:
         ) as found:
             kernels = [
                 i
-                for i in items(found)
+                for i in cost_items(found)
                 if i.term is None and i.node.meta.get("module", "").startswith("layers.")
             ]
             work[tensor] = {}
@@ -117,7 +118,7 @@ def test_pieces_of_a_tensor_are_joined_once() -> None:
     ) as found:
         joins = [
             i
-            for i in items(found)
+            for i in cost_items(found)
             if i.node.target is torch.ops.aten.slice.Tensor
             and i.phase == BACKWARD
             and i.operator == "cat"

@@ -12,8 +12,8 @@ import autopar
 from autopar.cost_model import Cluster, axes, point_to_point, seconds
 from autopar.frontend.traced_model import TracedModel
 from autopar.ir.plan_data import BUCKET_BYTES
-from autopar.search.result.end_of_step import OPTIMIZER, SYNC, end_of_step
-from autopar.search.result.priced_plan import PricedPlan
+from autopar.search.result.end_of_step import end_of_step
+from autopar.search.result.priced_plan import OPTIMIZER, SYNC, PricedPlan
 
 A100 = Cluster.load("a100-sxm")
 

@@ -1,0 +1,157 @@
+"""Bounds of the step time and of the memory of a configuration, from the cheapest to the
+sharpest. The outer search drops a configuration whose bound is above the best candidate.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_left
+from collections import defaultdict
+from dataclasses import replace
+
+import numpy as np
+
+from autopar.cost_model import Conversions
+from autopar.memory.saved_tensors import saved
+from autopar.search.ilp.memory_prices import MemoryPrices
+from autopar.search.ilp.problem import CostBreakdown
+from autopar.search.inner.inner_search import InnerSearch, equal_stages_step_ratio
+from autopar.search.inner.search_cache import WorkByKind
+from autopar.search.space.configuration import Configuration, least_step_ratio
+
+# A ladder of prices of memory: the first price in steps for the whole budget, the factor from one
+# price to the next, and the number of prices.
+FIRST_PRICE, PRICE_FACTOR, PRICE_COUNT = 0.05, 3.0, 10
+# A configuration that does not fit at the highest price is estimated to take this many times as
+# long as there.
+DOES_NOT_FIT_FACTOR = 10
+
+
+def compute_floor(search: InnerSearch, configuration: Configuration, samples: int) -> float:
+    """Seconds of a step that no plan can beat, without a problem: every kernel is split evenly over
+    all devices, and nothing is sent.
+    """
+    if search.cache.kernel_timer is not None:
+        return 0.0  # the cluster has no curve for some kernels
+    share = samples / search.analysis.batch.size / math.prod(configuration.sizes)
+    work = search.cache.work.of("all", lambda: _work_by_kind(search))
+    microbatch = 0.0
+    for (operator, kind, dtype), (flops, nbytes) in work.items():
+        seconds = search.compute.seconds(
+            kind, dtype, flops * share, nbytes * share, operator=operator
+        )
+        microbatch += float(seconds.sum())
+    return least_step_ratio(configuration) * microbatch
+
+
+def _work_by_kind(search: InnerSearch) -> WorkByKind:
+    """The work of all kernels of the whole graph."""
+    analysis, cluster = search.analysis, search.cluster
+    nodes = analysis.graph.nodes
+    tensors = saved(nodes, analysis.differentiable, cluster.device.kind, search.tracer)
+    kernels = search.costs(analysis, tensors, Conversions((), cluster), 1).kernels
+    by_kind: dict[tuple[str, str, str], list[tuple[float, float]]] = defaultdict(list)
+    for work in (w for n in nodes for w in kernels.work(n)):
+        by_kind[work.operator, work.kind, work.dtype].append((work.flops, work.nbytes))
+    return {key: np.array(amounts).T for key, amounts in by_kind.items()}
+
+
+def unsolved_bound(search: InnerSearch, configuration: Configuration, samples: int) -> float:
+    """Seconds of a step that no plan of this configuration can beat, with the problem but without a
+    solve.
+    """
+    prices, scale, _ = _replica_prices(search, configuration, samples)
+    ratio = scale * least_step_ratio(configuration) / equal_stages_step_ratio(configuration)
+    return ratio * prices.problem.least(prices.weights)
+
+
+def least_bytes(search: InnerSearch, configuration: Configuration, samples: int) -> float:
+    """Bytes of a device that no plan of this configuration, in equal stages, goes below, without a
+    solve.
+    """
+    prices = search.prices(configuration, samples)
+    nothing = np.zeros(1)
+    bytes_alone = replace(
+        prices.weights, micro=nothing, step=nothing, send=nothing, price=np.ones(1)
+    )
+    return prices.problem.least(bytes_alone) / configuration.pipeline
+
+
+def solved_bound(
+    search: InnerSearch, configuration: Configuration, samples: int
+) -> tuple[float, float]:
+    """Seconds of a step that no plan of this configuration can beat, and an estimate of the seconds
+    that its best plan takes.
+
+    On an axis that splits samples nothing else is gained. So one replica's problem is solved, with
+    the replica's share of the samples, for all numbers of replicas. Bytes that last count for
+    nothing in it.
+
+    The bound is a Lagrangian relaxation of the memory budgets. At the price lambda / k for the
+    memory of a stage with k microbatches in flight, a saved activation costs lambda a byte at any
+    stage. The solved cost, less the price of all budgets, is a lower bound of the seconds. The
+    estimate is the time of the solution at the first price of the ladder that fits the budget.
+    """
+    prices, scale, is_replica = _replica_prices(search, configuration, samples)
+    proven = scale * least_step_ratio(configuration) / equal_stages_step_ratio(configuration)
+    start = time.perf_counter()
+    pipeline, in_flight = configuration.pipeline, float(prices.weights.flight[0])
+    by_stage = configuration.microbatches_in_flight()
+    budgets = search.budget * sum(1.0 / min(by_stage[r::pipeline]) for r in range(pipeline))
+    replicas = _data_degree(configuration) if is_replica else 1
+
+    def fits(price: float) -> bool:
+        breakdown = prices.at(price).cost_breakdown
+        return equal_stages_bytes(configuration, breakdown, replicas) <= search.budget
+
+    unit = prices.at(0.0).value / search.budget / in_flight
+    ladder = [0.0, *(FIRST_PRICE * unit * PRICE_FACTOR**i for i in range(PRICE_COUNT))]
+    first = 0 if fits(0.0) else bisect_left(ladder, True, lo=1, key=fits)
+    bound = -math.inf
+    for price in (p for p in ladder if p in prices.solved):
+        solution = prices.at(price)
+        lasting = price * float(solution.cost_breakdown.state[0]) if is_replica else 0.0
+        bound = max(bound, solution.bound - lasting - price * in_flight * budgets)
+    fitting = prices.at(ladder[min(first, PRICE_COUNT)])
+    estimate = fitting.cost_breakdown.seconds(prices.weights)
+    estimate *= 1 if first <= PRICE_COUNT else DOES_NOT_FIT_FACTOR
+    search.add_time("solve", start)
+    return proven * bound, scale * estimate
+
+
+def equal_stages_bytes(
+    configuration: Configuration, breakdown: CostBreakdown, replicas: int
+) -> float:
+    """About the bytes of the fullest device, where all stages are equal.
+
+    Args:
+        breakdown: of all stages together.
+        replicas: over which bytes that last are spread evenly.
+    """
+    pipeline, by_stage = configuration.pipeline, configuration.microbatches_in_flight()
+    state = float(breakdown.state[0])
+    gathered = state / 2 if replicas > 1 else 0.0  # used parameters, and their gradients
+    in_flight = max(sum(by_stage[r::pipeline]) for r in range(pipeline)) / configuration.chunks
+    return (float(breakdown.kept[0]) * in_flight + state / replicas + gathered) / pipeline
+
+
+def _replica_prices(
+    search: InnerSearch, configuration: Configuration, samples: int
+) -> tuple[MemoryPrices, float, bool]:
+    """The solutions that bound a configuration; the factor from their seconds to the seconds of a
+    step; and whether they are the solutions of one replica.
+    """
+    degree, axes = _data_degree(configuration), configuration.axes
+    # Constraints name the types along all axes, so a replica has no axes to be solved on.
+    if degree == 1 or len(axes) == 1 or search.options.constraints:
+        return search.prices(configuration, samples), 1.0, False
+    rest = tuple(a for a in axes if a.use != "data")
+    replicas = search.options.world_size // math.prod(a.size for a in rest)
+    replica = Configuration(replicas, rest, 1)
+    prices = search.prices(replica, samples // degree, replica_only=True)
+    return prices, equal_stages_step_ratio(configuration), True
+
+
+def _data_degree(configuration: Configuration) -> int:
+    return math.prod(a.size for a in configuration.axes if a.use == "data")

@@ -1,0 +1,156 @@
+"""What a parameter or buffer costs in each of its strategies: bytes between steps, gradient
+synchronisation, optimizer step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+import torch.fx as fx
+
+from autopar.cost_model import (
+    Compute,
+    Term,
+    optimizer_traffic,
+    parameter_memory,
+    point_to_point,
+    seconds,
+)
+from autopar.ir.plan_data import BUCKET_BYTES
+from autopar.rules.analysis import Analysis
+from autopar.search.pricing.conversion_costs import ConversionCosts
+from autopar.search.pricing.kernel_costs import KernelWork
+from autopar.search.pricing.node_sizes import chunk_count, stored_dtype
+from autopar.search.space.strategies import ParameterStrategy
+
+# The exposed part of gradients' collectives is at least this, so that no collective is free.
+_LEAST_EXPOSED = 0.05
+
+
+class ParameterCosts:
+    """The parameters and buffers of one graph on the mesh of one stage.
+
+    Args:
+        optimizer: its name, as in the options.
+        reduction_dtype: the dtype in which ranks sum gradients; None for the dtype of the gradient.
+        microbatches: of one step.
+        holders: how many ranks of the pipeline hold each parameter or buffer; 1 for absent ones.
+    """
+
+    def __init__(
+        self,
+        analysis: Analysis,
+        conversions: ConversionCosts,
+        compute: Compute,
+        optimizer: str,
+        reduction_dtype: torch.dtype | None,
+        microbatches: int,
+        sizes: tuple[int, ...],
+        holders: Mapping[fx.Node, int],
+    ) -> None:
+        self._differentiable, self._conversions, self.compute = (
+            analysis.differentiable,
+            conversions,
+            compute,
+        )
+        self._optimizer, self._reduction_dtype = optimizer, reduction_dtype
+        self._microbatches, self._sizes, self._holders = microbatches, sizes, holders
+
+    @property
+    def pipeline_axis(self) -> int:
+        """The axis of collectives between ranks of the pipeline: the number after the last mesh
+        axis.
+        """
+        return len(self._sizes)
+
+    def synchronisation_terms(self, node: fx.Node, strategy: ParameterStrategy) -> list[Term]:
+        """The collectives of a parameter in one step: the gather into the used layout, and the sum
+        of the gradient. Where several ranks of the pipeline hold the parameter, their sum is a term
+        along :attr:`pipeline_axis`.
+
+        Collectives go in buckets, and a parameter pays its share of a full bucket. Gradients are
+        summed during the last backward, which hides a part of the seconds. Parameters are gathered
+        before the forward, where nothing hides them.
+        """
+        terms = [
+            replace(t, seconds=self._bucketed_seconds(t))
+            for t in self._conversions.terms(node, strategy.stored, strategy.used)
+        ]
+        ranks = self._holders.get(node, 1)
+        if ranks > 1 and node in self._differentiable:
+            terms.append(self._pipeline_sum(node, strategy, ranks))
+        return terms
+
+    def _bucketed_seconds(self, term: Term) -> float:
+        if term.kind == "copy":
+            return term.seconds
+        bucket = max(term.nbytes, BUCKET_BYTES)
+        exposed = max(1 - self.compute.overlap, _LEAST_EXPOSED) if term.phase == "backward" else 1.0
+        axis = self._conversions.axes[term.axis]
+        return exposed * float(seconds(term.kind, bucket, axis)) * term.nbytes / bucket
+
+    def _pipeline_sum(self, node: fx.Node, strategy: ParameterStrategy, ranks: int) -> Term:
+        """The ring all-reduce of a parameter's gradient over ``ranks`` of the pipeline. Nothing
+        hides it.
+        """
+        gradient = self._reduction_dtype or stored_dtype(node)
+        nbytes = self._elements(node, strategy.stored) * gradient.itemsize
+        taken = 2 * (ranks - 1) * point_to_point(nbytes / ranks, self._conversions.pipeline)
+        return Term("all_reduce", self.pipeline_axis, nbytes, taken, "backward")
+
+    def optimizer_seconds(self, node: fx.Node, strategy: ParameterStrategy) -> float:
+        """Seconds of a parameter's optimizer step, and of the cast to the dtype that the graph
+        computes in.
+        """
+        elements, dtype = self._elements(node, strategy.stored), stored_dtype(node)
+        traffic = (
+            optimizer_traffic(elements * dtype.itemsize, self._optimizer)
+            if node in self._differentiable
+            else 0.0
+        )
+        if dtype != node.meta["val"].dtype:
+            traffic += elements * (dtype.itemsize + node.meta["val"].dtype.itemsize)
+        return float(self.compute.optimizer_seconds(traffic)) if traffic else 0.0
+
+    def accumulation(self, node: fx.Node, strategy: ParameterStrategy) -> KernelWork | None:
+        """The kernel that adds a microbatch's gradient of a parameter to the sum of the gradients
+        before. None where there is one microbatch, and on GPUs: the rates of the presets are fitted
+        to runs that accumulate gradients, and contain these additions.
+        """
+        if (
+            self._microbatches == 1
+            or self.compute.device_kind != "cpu"
+            or node not in self._differentiable
+        ):
+            return None
+        computed, stored = node.meta["val"].dtype, stored_dtype(node)
+        nbytes = self._elements(node, strategy.used) * (computed.itemsize + 2 * stored.itemsize)
+        return KernelWork("add_", "elementwise", str(stored), 0.0, nbytes)
+
+    def state_bytes(self, node: fx.Node, strategy: ParameterStrategy) -> dict[str, float]:
+        """Bytes of a parameter or buffer on one rank that last from step to step, by kind."""
+        elements, stored = node.meta["val"].numel(), stored_dtype(node)
+        trains = node in self._differentiable
+        chunk = math.ceil(elements / chunk_count(strategy.stored, self._sizes))
+        memory = parameter_memory(chunk, stored.itemsize, self._optimizer, trains)
+        kinds = {
+            "parameters": float(memory.parameters),
+            "gradients": float(memory.gradients),
+            "optimizer": float(memory.optimizer),
+        }
+        used, computed = self._elements(node, strategy.used), node.meta["val"].dtype
+        types = zip(strategy.stored, strategy.used, strict=True)
+        if any(s.is_shard and s is not u for s, u in types):
+            # Gradients of several microbatches accumulate in the parameter's dtype.
+            gradient = stored if self._microbatches > 1 else computed
+            kinds["gathered parameters"] = used * (computed.itemsize + trains * gradient.itemsize)
+        elif stored != computed:
+            kinds["compute copies"] = used * computed.itemsize
+        return kinds
+
+    def _elements(self, node: fx.Node, layout: tuple) -> float:
+        """Elements of one rank's chunk of a parameter."""
+        return float(node.meta["val"].numel() / chunk_count(layout, self._sizes))

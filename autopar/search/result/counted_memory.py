@@ -1,0 +1,37 @@
+"""The memory of a priced plan's step, counted storage by storage from the first forward to the
+optimizer. The problem's own estimate counts less.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.kernel_trace.operator_trace import OperatorTracer
+from autopar.memory.call_trace import CallTrace
+from autopar.memory.peak_memory import PeakMemory, StepSettings
+from autopar.search.plan_check.data_degree import data_degree
+from autopar.search.result.chosen_program import chosen_program
+from autopar.search.result.priced_plan import PricedPlan
+
+
+def count_memory(priced: PricedPlan, tracer: OperatorTracer) -> PricedPlan:
+    """The same plan with counted memory. The graph must have the shapes of the plan's
+    microbatch.
+    """
+    analysis, configuration, costs = priced.analysis, priced.configuration, priced.costs
+    program, sizes = chosen_program(priced), configuration.sizes
+    trace = CallTrace(
+        analysis, program.nodes, program.conversions, sizes, tracer, costs.reduction_dtype
+    )
+    settings = StepSettings(
+        configuration.pipeline,
+        configuration.stages,
+        configuration.schedule,
+        configuration.microbatches,
+        data_degree(analysis, program.nodes, sizes),
+        costs.optimizer,
+        costs.reduction_dtype,
+        tracer.device_type,
+    )
+    peak = PeakMemory(analysis, trace, sizes, program.parameters, program.recomputed, settings)
+    return replace(priced, counted_saved_bytes=peak.kept, counted_bytes=peak.by_kind())

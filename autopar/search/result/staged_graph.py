@@ -1,0 +1,97 @@
+"""The graph of a search, cut into pipeline stages: the stages of each node, and the costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch.fx as fx
+
+from autopar.memory.saved_tensors import SavedTensors, saved
+from autopar.passes.lowering.cut_stages import cut_stages
+from autopar.rules.analysis import Analysis
+from autopar.runtime.kernels.graph_kernels import send
+from autopar.search.inner.inner_search import InnerSearch
+from autopar.search.inner.search_cache import StagedGraph, representatives
+from autopar.search.pricing.costs import Costs
+from autopar.search.space.configuration import Configuration
+
+
+def staged_graph(search: InnerSearch, starts: Sequence[int]) -> StagedGraph:
+    """The search's graph, cut into stages that begin with the units ``starts``."""
+    key = search.units.starts, tuple(starts), search.analysis.batch.size
+    return search.cache.staged_graphs.of(key, lambda: _cut_graph(search, starts))
+
+
+def _cut_graph(search: InnerSearch, starts: Sequence[int]) -> StagedGraph:
+    analysis = cut_at_units(search, starts)
+    return StagedGraph(
+        analysis,
+        stages_of(analysis, len(starts)),
+        representatives(analysis),
+        _saved_tensors(search, analysis),
+    )
+
+
+def cut_at_units(search: InnerSearch, starts: Sequence[int]) -> Analysis:
+    """The search's graph, cut before the units ``starts``; the first stage begins where the graph
+    does.
+    """
+    names = [search.units.nodes[u][0].name for u in starts[1:]]
+    return cut_stages(search.analysis, names) if names else search.analysis
+
+
+def stages_of(analysis: Analysis, stages: int) -> dict[fx.Node, tuple[int, ...]]:
+    """The stages in which each node of a cut graph runs, or holds its tensor. A parameter is in
+    every stage that reads it.
+    """
+    found: dict[fx.Node, tuple[int, ...]] = {}
+    for node in reversed(analysis.graph.nodes):
+        stage = node.meta.get("stage", 0 if stages == 1 else None)
+        if node.op == "output":
+            found[node] = (stages - 1,)
+        elif node.op == "call_function" and stage is not None:
+            found[node] = (stage,)
+        else:
+            readers = {
+                s
+                for user in node.users
+                for s in (_sending_stage(user) if user.target is send else found[user])
+            }
+            found[node] = tuple(sorted(readers)) or (0,)
+    return found
+
+
+def _sending_stage(node: fx.Node) -> tuple[int, ...]:
+    return (node.meta["stage"] - 1,)
+
+
+def costs_of_stages(search: InnerSearch, configuration: Configuration, analysis: Analysis) -> Costs:
+    """The costs of a graph that is cut into the stages of ``configuration``."""
+    saved_tensors = _saved_tensors(search, analysis)
+    stage_of = stages_of(analysis, configuration.stages)
+    return staged_costs(search, configuration, analysis, saved_tensors, stage_of)
+
+
+def staged_costs(
+    search: InnerSearch,
+    configuration: Configuration,
+    analysis: Analysis,
+    saved_tensors: Mapping[fx.Node, SavedTensors],
+    stage_of: Mapping[fx.Node, tuple[int, ...]],
+) -> Costs:
+    """:func:`costs_of_stages`, where saved tensors and stages are known."""
+    pipeline = configuration.pipeline
+    conversions = search.cache.conversions(configuration.sizes, pipeline)
+    holders = {n: len({stage % pipeline for stage in stage_of[n]}) for n in analysis.state}
+    return search.costs(analysis, saved_tensors, conversions, configuration.microbatches, holders)
+
+
+def _saved_tensors(search: InnerSearch, analysis: Analysis) -> dict[fx.Node, SavedTensors]:
+    """What autograd saves of each node of a cut graph."""
+    return saved(
+        analysis.graph.nodes,
+        analysis.differentiable,
+        search.cluster.device.kind,
+        search.tracer,
+        rules=analysis.rules,
+    )
