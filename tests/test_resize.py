@@ -17,7 +17,8 @@ from autopar.search.ilp.problem import Problem
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.pricing.resize import resized
 from autopar.search.space.configuration import Configuration
-from autopar.search.space.options import Axis, Options
+from autopar.search.space.meshes import Axis
+from autopar.search.space.options import Options
 
 MODELS = ["llama", "gpt2", "vit", "t5", "bert", "mixtral", "unet", "cnn", "mixer"]
 ARRAYS = ("states", "there", "forward", "backward", "send", "step", "kept", "state", "result")
@@ -58,7 +59,7 @@ def test_costs_are_those_of_a_captured_batch(name: str, size: int, samples: int)
             h.sources,
             h.targets,
         )
-        for array in ("seconds", "again", "nbytes", "moves"):
+        for array in ("seconds", "recomputed", "nbytes", "moves"):
             np.testing.assert_allclose(
                 getattr(g, array),
                 getattr(h, array),

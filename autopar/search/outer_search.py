@@ -20,8 +20,8 @@ from autopar.search.result.least_memory import fullest, least_memory_plan
 from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.space.check_schedule import check_schedule
 from autopar.search.space.configuration import Configuration
-from autopar.search.space.modes import alternatives, modes
-from autopar.search.space.options import mode_mesh
+from autopar.search.space.meshes import mode_mesh
+from autopar.search.space.modes.registry import mode_names, modes_without_keywords
 
 SIMPLER = 0.99  # a mesh of more axes must be faster by this much
 MOST_STAGES = 64
@@ -122,7 +122,12 @@ class OuterSearch:
         for size in (
             n for n in range(2, ranks + 1) if ranks % n == 0 and (free or cut <= 2 * n <= 4 * cut)
         ):
-            for mode in (m for name in modes() for m in alternatives(name, size) if not m.plain):
+            for mode in (
+                m
+                for name in mode_names()
+                for m in modes_without_keywords(name, size)
+                if not m.plain
+            ):
                 if (
                     max(
                         map(

@@ -27,9 +27,10 @@ from autopar.search.ilp.solve import Solution
 from autopar.search.inner.search_cache import SearchCache, Work
 from autopar.search.pricing.costs import Costs
 from autopar.search.pricing.resize import resized
+from autopar.search.space.choices.node_choices import NodeChoices
 from autopar.search.space.configuration import Configuration, least_step_ratio
-from autopar.search.space.node_choices import NodeChoices
-from autopar.search.space.options import Axis, Options
+from autopar.search.space.meshes import Axis
+from autopar.search.space.options import Options
 from autopar.search.space.recompute_policy import RecomputePolicy
 
 Progress = Callable[[str], None]
@@ -109,7 +110,7 @@ class InnerSearch:
                 self.known.saved(samples),
             )
             costs = self.costs(analysis, kept, conversions, shape.microbatches)
-            choices = self.choices.on(shape.axes)
+            choices = self.choices.on_mesh(shape.axes)
             start = self.add_time("strategies", start)
             problem = build_problem(
                 analysis.graph, self.representative, choices, analysis.rules, costs, self.recompute

@@ -35,7 +35,8 @@ from autopar.rules import Option, Rule
 from autopar.rules.analysis import Analysis
 from autopar.runtime.kernels.graph_kernels import send
 from autopar.search.space.check_schedule import check_schedule
-from autopar.search.space.strategies import can_gather, strategies
+from autopar.search.space.choices.node_strategies import node_strategies
+from autopar.search.space.choices.parameter_strategies import can_gather
 
 
 def check_batch(plan: PlanData, samples: int) -> None:
@@ -149,7 +150,7 @@ class _Check:
         found = [
             strategy
             for parts in (_parts(rule, chosen) if rule is not None else [{}])
-            for strategy in strategies(
+            for strategy in node_strategies(
                 rule, tensors, node in grads, self.sizes, same, zigzag=zigzag, parts=parts
             )
         ]

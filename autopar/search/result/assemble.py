@@ -22,8 +22,8 @@ from autopar.search.inner.search_cache import Cut, representatives
 from autopar.search.pipeline.units import Units
 from autopar.search.pricing.costs import Costs
 from autopar.search.result.priced_plan import PricedPlan
+from autopar.search.space.choices.node_choices import NodeChoices
 from autopar.search.space.configuration import Configuration
-from autopar.search.space.node_choices import NodeChoices
 from autopar.search.space.recompute_policy import FREED, RECOMPUTED, SAVED, RecomputePolicy
 from autopar.search.space.strategies import Choice
 
@@ -166,7 +166,7 @@ class _Assembly:
         costs = _costs(search, shape, analysis, self.cut.saved, self.stage_of)
         own = [n for n in analysis.graph.nodes if self.representative[n] is n]
         decided = {n: found for n in own if (found := self._decided(n)) is not None}
-        free = NodeChoices(analysis, self.representative, search.options).on(
+        free = NodeChoices(analysis, self.representative, search.options).on_mesh(
             shape.axes, [n for n in own if n not in decided]
         )
         choices = free | {n: list(found) for n, found in decided.items()}

@@ -22,7 +22,8 @@ from autopar.runtime.kernels.graph_kernels import send
 from autopar.search.plan_check.check_plan import data_degree
 from autopar.search.result.end_of_step import end_of_step
 from autopar.search.result.priced_plan import PricedPlan
-from autopar.search.space.options import Axis, Options
+from autopar.search.space.meshes import Axis
+from autopar.search.space.options import Options
 from autopar.search.space.repeated_blocks import block_of
 from autopar.search.space.strategies import ParameterStrategy
 
