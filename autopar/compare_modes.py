@@ -21,7 +21,7 @@ from autopar.frontend.planner import check_option_names, make_plan, resolve_clus
 from autopar.frontend.traced_model import TracedModel
 from autopar.ir.captured import LossFunction
 from autopar.plan import Plan
-from autopar.search.space.modes import alternatives, modes
+from autopar.search.space.modes.registry import mode_names, modes_without_keywords
 from autopar.search.space.options import Options
 
 Parallel = Mapping[str, Any]
@@ -177,8 +177,8 @@ def _tensors(ranks: int, data: int | None) -> list[dict[str, Any]]:
         [ranks // data] if data is not None else [n for n in range(ranks, 1, -1) if ranks % n == 0]
     )
     found: list[dict[str, Any]] = [dict(data=ranks)] if data in (None, ranks) else []
-    for name in modes():
-        if size := next((n for n in sizes if alternatives(name, n)), None):
+    for name in mode_names():
+        if size := next((n for n in sizes if modes_without_keywords(name, n)), None):
             found.append(dict(data=ranks // size, tensor=dict(size=size, mode=name)))
     return found
 

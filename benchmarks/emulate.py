@@ -21,7 +21,8 @@ from autopar.passes.lowering.choose_kernels import choose_kernels
 from autopar.passes.lowering.localise import localise
 from autopar.rules import rule_of
 from autopar.rules.registry import operator_name
-from autopar.search.space.strategies import Strategy, strategies
+from autopar.search.space.choices.node_strategies import node_strategies
+from autopar.search.space.strategies import Strategy
 
 LOCAL_KERNELS = {None, "mean"}  # the others communicate, or draw numbers
 SUMMANDS = torch.Generator().manual_seed(0)  # of the random parts that pending sums are cut in
@@ -252,7 +253,9 @@ def every(
     output = any(program.trains) and any(
         o.is_floating_point() or o.is_complex() for o in program.outputs
     )
-    return strategies(program.rule, program.trains, output, sizes, lambda *_: True, parts=parts)
+    return node_strategies(
+        program.rule, program.trains, output, sizes, lambda *_: True, parts=parts
+    )
 
 
 def local(found: Sequence[Strategy]) -> list[Strategy]:

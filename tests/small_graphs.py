@@ -28,7 +28,8 @@ from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.result.staged_graph import stages_of
 from autopar.search.result.write_plan import write_plan
 from autopar.search.space.configuration import Configuration
-from autopar.search.space.options import Axis, Options
+from autopar.search.space.meshes import Axis
+from autopar.search.space.options import Options
 from autopar.search.space.recompute_policy import RecomputePolicy
 
 Sample = dict[str, torch.Tensor]

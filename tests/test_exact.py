@@ -26,10 +26,10 @@ from autopar.search.inner.candidate import best_candidate
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.result.assemble import assemble
 from autopar.search.result.exact_search import exact, least_step_ratio
-from autopar.search.result.staged_graph import costs_of_stages, cut_at_units, stages_of
+from autopar.search.space.choices.node_choices import NodeChoices
 from autopar.search.space.configuration import Configuration
-from autopar.search.space.node_choices import NodeChoices
-from autopar.search.space.options import Axis, Options
+from autopar.search.space.meshes import Axis
+from autopar.search.space.options import Options
 from autopar.search.space.strategies import Choice
 
 LETTERS = dict(B=64, S=8, H=64, F=256, G=128, K=16, V=512)
@@ -47,7 +47,7 @@ def thin(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """Nodes are left with the choice to do nothing and, ``most`` of them, with one or two
     others.
     """
-    whole = NodeChoices.on
+    whole = NodeChoices.on_mesh
 
     def thinned(
         self: NodeChoices, axes: Sequence[Axis], nodes: Any = None
@@ -60,7 +60,7 @@ def thin(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
             left -= bool(others)
         return found
 
-    monkeypatch.setattr(NodeChoices, "on", thinned)
+    monkeypatch.setattr(NodeChoices, "on_mesh", thinned)
 
 
 def bills(
@@ -69,7 +69,7 @@ def bills(
     """Of all assignments of one cut."""
     analysis = cut_at_units(search, starts)
     stage_of, own = stages_of(analysis, shape.stages), {n: n for n in analysis.graph.nodes}
-    choices = NodeChoices(analysis, own, search.options).on(shape.axes)
+    choices = NodeChoices(analysis, own, search.options).on_mesh(shape.axes)
     costs = costs_of_stages(search, shape, analysis)
     problem = build_problem(
         analysis.graph,

@@ -17,7 +17,7 @@ from autopar.capture.capture_graph import capture
 from autopar.ir.layout import is_legal, local_shape, parse_type, strided
 from autopar.passes.canonical.canonicalise import canonicalise
 from autopar.rules.analysis import Analysis
-from autopar.search.space.fused_weights import fused
+from autopar.search.space.choices.fused_weights import fused_dims
 
 TENSOR = {size: dict(tensor=dict(size=size, mode="1d")) for size in (2, 4)}
 
@@ -39,7 +39,7 @@ def _taken_apart(name: str) -> dict[str, dict[int, int]]:
     captured = capture(*getattr(zoo, name)(batch=8, dropout=0.0))
     canonicalise(captured)
     analysis = Analysis(captured)
-    return {analysis.state[node].target: dims for node, dims in fused(analysis)[1].items()}
+    return {analysis.state[node].target: dims for node, dims in fused_dims(analysis)[1].items()}
 
 
 def test_weights_whose_parts_all_readers_take_apart_are_found() -> None:

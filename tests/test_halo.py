@@ -28,7 +28,8 @@ from autopar.ir.layout import Layout, R, S, dual
 from autopar.ir.plan_data import NodePlan
 from autopar.rules.convolution import Window
 from autopar.runtime.kernels import graph_kernels
-from autopar.search.space.strategies import Strategy, strategies
+from autopar.search.space.choices.node_strategies import node_strategies
+from autopar.search.space.strategies import Strategy
 
 aten = torch.ops.aten
 SIZES = ((1,), (2,), (4,), (2, 2))
@@ -167,7 +168,8 @@ def options(
     """Strategies by their layout of the input."""
     program = Program(row(target, *args))
     return {
-        str(s): s for s in strategies(program.rule, program.trains, True, sizes, lambda *_: True)
+        str(s): s
+        for s in node_strategies(program.rule, program.trains, True, sizes, lambda *_: True)
     }
 
 
@@ -324,7 +326,7 @@ def lowered(sizes: tuple[int, ...], name: str) -> int:
     expected = torch.autograd.grad(run_call(program.call, wholes), wholes, weights)
     found = [
         s
-        for s in strategies(program.rule, program.trains, True, sizes, lambda *_: True)
+        for s in node_strategies(program.rule, program.trains, True, sizes, lambda *_: True)
         if "conv_halo" in s.kernels
     ]
 

@@ -22,7 +22,8 @@ from autopar.search.ilp.problem import CostWeights, Problem
 from autopar.search.ilp.solve import ReducedProblem, _ReducedProgram
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.space.configuration import Configuration
-from autopar.search.space.options import Axis, Options
+from autopar.search.space.meshes import Axis
+from autopar.search.space.options import Options
 
 
 def textbook(problem: Problem, weights: CostWeights) -> float:

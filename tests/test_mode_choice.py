@@ -24,8 +24,10 @@ from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.inner.step_bounds import least_bytes, unsolved_bound
 from autopar.search.outer_search import SIMPLER
 from autopar.search.space.configuration import Configuration
-from autopar.search.space.modes import _MODES, Mode, Operation, alternatives, grid
-from autopar.search.space.options import Options, mode_mesh
+from autopar.search.space.meshes import mode_mesh
+from autopar.search.space.modes.mode import Mode, Operation, grid
+from autopar.search.space.modes.registry import _MODES, modes_without_keywords
+from autopar.search.space.options import Options
 
 
 def _long_llama() -> tuple[torch.nn.Module, dict[str, Any]]:
@@ -63,7 +65,7 @@ def test_a_faster_mode_is_chosen(case: str) -> None:
         named.conversions,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("autopar.search.enumeration.modes", lambda: ())
+        patch.setattr("autopar.search.outer_search.mode_names", lambda: ())
         plain = autopar.plan(model, sample, ranks, **options)
     assert not plain.modes
     assert found.step_time < SIMPLER * plain.step_time
@@ -90,7 +92,7 @@ def test_a_mode_that_fits_is_chosen() -> None:
     named = autopar.plan(model, sample, 4, parallel=dict(tensor=dict(size=4, mode="2d")), **TIGHT)
     assert found.step_time == pytest.approx(named.step_time, rel=1e-6)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("autopar.search.enumeration.modes", lambda: ())
+        patch.setattr("autopar.search.outer_search.mode_names", lambda: ())
         with pytest.raises(BudgetError):
             autopar.plan(model, sample, 4, **TIGHT)
 
@@ -159,7 +161,8 @@ def test_a_users_own_mode_is_tried(mode: type[Mode], monkeypatch: pytest.MonkeyP
 def test_depth_is_left_open() -> None:
     """Every number of squares that so many ranks make."""
     found = {
-        size: [mode.depth for mode in alternatives("2.5d", size)] for size in (4, 8, 10, 16, 32)
+        size: [mode.depth for mode in modes_without_keywords("2.5d", size)]
+        for size in (4, 8, 10, 16, 32)
     }  # type: ignore[attr-defined]
     assert found == {4: [], 8: [2], 10: [], 16: [4], 32: [2, 8]}
     meshes = Options(32, dict(tensor=dict(size=32, mode="2.5d"))).meshes(1)
@@ -172,9 +175,9 @@ def test_depth_is_left_open() -> None:
 def test_what_bounds_a_mode_is_below_its_best() -> None:
     """Seconds and bytes that are known without solving against the solver's."""
     traced, cluster = TracedModel(*zoo.gpt2(), None), Cluster.load("cpu")
-    cache = traced.known(1, cluster)
-    search = InnerSearch(cache.analysis, cluster, Options(4), cache=cache)
-    for mode in (m for name in _MODES for m in alternatives(name, 4)):
+    known = traced.known(1, cluster)
+    search = InnerSearch(known.analysis, cluster, Options(4), known=known)
+    for mode in (m for name in _MODES for m in modes_without_keywords(name, 4)):
         shape = Configuration(1, mode_mesh(mode, 1, 1), 1)
         prices = search.prices(shape, 8)
         fastest, leanest = prices.at(0.0), prices.at(1.0)

@@ -19,7 +19,8 @@ from autopar.errors import PlanError, RunError
 from autopar.ir.layout import parse_layout
 from autopar.rules import Option
 from autopar.runtime.communication.mesh import Mesh
-from autopar.search.space.modes import _MODES, Mode, Operation, grid
+from autopar.search.space.modes.mode import Mode, Operation, grid
+from autopar.search.space.modes.registry import _MODES
 from autopar.search.space.options import Options
 
 FOUR = {

@@ -22,7 +22,8 @@ from autopar.search.ilp.solve import ReducedProblem
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.result.exact_search import exact
 from autopar.search.space.configuration import Configuration
-from autopar.search.space.options import Axis, Options
+from autopar.search.space.meshes import Axis
+from autopar.search.space.options import Options
 
 # name: cluster, the sizes that the graphs' letters stand for, dtype
 SETTINGS = {

@@ -17,7 +17,8 @@ from autopar.search.ilp.problem import Problem
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.pricing.resize import resized
 from autopar.search.space.configuration import Configuration
-from autopar.search.space.options import Axis, Options
+from autopar.search.space.meshes import Axis
+from autopar.search.space.options import Options
 
 MODELS = ["llama", "gpt2", "vit", "t5", "bert", "mixtral", "unet", "cnn", "mixer"]
 ARRAYS = ("states", "there", "forward", "backward", "send", "step", "kept", "state", "result")

@@ -25,7 +25,8 @@ from autopar.rules.views import factorise
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.kernels import graph_kernels
 from autopar.runtime.typecheck.checker import check_types
-from autopar.search.space.strategies import Strategy, strategies
+from autopar.search.space.choices.node_strategies import node_strategies
+from autopar.search.space.strategies import Strategy
 
 aten = torch.ops.aten
 MESHES = ((2,), (3,), (2, 2))
@@ -685,20 +686,20 @@ def test_an_absent_operand_is_left_out() -> None:
 
 def test_a_product_is_split_major_factor_first() -> None:
     rule = make_rule("(a b) -> a b", [(24,)], (4, 6))
-    found = {str(s) for s in strategies(rule, [True], True, (2, 2), lambda *_: True)}
+    found = {str(s) for s in node_strategies(rule, [True], True, (2, 2), lambda *_: True)}
     assert "S0 S0 -> S0 S0" in found
     assert "S0 R -> S1 R" not in found  # b, while a is whole
-    assert {str(s) for s in strategies(rule, [True], True, (4, 2), lambda *_: True)} >= {
+    assert {str(s) for s in node_strategies(rule, [True], True, (4, 2), lambda *_: True)} >= {
         "S0 S0 -> S0 S1"
     }
     assert not any(
-        s.out == (S(0), S(0)) for s in strategies(rule, [True], True, (4, 2), lambda *_: True)
+        s.out == (S(0), S(0)) for s in node_strategies(rule, [True], True, (4, 2), lambda *_: True)
     )  # 4 is split up
 
 
 def test_types_without_gradient_know_no_r() -> None:
     rule = make_rule("~a, a -> a", [(4,), (4,)], (4,))
-    found = strategies(rule, [False, True], True, (2,), lambda *_: True)
+    found = node_strategies(rule, [False, True], True, (2,), lambda *_: True)
     assert not any(R in s.ins[0] for s in found)
     assert any(s.ins == ((I,), (P,)) for s in found)
 

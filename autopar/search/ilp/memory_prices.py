@@ -13,7 +13,8 @@ import numpy as np
 from autopar.search.ilp.neighbourhood import solve_restricted, strategies_as_chosen
 from autopar.search.ilp.problem import CostWeights, Problem
 from autopar.search.ilp.solve import ReducedProblem, Solution
-from autopar.search.space.options import Axis, Options
+from autopar.search.space.meshes import Axis
+from autopar.search.space.options import Options
 
 ENOUGH = 1e-3  # relative gap at which the price is good enough
 SOLVES = 10

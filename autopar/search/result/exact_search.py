@@ -24,7 +24,6 @@ from autopar.search.pricing.resize import resized
 from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.result.staged_graph import costs_of_stages, cut_at_units, stages_of
 from autopar.search.space.configuration import Configuration, least_step_ratio
-from autopar.search.space.node_choices import NodeChoices
 
 MOST_CUTS = 5_000  # of which bounds are taken
 MOST_SOLVED = 64  # of which programs are
@@ -175,7 +174,7 @@ class _Cut:
             costs_of_stages(search, shape, analysis),
         )
         own = {n: n for n in analysis.graph.nodes}
-        choices = NodeChoices(analysis, own, search.options).on(shape.axes)
+        choices = NodeChoices(analysis, own, search.options).on_mesh(shape.axes)
         place = self.stage_of.__getitem__
         self.problem = build_problem(
             analysis.graph,

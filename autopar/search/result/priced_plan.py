@@ -18,7 +18,7 @@ from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.solve import Solution
 from autopar.search.pricing.costs import Costs
 from autopar.search.space.configuration import Configuration
-from autopar.search.space.options import Axis
+from autopar.search.space.meshes import Axis
 from autopar.search.space.recompute_policy import RECOMPUTED
 from autopar.search.space.strategies import Choice, ParameterStrategy
 

@@ -18,7 +18,8 @@ from autopar.search.plan_check.data_degree import data_degree
 from autopar.search.result.chosen_program import chosen_program
 from autopar.search.result.end_of_step import end_of_step
 from autopar.search.result.priced_plan import PricedPlan
-from autopar.search.space.options import Axis, Options
+from autopar.search.space.meshes import Axis
+from autopar.search.space.options import Options
 from autopar.search.space.repeated_blocks import block_of
 
 _LARGE = 0.05  # a parameter with more than this part of all elements is worth a note

@@ -1,17 +1,25 @@
-"""What is enumerated before anything is solved."""
+"""The parallel configuration: what the outer search enumerates before anything is solved."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from autopar.cost_model.schedule import SINGLE, in_flight
-from autopar.search.space.modes import Mode
-from autopar.search.space.options import Axis
+from autopar.search.space.meshes import Axis
+from autopar.search.space.modes.mode import Mode
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """The mesh of a stage, and how the batch goes through the stages."""
+    """The mesh of a stage, and how the batch goes through the stages.
+
+    Attributes:
+        pipeline: the number of pipeline ranks.
+        axes: the mesh of each stage, slowest links first.
+        microbatches: the number of microbatches of a step.
+        chunks: the number of stages that each pipeline rank runs.
+        schedule: the name of the pipeline schedule.
+    """
 
     pipeline: int
     axes: tuple[Axis, ...]
@@ -25,20 +33,19 @@ class Configuration:
 
     @property
     def sizes(self) -> tuple[int, ...]:
+        """The sizes of the mesh axes."""
         return tuple(a.size for a in self.axes)
 
     @property
     def mode(self) -> Mode | None:
-        """The mode that its mesh is for, if it is for one."""
+        """The mode that the mesh must use; None where it need not use any."""
         return next((a.mode for a in self.axes if a.mode is not None and a.is_required), None)
 
     def microbatches_in_flight(self) -> tuple[int, ...]:
-        """Microbatches in flight, by stage; a device alone runs one after the other."""
-        return (
-            (1,)
-            if self.stages == 1
-            else in_flight(self.schedule, self.pipeline, self.chunks, self.microbatches)
-        )
+        """The most microbatches in flight in each stage. One stage runs microbatches one by one."""
+        if self.stages == 1:
+            return (1,)
+        return in_flight(self.schedule, self.pipeline, self.chunks, self.microbatches)
 
     def __str__(self) -> str:
         mesh = " x ".join(str(a.size) for a in self.axes)
@@ -48,13 +55,15 @@ class Configuration:
         )
 
 
-def least_step_ratio(shape: Configuration) -> float:
-    """How many times the seconds of a microbatch in all stages together a step takes at least,
+def least_step_ratio(configuration: Configuration) -> float:
+    """The least step time as a multiple of the time of one microbatch in all stages together,
     however uneven the stages are.
 
-    Rank r works m w_r and, where it has one stage and whole backwards, waits for the first
-    microbatch to come from the ranks before and for the last one's gradients to go back there. The
-    slowest of that is least where w_r = (1 - 1/m) w_(r-1).
+    Let m be the number of microbatches, and w_r the time of one microbatch on pipeline rank r. The
+    rank works for m w_r. Where each rank has one stage and whole backwards, rank r also waits until
+    the first microbatch has passed the ranks before it, and the step ends when the gradients of
+    the last microbatch have passed them, too. The slowest rank is fastest where
+    w_r = (1 - 1/m) w_(r-1).
     """
-    m, p = shape.microbatches, shape.pipeline
-    return 1 / (1 - (1 - 1 / m) ** p) if shape.schedule in SINGLE else m / p
+    m, p = configuration.microbatches, configuration.pipeline
+    return 1 / (1 - (1 - 1 / m) ** p) if configuration.schedule in SINGLE else m / p

@@ -1,9 +1,9 @@
-"""What a user may fix, checked: each option is free unless given."""
+"""The options of :func:`autopar.plan`, checked. An option that is not given is free."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from types import NoneType
@@ -14,35 +14,31 @@ from autopar.errors import PlanError
 from autopar.ir.plan_data import SCHEDULES
 from autopar.ir.plan_json import LARGEST
 from autopar.ir.precision import COMPUTE_DTYPES, REDUCE_DTYPES, reduction_dtype
-from autopar.search.space.modes import Mode, grid, make_mode, modes
-from autopar.search.space.recompute_policy import MODES as MODES_OF_RECOMPUTING
+from autopar.search.space.meshes import (
+    Axis,
+    data_and_tensor_mesh,
+    parallel_meshes,
+    parallel_size,
+)
+from autopar.search.space.modes.mode import Mode
+from autopar.search.space.recompute_policy import RECOMPUTE_OPTIONS
 
-# ranks of a stage from which on its mesh is searched with axes that split samples, and axes that
-# split anything else
-LARGE = 16
+# The number of ranks of a stage from which on the search tries only meshes whose axes have a use:
+# one axis for samples, one for anything else.
+MANY_RANKS = 16
 
-MOST_RANKS = 2**20
-
-
-@dataclass(frozen=True)
-class Axis:
-    """One mesh axis: its size and what it may do: anything ("free"), split the batch ("data"), or
-    what the ``mode`` says ("tensor").
-
-    ``is_required``: that it shall do so wherever it can.
-    """
-
-    name: str
-    size: int
-    use: str = "free"
-    is_required: bool = True
-    mode: Mode | None = None
+MAX_RANKS = 2**20
 
 
 @dataclass(frozen=True)
-class Pipeline:
-    """What is asked of the pipeline; ``size`` ranks with ``chunks`` stages each, cut before the
-    modules ``split_before``.
+class PipelineOptions:
+    """What the user fixed of the pipeline.
+
+    Attributes:
+        size: the number of pipeline ranks.
+        chunks: the number of stages that each of these ranks runs; None where that is free.
+        split_before: the modules that begin a stage, all stages but the first; empty where the
+            cuts are free.
     """
 
     size: int = 1
@@ -55,39 +51,40 @@ class Options:
     """The options of :func:`autopar.plan`, as given.
 
     Attributes:
-        parallel: sizes by kind: ``dict(data=2, pipeline=2, tensor=dict(size=4, mode="2d"))``; the
-            data size is inferred where it is left out, the others are then 1. The modes are "1d",
-            "2d", "2.5d" (``depth``: how many squares of ranks), "3d", "sequence" (``ring``: how
-            many of its ranks form rings, the others cut attention's heads) and those of
-            :func:`autopar.register_mode`; depth and ring are free unless given. Where neither
-            ``parallel`` nor ``mesh`` is given all of this is free: the modes, too.
-            ``pipeline=dict(size=2, chunks=2, split_before=["model.layers.8", ...])`` gives each
-            rank two stages, and cuts by hand.
-        mesh: axis sizes inside a pipeline stage, slowest links first, each axis's use left free.
+        parallel: sizes by kind: ``dict(data=2, pipeline=2, tensor=dict(size=4, mode="2d"))``. The
+            data size is inferred where it is left out; the other sizes are then 1. The modes are
+            "1d", "2d", "2.5d" (``depth``: the number of squares of ranks), "3d", "sequence"
+            (``ring``: the number of ranks in a ring; the ring's other axis cuts the heads of
+            attention) and those of :func:`autopar.register_mode`. Depth and ring are free unless
+            given. Where neither ``parallel`` nor ``mesh`` is given, all of this is free, modes
+            included. ``pipeline=dict(size=2, chunks=2, split_before=["model.layers.8", ...])``
+            gives each rank two stages and fixes the cuts.
+        mesh: axis sizes inside a pipeline stage, slowest links first. The use of each axis is
+            free.
         memory_budget: bytes per device; the cluster's device memory unless given.
         micro_batch_size: samples per microbatch and data-parallel replica.
-        schedule: "gpipe", "1f1b", "interleaved-1f1b" (several chunks a rank) or "zero-bubble", of a
-            pipeline.
-        recompute: "none" keeps all that the backward needs, "full" only what leaves each repeated
-            block, "auto" what is worth its memory.
-        zero: 0 keeps parameters whole, 1 or 2 shards storage, gradients and optimizer state over
-            data-parallel ranks, 3 also gathers parameters where they are used, and again in the
-            backward where they are not kept.
+        schedule: the schedule of a pipeline: "gpipe", "1f1b", "interleaved-1f1b" (several stages
+            a rank) or "zero-bubble".
+        recompute: "none" saves all that the backward needs, "full" saves only what leaves each
+            repeated block, "auto" saves what is worth its memory.
+        zero: 0 keeps parameters whole. 1 or 2 shards stored parameters, gradients and optimizer
+            state over data-parallel ranks. 3 also gathers parameters where they are used, and
+            again in the backward where the gathered parameters are not saved.
         precision: the dtype that the graph computes in: "bf16", "fp16", "fp32", or "tf32" (float32
             whose matrix products may round their operands on tensor cores). Parameters, optimizer
             state and checkpoints keep the model's dtype; the loss is computed in float32. None
             computes in the model's dtypes.
-        reduce_dtype: in what gradients of parameters are summed over ranks: "fp32" (what None means
-            under "bf16" and "fp16"), "bf16" or "fp16"; None otherwise sums them as they were
-            computed.
-        optimizer: "adamw", "adam", "sgd" or "sgd-momentum", as torch has them by default, or
+        reduce_dtype: the dtype in which ranks sum gradients of parameters: "fp32" (the meaning of
+            None under "bf16" and "fp16"), "bf16" or "fp16". Otherwise None sums each gradient in
+            the dtype in which it was computed.
+        optimizer: "adamw", "adam", "sgd" or "sgd-momentum", with torch's defaults, or
             "fused-adamw" and so on for ``fused=True``: for its memory and its time.
             ``torch.optim.AdamW``, ``Adam`` and ``SGD`` themselves mean their names.
         constraints: layouts by pattern of a parameter's name or a module's path:
             ``{"*.mlp.up_proj.weight": "I S0"}``.
         time_limit: seconds for one solve.
-        profile_missing: measure on this machine the kernels of which the cluster has no curve; what
-            was measured is remembered.
+        profile_missing: whether to measure on this machine the kernels for which the cluster has
+            no curve. Measured times are remembered.
     """
 
     world_size: int
@@ -106,26 +103,24 @@ class Options:
     profile_missing: bool = False
 
     def __post_init__(self) -> None:
-        _whole("world_size", self.world_size, "the number of ranks")
-        if self.world_size > MOST_RANKS:
+        _check_whole("world_size", self.world_size, "the number of ranks")
+        if self.world_size > MAX_RANKS:
             raise PlanError(
-                f"world_size={self.world_size}: plans are made for up to {MOST_RANKS:,} ranks"
+                f"world_size={self.world_size}: plans are made for up to {MAX_RANKS:,} ranks"
             )
+        self._check_choices()
+        self._check_quantities()
+        self._check_containers()
+        self._normalise()
+
+    def _check_choices(self) -> None:
+        """Check the options that take one of a few values."""
         for name, known in (("precision", COMPUTE_DTYPES), ("reduce_dtype", REDUCE_DTYPES)):
-            if (value := getattr(self, name)) is not None and not (
-                isinstance(value, str) and value in known
-            ):
-                raise PlanError(
-                    f"{name}={value!r}: give one of {', '.join(known)}, or leave it out"
-                )
-        if not isinstance(self.recompute, str) or self.recompute not in MODES_OF_RECOMPUTING:
-            raise PlanError(
-                f"recompute={self.recompute!r}: give one of {', '.join(MODES_OF_RECOMPUTING)}"
-            )
-        if self.schedule is not None and not (
-            isinstance(self.schedule, str) and self.schedule in SCHEDULES
-        ):
-            raise PlanError(f"schedule={self.schedule!r}: give one of {', '.join(SCHEDULES)}")
+            if getattr(self, name) is not None:
+                _check_choice(name, getattr(self, name), known, ", or leave it out")
+        _check_choice("recompute", self.recompute, RECOMPUTE_OPTIONS)
+        if self.schedule is not None:
+            _check_choice("schedule", self.schedule, SCHEDULES)
         if not isinstance(self.profile_missing, bool):
             raise PlanError(f"profile_missing={self.profile_missing!r}: give True or False")
         if self.zero is not None and not (
@@ -134,24 +129,25 @@ class Options:
             and 0 <= self.zero <= 3
         ):
             raise PlanError(f"zero={self.zero!r}: give 0, 1, 2 or 3")
-        _positive(
-            "memory_budget",
-            1 if self.memory_budget is None else self.memory_budget,
-            "bytes per device",
-        )
-        _positive("time_limit", self.time_limit, "seconds for one solve")
-        _whole(
-            "micro_batch_size",
-            1 if self.micro_batch_size is None else self.micro_batch_size,
-            "samples in a microbatch of one replica",
-        )
+
+    def _check_quantities(self) -> None:
+        """Check the options that are numbers with a unit."""
+        if self.memory_budget is not None:
+            _check_positive("memory_budget", self.memory_budget, "bytes per device")
+        _check_positive("time_limit", self.time_limit, "seconds for one solve")
+        if self.micro_batch_size is not None:
+            what = "samples in a microbatch of one replica"
+            _check_whole("micro_batch_size", self.micro_batch_size, what)
+
+    def _check_containers(self) -> None:
+        """Check ``mesh``, ``parallel`` and ``constraints``, as far as no model is needed."""
         if not isinstance(self.mesh, (Sequence, NoneType)) or isinstance(self.mesh, str):
             raise PlanError(
                 f"mesh={self.mesh!r}: give the axis sizes, slowest links first, for example "
                 f"mesh=({self.world_size},)"
             )
         for size in self.mesh or ():
-            _whole("mesh", size, "the ranks along an axis")
+            _check_whole("mesh", size, "the ranks along an axis")
         for name, example in (
             ("parallel", "dict(data=2)"),
             ("constraints", '{"*.mlp.up_proj.weight": "I S0"}'),
@@ -166,27 +162,20 @@ class Options:
             if not isinstance(pattern, str) or not isinstance(layout, str):
                 raise PlanError(
                     f"constraints={{{pattern!r}: {layout!r}}}: a pattern of names and a layout, "
-                    "both as text, "
-                    'for example {"*.mlp.up_proj.weight": "I S0"}'
+                    'both as text, for example {"*.mlp.up_proj.weight": "I S0"}'
                 )
-        self._normalise()
 
     def _normalise(self) -> None:
-        """Other ways to write the same: a torch optimizer's class, numpy's numbers."""
+        """Replace other ways to write a value: the class of a torch optimizer, numbers of numpy."""
         same: dict[str, Any] = {
             "constraints": dict(self.constraints or {}),
             "optimizer": optimizer_name(self.optimizer),
         }
-        same |= {
-            name: int(n)
-            for name in ("world_size", "micro_batch_size", "zero")
-            if (n := getattr(self, name)) is not None
-        }
-        same |= {
-            name: float(n)
-            for name in ("memory_budget", "time_limit")
-            if (n := getattr(self, name)) is not None
-        }
+        for kind, names in (
+            (int, ("world_size", "micro_batch_size", "zero")),
+            (float, ("memory_budget", "time_limit")),
+        ):
+            same |= {name: kind(n) for name in names if (n := getattr(self, name)) is not None}
         if self.mesh is not None:
             same["mesh"] = tuple(map(int, self.mesh))
         for name, value in same.items():
@@ -194,16 +183,16 @@ class Options:
 
     @property
     def reduction_dtype(self) -> str | None:
-        """The name of the dtype in which gradients are summed over ranks; None for that in which
-        they are made.
+        """The name of the dtype in which ranks sum gradients; None for the dtype in which each
+        gradient is computed.
         """
         return reduction_dtype(self.precision, self.reduce_dtype)
 
     @property
-    def pipeline(self) -> Pipeline | None:
-        """What is asked of the pipeline; None where it is free."""
+    def pipeline(self) -> PipelineOptions | None:
+        """What the user fixed of the pipeline; None where it is free."""
         if self.parallel is not None:
-            return _pipeline(self.parallel.get("pipeline", 1), self.world_size)
+            return _pipeline_options(self.parallel.get("pipeline", 1), self.world_size)
         if self.mesh is None:
             return None
         ranks = math.prod(self.mesh)
@@ -212,15 +201,15 @@ class Options:
                 f"mesh={tuple(self.mesh)} has {ranks} ranks, which do not divide world_size "
                 f"{self.world_size}"
             )
-        return Pipeline(self.world_size // ranks)
+        return PipelineOptions(self.world_size // ranks)
 
     def is_unrequested_mode(self, mode: Mode | None) -> bool:
-        """Whether a mesh is one that nobody asked for: of a mode, where ``parallel`` names none."""
+        """Whether a mesh has a mode that the user did not ask for."""
         return mode is not None and self.parallel is None
 
     def data_parallel_sizes(self, pipeline: int) -> list[int]:
-        """In how many ways the options let the ranks of a stage split the batch, the finest
-        first.
+        """The data-parallel sizes that the options leave in a pipeline of ``pipeline`` ranks, the
+        largest first.
         """
         if self.parallel is not None:
             return [math.prod(a.size for a in self.meshes(pipeline)[0] if a.use == "data")]
@@ -228,132 +217,41 @@ class Options:
         return [d for d in range(ranks, 0, -1) if ranks % d == 0]
 
     def meshes(self, pipeline: int) -> list[tuple[Axis, ...]]:
-        """The meshes of a stage that the options leave, slowest axis first."""
+        """The meshes of a stage that the options leave in a pipeline of ``pipeline`` ranks. The
+        axis with the slowest links comes first.
+        """
         if self.mesh is not None:
-            return [tuple(Axis(f"axis{i}", n) for i, n in enumerate(self.mesh))]
+            return [_free_mesh(self.mesh)]
         if self.parallel is not None:
-            return _asked_for(dict(self.parallel), self.world_size, pipeline)
-        n = self.world_size // pipeline
-        pairs = [(d, n // d) for d in range(2, n) if n % d == 0]
-        if n < LARGE and pipeline == 1:
-            return [
-                tuple(Axis(f"axis{i}", size) for i, size in enumerate(sizes))
-                for sizes in [(n,), *pairs]
-            ]
-        return [_typed(d, n // d) for d in range(1, n + 1) if n % d == 0]
+            return parallel_meshes(dict(self.parallel), self.world_size, pipeline)
+        ranks = self.world_size // pipeline
+        if ranks < MANY_RANKS and pipeline == 1:
+            pairs = [(d, ranks // d) for d in range(2, ranks) if ranks % d == 0]
+            return [_free_mesh(sizes) for sizes in [(ranks,), *pairs]]
+        return [data_and_tensor_mesh(d, ranks // d) for d in range(1, ranks + 1) if ranks % d == 0]
 
 
-def _typed(data: int, tensor: int) -> tuple[Axis, ...]:
-    """Axes of which one splits samples and one anything else, without being asked to."""
-    split = [Axis("data", data, "data")] if data > 1 or tensor == 1 else []
-    return (
-        *split,
-        *(
-            [Axis("tensor", tensor, "tensor", False, make_mode("1d", tensor, {}))]
-            if tensor > 1
-            else []
-        ),
-    )
+def _free_mesh(sizes: Sequence[int]) -> tuple[Axis, ...]:
+    """Axes that may split anything."""
+    return tuple(Axis(f"axis{i}", size) for i, size in enumerate(sizes))
 
 
-def _asked_for(parallel: dict[str, Any], world_size: int, pipeline: int) -> list[tuple[Axis, ...]]:
-    unknown = set(parallel) - {"data", "tensor", "pipeline"}
-    if unknown:
-        raise PlanError(
-            f"parallel has {sorted(map(str, unknown))}: it takes data, tensor and pipeline"
-        )
-    ranks = world_size // pipeline
-    of = f" / pipeline {pipeline}" if pipeline > 1 else ""
-    mode = _tensor(parallel["tensor"], world_size) if "tensor" in parallel else None
-    tensor = mode.size if mode is not None else 1
-    data = _size(parallel["data"], "data") if "data" in parallel else None
-    if data is None:
-        data, rest = divmod(ranks, tensor)
-        if rest:
-            raise PlanError(
-                f"parallel={parallel}: tensor size {tensor} does not divide world_size "
-                f"{world_size}{of}"
-            )
-    if data * tensor != ranks:
-        fix = (
-            f"data={ranks // tensor}"
-            if ranks % tensor == 0
-            else f"a world_size of {data * tensor * pipeline}"
-        )
-        sizes = {"data": data, "tensor": tensor, "pipeline": pipeline}
-        shown = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "data 1"
-        raise PlanError(
-            f"parallel={parallel}: {shown} = {data * tensor * pipeline} ranks, world_size is "
-            f"{world_size}; use {fix}"
-        )
-    if mode is None:
-        return [_typed(data, 1)]
-    return [mode_mesh(each, data, pipeline) for each in mode.alternatives()]
-
-
-def mode_mesh(mode: Mode, data: int, pipeline: int) -> tuple[Axis, ...]:
-    """The mesh that a mode's groups and the data-parallel ones form, the axis with the longest
-    strides first.
-
-    Raises:
-        PlanError: they are no grid.
-    """
-    world, stage = data * mode.size * pipeline, data * mode.size
-    first = mode.groups(0, world, data, pipeline, mode.size)
-    strides = {
-        name: (ranks[1] - ranks[0] if len(ranks) > 1 else 0, len(ranks))
-        for name, ranks in first.items()
-    }
-    if math.prod(n for _, n in strides.values()) != mode.size:
-        found = ", ".join(f"{name} of {n}" for name, (_, n) in strides.items())
-        raise PlanError(
-            f"mode {mode.name!r}: the groups of rank 0 ({found}) are no grid of {mode.size} ranks"
-        )
-    # Data-parallel ranks take the place that is left.
-    order = sorted(first, key=lambda name: -strides[name][0])
-    places = (
-        [[*order[:i], "data", *order[i:]] for i in range(len(order) + 1)] if data > 1 else [order]
-    )
-    sizes = {name: n for name, (_, n) in strides.items()} | {"data": data}
-    for names in places:
-        expected = [
-            grid(rank % stage, {name: sizes[name] for name in names}) for rank in range(stage)
-        ]
-        if all(
-            mode.groups(rank, world, data, pipeline, mode.size)[name]
-            == [rank // stage * stage + r for r in expected[rank % stage][name]]
-            for rank in range(world)
-            for name in order
-        ):
-            axes = [
-                Axis("data", data, "data")
-                if n == "data"
-                else Axis(n, sizes[n], "tensor", True, mode)
-                for n in names
-            ]
-            return tuple(axis for axis in axes if axis.size > 1) or (Axis("data", 1, "data"),)
-    raise PlanError(
-        f"mode {mode.name!r}: its groups are no grid of a stage's {stage} ranks, in which those "
-        "along an axis lie equally far apart in all "
-        f"groups, as autopar.Mode.groups makes them; those of rank 0 are {first}"
-    )
-
-
-def _pipeline(value: Any, world_size: int) -> Pipeline:
+def _pipeline_options(value: Any, world_size: int) -> PipelineOptions:
+    """What ``parallel["pipeline"]`` fixes: a number of ranks, or a dict."""
     if isinstance(value, Mapping) and (unknown := set(value) - {"size", "chunks", "split_before"}):
         raise PlanError(
             f"parallel['pipeline'] has {sorted(map(str, unknown))}: it takes size, chunks and "
             "split_before"
         )
     given = dict(value) if isinstance(value, Mapping) else {"size": value}
-    size = _size(value, "pipeline")
+    size = parallel_size(value, "pipeline")
     if world_size % size:
         raise PlanError(
             f"parallel asks for {size} pipeline ranks, which do not divide world_size {world_size}"
         )
     chunks = given.get("chunks")
     if chunks is not None:
-        _whole("parallel['pipeline']['chunks']", chunks, "stages on each pipeline rank")
+        _check_whole("parallel['pipeline']['chunks']", chunks, "stages on each pipeline rank")
     cuts = given.get("split_before", ())
     if (
         isinstance(cuts, str)
@@ -369,49 +267,20 @@ def _pipeline(value: Any, world_size: int) -> Pipeline:
             f"split_before names {len(cuts)} modules, {stages} stages ({size} ranks x "
             f"{chunks or 1} chunks) need {stages - 1}"
         )
-    return Pipeline(size, chunks or (1 if cuts else None), tuple(cuts))
+    return PipelineOptions(size, chunks or (1 if cuts else None), tuple(cuts))
 
 
-def _whole(name: str, value: Any, what: str) -> None:
+def _check_choice(name: str, value: Any, known: Collection[str], otherwise: str = "") -> None:
+    if not isinstance(value, str) or value not in known:
+        raise PlanError(f"{name}={value!r}: give one of {', '.join(known)}{otherwise}")
+
+
+def _check_whole(name: str, value: Any, meaning: str) -> None:
     if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
-        raise PlanError(f"{name}={value!r}: {what}, a whole number of at least 1")
+        raise PlanError(f"{name}={value!r}: {meaning}, a whole number of at least 1")
 
 
-def _positive(name: str, value: Any, what: str) -> None:
+def _check_positive(name: str, value: Any, meaning: str) -> None:
     number = isinstance(value, Real) and not isinstance(value, bool)
     if not number or not value > 0 or LARGEST**2 < value < math.inf:
-        raise PlanError(f"{name}={value!r}: {what}, a number above 0")
-
-
-def _size(value: Any, name: str) -> int:
-    size = value.get("size") if isinstance(value, Mapping) else value
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise PlanError(
-            f"parallel[{name!r}]={value!r}: give a size of at least 1, for example {name}=2"
-        )
-    return size
-
-
-def _tensor(value: Any, world_size: int) -> Mode:
-    if isinstance(value, int) and value == 1:
-        return make_mode("1d", 1, {})
-    if not isinstance(value, Mapping) or "mode" not in value:
-        size = (
-            value
-            if isinstance(value, int)
-            else value.get("size", 4)
-            if isinstance(value, Mapping)
-            else 4
-        )
-        raise PlanError(
-            f'parallel["tensor"]={value!r} names no mode: write tensor=dict(size={size}, '
-            f'mode="1d"), or another of {modes()}'
-        )
-    if (size := _size(value, "tensor")) > world_size:
-        raise PlanError(
-            f'parallel["tensor"]={value!r:.100}: {size:.6g} ranks are more than the world_size of '
-            f"{world_size}"
-        )
-    return make_mode(
-        value["mode"], size, {k: v for k, v in value.items() if k not in ("size", "mode")}
-    )
+        raise PlanError(f"{name}={value!r}: {meaning}, a number above 0")

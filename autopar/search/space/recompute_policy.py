@@ -1,10 +1,8 @@
-"""What may become of a result until the backward: kept, let go, or made again from operands that
-are there.
-"""
+"""What the option ``recompute`` leaves of the ways to have a result in the backward."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import torch.fx as fx
 
@@ -12,39 +10,46 @@ from autopar.memory.saved_tensors import SavedTensors
 from autopar.runtime.kernels.graph_kernels import send
 from autopar.search.space.repeated_blocks import block_of
 
+# The states of a result: freed after the forward, saved until the backward, or freed and then
+# recomputed in the backward from operands that are there.
 FREED, SAVED, RECOMPUTED = range(3)
-MODES = ("auto", "none", "full")
+RECOMPUTE_OPTIONS = ("auto", "none", "full")
 
 
 class RecomputePolicy:
-    """``mode``: "auto" leaves everything to the search; "none" makes nothing again; "full" keeps
-    what leaves a repeated block, and makes everything else of it again (what Megatron calls full,
-    and ``torch.utils.checkpoint`` around each block does)."""
+    """The states that results may have.
 
-    def __init__(self, mode: str) -> None:
-        self.mode = mode
+    "auto" leaves all states to the search. "none" recomputes nothing. "full" saves what leaves a
+    repeated block and recomputes everything else in it: Megatron's full recomputation, which is
+    also ``torch.utils.checkpoint`` around each block.
+    """
+
+    def __init__(self, option: str) -> None:
+        self.option = option
 
     def states(self, node: fx.Node, saved: SavedTensors) -> tuple[int, ...]:
-        """Those of a call that makes memory of its own."""
-        gone = () if saved.output else (FREED,)
-        if node.target is send:  # it came from another device
-            return (SAVED, *gone)
-        if self.mode == "full" and self._inside(node):
-            return (RECOMPUTED, *gone) if not saved.nbytes else (RECOMPUTED,)
-        return (SAVED, RECOMPUTED, *gone) if self.mode == "auto" else (SAVED, *gone)
+        """The states that the result of a call with memory of its own may have.
+
+        Args:
+            saved: what autograd saves of the call. A result that autograd saves is never freed.
+        """
+        freed = () if saved.output else (FREED,)
+        if node.target is send:  # the result comes from another device
+            return (SAVED, *freed)
+        if self.option == "full" and self._is_inside_block(node):
+            return (RECOMPUTED,) if saved.nbytes else (RECOMPUTED, *freed)
+        return (SAVED, RECOMPUTED, *freed) if self.option == "auto" else (SAVED, *freed)
 
     def conversions(self, node: fx.Node, readers: Collection[fx.Node]) -> tuple[bool, bool]:
-        """Whether conversions of a tensor may be kept, and whether they may be made again."""
-        if self.mode == "full":
-            blocks = any(block_of(reader) for reader in readers)
-            return not blocks, blocks
-        return True, self.mode == "auto"
+        """Whether results of conversions of a node's tensor may be saved for its readers, and whether
+        they may be recomputed.
+        """
+        if self.option == "full":
+            in_block = any(block_of(reader) for reader in readers)
+            return not in_block, in_block
+        return True, self.option == "auto"
 
-    def _inside(self, node: fx.Node) -> bool:
-        """Whether a node is part of a block, which nothing outside reads it of."""
+    def _is_inside_block(self, node: fx.Node) -> bool:
+        """Whether a node is part of a block, and all its readers are part of the same block."""
         block = block_of(node)
-        return block is not None and all(block_of(user) == block for user in _readers(node))
-
-
-def _readers(node: fx.Node) -> Sequence[fx.Node]:
-    return list(node.users)
+        return block is not None and all(block_of(user) == block for user in node.users)

@@ -1,8 +1,8 @@
-"""Repeated blocks: the nodes that play one part in several equal blocks share one decision.
+"""Repeated blocks: nodes at the same place of equal blocks share one decision.
 
-A block is what a module path names up to its first number: ``model.layers.7``. Two blocks are equal
-when their nodes are, one by one: operator, shapes, constants, and where in the block each operand
-comes from.
+A block is all that lies under a module path up to its first number, such as ``model.layers.7``. Two
+blocks are equal where their nodes are equal one by one: operator, shapes, constants, and the place
+in the block where each operand comes from.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ _BLOCK = re.compile(r"^(.*?\b)(\d+)\b(.*)$")
 def block_representatives(
     graph: fx.Graph, state: Mapping[str, str], differentiable: Collection[fx.Node], batch: Batch
 ) -> dict[fx.Node, fx.Node]:
-    """Each node's representative. ``state`` gives the names of parameters and buffers by
-    placeholder name.
+    """The representative of each node: the node at the same place of the first equal block, or the
+    node itself.
+
+    Args:
+        state: the names of parameters and buffers, by the name of their placeholder.
     """
 
     def kind(node: fx.Node) -> Any:
@@ -59,7 +62,7 @@ def block_representatives(
 
 
 def block_of(node: fx.Node) -> str | None:
-    """The block that a node is part of: its module path up to the first number."""
+    """The block that a call is part of: its module path up to the first number; None outside."""
     match = _BLOCK.match(node.meta.get("module", "")) if node.op == "call_function" else None
     return match[1] + match[2] if match else None
 
@@ -67,6 +70,7 @@ def block_of(node: fx.Node) -> str | None:
 def _signature(
     block: str, nodes: list[fx.Node], state: Mapping[str, str], kind: Callable[[fx.Node], Any]
 ) -> tuple[Any, ...]:
+    """All that two equal blocks have in common; ``kind`` gives the same for one node's tensor."""
     place = {node: i for i, node in enumerate(nodes)}
 
     def argument(a: Any) -> Any:

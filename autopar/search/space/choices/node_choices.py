@@ -1,0 +1,223 @@
+"""The choices of every node: the strategies that a mesh, the uses of its axes and the constraints
+of the user leave.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch.fx as fx
+
+from autopar.errors import PlanError
+from autopar.ir.layout import I, Layout
+from autopar.ir.nodes import operands
+from autopar.rules import Option
+from autopar.rules.analysis import Analysis
+from autopar.rules.registry import operator_name
+from autopar.search.space.choices.constraints import constrain, constrained_layouts
+from autopar.search.space.choices.fused_weights import fused_dims
+from autopar.search.space.choices.node_strategies import node_strategies
+from autopar.search.space.choices.option_filter import MeshMode, OptionFilter
+from autopar.search.space.choices.parameter_strategies import parameter_strategies
+from autopar.search.space.meshes import Axis
+from autopar.search.space.modes.mode import Operation
+from autopar.search.space.options import Options
+from autopar.search.space.strategies import Choice, Strategy
+
+
+class NodeChoices:
+    """The choices of each representative: the node that stands for all nodes like it."""
+
+    def __init__(
+        self, analysis: Analysis, representative: Mapping[fx.Node, fx.Node], options: Options
+    ) -> None:
+        self._analysis, self._representative, self._options = analysis, representative, options
+        self._constraints = constrained_layouts(analysis, representative, options.constraints)
+        # A buffer is kept whole on each rank, so its new value must be whole, too.
+        updates = analysis.outputs[analysis.captured.out_spec.num_leaves :]
+        self._new_values = {representative[n] for n in updates if isinstance(n, fx.Node)}
+
+    def on_mesh(
+        self, axes: Sequence[Axis], nodes: Sequence[fx.Node] | None = None
+    ) -> dict[fx.Node, list[Choice]]:
+        """The choices of each representative on a mesh; with ``nodes``, of these nodes only.
+
+        Raises:
+            PlanError: a node has no choice, or nothing can be split as the mode asks.
+        """
+        found: dict[fx.Node, list[Choice]] = {}
+        for node in self._analysis.graph.nodes if nodes is None else nodes:
+            if self._representative[node] is node:
+                found[node] = self._choices(node, axes)
+        if nodes is None:
+            self._check_mode_is_used(axes, found)
+        return found
+
+    def _choices(self, node: fx.Node, axes: Sequence[Axis]) -> list[Choice]:
+        whole: Layout = (I,) * len(axes)
+        found: Sequence[Choice]
+        if node.op == "output":  # it reads the loss: the same number on every rank
+            found = [Strategy((whole,), whole)]
+        elif node in self._analysis.state:
+            found = self._parameter_choices(node, axes)
+        elif node.op == "placeholder":
+            found = [Strategy((), whole, (None,) * len(axes), (None,) * len(axes))]
+        else:
+            found = self._call_choices(node, axes)
+        if node in self._new_values:
+            found = [c for c in found if all(t.kind in "IR" for t in c.out)]
+        if not found and (mode := MeshMode.of(axes).mode) is not None:
+            raise PlanError(
+                f"mode {mode.name!r} allows no way to run {node.target} on tensor={mode.size} ranks"
+            )
+        layout = self._constraints.get(node)
+        return list(found) if layout is None else constrain(self._analysis, node, found, layout)
+
+    def _parameter_choices(self, node: fx.Node, axes: Sequence[Axis]) -> Sequence[Choice]:
+        """The choices of a parameter or buffer."""
+        state = self._analysis.state[node]
+        trainable = node in self._analysis.differentiable
+        is_written = self._is_written(node) or state.target in self._analysis.captured.updates
+        found = parameter_strategies(
+            tuple(node.meta["val"].shape),
+            state.kind,
+            trainable,
+            [a.size for a in axes],
+            self._options.zero,
+            [not is_written and self._may_cut(axis, trainable) for axis in axes],
+            [i for i, a in enumerate(axes) if a.mode is not None and a.name in a.mode.within],
+            self._analysis.cached(fused_dims)[1].get(node, {}),
+        )
+        mesh_mode = MeshMode.of(axes)
+        if (mode := mesh_mode.mode) is not None and trainable:
+            return [
+                s for s in found if mode.stores(mesh_mode.types(s.stored), mesh_mode.types(s.used))
+            ] or found
+        return found
+
+    def _may_cut(self, axis: Axis, trainable: bool) -> bool:
+        """Whether the used layout of a tensor of the state may be cut along an axis. Along an axis
+        that splits samples it may be cut only to be gathered in the graph.
+        """
+        return axis.use != "data" or (trainable and self._options.zero in (None, 3))
+
+    def _is_written(self, node: fx.Node) -> bool:
+        """Whether an operator updates this buffer in place. A rank that had a part or a copy of
+        the buffer would lose the update.
+        """
+        rules = self._analysis.rules
+        readers = ((user, rules.get(user)) for user in node.users)
+        return any(
+            operands(user)[k][0] is node
+            for user, rule in readers
+            if rule is not None
+            for k in rule.writes
+        )
+
+    def _call_choices(self, node: fx.Node, axes: Sequence[Axis]) -> Sequence[Choice]:
+        """The choices of an operator call.
+
+        Axes that are there for samples split samples, and the mode gets the splits that it
+        prefers, where the sizes allow both; otherwise the first of the two that they allow.
+        """
+        if node.target is operator.getitem:
+            return self._item_choices(node, axes)
+        mesh_mode = MeshMode.of(axes)
+        zigzag = () if mesh_mode.mode is None else mesh_mode.mode.zigzag
+        options = OptionFilter(node, self._operation(node), axes)
+        strategies = partial(
+            node_strategies,
+            self._analysis.rules.get(node),
+            [n in self._analysis.differentiable for n, _ in operands(node)],
+            node in self._analysis.differentiable,
+            [a.size for a in axes],
+            zigzag=[i for name, i in mesh_mode.places.items() if name in zigzag],
+            parts=self._analysis.cached(fused_dims)[0].get(node, {}),
+        )
+        return (
+            strategies(options.splits_samples, options.mode_prefers)
+            or strategies(options.is_allowed, options.mode_prefers)
+            or strategies(options.splits_samples, options.mode_allows)
+            or strategies(options.is_allowed, options.mode_allows)
+        )
+
+    def _item_choices(self, node: fx.Node, axes: Sequence[Axis]) -> Sequence[Choice]:
+        """The choices of one result of an operator with several results, which all have one
+        layout.
+        """
+        source = self._representative[node.all_input_nodes[0]]
+        layouts = dict.fromkeys(choice.out for choice in self._call_choices(source, axes))
+        found = node_strategies(
+            self._analysis.rules.get(node),
+            [n in self._analysis.differentiable for n in node.all_input_nodes],
+            node in self._analysis.differentiable,
+            [a.size for a in axes],
+            lambda axis, option: any(option.ins[0] is layout[axis] for layout in layouts),
+        )
+        return [s for s in found if s.ins[0] in layouts]
+
+    def _operation(self, node: fx.Node) -> Operation:
+        """A call, as modes see it."""
+        parameters = (k for k, (n, _) in enumerate(operands(node)) if self._is_parameter(n))
+        return Operation(
+            operator_name(node.target),
+            self._analysis.rules.get(node),
+            self._analysis.batch.factors(node),
+            frozenset(parameters),
+            node in self._analysis.differentiable,
+        )
+
+    def _is_parameter(self, node: fx.Node) -> bool:
+        """Whether a tensor is a parameter, or a view of one."""
+        while (
+            node.op == "call_function"
+            and len(node.all_input_nodes) == 1
+            and getattr(self._analysis.rules.get(node), "kind", "") == "view"
+        ):
+            node = node.all_input_nodes[0]
+        return node in self._analysis.state and self._analysis.state[node].kind == "parameter"
+
+    def _check_mode_is_used(
+        self, axes: Sequence[Axis], found: Mapping[fx.Node, Sequence[Choice]]
+    ) -> None:
+        """Check that a required mode can split one product with a weight at least, or one product
+        of a model without weights.
+        """
+        mesh_mode = MeshMode.of(axes)
+        if (mode := mesh_mode.mode) is None or not mesh_mode.is_required:
+            return
+        products = {
+            n: self._operation(n)
+            for n in found
+            if (rule := self._analysis.rules.get(n)) is not None and rule.flops
+        }
+        weighted = {n: product for n, product in products.items() if product.weight is not None}
+        for node, product in (weighted or products).items():
+            for choice in found[node]:
+                assert isinstance(choice, Strategy)
+                split = mesh_mode.split(_options_of(choice))
+                splits_all = all(o.factor is not None for o in split.values())
+                if splits_all and mode.prefers(product, split):
+                    return
+        if products:
+            shapes = dict.fromkeys(
+                "x".join(map(str, operands(n)[o.weight][0].meta["val"].shape))
+                for n, o in weighted.items()
+                if o.weight is not None
+            )
+            sides = " and ".join(str(axes[i].size) for i in mesh_mode.places.values())
+            raise PlanError(
+                f"tensor={mode.size} can split nothing: no dim of the weights "
+                f"({', '.join(list(shapes)[:8])}) divides by {sides}, "
+                f"as mode {mode.name!r} needs; use another tensor size"
+            )
+
+
+def _options_of(strategy: Strategy) -> list[Option]:
+    """The option that a strategy has along each axis."""
+    return [
+        Option(tuple(layout[i] for layout in strategy.ins), strategy.out[i], factor, kernel)
+        for i, (factor, kernel) in enumerate(zip(strategy.factors, strategy.kernels, strict=True))
+    ]
