@@ -2,8 +2,8 @@
 single-axis steps.
 
 A step's backward is the step between the duals, the other way round, so one table of forward steps
-prices both. Gradients of parameters may be summed in another dtype than the rest moves in:
-``summed`` is the bytes of one element where a step sums in the backward. For one tensor all pairs
+prices both. Gradients of parameters may be summed_itemsize in another dtype than the rest moves in:
+``summed_itemsize`` is the bytes of one element where a step sums in the backward. For one tensor all pairs
 of layouts are solved at once, since a search asks for nearly all of them.
 """
 
@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.collectives import FloatArray, axes, seconds
-from autopar.cost_model.compute import Compute
+from autopar.cost_model.collectives import FloatArray, axis_links, collective_seconds
+from autopar.cost_model.compute import ComputeCosts
 from autopar.errors import PlanError
 from autopar.ir.layout import I, Layout, P, R, S, Type, format_layout, is_legal
 
@@ -37,7 +37,7 @@ Step = tuple[int, Type, Type]
 
 @dataclass(frozen=True)
 class Term:
-    """One part of a conversion's price. ``nbytes`` is what :func:`collectives.seconds` takes, or
+    """One part of a conversion's price. ``nbytes`` is what :func:`collectives.collective_seconds` takes, or
     the local traffic of a "copy".
     """
 
@@ -134,7 +134,7 @@ class _Graph:
         return self.index[layout]
 
 
-class Conversions:
+class ConversionCosts:
     """Prices of conversions on one mesh.
 
     Args:
@@ -145,8 +145,8 @@ class Conversions:
 
     def __init__(self, sizes: Sequence[int], cluster: Cluster, stages: int = 1) -> None:
         self.sizes = tuple(sizes)
-        self.pipeline, *self.axes = axes((stages, *sizes), cluster)
-        self._compute = Compute(cluster)
+        self.pipeline, *self.axes = axis_links((stages, *sizes), cluster)
+        self._compute = ComputeCosts(cluster)
         self._graphs: dict[tuple[tuple[int, ...], int, bool, int], list[_Graph]] = defaultdict(list)
         self._asked: dict[tuple[tuple[int, ...], int, bool, int], dict[Layout, None]] = defaultdict(
             dict
@@ -162,7 +162,7 @@ class Conversions:
         itemsize: int,
         differentiable: bool,
         layouts: Sequence[Layout],
-        summed: int | None = None,
+        summed_itemsize: int | None = None,
     ) -> FloatArray:
         """Seconds of the cheapest conversion between each two of ``layouts``, as [from, to].
 
@@ -171,12 +171,12 @@ class Conversions:
             itemsize: bytes of one element.
             differentiable: whether it has a gradient, whose conversion is then part of the price.
             layouts: the rows and columns. Paths may pass through any other legal layout.
-            summed: bytes of one element where the gradient is summed; ``itemsize`` unless given.
+            summed_itemsize: bytes of one element where the gradient is summed_itemsize; ``itemsize`` unless given.
 
         Raises:
             PlanError: a layout that the shape does not allow.
         """
-        graph = self._graph(shape, itemsize, differentiable, summed, layouts)
+        graph = self._graph(shape, itemsize, differentiable, summed_itemsize, layouts)
         positions = [graph.position(layout) for layout in layouts]
         return graph.distances(positions)[:, positions]
 
@@ -187,12 +187,12 @@ class Conversions:
         differentiable: bool,
         src: Layout,
         dst: Layout,
-        summed: int | None = None,
+        summed_itemsize: int | None = None,
     ) -> tuple[Step, ...]:
         """The steps (axis, from, to) of the cheapest conversion; of equally cheap ones the
         shortest, then the earliest axis first.
         """
-        graph = self._graph(shape, itemsize, differentiable, summed, (src, dst))
+        graph = self._graph(shape, itemsize, differentiable, summed_itemsize, (src, dst))
         at, end = graph.position(src), graph.position(dst)
         steps: list[Step] = []
         while at != end:
@@ -212,12 +212,12 @@ class Conversions:
         differentiable: bool,
         src: Layout,
         dst: Layout,
-        summed: int | None = None,
+        summed_itemsize: int | None = None,
     ) -> list[Term]:
         """The parts of the price of :meth:`path`, in the order they run; each of the steps costs
         STEP besides.
         """
-        key = tuple(shape), itemsize, differentiable, src, dst, summed
+        key = tuple(shape), itemsize, differentiable, src, dst, summed_itemsize
         if key not in self._known:
             self._known[key] = self._along(*key)
         return self._known[key]
@@ -229,18 +229,20 @@ class Conversions:
         differentiable: bool,
         src: Layout,
         dst: Layout,
-        summed: int | None,
+        summed_itemsize: int | None,
     ) -> list[Term]:
         forward: list[Term] = []
         backward: list[Term] = []
         layout = src
         leading = _leading(shape)
-        for axis, before, after in self.path(shape, itemsize, differentiable, src, dst, summed):
+        for axis, before, after in self.path(
+            shape, itemsize, differentiable, src, dst, summed_itemsize
+        ):
             nbytes = float(self._bytes(shape, itemsize, [layout], axis)[0])
             forward += self._terms(before, after, axis, nbytes, leading, "forward")
             if differentiable:
                 back = (
-                    float(self._bytes(shape, summed or itemsize, [layout], axis)[0])
+                    float(self._bytes(shape, summed_itemsize or itemsize, [layout], axis)[0])
                     if after is R
                     else nbytes
                 )
@@ -256,7 +258,7 @@ class Conversions:
         *counts, copy = forward_terms(src, dst, self.sizes[axis], leading)
         pairs = zip(COLLECTIVES, counts, strict=True)
         result = [
-            Term(kind, axis, nbytes, seconds(kind, nbytes, self.axes[axis]), phase)
+            Term(kind, axis, nbytes, collective_seconds(kind, nbytes, self.axes[axis]), phase)
             for kind, count in pairs
             if count
         ]
@@ -285,11 +287,11 @@ class Conversions:
         shape: Sequence[int],
         itemsize: int,
         differentiable: bool,
-        summed: int | None,
+        summed_itemsize: int | None,
         layouts: Collection[Layout],
     ) -> _Graph:
         """One that has these layouts: the first that was asked for, if it has them."""
-        key = tuple(shape), itemsize, differentiable, summed or itemsize
+        key = tuple(shape), itemsize, differentiable, summed_itemsize or itemsize
         found = next(
             (
                 graph
@@ -309,7 +311,7 @@ class Conversions:
         shape: tuple[int, ...],
         itemsize: int,
         differentiable: bool,
-        summed: int,
+        summed_itemsize: int,
         layouts: Collection[Layout],
     ) -> _Graph:
         per_axis = self._types(len(shape), layouts)
@@ -334,11 +336,13 @@ class Conversions:
                 np.einsum("stk,ks->st", table[numbers[:, axis]], self._prices(nbytes, axis))
                 + STEP_SECONDS
             )
-            if differentiable and summed != itemsize:  # the gradient of R is a pending sum
+            if differentiable and summed_itemsize != itemsize:  # the gradient of R is a pending sum
                 sums = (table - self._table(_leading(shape), types, axis, False))[
                     numbers[:, axis], order[R]
                 ]
-                more = self._prices(nbytes * summed / itemsize, axis) - self._prices(nbytes, axis)
+                more = self._prices(nbytes * summed_itemsize / itemsize, axis) - self._prices(
+                    nbytes, axis
+                )
                 price[:, order[R]] += np.einsum("sk,ks->s", sums, more)
             to.append(following)
             costs.append(np.where(possible, price, np.inf))
@@ -359,7 +363,7 @@ class Conversions:
         """[term, state]: seconds of each term of a step."""
         return np.stack(
             [
-                *(seconds(kind, nbytes, self.axes[axis]) for kind in COLLECTIVES),
+                *(collective_seconds(kind, nbytes, self.axes[axis]) for kind in COLLECTIVES),
                 self._copying(nbytes),
             ]
         )

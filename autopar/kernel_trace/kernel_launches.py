@@ -91,7 +91,7 @@ STREAMED_COLLECTIVES = (
 
 
 def collectives_of_launch(launch: KernelLaunch) -> list[tuple[str, float, tuple[int, ...]]]:
-    """What a collective is for ``cost_model.seconds``: its kind, the bytes of its tensor where that
+    """What a collective is for ``cost_model.collective_seconds``: its kind, the bytes of its tensor where that
     is whole, the mesh axes of its group. Empty for what waits for one."""
     if launch.call is None or launch.operator.endswith("wait_tensor"):
         return []

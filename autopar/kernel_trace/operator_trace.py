@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from autopar.capture.function_operator import FunctionOperator
-from autopar.cost_model.memory import allocated
+from autopar.cost_model.memory import allocated_bytes
 from autopar.kernel_trace import meta_kernels
 from autopar.kernel_trace.footprint import Footprint, trace_footprint, unknown
 from autopar.kernel_trace.kernel_launches import KernelLaunch, KernelRecorder, storage_id
@@ -91,7 +91,7 @@ class OperatorTracer:
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
-        self.allocated = allocated if device_type == "cuda" else int
+        self.allocated = allocated_bytes if device_type == "cuda" else int
         self._answers: dict[Any, OperatorTrace] = {}
         self._shared = _ANSWERS[device_type]
 

@@ -47,7 +47,7 @@ class SavedTensors:
     backward: tuple[KernelLaunch, ...] = field(default=(), compare=False)
 
 
-def saved(
+def trace_saved_tensors(
     nodes: Iterable[fx.Node],
     differentiable: Collection[fx.Node],
     device_type: str,

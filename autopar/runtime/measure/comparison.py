@@ -16,7 +16,14 @@ from typing import Any
 from autopar.cost_model.plan_timeline import simulate_plan
 from autopar.errors import PlanError
 from autopar.formatting.files import write_json
-from autopar.formatting.table import MOST_ROWS, WIDTH, ends, nbytes, seconds, table
+from autopar.formatting.table import (
+    MOST_ROWS,
+    WIDTH,
+    first_and_last,
+    format_bytes,
+    format_seconds,
+    table,
+)
 from autopar.ir.plan_data import PlanData
 from autopar.runtime.measure.step_recorder import RankTimes
 
@@ -95,8 +102,8 @@ class Comparison:
             self.measured[TOTAL] / self.predicted[TOTAL] if self.predicted[TOTAL] else float("inf")
         )
         parts = [
-            f"predicted {seconds(self.predicted[TOTAL])} a step, measured "
-            f"{seconds(self.measured[TOTAL])} ({ratio:.2f} times as long): "
+            f"predicted {format_seconds(self.predicted[TOTAL])} a step, measured "
+            f"{format_seconds(self.measured[TOTAL])} ({ratio:.2f} times as long): "
             f"median of {self.steps} steps on {self.world_size} "
             f"device{'s' * (self.world_size > 1)} of {self.cluster}",
             _table("time of a step", [row for row in self.rows if row.where == STEP], places=False),
@@ -180,7 +187,7 @@ def _table(title: str, rows: Sequence[Row], places: bool) -> str:
         return ""
     cells = []
     for row in rows:
-        unit: Any = nbytes if title == MEMORY else seconds
+        unit: Any = format_bytes if title == MEMORY else format_seconds
         values = ["" if value is None else unit(value) for value in (row.predicted, row.measured)]
         cells.append(
             [
@@ -191,7 +198,7 @@ def _table(title: str, rows: Sequence[Row], places: bool) -> str:
             ]
         )
     headers = [title, *([""] if places else []), "predicted", "measured", "ratio"]
-    return table(ends(cells, 2 * MOST_ROWS), headers, "l" * (len(headers) - 3) + "rrr")
+    return table(first_and_last(cells, 2 * MOST_ROWS), headers, "l" * (len(headers) - 3) + "rrr")
 
 
 def compare(plan: PlanData, ranks: Sequence[RankTimes]) -> Comparison:

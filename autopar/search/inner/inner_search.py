@@ -15,10 +15,10 @@ from functools import partial
 import numpy as np
 import torch.fx as fx
 
-from autopar.cost_model import Cluster, Conversions
+from autopar.cost_model import Cluster, ConversionCosts
 from autopar.ir.plan_data import EXACT_AXES
 from autopar.ir.precision import dtype_of
-from autopar.memory.saved_tensors import SavedTensors, saved
+from autopar.memory.saved_tensors import SavedTensors, trace_saved_tensors
 from autopar.rules.analysis import Analysis
 from autopar.search.ilp.memory_prices import MemoryPrices
 from autopar.search.ilp.neighbourhood import coarser_meshes, improve_from_centres, lift_choice
@@ -88,7 +88,7 @@ class InnerSearch:
         self,
         analysis: Analysis,
         kept: Mapping[fx.Node, SavedTensors],
-        conversions: Conversions,
+        conversions: ConversionCosts,
         microbatches: int,
         holders: Mapping[fx.Node, int] | None = None,
     ) -> Costs:
@@ -175,13 +175,13 @@ class InnerSearch:
         return least_step_ratio(shape) * micro
 
     def _work(self) -> Work:
-        held = saved(
+        held = trace_saved_tensors(
             self.analysis.graph.nodes,
             self.analysis.differentiable,
             self.cluster.device.kind,
             self.autograd,
         )
-        costs = self.costs(self.analysis, held, Conversions((), self.cluster), 1)
+        costs = self.costs(self.analysis, held, ConversionCosts((), self.cluster), 1)
         found: dict[tuple[str, str, str], list[tuple[float, float]]] = defaultdict(list)
         for work in (w for n in self.analysis.graph.nodes for w in costs.work(n)):
             found[work.operator, work.kind, work.dtype].append((work.flops, work.nbytes))

@@ -15,9 +15,9 @@ from typing import Generic, TypeVar
 import numpy as np
 import torch.fx as fx
 
-from autopar.cost_model import Cluster, Compute, Conversions
+from autopar.cost_model import Cluster, ComputeCosts, ConversionCosts
 from autopar.kernel_trace.operator_trace import OperatorTracer
-from autopar.memory.saved_tensors import SavedTensors, saved
+from autopar.memory.saved_tensors import SavedTensors, trace_saved_tensors
 from autopar.rules.analysis import Analysis
 from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.solve import Solution
@@ -64,7 +64,7 @@ class Cut:
 
 class SearchCache:
     """Of one captured graph, whose batch stands for a microbatch of any size, on one cluster;
-    ``tf32`` as for :class:`Compute`. ``kernel_timer`` measures what the cluster has no curve of."""
+    ``tf32`` as for :class:`ComputeCosts`. ``kernel_timer`` measures what the cluster has no curve of."""
 
     def __init__(
         self,
@@ -76,13 +76,16 @@ class SearchCache:
         self.analysis, self.cluster, self.kernel_timer = analysis, cluster, kernel_timer
         self.representative = representatives(analysis)
         self.nodes = [n for n in analysis.graph.nodes if self.representative[n] is n]
-        self.autograd, self.compute = OperatorTracer(cluster.device.kind), Compute(cluster, tf32)
+        self.autograd, self.compute = (
+            OperatorTracer(cluster.device.kind),
+            ComputeCosts(cluster, tf32),
+        )
         self.work, self.cuts = LruCache[Work](), LruCache[Cut]()
         self.problems, self.solutions = LruCache[Problem](), LruCache[Solution](SOLUTIONS)
         self._saved, self._units, self._conversions = (
             LruCache[dict[fx.Node, SavedTensors]](),
             LruCache[Units](),
-            LruCache[Conversions](),
+            LruCache[ConversionCosts](),
         )
 
     def saved(self, samples: int) -> dict[fx.Node, SavedTensors]:
@@ -92,7 +95,7 @@ class SearchCache:
         of, kind = self.analysis, self.cluster.device.kind
         return self._saved.of(
             samples,
-            lambda: saved(
+            lambda: trace_saved_tensors(
                 self.nodes, of.differentiable, kind, self.autograd, self.representative, of.rules
             ),
         )
@@ -102,9 +105,9 @@ class SearchCache:
             tuple(cuts), lambda: units(self.analysis, self.analysis.duplicated, cuts)
         )
 
-    def conversions(self, sizes: Sequence[int], stages: int) -> Conversions:
+    def conversions(self, sizes: Sequence[int], stages: int) -> ConversionCosts:
         return self._conversions.of(
-            (tuple(sizes), stages), lambda: Conversions(sizes, self.cluster, stages)
+            (tuple(sizes), stages), lambda: ConversionCosts(sizes, self.cluster, stages)
         )
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import highspy
 import numpy as np
 
-from autopar.cost_model import makespans
+from autopar.cost_model import schedule_seconds
 from autopar.search.pipeline.unit_costs import UnitCosts, counted
 from autopar.search.pipeline.units import rank_without_parameter
 
@@ -216,7 +216,8 @@ class StagePartition:
         chunks = len(runs) // self.pipeline
         send = [*self.sending[list(starts[1:])], 0.0]
         return (
-            float(makespans(schedule, self.pipeline, chunks, microbatches, f, b, send=send)) + end
+            float(schedule_seconds(schedule, self.pipeline, chunks, microbatches, f, b, send=send))
+            + end
         )
 
     def least(self) -> tuple[int, float, float]:

@@ -15,14 +15,14 @@ import torch
 import torch.fx as fx
 
 from autopar.cost_model import (
-    Axis,
-    Compute,
-    Conversions,
+    AxisLinks,
+    ComputeCosts,
+    ConversionCosts,
     Term,
+    collective_seconds,
     optimizer_traffic,
     parameter_memory,
     point_to_point,
-    seconds,
 )
 from autopar.cost_model.conversion import Step
 from autopar.ir.layout import Layout, local_shape
@@ -80,8 +80,8 @@ class Costs:
         self,
         analysis: Analysis,
         saved: Mapping[fx.Node, SavedTensors],
-        conversions: Conversions,
-        compute: Compute,
+        conversions: ConversionCosts,
+        compute: ComputeCosts,
         optimizer: str,
         reduction_dtype: torch.dtype | None = None,
         microbatches: int = 1,
@@ -363,7 +363,10 @@ class Costs:
                 for kind, nbytes, axes in collectives_of_launch(n)
                 for axis in axes
             ]
-            taken = [float(seconds(kind, nbytes, self.axis(axis))) for kind, axis, nbytes in sent]
+            taken = [
+                float(collective_seconds(kind, nbytes, self.axis(axis)))
+                for kind, axis, nbytes in sent
+            ]
             streamed = sum(
                 t
                 for t, (kind, _, _) in zip(taken, sent, strict=True)
@@ -386,7 +389,7 @@ class Costs:
             ]
         return terms
 
-    def axis(self, axis: int) -> Axis:
+    def axis(self, axis: int) -> AxisLinks:
         return self.conversion.axes[axis]
 
     def synchronisation_terms(self, node: fx.Node, storage: ParameterStrategy) -> list[Term]:
@@ -415,7 +418,10 @@ class Costs:
         bucket = max(term.nbytes, BUCKET_BYTES)
         exposed = max(1 - self.compute.overlap, _LEAST_EXPOSED) if term.phase == "backward" else 1.0
         return (
-            exposed * float(seconds(term.kind, bucket, self.axis(term.axis))) * term.nbytes / bucket
+            exposed
+            * float(collective_seconds(term.kind, bucket, self.axis(term.axis)))
+            * term.nbytes
+            / bucket
         )
 
     def _shared(self, node: fx.Node, storage: ParameterStrategy, ranks: int) -> Term:

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 import torch.fx as fx
 
-from autopar.cost_model import Compute
+from autopar.cost_model import ComputeCosts
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.nodes import operands, result_tensors
 from autopar.kernel_trace.kernel_launches import TEMPORARY, KernelLaunch
@@ -132,7 +132,7 @@ class KernelTimer(Protocol):
 
 
 def seconds(
-    compute: Compute,
+    compute: ComputeCosts,
     launches: Sequence[KernelLaunch],
     shards: Shards,
     dtype: str,

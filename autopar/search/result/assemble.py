@@ -10,7 +10,7 @@ import numpy as np
 import torch.fx as fx
 
 from autopar.ir.layout import Layout
-from autopar.memory.saved_tensors import SavedTensors, saved
+from autopar.memory.saved_tensors import SavedTensors, trace_saved_tensors
 from autopar.passes.lowering.cut_stages import cut_stages
 from autopar.rules.analysis import Analysis
 from autopar.runtime.kernels.graph_kernels import send
@@ -65,7 +65,7 @@ def costs_of_stages(search: InnerSearch, shape: Configuration, analysis: Analysi
 
 def saved_by(search: InnerSearch, analysis: Analysis) -> dict[fx.Node, SavedTensors]:
     """What autograd keeps of each call of a graph that is cut."""
-    return saved(
+    return trace_saved_tensors(
         analysis.graph.nodes,
         analysis.differentiable,
         search.cluster.device.kind,

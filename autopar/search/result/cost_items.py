@@ -30,7 +30,7 @@ class CostItem:
         phase: "forward", "backward", "recomputation" (of one microbatch) or "step".
         count: how often it runs, by stage.
         operator, kind, dtype, flops, nbytes, product: of a kernel, on one rank, as
-            :meth:`Compute.seconds` takes them.
+            :meth:`ComputeCosts.seconds` takes them.
     """
 
     node: fx.Node
@@ -46,7 +46,7 @@ class CostItem:
 
     @property
     def work(self) -> tuple[Any, ...]:
-        """Of a kernel: the arguments of :meth:`Compute.seconds`."""
+        """Of a kernel: the arguments of :meth:`ComputeCosts.seconds`."""
         return self.kind, self.dtype, self.flops, self.nbytes, self.product, self.operator
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 
-from autopar.cost_model import Term, seconds
+from autopar.cost_model import Term, collective_seconds
 from autopar.ir.plan_data import BUCKET_BYTES
 from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.space.strategies import ParameterStrategy
@@ -60,7 +60,7 @@ def _exposed(found: PricedPlan, stages: range) -> float:
     last = 0.0
     for (phase, kind, axis), total in nbytes.items():
         buckets = max(1, math.ceil(total / BUCKET_BYTES))  # of a parameter without elements, too
-        each = float(seconds(kind, total / buckets, found.costs.axis(axis)))
+        each = float(collective_seconds(kind, total / buckets, found.costs.axis(axis)))
         sums[phase] += buckets * each
         last = max(last, each) if phase == "backward" else last
     backward = sum(float(found.solution.cost_breakdown.backward[stage]) for stage in stages)

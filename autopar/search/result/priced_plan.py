@@ -11,7 +11,7 @@ from functools import cached_property
 
 import torch.fx as fx
 
-from autopar.cost_model import Timeline, timeline_of
+from autopar.cost_model import Timeline, simulate_schedule
 from autopar.rules.analysis import Analysis
 from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.solve import Solution
@@ -85,7 +85,7 @@ class PricedPlan:
     def timeline(self) -> Timeline:
         """Of all microbatches."""
         cost_breakdown, shape = self.solution.cost_breakdown, self.shape
-        return timeline_of(
+        return simulate_schedule(
             shape.schedule,
             shape.pipeline,
             shape.chunks,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.cost_model import in_turns
+from autopar.cost_model import ends_on_shared_cores
 from autopar.cost_model.schedule import LOOPED
 from autopar.ir.plan_data import PlanData
 from autopar.search.result.end_of_step import end_of_step
@@ -25,7 +25,7 @@ def share_cores(plan: PlanData, found: PricedPlan, ranks_per_core: float) -> Pla
         return plan
     line, ends = found.timeline, [sum(seconds.values()) for seconds in end_of_step(found)]
     alone = {event.action: (event.end - event.start) / ranks_per_core for event in line.events}
-    done = in_turns(
+    done = ends_on_shared_cores(
         line.orders,
         alone,
         found.send_seconds,
