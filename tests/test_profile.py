@@ -133,7 +133,7 @@ def test_a_profile_that_was_interrupted_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, calls = tmp_path / "here.json", 0
-    plain = profiler.timed
+    plain = profiler.time_call
 
     def interrupted(*args: Any) -> Timing:
         nonlocal calls
