@@ -1,5 +1,12 @@
-"""Seconds and bytes: what a plan would cost on a cluster, from formulas and the cluster's figures.
-Nothing here runs on a device.
+"""What does a plan cost? Seconds and bytes on a cluster, from formulas and the cluster's figures.
+
+Nothing in this folder runs on a device. Reading order: ``device`` and ``cluster`` hold the figures
+of a machine, ``calibrate`` corrects them with a measured run. ``compute`` prices a kernel,
+``collectives`` a collective, ``memory`` parameters and their optimizer. ``conversion_steps``,
+``layout_graph`` and ``conversion`` price the change of a tensor's layout. ``schedule`` gives the
+order of a pipeline's actions, ``timeline`` is the result of a simulation, ``rank_orders`` and
+``simulate`` compute it, ``shared_cores`` does so for ranks that share CPU cores, and
+``plan_timeline`` simulates a plan.
 """
 
 from autopar.cost_model.cluster import Cluster
@@ -11,7 +18,8 @@ from autopar.cost_model.collectives import (
     received_bytes,
 )
 from autopar.cost_model.compute import ComputeCosts
-from autopar.cost_model.conversion import ConversionCosts, Term
+from autopar.cost_model.conversion import ConversionCosts
+from autopar.cost_model.conversion_steps import Term
 from autopar.cost_model.device import Device, Level
 from autopar.cost_model.memory import (
     ParameterMemory,
