@@ -16,9 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autopar.cost_model import Cluster, ComputeCosts, ConversionCosts, collective_seconds
 from autopar.ir.layout import I, R, S
 from autopar.ir.plan_data import NodePlan
+from autopar.kernel_trace.fake_mesh import FakeMesh
 from autopar.kernel_trace.kernel_launches import KernelLaunch
-from autopar.kernel_trace.meta_kernels import FakeMesh
-from autopar.kernel_trace.operator_trace import OperatorTracer, contiguous_spec
+from autopar.kernel_trace.operator_trace import OperatorTracer
+from autopar.kernel_trace.tensor_spec import contiguous_spec
 from autopar.memory.call_trace import trace_kernel
 from autopar.memory.saved_tensors import trace_saved_tensors
 from autopar.runtime.communication.mesh import Mesh

@@ -23,7 +23,8 @@ from autopar import cli
 from autopar.cost_model import Cluster, axis_links, collective_seconds
 from autopar.errors import PlanError, RunError
 from autopar.kernel_trace.kernel_launches import KernelLaunch
-from autopar.kernel_trace.operator_trace import OperatorTracer, contiguous_spec
+from autopar.kernel_trace.operator_trace import OperatorTracer
+from autopar.kernel_trace.tensor_spec import contiguous_spec
 from autopar.profile import NoisyMeasurement, check_machine, measure_cluster, profiler, timing
 from autopar.profile.fit_cluster import _mean
 from autopar.profile.kernel_probes import launches

@@ -28,13 +28,14 @@ from autopar.cost_model.conversion import Step
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.nodes import operands, result_tensors, slices_of
 from autopar.ir.plan_data import BUCKET_BYTES, NodePlan
+from autopar.kernel_trace.fake_mesh import FakeMesh
 from autopar.kernel_trace.kernel_launches import (
     STREAMED_COLLECTIVES,
     KernelLaunch,
     collectives_of_launch,
 )
-from autopar.kernel_trace.meta_kernels import FakeMesh
-from autopar.kernel_trace.operator_trace import OperatorTrace, OperatorTracer, contiguous_spec
+from autopar.kernel_trace.operator_trace import OperatorTrace, OperatorTracer
+from autopar.kernel_trace.tensor_spec import contiguous_spec
 from autopar.memory.call_trace import trace_kernel
 from autopar.memory.saved_tensors import SavedTensors
 from autopar.rules import Rule
