@@ -16,7 +16,7 @@ from tqdm import tqdm
 from autopar.cost_model import Cluster
 from autopar.cost_model.collectives import COLLECTIVE_KINDS, received_bytes
 from autopar.errors import AutoparError, BudgetError, PlanError
-from autopar.formatting.table import WIDTH, cut, nbytes, seconds, table
+from autopar.formatting.table import WIDTH, format_bytes, format_seconds, table, truncate
 from autopar.frontend.planner import check_option_names, make_plan, resolve_cluster
 from autopar.frontend.traced_model import TracedModel
 from autopar.ir.captured import LossFunction
@@ -95,13 +95,13 @@ class Modes:
         for fits, what in ((True, "fit"), (False, "do not, here with the plan that takes least")):
             if names := [_name(e.parallel) for e in make_plan if e.fits is fits]:
                 lines += textwrap.wrap(
-                    f"{what}{f' in {nbytes(self.budget)}' * fits}: {', '.join(names)}", WIDTH
+                    f"{what}{f' in {format_bytes(self.budget)}' * fits}: {', '.join(names)}", WIDTH
                 )
         return "\n".join(
             [
                 *lines,
                 *(
-                    cut(f"{_name(e.parallel)}: {e.error}", WIDTH)
+                    truncate(f"{_name(e.parallel)}: {e.error}", WIDTH)
                     for e in self.entries
                     if e.plan is None
                 ),
@@ -230,9 +230,9 @@ def _figures(entry: Entry, kinds: list[str]) -> list[str]:
     assert entry.plan is not None
     memory, received = entry.plan.nbytes, entry.received
     return [
-        seconds(entry.plan.step_time),
-        *(nbytes(received[kind]) if received.get(kind) else "" for kind in kinds),
-        nbytes(memory.get("parameters", 0.0)),
-        nbytes(memory.get("activations", 0.0)),
-        nbytes(max(entry.plan.peak_memory)),
+        format_seconds(entry.plan.step_time),
+        *(format_bytes(received[kind]) if received.get(kind) else "" for kind in kinds),
+        format_bytes(memory.get("parameters", 0.0)),
+        format_bytes(memory.get("activations", 0.0)),
+        format_bytes(max(entry.plan.peak_memory)),
     ]

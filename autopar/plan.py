@@ -8,7 +8,7 @@ import os
 from autopar.formatting.files import write_json
 from autopar.ir.plan_data import VERSION, PlanData
 from autopar.ir.plan_json import read_plan, to_json_data
-from autopar.report import text, timeline, trace
+from autopar.report import chrome_trace, draw_timeline, report_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,17 +25,17 @@ class Plan(PlanData):
 
     def report(self) -> str:
         """The mesh, the layout of each block, the collectives, the memory and the time, as text."""
-        return text(self)
+        return report_text(self)
 
     def timeline(self) -> str:
         """The schedule of a step as text: one row for each pipeline rank, one letter a phase."""
-        return timeline(self)
+        return draw_timeline(self)
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write the schedule of a step as a trace for Perfetto or Chrome: the whole file or
         nothing.
         """
-        write_json(path, trace(self))
+        write_json(path, chrome_trace(self))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON: the whole file or nothing."""

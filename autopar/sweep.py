@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, BudgetError, PlanError
-from autopar.formatting.table import WIDTH, cut, nbytes, seconds, table
+from autopar.formatting.table import WIDTH, format_bytes, format_seconds, table, truncate
 from autopar.frontend.planner import check_option_names, make_plan, resolve_cluster
 from autopar.frontend.traced_model import TracedModel
 from autopar.ir.captured import LossFunction
@@ -202,7 +202,7 @@ class Sweep(Sequence[Outcome]):
             for i, e in enumerate(self.outcomes)
             if isinstance(e, AutoparError) and not _short_of_memory(e)
         ]
-        return "\n".join([text, *([""] if why else []), *(cut(line, WIDTH) for line in why)])
+        return "\n".join([text, *([""] if why else []), *(truncate(line, WIDTH) for line in why)])
 
     __repr__ = __str__
 
@@ -210,13 +210,13 @@ class Sweep(Sequence[Outcome]):
 def _found(outcome: Outcome, fastest: float) -> list[str]:
     if isinstance(outcome, Plan):
         return [
-            seconds(outcome.step_time),
+            format_seconds(outcome.step_time),
             f"{outcome.step_time / fastest:.2f}",
-            nbytes(max(outcome.peak_memory)),
+            format_bytes(max(outcome.peak_memory)),
             "yes",
         ]
     return (
-        ["", "", nbytes(outcome.least), "no"]
+        ["", "", format_bytes(outcome.least), "no"]
         if _short_of_memory(outcome)
         else ["", "", "", "see below"]
     )
@@ -235,7 +235,7 @@ def _cells(configuration: Configuration) -> dict[str, str]:
     for name, value in configuration.items():
         if name != "parallel" or not isinstance(value, Mapping):
             found[_SHORT.get(name, name)] = (
-                nbytes(value)
+                format_bytes(value)
                 if name == "memory_budget" and isinstance(value, (int, float))
                 else _text(value)
             )

@@ -26,7 +26,7 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 import autopar
-from autopar.cost_model import Cluster, axes, seconds
+from autopar.cost_model import Cluster, axis_links, collective_seconds
 from autopar.frontend.traced_model import TracedModel
 from autopar.search.result.cost_items import BACKWARD, FORWARD, STEP, cost_items
 from autopar.search.result.priced_plan import PricedPlan
@@ -162,8 +162,8 @@ def vtrain(folder: Path) -> None:
 def nccl(folder: Path) -> None:
     rows = []
     for (gpu, ranks), points in all_reduces(folder / "nccl_all_reduce_single_node.csv").items():
-        axis = axes((ranks,), Cluster.load({"a100": "a100-sxm", "v100": "v100-sxm2"}[gpu]))[0]
-        predicted = [seconds("all_reduce", nbytes, axis) for nbytes, _ in points]
+        axis = axis_links((ranks,), Cluster.load({"a100": "a100-sxm", "v100": "v100-sxm2"}[gpu]))[0]
+        predicted = [collective_seconds("all_reduce", nbytes, axis) for nbytes, _ in points]
         rows.append((gpu, ranks, len(points), *errors(predicted, [s for _, s in points])))
     print(
         tabulate(

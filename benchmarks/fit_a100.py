@@ -27,7 +27,14 @@ from scipy.optimize import least_squares
 from tabulate import tabulate
 from tqdm import tqdm
 
-from autopar.cost_model import Cluster, Compute, axes, makespans, point_to_point, seconds
+from autopar.cost_model import (
+    Cluster,
+    ComputeCosts,
+    axis_links,
+    collective_seconds,
+    point_to_point,
+    schedule_seconds,
+)
 from autopar.cost_model.device import Tile
 from autopar.frontend.traced_model import TracedModel
 from autopar.search.result.cost_items import FORWARD, STEP, cost_items
@@ -152,16 +159,16 @@ class Repriced:
 
     def seconds(self, cluster: Cluster) -> np.ndarray:
         """Of a step of each run."""
-        compute = Compute(cluster)
-        busy = np.zeros((len(self.runs), max(s.stages for s in self.configurations), 2))
+        compute = ComputeCosts(cluster)
+        busy = np.zeros((len(self.runs), max(s.stages for s in self.shapes), 2))
         for (kind, dtype, product), rows in self.tables.items():
             taken = compute.seconds(
                 kind, dtype, rows[:, 4], rows[:, 5], list(rows[:, 6:].T) if product else None
             )
             np.add.at(busy, tuple(rows[:, :3].T.astype(int)), taken * rows[:, 3])
         found = {
-            sizes: axes(sizes, cluster)
-            for sizes in {(s.pipeline, *s.sizes) for s in self.configurations}
+            sizes: axis_links(sizes, cluster)
+            for sizes in {(s.pipeline, *s.sizes) for s in self.shapes}
         }
         return np.array(
             [
@@ -170,24 +177,29 @@ class Repriced:
             ]
         )
 
-    def _step(self, i: int, busy: np.ndarray, compute: Compute, links: Sequence) -> float:
-        run, shape = self.runs[i], self.configurations[i]
+    def _step(self, i: int, busy: np.ndarray, compute: ComputeCosts, links: Sequence) -> float:
+        run, shape = self.runs[i], self.shapes[i]
         for stage, late, count, kind, nbytes, axis in self.sent[i]:
-            busy[stage, late] += count * seconds(kind, nbytes, links[1 + axis])
+            busy[stage, late] += count * collective_seconds(kind, nbytes, links[1 + axis])
         forward, backward = busy[: shape.stages].T[:, :, None]
         send = point_to_point(2.0 * run.microbatch * run.sequence * run.hidden, links[0])
         ends = []
         for elements in self.elements[i]:
             end = compute.optimizer_seconds(elements * BYTES) + compute.overhead
             ends.append(
-                end + (seconds("all_reduce", 2 * elements, links[1]) if run.data > 1 else 0.0)
+                end
+                + (
+                    collective_seconds("all_reduce", 2 * elements, links[1])
+                    if run.data > 1
+                    else 0.0
+                )
             )
         for stages, nbytes in self.shared[i]:
             for stage in stages:
                 ends[stage] += (
                     2 * (len(stages) - 1) * point_to_point(nbytes / len(stages), links[0])
                 )
-        span = makespans(
+        span = schedule_seconds(
             shape.schedule,
             shape.pipeline,
             1,

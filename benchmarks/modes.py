@@ -38,7 +38,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch_tensor import ByHand
 
 import autopar
-from autopar.formatting.table import seconds, table
+from autopar.formatting.table import format_seconds, table
 
 Batch = dict[str, torch.Tensor]
 RATE, TOLERANCE = 1e-4, 1e-5
@@ -198,14 +198,14 @@ def worker(options: argparse.Namespace) -> None:
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    predicted = "" if row["predicted"] is None else seconds(row["predicted"])
+    predicted = "" if row["predicted"] is None else format_seconds(row["predicted"])
     of_1d = "{ratio:.2f} ({low:.2f} - {high:.2f})".format(**row["of_1d"]) if "of_1d" in row else ""
     said = [
         str(row["ranks"]),
         row["model"],
         NAMES.get(row["mode"], row["mode"]),
         predicted,
-        seconds(row["measured"]),
+        format_seconds(row["measured"]),
     ]
     return [*said, f"{row['to_1d']:.2f}", of_1d, f"{row['difference']:.0e}"]
 

@@ -32,8 +32,8 @@ from torch_pipeline import ByHand, boundaries
 from tqdm import tqdm
 
 import autopar
-from autopar.cost_model import timeline_of
-from autopar.profile.timing import reading, synchronize
+from autopar.cost_model import simulate_schedule
+from autopar.profile.timing import seconds_per_call, synchronize
 
 Step = Callable[[], torch.Tensor]
 Times = dict[str, list[float]]  # seconds a step, turn by turn, of each variant
@@ -208,7 +208,7 @@ def steps_of(backward: Step, model: torch.nn.Module) -> dict[str, Step]:
 def timed(step: Step, count: int, device: torch.device) -> float:
     """Seconds a step, over ``count`` of them that all ranks begin together."""
     dist.barrier()
-    return reading(step, count, device)
+    return seconds_per_call(step, count, device)
 
 
 def take_turns(variants: Mapping[str, Callable[[], float]], repeats: int, label: str) -> Times:
@@ -335,7 +335,7 @@ def ideal(by_hand: ByHand, options: argparse.Namespace, device: torch.device) ->
     stages: list[list[float]] = [mine] * by_hand.ranks
     dist.all_gather_object(stages, mine)
     forward, backward = zip(*stages, strict=True)
-    return timeline_of("1f1b", by_hand.ranks, 1, MICROBATCHES, forward, backward).seconds
+    return simulate_schedule("1f1b", by_hand.ranks, 1, MICROBATCHES, forward, backward).seconds
 
 
 def worker(options: argparse.Namespace) -> None:

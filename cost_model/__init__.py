@@ -1,27 +1,43 @@
-"""Seconds and bytes: what a plan would cost on a cluster, from formulas and the cluster's figures.
-Nothing here runs on a device.
+"""What does a plan cost? Seconds and bytes on a cluster, from formulas and the cluster's figures.
+
+Nothing in this folder runs on a device. Reading order: ``device`` and ``cluster`` hold the figures
+of a machine, ``calibrate`` corrects them with a measured run. ``compute`` prices a kernel,
+``collectives`` a collective, ``memory`` parameters and their optimizer. ``conversion_steps``,
+``layout_graph`` and ``conversion`` price the change of a tensor's layout. ``schedule`` gives the
+order of a pipeline's actions, ``timeline`` is the result of a simulation, ``rank_orders`` and
+``simulate`` compute it, ``shared_cores`` does so for ranks that share CPU cores, and
+``plan_timeline`` simulates a plan.
 """
 
 from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.collectives import Axis, axes, point_to_point, received_bytes, seconds
-from autopar.cost_model.compute import Compute
-from autopar.cost_model.conversion import Conversions, Term
+from autopar.cost_model.collectives import (
+    AxisLinks,
+    axis_links,
+    collective_seconds,
+    point_to_point,
+    received_bytes,
+)
+from autopar.cost_model.compute import ComputeCosts
+from autopar.cost_model.conversion import ConversionCosts
+from autopar.cost_model.conversion_steps import Term
 from autopar.cost_model.device import Device, Level
 from autopar.cost_model.memory import (
     ParameterMemory,
-    allocated,
+    allocated_bytes,
     optimizer_traffic,
     parameter_memory,
 )
 from autopar.cost_model.schedule import Action, actions, in_flight
-from autopar.cost_model.timeline import Event, Timeline, in_turns, makespans, simulate, timeline_of
+from autopar.cost_model.shared_cores import ends_on_shared_cores
+from autopar.cost_model.simulate import schedule_seconds, simulate, simulate_schedule
+from autopar.cost_model.timeline import Event, Timeline
 
 __all__ = [
     "Action",
-    "Axis",
+    "AxisLinks",
     "Cluster",
-    "Compute",
-    "Conversions",
+    "ComputeCosts",
+    "ConversionCosts",
     "Device",
     "Event",
     "Level",
@@ -29,16 +45,16 @@ __all__ = [
     "Term",
     "Timeline",
     "actions",
-    "allocated",
-    "axes",
+    "allocated_bytes",
+    "axis_links",
     "in_flight",
-    "in_turns",
-    "makespans",
+    "ends_on_shared_cores",
+    "schedule_seconds",
     "optimizer_traffic",
     "parameter_memory",
     "point_to_point",
     "received_bytes",
-    "seconds",
+    "collective_seconds",
     "simulate",
-    "timeline_of",
+    "simulate_schedule",
 ]

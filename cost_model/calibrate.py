@@ -1,10 +1,10 @@
-"""A cluster's figures corrected by what a run took: kernels, links, and what a step takes besides,
-each by one factor or term.
+"""Corrects a cluster's figures with the measured seconds of a run.
 
-Of ``C`` seconds of compute, ``K`` go over links (collectives inside kernels); of ``V`` seconds of
-conversions and gradient synchronisation, ``L`` do, and the rest are copies, which are kernels. With
-the measured seconds ``c`` and ``v``, the factors of kernels ``x`` and of links ``y`` solve ``(C -
-K) x + K y = c`` and ``(V - L) x + L y = v``. What the step takes besides becomes the overhead.
+All kernels get one factor ``x``, all links another factor ``y``, and the rest of the step becomes
+the device's overhead. The predicted step has ``C`` seconds of compute, of which collectives inside
+kernels spend ``K`` on links, and ``V`` seconds of conversions and gradient synchronisation, of
+which ``L`` are on links and the rest are copies, which are kernels. With the measured seconds ``c``
+and ``v``, the factors solve ``(C - K) x + K y = c`` and ``(V - L) x + L y = v``.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from autopar.errors import PlanError
 if TYPE_CHECKING:
     from autopar.cost_model.cluster import Cluster
 
-MOST_FASTER = 20.0  # than predicted: more is a mistake
+MAX_SPEEDUP = 20.0  # kernels that run faster than this multiple of the prediction are a mistake
 _COMMUNICATION = ("conversions", "gradient synchronisation")
 
 
 class ComparedStep(Protocol):
-    """Seconds of a step by kind, as ``Compiled.compare`` finds them; ``links``: what of the
-    predicted ones goes over links.
+    """Predicted and measured seconds of a step by kind, as ``Compiled.compare`` reports them.
+
+    ``links`` is the part of the predicted seconds that is spent on links.
     """
 
     @property
@@ -43,11 +44,16 @@ class ComparedStep(Protocol):
 
 
 def calibrated(cluster: Cluster, compared: ComparedStep, name: str) -> Cluster:
-    """``cluster``, called ``name``, with which the compared step is predicted to take what it took.
+    """``cluster`` with corrected figures, which predict the measured seconds of the compared step.
+
+    Args:
+        cluster: the cluster that the compared step was planned for.
+        compared: the predicted and the measured seconds.
+        name: the name of the new cluster.
 
     Raises:
-        PlanError: the comparison is with another cluster, or what was measured is no multiple of
-            what was predicted.
+        PlanError: the comparison is with another cluster, or the step has no compute seconds, or
+            the kernels ran more than MAX_SPEEDUP times faster than predicted.
     """
     if compared.cluster != cluster.name:
         named = (
@@ -57,11 +63,10 @@ def calibrated(cluster: Cluster, compared: ComparedStep, name: str) -> Cluster:
         raise PlanError(f"{named}: give the cluster that the plan was made for")
     kernels, links, how = _factors(compared)
     device = cluster.device
-    optimizer = (
-        compared.predicted["optimizer"] - device.overhead
-    )  # which overhead is predicted as a part of
-    spent = compared.measured["optimizer"] + compared.measured["other"]
-    overhead = max(0.0, spent - kernels * optimizer)
+    # The prediction counts the overhead as a part of the optimizer's seconds.
+    optimizer = compared.predicted["optimizer"] - device.overhead
+    measured = compared.measured["optimizer"] + compared.measured["other"]
+    overhead = max(0.0, measured - kernels * optimizer)
     run = f"a run of {compared.steps} steps on {compared.world_size} devices"
     changes = (
         f"kernels take {kernels:.3g} times as long, links {links:.3g} times{how}, overhead "
@@ -79,9 +84,7 @@ def calibrated(cluster: Cluster, compared: ComparedStep, name: str) -> Cluster:
 
 
 def _factors(compared: ComparedStep) -> tuple[float, float, str]:
-    """Of the seconds of kernels and of links, and how they were found where that is not as
-    usual.
-    """
+    """The factors of kernels and of links, and a remark where the equations were not used."""
     predicted, measured, over = compared.predicted, compared.measured, compared.links
     compute, inside = predicted["compute"], over["compute"]
     sent, linked = (
@@ -103,16 +106,16 @@ def _factors(compared: ComparedStep) -> tuple[float, float, str]:
             return kernels, links, ""
     if sent <= 0 or taken <= 0:
         return found / compute, 1.0, " (not told apart from kernels)"
-    # Less time than the copies alone should have taken: nothing is told apart, so all of a kind
-    # counts as one.
+    # The equations have no positive solution, so copies and links cannot be told apart: all
+    # communication gets one factor.
     return found / compute, taken / sent, " (with their copies)"
 
 
 def _device(device: Device, factor: float, overhead: float) -> Device:
-    if factor < 1 / MOST_FASTER:
+    if factor < 1 / MAX_SPEEDUP:
         raise PlanError(
             f"kernels took {factor:.2g} of the time that was predicted for {device.name!r} (at "
-            f"least 1/{MOST_FASTER:g} is believed): "
+            f"least 1/{MAX_SPEEDUP:g} is believed): "
             "the plan was for another machine; measure this one with autopar profile"
         )
     curves = {
@@ -124,7 +127,7 @@ def _device(device: Device, factor: float, overhead: float) -> Device:
 
 def _level(level: Level, factor: float) -> Level:
     efficiency = level.efficiency / factor
-    beyond = max(efficiency, 1.0)  # of the bandwidth that was assumed, which then is more
+    beyond = max(efficiency, 1.0)  # an efficiency above 1 raises the bandwidth instead
     return replace(
         level,
         latency=level.latency * factor,

@@ -1,8 +1,7 @@
-"""What a machine can do: one device's speed and memory, and the links between devices, read from a
-data file.
+"""A cluster: the speed and the memory of one device, and the links between devices.
 
-Presets lie in ``clusters/``; every figure in a file names its source. A file is versioned by
-``schema`` and written whole or not at all.
+A cluster is read from a JSON file. Presets lie in ``clusters/``; every figure there names its
+source. ``schema`` is the version of the file format.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ _PRESETS = Path(__file__).parent / "clusters"
 class Cluster:
     """Devices of one kind and their links, fastest level first.
 
-    ``sources`` says for each figure where it comes from, ``machine`` of a profile what was
-    measured.
+    ``sources`` gives the source of each figure. ``machine`` describes the machine that a profile
+    measured; it is empty for a preset.
     """
 
     name: str
@@ -62,11 +61,11 @@ class Cluster:
 
     @property
     def capacity(self) -> float:
-        """How many devices there are; infinity where the last level has no size."""
+        """The number of devices; infinity where the last level has no size."""
         return math.inf if self.links[-1].size is None else self.links[-1].size
 
     def check(self, world_size: int) -> None:
-        """PlanError where ``world_size`` devices are more than there are."""
+        """Raises PlanError where the cluster has fewer than ``world_size`` devices."""
         if world_size > self.capacity:
             asked = f"world_size={world_size} needs {world_size} devices"
             more = (
@@ -86,41 +85,49 @@ class Cluster:
         device: str | None = None,
         progress: bool = True,
     ) -> Cluster:
-        """Measure this machine and write what was found to ``path``: kernels in several sizes and
+        """Measure this machine and write its figures to ``path``: kernels in several sizes and
         dtypes, memory, collectives.
 
-        Call it in each rank under torchrun, which then compute at once as they do in training;
-        alone it measures one device. It takes under two minutes. A profile that was interrupted
-        goes on where it was.
+        Call it in each rank under torchrun: all ranks then compute at the same time, as in
+        training. In a single process it measures one device. It takes less than two minutes. A
+        profile that was interrupted continues where it stopped.
 
         Raises:
             RunError: there is no such device.
         """
-        from autopar.profile import measured
 
-        return measured(Path(path), device, progress)
+        from autopar.profile import measure_cluster
+
+        return measure_cluster(Path(path), device, progress)
 
     def calibrated(self, comparison: ComparedStep, name: str | None = None) -> Cluster:
-        """This cluster with the speeds that a run had, which :meth:`Compiled.compare` found:
-        kernels and links each take so many times as long, and what a step took besides is the
-        device's overhead. ``name``: of the new cluster (free: this one's and "-calibrated").
+        """This cluster with the speeds that :meth:`Compiled.compare` measured in a run.
+
+        One factor corrects all kernels, another all links, and the rest of the step becomes the
+        device's overhead.
+
+        Args:
+            comparison: the result of :meth:`Compiled.compare`.
+            name: the name of the new cluster; by default this cluster's name and "-calibrated".
 
         Raises:
-            PlanError: the comparison is with another cluster, or with nothing like this one.
+            PlanError: the comparison is with another cluster, or with a machine that is much
+                faster than this cluster.
         """
         return calibrated(self, comparison, name or f"{self.name}-calibrated")
 
     @staticmethod
     def presets() -> tuple[str, ...]:
-        """The names that :meth:`load` knows."""
+        """The names of the presets that :meth:`load` takes."""
         return tuple(sorted(path.stem for path in _PRESETS.glob("*.json")))
 
     @classmethod
     def load(cls, name_or_path: str | os.PathLike[str]) -> Cluster:
-        """The cluster of a preset's name or of a ``.json`` file's path.
+        """Read the cluster of a preset's name or of a ``.json`` file's path.
 
-        Raises PlanError where there is none, where its schema differs, or where a field is missing,
-        unknown or out of range.
+        Raises:
+            PlanError: there is no such preset or file, the file has another schema, or a field is
+                missing, unknown or out of range.
         """
         try:
             path = Path(os.fsdecode(name_or_path))
@@ -186,14 +193,12 @@ class Cluster:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the file that :meth:`load` reads; ``path`` is replaced at once, or kept as it was
-        where writing fails.
-        """
+        """Write the file that :meth:`load` reads. Where writing fails, ``path`` stays unchanged."""
         write_json(path, {"schema": SCHEMA, **asdict(self)}, indent=2)
 
 
 def _checked(cls: type, prefix: str, data: Any) -> dict[str, Any]:
-    """The data of one dataclass, once its fields are those of ``cls``."""
+    """``data``, after a check that its keys are fields of the dataclass ``cls``."""
     if not isinstance(data, dict):
         raise PlanError(f"{prefix.rstrip('.')} is {type(data).__name__}: give an object")
     known = {f.name: f.default is MISSING and f.default_factory is MISSING for f in fields(cls)}

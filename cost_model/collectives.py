@@ -1,10 +1,9 @@
-"""Seconds of a collective along one mesh axis: latency and bandwidth on the links it crosses,
-contended as they are shared.
+"""Seconds of a collective along one mesh axis, from the latency and the bandwidth of the links.
 
-Ring and tree formulas as in Thakur, Rabenseifner and Gropp, "Optimization of Collective
-Communication Operations in MPICH" (2005). An axis that crosses levels runs level by level: for an
-all-gather, over the network between the ranks of the same place in each node, then inside each
-node.
+Groups that use one link at the same time share its bandwidth. The ring and tree formulas are those
+of Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH"
+(2005). A collective along an axis that crosses levels runs level by level: an all-gather first runs
+over the network, between the ranks with the same place in each node, then inside each node.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ COLLECTIVE_KINDS = (
 
 @dataclass(frozen=True)
 class Hop:
-    """The part of an axis that lies on one level: ``ways`` units of ``inner`` ranks each."""
+    """The part of a mesh axis on one level of links: it joins ``ways`` units of ``inner`` ranks."""
 
     level: str
     ways: int
@@ -41,38 +40,37 @@ class Hop:
     latency: float  # seconds for one message
     bandwidth: float  # B/s into one unit, for one group
     startup: float = 0.0  # seconds before the first message
-    measured: Mapping[str, Curve] = field(
-        default_factory=dict, hash=False
-    )  # of a collective: (bytes, seconds)
+    # points (bytes, seconds) for each kind of collective that was measured
+    measured: Mapping[str, Curve] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
-class Axis:
-    """How one mesh axis lies on the cluster's links, fastest hop first; a size of 1 has no hops."""
+class AxisLinks:
+    """The links that one mesh axis crosses, fastest hop first; an axis of size 1 has no hops."""
 
     size: int
     hops: tuple[Hop, ...]
 
     @property
     def bandwidth(self) -> float:
-        """B/s that one rank receives in a long all-gather; infinity at size 1."""
+        """Bytes per second that one rank receives in a long all-gather; infinity at size 1."""
         per_byte = sum((hop.ways - 1) / hop.ways / hop.bandwidth for hop in self.hops)
         return (self.size - 1) / self.size / per_byte if self.hops else math.inf
 
     @property
     def latency(self) -> float:
-        """Seconds of an all-gather of next to nothing."""
-        return seconds("all_gather", 0.0, self)
+        """Seconds of an all-gather of zero bytes."""
+        return collective_seconds("all_gather", 0.0, self)
 
 
-def axes(sizes: Sequence[int], cluster: Cluster) -> tuple[Axis, ...]:
-    """Each axis of a mesh on a cluster.
+def axis_links(sizes: Sequence[int], cluster: Cluster) -> tuple[AxisLinks, ...]:
+    """The links of each axis of a mesh on a cluster.
 
     Args:
-        sizes: axis sizes, slowest first; ranks are numbered row-major, so that the last axis has
-            neighbours. For a mesh inside a pipeline stage, put the number of stages first and drop
-            the first axis of the answer: stages share the nodes' links.
-        cluster: the links.
+        sizes: axis sizes, slowest links first. Ranks are numbered row-major, so the ranks of the
+            last axis are neighbours. For a mesh inside a pipeline stage, put the number of stages
+            first and drop the first axis of the result: stages share the links of a node.
+        cluster: gives the links.
 
     Raises:
         PlanError: the cluster has fewer devices than the mesh.
@@ -81,7 +79,7 @@ def axes(sizes: Sequence[int], cluster: Cluster) -> tuple[Axis, ...]:
     return tuple(_axis(sizes, position, cluster.links) for position in range(len(sizes)))
 
 
-def _axis(sizes: Sequence[int], position: int, links: tuple[Level, ...]) -> Axis:
+def _axis(sizes: Sequence[int], position: int, links: tuple[Level, ...]) -> AxisLinks:
     n, stride = sizes[position], math.prod(sizes[position + 1 :])
     ranks = np.arange(math.prod(sizes)).reshape(-1, n, stride)  # [:, :, j] holds a group in a row
     hops: list[Hop] = []
@@ -94,18 +92,19 @@ def _axis(sizes: Sequence[int], position: int, links: tuple[Level, ...]) -> Axis
                 _hop(level, ways, inner, _sharing(ranks // unit_size) if level.shared else 1)
             )
         units, unit_size, inner = outer, level.size or unit_size, inner * ways
-    return Axis(n, tuple(hops))
+    return AxisLinks(n, tuple(hops))
 
 
 def _units(unit: npt.NDArray[np.int64]) -> int:
-    """Over how many units the most scattered group spreads; along a group the unit's number never
-    falls.
+    """The number of units that the most scattered group of ranks touches.
+
+    ``unit`` [block, rank of the group, group] holds unit numbers, which never fall along a group.
     """
     return 1 + int((np.diff(unit, axis=1) != 0).sum(axis=1).max())
 
 
 def _sharing(unit: npt.NDArray[np.int64]) -> int:
-    """How many groups that leave their unit meet in the busiest one."""
+    """The number of groups that share the busiest unit's link; ``unit`` as for :func:`_units`."""
     leaves = unit[:, :1] != unit[:, -1:]
     first = np.concatenate(
         [np.ones_like(unit[:, :1], dtype=bool), np.diff(unit, axis=1) != 0], axis=1
@@ -132,18 +131,19 @@ def _hop(level: Level, ways: int, inner: int, groups: int) -> Hop:
 
 
 @overload
-def seconds(kind: str, nbytes: float, axis: Axis) -> float: ...
+def collective_seconds(kind: str, nbytes: float, axis: AxisLinks) -> float: ...
 @overload
-def seconds(kind: str, nbytes: FloatArray, axis: Axis) -> FloatArray: ...
-def seconds(kind: str, nbytes: float | FloatArray, axis: Axis) -> float | FloatArray:
+def collective_seconds(kind: str, nbytes: FloatArray, axis: AxisLinks) -> FloatArray: ...
+def collective_seconds(
+    kind: str, nbytes: float | FloatArray, axis: AxisLinks
+) -> float | FloatArray:
     """Seconds of one collective.
 
     Args:
         kind: one of KINDS.
-        nbytes: bytes of the tensor when it is whole along this axis, and as local as it is along
-            the others: what an all-gather ends with and a reduce-scatter begins with. A number or
-            an array.
-        axis: where it runs.
+        nbytes: bytes of the tensor that is whole along this axis and local along the other axes:
+            the result of an all-gather, the operand of a reduce-scatter. A number or an array.
+        axis: the mesh axis along which the collective runs.
     """
     amount = np.asarray(nbytes, dtype=np.float64)
     measured = axis.hops[0].measured if len(axis.hops) == 1 else {}
@@ -154,17 +154,18 @@ def seconds(kind: str, nbytes: float | FloatArray, axis: Axis) -> float | FloatA
     elif kind in measured:
         total = _between(measured[kind], amount)
     else:
-        total = np.full_like(
-            amount, max((hop.startup for hop in axis.hops), default=0.0)
-        )  # one kernel for all levels
+        # One kernel runs the collective on all levels, so the start-up counts once.
+        total = np.full_like(amount, max((hop.startup for hop in axis.hops), default=0.0))
         for hop in axis.hops:
             total = total + _FORMULAS[kind](amount, hop, axis.size)
     return total if isinstance(nbytes, np.ndarray) else float(total)
 
 
 def _between(points: Curve, nbytes: FloatArray) -> FloatArray:
-    """Between measured points straight where bytes and seconds are logarithms; less takes as long
-    as the first, more in proportion.
+    """Seconds interpolated between measured ``points``, linearly in logarithms.
+
+    Fewer bytes than the first point take its time. More bytes than the last point take
+    proportionally longer.
     """
     known = np.log(np.array(points))
     seconds = np.exp(np.interp(np.log(np.maximum(nbytes, 1.0)), known[:, 0], known[:, 1]))
@@ -172,9 +173,7 @@ def _between(points: Curve, nbytes: FloatArray) -> FloatArray:
 
 
 def _gather(nbytes: FloatArray, hop: Hop, n: int) -> FloatArray:
-    """The better of a ring (n-1 short steps) and a tree (few steps, but no rank is spared its own
-    part).
-    """
+    """The faster of a ring (n-1 short steps) and a tree (log2 n steps that move all bytes)."""
     ring = (hop.ways - 1) * hop.latency + (hop.ways - 1) / hop.ways * nbytes / hop.bandwidth
     tree = math.ceil(math.log2(hop.ways)) * hop.latency + nbytes / hop.bandwidth
     return np.minimum(ring, tree)
@@ -185,12 +184,12 @@ def _all_reduce(nbytes: FloatArray, hop: Hop, n: int) -> FloatArray:
 
 
 def _all_to_all(nbytes: FloatArray, hop: Hop, n: int) -> FloatArray:
-    """Pairwise exchange, or Bruck's algorithm: log2 steps that move half of the data each. Nothing
-    is saved by going level by level.
+    """The faster of a pairwise exchange and Bruck's algorithm (log2 n steps of half of the data).
+
+    Running an all-to-all level by level saves no bytes.
     """
-    unit = (
-        nbytes / n * hop.inner / hop.bandwidth
-    )  # seconds for what the ranks of one unit hold together
+    # seconds to move the bytes that the ranks of one unit hold together
+    unit = nbytes / n * hop.inner / hop.bandwidth
     steps = math.ceil(math.log2(hop.ways))
     pairwise = (hop.ways - 1) * hop.latency + unit * hop.inner * (hop.ways - 1) / n
     bruck = steps * hop.latency + unit * hop.inner * hop.ways / n * steps / 2
@@ -202,8 +201,11 @@ def _broadcast(nbytes: FloatArray, hop: Hop, n: int) -> FloatArray:
 
 
 def _shift(nbytes: FloatArray, hop: Hop, n: int) -> FloatArray:
-    """An all-to-all in which each rank is sent ``nbytes`` by the ranks beside it only. Where these
-    were measured it takes no less than one of that much: gloo sends empty messages, too."""
+    """An all-to-all in which each rank receives ``nbytes`` from its neighbours only.
+
+    ``collective_seconds`` lets a shift take no less than a measured all-to-all of that size, because
+    gloo also sends the empty messages.
+    """
     return hop.latency + nbytes * hop.inner / hop.bandwidth
 
 
@@ -217,9 +219,9 @@ _FORMULAS = {
 }
 
 
-def point_to_point(nbytes: float, axis: Axis) -> float:
-    """Seconds to send ``nbytes`` to the next rank along ``axis``, over the slowest of the links
-    between neighbours.
+def point_to_point(nbytes: float, axis: AxisLinks) -> float:
+    """Seconds to send ``nbytes`` to the next rank along ``axis``, over the slowest link between two
+    neighbours.
     """
     if len(axis.hops) == 1 and "send" in axis.hops[0].measured:
         return float(_between(axis.hops[0].measured["send"], np.asarray(nbytes)))
@@ -231,7 +233,7 @@ def point_to_point(nbytes: float, axis: Axis) -> float:
 
 def received_bytes(kind: str, nbytes: float, n: int) -> float:
     """Bytes that one of ``n`` ranks receives in a bandwidth-optimal collective; ``nbytes`` as in
-    :func:`seconds`.
+    :func:`collective_seconds`.
     """
     if n == 1:
         return 0.0

@@ -1,6 +1,8 @@
-"""Seconds of one kernel: the larger of arithmetic and memory traffic (the roofline of Williams,
-Waterman and Patterson, 2009), each at the efficiency that such kernels reach for their size, and
-the time to launch it."""
+"""Seconds of one kernel: the larger of its arithmetic time and its memory time, and its launch.
+
+This is the roofline model of Williams, Waterman and Patterson (2009). The cluster's efficiency
+curves give the part of the peak that a kernel reaches for its size.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,13 @@ from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.device import KERNEL_KINDS, Curve, Device
 
 FloatArray = npt.NDArray[np.float64]
-ARITHMETIC = KERNEL_KINDS[:3]  # kinds whose work is FLOPs; of the others it is bytes
+ARITHMETIC = KERNEL_KINDS[:3]  # kinds whose work counts in FLOPs; other kinds count bytes
 
 
-class Compute:
-    """Prices of local work on one device of a cluster; ``tf32``: float32 products run on tensor
-    cores.
+class ComputeCosts:
+    """Seconds of local work on one device of a cluster.
+
+    ``tf32`` says that float32 products run on tensor cores.
     """
 
     def __init__(self, cluster: Cluster, tf32: bool = False) -> None:
@@ -26,24 +29,26 @@ class Compute:
 
     @property
     def overhead(self) -> float:
-        """Seconds of a step besides its kernels."""
+        """Seconds of a training step outside its kernels."""
         return self._device.overhead
 
     @property
     def device_kind(self) -> str:
-        """Of the cluster's devices: "cpu" or "cuda"."""
+        """The kind of the cluster's devices, "cpu" or "cuda"."""
         return self._device.kind
 
     @property
     def overlap(self) -> float:
-        """The part of a collective that costs nothing beside other work."""
+        """The part of a collective's seconds that overlapping computation hides, 0 to 1."""
         return self._device.overlap
 
     def peak(
         self, kind: str, dtype: str, work: FloatArray | float, operator: str = ""
     ) -> FloatArray:
-        """FLOP/s, or B/s, that kernels of a kind with so much ``work`` reach. A dtype without a
-        figure (integers) computes as float32.
+        """The rate that kernels of a kind reach at this amount of ``work``.
+
+        ``work`` counts FLOPs and the rate FLOP/s for kinds in ARITHMETIC, bytes and B/s for other
+        kinds. A dtype that has no peak of its own (integers) uses the peak of float32.
         """
         name = dtype.removeprefix("torch.")
         if kind in ARITHMETIC:
@@ -64,18 +69,18 @@ class Compute:
     ) -> FloatArray:
         """Seconds of one kernel.
 
-        On a GPU the host launches kernels ahead: one takes its own time or that between two
-        launches, whichever is longer. On a CPU it takes both.
+        On a GPU the host launches kernels ahead of time, so a kernel takes its execution time or
+        the time between two launches, whichever is longer. On a CPU a kernel takes the sum of both.
 
         Args:
-            kind: one of ``cluster.KERNEL_KINDS``.
+            kind: one of ``device.KERNEL_KINDS``.
             dtype: "float32", "tf32", "bfloat16", ...
             flops: floating-point operations on this device (a multiply-add is two); numbers or
                 arrays that broadcast.
             nbytes: bytes read and written.
-            operator: the kernel's name, which may have a curve of its own.
-            product: of a matmul: how many there are, the rows and columns of the result, and the
-                summands of each of its elements.
+            operator: the name of the kernel, which may have an efficiency curve of its own.
+            product: for a matmul: the number of products in the batch, the rows and the columns of
+                a result, and the summands of one element.
         """
         moved = np.asarray(nbytes, dtype=np.float64)
         taken = moved / self.peak(
@@ -99,8 +104,8 @@ class Compute:
         )
 
     def optimizer_seconds(self, nbytes: float) -> float:
-        """Seconds that an optimizer takes to read and write ``nbytes`` in all
-        (:func:`memory.optimizer_traffic`).
+        """Seconds that an optimizer takes to move ``nbytes`` in total, as
+        :func:`memory.optimizer_traffic` counts them.
         """
         return float(nbytes / self.peak("elementwise", "float32", nbytes, "optimizer"))
 
@@ -113,26 +118,26 @@ class Compute:
 def tile_utilisation(
     device: Device, count: FloatArray, rows: FloatArray, columns: FloatArray, inner: FloatArray
 ) -> FloatArray:
-    """What part of the rate of a large product of matrices ``count`` products have.
+    """The rate of ``count`` matrix products, relative to the rate of one large product.
 
-    The result is cut into tiles, of which each multiprocessor computes one at a time: the last wave
-    may leave most of them idle, as tiles at the edge do a part of their work (NVIDIA, "Matrix
-    Multiplication Background User's Guide"). Of the sizes of tiles that there are the best one
-    counts. A short inner dim leaves a tile little to do between its start and its end.
+    A kernel cuts the result into tiles, and each multiprocessor computes one tile at a time. The
+    last wave of tiles may leave most multiprocessors idle, and a tile at the edge computes elements
+    that do not exist (NVIDIA, "Matrix Multiplication Background User's Guide"). The best of the
+    device's tile sizes counts. With few summands (``inner``) the start and the end of a tile
+    dominate its time.
     """
     best = np.zeros(np.broadcast_shapes(count.shape, rows.shape, columns.shape))
     for tile in device.tiles:
         tiles = count * np.ceil(rows / tile.rows) * np.ceil(columns / tile.columns)
         whole = np.ceil(tiles / device.units) * device.units * tile.rows * tile.columns
         best = np.maximum(best, tile.efficiency * count * rows * columns / whole)
+    # A product without summands takes no time, so its rate does not matter.
     return (best if device.tiles else 1.0) * np.where(
         inner > 0, inner / np.maximum(inner + device.inner, 1), 1.0
-    )  # nothing: in no time
+    )
 
 
 def _at(curve: Curve, work: FloatArray | float) -> FloatArray:
-    """The curve's value: straight between its points where work and value are logarithms, level
-    outside. More work takes no less time.
-    """
+    """The curve's value at ``work``: linear in logarithms between points, constant outside."""
     points = np.log(np.array(curve))
     return np.exp(np.interp(np.log(np.maximum(work, 1.0)), points[:, 0], points[:, 1]))

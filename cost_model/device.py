@@ -1,4 +1,4 @@
-"""One device and one level of links: figures, each checked where it is made."""
+"""One device and one level of links. Each figure is validated when the object is made."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopar.errors import PlanError
 
 DTYPES = ("float32", "tf32", "bfloat16", "float16", "float64")
 DEVICE_KINDS = ("cpu", "cuda")
-# Kinds of kernels: the first three are measured by what they compute, the others by what they move.
+# Kinds of kernels. The work of the first three counts FLOPs, the work of the others counts bytes.
 KERNEL_KINDS = (
     "matmul",
     "attention",
@@ -25,14 +25,15 @@ KERNEL_KINDS = (
     "indexing",
     "copy",
 )
-MAX_EFFICIENCY = 20.0  # memory that lies in a cache is faster than memory
+MAX_EFFICIENCY = 20.0  # may exceed 1 because data in a cache moves faster than data in memory
 Curve = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What one multiprocessor computes of a product at a time, and how fast such kernels are for
-    the device's fastest.
+    """The part of a matrix product that one multiprocessor computes at a time.
+
+    ``efficiency`` is the rate of kernels with this tile, relative to the device's fastest kernel.
     """
 
     rows: int
@@ -48,19 +49,21 @@ class Device:
         peak: FLOP/s by dtype name; "tf32" is float32 data on tensor cores.
         memory_bandwidth: B/s.
         memory: bytes.
-        launch: seconds from the start of one kernel to the start of the next, however small it is.
-        efficiency: for a kind of kernel ("matmul", or "matmul.float32" of one dtype) or an ATen
-            operator ("gelu_backward") points (work, fraction): what part of the peak such a kernel
-            of so many FLOPs reaches, or of the memory bandwidth one that moves so many bytes.
-        kind: torch's name of such devices: which kernels run, and what these keep for the backward.
-        units: multiprocessors that work on a product's tiles at once.
-        tiles: what products are cut into; none where how they are cut makes no difference.
+        launch: seconds from the start of one kernel to the start of the next, even for the
+            smallest kernels.
+        efficiency: curves of points (work, fraction), by kind of kernel ("matmul", or
+            "matmul.float32" for one dtype) or by ATen operator ("gelu_backward"). A fraction is the
+            part of the peak that a kernel with this many FLOPs reaches, or the part of the memory
+            bandwidth for a kernel that moves this many bytes.
+        kind: torch's name of the device type. It decides which kernels run and which tensors these
+            save for the backward.
+        units: multiprocessors that work on the tiles of a product at the same time.
+        tiles: the tile sizes of matrix products; empty where tiling does not affect the speed.
         inner: summands of each element at which a product reaches half of its rate.
-        overhead: seconds of a step besides its kernels: reading the loss, the optimizer's work on
-            the host.
-        overlap: what part of the gradients' collectives the last backward hides.
-        ranks_per_core: how many ranks took turns on a core when kernels were measured, each with
-            work all the time.
+        overhead: seconds of a step outside its kernels, for example to read the loss and for the
+            optimizer's work on the host.
+        overlap: the part of the gradients' collectives that the last backward hides, 0 to 1.
+        ranks_per_core: ranks that shared one core, all busy, while the kernels were measured.
     """
 
     name: str
@@ -134,15 +137,15 @@ class Level:
 
     Attributes:
         latency: seconds for one message.
-        bandwidth: B/s in one direction. Where ``shared`` it is that of one unit of the level below
-            (a node's NICs together) and divided among the groups that use it; else it is each
-            device's own.
-        efficiency: the fraction of it that collectives reach.
+        bandwidth: B/s in one direction. Where ``shared``, it is the bandwidth of one unit of the
+            level below (all NICs of a node together), divided among the groups that use it.
+            Otherwise each device has this bandwidth.
+        efficiency: the fraction of the bandwidth that collectives reach.
         startup: seconds that a collective takes before its first message.
-        by_ranks: the bandwidth of a group of so many ranks, where it depends on their number: links
-            that join some pairs only.
-        measured: for a collective, for a number of ranks, points (bytes, seconds), which come
-            before the formulas.
+        by_ranks: the bandwidth by the number of ranks in a group, for links that join only some
+            pairs of devices.
+        measured: points (bytes, seconds) by collective and number of ranks. They take precedence
+            over the formulas.
     """
 
     name: str
@@ -175,7 +178,7 @@ class Level:
 
 
 def _curve(name: str, curve: Any, most: float = math.inf) -> None:
-    """PlanError unless these are points with growing work."""
+    """Raises PlanError unless ``curve`` is a tuple of points with growing work."""
     pairs = (
         isinstance(curve, tuple)
         and curve

@@ -1,6 +1,4 @@
-"""Bytes that training keeps on a device besides activations: parameters, gradients and optimizer
-state.
-"""
+"""Bytes of parameters, gradients and optimizer state on one device, and an optimizer's traffic."""
 
 from __future__ import annotations
 
@@ -10,27 +8,26 @@ from typing import Any
 
 from autopar.errors import PlanError
 
-ALLOCATION = 512  # bytes: the CUDA caching allocator hands out multiples of it
-STATE_COPIES = {
-    "sgd": 0,
-    "sgd-momentum": 1,
-    "adam": 2,
-    "adamw": 2,
-}  # tensors of a parameter's size that an optimizer keeps
-# How often a step of torch's own reads or writes one, kernel by kernel: AdamW's eight are mul_ (2),
-# lerp_ (3), mul_ (2), addcmul_ (3), sqrt (2), div (2), add_ (2), addcdiv_ (4); Adam has no first;
-# SGD has mul_ and add_ for its momentum, and add_.
+ALLOCATION = 512  # bytes: the CUDA caching allocator hands out multiples of this size
+# tensors of a parameter's size that an optimizer keeps as state
+STATE_COPIES = {"sgd": 0, "sgd-momentum": 1, "adam": 2, "adamw": 2}
+# Tensors of a parameter's size that the kernels of one step of torch's optimizer read or write.
+# AdamW has eight kernels: mul_ (2), lerp_ (3), mul_ (2), addcmul_ (3), sqrt (2), div (2), add_ (2),
+# addcdiv_ (4). Adam lacks the first mul_. SGD has add_, and with momentum also mul_ and add_.
 TENSOR_ACCESSES = {"sgd": 3, "sgd-momentum": 8, "adam": 18, "adamw": 20}
-FUSED = "fused-"  # before the name: torch's with fused=True, or another that is one kernel
+FUSED = "fused-"  # prefix of a name: torch's optimizer with fused=True, or another single kernel
 
 
-def allocated(nbytes: int) -> int:
+def allocated_bytes(nbytes: int) -> int:
     """Bytes that a tensor of ``nbytes`` takes from the allocator."""
     return -(-nbytes // ALLOCATION) * ALLOCATION
 
 
 def optimizer_name(optimizer: Any) -> str:
-    """The name of an optimizer, given as it or as torch's class; PlanError for an unknown one."""
+    """The name of an optimizer that is given by name or by torch's class.
+
+    Raises PlanError for an unknown optimizer.
+    """
     name = optimizer
     if isinstance(optimizer, type) and optimizer.__module__.startswith("torch.optim"):
         name = optimizer.__name__.lower()
@@ -44,7 +41,7 @@ def optimizer_name(optimizer: Any) -> str:
 
 
 def state_copies(optimizer: str) -> int:
-    """How many tensors of a parameter's size the optimizer keeps; PlanError for an unknown name."""
+    """The number of tensors of a parameter's size that the optimizer keeps as state."""
     return STATE_COPIES[optimizer_name(optimizer).removeprefix(FUSED)]
 
 
@@ -73,17 +70,17 @@ def parameter_memory(
     itemsize: int,
     optimizer: str,
     trainable: bool = True,
-    rounded: Callable[[int], int] = allocated,
+    rounded: Callable[[int], int] = allocated_bytes,
 ) -> ParameterMemory:
-    """What one parameter takes.
+    """Bytes that one parameter takes.
 
     Args:
-        elements: of the local shard.
-        itemsize: bytes of one element; gradient and optimizer state have the parameter's dtype, as
-            torch's optimizers do.
-        optimizer: a name in STATE_COPIES, or FUSED before it.
-        trainable: whether it has a gradient.
-        rounded: what the allocator makes of a size.
+        elements: number of elements of the local shard.
+        itemsize: bytes of one element. The gradient and the optimizer state have the parameter's
+            dtype, as in torch's optimizers.
+        optimizer: a name in STATE_COPIES, with or without the prefix FUSED.
+        trainable: whether the parameter has a gradient.
+        rounded: maps the bytes of a tensor to the bytes that the allocator takes for the tensor.
     """
     copies = state_copies(optimizer)
     nbytes = rounded(elements * itemsize)
@@ -95,21 +92,24 @@ def parameter_memory(
 
 
 def optimizer_traffic(nbytes: float, optimizer: str) -> float:
-    """Bytes that an optimizer's step moves for parameters of ``nbytes``: a fused one reads
-    parameter, gradient and state, and writes parameter and state; one of many kernels does so in
-    most of them."""
+    """Bytes that an optimizer step reads and writes for parameters of ``nbytes`` in total.
+
+    A fused optimizer reads parameter, gradient and state once and writes parameter and state once.
+    An optimizer of several kernels moves these tensors in most of its kernels.
+    """
     copies = state_copies(optimizer)
     return (3 + 2 * copies if optimizer.startswith(FUSED) else TENSOR_ACCESSES[optimizer]) * nbytes
 
 
 def optimizer_temporaries(nbytes: Sequence[int], optimizer: str, together: bool) -> int:
-    """The most that a step of torch's optimizer takes beyond its state.
+    """Peak bytes of temporary tensors in a step of torch's optimizer.
 
     Args:
-        nbytes: of each parameter.
-        optimizer: a name in STATE_COPIES, or FUSED before it. Adam and AdamW make the denominator
-            of all parameters at once where they take them ``together`` (``foreach``), else twice
-            that of one.
+        nbytes: bytes of each parameter.
+        optimizer: a name in STATE_COPIES, with or without the prefix FUSED.
+        together: whether the step updates all parameters together (``foreach``). Adam and AdamW
+            then hold the denominators of all parameters at once; otherwise they hold two tensors
+            of one parameter's size.
     """
     if state_copies(optimizer) < 2 or optimizer.startswith(FUSED) or not nbytes:
         return 0

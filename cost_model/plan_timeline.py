@@ -1,14 +1,19 @@
-"""The timeline of a plan: when each pipeline rank does what, by the seconds that the plan predicts."""
+"""The timeline of a plan, simulated from the predicted seconds of the plan's stages."""
 
 from __future__ import annotations
 
-from autopar.cost_model.timeline import Timeline, timeline_of
+from autopar.cost_model.simulate import simulate_schedule
+from autopar.cost_model.timeline import Timeline
 from autopar.errors import PlanError
 from autopar.ir.plan_data import PlanData
 
 
 def simulate_plan(plan: PlanData) -> Timeline:
-    """The plan's schedule, from the predicted seconds of its stages."""
+    """The timeline of the plan's schedule.
+
+    Raises:
+        PlanError: a stage of the plan lacks the seconds of a phase.
+    """
     for i, stage in enumerate(plan.stages):
         if missing := [
             kind for kind in ("forward", "backward", "send") if kind not in stage.seconds
@@ -23,7 +28,7 @@ def simulate_plan(plan: PlanData) -> Timeline:
         stage.seconds.get("weight", (whole - recomputation(stage.seconds)) / 2)
         for stage, whole in zip(plan.stages, backward, strict=True)
     ]
-    return timeline_of(
+    return simulate_schedule(
         plan.schedule,
         plan.pipeline,
         plan.chunks,
@@ -35,8 +40,8 @@ def simulate_plan(plan: PlanData) -> Timeline:
     )
 
 
-def recomputation(took: dict[str, float]) -> float:
-    """Seconds of recomputation, which all belong to the inputs' part of a backward: it comes
+def recomputation(seconds: dict[str, float]) -> float:
+    """Seconds of recomputation. All of them belong to the inputs' part of a backward, which runs
     first.
     """
-    return took.get("recomputation", 0.0)
+    return seconds.get("recomputation", 0.0)

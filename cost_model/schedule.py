@@ -1,16 +1,15 @@
-"""Pipeline schedules: the order in which each rank runs its microbatches, and how many it holds at
-once.
+"""Pipeline schedules: the order of each rank's forwards and backwards, and the microbatches in
+flight.
 
-The orders are those of ``torch.distributed.pipelining``. All four are one pattern, a warm-up of
-forwards and then one forward and one backward in turn, and differ in how long the warm-up is:
+The orders are those of ``torch.distributed.pipelining``. All four follow one pattern: a warm-up of
+forwards, then alternating forwards and backwards. They differ in the length of the warm-up:
 
-- GPipe (arXiv 1811.06965): all forwards first.
-- 1F1B (arXiv 2006.09503): enough for the first backward to come back, one for each stage after
-  this.
-- interleaved 1F1B (arXiv 2104.04473): with several stages a rank, which take turns in rounds of
-  microbatches.
-- zero-bubble (ZB1P of arXiv 2401.10241): 1F1B, whose backward for weights is an action of its own
-  that runs ``rank`` microbatches later, in what would be the bubble.
+- GPipe (arXiv 1811.06965): all forwards.
+- 1F1B (arXiv 2006.09503): one forward for each later stage, until the first backward arrives.
+- interleaved 1F1B (arXiv 2104.04473): each rank has several stages, which alternate after each
+  round of microbatches.
+- zero-bubble (ZB1P of arXiv 2401.10241): 1F1B with a separate action for the weights' part of a
+  backward, which runs ``rank`` microbatches later and fills the bubble.
 """
 
 from __future__ import annotations
@@ -28,8 +27,9 @@ LOOPED = ("interleaved-1f1b", "zero-bubble")
 
 
 class Action(NamedTuple):
-    """What a rank does at one time: "F" a forward, "B" a backward, "W" the weights' part of a
-    backward where "B" is the inputs'.
+    """One action of a rank: "F" a forward, "B" a backward, "W" the weights' part of a backward.
+
+    In a schedule with actions "W", "B" is the inputs' part of the backward.
     """
 
     kind: str
@@ -42,14 +42,14 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Pattern:
-    """The shape of one rank's order.
+    """The pattern of one rank's order of actions.
 
     Attributes:
         warmup: forwards before the first backward.
-        lag: backwards between one and its weights' part.
-        turn: microbatches that one stage runs before the rank's next stage does.
+        lag: backwards between the inputs' part and the weights' part of one backward.
+        turn: microbatches that one stage runs before the rank's next stage runs.
         chunks: stages of the rank.
-        total: forwards in all.
+        total: forwards of all the rank's stages in a step.
     """
 
     warmup: int
@@ -59,23 +59,23 @@ class Pattern:
     total: int
 
     def forward(self, n: int) -> tuple[int, int]:
-        """The chunk and the microbatch of the ``n``-th forward; those of backwards, with the chunks
-        the other way round.
+        """The chunk and the microbatch of the ``n``-th forward.
+
+        The ``n``-th backward has the same microbatch, and the chunk counted from the last one.
         """
         turns, within = divmod(n, self.turn)
         return turns % self.chunks, turns // self.chunks * self.turn + within
 
     def done(self, n: int, chunk: int) -> int:
-        """How many of the first ``n`` forwards are of ``chunk``."""
+        """The number of forwards of ``chunk`` among the first ``n`` forwards."""
         rounds, rest = divmod(n, self.turn * self.chunks)
         return rounds * self.turn + min(max(rest - chunk * self.turn, 0), self.turn)
 
     def in_flight(self, chunk: int) -> int:
-        """Most microbatches of ``chunk`` between their forward and the end of their backward.
+        """The most microbatches of ``chunk`` between their forward and the end of their backward.
 
-        After forward ``warmup + k`` of the one-forward-one-backward part ``k - lag`` backwards are
-        done. Both counts repeat after a round, and are straight lines between the turns: it is
-        enough to look at these.
+        After forward ``warmup + k``, ``k - lag`` backwards are done. Both counts repeat after a
+        round and are linear between two turns, so the maximum is at a turn.
         """
         last, period = self.total - self.warmup - 1, self.turn * self.chunks
         bends = (
@@ -95,7 +95,7 @@ class Pattern:
 def rank_pattern(
     schedule: str, pipeline: int, chunks: int, microbatches: int, rank: int
 ) -> Pattern:
-    """How ``rank`` runs ``schedule``; PlanError where these numbers make no schedule."""
+    """The pattern of ``rank``'s order in ``schedule``; PlanError where the numbers do not fit."""
     rounds = max(1, microbatches // pipeline)
     chunked = (
         chunks == 1 if schedule in SINGLE else schedule in LOOPED and microbatches % rounds == 0
@@ -123,16 +123,16 @@ def rank_pattern(
 
 
 def actions(schedule: str, pipeline: int, chunks: int, microbatches: int) -> list[list[Action]]:
-    """What each pipeline rank does, in its order; stage ``i`` is on rank ``i % pipeline``.
+    """The actions of each pipeline rank, in order; stage ``i`` is on rank ``i % pipeline``.
 
     Args:
         schedule: "gpipe", "1f1b", "interleaved-1f1b" or "zero-bubble".
-        pipeline: ranks along the pipeline.
-        chunks: stages of each rank.
-        microbatches: of a step.
+        pipeline: number of ranks along the pipeline.
+        chunks: number of stages of each rank.
+        microbatches: number of microbatches in a step.
 
     Raises:
-        PlanError: these numbers make no schedule.
+        PlanError: the schedule cannot run these numbers.
     """
     return [
         _order(
@@ -145,25 +145,25 @@ def actions(schedule: str, pipeline: int, chunks: int, microbatches: int) -> lis
     ]
 
 
-def _order(shape: Pattern, rank: int, pipeline: int, split: bool) -> list[Action]:
-    places = [shape.forward(n) for n in range(shape.total)]
+def _order(pattern: Pattern, rank: int, pipeline: int, split: bool) -> list[Action]:
+    places = [pattern.forward(n) for n in range(pattern.total)]
     forwards = [Action(FORWARD, chunk * pipeline + rank, m) for chunk, m in places]
     backwards = [
-        Action(BACKWARD, (shape.chunks - 1 - chunk) * pipeline + rank, m) for chunk, m in places
+        Action(BACKWARD, (pattern.chunks - 1 - chunk) * pipeline + rank, m) for chunk, m in places
     ]
-    order = forwards[: shape.warmup]
+    order = forwards[: pattern.warmup]
     weights: list[Action | None] = (
-        [None] * shape.lag + [Action(WEIGHT, stage, m) for _, stage, m in backwards]
+        [None] * pattern.lag + [Action(WEIGHT, stage, m) for _, stage, m in backwards]
         if split
         else []
     )
-    for step in zip_longest(forwards[shape.warmup :], backwards, weights):
+    for step in zip_longest(forwards[pattern.warmup :], backwards, weights):
         order += [action for action in step if action is not None]
     return order
 
 
 def prerequisite(action: Action, stages: int) -> Action | None:
-    """What must have run elsewhere, or before, for an action to run."""
+    """The action that must end before ``action`` can start; None for a forward of stage 0."""
     kind, stage, microbatch = action
     if kind == FORWARD:
         return Action(kind, stage - 1, microbatch) if stage else None
@@ -180,13 +180,17 @@ def prerequisite(action: Action, stages: int) -> Action | None:
 def early_messages(
     schedule: str, pipeline: int, chunks: int, microbatches: int
 ) -> list[list[list[Action]]]:
-    """For each action of each rank in LOOPED schedules, the rank's later actions that have a buffer
-    for what they are sent: torch prepares it as soon as its sender is done in a simulation in which
-    ranks take turns, an action each. Arguments as for :func:`actions`.
+    """The receive buffers that exist at each action of LOOPED schedules.
 
-    Torch's also takes turns to gather and reduce what a stage has, which is left out: it makes a
-    difference of some buffers after a stage's last backward, and everywhere from three stages a
-    rank on.
+    torch simulates the schedule with ranks that run one action each in turn, and allocates a
+    receive buffer as soon as the sender's action is done in this simulation. The simulation of
+    torch also gathers parameters and reduces gradients; that part is left out here. It moves a few
+    buffers after a stage's last backward, and all buffers from three stages a rank on.
+
+    Arguments as for :func:`actions`.
+
+    Returns:
+        By rank, by action: the later actions of the rank that already have their receive buffer.
     """
     orders, stages = actions(schedule, pipeline, chunks, microbatches), pipeline * chunks
     waiting: list[list[Action]] = [[] for _ in orders]
@@ -209,12 +213,14 @@ def early_messages(
 
 @lru_cache(maxsize=1024)
 def in_flight(schedule: str, pipeline: int, chunks: int, microbatches: int) -> tuple[int, ...]:
-    """For each stage, the most microbatches whose activations it holds at once; arguments as for
-    :func:`actions`.
+    """For each stage, the most microbatches whose activations it holds at the same time.
+
+    Arguments as for :func:`actions`.
     """
-    shapes = [
+    patterns = [
         rank_pattern(schedule, pipeline, chunks, microbatches, rank) for rank in range(pipeline)
     ]
     return tuple(
-        shapes[stage % pipeline].in_flight(stage // pipeline) for stage in range(pipeline * chunks)
+        patterns[stage % pipeline].in_flight(stage // pipeline)
+        for stage in range(pipeline * chunks)
     )

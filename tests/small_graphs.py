@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from autopar.capture.capture_graph import capture
-from autopar.cost_model import Cluster, Compute, Conversions
-from autopar.memory.saved_tensors import saved
+from autopar.cost_model import Cluster, ComputeCosts, ConversionCosts
+from autopar.memory.saved_tensors import trace_saved_tensors
 from autopar.passes.canonical.canonicalise import canonicalise
 from autopar.plan import Plan
 from autopar.rules.analysis import Analysis
@@ -362,7 +362,7 @@ class Space:
         self.cluster = Cluster.load(cluster) if isinstance(cluster, str) else cluster
         self.options = Options(int(np.prod(sizes)), recompute=recompute, **options)
         search = InnerSearch(analysis, self.cluster, self.options)
-        held = saved(
+        held = trace_saved_tensors(
             analysis.graph.nodes,
             analysis.differentiable,
             self.cluster.device.kind,
@@ -371,8 +371,8 @@ class Space:
         self.costs = Costs(
             analysis,
             held,
-            Conversions(sizes, self.cluster),
-            Compute(self.cluster),
+            ConversionCosts(sizes, self.cluster),
+            ComputeCosts(self.cluster),
             self.options.optimizer,
         )
         choices = search.choices.on(self.axes)

@@ -16,7 +16,7 @@ from equivalence import traced_once
 
 import autopar
 from autopar import Cluster, Comparison, Plan, cli
-from autopar.cost_model import timeline_of
+from autopar.cost_model import simulate_schedule
 from autopar.cost_model.device import MAX_EFFICIENCY
 from autopar.errors import PlanError
 from autopar.runtime.measure.compare import compare
@@ -41,7 +41,7 @@ def planned(cluster: Cluster, **options: Any) -> Plan:
 def as_measured(plan: Plan, steps: int = 10) -> list[RankTimes]:
     """The measurements of ranks on which the predictions of ``plan`` come true."""
     found = []
-    line = timeline_of(
+    line = simulate_schedule(
         plan.schedule, plan.pipeline, plan.chunks, plan.microbatches,
         *([stage.seconds[kind] for stage in plan.stages] for kind in ("forward", "backward")),
         send=[stage.seconds["send"] for stage in plan.stages],

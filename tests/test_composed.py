@@ -13,14 +13,15 @@ from pool import Pools
 from small_graphs import analyse
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.cost_model import Cluster, Compute, Conversions, seconds
+from autopar.cost_model import Cluster, ComputeCosts, ConversionCosts, collective_seconds
 from autopar.ir.layout import I, R, S
 from autopar.ir.plan_data import NodePlan
+from autopar.kernel_trace.fake_mesh import FakeMesh
 from autopar.kernel_trace.kernel_launches import KernelLaunch
-from autopar.kernel_trace.meta_kernels import FakeMesh
-from autopar.kernel_trace.operator_trace import OperatorTracer, contiguous_spec
+from autopar.kernel_trace.operator_trace import OperatorTracer
+from autopar.kernel_trace.tensor_spec import contiguous_spec
 from autopar.memory.call_trace import trace_kernel
-from autopar.memory.saved_tensors import saved
+from autopar.memory.saved_tensors import trace_saved_tensors
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.kernels import graph_kernels
 from autopar.search.pricing.costs import Costs
@@ -91,14 +92,16 @@ def test_a_batch_norm_of_two_ranks(ranks: Pools) -> None:
                 {name: count for name, count in names.items() if name in PASSES}
             )
     cluster = Cluster.load("cpu")
-    held = saved(analysis.graph.nodes, analysis.differentiable, "cpu", rules=analysis.rules)
-    costs = Costs(analysis, held, Conversions((2,), cluster), Compute(cluster), "adamw")
+    held = trace_saved_tensors(
+        analysis.graph.nodes, analysis.differentiable, "cpu", rules=analysis.rules
+    )
+    costs = Costs(analysis, held, ConversionCosts((2,), cluster), ComputeCosts(cluster), "adamw")
     prices = costs.node_costs(node, analysis.rules[node], [split])
     by_hand = sum(
-        float(Compute(cluster).seconds(n.kind, "float32", 0.0, n.nbytes, operator=n.operator))
+        float(ComputeCosts(cluster).seconds(n.kind, "float32", 0.0, n.nbytes, operator=n.operator))
         for n in answer.backward
         if not n.sends
-    ) + seconds("all_reduce", 2 * 4.0 * shape[1], Conversions((2,), cluster).axes[0])
+    ) + collective_seconds("all_reduce", 2 * 4.0 * shape[1], ConversionCosts((2,), cluster).axes[0])
     assert prices.backward[0] == by_hand
     alone = costs.node_costs(
         node, analysis.rules[node], [Strategy(((I,),) * 5, (I,), (None,), (None,))]

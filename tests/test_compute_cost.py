@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves
 
 from autopar.cost_model import (
     Cluster,
-    Compute,
+    ComputeCosts,
     ParameterMemory,
-    allocated,
+    allocated_bytes,
     optimizer_traffic,
     parameter_memory,
 )
@@ -22,13 +22,13 @@ from autopar.cost_model.device import KERNEL_KINDS, Tile
 from autopar.errors import PlanError
 
 A100 = Cluster.load("a100-sxm")
-COMPUTE = Compute(A100)
+COMPUTE = ComputeCosts(A100)
 DEVICE = A100.device
 
 
-def on(**figures: object) -> Compute:
+def on(**figures: object) -> ComputeCosts:
     """A device with other figures."""
-    return Compute(replace(A100, device=replace(DEVICE, **figures)))  # type: ignore[arg-type]
+    return ComputeCosts(replace(A100, device=replace(DEVICE, **figures)))  # type: ignore[arg-type]
 
 
 def test_a_large_matmul_runs_at_the_efficiency_of_its_dtype() -> None:
@@ -110,10 +110,10 @@ def test_what_moves_memory_is_bound_by_it() -> None:
 def test_a_gpu_is_launched_ahead_and_a_cpu_is_not() -> None:
     assert COMPUTE.seconds("elementwise", "int64", 0.0, 40.0) == DEVICE.launch
     cpu = Cluster.load("cpu")
-    alone = Compute(replace(cpu, device=replace(cpu.device, launch=0.0))).seconds(
+    alone = ComputeCosts(replace(cpu, device=replace(cpu.device, launch=0.0))).seconds(
         "elementwise", "float32", 0.0, 1e6
     )
-    assert Compute(cpu).seconds("elementwise", "float32", 0.0, 1e6) == pytest.approx(
+    assert ComputeCosts(cpu).seconds("elementwise", "float32", 0.0, 1e6) == pytest.approx(
         float(alone) + cpu.device.launch
     )
 
@@ -131,7 +131,7 @@ def test_arrays_are_priced_like_numbers(kind: str) -> None:
 
 def test_a_core_runs_matmul_as_measured() -> None:
     """The preset's curve against a run of 512 x 512 at 103 GFLOP/s and of 64 x 64 at 7 us."""
-    compute = Compute(Cluster.load("cpu"))
+    compute = ComputeCosts(Cluster.load("cpu"))
     assert compute.seconds("matmul", "float32", 2.0 * 512**3, 3 * 512.0**2 * 4) == pytest.approx(
         2.6e-3, rel=0.05
     )
@@ -200,7 +200,7 @@ def test_an_optimizers_traffic_is_that_of_its_kernels(name: str, make: Any, fore
 
 
 def test_the_allocator_rounds_up() -> None:
-    assert [allocated(nbytes) for nbytes in (0, 1, 512, 513)] == [0, 512, 512, 1024]
+    assert [allocated_bytes(nbytes) for nbytes in (0, 1, 512, 513)] == [0, 512, 512, 1024]
     assert parameter_memory(1, 4, "adamw").total == 4 * 512
 
 

@@ -12,7 +12,7 @@ import networkx as nx
 import numpy as np
 import pytest
 
-from autopar.cost_model import Cluster, Conversions, Level, seconds
+from autopar.cost_model import Cluster, ConversionCosts, Level, collective_seconds
 from autopar.cost_model.conversion import STEP_SECONDS
 from autopar.errors import PlanError
 from autopar.ir.layout import (
@@ -84,7 +84,7 @@ def moves(
 
 
 def graph(
-    conversions: Conversions,
+    conversions: ConversionCosts,
     shape: tuple[int, ...],
     itemsize: int,
     differentiable: bool,
@@ -101,7 +101,7 @@ def graph(
             bytes_each = (itemsize, summed if summed and sums else itemsize)[: 1 + differentiable]
             used = zip(STEPS[layout[axis].kind, target.kind], bytes_each, strict=False)
             price = step + sum(
-                seconds(kind, float(elements * n), conversions.axes[axis])
+                collective_seconds(kind, float(elements * n), conversions.axes[axis])
                 for kind, n in used
                 if kind
             )
@@ -114,7 +114,7 @@ def graph(
 def test_matrix_is_dijkstra(
     sizes: tuple[int, ...], shape: tuple[int, ...], differentiable: bool
 ) -> None:
-    conversions = Conversions(sizes, NO_COPIES)
+    conversions = ConversionCosts(sizes, NO_COPIES)
     states = layouts(shape, sizes)
     found = conversions.matrix(shape, 2, differentiable, states)
     distances = dict(
@@ -129,7 +129,7 @@ def test_matrix_is_dijkstra(
 def test_paths_are_legal_and_cost_what_the_matrix_says(
     sizes: tuple[int, ...], shape: tuple[int, ...], differentiable: bool
 ) -> None:
-    conversions = Conversions(sizes, H100)
+    conversions = ConversionCosts(sizes, H100)
     states = layouts(shape, sizes)
     prices = conversions.matrix(shape, 4, differentiable, states)
     generator = random.Random(0)
@@ -155,7 +155,7 @@ def test_paths_are_legal_and_cost_what_the_matrix_says(
 def test_a_gradient_summed_in_another_dtype(
     sizes: tuple[int, ...], shape: tuple[int, ...], summed: int
 ) -> None:
-    conversions = Conversions(sizes, NO_COPIES)
+    conversions = ConversionCosts(sizes, NO_COPIES)
     states = layouts(shape, sizes)
     found = conversions.matrix(shape, 2, True, states, summed)
     distances = dict(
@@ -166,7 +166,7 @@ def test_a_gradient_summed_in_another_dtype(
     np.testing.assert_array_equal(
         conversions.matrix(shape, 2, True, states, 2), conversions.matrix(shape, 2, True, states)
     )
-    conversions = Conversions(sizes, H100)  # with copies
+    conversions = ConversionCosts(sizes, H100)  # with copies
     prices = conversions.matrix(shape, 2, True, states, summed)
     pairs = list(itertools.product(range(len(states)), repeat=2))
     for i, j in random.Random(0).sample(pairs, min(200, len(pairs))):
@@ -182,7 +182,7 @@ def test_of_equally_cheap_paths_the_shortest() -> None:
     weighs 1 beside 2**30 for the rest.
     """
     links = (Level("exact", None, 2.0**-17, 2.0**38),)
-    conversions = Conversions((4, 4), replace(NO_COPIES, links=links))
+    conversions = ConversionCosts((4, 4), replace(NO_COPIES, links=links))
     shape = (64, 64, 4096)
     steps = graph(conversions, shape, 2, True, step=0.0)
     for _, _, data in steps.edges(data=True):
@@ -197,7 +197,7 @@ def test_a_conversion_costs_what_that_of_its_gradient_does(
     sizes: tuple[int, ...], shape: tuple[int, ...]
 ) -> None:
     states = layouts(shape, sizes)
-    conversions = Conversions(sizes, H100)
+    conversions = ConversionCosts(sizes, H100)
     there = conversions.matrix(shape, 2, True, states)
     back = conversions.matrix(shape, 2, True, [dual(state) for state in states])
     np.testing.assert_allclose(there, back.T, rtol=1e-12)
@@ -205,7 +205,7 @@ def test_a_conversion_costs_what_that_of_its_gradient_does(
 
 def test_prices_are_a_distance_and_grow_with_bytes() -> None:
     sizes, shape = (4, 8), (64, 256, 64)
-    conversions = Conversions(sizes, H100)
+    conversions = ConversionCosts(sizes, H100)
     states = layouts(shape, sizes)
     small, large = (conversions.matrix(shape, itemsize, True, states) for itemsize in (2, 4))
     assert (np.diag(small) == 0).all()
@@ -218,7 +218,7 @@ def test_prices_are_a_distance_and_grow_with_bytes() -> None:
 
 def kinds(text: str, phase: str, **options: bool) -> list[str]:
     src, dst = (parse_layout(side) for side in text.split(" > "))
-    terms = Conversions((8,), H100).terms(
+    terms = ConversionCosts((8,), H100).terms(
         (64, 4096, 4096), 2, options.get("differentiable", True), src, dst
     )
     return [term.kind for term in terms if term.phase == phase]
@@ -238,24 +238,28 @@ def test_megatron_and_zero_are_conversions() -> None:
 
 
 def test_chunks_of_an_inner_dim_are_copied() -> None:
-    conversions = Conversions((8,), H100)
+    conversions = ConversionCosts((8,), H100)
     bandwidth = H100.device.memory_bandwidth * H100.device.efficiency["elementwise"][0][1]
     outer, inner = (
         conversions.matrix((64, 4096), 2, False, [(S(dim),), (R,)])[0, 1] for dim in (0, 1)
     )
     assert inner - outer == pytest.approx(2 * 64 * 4096 * 2 / bandwidth)
     first = conversions.matrix((1, 4096), 2, False, [(S(1),), (R,)])[0, 1]  # nothing lies before it
-    assert first == pytest.approx(STEP_SECONDS + seconds("all_gather", 8192.0, conversions.axes[0]))
+    assert first == pytest.approx(
+        STEP_SECONDS + collective_seconds("all_gather", 8192.0, conversions.axes[0])
+    )
 
 
 def test_an_axis_of_one_costs_steps_only() -> None:
     states = layouts((8, 8), (1,))
     expected = STEP_SECONDS * (1 - np.eye(len(states)))
-    np.testing.assert_array_equal(Conversions((1,), H100).matrix((8, 8), 4, True, states), expected)
+    np.testing.assert_array_equal(
+        ConversionCosts((1,), H100).matrix((8, 8), 4, True, states), expected
+    )
 
 
 def test_a_later_axis_is_undone_first() -> None:
-    conversions = Conversions((4, 8), H100)
+    conversions = ConversionCosts((4, 8), H100)
     path = conversions.path((64, 8), 2, True, parse_layout("S0 S0"), parse_layout("I S0"))
     assert path[0][0] == 1
     reverse = conversions.path((64, 8), 2, False, parse_layout("I S0"), parse_layout("S0 S0"))
@@ -263,15 +267,15 @@ def test_a_later_axis_is_undone_first() -> None:
 
 
 def test_stages_share_the_links() -> None:
-    alone, staged = Conversions((2, 4), H100), Conversions((2, 2), H100, stages=3)
+    alone, staged = ConversionCosts((2, 4), H100), ConversionCosts((2, 2), H100, stages=3)
     assert [hop.level for axis in alone.axes for hop in axis.hops] == ["nvlink", "nvlink"]
-    assert staged.axes == Conversions((2, 2), H100).axes
-    wide = [Conversions((3,), H100, stages=count).axes[0] for count in (1, 4)]
+    assert staged.axes == ConversionCosts((2, 2), H100).axes
+    wide = [ConversionCosts((3,), H100, stages=count).axes[0] for count in (1, 4)]
     assert wide[0] != wide[1]  # the third stage lies on two nodes
 
 
 def test_a_layout_that_does_not_divide() -> None:
-    conversions = Conversions((4,), H100)
+    conversions = ConversionCosts((4,), H100)
     with pytest.raises(PlanError, match="layout S1 is not legal"):
         conversions.matrix((8, 6), 2, True, [(S(1),)])
 
@@ -282,5 +286,5 @@ def test_three_axes_are_fast() -> None:
     states = layouts(shape, sizes)
     assert len(states) == 343
     start = time.perf_counter()
-    Conversions(sizes, H100).matrix(shape, 2, True, states)
+    ConversionCosts(sizes, H100).matrix(shape, 2, True, states)
     assert time.perf_counter() - start < 2

@@ -9,7 +9,7 @@ import pytest
 from megatron import batch, configuration, gpt, searched
 
 import autopar
-from autopar.cost_model import Cluster, axes, point_to_point, seconds
+from autopar.cost_model import Cluster, axis_links, collective_seconds, point_to_point
 from autopar.frontend.traced_model import TracedModel
 from autopar.ir.plan_data import BUCKET_BYTES
 from autopar.search.result.end_of_step import end_of_step
@@ -45,7 +45,9 @@ def gradient_bytes(found: PricedPlan) -> float:
 def bucket(found: PricedPlan, cluster: Cluster) -> tuple[int, float]:
     """How many there are, and the seconds of one."""
     count = math.ceil(gradient_bytes(found) / BUCKET_BYTES)
-    return count, seconds("all_reduce", gradient_bytes(found) / count, axes((2,), cluster)[0])
+    return count, collective_seconds(
+        "all_reduce", gradient_bytes(found) / count, axis_links((2,), cluster)[0]
+    )
 
 
 @pytest.mark.parametrize("overlap", [0.0, 1.0])
@@ -96,7 +98,7 @@ def test_a_tied_embedding_is_summed_between_the_first_stage_and_the_last(tensor:
     asked = configuration(tensor, 2, 1, 2) | dict(recompute="none", precision=None, schedule="1f1b")
     plan = autopar.plan(gpt(64, 4, 4, 32, 512), batch(8, 32), cluster=A100, progress=False, **asked)
     nbytes = 512 * 64 * 4 / tensor
-    ring = 2 * point_to_point(nbytes / 2, axes((2, *plan.mesh_sizes), A100)[0])
+    ring = 2 * point_to_point(nbytes / 2, axis_links((2, *plan.mesh_sizes), A100)[0])
     assert [stage.seconds[SYNC] for stage in plan.stages] == pytest.approx([ring, ring])
     (row,) = [row for row in plan.rows["collectives"] if row[0] == SYNC]
     assert row[1:3] == ["all_reduce", len(plan.mesh_sizes)]

@@ -18,7 +18,7 @@ import torch
 import torch.fx as fx
 import zoo
 
-from autopar.cost_model import Action, Cluster, actions, makespans
+from autopar.cost_model import Action, Cluster, actions, schedule_seconds
 from autopar.ir.plan_data import SCHEDULES
 from autopar.runtime.kernels.graph_kernels import send
 from autopar.search.ilp.problem import CostBreakdown, build_problem
@@ -244,7 +244,9 @@ def test_no_pipeline_is_faster_than_the_least(schedule: str) -> None:
         random = draw.uniform(0, 1, (p, 500)) ** draw.integers(1, 6, 500)
         for work in (uneven, random):
             share = draw.uniform(0, 1, 500)
-            seconds = makespans(schedule, p, 1, microbatches, work * share, work * (1 - share))
+            seconds = schedule_seconds(
+                schedule, p, 1, microbatches, work * share, work * (1 - share)
+            )
             assert (
                 seconds
                 >= least_step_ratio(Configuration(p, (), microbatches, 1, schedule))

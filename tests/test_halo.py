@@ -22,7 +22,7 @@ from test_rules import row
 from torch import nn
 
 import autopar
-from autopar.cost_model import Axis, seconds
+from autopar.cost_model import AxisLinks, collective_seconds
 from autopar.cost_model.collectives import Hop
 from autopar.ir.layout import Layout, R, S, dual
 from autopar.ir.plan_data import NodePlan
@@ -258,8 +258,8 @@ def test_patches_are_the_plain_operator() -> None:
 def test_what_neighbours_send_takes_no_less_than_an_all_to_all() -> None:
     """Empty messages are sent as well."""
     hop = Hop("links", 4, 1, latency=1e-6, bandwidth=1e9)
-    assert seconds("shift", 1e6, Axis(4, (hop,))) == pytest.approx(1e-6 + 1e-3)
-    measured = Axis(
+    assert collective_seconds("shift", 1e6, AxisLinks(4, (hop,))) == pytest.approx(1e-6 + 1e-3)
+    measured = AxisLinks(
         4,
         (
             replace(
@@ -268,9 +268,9 @@ def test_what_neighbours_send_takes_no_less_than_an_all_to_all() -> None:
             ),
         ),
     )
-    assert [seconds("shift", nbytes, measured) for nbytes in (1.0, 1e6)] == pytest.approx(
-        [0.5, 2.0]
-    )
+    assert [
+        collective_seconds("shift", nbytes, measured) for nbytes in (1.0, 1e6)
+    ] == pytest.approx([0.5, 2.0])
 
 
 # --- Lowered calls: conv_halo for the strategies of a rule, on all ranks.

@@ -13,12 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from autopar.cost_model.device import KERNEL_KINDS
 from autopar.kernel_trace.kernel_launches import TEMPORARY
-from autopar.kernel_trace.operator_trace import (
-    OperatorTrace,
-    OperatorTracer,
-    TensorSpec,
-    contiguous_spec,
-)
+from autopar.kernel_trace.operator_trace import OperatorTrace, OperatorTracer
+from autopar.kernel_trace.tensor_spec import TensorSpec, contiguous_spec
 
 aten = torch.ops.aten
 f32 = torch.float32

@@ -20,16 +20,17 @@ from pool import Pools
 
 import autopar
 from autopar import cli
-from autopar.cost_model import Cluster, axes, seconds
+from autopar.cost_model import Cluster, axis_links, collective_seconds
 from autopar.errors import PlanError, RunError
 from autopar.kernel_trace.kernel_launches import KernelLaunch
-from autopar.kernel_trace.operator_trace import OperatorTracer, contiguous_spec
-from autopar.profile import NoisyMeasurement, check_machine, measured, profiler, timing
+from autopar.kernel_trace.operator_trace import OperatorTracer
+from autopar.kernel_trace.tensor_spec import contiguous_spec
+from autopar.profile import NoisyMeasurement, check_machine, measure_cluster, profiler, timing
 from autopar.profile.fit_cluster import _mean
 from autopar.profile.kernel_probes import launches
 from autopar.profile.machine import machine
 from autopar.profile.missing_kernels import MissingKernels
-from autopar.profile.timing import COLD, Timing, pooled, replay, timed
+from autopar.profile.timing import COLD, Timing, pool_timings, replay, time_call
 
 pytestmark = pytest.mark.alone
 
@@ -68,7 +69,7 @@ def _quick(monkeypatch: Any) -> None:
 
 
 def test_a_call_takes_as_long_as_it_takes() -> None:
-    found = timed(lambda: time.sleep(0.004), CPU, 0.05)
+    found = time_call(lambda: time.sleep(0.004), CPU, 0.05)
     assert 0.004 <= found.seconds < 0.008
 
 
@@ -102,7 +103,7 @@ def test_noted_calls_run_on_real_tensors() -> None:
 @pytest.mark.usefixtures("quick")
 def test_a_profile_of_one_device(tmp_path: Path) -> None:
     path = tmp_path / "here.json"
-    cluster = measured(path, "cpu", progress=False)
+    cluster = measure_cluster(path, "cpu", progress=False)
     assert [p.name for p in tmp_path.iterdir()] == ["here.json"]
     assert Cluster.load(path) == cluster
     assert cluster.machine["torch"] == torch.__version__
@@ -133,7 +134,7 @@ def test_a_profile_that_was_interrupted_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, calls = tmp_path / "here.json", 0
-    plain = profiler.timed
+    plain = profiler.time_call
 
     def interrupted(*args: Any) -> Timing:
         nonlocal calls
@@ -142,15 +143,15 @@ def test_a_profile_that_was_interrupted_goes_on(
             raise KeyboardInterrupt
         return plain(*args)
 
-    monkeypatch.setattr(profiler, "timed", interrupted)
+    monkeypatch.setattr(profiler, "time_call", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        measured(path, "cpu", progress=False)
+        measure_cluster(path, "cpu", progress=False)
     assert [p.name for p in tmp_path.iterdir()] == ["here.json.part"]
     before = json.loads((tmp_path / "here.json.part").read_text())["measured"]
     assert len(before) == 5
     jobs = profiler.ROUNDS * len(list(profiler.Profiler(path, CPU, progress=False)._jobs()))
     calls = 100
-    measured(path, "cpu", progress=False)
+    measure_cluster(path, "cpu", progress=False)
     assert calls == 100 + jobs - 5
     assert [p.name for p in tmp_path.iterdir()] == ["here.json"]
 
@@ -174,12 +175,12 @@ def test_what_is_left_of_another_profile_is_not_used(left: str, tmp_path: Path) 
 @pytest.mark.usefixtures("quick")
 def test_noise_is_told_and_the_median_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiler, "NOISY", 0.5)
-    monkeypatch.setattr(profiler, "timed", lambda *args: Timing(1e-3, 0.8))
+    monkeypatch.setattr(profiler, "time_call", lambda *args: Timing(1e-3, 0.8))
     with pytest.warns(
         NoisyMeasurement,
         match=r"measurements are noisy .*: 80 %.* the medians were kept. Measure again",
     ):
-        cluster = measured(tmp_path / "here.json", "cpu", progress=False)
+        cluster = measure_cluster(tmp_path / "here.json", "cpu", progress=False)
     assert cluster.device.memory_bandwidth == pytest.approx(2 * (1 << 20) / 1e-3)
 
 
@@ -193,7 +194,7 @@ def test_a_kernel_that_does_not_run_here_has_no_curve(
         return replay(call, device)
 
     monkeypatch.setattr(profiler, "replay", absent)
-    cluster = measured(tmp_path / "here.json", "cpu", progress=False)
+    cluster = measure_cluster(tmp_path / "here.json", "cpu", progress=False)
     assert not [name for name in cluster.device.efficiency if "gelu" in name]
     assert "mm.float32" in cluster.device.efficiency
 
@@ -211,7 +212,7 @@ def _measure_together(folder: str) -> tuple[Cluster, list[float]]:
     reduce()
     with pytest.MonkeyPatch.context() as monkeypatch:
         _quick(monkeypatch)
-        cluster = measured(Path(folder) / "two.json", "cpu", progress=False)
+        cluster = measure_cluster(Path(folder) / "two.json", "cpu", progress=False)
     reduce()
     return cluster, taken
 
@@ -228,9 +229,9 @@ def test_ranks_measure_their_collectives(ranks: Pools, tmp_path: Path) -> None:
         "send",
     }
     assert 0 <= mine.device.overlap <= 1
-    (axis,) = axes((2,), mine)
+    (axis,) = axis_links((2,), mine)
     assert (
-        min(taken) / 3 < seconds("all_reduce", float(1 << 16), axis) < 3 * max(taken)
+        min(taken) / 3 < collective_seconds("all_reduce", float(1 << 16), axis) < 3 * max(taken)
     )  # the same thing, on a machine that others use too
 
 
@@ -269,7 +270,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         assert cli.main(["profile", "-o", str(path), "--device", "cuda"]) == 1
         assert "rank 0 of this machine has no GPU of its own: 0 are here" in capsys.readouterr().err
         with pytest.raises(RunError):
-            measured(path, "cuda", progress=False)
+            measure_cluster(path, "cuda", progress=False)
 
 
 def test_what_no_curve_covers_is_measured_once(
@@ -283,7 +284,8 @@ def test_what_no_curve_covers_is_measured_once(
     )
     cpu, times = Cluster.load("cpu"), []
     monkeypatch.setattr(
-        "autopar.profile.missing_kernels.timed", lambda *args: times.append(1) or Timing(3.0, 0.0)
+        "autopar.profile.missing_kernels.time_call",
+        lambda *args: times.append(1) or Timing(3.0, 0.0),
     )
     for _ in range(2):
         spot = MissingKernels(cpu)
@@ -302,7 +304,7 @@ def test_what_no_curve_covers_is_measured_once(
 def test_planning_measures_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All kernels take a second: a plan is as slow as it has kernels."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("autopar.profile.missing_kernels.timed", lambda *args: Timing(1.0, 0.0))
+    monkeypatch.setattr("autopar.profile.missing_kernels.time_call", lambda *args: Timing(1.0, 0.0))
     given = dict(parallel=dict(data=2), progress=False)
     assert autopar.plan(*zoo.mlp(), 2, **given).step_time < 1
     assert autopar.plan(*zoo.mlp(), 2, **given, profile_missing=True).step_time > 5
@@ -311,13 +313,13 @@ def test_planning_measures_on_request(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_what_disturbs_one_round_does_not_count() -> None:
-    assert pooled([Timing(1.0, 0.1), Timing(9.0, 5.0), Timing(1.1, 0.2)]) == Timing(
+    assert pool_timings([Timing(1.0, 0.1), Timing(9.0, 5.0), Timing(1.1, 0.2)]) == Timing(
         1.1, pytest.approx(0.2)
     )
-    assert pooled([Timing(1.0, 0.0), Timing(2.0, 0.0), Timing(4.0, 0.0)]) == Timing(
+    assert pool_timings([Timing(1.0, 0.0), Timing(2.0, 0.0), Timing(4.0, 0.0)]) == Timing(
         2.0, 0.5
     )  # no two agree
-    assert pooled([Timing(0.0, 0.0)] * 3) == Timing(0.0, 0.0)  # what does not run here
+    assert pool_timings([Timing(0.0, 0.0)] * 3) == Timing(0.0, 0.0)  # what does not run here
 
 
 def test_operands_are_read_in_turn_and_keep_their_strides() -> None:
@@ -356,5 +358,5 @@ def test_processes_that_take_turns_on_a_core() -> None:
             pass
         time.sleep(0.004)
 
-    assert 0.008 <= timed(call, CPU, 0.05).seconds < 0.012
-    assert timed(call, CPU, 0.05, 3.0).seconds == pytest.approx(0.012, rel=0.2)
+    assert 0.008 <= time_call(call, CPU, 0.05).seconds < 0.012
+    assert time_call(call, CPU, 0.05, 3.0).seconds == pytest.approx(0.012, rel=0.2)

@@ -25,7 +25,7 @@ from staged import Case
 
 import autopar
 from autopar import Comparison, Plan
-from autopar.cost_model import timeline_of
+from autopar.cost_model import simulate_schedule
 from autopar.errors import RunError
 from autopar.runtime.communication import collectives
 from autopar.runtime.measure.step_recorder import StepRecorder
@@ -230,7 +230,7 @@ def test_the_stages_of_a_pipeline(ranks: Pools) -> None:
     about(took["stage 0", "backward"], 0.0)
     about(took["stage 1", "forward"], microbatches * forward)
     about(took["stage 1", "backward"], microbatches * backward)
-    line = timeline_of(
+    line = simulate_schedule(
         "1f1b", 2, 1, microbatches, [0.0, forward], [0.0, backward]
     )  # the naps alone
     waits = line.ends[0][-1] - line.busy[0]

@@ -21,12 +21,12 @@ from pipelines import NBYTES, pipelined
 from small_graphs import Space, analyse
 
 import autopar
-from autopar.formatting.table import WIDTH, count, nbytes, seconds
+from autopar.formatting.table import WIDTH, format_bytes, format_count, format_seconds
 from autopar.kernel_trace.operator_trace import OperatorTracer
 from autopar.memory.call_trace import CallTrace
 from autopar.memory.saved_activations import SavedActivations
 from autopar.plan import Plan
-from autopar.report import describe
+from autopar.report import add_report_rows
 from autopar.rules.analysis import Analysis
 from autopar.search.ilp.problem import CostWeights, Problem
 from autopar.search.ilp.solve import ReducedProblem, Solution
@@ -151,7 +151,9 @@ def plans(request: pytest.FixtureRequest) -> tuple[Analysis, list[Plan]]:
         found = PricedPlan(space.analysis, shape, space.problem, space.costs, solution, 0.0, stages)
         made.append(
             Plan.of(
-                describe(write_plan(found, space.cluster, space.options, {"solve": 1.0}), found)
+                add_report_rows(
+                    write_plan(found, space.cluster, space.options, {"solve": 1.0}), found
+                )
             )
         )
     return space.analysis, made
@@ -366,7 +368,7 @@ def test_header_memory_gap_and_notes(megatron: Plan) -> None:
     assert max(map(len, bare.report().splitlines())) <= WIDTH
     total = re.search(r"^total +(\S+ \S+)", bare.report(), re.M)
     assert total is not None
-    assert total[1] == seconds(megatron.step_time)
+    assert total[1] == format_seconds(megatron.step_time)
 
 
 def test_mesh_axes_that_do_the_same_share_a_column(megatron: Plan) -> None:
@@ -420,9 +422,9 @@ def test_a_pipeline_shows_its_stages_and_devices() -> None:
     assert [row[1] for row in stages] == ["0", "1", "0", "1"]
     assert stages[3][-2:] == ["500 ms", "1"]  # the last sends nothing
     devices = cells(report, "memory of rank")
-    total = nbytes(2 * sum(NBYTES.values()))
+    total = format_bytes(2 * sum(NBYTES.values()))
     assert [row[:6] for row in devices] == [
-        [rank, *(nbytes(2 * n) for n in NBYTES.values()), total] for rank in "01"
+        [rank, *(format_bytes(2 * n) for n in NBYTES.values()), total] for rank in "01"
     ]
     assert all(0 < float(row[6].rstrip("%")) < 20 for row in devices)
     assert plan.timeline() in report
@@ -479,16 +481,16 @@ def test_what_is_recomputed_and_what_it_bought(megatron: Plan) -> None:
 
 
 def test_units() -> None:
-    assert [seconds(s) for s in (0.0, 2.5e-6, 0.0123, 1.5)] == [
+    assert [format_seconds(s) for s in (0.0, 2.5e-6, 0.0123, 1.5)] == [
         "0 us",
         "2.5 us",
         "12.3 ms",
         "1.5 s",
     ]
-    assert [nbytes(n) for n in (512, 1536, 3 * 2**20, 80 * 2**30)] == [
+    assert [format_bytes(n) for n in (512, 1536, 3 * 2**20, 80 * 2**30)] == [
         "512 B",
         "1.5 KiB",
         "3 MiB",
         "80 GiB",
     ]
-    assert [count(n) for n in (12, 1.5e6, 8.03e9)] == ["12", "1.5 million", "8.03 billion"]
+    assert [format_count(n) for n in (12, 1.5e6, 8.03e9)] == ["12", "1.5 million", "8.03 billion"]

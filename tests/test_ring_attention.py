@@ -17,8 +17,9 @@ from test_kernels import close, draw, make_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.errors import RunError
-from autopar.kernel_trace.meta_kernels import FakeMesh
-from autopar.kernel_trace.operator_trace import OperatorTrace, OperatorTracer, contiguous_spec
+from autopar.kernel_trace.fake_mesh import FakeMesh
+from autopar.kernel_trace.operator_trace import OperatorTrace, OperatorTracer
+from autopar.kernel_trace.tensor_spec import contiguous_spec
 from autopar.runtime.kernels import plain_attention, ring_attention
 from autopar.runtime.kernels.causal_tiles import SequenceSplit, causal_tiles
 from autopar.runtime.kernels.fused_attention import (

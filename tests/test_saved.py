@@ -30,7 +30,7 @@ from autopar.ir.nodes import operands
 from autopar.kernel_trace.operator_trace import OperatorTracer
 from autopar.memory.call_trace import CallTrace
 from autopar.memory.saved_activations import SavedActivations
-from autopar.memory.saved_tensors import SavedTensors, saved
+from autopar.memory.saved_tensors import SavedTensors, trace_saved_tensors
 from autopar.passes.lowering.admit_gradients import admit_gradients
 from autopar.passes.lowering.cut_stages import cut_stages
 from autopar.passes.lowering.lower import lower
@@ -112,7 +112,7 @@ def test_calls_save_what_they_save_on_real_tensors(name: str, dtype: torch.dtype
             for n in placeholders
         )
     )
-    asked = saved(analysis.graph.nodes, analysis.differentiable, "cpu")
+    asked = trace_saved_tensors(analysis.graph.nodes, analysis.differentiable, "cpu")
     for node, found in real.found.items():
         if (
             "norm" in node.name and dtype is torch.bfloat16
@@ -126,7 +126,7 @@ def test_calls_save_what_they_save_on_real_tensors(name: str, dtype: torch.dtype
 def test_a_thousand_calls_are_asked_in_a_second() -> None:
     _, _, analysis = _analysed("gpt2", layers=24)
     start = time.perf_counter()
-    asked = saved(analysis.graph.nodes, analysis.differentiable, "cpu")
+    asked = trace_saved_tensors(analysis.graph.nodes, analysis.differentiable, "cpu")
     assert len(asked) > 700
     assert time.perf_counter() - start < 1
 

@@ -20,7 +20,14 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 
-from autopar.cost_model import Action, actions, in_flight, makespans, simulate, timeline_of
+from autopar.cost_model import (
+    Action,
+    actions,
+    in_flight,
+    schedule_seconds,
+    simulate,
+    simulate_schedule,
+)
 from autopar.cost_model.schedule import LOOPED, early_messages
 from autopar.errors import PlanError
 from autopar.ir.plan_data import SCHEDULES
@@ -131,7 +138,7 @@ def test_receives_are_prepared_when_torch_does(case: tuple[str, int, int, int]) 
 def test_in_flight_counts_what_the_order_holds(case: tuple[str, int, int, int]) -> None:
     schedule, p, c, m = case
     stages = [1.0] * (p * c)
-    line = timeline_of(*case, stages, stages)
+    line = simulate_schedule(*case, stages, stages)
     found = list(in_flight(*case))
     assert found == [line.in_flight(stage) for stage in range(p * c)]
     if schedule in ("gpipe", "1f1b"):
@@ -189,7 +196,7 @@ def step(
     backward: float = 2.0,
     send: float = 0.0,
 ) -> float:
-    return timeline_of(
+    return simulate_schedule(
         schedule, p, c, m, [forward / c] * (p * c), [backward / c] * (p * c), None, [send] * (p * c)
     ).seconds
 
@@ -235,12 +242,12 @@ def test_what_is_sent_is_waited_for_as_torch_does() -> None:
     assert 0 < exposed < m * sent
     orders, seconds = actions("1f1b", 1, 1, 4), [1.0]
     assert simulate(orders, seconds, seconds, None, [9.0]).seconds == 8
-    both = timeline_of("interleaved-1f1b", 1, 2, 4, [1.0, 1.0], [1.0, 1.0], None, [9.0, 9.0])
+    both = simulate_schedule("interleaved-1f1b", 1, 2, 4, [1.0, 1.0], [1.0, 1.0], None, [9.0, 9.0])
     assert both.seconds == 16  # stages of one rank send nothing
 
 
 def test_uneven_stages_wait_for_the_slowest() -> None:
-    line = timeline_of("1f1b", 4, 1, 32, [1.0, 1.0, 3.0, 1.0], [2.0, 2.0, 6.0, 2.0])
+    line = simulate_schedule("1f1b", 4, 1, 32, [1.0, 1.0, 3.0, 1.0], [2.0, 2.0, 6.0, 2.0])
     assert line.seconds == pytest.approx(
         32 * (3 + 6) + 2 * (1 + 2)
     )  # two stages to fill and to drain before it
@@ -251,9 +258,9 @@ def test_many_timelines_at_once() -> None:
     draw = np.random.default_rng(0)
     forward, backward, send = (draw.uniform(1, 2, (4, 5)) for _ in range(3))
     for schedule in SCHEDULES:
-        found = makespans(schedule, 4, 1, 8, forward, backward, None, send)
+        found = schedule_seconds(schedule, 4, 1, 8, forward, backward, None, send)
         alone = [
-            timeline_of(
+            simulate_schedule(
                 schedule,
                 4,
                 1,
@@ -265,14 +272,14 @@ def test_many_timelines_at_once() -> None:
             for i in range(5)
         ]
         assert found.tolist() == pytest.approx([line.seconds for line in alone])
-    given = timeline_of("zero-bubble", 2, 1, 4, [1.0] * 2, [3.0] * 2, [1.0] * 2)
+    given = simulate_schedule("zero-bubble", 2, 1, 4, [1.0] * 2, [3.0] * 2, [1.0] * 2)
     assert {round(e.end - e.start, 9) for e in given.events if e.action.kind == "B"} == {2.0}
 
 
 def test_large_schedules_are_fast() -> None:
     start = time.process_time()
     for stretch in range(10):
-        timeline_of("1f1b", 64, 1, 512, [1.0 + stretch] * 64, [2.0] * 64)
+        simulate_schedule("1f1b", 64, 1, 512, [1.0 + stretch] * 64, [2.0] * 64)
         in_flight("interleaved-1f1b", 64, 4, 2048 + 64 * stretch)
     assert time.process_time() - start < 2
 
@@ -292,7 +299,7 @@ def test_bad_orders_and_numbers() -> None:
     with pytest.raises(PlanError, match="F0 of stage 0 twice"):
         simulate([[Action("F", 0, 0)] * 2], one, one, None, one)
     with pytest.raises(ValueError, match="seconds of 2 stages for a schedule of 4"):
-        timeline_of("1f1b", 4, 1, 4, one, one)
+        simulate_schedule("1f1b", 4, 1, 4, one, one)
     with pytest.raises(ValueError, match='need the seconds of each stage\'s "weight"'):
         simulate(actions("zero-bubble", 2, 1, 2), one, one, None, one)
     for schedule, p, c, m in [

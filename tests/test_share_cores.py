@@ -11,7 +11,7 @@ import pytest
 import zoo
 
 import autopar
-from autopar.cost_model import Cluster, actions, in_turns, simulate
+from autopar.cost_model import Cluster, actions, ends_on_shared_cores, simulate
 from autopar.cost_model.schedule import LOOPED
 from autopar.ir.plan_data import SCHEDULES
 
@@ -46,7 +46,7 @@ def test_what_never_waits_takes_as_long() -> None:
     assert planned(2.0, **options).step_time == planned(1.0, **options).step_time
 
 
-def simulate_plan(schedule: str, cores: float) -> tuple[list[float], list[float], float]:
+def rank_ends(schedule: str, cores: float) -> tuple[list[float], list[float], float]:
     """When ranks are done on so many cores, when with one each, and the work of all."""
     draw = random.Random(schedule)
     orders, looped = actions(schedule, 4, 2 if schedule in LOOPED else 1, 8), schedule in LOOPED
@@ -55,7 +55,7 @@ def simulate_plan(schedule: str, cores: float) -> tuple[list[float], list[float]
     seconds = {action: took[action.kind][action.stage] for order in orders for action in order}
     line = simulate(orders, took["F"], took["B"], took["W"], [0.0] * len(stages), looped)
     return (
-        in_turns(orders, seconds, [0.0] * len(stages), looped, cores),
+        ends_on_shared_cores(orders, seconds, [0.0] * len(stages), looped, cores),
         [ends[-1] for ends in line.ends],
         sum(seconds.values()),
     )
@@ -63,15 +63,15 @@ def simulate_plan(schedule: str, cores: float) -> tuple[list[float], list[float]
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_with_a_core_each_it_is_the_timeline(schedule: str) -> None:
-    found, timeline, _ = simulate_plan(schedule, 4)
+    found, timeline, _ = rank_ends(schedule, 4)
     assert found == pytest.approx(timeline)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_on_one_core_nothing_is_idle(schedule: str) -> None:
-    found, timeline, work = simulate_plan(schedule, 1)
+    found, timeline, work = rank_ends(schedule, 1)
     assert max(found) == pytest.approx(work)
-    two = max(simulate_plan(schedule, 2)[0])
+    two = max(rank_ends(schedule, 2)[0])
     assert max(max(timeline), work / 2) < two < work
 
 
@@ -81,4 +81,6 @@ def test_two_ranks_on_one_core_by_hand() -> None:
     seconds = dict.fromkeys((action for order in orders for action in order), 1.0)
     # F0 alone to 1; F1 and F0' share a core to 3; F1' alone to 4, B0' to 5; B0 and B1' share to 7;
     # B1 alone to 8.
-    assert in_turns(orders, seconds, [0.0, 0.0], False, 1.0) == pytest.approx([8.0, 7.0])
+    assert ends_on_shared_cores(orders, seconds, [0.0, 0.0], False, 1.0) == pytest.approx(
+        [8.0, 7.0]
+    )

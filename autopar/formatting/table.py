@@ -28,7 +28,8 @@ def table(rows: list[Cells], headers: Cells, align: str, flexible: Sequence[int]
         if sum(widths) > room:
             widths[i] = max(min(widths[i], 14), widths[i] - (sum(widths) - room))
     cells = [
-        [cut(cell, width) for cell, width in zip(row, widths, strict=True)] for row in everything
+        [truncate(cell, width) for cell, width in zip(row, widths, strict=True)]
+        for row in everything
     ]
     names = {"l": "left", "r": "right"}
     return tabulate(
@@ -41,21 +42,21 @@ def table(rows: list[Cells], headers: Cells, align: str, flexible: Sequence[int]
     )
 
 
-def cut(cell: str, width: int) -> str:
+def truncate(cell: str, width: int) -> str:
     return cell if len(cell) <= width else cell[: width - 1] + "…"
 
 
-def seconds(value: float) -> str:
+def format_seconds(value: float) -> str:
     """A time with three significant digits: ``12.3 ms``."""
     return _scaled(value, [(1.0, "s"), (1e-3, "ms"), (1e-6, "us")])
 
 
-def nbytes(value: float) -> str:
+def format_bytes(value: float) -> str:
     """An amount of memory with three significant digits: ``1.5 GiB``."""
     return _scaled(value, [(2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B")])
 
 
-def count(value: float) -> str:
+def format_count(value: float) -> str:
     """A number with three significant digits: ``8.03 billion``."""
     return _scaled(value, [(1e9, "billion"), (1e6, "million"), (1.0, "")]).strip()
 
@@ -70,7 +71,7 @@ def _scaled(value: float, units: list[tuple[float, str]]) -> str:
     )
 
 
-def ends(rows: Sequence[Cells], most: int) -> list[Cells]:
+def first_and_last(rows: Sequence[Cells], most: int) -> list[Cells]:
     """``rows``, or where there are more than ``most`` the first and the last of them with a row of
     dots between.
     """

@@ -20,7 +20,7 @@ from autopar.frontend.traced_model import TracedModel, batch_size
 from autopar.ir.plan_json import option_as_json
 from autopar.plan import Plan
 from autopar.profile import check_machine
-from autopar.report import describe
+from autopar.report import add_report_rows
 from autopar.search.inner.inner_searches import InnerSearches
 from autopar.search.inner.no_plan_errors import unsolved_notes
 from autopar.search.inner.search_cache import SearchCache
@@ -49,7 +49,7 @@ class Planner:
             found = best_plan(searches)
             self._step("reporting")
             with resized(found.analysis, samples // found.microbatches, found.analysis.rules):
-                plan = describe(
+                plan = add_report_rows(
                     write_plan(found, self.cluster, self.options, searches.timings), found
                 )
                 plan = replace(

@@ -1,5 +1,5 @@
-"""What a call takes of memory while it runs, forward and backward, and which of its gradients share
-memory: torch is asked.
+"""The memory that one call takes while it runs, forward and backward, and which of its gradients
+share storage. torch runs the call on meta tensors, and every storage is watched.
 """
 
 from __future__ import annotations
@@ -17,9 +17,14 @@ Rounding = Callable[[int], int]
 
 
 class Gradient(NamedTuple):
-    """The gradient of one operand: ``source`` is the place of its memory among what the backward
-    made, -1 - j where that is the memory of the gradient of result j. ``nbytes`` it would take of
-    its own; ``dense`` if no two elements share memory, so that it can be added to."""
+    """The gradient of one operand.
+
+    Attributes:
+        source: the number of its storage among the storages that the backward made; -1 - j where it
+            shares the storage of result j's gradient.
+        nbytes: bytes that it takes in a storage of its own.
+        dense: whether no two of its elements share memory, so that autograd can add to it in place.
+    """
 
     source: int
     nbytes: int
@@ -27,14 +32,13 @@ class Gradient(NamedTuple):
 
 
 class Footprint(NamedTuple):
-    """Bytes of a call.
+    """The memory of one call.
 
     Attributes:
-        forward: the most that it has at once beyond its operands, results among it.
-        backward: the most that its backward has beyond what it starts with: what was saved, and the
-            gradients of the results.
-        made: of the memory of gradients that the backward leaves.
-        gradients: one for each operand, None where there is none.
+        forward: peak bytes of the forward beyond the operands; it contains the results.
+        backward: peak bytes of the backward beyond the saved tensors and the results' gradients.
+        made: bytes of each storage of gradients that the backward leaves.
+        gradients: the gradient of each operand, None for an operand without a gradient.
     """
 
     forward: int = 0
@@ -50,7 +54,14 @@ def trace_footprint(
     operands: Sequence[torch.Tensor],
     allocated: Rounding,
 ) -> Footprint:
-    """Runs ``call`` on meta tensors, ``operands`` among its arguments, forward and backward."""
+    """Runs ``call`` forward and backward on meta tensors and measures its memory.
+
+    Args:
+        call: the operator.
+        args, kwargs: its arguments.
+        operands: the tensors among the arguments, in order.
+        allocated: maps the bytes of a tensor to the bytes that the allocator takes for the tensor.
+    """
     watch = LiveBytes(meta=True, rounded=allocated)
     watch.uncounted |= {storage_id(t) for t in operands}
     with torch.set_grad_enabled(any(t.requires_grad for t in operands)), watch:
@@ -75,7 +86,7 @@ def trace_footprint(
                 )
             )
     except (RuntimeError, NotImplementedError):
-        return unknown(forward, operands, allocated)
+        return assumed_footprint(forward, operands, allocated)
     places = {ref.cdata: -1 - j for j, ref in enumerate(arriving) if ref is not None}  # type: ignore[union-attr]
     made: dict[int, int] = {}
     gradients: list[Gradient | None] = []
@@ -96,23 +107,22 @@ def trace_footprint(
     return Footprint(forward, watch.peak - watch.before, tuple(made.values()), tuple(gradients))
 
 
-def unknown(forward: int, operands: Sequence[Any], allocated: Rounding) -> Footprint:
-    """Of a call that does not run on meta tensors: every gradient has memory of its own, and there
-    is nothing else.
+def assumed_footprint(forward: int, operands: Sequence[Any], allocated: Rounding) -> Footprint:
+    """The footprint of a call that does not run on meta tensors.
+
+    It assumes that each gradient has a storage of its own, and that there are no temporaries.
     """
     made, gradients = list[int](), list[Gradient | None]()
     for t in operands:
-        trains = t.requires_grad if isinstance(t, torch.Tensor) else t.grad
-        numel = torch.Size(t.shape).numel() * t.dtype.itemsize
-        gradients.append(Gradient(len(made), allocated(numel), True) if trains else None)
-        made += [allocated(numel)] * trains
+        has_gradient = t.requires_grad if isinstance(t, torch.Tensor) else t.grad
+        nbytes = allocated(torch.Size(t.shape).numel() * t.dtype.itemsize)
+        gradients.append(Gradient(len(made), nbytes, True) if has_gradient else None)
+        made += [nbytes] * has_gradient
     return Footprint(forward, sum(made), tuple(made), tuple(gradients))
 
 
 class _Arrival(torch.autograd.Function):
-    """Where a backward begins: gradients that nothing but autograd holds, as in the middle of a
-    program.
-    """
+    """Starts a backward with gradients that only autograd holds, as in the middle of a program."""
 
     @staticmethod
     def forward(

@@ -1,5 +1,7 @@
-"""Which kernels a call launches, forward and backward, and what they read and write: torch is
-asked, no table has to be right.
+"""The kernels that a call launches, with the tensors that they read and write.
+
+torch dispatches the call on meta tensors and a recorder notes each ATen operator, so no table of
+kernels has to be correct.
 """
 
 from __future__ import annotations
@@ -11,23 +13,21 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-TEMPORARY = (
-    -1000
-)  # the place of a tensor that is neither an operand nor a result, nor the gradient of one
+TEMPORARY = -1000  # the place of a tensor that is no operand, no result, and no gradient of these
 
 
 class KernelLaunch(NamedTuple):
     """One kernel.
 
     Attributes:
-        operator: the ATen operator's name, "mm" or "gelu_backward".
-        kind: as the cost model knows it, one of ``cluster.WORK``.
-        touched: for each tensor read or written its place and its bytes. An operand and its
-            gradient have the operand's number, the first result and its gradient -1, the second -2,
-            what is neither OTHER.
-        writes: the place of what it writes first.
-        flops: of products of matrices, convolutions and fused attention.
-        call: the operator with its arguments, meta tensors among them, to run it again on a device.
+        operator: the name of the ATen operator, for example "mm" or "gelu_backward".
+        kind: one of ``cost_model.device.KERNEL_KINDS``.
+        touched: the place and the bytes of each tensor that the kernel reads or writes. The place
+            of operand k and of its gradient is k. The place of result j and of its gradient is
+            -1 - j. The place of any other tensor is TEMPORARY.
+        writes: the place of the first tensor that it writes.
+        flops: FLOPs of matrix products, convolutions and fused attention; 0 for other kernels.
+        call: the operator and its arguments, with meta tensors, to run the kernel on a device.
     """
 
     operator: str
@@ -39,42 +39,61 @@ class KernelLaunch(NamedTuple):
 
     @property
     def sends(self) -> bool:
-        """Whether it is a collective, or waits for one."""
+        """Whether it is a collective, or waits for a collective."""
         return "c10d" in self.operator
 
     @property
     def nbytes(self) -> int:
-        """Read and written."""
+        """Bytes that it reads and writes."""
         return sum(nbytes for _, nbytes in self.touched)
 
 
-_KINDS = {
+_OPERATORS = {
     "matmul": "mm addmm bmm baddbmm mv addmv dot _grouped_mm",
     "conv": "convolution convolution_backward _convolution slow_conv2d_forward mkldnn_convolution",
-    "attention": """_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward
-_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward _scaled_dot_product_efficient_attention
-_scaled_dot_product_efficient_attention_backward""",
-    "normalisation": """native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward native_batch_norm
-native_batch_norm_backward _native_batch_norm_legit _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data logsumexp
-_fused_rms_norm _fused_rms_norm_backward var_mean cudnn_batch_norm cudnn_batch_norm_backward batch_norm_backward""",
-    "reduction": "sum mean amax amin max min argmax argmin any all prod var std norm "
-    "linalg_vector_norm cumsum",
+    "attention": """
+        _scaled_dot_product_flash_attention_for_cpu
+        _scaled_dot_product_flash_attention_for_cpu_backward
+        _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward
+        _scaled_dot_product_efficient_attention
+        _scaled_dot_product_efficient_attention_backward
+    """,
+    "normalisation": """
+        native_layer_norm native_layer_norm_backward native_group_norm
+        native_group_norm_backward native_batch_norm native_batch_norm_backward
+        _native_batch_norm_legit _softmax _softmax_backward_data _log_softmax
+        _log_softmax_backward_data logsumexp _fused_rms_norm _fused_rms_norm_backward
+        var_mean cudnn_batch_norm cudnn_batch_norm_backward batch_norm_backward
+    """,
+    "reduction": """
+        sum mean amax amin max min argmax argmin any all prod var std norm
+        linalg_vector_norm cumsum
+    """,
     "random": "native_dropout bernoulli bernoulli_ rand rand_like randn uniform_ normal_",
-    "indexing": """embedding embedding_dense_backward index index_put index_put_ _index_put_impl_ index_add index_select gather scatter
-scatter_add scatter_ nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward one_hot topk sort histc""",
-    "transcendental": """gelu gelu_backward silu silu_backward exp exp2 log log2 log1p expm1 tanh tanh_backward sigmoid sigmoid_backward erf
-pow sin cos mish mish_backward softplus softplus_backward log_sigmoid_forward log_sigmoid_backward""",
-    "copy": "clone copy_ contiguous cat stack constant_pad_nd repeat slice_backward "
-    "select_backward split_with_sizes_copy",
+    "indexing": """
+        embedding embedding_dense_backward index index_put index_put_ _index_put_impl_
+        index_add index_select gather scatter scatter_add scatter_ nll_loss_forward
+        nll_loss_backward nll_loss2d_forward nll_loss2d_backward one_hot topk sort histc
+    """,
+    "transcendental": """
+        gelu gelu_backward silu silu_backward exp exp2 log log2 log1p expm1 tanh
+        tanh_backward sigmoid sigmoid_backward erf pow sin cos mish mish_backward softplus
+        softplus_backward log_sigmoid_forward log_sigmoid_backward
+    """,
+    "copy": """
+        clone copy_ contiguous cat stack constant_pad_nd repeat slice_backward
+        select_backward split_with_sizes_copy
+    """,
 }
-_KIND = {name: kind for kind, names in _KINDS.items() for name in names.split()}
+_KIND = {name: kind for kind, names in _OPERATORS.items() for name in names.split()}
 _PICKS = {"embedding", "gather", "index", "index_select"}
-# products of a flash attention's backward, which computes the scores again, to those of its forward
+# FLOPs of a flash attention's backward, which computes the scores again, relative to its forward
 _ATTENTION_BACKWARD = 2.5
-# keys: of those that are masked, the CPU's flash attention leaves out whole blocks
-# (FlashAttentionKernel.cpp)
+# The CPU's flash attention skips blocks of this many keys that are fully masked
+# (FlashAttentionKernel.cpp).
 _CPU_BLOCK = 512
-_NOTHING = {
+# operators that launch no kernel
+_NO_KERNEL = {
     "empty",
     "empty_like",
     "new_empty",
@@ -82,43 +101,37 @@ _NOTHING = {
     "new_empty_strided",
     "_fused_sdp_choice",
 }
-
-
-STREAMED_COLLECTIVES = (
-    "broadcast",
-    "shift",
-)  # kernels send these piece by piece, while they compute
+# collectives that kernels send piece by piece while they compute
+STREAMED_COLLECTIVES = ("broadcast", "shift")
 
 
 def collectives_of_launch(launch: KernelLaunch) -> list[tuple[str, float, tuple[int, ...]]]:
-    """What a collective is for ``cost_model.seconds``: its kind, the bytes of its tensor where that
-    is whole, the mesh axes of its group. Empty for what waits for one."""
+    """The collective of a launch, as arguments of ``cost_model.collective_seconds``.
+
+    Returns:
+        The kind, the bytes of the tensor that is whole along the axes, and the mesh axes of the
+        group. Empty for a launch that only waits for a collective.
+    """
     if launch.call is None or launch.operator.endswith("wait_tensor"):
         return []
     args = launch.call[1]
-    name, group = (
-        launch.operator.removeprefix("_c10d_functional::"),
-        tuple(int(axis) for axis in str(args[-1]).split(",")),
-    )
+    name = launch.operator.removeprefix("_c10d_functional::")
+    group = tuple(int(axis) for axis in str(args[-1]).split(","))
     own = args[0].numel() * args[0].element_size()
     if name.startswith("all_gather_into_tensor"):
         return [("all_gather", float(own * args[1]), group)]
     if name == "all_to_all_single":
-        moved = sum(args[2]) * own / max(args[0].shape[0], 1)
-        alone = any(n == 0 for n in args[1])  # from neighbours, to neighbours
-        return [("shift", float(moved), group) if alone else ("all_to_all", float(own), group)]
-    return [
-        (
-            "reduce_scatter" if name == "reduce_scatter_tensor" else name.rstrip("_"),
-            float(own),
-            group,
-        )
-    ]
+        sent = sum(args[2]) * own / max(args[0].shape[0], 1)
+        is_shift = any(n == 0 for n in args[1])  # some ranks receive nothing: neighbours exchange
+        return [("shift", float(sent), group) if is_shift else ("all_to_all", float(own), group)]
+    kind = "reduce_scatter" if name == "reduce_scatter_tensor" else name.rstrip("_")
+    return [(kind, float(own), group)]
 
 
 class KernelRecorder(TorchDispatchMode):
-    """Notes the kernels that run inside. Tensors that it saw stay alive, so that their addresses
-    stay their own.
+    """Records the kernels that run inside its context.
+
+    It keeps the tensors alive, so that no two tensors have the same storage id.
     """
 
     def __init__(self) -> None:
@@ -139,19 +152,18 @@ class KernelRecorder(TorchDispatchMode):
         made = _tensors([out])
         own = {storage_id(t) for t in read}
         view = not func._schema.is_mutable and made and all(storage_id(t) in own for t in made)
-        if not view and name not in _NOTHING and (read or made):
+        if not view and name not in _NO_KERNEL and (read or made):
             self._seen.append((name, read, made, (func, args, dict(kwargs or {}))))
         return out
 
     def launches(self, places: dict[int, int]) -> tuple[KernelLaunch, ...]:
-        """What ran, given the place of each storage."""
+        """The recorded kernels; ``places`` maps a storage id to the place of its tensor."""
         found = []
         for name, read, made, call in self._seen:
-            most = (
-                _nbytes(made[0]) if name in _PICKS and made else math.inf
-            )  # of a table they read what they pick
+            # An operator that picks rows of a table reads as many bytes as it writes.
+            limit = _nbytes(made[0]) if name in _PICKS and made else math.inf
             touched = tuple(
-                (places.get(storage_id(t), TEMPORARY), int(min(_nbytes(t), most)))
+                (places.get(storage_id(t), TEMPORARY), int(min(_nbytes(t), limit)))
                 for t in (*read, *made)
             )
             written = places.get(storage_id(made[0]), TEMPORARY) if made else TEMPORARY
@@ -169,7 +181,7 @@ class KernelRecorder(TorchDispatchMode):
 
 
 def storage_id(t: torch.Tensor) -> int:
-    """What tells the memory of a tensor from that of others."""
+    """The identity of a tensor's storage."""
     return t.untyped_storage()._cdata
 
 
@@ -184,12 +196,12 @@ def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def _nbytes(t: torch.Tensor) -> int:
-    """What lies in memory: an expanded tensor is as small as it was."""
+    """Bytes in memory; an expanded tensor counts the bytes of its storage only."""
     return min(t.numel() * t.dtype.itemsize, t.untyped_storage().nbytes())
 
 
 def _flops(name: str, function: Any, args: Sequence[Any], made: Sequence[torch.Tensor]) -> float:
-    """A multiply-add is two."""
+    """FLOPs of a kernel, where a multiply-add counts two."""
     kind = _KIND.get(name)
     if kind not in ("matmul", "conv", "attention") or not made:
         return 0.0

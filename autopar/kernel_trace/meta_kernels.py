@@ -1,67 +1,21 @@
-"""What programs run for operators where meta tensors alone would not show what is saved."""
+"""Kernels for meta tensors that save the same tensors as torch's kernels on a device.
+
+Some operators run another kernel on meta tensors than on the device, so a trace of the operator
+itself would show other saved tensors.
+"""
 
 from __future__ import annotations
-
-import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
-from autopar.runtime.measure.step_recorder import StepRecorder
-
 aten = torch.ops.aten
 
 
 def dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    """As the kernel of that name."""
+    """Dropout with the fused kernel, which saves the mask only."""
     return torch.native_dropout(x, p, True)[0] if train and p else x
-
-
-@dataclass(frozen=True)
-class FakeMesh:
-    """A mesh of these sizes without processes: kernels and conversions run on it on meta tensors,
-    as its first rank.
-    """
-
-    sizes: tuple[int, ...]
-    recorder: StepRecorder = field(
-        default_factory=lambda: StepRecorder(torch.device("cpu")), compare=False, repr=False
-    )  # of no step
-
-    @property
-    def coordinate(self) -> tuple[int, ...]:
-        return (0,) * len(self.sizes)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(map(str, range(len(self.sizes))))
-
-    def count(self, axes: Iterable[int]) -> int:
-        return math.prod(self.sizes[axis] for axis in axes)
-
-    def index(self, axes: Iterable[int]) -> int:
-        return 0
-
-    def group(self, axis: int) -> FakeGroup:
-        return self.axes_group((axis,))
-
-    def axes_group(self, axes: Iterable[int]) -> FakeGroup:
-        key = tuple(axes)
-        return FakeGroup(self.count(key), ",".join(map(str, key)))
-
-
-@dataclass(frozen=True)
-class FakeGroup:
-    """A group of that many ranks without processes, named after its axes."""
-
-    ranks: int
-    group_name: str
-
-    def size(self) -> int:
-        return self.ranks
 
 
 def attention_on_cpu(
@@ -75,7 +29,7 @@ def attention_on_cpu(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """The kernel that torch chooses, which is asked."""
+    """Attention with the kernel that torch chooses on a CPU for such tensors."""
     real_mask = None if mask is None else _real(mask)
     choice = torch._fused_sdp_choice(
         _real(q),
@@ -100,15 +54,16 @@ _FLASH = int(SDPBackend.FLASH_ATTENTION.value)
 
 
 def _real(t: torch.Tensor) -> torch.Tensor:
-    """A real tensor that looks like ``t`` and takes the memory of one row: the choice of a kernel
-    reads no values.
+    """A CPU tensor with the shape and dtype of ``t`` that takes the memory of one row.
+
+    The choice of a kernel reads no values.
     """
     row = torch.empty(t.shape[-1:], dtype=t.dtype)
     return row.expand(t.shape).requires_grad_(t.requires_grad)
 
 
 def _additive(mask: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
-    """What torch makes of a boolean mask."""
+    """The mask that torch adds to the scores: of a boolean mask, a tensor of the query's dtype."""
     return (
         torch.zeros_like(mask, dtype=q.dtype)
         if mask is not None and mask.dtype is torch.bool
@@ -127,9 +82,11 @@ def attention_on_gpu(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """The kernel that torch prefers on CUDA, which cannot be asked without a GPU: flash attention
-    in half precision without a mask, the memory-efficient one for up to single precision and as
-    many key heads as query heads, else composed operators."""
+    """Attention with the kernel that torch prefers on CUDA; only a GPU could tell the real choice.
+
+    Flash attention for half precision without a mask. Memory-efficient attention for up to single
+    precision with as many key heads as query heads. Composed operators for all other cases.
+    """
     width = q.shape[-1]
     padded = [F.pad(t, (0, -width % 8)) if width % 8 else t for t in (q, k, v)]
     if (

@@ -16,16 +16,10 @@ import torch.fx as fx
 from autopar.ir.layout import Layout, format_layout, local_shape, parse_type
 from autopar.ir.nodes import arguments, operands, signature, slices_of
 from autopar.ir.plan_data import ConversionStep, NodePlan
+from autopar.kernel_trace.fake_mesh import FakeMesh
 from autopar.kernel_trace.footprint import Footprint
-from autopar.kernel_trace.meta_kernels import FakeMesh
-from autopar.kernel_trace.operator_trace import (
-    OperatorTrace,
-    OperatorTracer,
-    TensorSpec,
-    contiguous_spec,
-    with_grad,
-    with_operands,
-)
+from autopar.kernel_trace.operator_trace import OperatorTrace, OperatorTracer
+from autopar.kernel_trace.tensor_spec import TensorSpec, contiguous_spec, with_grad, with_operands
 from autopar.passes.lowering.choose_kernels import kernel_call
 from autopar.rules import Rule
 from autopar.rules.analysis import Analysis
@@ -387,7 +381,7 @@ class CallTrace:
         return node.meta.get("stage", 0) if node.op == "call_function" else None
 
     def _nbytes(self, value: TensorSpec) -> int:
-        return self._autograd.allocated(math.prod(value.shape) * value.dtype.itemsize)
+        return self._autograd.allocated_bytes(math.prod(value.shape) * value.dtype.itemsize)
 
 
 def trace_kernel(

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from autopar.cost_model.memory import allocated, optimizer_temporaries, parameter_memory
+from autopar.cost_model.memory import allocated_bytes, optimizer_temporaries, parameter_memory
 from autopar.cost_model.schedule import (
     BACKWARD,
     FORWARD,
@@ -113,7 +113,7 @@ class PeakMemory:
             parameters,
             run,
         )
-        self._allocated = allocated if run.device_type == "cuda" else int
+        self._allocated = allocated_bytes if run.device_type == "cuda" else int
         self._held = SavedActivations(program)
         self._again = self._held.again(recomputed)
         self._alone = math.prod(sizes) == run.microbatches == run.stages == 1

@@ -13,14 +13,8 @@ import torch.fx as fx
 
 from autopar.ir.nodes import operands
 from autopar.kernel_trace.kernel_launches import KernelLaunch
-from autopar.kernel_trace.operator_trace import (
-    OperatorTrace,
-    OperatorTracer,
-    TensorSpec,
-    input_spec,
-    with_grad,
-    with_operands,
-)
+from autopar.kernel_trace.operator_trace import OperatorTrace, OperatorTracer
+from autopar.kernel_trace.tensor_spec import TensorSpec, input_spec, with_grad, with_operands
 from autopar.rules import Rule
 
 
@@ -47,7 +41,7 @@ class SavedTensors:
     backward: tuple[KernelLaunch, ...] = field(default=(), compare=False)
 
 
-def saved(
+def trace_saved_tensors(
     nodes: Iterable[fx.Node],
     differentiable: Collection[fx.Node],
     device_type: str,

@@ -3,6 +3,6 @@ groups to learn numbers.
 """
 
 from autopar.profile.machine import check_machine
-from autopar.profile.profiler import NoisyMeasurement, measured
+from autopar.profile.profiler import NoisyMeasurement, measure_cluster
 
-__all__ = ["NoisyMeasurement", "check_machine", "measured"]
+__all__ = ["NoisyMeasurement", "check_machine", "measure_cluster"]

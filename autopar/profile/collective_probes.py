@@ -18,7 +18,7 @@ Collective = Callable[[torch.Tensor, dist.ProcessGroup], Any]
 def probe_collective(
     kind: str, nbytes: int, group: dist.ProcessGroup, device: torch.device
 ) -> Callable[[], Any]:
-    """One of COLLECTIVES, of ``nbytes`` as :func:`cost_model.seconds` takes them; operands are read
+    """One of COLLECTIVES, of ``nbytes`` as :func:`cost_model.collective_seconds` takes them; operands are read
     in turn.
     """
     ranks, call = group.size(), COLLECTIVES[kind]

@@ -11,12 +11,8 @@ from typing import Any
 import torch
 
 from autopar.kernel_trace.kernel_launches import KernelLaunch
-from autopar.kernel_trace.operator_trace import (
-    OperatorTrace,
-    OperatorTracer,
-    TensorSpec,
-    contiguous_spec,
-)
+from autopar.kernel_trace.operator_trace import OperatorTrace, OperatorTracer
+from autopar.kernel_trace.tensor_spec import TensorSpec, contiguous_spec
 
 aten = torch.ops.aten
 SIZES = {  # elements; of 32 MiB and more the C library takes new memory each time

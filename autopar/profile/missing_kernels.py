@@ -18,7 +18,7 @@ from autopar.formatting.files import write_json
 from autopar.kernel_trace.kernel_launches import KernelLaunch
 from autopar.profile.machine import device_name
 from autopar.profile.profiler import BUDGET
-from autopar.profile.timing import replay, timed
+from autopar.profile.timing import replay, time_call
 
 SCHEMA = 2  # to be raised when kernels are measured in another way
 
@@ -70,7 +70,7 @@ class MissingKernels:
         assert launch.call is not None
         try:
             with torch.no_grad():
-                return timed(replay(launch.call, self._device), self._device, BUDGET).seconds
+                return time_call(replay(launch.call, self._device), self._device, BUDGET).seconds
         except (RuntimeError, NotImplementedError):
             return None
 

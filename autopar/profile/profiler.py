@@ -42,7 +42,14 @@ from autopar.profile.fit_cluster import (
 )
 from autopar.profile.kernel_probes import launches
 from autopar.profile.machine import machine
-from autopar.profile.timing import Timing, cycle_operands, pooled, reading, replay, timed
+from autopar.profile.timing import (
+    Timing,
+    cycle_operands,
+    pool_timings,
+    replay,
+    seconds_per_call,
+    time_call,
+)
 
 NOISY = 0.5  # a spread from which on a measurement is told to be noisy
 # everything is measured so often, from beginning to end: what else a machine does comes and goes
@@ -60,7 +67,7 @@ LARGE = 1 << 26  # bytes that no cache holds
 Job = tuple[str, Callable[[], Timing]]
 
 
-def measured(path: Path, device: str | None, progress: bool) -> Cluster:
+def measure_cluster(path: Path, device: str | None, progress: bool) -> Cluster:
     """See :meth:`Cluster.measure`."""
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -126,7 +133,7 @@ class Profiler:
                 if max(self._gathered(time.perf_counter() - start)) * (number + 1) / number > LIMIT:
                     bar.total = bar.n  # the others would take too long
                     break
-        found = {name: pooled(timings) for name, timings in rounds.items()}
+        found = {name: pool_timings(timings) for name, timings in rounds.items()}
         cluster = fit_cluster(
             self.path.stem, self.machine, self.device, found, LARGE, self.ranks_per_core
         )
@@ -209,7 +216,7 @@ class Profiler:
         return found
 
     def _timed(self, call: Callable[[], Any]) -> Timing:
-        return timed(call, self.device, BUDGET, self.ranks_per_core)
+        return time_call(call, self.device, BUDGET, self.ranks_per_core)
 
     def _launch(self) -> Timing:
         """Of one of many tiny kernels, half of them an autograd's backward: what each takes on the
@@ -266,7 +273,7 @@ class Profiler:
             call()
 
         both()
-        once = max(self._gathered(reading(both, 1, self.device)))
+        once = max(self._gathered(seconds_per_call(both, 1, self.device)))
         times = min(max(round(MESSAGE_BUDGET / once), CALLS[0]), CALLS[1])
         alone, together, least = (
             self._at_once(work, times, own=True),
@@ -309,12 +316,14 @@ class Profiler:
 
     def _at_once(self, call: Callable[[], Any], times: int, own: bool = False) -> float:
         """Seconds of a call that all ranks begin to make at the same time, ``times`` times;
-        ``own``: as of kernels, see :func:`timed`.
+        ``own``: as of kernels, see :func:`time_call`.
         """
         self._barrier()
         if own and self.ranks_per_core > 1:
-            return self.ranks_per_core * reading(call, times, self.device, time.process_time)
-        return reading(call, times, self.device)
+            return self.ranks_per_core * seconds_per_call(
+                call, times, self.device, time.process_time
+            )
+        return seconds_per_call(call, times, self.device)
 
     def _barrier(self) -> None:
         if self.ranks > 1:

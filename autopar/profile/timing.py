@@ -25,7 +25,7 @@ class Timing(NamedTuple):
     spread: float
 
 
-def timed(
+def time_call(
     call: Callable[[], Any], device: torch.device, budget: float, ranks_per_core: float = 1.0
 ) -> Timing:
     """Of one call, measured for about ``budget`` seconds. On a GPU the host queues the calls of one
@@ -33,17 +33,17 @@ def timed(
     that: the core's time for a call counts, so many times."""
     clock = time.process_time if ranks_per_core > 1 else time.perf_counter
     call()
-    once = reading(call, 1, device)
+    once = seconds_per_call(call, 1, device)
     several = max(1, min(1000, round(LEAST / max(once, 1e-7))))
     readings: list[float] = []
     end = time.perf_counter() + budget
     while len(readings) < READINGS or (time.perf_counter() < end and len(readings) < 200):
-        readings.append(ranks_per_core * reading(call, several, device, clock))
+        readings.append(ranks_per_core * seconds_per_call(call, several, device, clock))
     low, middle, high = statistics.quantiles(readings, n=4)
     return Timing(middle, (high - low) / middle if middle else 0.0)
 
 
-def pooled(timings: Sequence[Timing]) -> Timing:
+def pool_timings(timings: Sequence[Timing]) -> Timing:
     """The median of several, apart in time, of one thing: what disturbed only one of them does not
     count.
     """
@@ -62,7 +62,7 @@ def pooled(timings: Sequence[Timing]) -> Timing:
     )
 
 
-def reading(
+def seconds_per_call(
     call: Callable[[], Any],
     times: int,
     device: torch.device,

@@ -1,8 +1,8 @@
 """A plan for people."""
 
-from autopar.report.describe import describe
-from autopar.report.text import text
-from autopar.report.timeline import timeline
-from autopar.report.trace import trace
+from autopar.report.chrome_trace import chrome_trace
+from autopar.report.report_rows import add_report_rows
+from autopar.report.report_text import report_text
+from autopar.report.timeline import draw_timeline
 
-__all__ = ["describe", "text", "timeline", "trace"]
+__all__ = ["add_report_rows", "report_text", "draw_timeline", "chrome_trace"]

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from autopar.cost_model.conversion import STEP_SECONDS, Term
+from autopar.cost_model.conversion import STEP_SECONDS
+from autopar.cost_model.conversion_steps import Term
 from autopar.ir.layout import Layout
 from autopar.report.block_rows import BlockRows
 from autopar.report.module_paths import ModulePaths

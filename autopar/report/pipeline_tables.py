@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from autopar.cost_model.plan_timeline import simulate_plan
-from autopar.formatting.table import MOST_ROWS, WIDTH, Cells, ends, nbytes, seconds, table
+from autopar.formatting.table import (
+    MOST_ROWS,
+    WIDTH,
+    Cells,
+    first_and_last,
+    format_bytes,
+    format_seconds,
+    table,
+)
 from autopar.ir.plan_data import PlanData
 
 _SHOWN = 12  # rows of what is recomputed
@@ -44,13 +52,13 @@ def stages(plan: PlanData) -> str:
             stage.seconds["backward"],
             *([stage.seconds.get("recomputation", 0.0)] if again else []),
         ]
-        sent = seconds(stage.seconds["send"]) if i + 1 < len(plan.stages) else ""
+        sent = format_seconds(stage.seconds["send"]) if i + 1 < len(plan.stages) else ""
         rows.append(
             [
                 str(i),
                 str(i % plan.pipeline),
                 stage.name or "(root)",
-                *map(seconds, took),
+                *map(format_seconds, took),
                 sent,
                 str(stage.in_flight),
             ]
@@ -60,7 +68,12 @@ def stages(plan: PlanData) -> str:
     legend = "times: of one microbatch; in flight: microbatches whose activations it holds at most"
     legend += "; backward: with recomputation" if again else ""
     return (
-        table(ends(rows, MOST_ROWS), headers, "rrlrrr" + "r" * (len(headers) - 6), flexible=(2,))
+        table(
+            first_and_last(rows, MOST_ROWS),
+            headers,
+            "rrlrrr" + "r" * (len(headers) - 6),
+            flexible=(2,),
+        )
         + "\n"
         + legend
     )
@@ -73,8 +86,8 @@ def devices(plan: PlanData) -> str:
     rows: list[Cells] = []
     for rank, device in enumerate(plan.memory):
         waits = line.bubble[rank] / line.seconds if line.seconds else 0.0
-        memory = [nbytes(_of(device, kind)) for kind in kinds]
-        rows.append([str(rank), *memory, nbytes(sum(device.values())), f"{waits:.1%}"])
+        memory = [format_bytes(_of(device, kind)) for kind in kinds]
+        rows.append([str(rank), *memory, format_bytes(sum(device.values())), f"{waits:.1%}"])
     headers = ["memory of rank", *kinds, "total", "waits"]
     legend = (
         "memory: when it is most; parameters: with copies in other forms; transient: with "
@@ -85,7 +98,7 @@ def devices(plan: PlanData) -> str:
         "waits: for other ranks and their tensors, of the time from the first forward to "
         "the last backward"
     )
-    return table(ends(rows, MOST_ROWS), headers, "r" * len(headers)) + "\n" + legend
+    return table(first_and_last(rows, MOST_ROWS), headers, "r" * len(headers)) + "\n" + legend
 
 
 def _of(device: Mapping[str, float], kind: str) -> float:
@@ -123,4 +136,4 @@ def _where(block: str, modules: Any) -> str:
 
 def _sums(rows: list[list[Any]]) -> Cells:
     times, freed, took = (sum(row[i] for row in rows) for i in (2, 3, 4))
-    return [str(times), nbytes(freed), seconds(took)]
+    return [str(times), format_bytes(freed), format_seconds(took)]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from autopar.cost_model.plan_timeline import simulate_plan
-from autopar.formatting.table import WIDTH, seconds
+from autopar.formatting.table import WIDTH, format_seconds
 from autopar.ir.plan_data import PlanData
 
 ONCE = {
@@ -59,7 +59,7 @@ def phase_spans(plan: PlanData) -> list[list[Span]]:
     return found
 
 
-def timeline(plan: PlanData, most: int | None = None) -> str:
+def draw_timeline(plan: PlanData, most: int | None = None) -> str:
     """The picture, with a line that says what its letters mean.
 
     Args:
@@ -76,8 +76,8 @@ def timeline(plan: PlanData, most: int | None = None) -> str:
     if most is not None and len(drawn) > most:
         drawn[most // 2 : len(drawn) - most // 2] = [CUT]
     title = (
-        f"timeline of a step: {seconds(window.total)}, one column "
-        f"{seconds(1 / window.scale if window.scale else 0.0)}"
+        f"timeline of a step: {format_seconds(window.total)}, one column "
+        f"{format_seconds(1 / window.scale if window.scale else 0.0)}"
     )
     return "\n".join([title, *drawn, *_legend(plan, window)])
 
@@ -94,7 +94,7 @@ def _legend(plan: PlanData, window: Window) -> list[str]:
     if window.dense:
         words.append(f"{MIXED} several in turn")
     if window.left_out:
-        words.append(f"{CUT} {seconds(window.left_out)} of the same left out")
+        words.append(f"{CUT} {format_seconds(window.left_out)} of the same left out")
     return textwrap.wrap("; ".join(words), WIDTH)
 
 

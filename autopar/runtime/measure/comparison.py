@@ -91,8 +91,8 @@ class Comparison:
             self.measured[TOTAL] / self.predicted[TOTAL] if self.predicted[TOTAL] else float("inf")
         )
         parts = [
-            f"predicted {seconds(self.predicted[TOTAL])} a step, measured "
-            f"{seconds(self.measured[TOTAL])} ({ratio:.2f} times as long): "
+            f"predicted {format_seconds(self.predicted[TOTAL])} a step, measured "
+            f"{format_seconds(self.measured[TOTAL])} ({ratio:.2f} times as long): "
             f"median of {self.steps} steps on {self.world_size} "
             f"device{'s' * (self.world_size > 1)} of {self.cluster}",
             _table("time of a step", [row for row in self.rows if row.where == STEP], places=False),
@@ -176,7 +176,7 @@ def _table(title: str, rows: Sequence[Row], places: bool) -> str:
         return ""
     cells = []
     for row in rows:
-        unit: Any = nbytes if title == MEMORY else seconds
+        unit: Any = format_bytes if title == MEMORY else format_seconds
         values = ["" if value is None else unit(value) for value in (row.predicted, row.measured)]
         cells.append(
             [

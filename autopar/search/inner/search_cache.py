@@ -15,9 +15,9 @@ from typing import Generic, TypeVar
 import numpy as np
 import torch.fx as fx
 
-from autopar.cost_model import Cluster, Compute, Conversions
+from autopar.cost_model import Cluster, ComputeCosts, ConversionCosts
 from autopar.kernel_trace.operator_trace import OperatorTracer
-from autopar.memory.saved_tensors import SavedTensors, saved
+from autopar.memory.saved_tensors import SavedTensors, trace_saved_tensors
 from autopar.rules.analysis import Analysis
 from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.solve import Solution
@@ -118,7 +118,7 @@ class SearchCache:
     def conversions(self, sizes: Sequence[int], stages: int) -> Conversions:
         """Conversions on a mesh of ``sizes``; ``stages`` such meshes share the cluster's links."""
         return self._conversions.of(
-            (tuple(sizes), stages), lambda: Conversions(sizes, self.cluster, stages)
+            (tuple(sizes), stages), lambda: ConversionCosts(sizes, self.cluster, stages)
         )
 
 

@@ -13,11 +13,12 @@ from typing import Protocol
 import numpy as np
 import torch.fx as fx
 
-from autopar.cost_model import Compute
+from autopar.cost_model import ComputeCosts
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.nodes import operands, result_tensors
 from autopar.kernel_trace.kernel_launches import TEMPORARY, KernelLaunch
-from autopar.kernel_trace.operator_trace import OperatorTracer, contiguous_spec, with_operands
+from autopar.kernel_trace.operator_trace import OperatorTracer
+from autopar.kernel_trace.tensor_spec import contiguous_spec, with_operands
 from autopar.rules import Rule
 from autopar.search.pricing.node_sizes import chunk_count
 from autopar.search.space.strategies import Strategy, work_share

@@ -28,7 +28,7 @@ class CostItem:
         phase: FORWARD, BACKWARD or RECOMPUTATION (of one microbatch), or STEP.
         count: how often it runs, by stage.
         operator, kind, dtype, flops, nbytes, product: of a kernel, on one rank, as
-            :meth:`Compute.seconds` takes them.
+            :meth:`ComputeCosts.seconds` takes them.
     """
 
     node: fx.Node

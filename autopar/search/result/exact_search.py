@@ -12,7 +12,7 @@ from itertools import combinations
 
 import numpy as np
 
-from autopar.cost_model import makespans
+from autopar.cost_model import schedule_seconds
 from autopar.errors import PlanError
 from autopar.rules.analysis import Analysis
 from autopar.search.ilp.problem import CostWeights, Problem, build_problem
@@ -131,7 +131,7 @@ class _Cuts:
         micro = ReducedProblem(whole, replace(CostWeights.alone(), step=np.zeros(1))).solve(
             self.deadline - time.perf_counter()
         )[1]
-        apart = makespans(
+        apart = schedule_seconds(
             shape.schedule, shape.pipeline, shape.chunks, shape.microbatches, forward, backward
         )
         return np.maximum(apart, micro * least_step_ratio(shape))

@@ -33,7 +33,7 @@ from autopar.report.recomputation_rows import recomputed
 from autopar.search.result.priced_plan import PricedPlan
 
 
-def describe(plan: PlanData, found: PricedPlan) -> PlanData:
+def add_report_rows(plan: PlanData, found: PricedPlan) -> PlanData:
     """``plan`` with the rows that its report shows.
 
     Args:

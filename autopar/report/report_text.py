@@ -7,10 +7,19 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from autopar.formatting.table import MOST_ROWS, WIDTH, Cells, count, cut, nbytes, seconds, table
+from autopar.formatting.table import (
+    MOST_ROWS,
+    WIDTH,
+    Cells,
+    format_bytes,
+    format_count,
+    format_seconds,
+    table,
+    truncate,
+)
 from autopar.ir.plan_data import EXACT_AXES, PlanData
 from autopar.report.pipeline_tables import devices, recomputed, schedule, stages
-from autopar.report.timeline import timeline
+from autopar.report.timeline import draw_timeline
 
 OPTIMAL = 1e-4  # a relative gap below which a plan counts as optimal
 _SHOWN = 12  # collectives that have a line of their own
@@ -18,12 +27,12 @@ _SHAPE = 24  # columns at most
 _WHOLE = "(block)"  # what a block does outside its modules
 
 
-def text(plan: PlanData) -> str:
+def report_text(plan: PlanData) -> str:
     """The plan for people: mesh, time, memory, what each block does, what is sent, and how sure the
     planner is.
     """
     pipelined = (
-        [stages(plan), timeline(plan, MOST_ROWS), devices(plan)]
+        [stages(plan), draw_timeline(plan, MOST_ROWS), devices(plan)]
         if len(plan.stages) > 1
         else [_memory(plan)]
     )
@@ -47,12 +56,12 @@ def _header(plan: PlanData) -> str:
     where = f"pipeline {plan.pipeline} x mesh {mesh}" if len(plan.stages) > 1 else f"mesh {mesh}"
     lines = [
         f"Plan for graph {plan.fingerprint}"
-        + (f", {count(facts['parameters'])} parameters" if "parameters" in facts else ""),
+        + (f", {format_count(facts['parameters'])} parameters" if "parameters" in facts else ""),
         f"{plan.world_size} device{'s' * (plan.world_size > 1)} of {plan.cluster}, {where}",
         _batch(plan, facts.get("samples")),
         schedule(plan),
         _precision(plan),
-        f"predicted: {seconds(plan.step_time)} a step, {nbytes(max(plan.peak_memory))} a device; "
+        f"predicted: {format_seconds(plan.step_time)} a step, {format_bytes(max(plan.peak_memory))} a device; "
         f"{_gap(plan)}",
     ]
     return "\n".join(line for raw in lines for line in textwrap.wrap(raw, WIDTH))
@@ -89,11 +98,11 @@ def _gap(plan: PlanData) -> str:
 
 
 def _times(plan: PlanData) -> str:
-    return _shares("step time", plan.seconds, seconds)
+    return _shares("step time", plan.seconds, format_seconds)
 
 
 def _memory(plan: PlanData) -> str:
-    return _shares("memory of a device", plan.nbytes, nbytes)
+    return _shares("memory of a device", plan.nbytes, format_bytes)
 
 
 def _shares(title: str, kinds: dict[str, float], unit: Any) -> str:
@@ -114,7 +123,7 @@ def _blocks(plan: PlanData) -> str:
             [
                 modules,
                 operator,
-                cut(shape, _SHAPE),
+                truncate(shape, _SHAPE),
                 *(words[columns[0]] for _, columns in axes),
                 *([mode] if named else []),
             ]
@@ -177,7 +186,17 @@ def _collectives(plan: PlanData) -> str:
     rows = [_collective(plan, row) for row in found[:_SHOWN]]
     if rest := found[_SHOWN:]:
         times, total, took = (sum(row[i] for row in rest) for i in (6, 7, 8))
-        rows.append([f"{len(rest)} others", "", "", str(times), "", nbytes(total), seconds(took)])
+        rows.append(
+            [
+                f"{len(rest)} others",
+                "",
+                "",
+                str(times),
+                "",
+                format_bytes(total),
+                format_seconds(took),
+            ]
+        )
     if not rows:
         return (
             "nothing is sent between ranks"
@@ -211,9 +230,9 @@ def _collective(plan: PlanData, row: list[Any]) -> Cells:
         name,
         where,
         str(times),
-        nbytes(total / times) if times else "",
-        nbytes(total),
-        seconds(took),
+        format_bytes(total / times) if times else "",
+        format_bytes(total),
+        format_seconds(took),
     ]
 
 
@@ -235,12 +254,14 @@ def _notes(plan: PlanData) -> str:
 def _planning(plan: PlanData) -> str:
     total = plan.timings.get("total", sum(plan.timings.values()))
     phases = ", ".join(
-        f"{phase} {seconds(took)}" for phase, took in plan.timings.items() if phase != "total"
+        f"{phase} {format_seconds(took)}"
+        for phase, took in plan.timings.items()
+        if phase != "total"
     )
     asked = (
         f"asked for: {', '.join(f'{name}={value!r}' for name, value in plan.options.items())}"
         if plan.options
         else ""
     )
-    lines = [asked, f"planned in {seconds(total)}: {phases}" if phases else ""]
+    lines = [asked, f"planned in {format_seconds(total)}: {phases}" if phases else ""]
     return "\n".join(textwrap.fill(line, WIDTH) for line in lines if line)

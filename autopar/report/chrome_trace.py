@@ -13,7 +13,7 @@ from autopar.report.timeline import ONCE, Span, phase_spans
 _MICROSECOND = 1e6
 
 
-def trace(plan: PlanData) -> dict[str, Any]:
+def chrome_trace(plan: PlanData) -> dict[str, Any]:
     """One process for the plan, one thread for each pipeline rank, one complete event for each
     phase, in microseconds.
     """
