@@ -14,7 +14,7 @@ from typing import Any
 
 from autopar.errors import PlanError
 from autopar.formatting.files import write_json
-from autopar.formatting.table import MOST_ROWS, WIDTH, ends, nbytes, seconds, table
+from autopar.formatting.table import MOST_ROWS, WIDTH, ends, table
 
 VERSION = 1
 STEP, OTHER, TOTAL, MEMORY = "step", "other", "total", "peak memory"

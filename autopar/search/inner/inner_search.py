@@ -10,7 +10,7 @@ from functools import partial
 
 import torch.fx as fx
 
-from autopar.cost_model import Cluster, ConversionCosts
+from autopar.cost_model import Cluster
 from autopar.ir.plan_data import EXACT_AXES
 from autopar.ir.precision import dtype_of
 from autopar.memory.saved_tensors import SavedTensors

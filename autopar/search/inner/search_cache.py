@@ -15,9 +15,9 @@ from typing import Generic, TypeVar
 import numpy as np
 import torch.fx as fx
 
-from autopar.cost_model import Cluster, ComputeCosts, ConversionCosts
+from autopar.cost_model import Cluster, ConversionCosts
 from autopar.kernel_trace.operator_trace import OperatorTracer
-from autopar.memory.saved_tensors import SavedTensors, trace_saved_tensors
+from autopar.memory.saved_tensors import SavedTensors
 from autopar.rules.analysis import Analysis
 from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.solve import Solution

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.fx as fx
 
-from autopar.cost_model import Compute, Conversions, point_to_point
+from autopar.cost_model import point_to_point
 from autopar.ir.layout import Layout
 from autopar.kernel_trace.operator_trace import OperatorTracer
 from autopar.memory.saved_tensors import SavedTensors

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 
-from autopar.cost_model import Term, collective_seconds
+from autopar.cost_model import Term
 from autopar.ir.plan_data import BUCKET_BYTES
 from autopar.search.result.priced_plan import OPTIMIZER, SYNC, PricedPlan
 

@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 import torch.fx as fx
 
-from autopar.cost_model import Timeline, simulate_schedule
+from autopar.cost_model import Timeline
 from autopar.rules.analysis import Analysis
 from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.solve import Solution

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.cost_model import ends_on_shared_cores
 from autopar.cost_model.schedule import LOOPED
 from autopar.ir.plan_data import PlanData
 from autopar.search.result.end_of_step import end_of_step
