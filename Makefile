@@ -70,8 +70,8 @@ bench: $(STAMP) ## planning time and memory; overhead of a step; tensor modes; t
 	$(BIN)/python benchmarks/accuracy.py --published --here
 
 docs: $(DOCS_STAMP) ## build the pages of docs/ into build/site; a broken link is an error
-	$(BIN)/mkdocs build --strict --quiet --site-dir build/site
-	@echo "open build/site/index.html, or run $(BIN)/mkdocs serve"
+	$(BIN)/zensical build --strict --clean
+	@echo "open build/site/index.html, or run $(BIN)/zensical serve"
 
 $(DOCS_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
