@@ -28,7 +28,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-SLOW = {"docs/reading-a-report.md", "docs/options.md", "docs/modes.md"}  # they plan large models
+LARGE = ("choosing-a-plan", "limits", "modes", "options", "reading-a-report")
+SLOW = {f"docs/{name}.md" for name in LARGE}  # they plan large models
 BLOCK = re.compile(
     r"^(?:```(python|text)\n(.*?)^```|<!-- (run)\n(.*?)^-->)", re.DOTALL | re.MULTILINE
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from picture import NODE, PENDING, PLAIN, RANK, Picture, picture
 
-from autopar.cost_model.schedule import Action, actions, awaited
+from autopar.cost_model.schedule import actions
 
 
 @picture
@@ -231,25 +231,22 @@ def program() -> Picture:
     return p
 
 
-def timeline(
-    schedule: str, pipeline: int, microbatches: int, forward: int = 1, backward: int = 2
-) -> list[list[tuple[Action, int]]]:
-    """Each rank's actions and their starts; ``forward`` and ``backward`` are durations."""
-    orders = actions(schedule, pipeline, 1, microbatches)
-    ends: dict[Action, int] = {}
-    found: list[list[tuple[Action, int]]] = [[] for _ in orders]
-    free = [0] * pipeline
+def timeline(stages: int, microbatches: int) -> list[list[tuple[str, int, int]]]:
+    """1F1B by stage: kind, microbatch and start of each action. A backward takes twice a forward."""
+    orders = actions("1f1b", stages, 1, microbatches)
+    ends: dict[tuple[str, int, int], int] = {}
+    found: list[list[tuple[str, int, int]]] = [[] for _ in orders]
+    free = [0] * stages
     while any(len(done) < len(order) for done, order in zip(found, orders, strict=True)):
-        for rank, order in enumerate(orders):
-            if len(found[rank]) < len(order):
-                action = order[len(found[rank])]
-                before = awaited(action, pipeline)
-                if before is None or before in ends:
-                    start = max(free[rank], ends[before] if before else 0)
-                    free[rank] = ends[action] = start + (
-                        forward if action.kind == "F" else backward
-                    )
-                    found[rank].append((action, start))
+        for stage, order in enumerate(orders):
+            if len(found[stage]) < len(order):
+                kind, _, microbatch = order[len(found[stage])]
+                sender = stage - 1 if kind == "F" else stage + 1
+                if sender in range(stages) and (kind, sender, microbatch) not in ends:
+                    continue
+                start = max(free[stage], ends.get((kind, sender, microbatch), 0))
+                free[stage] = ends[kind, stage, microbatch] = start + (1 if kind == "F" else 2)
+                found[stage].append((kind, microbatch, start))
     return found
 
 
@@ -257,20 +254,13 @@ def timeline(
 def one_f_one_b() -> Picture:
     p = Picture(760, 170, "1F1B: two stages and four microbatches")
     unit = 42
-    for rank, done in enumerate(timeline("1f1b", 2, 4)):
-        y = 34 + rank * 52
-        p.text(16, y + 18, f"stage {rank}", "start", 13, bold=True)
+    for stage, done in enumerate(timeline(2, 4)):
+        y = 34 + stage * 52
+        p.text(16, y + 18, f"stage {stage}", "start", 13, bold=True)
         p.box(84, y, 15 * unit, 36, "", "#f2f3f6", dashed=True)
-        for action, start in done:
-            width = unit if action.kind == "F" else 2 * unit
-            p.box(
-                84 + start * unit,
-                y,
-                width,
-                36,
-                f"{action.kind}{action.microbatch}",
-                RANK[0] if action.kind == "F" else RANK[1],
-            )
+        for kind, microbatch, start in done:
+            width, fill = (unit, RANK[0]) if kind == "F" else (2 * unit, RANK[1])
+            p.box(84 + start * unit, y, width, 36, f"{kind}{microbatch}", fill)
     p.note(
         84, 150, "F: forward, B: backward, with the microbatch's number; dashed: bubble", "start"
     )
