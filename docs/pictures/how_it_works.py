@@ -232,7 +232,7 @@ def program() -> Picture:
 
 
 def timeline(stages: int, microbatches: int) -> list[list[tuple[str, int, int]]]:
-    """1F1B by stage: kind, microbatch and start of each action. A backward takes twice a forward."""
+    """1F1B by stage: kind, microbatch and start of each action; a backward takes two units."""
     orders = actions("1f1b", stages, 1, microbatches)
     ends: dict[tuple[str, int, int], int] = {}
     found: list[list[tuple[str, int, int]]] = [[] for _ in orders]

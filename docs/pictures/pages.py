@@ -139,6 +139,6 @@ def modes() -> Picture:
     p.note(
         380,
         216,
-        "activations: rows are samples and sequence, columns features; a colour: one rank; grey: all",
+        "activations: rows are samples and sequence, columns features; a colour: a rank; grey: all",
     )
     return p
