@@ -7,6 +7,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.docs-installed
 TYPED := build/typecheck
 LAID_OUT := build/imports
 JOBS ?= 2
@@ -17,7 +18,7 @@ $(BIN)/python -m pytest -m "($(1)) and not alone" -n $(JOBS) --dist loadfile $(A
 $(BIN)/python -m pytest -m "($(1)) and alone" $(ARGS) || [ $$? -eq 5 ]
 endef
 
-.PHONY: help venv demo test test-slow test-exhaustive check lint types imports format bench clean
+.PHONY: help venv demo test test-slow test-exhaustive check lint types imports format bench docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -75,5 +76,13 @@ bench: $(STAMP) ## planning time and memory; overhead of a step; tensor modes; t
 	$(BIN)/python benchmarks/sweep.py
 	$(BIN)/python benchmarks/accuracy.py --published --here
 
+docs: $(DOCS_STAMP) ## build the pages of docs/ into build/site; a broken link is an error
+	$(BIN)/zensical build --strict --clean
+	@echo "open build/site/index.html, or run $(BIN)/zensical serve"
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	@touch $@
+
 clean: ## remove what was built, .venv included
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .cache site
