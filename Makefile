@@ -85,4 +85,4 @@ $(DOCS_STAMP): $(STAMP)
 	@touch $@
 
 clean: ## remove what was built, .venv included
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .cache site
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .cache
