@@ -35,9 +35,14 @@ def _long_llama() -> tuple[torch.nn.Module, dict[str, Any]]:
     out.
     """
     config = transformers.LlamaConfig(
-        vocab_size=8000, hidden_size=1536, intermediate_size=4096, num_hidden_layers=2, num_attention_heads=12, num_key_value_heads=12,
+        vocab_size=8000,
+        hidden_size=1536,
+        intermediate_size=4096,
+        num_hidden_layers=2,
+        num_attention_heads=12,
+        num_key_value_heads=12,
         max_position_embeddings=32768,
-    )  # fmt: skip
+    )
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
         tokens = torch.zeros(1, 32768, dtype=torch.long)

@@ -180,8 +180,7 @@ def test_a_configuration_comes_before_what_is_common() -> None:
     assert "data 2 = 2 ranks, world_size is 4" in str(wrong)
 
 
-# -- what it prints
-# -----------------------------------------------------------------------------------------------------------------------
+# -- what it prints ----------------------------------------------------------------------------------
 
 
 def cells(text: str) -> list[dict[str, str]]:
@@ -264,8 +263,7 @@ def test_it_is_a_sequence(found: Sweep) -> None:
         _ = found[8:10].best
 
 
-# -- what is refused
-# ----------------------------------------------------------------------------------------------------------------------
+# -- what is refused ---------------------------------------------------------------------------------
 
 GOOD = dict(world_size=2)
 
