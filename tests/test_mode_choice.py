@@ -72,7 +72,7 @@ def test_a_faster_mode_is_chosen(case: str) -> None:
         named.conversions,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("autopar.search.outer_search.mode_names", lambda: ())
+        patch.setattr("autopar.search.enumeration.mode_names", lambda: ())
         plain = autopar.plan(model, sample, ranks, **options)
     assert not plain.modes
     assert found.step_time < SIMPLER * plain.step_time
@@ -99,7 +99,7 @@ def test_a_mode_that_fits_is_chosen() -> None:
     named = autopar.plan(model, sample, 4, parallel=dict(tensor=dict(size=4, mode="2d")), **TIGHT)
     assert found.step_time == pytest.approx(named.step_time, rel=1e-6)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("autopar.search.outer_search.mode_names", lambda: ())
+        patch.setattr("autopar.search.enumeration.mode_names", lambda: ())
         with pytest.raises(BudgetError):
             autopar.plan(model, sample, 4, **TIGHT)
 
