@@ -160,7 +160,7 @@ class Repriced:
     def seconds(self, cluster: Cluster) -> np.ndarray:
         """Of a step of each run."""
         compute = ComputeCosts(cluster)
-        busy = np.zeros((len(self.runs), max(s.stages for s in self.shapes), 2))
+        busy = np.zeros((len(self.runs), max(s.stages for s in self.configurations), 2))
         for (kind, dtype, product), rows in self.tables.items():
             taken = compute.seconds(
                 kind, dtype, rows[:, 4], rows[:, 5], list(rows[:, 6:].T) if product else None
@@ -168,7 +168,7 @@ class Repriced:
             np.add.at(busy, tuple(rows[:, :3].T.astype(int)), taken * rows[:, 3])
         found = {
             sizes: axis_links(sizes, cluster)
-            for sizes in {(s.pipeline, *s.sizes) for s in self.shapes}
+            for sizes in {(s.pipeline, *s.sizes) for s in self.configurations}
         }
         return np.array(
             [
@@ -178,10 +178,10 @@ class Repriced:
         )
 
     def _step(self, i: int, busy: np.ndarray, compute: ComputeCosts, links: Sequence) -> float:
-        run, shape = self.runs[i], self.shapes[i]
+        run, configuration = self.runs[i], self.configurations[i]
         for stage, late, count, kind, nbytes, axis in self.sent[i]:
             busy[stage, late] += count * collective_seconds(kind, nbytes, links[1 + axis])
-        forward, backward = busy[: shape.stages].T[:, :, None]
+        forward, backward = busy[: configuration.stages].T[:, :, None]
         send = point_to_point(2.0 * run.microbatch * run.sequence * run.hidden, links[0])
         ends = []
         for elements in self.elements[i]:
@@ -200,10 +200,10 @@ class Repriced:
                     2 * (len(stages) - 1) * point_to_point(nbytes / len(stages), links[0])
                 )
         span = schedule_seconds(
-            shape.schedule,
-            shape.pipeline,
+            configuration.schedule,
+            configuration.pipeline,
             1,
-            shape.microbatches,
+            configuration.microbatches,
             forward,
             backward,
             send=np.full_like(forward, send),

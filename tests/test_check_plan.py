@@ -1,4 +1,4 @@
-"""A plan that was edited or damaged is refused, or what it computes is right."""
+"""A plan that was edited or damaged is refused, or it computes the right numbers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def planned(request: pytest.FixtureRequest) -> tuple[str, Plan]:
 def test_edited_files_are_refused_or_right(
     ranks: Pools, planned: tuple[str, Plan], tmp_path: Path
 ) -> None:
-    """Real ranks run what passes."""
+    """Local ranks run each plan that passes the checks."""
     kind, plan = planned
     plan.save(tmp_path / "plan.json")
     text, traced = (
@@ -184,5 +184,5 @@ def _objects() -> None:
 
 
 def test_plans_that_a_program_changed(ranks: Pools) -> None:
-    """Every rank raises, and the next call works."""
+    """Every rank raises an error, and the next call works."""
     ranks(2).run(_objects)

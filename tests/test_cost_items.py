@@ -1,5 +1,5 @@
-"""The kernels and collectives of a plan add up to its seconds, and each rank's share of a kernel to
-the whole.
+"""The kernels and collectives of a plan add up to the plan's seconds, and the ranks' shares of a
+kernel add up to the whole kernel.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def test_items_add_up_to_the_seconds_of_a_plan(
 
 
 def test_kernels_that_communicate_add_up_too() -> None:
-    """Batch norm over two ranks, composed of many kernels."""
+    """Batch norm over two ranks consists of many kernels."""
     model, sample = zoo.cnn(batch=8, layers=2)
     with searched(
         TracedModel(model, sample, None),
@@ -81,8 +81,8 @@ def test_kernels_that_communicate_add_up_too() -> None:
 
 
 def test_tensor_parallel_ranks_share_the_products() -> None:
-    """On 4 ranks each product of Megatron's layer has a quarter of the FLOPs, and norms, dropouts
-    and residuals are done by all.
+    """On 4 ranks each matrix product of Megatron's layer has a quarter of the FLOPs. Every rank
+    computes norms, dropouts and residuals.
     """
     model, sample = gpt(64, 4, 2, 32, 256), tokens(4, 32)
     work: dict[int, dict[tuple[str, str, str], float]] = {}
@@ -109,8 +109,8 @@ def test_tensor_parallel_ranks_share_the_products() -> None:
 
 
 def test_pieces_of_a_tensor_are_joined_once() -> None:
-    """GPT-2's fused query, key and value: its backward joins three gradients, where slices by
-    themselves would fill three tensors.
+    """The backward of GPT-2's fused query, key and value concatenates three gradients. Three
+    separate slices would fill a tensor of zeros each.
     """
     model, sample = zoo.gpt2()
     with searched(

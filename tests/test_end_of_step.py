@@ -1,4 +1,4 @@
-"""The end of a step: what of the gradients' sum the last backward can hide, by hand."""
+"""The step end: the part of gradient synchronisation that the last backward hides, by hand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ A100 = Cluster.load("a100-sxm")
 def ends(
     hidden: int, overlap: float, overhead: float = 0.0, network: float = 1.0
 ) -> tuple[dict[str, float], PricedPlan, Cluster]:
-    """Of two replicas, whose links are ``network`` times as fast."""
+    """The step end of two replicas, whose links are ``network`` times as fast."""
     device = replace(A100.device, overlap=overlap, overhead=overhead)
     links = tuple(replace(level, bandwidth=level.bandwidth * network) for level in A100.links)
     cluster = replace(A100, device=device, links=links)
@@ -43,7 +43,7 @@ def gradient_bytes(found: PricedPlan) -> float:
 
 
 def bucket(found: PricedPlan, cluster: Cluster) -> tuple[int, float]:
-    """How many there are, and the seconds of one."""
+    """The number of buckets, and the seconds of one."""
     count = math.ceil(gradient_bytes(found) / BUCKET_BYTES)
     return count, collective_seconds(
         "all_reduce", gradient_bytes(found) / count, axis_links((2,), cluster)[0]
@@ -56,7 +56,9 @@ def test_a_single_bucket_has_nothing_to_hide_behind(overlap: float) -> None:
     count, each = bucket(found, cluster)
     assert count == 1
     assert end[SYNC] == pytest.approx(each)
-    assert found.end_of_step_estimate[0][SYNC] < each or overlap == 0.0  # as the search counts it
+    assert (
+        found.end_of_step_estimate[0][SYNC] < each or overlap == 0.0
+    )  # the estimate of the search
 
 
 def test_all_but_the_last_bucket_hides_behind_a_long_backward() -> None:
@@ -94,7 +96,7 @@ def test_a_plan_says_so_and_its_rows_add_up() -> None:
 
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_a_tied_embedding_is_summed_between_the_first_stage_and_the_last(tensor: int) -> None:
-    """A ring of two: each rank sends and receives half of the gradient twice."""
+    """In a ring of two, each rank sends and receives half of the gradient twice."""
     asked = configuration(tensor, 2, 1, 2) | dict(recompute="none", precision=None, schedule="1f1b")
     plan = autopar.plan(gpt(64, 4, 4, 32, 512), batch(8, 32), cluster=A100, progress=False, **asked)
     nbytes = 512 * 64 * 4 / tensor

@@ -26,6 +26,7 @@ from autopar.search.inner.candidate import best_candidate
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.result.assemble import assemble
 from autopar.search.result.exact_search import exact, least_step_ratio
+from autopar.search.result.staged_graph import costs_of_stages, cut_at_units, stages_of
 from autopar.search.space.choices.node_choices import NodeChoices
 from autopar.search.space.configuration import Configuration
 from autopar.search.space.meshes import Axis

@@ -1,5 +1,5 @@
-"""Left free, the planner takes a mode of tensor and sequence parallelism where that is faster, and
-only there.
+"""Where the user asks for no mode, the planner chooses a mode of tensor or sequence parallelism if
+the plan is faster with it, and only then.
 """
 
 from __future__ import annotations
@@ -31,13 +31,18 @@ from autopar.search.space.options import Options
 
 
 def _long_llama() -> tuple[torch.nn.Module, dict[str, Any]]:
-    """One sequence of 32768 tokens through a Llama block of 12 heads, which 16 ranks cannot share
-    out.
+    """One sequence of 32768 tokens through Llama blocks of 12 heads, which do not divide by 16
+    ranks.
     """
     config = transformers.LlamaConfig(
-        vocab_size=8000, hidden_size=1536, intermediate_size=4096, num_hidden_layers=2, num_attention_heads=12, num_key_value_heads=12,
+        vocab_size=8000,
+        hidden_size=1536,
+        intermediate_size=4096,
+        num_hidden_layers=2,
+        num_attention_heads=12,
+        num_key_value_heads=12,
         max_position_embeddings=32768,
-    )  # fmt: skip
+    )
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
         tokens = torch.zeros(1, 32768, dtype=torch.long)
@@ -51,7 +56,9 @@ CASES: dict[str, tuple[Any, int, str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_faster_mode_is_chosen(case: str) -> None:
-    """It is the plan that its mode has by name, and faster than any without a mode."""
+    """The plan equals the plan of the mode when the user names it, and is faster than plans without
+    a mode.
+    """
     make, ranks, cluster, parallel = CASES[case]
     model, sample = make()
     options: dict[str, Any] = dict(cluster=cluster, progress=False)
@@ -65,7 +72,7 @@ def test_a_faster_mode_is_chosen(case: str) -> None:
         named.conversions,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("autopar.search.outer_search.mode_names", lambda: ())
+        patch.setattr("autopar.search.enumeration.mode_names", lambda: ())
         plain = autopar.plan(model, sample, ranks, **options)
     assert not plain.modes
     assert found.step_time < SIMPLER * plain.step_time
@@ -84,7 +91,7 @@ def _too_wide() -> tuple[torch.nn.Module, dict[str, Any]]:
 
 
 def test_a_mode_that_fits_is_chosen() -> None:
-    """Where nothing does that has no mode."""
+    """No plan without a mode fits."""
     model, sample = _too_wide()
     found = autopar.plan(model, sample, 4, **TIGHT)
     assert list(found.modes) == ["2d"]
@@ -92,7 +99,7 @@ def test_a_mode_that_fits_is_chosen() -> None:
     named = autopar.plan(model, sample, 4, parallel=dict(tensor=dict(size=4, mode="2d")), **TIGHT)
     assert found.step_time == pytest.approx(named.step_time, rel=1e-6)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("autopar.search.outer_search.mode_names", lambda: ())
+        patch.setattr("autopar.search.enumeration.mode_names", lambda: ())
         with pytest.raises(BudgetError):
             autopar.plan(model, sample, 4, **TIGHT)
 
@@ -121,7 +128,7 @@ def test_none_of_the_modes_compared_is_faster(name: str) -> None:
 
 
 class Eager(Mode):
-    """Rows over all ranks: what data parallelism does, too."""
+    """A mode that splits rows over all ranks, as data parallelism does."""
 
     def groups(
         self, rank: int, world_size: int, data: int, pipeline: int, tensor: int
@@ -139,8 +146,8 @@ class Refusing(Eager):
 
 @pytest.mark.parametrize("mode", [Eager, Refusing])
 def test_a_users_own_mode_is_tried(mode: type[Mode], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is no better than what there is changes nothing, nor does one that the model cannot
-    be run in.
+    """A mode that is no faster than the others changes nothing, nor does a mode that cannot run the
+    model.
     """
     model, sample = zoo.mlp()
     before = autopar.plan(model, sample, 4, cluster="cpu", progress=False)
@@ -159,7 +166,7 @@ def test_a_users_own_mode_is_tried(mode: type[Mode], monkeypatch: pytest.MonkeyP
 
 
 def test_depth_is_left_open() -> None:
-    """Every number of squares that so many ranks make."""
+    """Every depth for which the ranks form square meshes is tried."""
     found = {
         size: [mode.depth for mode in modes_without_keywords("2.5d", size)]
         for size in (4, 8, 10, 16, 32)
@@ -173,7 +180,7 @@ def test_depth_is_left_open() -> None:
 
 
 def test_what_bounds_a_mode_is_below_its_best() -> None:
-    """Seconds and bytes that are known without solving against the solver's."""
+    """Bounds of seconds and bytes without a solve are below the seconds and bytes of solutions."""
     traced, cluster = TracedModel(*zoo.gpt2(), None), Cluster.load("cpu")
     known = traced.known(1, cluster)
     search = InnerSearch(known.analysis, cluster, Options(4), known=known)

@@ -1,4 +1,4 @@
-"""Stage cuts against all of them tried, on random tables."""
+"""The stage cuts that the search finds, compared with all possible cuts, on random unit costs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from autopar.search.pipeline.unit_costs import KINDS, UnitCosts
 
 
 def tables(seed: int, solutions: int, units: int, kinds: int) -> UnitCosts:
-    """Each solution is slower and leaner than the one before, more so for some units; some units
-    are alike.
+    """Each solution is slower than the one before and needs less memory, by factors that differ
+    from unit to unit. Some units are equal.
     """
     draw = np.random.default_rng(seed)
     unit_class = np.concatenate([np.arange(kinds), draw.integers(0, kinds, units - kinds)])
@@ -41,7 +41,7 @@ def cuts(units: int, stages: int) -> list[tuple[int, ...]]:
 
 
 def fastest(table: UnitCosts, run: tuple[int, int], flight: float, budget: float) -> float:
-    """Of a run of units: the least seconds of all mixtures of solutions that fit."""
+    """The least seconds of a range of units, over all mixtures of solutions that fit."""
     a, b = run
     units = np.arange(a, b)
     picks = np.array(list(itertools.product(range(len(table.seconds)), repeat=b - a)))
@@ -76,7 +76,7 @@ def test_the_cut_is_the_best_where_memory_is_free(units: int, stages: int) -> No
 
 
 def budgets(table: UnitCosts, flights: Sequence[float], part: float) -> list[float]:
-    """Between what equal stages take at their leanest and at their fastest."""
+    """Budgets between the least memory of equal stages and the memory of the fastest solutions."""
     units, found = table.seconds.shape[1], []
     for stage, flight in enumerate(flights):
         a, b = (round(units * i / len(flights)) for i in (stage, stage + 1))
@@ -104,7 +104,7 @@ def test_each_unit_takes_what_is_fastest_within_memory(part: float) -> None:
                 estimated = float(stages.seconds(stage, np.array([a]), np.array([b]))[0])
                 assert (
                     estimated <= least[stage] * 1.01
-                )  # units in part are a relaxation, at prices for the most in flight
+                )  # a relaxation: parts of units, at the prices for most microbatches
                 assert (estimated == math.inf) == (least[stage] == math.inf)
                 if taken is not None:
                     units = np.arange(a, b)
@@ -120,8 +120,8 @@ def test_each_unit_takes_what_is_fastest_within_memory(part: float) -> None:
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("part", [0.2, 0.6])
 def test_the_cut_is_nearly_the_best_within_memory(stages: int, part: float) -> None:
-    """All cuts, each with its units' best mixtures; the search's cut, with the mixtures it takes
-    there.
+    """All cuts with their best mixtures of solutions are compared with the search's cut and its
+    mixtures.
     """
     for seed in range(15):
         table, flights = tables(seed, 3, 8, 3), [float(stages - s) for s in range(stages)]
@@ -145,8 +145,9 @@ def test_the_cut_is_nearly_the_best_within_memory(stages: int, part: float) -> N
 @pytest.mark.parametrize(("units", "stages"), [(6, 2), (8, 3), (9, 4)])
 @pytest.mark.parametrize("often", [0.3, 0.9])
 def test_a_cut_where_little_is_sent(units: int, stages: int, often: float) -> None:
-    """All cuts, where much goes over some boundaries and takes its time there: what is sent there
-    and back counts once. A search that is not told finds worse cuts."""
+    """Some cuts have large messages, whose seconds there and back count once. A search that does
+    not know the messages finds worse cuts.
+    """
     better = 0
     for seed, microbatches in itertools.product(range(20), (1, 4, 16)):
         table, draw = tables(seed, 1, units, units), np.random.default_rng(seed)
@@ -186,7 +187,7 @@ def test_what_a_stage_is_sent_takes_its_memory() -> None:
 
 @pytest.mark.parametrize(("units", "pipeline", "chunks"), [(6, 2, 1), (8, 3, 1), (8, 2, 2)])
 def test_each_rank_reads_a_parameter(units: int, pipeline: int, chunks: int) -> None:
-    """The best of the cuts that leave no rank without one; any, where there is none."""
+    """The best of the cuts in which each rank has a parameter; any cut, where none exists."""
     seen = Counter[str]()
     for seed in range(20):
         table = tables(seed, 1, units, units)

@@ -44,7 +44,13 @@ def run(code: list[str], **environment: str) -> str:
 
 @pytest.mark.slow
 def test_a_mode_of_ones_own_trains() -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=4"]
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr=127.0.0.1",
+        "--nproc-per-node=4",
+    ]
     out = run([*launcher, str(ROOT / "examples/own_mode.py")], GLOO_SOCKET_IFNAME="lo")
     assert "rank 3: near [2, 3], far [1, 3]" in out
     first, last = re.findall(r"loss (\S+) -> (\S+) in", out)[0]
@@ -55,7 +61,9 @@ def test_a_mode_of_ones_own_trains() -> None:
 def test_demo_matches_one_process() -> None:
     pytest.importorskip("transformers")
     sizes = "--ranks 2 --steps 4 --layers 1 --hidden 64 --batch 4 --sequence 16"
-    parallel = '{"tensor": {"size": 2, "mode": "1d"}}'  # left free, a model this small is not split at all
+    parallel = (
+        '{"tensor": {"size": 2, "mode": "1d"}}'  # left free, a model this small is not split at all
+    )
     out = run([str(ROOT / "examples/train_gpt.py"), *sizes.split(), "--parallel", parallel])
     assert "column-parallel" in out
     difference = re.search(r"largest difference .* at any step: (\S+)", out)
@@ -64,7 +72,12 @@ def test_demo_matches_one_process() -> None:
 
 
 def test_options_are_the_ones_there_are() -> None:
-    own = set(inspect.signature(autopar.plan).parameters) - {"model", "sample_input", "world_size", "options"}
+    own = set(inspect.signature(autopar.plan).parameters) - {
+        "model",
+        "sample_input",
+        "world_size",
+        "options",
+    }
     searched = {field.name for field in dataclasses.fields(Options)} - {"world_size"}
     assert set(first_column(OPTIONS, "option")) == own | searched
 
@@ -77,7 +90,9 @@ def test_errors_are_the_ones_there_are() -> None:
 def test_names_and_files_exist() -> None:
     used = set(re.findall(r"autopar\.(\w+)", README)) - {"cost_model", "passes"}
     assert used <= set(autopar.__all__)
-    for path in set(re.findall(r"[\w./]+/[\w./]*\w", re.sub(r"```.*?```", "", README, flags=re.DOTALL))):
+    for path in set(
+        re.findall(r"[\w./]+/[\w./]*\w", re.sub(r"```.*?```", "", README, flags=re.DOTALL))
+    ):
         if re.match(r"(examples|tests|benchmarks|\.ci)/", path):
             assert (ROOT / path).exists(), path
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))

@@ -1,5 +1,5 @@
-"""Costs of a graph of another batch size, against those of a graph that was really captured at that
-size.
+"""The costs of a graph that is resized to a batch size are those of a graph that was captured at
+this size.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def test_it_costs_more_than_at_the_size_captured() -> None:
         sum(float(v.kept.max()) for v in problem_of(analysis, samples, 2).vertices)
         for samples in (4, 64)
     )
-    assert large == pytest.approx(16 * small, rel=0.05)  # but for masks and positions
+    assert large == pytest.approx(16 * small, rel=0.05)  # except masks and positions
 
 
 def test_all_is_as_before_afterwards() -> None:

@@ -1,4 +1,4 @@
-"""Ranks that share cores: what waits leaves its turn to others."""
+"""Ranks that share cores: a rank that waits leaves the core to other ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ def test_what_never_waits_takes_as_long() -> None:
 
 
 def rank_ends(schedule: str, cores: float) -> tuple[list[float], list[float], float]:
-    """When ranks are done on so many cores, when with one each, and the work of all."""
+    """The seconds when each rank ends: on ``cores`` cores, and on one core each; and the work of
+    all ranks.
+    """
     draw = random.Random(schedule)
     orders, looped = actions(schedule, 4, 2 if schedule in LOOPED else 1, 8), schedule in LOOPED
     stages = range(4 * (1 + looped))
@@ -76,7 +78,7 @@ def test_on_one_core_nothing_is_idle(schedule: str) -> None:
 
 
 def test_two_ranks_on_one_core_by_hand() -> None:
-    """Two stages: while the second waits the first is alone; then each has a core."""
+    """Two stages on one core: while the second stage waits, the first one has the whole core."""
     orders = actions("gpipe", 2, 1, 2)
     seconds = dict.fromkeys((action for order in orders for action in order), 1.0)
     # F0 alone to 1; F1 and F0' share a core to 3; F1' alone to 4, B0' to 5; B0 and B1' share to 7;

@@ -1,5 +1,5 @@
-"""A sweep finds what separate calls of plan() find, in less time; its table says so; what cannot be
-asked is refused at once.
+"""A sweep finds the plans that separate calls of plan() find, in less time. Its table shows them.
+Wrong configurations are refused before the model is traced.
 """
 
 from __future__ import annotations
@@ -67,19 +67,19 @@ CONFIGURATIONS: list[dict[str, Any]] = [
     ),
     dict(
         world_size=4, parallel=dict(data=4), memory_budget=1_000, micro_batch_size=2
-    ),  # too little
+    ),  # too little memory
     dict(
         world_size=4, parallel=dict(data=2, pipeline=2), memory_budget=9_000, recompute="none"
-    ),  # too little for a stage
+    ),  # too little memory for a stage
     dict(world_size=4, parallel=dict(data=4), micro_batch_size=3),  # does not divide
-    dict(world_size=64, parallel=dict(pipeline=64), micro_batch_size=2),  # more stages than parts
+    dict(world_size=64, parallel=dict(pipeline=64), micro_batch_size=2),  # more stages than units
     dict(world_size=4, zero=7),
     dict(
         world_size=4,
         parallel=dict(data=2, tensor=TENSOR),
         constraints={"transformer.h.*.mlp.c_fc.weight": "I S1"},
     ),
-    dict(world_size=2, optimizer="sgd"),  # all free
+    dict(world_size=2, optimizer="sgd"),  # everything else is free
 ]
 TOO_LITTLE = (8, 9)
 FIXED = (0, 2, 3, 4, 5, 6)
@@ -87,7 +87,7 @@ FIXED = (0, 2, 3, 4, 5, 6)
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_clock() -> Iterator[None]:
-    """But for the search that ends by the clock."""
+    """Without the exact search, which ends by the clock."""
     with mock.patch.object(fit, "exact", return_value=None):
         yield
 
@@ -107,7 +107,7 @@ def found() -> Sweep:
 
 @pytest.fixture(scope="module")
 def separately() -> list[tuple[Plan | PlanError, float]]:
-    """The same by calls of plan(), with the processor's seconds of each."""
+    """The same plans by separate calls of plan(), with the CPU seconds of each call."""
 
     def one(configuration: dict[str, Any]) -> tuple[Plan | PlanError, float]:
         start = time.process_time()
@@ -138,7 +138,7 @@ def test_it_finds_what_separate_calls_find(
     )
     assert (
         len({plan.step_time for plan in found if isinstance(plan, Plan)}) >= 9
-    )  # they are not all one plan
+    )  # the plans differ
 
 
 @pytest.mark.slow
@@ -163,7 +163,7 @@ def test_all_microbatches_are_traced_once() -> None:
         ]
         found = autopar.sweep(*model(), asked, progress=False, **COMMON)
     assert [plan.microbatches for plan in found if isinstance(plan, Plan)] == [1, 2, 4, 8]
-    assert trace.call_count == 1  # the whole batch, of whose graph those of its parts are made
+    assert trace.call_count == 1  # microbatch graphs derive from the whole batch's graph
 
 
 def test_a_configuration_comes_before_what_is_common() -> None:
@@ -180,12 +180,11 @@ def test_a_configuration_comes_before_what_is_common() -> None:
     assert "data 2 = 2 ranks, world_size is 4" in str(wrong)
 
 
-# -- what it prints
-# -----------------------------------------------------------------------------------------------------------------------
+# -- what it prints --------------------------------------------------------------------------------
 
 
 def cells(text: str) -> list[dict[str, str]]:
-    """The rows of a table by column, read off where the dashes are."""
+    """The rows of a table, by column; the dashes under the head show where columns are."""
     head, dashes, *lines = text.split("\n\n")[0].splitlines()
     places = [m.span() for m in re.finditer("-+", dashes)]
     names = [head[a:b].strip() for a, b in places]
@@ -264,8 +263,7 @@ def test_it_is_a_sequence(found: Sweep) -> None:
         _ = found[8:10].best
 
 
-# -- what is refused
-# ----------------------------------------------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------
 
 GOOD = dict(world_size=2)
 

@@ -1,5 +1,5 @@
-"""Where models can be cut: between layers and halves of layers, with as little alive as there is;
-and cuts made by hand.
+"""Models are cut between layers and halves of layers, where fewest tensors are alive; and where the
+user cuts them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def calls(analysis: Analysis) -> list[fx.Node]:
 
 
 def alive(analysis: Analysis, start: fx.Node) -> list[fx.Node]:
-    """The tensors that would be sent to a stage that starts here."""
+    """The tensors that a stage which starts here would receive."""
     order = calls(analysis)
     place = {n: i for i, n in enumerate(order)}
     at = place[start]
@@ -48,8 +48,8 @@ def modules(analysis: Analysis) -> list[str]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_units_are_the_graph_in_order(name: str) -> None:
-    """Every call is in one unit, but those that each stage makes for itself; no unit is without
-    work.
+    """Every call is in one unit, except calls that each stage runs for itself. Each unit has a
+    heavy call.
     """
     analysis = analysed(name)
     parts = found(analysis)
@@ -64,7 +64,7 @@ def test_units_are_the_graph_in_order(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_no_place_near_by_is_better(name: str) -> None:
-    """A boundary never has all that another one next to it has, and more."""
+    """The tensors at one cut never contain all tensors of the next cut."""
     analysis = analysed(name)
     crossing = [set(alive(analysis, start)) for start in found(analysis).starts[1:]]
     for one, other in itertools.pairwise(crossing):
@@ -108,17 +108,17 @@ def test_t5_takes_the_encoders_result_along() -> None:
     encoded = next(n for n in reversed(calls(analysis)) if n.meta["module"].startswith("encoder."))
     for module in halves - {
         "decoder.block.2.layer.2.layer_norm"
-    }:  # there it has been read for the last time
+    }:  # the last reader of the encoder is before this cut
         sent = places[module]
         assert any(n.meta["module"].startswith("encoder.") for n in sent), (module, encoded)
         assert (
             len(sent) <= 3
-        )  # with the decoder's own stream, and the positions' bias while layers still read it
+        )  # also the decoder's residual stream, and the position bias while layers read it
 
 
 def test_a_unet_is_cut_where_few_skips_are_open() -> None:
-    """On the way down skips pile up: it is cut before them and after them, not below, where all of
-    them cross.
+    """On the way down skip connections pile up. The cuts are before and after them, and not at the
+    bottom, where all of them would cross.
     """
     analysis = analysed("unet", 3)
     parts = found(analysis)
@@ -132,7 +132,7 @@ def test_a_unet_is_cut_where_few_skips_are_open() -> None:
 def test_a_cnn_is_cut_between_its_blocks() -> None:
     analysis = analysed("cnn", 4)
     single = [s.meta["module"] for s in found(analysis).starts[1:] if len(alive(analysis, s)) == 1]
-    for block in range(4, 9):  # of the body: after the stem
+    for block in range(4, 9):  # blocks of the body, after the stem
         assert any(module.startswith(f"body.{block}") for module in single), (block, single)
 
 

@@ -11,8 +11,9 @@ from autopar.search.inner.inner_searches import InnerSearches
 from autopar.search.inner.no_plan_errors import too_many_stages_error
 from autopar.search.space.check_schedule import check_schedule
 from autopar.search.space.configuration import Configuration
-from autopar.search.space.modes import Mode, alternatives, modes
-from autopar.search.space.options import mode_mesh
+from autopar.search.space.meshes import mode_mesh
+from autopar.search.space.modes.mode import Mode
+from autopar.search.space.modes.registry import mode_names, modes_without_keywords
 
 MOST_STAGES = 64  # ranks of a pipeline, where the user leaves its size free
 REPLICA_SAMPLES = (1, 2, 4)  # of a microbatch in a pipeline
@@ -81,8 +82,8 @@ class Enumeration:
         is_free = any(a.use == "free" for a in near.axes)
         for size in (n for n in range(2, ranks + 1) if ranks % n == 0):
             if is_free or split <= 2 * size <= 4 * split:
-                for name in modes():
-                    for mode in alternatives(name, size):
+                for name in mode_names():
+                    for mode in modes_without_keywords(name, size):
                         if not mode.plain:
                             yield from self._in_mode(near, mode, size)
 

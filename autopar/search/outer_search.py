@@ -2,8 +2,8 @@
 
 Configurations are compared by bounds first. A configuration whose bound is above the best candidate
 cannot be better and is dropped. For the others the inner search makes a candidate: stage cuts, a
-solution of each unit, an estimated step time. The fastest candidates are then counted in full, until
-one fits.
+solution of each unit, an estimated step time. The fastest candidates are then counted in full,
+until one fits.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ FITTED = 3  # candidates, the fastest first, that are counted until one fits
 # An estimate of the step time may be too high by this factor. A configuration that is slower even
 # then is not worth a candidate.
 ESTIMATE_ERROR = 1.05
-# A configuration whose bound is above this many times the best estimate drops all configurations
-# that split the same samples' tensors over more ranks.
+# A configuration is hopeless if its bound is above this many times the best estimate.
 HOPELESS = 2
 NEAREST = 2  # configurations around which others are tried
 MOST_LEAST = 12  # configurations whose least memory is worked out, where nothing fits
@@ -80,11 +79,7 @@ class OuterSearch:
         self._over_budget: list[tuple[float, Configuration]] = []
 
     def run(self) -> PricedPlan:
-        """The best plan.
-
-        Raises:
-            PlanError: as :func:`best_plan`.
-        """
+        """The best plan; PlanError as for :func:`best_plan`."""
         best = self._search(self.enumeration.families(), None)
         best = self._try_interleaved(best)
         if self._modes_are_free:

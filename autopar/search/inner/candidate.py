@@ -87,29 +87,13 @@ def best_candidate(
     start = time.perf_counter()
     solutions = _solutions(search, configuration, prices, room, same_layouts, unlimited)
     partition = _partition(search, configuration, prices.problem, solutions, room)
-    if starts is None:
-        best = partition.best(configuration.microbatches)
-        if best is None:
-            raise _no_cut_error(search, configuration, samples, partition)
-        starts = best[0]
-    pipeline = configuration.pipeline
-    idle = rank_without_parameter(search.units.has_parameter, starts, pipeline)
-    if idle is not None and configuration.stages > 1:
-        raise no_parameter_error(idle, configuration)
-    chosen = partition.solutions(starts)
-    if chosen is None:
-        raise _no_cut_error(search, configuration, samples, partition)
+    starts, chosen = _cut_stages(search, configuration, samples, partition, starts)
     microbatches, schedule = configuration.microbatches, configuration.schedule
     seconds = partition.step_seconds(starts, chosen, microbatches, schedule)
     search.add_time("stages", start)
+    numbers = tuple(int(solution) for solution in chosen)
     return Candidate(
-        configuration,
-        prices.problem,
-        tuple(solutions),
-        tuple(starts),
-        tuple(int(solution) for solution in chosen),
-        seconds,
-        gap,
+        configuration, prices.problem, tuple(solutions), tuple(starts), numbers, seconds, gap
     )
 
 
@@ -187,6 +171,31 @@ def _partition(
             [point_to_point(nbytes, links) if nbytes else 0.0 for nbytes in received]
         )
     return partition
+
+
+def _cut_stages(
+    search: InnerSearch,
+    configuration: Configuration,
+    samples: int,
+    partition: StagePartition,
+    starts: Sequence[int] | None,
+) -> tuple[Sequence[int], np.ndarray]:
+    """The first unit of each stage, as the user cut or else the best cut; and the solution of each
+    unit.
+    """
+    if starts is None:
+        best = partition.best(configuration.microbatches)
+        if best is None:
+            raise _no_cut_error(search, configuration, samples, partition)
+        starts = best[0]
+    pipeline = configuration.pipeline
+    rank = rank_without_parameter(search.units.has_parameter, starts, pipeline)
+    if rank is not None and configuration.stages > 1:
+        raise no_parameter_error(rank, configuration)
+    chosen = partition.solutions(starts)
+    if chosen is None:
+        raise _no_cut_error(search, configuration, samples, partition)
+    return starts, chosen
 
 
 def _no_cut_error(

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch.fx as fx
 
-from autopar.cost_model import Cluster
+from autopar.cost_model import Cluster, ConversionCosts
 from autopar.ir.plan_data import EXACT_AXES
 from autopar.ir.precision import dtype_of
 from autopar.memory.saved_tensors import SavedTensors
@@ -22,8 +22,8 @@ from autopar.search.ilp.solve import Solution
 from autopar.search.inner.search_cache import SearchCache
 from autopar.search.pricing.costs import Costs
 from autopar.search.pricing.resize import resized
+from autopar.search.space.choices.node_choices import NodeChoices
 from autopar.search.space.configuration import Configuration
-from autopar.search.space.node_choices import NodeChoices
 from autopar.search.space.options import Axis, Options
 from autopar.search.space.recompute_policy import RecomputePolicy
 
@@ -96,7 +96,7 @@ class InnerSearch:
             conversions = cache.conversions(configuration.sizes, configuration.pipeline)
             saved = cache.saved(samples)
             costs = self.costs(analysis, saved, conversions, configuration.microbatches)
-            choices = self.choices.on(configuration.axes)
+            choices = self.choices.on_mesh(configuration.axes)
             start = self.add_time("strategies", start)
             problem = build_problem(
                 analysis.graph, self.representative, choices, analysis.rules, costs, self.recompute
@@ -108,7 +108,7 @@ class InnerSearch:
         self,
         analysis: Analysis,
         saved: Mapping[fx.Node, SavedTensors],
-        conversions: Conversions,
+        conversions: ConversionCosts,
         microbatches: int,
         holders: Mapping[fx.Node, int] | None = None,
     ) -> Costs:

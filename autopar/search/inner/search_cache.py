@@ -15,9 +15,9 @@ from typing import Generic, TypeVar
 import numpy as np
 import torch.fx as fx
 
-from autopar.cost_model import Cluster, ConversionCosts
+from autopar.cost_model import Cluster, ComputeCosts, ConversionCosts
 from autopar.kernel_trace.operator_trace import OperatorTracer
-from autopar.memory.saved_tensors import SavedTensors
+from autopar.memory.saved_tensors import SavedTensors, trace_saved_tensors
 from autopar.rules.analysis import Analysis
 from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.solve import Solution
@@ -71,7 +71,7 @@ class SearchCache:
     cluster.
 
     Args:
-        tf32: as for :class:`Compute`.
+        tf32: as for :class:`ComputeCosts`.
         kernel_timer: measures kernels for which the cluster has no curve.
     """
 
@@ -85,11 +85,11 @@ class SearchCache:
         self.analysis, self.cluster, self.kernel_timer = analysis, cluster, kernel_timer
         self.representative = representatives(analysis)
         self.nodes = [n for n in analysis.graph.nodes if self.representative[n] is n]
-        self.tracer, self.compute = OperatorTracer(cluster.device.kind), Compute(cluster, tf32)
+        self.tracer, self.compute = OperatorTracer(cluster.device.kind), ComputeCosts(cluster, tf32)
         self.work, self.staged_graphs = LruCache[WorkByKind](), LruCache[StagedGraph]()
         self.problems, self.solutions = LruCache[Problem](), LruCache[Solution](MOST_SOLUTIONS)
         self._saved = LruCache[dict[fx.Node, SavedTensors]]()
-        self._units, self._conversions = LruCache[Units](), LruCache[Conversions]()
+        self._units, self._conversions = LruCache[Units](), LruCache[ConversionCosts]()
 
     def saved(self, samples: int) -> dict[fx.Node, SavedTensors]:
         """What autograd saves of the representatives. The graph must have the shapes of a
@@ -98,7 +98,7 @@ class SearchCache:
         analysis, kind = self.analysis, self.cluster.device.kind
         return self._saved.of(
             samples,
-            lambda: saved(
+            lambda: trace_saved_tensors(
                 self.nodes,
                 analysis.differentiable,
                 kind,
@@ -115,7 +115,7 @@ class SearchCache:
             tuple(user_cuts), lambda: split_into_units(analysis, analysis.duplicated, user_cuts)
         )
 
-    def conversions(self, sizes: Sequence[int], stages: int) -> Conversions:
+    def conversions(self, sizes: Sequence[int], stages: int) -> ConversionCosts:
         """Conversions on a mesh of ``sizes``; ``stages`` such meshes share the cluster's links."""
         return self._conversions.of(
             (tuple(sizes), stages), lambda: ConversionCosts(sizes, self.cluster, stages)

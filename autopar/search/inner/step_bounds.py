@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopar.cost_model import Conversions
-from autopar.memory.saved_tensors import saved
+from autopar.cost_model import ConversionCosts
+from autopar.memory.saved_tensors import trace_saved_tensors
 from autopar.search.ilp.memory_prices import MemoryPrices
 from autopar.search.ilp.problem import CostBreakdown
 from autopar.search.inner.inner_search import InnerSearch, equal_stages_step_ratio
@@ -49,8 +49,10 @@ def _work_by_kind(search: InnerSearch) -> WorkByKind:
     """The work of all kernels of the whole graph."""
     analysis, cluster = search.analysis, search.cluster
     nodes = analysis.graph.nodes
-    tensors = saved(nodes, analysis.differentiable, cluster.device.kind, search.tracer)
-    kernels = search.costs(analysis, tensors, Conversions((), cluster), 1).kernels
+    tensors = trace_saved_tensors(
+        nodes, analysis.differentiable, cluster.device.kind, search.tracer
+    )
+    kernels = search.costs(analysis, tensors, ConversionCosts((), cluster), 1).kernels
     by_kind: dict[tuple[str, str, str], list[tuple[float, float]]] = defaultdict(list)
     for work in (w for n in nodes for w in kernels.work(n)):
         by_kind[work.operator, work.kind, work.dtype].append((work.flops, work.nbytes))

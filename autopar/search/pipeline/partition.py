@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from autopar.cost_model import makespans
+from autopar.cost_model import schedule_seconds
 from autopar.search.pipeline.best_chain import UnitRanges, best_chain
 from autopar.search.pipeline.choose_solutions import choose_solutions
 from autopar.search.pipeline.unit_costs import UnitCosts
@@ -211,7 +211,7 @@ class StagePartition:
         end = max(sum(stage_step[r :: self.pipeline]) for r in range(self.pipeline))
         if len(ranges) == 1:
             return microbatches * (stage_forward[0] + stage_backward[0]) + end
-        makespan = makespans(
+        makespan = schedule_seconds(
             schedule,
             self.pipeline,
             len(ranges) // self.pipeline,

@@ -13,7 +13,7 @@ from autopar.ir.plan_data import NodePlan
 from autopar.rules import Option, Rule
 from autopar.runtime.kernels.graph_kernels import send
 from autopar.search.plan_check.plan_view import PlanView, name_of, text_of
-from autopar.search.space.strategies import strategies
+from autopar.search.space.choices.node_strategies import node_strategies
 
 
 def node_errors(view: PlanView, node: fx.Node) -> Iterator[str]:
@@ -62,7 +62,7 @@ def _is_strategy(view: PlanView, node: fx.Node, node_plan: NodePlan) -> bool:
     found = [
         strategy
         for parts in (_parts_of_factors(rule, node_plan) if rule is not None else [{}])
-        for strategy in strategies(
+        for strategy in node_strategies(
             rule,
             [n in differentiable for n in reads],
             node in differentiable,
@@ -78,7 +78,7 @@ def _is_strategy(view: PlanView, node: fx.Node, node_plan: NodePlan) -> bool:
 
 
 def _parts_of_factors(rule: Rule, node_plan: NodePlan) -> Iterator[dict[str, int]]:
-    """For the argument ``parts`` of :func:`strategies`: each way in which one split factor may
+    """For the argument ``parts`` of :func:`node_strategies`: each way in which one split factor may
     consist of several equal parts that stand side by side, as the plan's layouts say. The factor
     must be a whole dim, or the dim's factors before it must be the parts.
     """

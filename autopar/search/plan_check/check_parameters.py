@@ -9,7 +9,7 @@ import torch.fx as fx
 from autopar.ir.layout import I, R, S, Type, can_convert, format_layout
 from autopar.ir.plan_data import NodePlan, ParameterPlan
 from autopar.search.plan_check.plan_view import PlanView, text_of
-from autopar.search.space.strategies import can_gather
+from autopar.search.space.choices.parameter_strategies import can_gather
 
 
 def parameter_errors(view: PlanView, node: fx.Node) -> Iterator[str]:

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 import torch.fx as fx
 
-from autopar.cost_model import Axis, Conversions, Term
+from autopar.cost_model import AxisLinks, ConversionCosts, Term
 from autopar.cost_model.conversion import Step
 from autopar.ir.layout import Layout
 from autopar.rules.analysis import Analysis
 
 
-class ConversionCosts:
+class NodeConversionCosts:
     """Conversions of the tensors of one graph on the mesh of one stage.
 
     Args:
@@ -23,18 +23,18 @@ class ConversionCosts:
     """
 
     def __init__(
-        self, analysis: Analysis, conversions: Conversions, reduction_dtype: torch.dtype | None
+        self, analysis: Analysis, conversions: ConversionCosts, reduction_dtype: torch.dtype | None
     ) -> None:
         self._analysis, self._conversions = analysis, conversions
         self._reduction_dtype = reduction_dtype
 
     @property
-    def axes(self) -> list[Axis]:
+    def axes(self) -> list[AxisLinks]:
         """The links of each mesh axis."""
         return self._conversions.axes
 
     @property
-    def pipeline(self) -> Axis:
+    def pipeline(self) -> AxisLinks:
         """The links between pipeline stages."""
         return self._conversions.pipeline
 

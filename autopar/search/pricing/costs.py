@@ -10,14 +10,14 @@ import numpy as np
 import torch
 import torch.fx as fx
 
-from autopar.cost_model import point_to_point
+from autopar.cost_model import ComputeCosts, ConversionCosts, point_to_point
 from autopar.ir.layout import Layout
 from autopar.kernel_trace.operator_trace import OperatorTracer
 from autopar.memory.saved_tensors import SavedTensors
 from autopar.rules import Rule
 from autopar.rules.analysis import Analysis
 from autopar.runtime.kernels.graph_kernels import send
-from autopar.search.pricing.conversion_costs import ConversionCosts
+from autopar.search.pricing.conversion_costs import NodeConversionCosts
 from autopar.search.pricing.kernel_costs import KernelCosts
 from autopar.search.pricing.kernel_seconds import KernelTimer
 from autopar.search.pricing.node_sizes import chunk_count, tensor_bytes
@@ -84,7 +84,7 @@ class Costs:
         self.analysis, self.compute, self.sizes = analysis, compute, conversions.sizes
         self.optimizer, self.reduction_dtype = optimizer, reduction_dtype
         tracer = tracer or OperatorTracer(compute.device_kind)
-        self.conversions = ConversionCosts(analysis, conversions, reduction_dtype)
+        self.conversions = NodeConversionCosts(analysis, conversions, reduction_dtype)
         self.kernels = KernelCosts(analysis, saved, conversions, compute, kernel_timer, tracer)
         self.parameters = ParameterCosts(
             analysis,

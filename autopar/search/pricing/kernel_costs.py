@@ -10,17 +10,18 @@ import numpy as np
 import torch
 import torch.fx as fx
 
-from autopar.cost_model import Compute, Conversions, Term, seconds
+from autopar.cost_model import ComputeCosts, ConversionCosts, Term, collective_seconds
 from autopar.ir.layout import local_shape
 from autopar.ir.nodes import operands, result_tensors, slices_of
 from autopar.ir.plan_data import NodePlan
+from autopar.kernel_trace.fake_mesh import FakeMesh
 from autopar.kernel_trace.kernel_launches import (
     STREAMED_COLLECTIVES,
     KernelLaunch,
     collectives_of_launch,
 )
-from autopar.kernel_trace.meta_kernels import FakeMesh
-from autopar.kernel_trace.operator_trace import OperatorTrace, OperatorTracer, contiguous_spec
+from autopar.kernel_trace.operator_trace import OperatorTrace, OperatorTracer
+from autopar.kernel_trace.tensor_spec import contiguous_spec
 from autopar.memory.call_trace import trace_kernel
 from autopar.memory.saved_tensors import SavedTensors
 from autopar.rules import Rule
@@ -56,8 +57,8 @@ class KernelCosts:
         self,
         analysis: Analysis,
         saved: Mapping[fx.Node, SavedTensors],
-        conversions: Conversions,
-        compute: Compute,
+        conversions: ConversionCosts,
+        compute: ComputeCosts,
         kernel_timer: KernelTimer | None,
         tracer: OperatorTracer,
     ) -> None:
@@ -179,7 +180,10 @@ class KernelCosts:
                 for kind, nbytes, axes in collectives_of_launch(launch)
                 for axis in axes
             ]
-            taken = [float(seconds(kind, nbytes, self._axes[axis])) for kind, axis, nbytes in sent]
+            taken = [
+                float(collective_seconds(kind, nbytes, self._axes[axis]))
+                for kind, axis, nbytes in sent
+            ]
             streamed = sum(
                 t
                 for t, (kind, _, _) in zip(taken, sent, strict=True)

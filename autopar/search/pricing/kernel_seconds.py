@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 import torch.fx as fx
 
+from autopar.cost_model import ComputeCosts
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.nodes import operands, result_tensors
 from autopar.kernel_trace.kernel_launches import TEMPORARY, KernelLaunch
@@ -125,7 +126,7 @@ class KernelTimer(Protocol):
 
 
 def kernel_seconds(
-    compute: Compute,
+    compute: ComputeCosts,
     launches: Sequence[KernelLaunch],
     shares: RankShares,
     dtype: str,

@@ -12,16 +12,16 @@ import torch
 import torch.fx as fx
 
 from autopar.cost_model import (
-    Compute,
+    ComputeCosts,
     Term,
+    collective_seconds,
     optimizer_traffic,
     parameter_memory,
     point_to_point,
-    seconds,
 )
 from autopar.ir.plan_data import BUCKET_BYTES
 from autopar.rules.analysis import Analysis
-from autopar.search.pricing.conversion_costs import ConversionCosts
+from autopar.search.pricing.conversion_costs import NodeConversionCosts
 from autopar.search.pricing.kernel_costs import KernelWork
 from autopar.search.pricing.node_sizes import chunk_count, stored_dtype
 from autopar.search.space.strategies import ParameterStrategy
@@ -43,8 +43,8 @@ class ParameterCosts:
     def __init__(
         self,
         analysis: Analysis,
-        conversions: ConversionCosts,
-        compute: Compute,
+        conversions: NodeConversionCosts,
+        compute: ComputeCosts,
         optimizer: str,
         reduction_dtype: torch.dtype | None,
         microbatches: int,
@@ -90,7 +90,7 @@ class ParameterCosts:
         bucket = max(term.nbytes, BUCKET_BYTES)
         exposed = max(1 - self.compute.overlap, _LEAST_EXPOSED) if term.phase == "backward" else 1.0
         axis = self._conversions.axes[term.axis]
-        return exposed * float(seconds(term.kind, bucket, axis)) * term.nbytes / bucket
+        return exposed * float(collective_seconds(term.kind, bucket, axis)) * term.nbytes / bucket
 
     def _pipeline_sum(self, node: fx.Node, strategy: ParameterStrategy, ranks: int) -> Term:
         """The ring all-reduce of a parameter's gradient over ``ranks`` of the pipeline. Nothing

@@ -19,7 +19,7 @@ from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.pricing.costs import Costs
 from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.result.staged_graph import staged_costs, staged_graph
-from autopar.search.space.node_choices import NodeChoices
+from autopar.search.space.choices.node_choices import NodeChoices
 from autopar.search.space.recompute_policy import FREED, RECOMPUTED, SAVED, RecomputePolicy
 from autopar.search.space.strategies import Choice
 
@@ -80,7 +80,7 @@ class _Assembly:
         search, configuration, analysis = self.search, self.candidate.configuration, self.analysis
         own = [n for n in analysis.graph.nodes if self.representative[n] is n]
         decided = {n: states for n in own if (states := self._decided(n)) is not None}
-        free = NodeChoices(analysis, self.representative, search.options).on(
+        free = NodeChoices(analysis, self.representative, search.options).on_mesh(
             configuration.axes, [n for n in own if n not in decided]
         )
         choices = free | {n: list(states) for n, states in decided.items()}

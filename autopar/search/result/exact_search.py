@@ -23,6 +23,7 @@ from autopar.search.pipeline.units import rank_without_parameter
 from autopar.search.pricing.resize import resized
 from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.result.staged_graph import costs_of_stages, cut_at_units, stages_of
+from autopar.search.space.choices.node_choices import NodeChoices
 from autopar.search.space.configuration import Configuration, least_step_ratio
 
 MOST_CUTS = 5_000  # of which bounds are taken

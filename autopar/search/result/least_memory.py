@@ -87,13 +87,12 @@ def least_memory_plan(
         if (key := (solution.chosen, solution.recomputed)) in tried:
             continue
         tried.add(key)
+        cuts = starts or _even_cuts(table.of([solution]), configuration)
         candidate = Candidate(
             configuration,
             prices.problem,
             (solution,),
-            tuple(starts)
-            if starts is not None
-            else _even_cuts(table.of([solution]), configuration),
+            tuple(cuts),
             (0,) * len(search.units.nodes),
             prices.seconds(solution),
             prices.gap(solution, search.budget),

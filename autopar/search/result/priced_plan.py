@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 import torch.fx as fx
 
-from autopar.cost_model import Timeline
+from autopar.cost_model import Timeline, simulate_schedule
 from autopar.rules.analysis import Analysis
 from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.solve import Solution
@@ -103,7 +103,7 @@ class PricedPlan:
     def timeline(self) -> Timeline:
         """The timeline of all microbatches, without the step end."""
         breakdown, configuration = self.solution.cost_breakdown, self.configuration
-        return timeline_of(
+        return simulate_schedule(
             configuration.schedule,
             configuration.pipeline,
             configuration.chunks,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from autopar.cost_model import ends_on_shared_cores
 from autopar.cost_model.schedule import LOOPED
 from autopar.ir.plan_data import PlanData
 from autopar.search.result.end_of_step import end_of_step
@@ -27,7 +28,9 @@ def share_cores(plan: PlanData, priced: PricedPlan, ranks_per_core: float) -> Pl
     core_alone = {e.action: (e.end - e.start) / ranks_per_core for e in timeline.events}
     cores = plan.pipeline / ranks_per_core
     is_looped = plan.schedule in LOOPED
-    finish = in_turns(timeline.orders, core_alone, priced.send_seconds, is_looped, cores)
+    finish = ends_on_shared_cores(
+        timeline.orders, core_alone, priced.send_seconds, is_looped, cores
+    )
     last = max(end + sum(ends[rank :: plan.pipeline]) for rank, end in enumerate(finish))
     part = min(1.0, last / plan.step_time)
 

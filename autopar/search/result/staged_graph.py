@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch.fx as fx
 
-from autopar.memory.saved_tensors import SavedTensors, saved
+from autopar.memory.saved_tensors import SavedTensors, trace_saved_tensors
 from autopar.passes.lowering.cut_stages import cut_stages
 from autopar.rules.analysis import Analysis
 from autopar.runtime.kernels.graph_kernels import send
@@ -88,7 +88,7 @@ def staged_costs(
 
 def _saved_tensors(search: InnerSearch, analysis: Analysis) -> dict[fx.Node, SavedTensors]:
     """What autograd saves of each node of a cut graph."""
-    return saved(
+    return trace_saved_tensors(
         analysis.graph.nodes,
         analysis.differentiable,
         search.cluster.device.kind,
