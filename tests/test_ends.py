@@ -11,7 +11,7 @@ from megatron import batch, configuration, gpt, searched
 import autopar
 from autopar.cost_model import Cluster, axes, point_to_point, seconds
 from autopar.frontend.traced_model import TracedModel
-from autopar.ir.plan_data import BUCKET_BYTES
+from autopar.ir.parameter_collectives import BUCKET_BYTES
 from autopar.search.result.end_of_step import OPTIMIZER, SYNC, end_of_step
 from autopar.search.result.priced_plan import PricedPlan
 

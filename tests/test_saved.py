@@ -156,7 +156,9 @@ def measured(program: Compiled, sample: dict[str, Any]) -> float:
     if dist.get_world_size() > 1:
         time.sleep(0.002)  # for gloo's threads, which hold what they sent a little longer
     gathered = sum(
-        w.leaf.untyped_storage().nbytes() for w in program._state.weights.values() if w.moved
+        w.leaf.untyped_storage().nbytes()
+        for w in program._state.weights.values()
+        if w.spec.collectives.is_moved
     )
     held = live.alive() - gathered - loss.untyped_storage().nbytes()
     loss.backward()

@@ -15,9 +15,6 @@ VERSION = 5
 # on meshes of more axes, unless they are a mode's, the search is exact in neighbourhoods only
 EXACT_AXES = 2
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble")
-BUCKET_BYTES = (
-    25 << 20
-)  # the most that one collective takes of gradients, or of gathered parameters, in a step
 
 ConversionStep = tuple[int, str, str]  # one conversion along one axis: (axis, from, to)
 

@@ -20,6 +20,7 @@ from autopar.runtime.communication.all_ranks import run_on_all_ranks
 from autopar.runtime.communication.desync import DesyncDetector
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.communication.replicas import check_replicas
+from autopar.runtime.dtensors.sharding import redistributed_like
 from autopar.runtime.kernels import graph_kernels
 from autopar.runtime.measure.peak_memory import step_peak_bytes
 from autopar.runtime.measure.step_recorder import gather_rank_times
@@ -31,16 +32,15 @@ from autopar.runtime.module.module_tree import (
     seal,
 )
 from autopar.runtime.module.signature import OutputStructure, Signature
-from autopar.runtime.parameters.checkpoints import install_state_dict_checks
-from autopar.runtime.parameters.gradient_clipping import install_clipping
+from autopar.runtime.optimizer.checkpoints import install_state_dict_checks
+from autopar.runtime.optimizer.gradient_clipping import install_clipping
+from autopar.runtime.optimizer.step_hooks import install_step_hooks
 from autopar.runtime.parameters.holders import Holders
 from autopar.runtime.parameters.model_state import (
     ModelState,
     check_dtype_and_device,
-    redistributed_like,
     with_meta_state,
 )
-from autopar.runtime.parameters.optimizers import install_step_hooks
 from autopar.runtime.pipeline.recompute import operator_of
 from autopar.runtime.step.program_variants import ProgramVariant, ProgramVariants
 from autopar.runtime.step.step_runner import StepRunner
@@ -94,7 +94,7 @@ class Compiled(nn.Module):
         )
         self._output_structure = OutputStructure(captured)
         holders = Holders(captured, lowered, mesh.pipeline) if lowered.stages else None
-        keep = holders.of(mesh.pipeline_rank) if holders else None
+        keep = holders.held_by(mesh.pipeline_rank) if holders else None
         whole = (
             plan.microbatches == 1 and holders is None
         )  # then ranks meet in the backward that the user calls

@@ -21,7 +21,7 @@ from autopar.errors import RunError
 from autopar.runtime.communication.watchdog import blocking_section
 from autopar.runtime.measure.autograd_engine import is_graph_retained, will_execute
 from autopar.runtime.parameters.gradients import Gradients, GradientSync
-from autopar.runtime.parameters.model_state import Weight
+from autopar.runtime.parameters.weight import Weight
 
 Arrived = Sequence[torch.Tensor | None]
 

@@ -18,8 +18,9 @@ from autopar.ir.precision import dtype_of
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.communication.placements import convert_for_dtensor
 from autopar.runtime.parameters.gradients import Gradients, GradientSync
-from autopar.runtime.parameters.holders import Holders, SharedParameters
-from autopar.runtime.parameters.model_state import Weight
+from autopar.runtime.parameters.holders import Holders
+from autopar.runtime.parameters.shared_parameters import SharedParameters
+from autopar.runtime.parameters.weight import Weight
 from autopar.runtime.pipeline.microbatches import Microbatches
 from autopar.runtime.pipeline.torch_pipelining import ScheduleRunner, StageBoundary
 from autopar.runtime.step.autograd_bridge import take_gradients

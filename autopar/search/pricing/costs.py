@@ -27,7 +27,12 @@ from autopar.cost_model import (
 from autopar.cost_model.conversion import Step
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.nodes import operands, result_tensors, slices_of
-from autopar.ir.plan_data import BUCKET_BYTES, NodePlan
+from autopar.ir.parameter_collectives import (
+    BUCKET_BYTES,
+    parameter_collectives,
+    shared_gradient_dtype,
+)
+from autopar.ir.plan_data import NodePlan
 from autopar.kernel_trace.kernel_launches import (
     STREAMED_COLLECTIVES,
     KernelLaunch,
@@ -422,7 +427,7 @@ class Costs:
         """The sum of a parameter's gradient over that many ranks of the pipeline: a ring of theirs,
         which nothing hides.
         """
-        gradient = self.reduction_dtype or _stored(node)
+        gradient = shared_gradient_dtype(_stored(node), self.reduction_dtype)
         nbytes = node.meta["val"].numel() / self._parts(storage.stored) * gradient.itemsize
         taken = 2 * (ranks - 1) * point_to_point(nbytes / ranks, self.conversion.pipeline)
         return Term("all_reduce", self.pipeline_axis, nbytes, taken, "backward")
@@ -480,9 +485,7 @@ class Costs:
             "optimizer": float(kept.optimizer),
         }
         used, computed = elements / self._parts(storage.used), node.meta["val"].dtype
-        if any(
-            s.is_shard and s is not u for s, u in zip(storage.stored, storage.used, strict=True)
-        ):
+        if parameter_collectives(storage.stored, storage.used, self.sizes).is_moved:
             gradient = (
                 stored if self._microbatches > 1 else computed
             )  # microbatches add up in the parameter's dtype

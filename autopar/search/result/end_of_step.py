@@ -10,11 +10,10 @@ backward, nor what ranks of the pipeline share. Computing beside a collective sl
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 
 from autopar.cost_model import Term, seconds
-from autopar.ir.plan_data import BUCKET_BYTES
+from autopar.ir.parameter_collectives import bucket_count
 from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.space.strategies import ParameterStrategy
 
@@ -59,7 +58,7 @@ def _exposed(found: PricedPlan, stages: range) -> float:
     sums = dict.fromkeys(("forward", "backward"), 0.0)
     last = 0.0
     for (phase, kind, axis), total in nbytes.items():
-        buckets = max(1, math.ceil(total / BUCKET_BYTES))  # of a parameter without elements, too
+        buckets = bucket_count(total)
         each = float(seconds(kind, total / buckets, found.costs.axis(axis)))
         sums[phase] += buckets * each
         last = max(last, each) if phase == "backward" else last
