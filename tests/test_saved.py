@@ -42,7 +42,7 @@ from autopar.runtime.communication.random_streams import RandomStreams
 from autopar.runtime.measure.live_bytes import LiveBytes
 from autopar.runtime.module.compiled import Compiled
 from autopar.runtime.pipeline import recompute
-from autopar.runtime.pipeline.torch_pipelining import StageEntry
+from autopar.runtime.pipeline.stage_backward import StageEntry
 
 MODELS = ("gpt2", "llama", "vit", "t5", "bert", "cnn")
 TINY = 64  # bytes that do not count: a bias, two numbers
