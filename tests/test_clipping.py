@@ -16,7 +16,7 @@ from autopar.errors import RunError
 from autopar.ir.layout import parse_layout
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.communication.placements import is_sharded
-from autopar.runtime.parameters.model_state import distribute, local_part
+from autopar.runtime.dtensors.sharding import dtensor_of_part, local_part
 
 LAYOUTS = ("s0 S0", "s0 S1", "s1 S1", "S0 I", "I I", "I s0", "S0 S0")
 
@@ -31,7 +31,7 @@ def _mixed() -> None:
             torch.randn(8, 8, dtype=torch.float64, generator=generator),
             parse_layout(text),
         )
-        placed = distribute(local_part(whole, layout, mesh).clone().contiguous(), layout, mesh)
+        placed = dtensor_of_part(local_part(whole, layout, mesh).clone().contiguous(), layout, mesh)
         assert torch.equal(placed.full_tensor(), whole), text
         assert [is_sharded(p) for p in placed.placements] == [t.is_shard for t in layout], text
         parameters.append(nn.Parameter(torch.zeros_like(placed)))

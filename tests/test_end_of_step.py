@@ -11,9 +11,9 @@ from megatron import batch, configuration, gpt, searched
 import autopar
 from autopar.cost_model import Cluster, axis_links, collective_seconds, point_to_point
 from autopar.frontend.traced_model import TracedModel
-from autopar.ir.plan_data import BUCKET_BYTES
-from autopar.search.result.end_of_step import end_of_step
-from autopar.search.result.priced_plan import OPTIMIZER, SYNC, PricedPlan
+from autopar.ir.parameter_collectives import BUCKET_BYTES
+from autopar.search.result.end_of_step import OPTIMIZER, SYNC, end_of_step
+from autopar.search.result.priced_plan import PricedPlan
 
 A100 = Cluster.load("a100-sxm")
 

@@ -13,8 +13,8 @@ from pool import Pools
 from torch.distributed.tensor import DTensor, Shard
 
 from autopar.ir.layout import parse_layout
-from autopar.runtime.parameters.gather import cut, join
-from autopar.runtime.parameters.gradient_clipping import clip_grad_norm_
+from autopar.runtime.optimizer.gradient_clipping import clip_grad_norm_
+from autopar.runtime.parameters.gather import join_chunks, split_chunks
 from autopar.runtime.parameters.gradients import GradientSync
 
 RANKS = {"one": 1, "data": 2, "zero": 2, "columns": 2, "slice": 2, "grid": 4, "data4": 4}
@@ -244,8 +244,10 @@ def test_clip_grad_norm(ranks: Pools, case: str, order: float) -> None:
 def test_join_undoes_cut(sizes: tuple[int, ...], types: str) -> None:
     whole = torch.arange(6 * 12 * 4).view(6, 12, 4)
     layout = parse_layout(types)
-    chunks = cut(whole, sizes, layout)
-    assert torch.equal(join(chunks.reshape(-1), sizes, layout, chunks.shape[len(sizes) :]), whole)
+    chunks = split_chunks(whole, sizes, layout)
+    assert torch.equal(
+        join_chunks(chunks.reshape(-1), sizes, layout, chunks.shape[len(sizes) :]), whole
+    )
     for place in product(*map(range, sizes)):
         expected = whole
         for axis in sorted(

@@ -522,7 +522,9 @@ def _holds(options: dict[str, Any]) -> tuple[dict[str, float], dict[str, float]]
     def counted(self: GradientSync, bucket: Any) -> None:
         gathered.append(
             sum(
-                0 if w.gradient is None else w.gradient.nbytes for w in bucket.weights if w.gathered
+                0 if w.gradient is None else w.gradient.nbytes
+                for w in bucket.weights
+                if w.spec.collectives.gathered
             )
         )
         launch(self, bucket)

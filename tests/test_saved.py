@@ -42,7 +42,7 @@ from autopar.runtime.communication.random_streams import RandomStreams
 from autopar.runtime.measure.live_bytes import LiveBytes
 from autopar.runtime.module.compiled import Compiled
 from autopar.runtime.pipeline import recompute
-from autopar.runtime.pipeline.torch_pipelining import StageEntry
+from autopar.runtime.pipeline.stage_backward import StageEntry
 
 MODELS = ("gpt2", "llama", "vit", "t5", "bert", "cnn")
 TINY = 64  # bytes that do not count: a bias, two numbers
@@ -156,7 +156,9 @@ def measured(program: Compiled, sample: dict[str, Any]) -> float:
     if dist.get_world_size() > 1:
         time.sleep(0.002)  # for gloo's threads, which hold what they sent a little longer
     gathered = sum(
-        w.leaf.untyped_storage().nbytes() for w in program._state.weights.values() if w.moved
+        w.leaf.untyped_storage().nbytes()
+        for w in program._state.weights.values()
+        if w.spec.collectives.is_moved
     )
     held = live.alive() - gathered - loss.untyped_storage().nbytes()
     loss.backward()

@@ -9,63 +9,25 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.ir.plan_data import BUCKET_BYTES
+from autopar.ir.parameter_collectives import ParameterSpec, gather_order, gradient_buckets
 from autopar.memory.forward_liveness import GRADIENTS, TRANSIENT, GradientBuffer, LiveMemory
-from autopar.runtime.parameters.gather import buckets
 
 
-@dataclass(eq=False)
-class LocalParameter:
-    """One parameter on one rank.
+@dataclass(frozen=True)
+class LocalParameter(ParameterSpec):
+    """One parameter on one rank. ``is_trainable``: whether the loss has a gradient for it."""
 
-    Attributes:
-        elements, dtype: as the graph takes it.
-        stored_elements, stored_dtype: of the rank's part between steps.
-        scatter: ranks over which its gradient is reduce-scattered; ``reduces``: whether it is
-            all-reduced after that.
-        gathered: the mesh axes along which it is put together from several ranks' parts when a step
-            starts; ``dims``, those they cut.
-        exchanged: the mesh axes along which ranks exchange pieces of it then; ``apart``, whether
-            these do not lie side by side.
-        sums: the axes of these collectives.
-        trains: whether the loss has a gradient for it.
-    """
-
-    name: str
-    elements: int
-    dtype: torch.dtype
-    stored_elements: int
-    stored_dtype: torch.dtype
-    scatter: int
-    reduces: bool
-    gathered: tuple[int, ...]
-    dims: tuple[int, ...]
-    exchanged: tuple[int, ...]
-    apart: bool
-    sums: tuple[tuple[int, ...], tuple[int, ...]]
     is_trainable: bool
 
     @property
-    def leaf_bytes(self) -> int:
-        return self.elements * self.dtype.itemsize
+    def has_apart_pieces(self) -> bool:
+        """Whether pieces that ranks exchange lie apart in memory."""
+        return any(self.used[axis].dim for axis in self.collectives.exchanged)
 
     @property
-    def stored_bytes(self) -> int:
-        return self.stored_elements * self.stored_dtype.itemsize
-
-    @property
-    def cast(self) -> bool:
-        return self.dtype != self.stored_dtype
-
-    @property
-    def moved(self) -> bool:
-        """Whether other ranks have some of it."""
-        return bool(self.gathered or self.exchanged)
-
-    @property
-    def is_synchronised(self) -> bool:
-        """Whether its gradient goes through a bucket."""
-        return self.scatter > 1 or self.reduces or self.moved
+    def is_joined_in_place(self) -> bool:
+        """Whether gathered parts lie in memory as they do in the whole."""
+        return [self.stored[axis].dim for axis in self.collectives.gathered] == [0]
 
 
 class GradientMemory:
@@ -82,13 +44,7 @@ class GradientMemory:
         self._added: dict[
             str, int
         ] = {}  # the sum of microbatches, in the parameter's dtype where that is not the graph's
-        others = [leaf for leaf in in_order[::-1] if leaf.is_synchronised]
-        together = buckets(
-            others,
-            lambda leaf: (leaf.sums, leaf.exchanged, leaf.dtype, leaf.stored_dtype),
-            BUCKET_BYTES,
-        )
-        self._buckets = [] if direct else together
+        self._buckets = [] if direct else [b.parameters for b in gradient_buckets(in_order)]
         self._bucket_of = {
             leaf.name: i for i, bucket in enumerate(self._buckets) for leaf in bucket
         }
@@ -122,7 +78,7 @@ class GradientMemory:
             ledger.add(TRANSIENT, -grad.nbytes)
         place = self._bucket_of.get(name)
         if (
-            leaf.cast
+            leaf.is_cast
             and not self._direct
             and (place is None or not self._armed or name in self._added)
         ):
@@ -139,11 +95,11 @@ class GradientMemory:
 
     def _put(self, leaf: LocalParameter, place: int, ledger: LiveMemory) -> None:
         bucket = self._buckets[place]
-        if not (leaf.scatter > 1 or leaf.moved):
+        if not (leaf.scatter_ranks > 1 or leaf.collectives.is_moved):
             if place not in self._flats:
                 self._flats[place] = (
                     sum(each.elements for each in bucket if each.is_trainable)
-                    * self._sum_dtype(leaf).itemsize
+                    * leaf.bucket_dtype(self._reduction_dtype).itemsize
                 )
                 ledger.add(GRADIENTS, self._flats[place])
             self._drop(leaf.name, ledger)
@@ -152,16 +108,6 @@ class GradientMemory:
             self._launch(self._next, ledger)
             self._next += 1
 
-    def _sum_dtype(self, leaf: LocalParameter) -> torch.dtype:
-        sums = leaf.scatter > 1 or leaf.reduces
-        return (
-            self._reduction_dtype
-            if self._reduction_dtype and sums
-            else leaf.dtype
-            if sums
-            else leaf.stored_dtype
-        )
-
     def _drop(self, name: str, ledger: LiveMemory) -> None:
         ledger.add(GRADIENTS, -self._there.pop(name, 0) - self._added.pop(name, 0))
 
@@ -169,28 +115,23 @@ class GradientMemory:
         bucket = [leaf for leaf in self._buckets[place] if leaf.is_trainable]
         if place in self._flats or not bucket:
             return
+        first, ranks = bucket[0].collectives, bucket[0].scatter_ranks
+        itemsize = bucket[0].bucket_dtype(self._reduction_dtype).itemsize
         made = [self._added.get(leaf.name, self._there.get(leaf.name, 0)) for leaf in bucket]
         parts = [leaf.elements // max(leaf.stored_elements, 1) for leaf in bucket]
-        if bucket[0].exchanged:
+        if first.exchanged:
             ledger.add_briefly(_exchanging(bucket, made))
         joined = sum(
-            nbytes if leaf.scatter > 1 else nbytes // n
-            for leaf, nbytes, n in zip(bucket, made, parts, strict=True)
+            nbytes if ranks > 1 else nbytes // n for nbytes, n in zip(made, parts, strict=True)
         )
-        if len(bucket) == 1 and bucket[0].exchanged and not bucket[0].gathered:
+        if len(bucket) == 1 and first.exchanged and not first.gathered:
             joined = 0  # what arrived lies as it shall
-        sends = (
-            sum(leaf.elements if leaf.scatter > 1 else leaf.stored_elements for leaf in bucket)
-            * self._sum_dtype(bucket[0]).itemsize
+        sends = itemsize * sum(
+            leaf.elements if ranks > 1 else leaf.stored_elements for leaf in bucket
         )
-        result = sends // max(bucket[0].scatter, 1)
-        cast = (
-            0
-            if self._sum_dtype(bucket[0]).itemsize * sum(leaf.elements for leaf in bucket)
-            == sum(made)
-            else sends
-        )
-        ledger.add_briefly(joined + max(cast, 0) + (result if bucket[0].scatter > 1 else 0))
+        result = sends // ranks
+        cast = 0 if itemsize * sum(leaf.elements for leaf in bucket) == sum(made) else sends
+        ledger.add_briefly(joined + max(cast, 0) + (result if ranks > 1 else 0))
         for leaf in bucket:
             self._drop(leaf.name, ledger)
         self._flats[place] = result
@@ -203,7 +144,7 @@ class GradientMemory:
         for place, nbytes in self._flats.items():
             bucket = [leaf for leaf in self._buckets[place] if leaf.is_trainable]
             whole = sum(leaf.stored_bytes for leaf in bucket)
-            if self._sum_dtype(bucket[0]) != bucket[0].stored_dtype:
+            if bucket[0].bucket_dtype(self._reduction_dtype) != bucket[0].stored_dtype:
                 ledger.add(GRADIENTS, whole)
                 ledger.add(GRADIENTS, -nbytes)
         self._flats, self._armed = {}, False
@@ -212,7 +153,7 @@ class GradientMemory:
 def _exchanging(bucket: Sequence[LocalParameter], made: Sequence[int]) -> int:
     """The most bytes that exchanging pieces of tensors of so many takes: what is sent beside its
     pieces, then what arrives beside what is put together."""
-    apart = [nbytes for nbytes, leaf in zip(made, bucket, strict=True) if leaf.apart]
+    apart = [nbytes for nbytes, leaf in zip(made, bucket, strict=True) if leaf.has_apart_pieces]
     return 2 * sum(made) + max(apart, default=0)
 
 
@@ -220,13 +161,9 @@ def gather_memory(in_order: Sequence[LocalParameter]) -> tuple[int, int, int]:
     """Bytes of compute copies, and of gathered parameters, while a step runs; and the most that
     making them takes beyond these.
     """
-    copies = sum(leaf.leaf_bytes for leaf in in_order if leaf.cast and not leaf.moved)
-    moved = buckets(
-        (leaf for leaf in in_order if leaf.moved),
-        lambda leaf: (leaf.gathered, leaf.exchanged, leaf.dtype),
-        BUCKET_BYTES,
-    )
-    together = [bucket for bucket in moved if bucket[0].gathered]
+    order = gather_order(in_order)
+    copies = sum(leaf.leaf_bytes for leaf in order.cast)
+    together = [bucket.parameters for bucket in order.gathered]
     wholes = [sum(leaf.leaf_bytes for leaf in bucket) for bucket in together]
     sent = [
         sum(leaf.stored_elements * leaf.dtype.itemsize for leaf in bucket) for bucket in together
@@ -236,28 +173,15 @@ def gather_memory(in_order: Sequence[LocalParameter]) -> tuple[int, int, int]:
         now += whole
         most = max(most, now + part)
     now += copies
-    for bucket in moved:
-        if not bucket[0].gathered:
-            made = [leaf.leaf_bytes for leaf in bucket]
-            most = max(
-                most,
-                now
-                + sum(n for n, leaf in zip(made, bucket, strict=True) if leaf.cast)
-                + _exchanging(bucket, made),
-            )
-            now, gathered = now + sum(made), gathered + sum(made)
+    for bucket in (exchanged.parameters for exchanged in order.exchanged):
+        made = [leaf.leaf_bytes for leaf in bucket]
+        cast = sum(leaf.leaf_bytes for leaf in bucket if leaf.is_cast)
+        most = max(most, now + cast + _exchanging(bucket, made))
+        now, gathered = now + sum(made), gathered + sum(made)
     most = max(most, now)
     for bucket, whole in zip(together, wholes, strict=True):
-        joins = len(bucket) > 1 or bucket[0].dims != (0,)
-        now += whole if joins else 0
-        most = max(
-            most,
-            now
-            + (
-                _exchanging(bucket, [leaf.leaf_bytes for leaf in bucket])
-                if bucket[0].exchanged
-                else 0
-            ),
-        )
-        now -= whole if joins else 0
+        joined = whole if len(bucket) > 1 or not bucket[0].is_joined_in_place else 0
+        made = [leaf.leaf_bytes for leaf in bucket]
+        exchange = _exchanging(bucket, made) if bucket[0].collectives.exchanged else 0
+        most = max(most, now + joined + exchange)
     return copies, gathered, max(0, most - gathered - copies)

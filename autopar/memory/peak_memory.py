@@ -27,7 +27,7 @@ from autopar.cost_model.schedule import (
     actions,
     early_messages,
 )
-from autopar.ir.layout import I, local_shape
+from autopar.ir.layout import local_shape
 from autopar.ir.plan_data import ParameterPlan, PlanData
 from autopar.ir.precision import dtype_of
 from autopar.kernel_trace.operator_trace import OperatorTracer
@@ -403,32 +403,15 @@ class PeakMemory:
         return dtype
 
     def _leaf(self, name: str, is_trainable: bool) -> LocalParameter:
-        val, plan, sizes = self._nodes[name].meta["val"], self._parameters[name], self._sizes
-        wide = [
-            (axis, *pair)
-            for axis, pair in enumerate(zip(plan.stored, plan.used, strict=True))
-            if sizes[axis] > 1
-        ]
-        pending = [(axis, stored) for axis, stored, used in wide if used.kind == "R"]
-        scatter = tuple(axis for axis, stored in pending if stored.is_shard)
-        reduce = tuple(axis for axis, stored in pending if stored == I)
-        gathered = tuple(
-            axis for axis, stored, used in wide if stored.is_shard and not used.is_shard
-        )
-        exchanged = tuple(axis for axis, stored, used in wide if stored != used and used.is_shard)
+        val, plan = self._nodes[name].meta["val"], self._parameters[name]
         return LocalParameter(
             name,
-            math.prod(local_shape(val.shape, plan.used, sizes)),
-            val.dtype,
-            math.prod(local_shape(val.shape, plan.stored, sizes)),
+            tuple(val.shape),
+            plan.stored,
+            plan.used,
+            self._sizes,
             self._stored(name),
-            math.prod(sizes[axis] for axis in scatter),
-            bool(reduce),
-            gathered,
-            tuple(plan.stored[axis].dim for axis in gathered),
-            exchanged,
-            any(plan.used[axis].dim for axis in exchanged),
-            (scatter, reduce),
+            val.dtype,
             is_trainable,
         )
 

@@ -27,13 +27,13 @@ from autopar.runtime.module.module_tree import (
     seal,
 )
 from autopar.runtime.module.signature import OutputStructure, Signature
-from autopar.runtime.parameters.checkpoints import install_state_dict_checks
-from autopar.runtime.parameters.gradient_clipping import install_clipping
+from autopar.runtime.optimizer.checkpoints import install_state_dict_checks
+from autopar.runtime.optimizer.gradient_clipping import install_clipping
+from autopar.runtime.optimizer.step_hooks import install_step_hooks
 from autopar.runtime.parameters.holders import Holders
 from autopar.runtime.parameters.model_state import (
     ModelState,
     check_dtype_and_device,
-    redistributed_like,
     with_meta_state,
 )
 from autopar.runtime.parameters.optimizers import install_step_hooks

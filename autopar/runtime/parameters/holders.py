@@ -1,4 +1,4 @@
-"""Which ranks of a pipeline hold which of a model's tensors, and parameters that several hold."""
+"""Which ranks of a pipeline hold which tensors of a model."""
 
 from __future__ import annotations
 
@@ -6,130 +6,79 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
 from autopar.errors import PlanError
-from autopar.runtime.communication.mesh import Mesh
-from autopar.runtime.parameters.gradients import Gradients
-from autopar.runtime.parameters.model_state import Weight
+from autopar.ir.captured import CapturedModel
 
 if TYPE_CHECKING:
-    from autopar.ir.captured import CapturedModel
     from autopar.passes.lowering.lower import LoweredModel
 
 
 class Holders:
-    """Which pipeline ranks hold which of the model's tensors: those whose stages use it; one rank,
-    if none does.
+    """Which pipeline ranks hold which tensors of the model's state.
 
-    What no stage uses goes where its neighbours in the model are. Raises :class:`PlanError` for a
-    rank that would have no parameter: no optimizer could be made there.
+    The ranks whose stages use a tensor hold it. A tensor that no stage uses goes to one rank, where
+    its neighbours in the model are. Raises :class:`PlanError` for a rank that would have no
+    parameter: no optimizer could be made there.
     """
 
     def __init__(self, captured: CapturedModel, lowered: LoweredModel, pipeline: int) -> None:
-        used: dict[str, set[int]] = defaultdict(set)
-        counts = len(lowered.state) + len(lowered.input_time_types)
-        for index, stage in enumerate(lowered.stages):
-            takes = {i for graph in (stage.train, stage.evaluate) for i in graph.used_placeholders}
-            names = {lowered.state[i] for i in takes if i < len(lowered.state)}
-            if any(i >= counts for i in takes):
-                names |= counted_from(lowered)
-            names |= {captured.updates[i] for i in stage.train.updates}
-            for name in names:
-                used[name].add(index)
+        stages: dict[str, set[int]] = defaultdict(set)
+        for index in range(len(lowered.stages)):
+            for name in _used_by(index, captured, lowered):
+                stages[name].add(index)
         self._ranks = {
-            name: tuple(sorted({stage % pipeline for stage in stages}))
-            for name, stages in used.items()
+            name: tuple(sorted({stage % pipeline for stage in used}))
+            for name, used in stages.items()
         }
         for name in captured.state:
-            if name not in used:
-                self._ranks[name] = (_nearest(name, used) % pipeline,)
+            if name not in stages:
+                self._ranks[name] = (_nearest(name, stages) % pipeline,)
         for rank in range(pipeline):
-            if not any(isinstance(captured.state[name], nn.Parameter) for name in self.of(rank)):
+            if not any(isinstance(captured.state[n], nn.Parameter) for n in self.held_by(rank)):
                 raise PlanError(
                     f"pipeline rank {rank} of {pipeline} would have no parameter, so that no "
-                    "optimizer could be made there: "
-                    "cut the model elsewhere, or use fewer stages"
+                    "optimizer could be made there: cut the model elsewhere, or use fewer stages"
                 )
 
-    def of(self, rank: int) -> set[str]:
-        """The names of what pipeline rank ``rank`` holds."""
+    def held_by(self, rank: int) -> set[str]:
+        """The names of the tensors that pipeline rank ``rank`` holds."""
         return {name for name, ranks in self._ranks.items() if rank in ranks}
 
-    def several(self) -> list[tuple[int, ...]]:
-        """The sets of several ranks that hold a tensor, in an order that is every rank's."""
-        return sorted({ranks for ranks in self._ranks.values() if len(ranks) > 1})
-
-    def ranks(self, name: str) -> tuple[int, ...]:
+    def ranks_of(self, name: str) -> tuple[int, ...]:
         """The pipeline ranks that hold ``name``."""
         return self._ranks[name]
 
+    def shared_by(self) -> list[tuple[int, ...]]:
+        """The sets of two or more ranks that hold the same tensor, in one order on all ranks."""
+        return sorted({ranks for ranks in self._ranks.values() if len(ranks) > 1})
 
-def counted_from(lowered: LoweredModel) -> set[str]:
-    """The tensors of the state from which the number of targets is counted."""
+
+def _used_by(stage: int, captured: CapturedModel, lowered: LoweredModel) -> set[str]:
+    """The names of the tensors that a stage reads or updates."""
+    programs = lowered.stages[stage].train, lowered.stages[stage].evaluate
+    taken = {i for program in programs for i in program.used_placeholders}
+    names = {lowered.state[i] for i in taken if i < len(lowered.state)}
+    if any(i >= len(lowered.state) + len(lowered.input_time_types) for i in taken):
+        names |= _read_by_prologue(lowered)
+    return names | {captured.updates[i] for i in programs[0].updates}
+
+
+def _read_by_prologue(lowered: LoweredModel) -> set[str]:
+    """The tensors of the state that the prologue reads, which computes values of the whole batch."""
     if lowered.prologue is None:
         return set()
     placeholders = [n for n in lowered.prologue.graph.nodes if n.op == "placeholder"][1:]
     return {name for name, n in zip(lowered.state, placeholders, strict=False) if n.users}
 
 
-def _nearest(name: str, used: Mapping[str, set[int]]) -> int:
+def _nearest(name: str, stages: Mapping[str, set[int]]) -> int:
+    """The first stage that uses a tensor with the longest common prefix."""
     path = name.split(".")
     for length in range(len(path) - 1, 0, -1):
         prefix = ".".join(path[:length]) + "."
-        if near := [min(stages) for other, stages in used.items() if other.startswith(prefix)]:
+        near = [min(used) for other, used in stages.items() if other.startswith(prefix)]
+        if near:
             return min(near)
     return 0
-
-
-class SharedParameters:
-    """Parameters among ``weights`` that several pipeline ranks hold: each has one of its own, and
-    all get the sum of the gradients, added up in ``dtype`` (None: as they are)."""
-
-    def __init__(
-        self,
-        weights: Mapping[str, Weight],
-        mesh: Mesh,
-        holders: Holders,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        self._dtype = dtype
-        together: dict[tuple[int, ...], list[Weight]] = defaultdict(list)
-        for name, weight in weights.items():
-            if len(holders.ranks(name)) > 1:
-                together[holders.ranks(name)].append(weight)
-        # Ranks that hold none of them take part in making the groups.
-        groups = {ranks: mesh.stage_replicas_group(ranks) for ranks in holders.several()}
-        self._groups = [(groups[ranks], members) for ranks, members in sorted(together.items())]
-        self._names = {weight.name for _, members in self._groups for weight in members}
-
-    @torch.no_grad()
-    def add_up(self, gradients: Gradients) -> Gradients:
-        """``gradients`` with those of the shared parameters replaced by the sums over the ranks
-        that hold them.
-        """
-        if not self._groups:
-            return gradients
-        own: dict[str, torch.Tensor] = {}
-        for weight, value in gradients:
-            if weight.name in self._names:
-                own[weight.name] = own[weight.name] + value if weight.name in own else value
-        result = [(weight, value) for weight, value in gradients if weight.name not in self._names]
-        for group, members in self._groups:
-            by_dtype: dict[torch.dtype, list[Weight]] = defaultdict(list)
-            for weight in members:
-                if weight.leaf.requires_grad:
-                    by_dtype[weight.local.dtype].append(weight)
-            for trained in by_dtype.values():
-                flat = torch.cat(
-                    [own.get(w.name, torch.zeros_like(w.local)).reshape(-1) for w in trained]
-                )
-                flat = flat.to(self._dtype or flat.dtype)
-                dist.all_reduce(flat, group=group)
-                pieces = flat.to(trained[0].local.dtype).split([w.local.numel() for w in trained])
-                result += [
-                    (w, piece.view(w.local.shape)) for w, piece in zip(trained, pieces, strict=True)
-                ]
-        return result

@@ -1,8 +1,8 @@
-"""Recomputation: what the backward reads and the forward did not keep is computed again, at first
-need, and once.
+"""Recomputation: activations that the backward reads and the forward did not save are computed
+again, at first need, and once.
 
-Ranks recompute alike, collectives included: autograd runs the nodes of a graph in one order, that
-of their making in reverse, and all ranks of a mesh make the same graph.
+Ranks recompute alike, collectives included: autograd runs the nodes of a graph in the reverse order
+of their making, and all ranks of a mesh make the same graph.
 """
 
 from __future__ import annotations
@@ -36,7 +36,12 @@ from autopar.runtime.pipeline.recomputed_call import (
 
 
 class RecomputeContext:
-    """One program's recomputed calls; ``forward`` is the one that runs, if any."""
+    """The state that the recomputed calls of one program share.
+
+    Attributes:
+        forward: the forward that runs, if one does.
+        numbers: numbers the calls in the order in which they run.
+    """
 
     def __init__(self) -> None:
         self.forward: _Forward | None = None
@@ -44,11 +49,11 @@ class RecomputeContext:
 
 
 class RecomputedOperator:
-    """An operator, as the target of a graph's node, whose results and whatever else it saves are
-    not kept.
+    """An operator, as the target of a graph's node, that saves nothing for the backward: neither its
+    results nor other tensors.
 
-    ``changing`` are the places among its tensors of those that do not stay as they are until the
-    backward: buffers.
+    ``changing``: the positions among its tensors of buffers, whose values may change before the
+    backward.
     """
 
     def __init__(
@@ -67,7 +72,7 @@ class RecomputedOperator:
 
 
 def operator_of(target: Any) -> Any:
-    """What a node computes, recomputed or not."""
+    """The operator that a node computes, recomputed or not."""
     return target.operator if isinstance(target, RecomputedOperator) else target
 
 
@@ -91,29 +96,30 @@ def run(program: fx.GraphModule, mesh: Mesh, arguments: Sequence[torch.Tensor]) 
 
 
 class _Forward:
-    """The forward of one microbatch, and which storages in it are not to be kept."""
+    """The forward of one microbatch. It knows the storages in it that are not saved, because they
+    are recomputed or because they are inputs.
+    """
 
     def __init__(
         self, random_streams: RandomStreams, arguments: Iterable[Any], numbers: Iterator[int]
     ) -> None:
-        self._moment, self._numbers = CallEnvironment(random_streams), numbers
-        # The weak reference keeps the address of a storage from being used again while this looks
-        # at it.
-        self._boxes: dict[int, tuple[ProgramInput | RecomputedStorage, StorageWeakRef]] = {}
+        self._environment, self._numbers = CallEnvironment(random_streams), numbers
+        # The weak reference prevents that another storage gets the same address.
+        self._sources: dict[int, tuple[ProgramInput | RecomputedStorage, StorageWeakRef]] = {}
         for t in arguments:
             if isinstance(t, torch.Tensor) and t.is_leaf:
-                self._note(t, ProgramInput(t))
+                self._add_source(t, ProgramInput(t))
 
     def end(self) -> None:
-        """Lets go of the boxes: autograd holds on to ``pack``."""
-        self._boxes.clear()
+        """Forgets the storages: autograd keeps ``pack`` alive."""
+        self._sources.clear()
 
-    def _note(self, t: torch.Tensor, box: ProgramInput | RecomputedStorage) -> None:
-        storage = t.untyped_storage()
-        self._boxes[storage._cdata] = box, StorageWeakRef(storage)
+    def _add_source(self, t: torch.Tensor, source: ProgramInput | RecomputedStorage) -> None:
+        self._sources[storage_key(t)] = source, StorageWeakRef(t.untyped_storage())
 
     def pack(self, t: torch.Tensor) -> SavedHandle:
-        known = self._boxes.get(storage_key(t))
+        """The handle that autograd saves instead of ``t``."""
+        known = self._sources.get(storage_key(t))
         return SavedTensor(t) if known is None else StorageView(known[0], t)
 
     def call(
@@ -123,25 +129,22 @@ class _Forward:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        call = RecomputedCall(next(self._numbers), operator, self._moment)
+        """Calls ``operator`` and records how to call it again."""
+        call = RecomputedCall(next(self._numbers), operator, self._environment)
         tensors: list[torch.Tensor] = []
 
-        def note(t: torch.Tensor) -> Operand:
+        def record(t: torch.Tensor) -> Operand:
             tensors.append(t)
-            return Operand(
-                SavedTensor(t.clone()) if len(tensors) - 1 in changing else self.pack(t),
-                t.requires_grad,
-            )
+            handle = SavedTensor(t.clone()) if len(tensors) - 1 in changing else self.pack(t)
+            return Operand(handle, t.requires_grad)
 
-        call.args, call.kwargs = (
-            map_nested(args, torch.Tensor, note),
-            {k: map_nested(v, torch.Tensor, note) for k, v in kwargs.items()},
-        )
-        own = set(map(storage_key, tensors))
+        call.args = map_nested(args, torch.Tensor, record)
+        call.kwargs = {k: map_nested(v, torch.Tensor, record) for k, v in kwargs.items()}
+        operands = set(map(storage_key, tensors))
         saved: list[tuple[int, StorageView, StorageWeakRef]] = []
 
         def pack(t: torch.Tensor) -> SavedHandle:
-            if (key := storage_key(t)) in own:
+            if (key := storage_key(t)) in operands:
                 return self.pack(t)
             view = StorageView(None, t)
             saved.append((key, view, StorageWeakRef(t.untyped_storage())))
@@ -149,17 +152,23 @@ class _Forward:
 
         with saved_tensors_hooks(pack, unpack):
             out = operator(*args, **kwargs)
+        results = self._add_results(call, out, operands)
+        for i, (key, view, _) in enumerate(saved):
+            view.source = results.get(key)
+            if view.source is None:
+                view.source = internal = RecomputedStorage(call)
+                call.internals.append((i, ref(internal)))
+        saved.clear()  # autograd keeps ``pack`` alive
+        return out
+
+    def _add_results(
+        self, call: RecomputedCall, out: Any, operands: Collection[int]
+    ) -> dict[int, RecomputedStorage]:
+        """The storages of the results ``out`` of a call, which are no operands', by their keys."""
         made: dict[int, RecomputedStorage] = {}
         for i, t in enumerate(tensors_in(out)):
-            if (key := storage_key(t)) not in own and key not in made:
-                made[key] = box = RecomputedStorage(call)
-                call.results.append((i, ref(box)))
-                self._note(t, box)
-        for i, (key, view, _) in enumerate(saved):
-            if key in made:
-                view.box = made[key]
-            else:
-                view.box = box = RecomputedStorage(call)
-                call.internals.append((i, ref(box)))
-        saved.clear()  # autograd holds on to pack
-        return out
+            if (key := storage_key(t)) not in operands and key not in made:
+                made[key] = storage = RecomputedStorage(call)
+                call.results.append((i, ref(storage)))
+                self._add_source(t, storage)
+        return made

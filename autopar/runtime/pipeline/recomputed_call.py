@@ -1,11 +1,12 @@
-"""The calls of a program that are made again in the backward, and what autograd holds instead of
-what they made.
+"""The calls of a program that run again in the backward, and the handles that autograd saves instead
+of the tensors that they made.
 
-Autograd packs each tensor that it saves and unpacks it when its node runs. Where the tensor's
-storage was made by a recomputed call, it is given a note instead: the view that was saved, and a
-box for the storage. A box is empty, and knows the call that fills it, until its note is first
-unpacked; a call holds what it reads as such notes too, and lets go of them when it has run. So what
-is made again lives as long as somebody still waits for it: no lifetimes are kept anywhere.
+Autograd packs each tensor that it saves and unpacks it when its node runs. Where a recomputed call
+made the tensor's storage, the packed tensor is a handle: the geometry of the tensor, and a
+RecomputedStorage. That is empty and knows its call until the first handle to it is unpacked. Then
+the call runs and fills it. A call holds its operands as such handles, too, and drops them when it
+has run. So a recomputed tensor lives as long as a handle waits for it, and nothing else counts
+lifetimes.
 """
 
 from __future__ import annotations
@@ -23,62 +24,60 @@ from autopar.runtime.communication.random_streams import RandomStreams
 
 
 class SavedTensor:
-    """A tensor that is kept."""
+    """A handle to a tensor that is saved. It detaches it: a graph must not hold its own results."""
 
     __slots__ = ("_tensor", "_version")
 
     def __init__(self, t: torch.Tensor) -> None:
-        self._tensor, self._version = (
-            t.detach(),
-            t._version,
-        )  # detached, as a graph must not hold its own results
+        self._tensor, self._version = t.detach(), t._version
 
     def get(self) -> torch.Tensor:
-        _check(self._tensor, self._version)
+        """The tensor. Raises :class:`RunError` if it was written to since."""
+        _check_version(self._tensor, self._version)
         return self._tensor
 
 
 class StorageView:
-    """A tensor that looks at the storage in ``box``."""
+    """A handle to a tensor in the storage of ``source``."""
 
-    __slots__ = ("box", "_like", "_flags")
+    __slots__ = ("source", "_geometry", "_flags")
 
-    def __init__(self, box: ProgramInput | RecomputedStorage | None, t: torch.Tensor) -> None:
-        self.box = box
-        self._like = t.dtype, t.device, t.storage_offset(), t.shape, t.stride()
+    def __init__(self, source: ProgramInput | RecomputedStorage | None, t: torch.Tensor) -> None:
+        self.source = source
+        self._geometry = t.dtype, t.device, t.storage_offset(), t.shape, t.stride()
         self._flags = t.is_conj(), t.is_neg()
 
     def get(self) -> torch.Tensor:
-        dtype, device, *geometry = self._like
-        assert self.box is not None
-        t = torch.empty(0, dtype=dtype, device=device).set_(self.box.storage(), *geometry)
-        conj, neg = self._flags
-        t = torch._conj(t) if conj else t
-        return torch._neg_view(t) if neg else t
+        """The tensor; its storage is recomputed if it must be."""
+        dtype, device, *geometry = self._geometry
+        assert self.source is not None
+        t = torch.empty(0, dtype=dtype, device=device).set_(self.source.storage(), *geometry)
+        is_conj, is_neg = self._flags
+        t = torch._conj(t) if is_conj else t
+        return torch._neg_view(t) if is_neg else t
 
 
 SavedHandle = SavedTensor | StorageView
 
 
-def unpack(note: SavedHandle) -> torch.Tensor:
-    """The saved tensor, again."""
-    return note.get()
+def unpack(handle: SavedHandle) -> torch.Tensor:
+    """The tensor that autograd saved."""
+    return handle.get()
 
 
-def _check(t: torch.Tensor, version: int) -> None:
-    """Autograd checks this of what it keeps itself."""
+def _check_version(t: torch.Tensor, version: int) -> None:
+    """Raises :class:`RunError` after a write, as autograd does for tensors that it saves itself."""
     if t._version != version:
         raise RunError(
             f"a tensor of shape {tuple(t.shape)} that the backward needs was changed in place "
-            "after the forward "
-            f"(version {t._version}, {version} is wanted): take the optimizer's step after the "
-            "backward, and change no outputs in place"
+            f"after the forward (version {t._version}, {version} is wanted): take the optimizer's "
+            "step after the backward, and change no outputs in place"
         )
 
 
 class ProgramInput:
-    """An input of the program. It is kept as a tensor and not by its memory: that of a gathered
-    parameter comes and goes.
+    """An input of the program as a source of storage. It keeps the tensor and not the storage: a
+    gathered parameter has another storage in the backward.
     """
 
     __slots__ = ("_tensor", "_version")
@@ -87,12 +86,13 @@ class ProgramInput:
         self._tensor, self._version = t, t._version
 
     def storage(self) -> torch.UntypedStorage:
-        _check(self._tensor, self._version)
+        """The storage that the input has now."""
+        _check_version(self._tensor, self._version)
         return self._tensor.untyped_storage()
 
 
 class RecomputedStorage:
-    """A storage that ``call`` fills."""
+    """A storage that ``call`` fills; ``call`` is None once it has."""
 
     __slots__ = ("call", "_value", "__weakref__")
 
@@ -101,34 +101,32 @@ class RecomputedStorage:
         self._value: torch.Tensor | None = None
 
     def fill(self, value: torch.Tensor) -> None:
+        """Takes the storage of ``value``."""
         self._value, self.call = value.detach(), None
 
     def storage(self) -> torch.UntypedStorage:
-        """The storage, made now if it is not there."""
+        """The storage, recomputed now if it is empty."""
         if self.call is not None:
-            compute(self.call)
+            run_again(self.call)
         assert self._value is not None
         return self._value.untyped_storage()
 
 
 def storage_key(t: torch.Tensor) -> int:
-    """Its storage's address, which is the storage's own as long as something refers to that, if
-    weakly.
+    """The address of a tensor's storage. No other storage has it while a reference to this one
+    exists, weak ones included.
     """
     return t.untyped_storage()._cdata
 
 
 def tensors_in(out: Any) -> list[torch.Tensor]:
-    """What a call returned, one tensor or several."""
-    return [
-        t
-        for t in (out if isinstance(out, (tuple, list)) else (out,))
-        if isinstance(t, torch.Tensor)
-    ]
+    """The tensors that a call returned."""
+    values = out if isinstance(out, (tuple, list)) else (out,)
+    return [t for t in values if isinstance(t, torch.Tensor)]
 
 
 def map_nested(value: Any, kind: type, fn: Callable[[Any], Any]) -> Any:
-    """An argument with ``fn`` of each ``kind`` in it."""
+    """An argument with ``fn`` applied to each ``kind`` in it."""
     if isinstance(value, (tuple, list)):
         return type(value)(map_nested(v, kind, fn) for v in value)
     return fn(value) if isinstance(value, kind) else value
@@ -137,93 +135,100 @@ def map_nested(value: Any, kind: type, fn: Callable[[Any], Any]) -> Any:
 class Operand:
     """A tensor that a call reads."""
 
-    __slots__ = ("note", "_grad")
+    __slots__ = ("handle", "_requires_grad")
 
-    def __init__(self, note: SavedHandle, grad: bool) -> None:
-        self.note, self._grad = note, grad
+    def __init__(self, handle: SavedHandle, requires_grad: bool) -> None:
+        self.handle, self._requires_grad = handle, requires_grad
 
     def get(self) -> torch.Tensor:
-        return self.note.get().detach().requires_grad_(self._grad)
+        """The tensor as a leaf."""
+        return self.handle.get().detach().requires_grad_(self._requires_grad)
 
 
 class RecomputedCall:
-    """A call to be made again.
+    """A call that runs again in the backward.
 
-    ``results`` and ``internals`` are the boxes that it fills, if they are still there: by their
-    places among what it returns, and among what autograd saves in it besides its operands.
+    Attributes:
+        number: its place in the order of the forward.
+        args, kwargs: its arguments with operands in the place of tensors.
+        results: the storages that it fills and that still live, with their positions among its
+            results.
+        internals: the same of tensors that autograd saves in it besides operands and results.
     """
 
-    __slots__ = ("number", "_operator", "_moment", "args", "kwargs", "results", "internals")
+    __slots__ = ("number", "_operator", "_environment", "args", "kwargs", "results", "internals")
 
-    def __init__(self, number: int, operator: Callable[..., Any], moment: CallEnvironment) -> None:
-        self.number, self._operator, self._moment = number, operator, moment
+    def __init__(
+        self, number: int, operator: Callable[..., Any], environment: CallEnvironment
+    ) -> None:
+        self.number, self._operator, self._environment = number, operator, environment
         self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}
         self.results: list[tuple[int, ref[RecomputedStorage]]] = []
         self.internals: list[tuple[int, ref[RecomputedStorage]]] = []
 
-    def waits_for(self) -> list[RecomputedCall]:
-        """The calls that have to be made again before."""
+    def prerequisites(self) -> list[RecomputedCall]:
+        """The calls that must run before it, because they make its operands."""
         found: list[RecomputedCall] = []
 
         def look(operand: Operand) -> None:
-            box = getattr(operand.note, "box", None)
-            if isinstance(box, RecomputedStorage) and box.call is not None:
-                found.append(box.call)
+            source = getattr(operand.handle, "source", None)
+            if isinstance(source, RecomputedStorage) and source.call is not None:
+                found.append(source.call)
 
         map_nested((self.args, *self.kwargs.values()), Operand, look)
         return found
 
     def make(self) -> None:
-        """Runs, fills the boxes, and lets go of the operands."""
+        """Runs the call, fills the storages, and drops the operands."""
         tensors: list[torch.Tensor] = []
 
-        def put(operand: Operand) -> torch.Tensor:
+        def load(operand: Operand) -> torch.Tensor:
             tensors.append(operand.get())
             return tensors[-1]
 
-        args, kwargs = (
-            map_nested(self.args, Operand, put),
-            {k: map_nested(v, Operand, put) for k, v in self.kwargs.items()},
-        )
-        own = set(map(storage_key, tensors))
-        caught: list[torch.Tensor] = []
+        args = map_nested(self.args, Operand, load)
+        kwargs = {k: map_nested(v, Operand, load) for k, v in self.kwargs.items()}
+        operands = set(map(storage_key, tensors))
+        saved: list[torch.Tensor] = []
 
-        def catch(t: torch.Tensor) -> None:
-            if storage_key(t) not in own:
-                caught.append(t.detach())
+        def pack(t: torch.Tensor) -> None:
+            if storage_key(t) not in operands:
+                saved.append(t.detach())
 
-        wanted = [(i, box) for i, weak in self.internals if (box := weak()) is not None]
-        grad = saved_tensors_hooks(catch, unpack) if wanted else nullcontext()
-        with torch.set_grad_enabled(bool(wanted)), grad, self._moment.again():
+        internals = [(i, storage) for i, weak in self.internals if (storage := weak()) is not None]
+        hooks = saved_tensors_hooks(pack, unpack) if internals else nullcontext()
+        with torch.set_grad_enabled(bool(internals)), hooks, self._environment.restored():
             out = tensors_in(self._operator(*args, **kwargs))
-        for i, box in wanted:
-            box.fill(caught[i])
+        for i, storage in internals:
+            storage.fill(saved[i])
         for i, weak in self.results:
-            if (box := weak()) is not None:
-                box.fill(out[i])
+            if (result := weak()) is not None:
+                result.fill(out[i])
         self.args, self.kwargs = (), {}
 
 
-def compute(call: RecomputedCall) -> None:
-    """Makes ``call`` again, and before it what it reads. In a loop, as such chains may be as long
-    as the program.
+def run_again(call: RecomputedCall) -> None:
+    """Runs ``call`` again, and before it the calls that make its operands. A loop, because such a
+    chain may be as long as the program.
     """
     missing, waiting = dict[int, RecomputedCall](), [call]
     while waiting:
         each = waiting.pop()
         if each.number not in missing:
             missing[each.number] = each
-            waiting += each.waits_for()
+            waiting += each.prerequisites()
     for number in sorted(missing):
         missing.pop(number).make()
 
 
 class CallEnvironment:
-    """What a call depends on besides its arguments, as it is now."""
+    """The state besides its arguments that a call depends on, as it is now: the random streams'
+    moment and autocast.
+    """
 
     def __init__(self, random_streams: RandomStreams) -> None:
-        self._streams, self._now = random_streams, random_streams.moment
+        self._streams, self._moment = random_streams, random_streams.moment
         self._device = random_streams.device.type
         self._autocast = self._precision()
 
@@ -231,18 +236,17 @@ class CallEnvironment:
         return torch.is_autocast_enabled(self._device), torch.get_autocast_dtype(self._device)
 
     @contextmanager
-    def again(self) -> Iterator[None]:
-        """Within, it is as it was."""
-        random_streams, (enabled, dtype) = self._streams, self._autocast
-        now = random_streams.moment
-        random_streams.moment = self._now
-        same = self._precision() == self._autocast
+    def restored(self) -> Iterator[None]:
+        """Within, the state is as it was."""
+        enabled, dtype = self._autocast
+        before, self._streams.moment = self._streams.moment, self._moment
+        is_same = self._precision() == self._autocast
         try:
             with (
                 nullcontext()
-                if same
+                if is_same
                 else torch.autocast(self._device, dtype, enabled, cache_enabled=False)
             ):
                 yield
         finally:
-            random_streams.moment = now
+            self._streams.moment = before

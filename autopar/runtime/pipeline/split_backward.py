@@ -1,12 +1,14 @@
-"""A backward in two parts, for zero-bubble schedules: first what the stage before waits for, later
-the gradients of parameters.
+"""A backward in two parts, for zero-bubble schedules: first the gradients of inputs, for which the
+stage before waits, later the gradients of parameters.
 
 The nodes of autograd's graph that lead to the stage's inputs run first. Where an edge leaves them
-towards parameters, the gradient that arrives at its node is kept; later each such node runs again,
-for its parameters only. torch's own split (``torch.distributed.pipelining._backward``) is not used:
-it loses the gradients of parameters that meet no input of the stage on their way to the output,
-counts some that operators share twice, and visits nodes in an order that may differ between ranks,
-whose backwards communicate.
+towards parameters, the gradient that arrives at its node is kept. Later each such node runs again,
+for its parameters only.
+
+torch's own split (``torch.distributed.pipelining._backward``) is not used. It loses the gradients of
+parameters that meet no input of the stage on their way to the output. It counts twice the gradients
+of some parameters that several operators share. And it visits nodes in an order that may differ
+between ranks, whose backwards communicate.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ Arrived = tuple[torch.Tensor | None, ...]
 
 
 class SplitBackward:
-    """The backward from ``roots``, where the gradients ``gradients`` arrive, to the outputs
-    ``inputs`` of one node, and to leaves.
+    """The backward from ``roots``, whose gradients are ``gradients``, to leaves and to ``inputs``,
+    which are outputs of one node.
 
-    :meth:`inputs` comes first, :meth:`leaves` after it; both once.
+    :meth:`inputs` is called once, and :meth:`leaves` once after it.
     """
 
     def __init__(
@@ -64,15 +66,15 @@ class SplitBackward:
                 handle.remove()
 
     def _keep(self, node: Node):  # type: ignore[no-untyped-def]  # of a private type
-        arrived = self._arrived  # not self: the graph holds on to the hook
+        arrived = self._arrived  # not self: the graph keeps the hook alive
         return lambda gradients: arrived.__setitem__(node, gradients)
 
     def leaves(self) -> None:
-        """Accumulates the gradients of the leaves, and lets go of the graph."""
+        """Accumulates the gradients of the leaves, and drops the graph."""
         running: list[Node] = []
 
         def hold(node: Node):  # type: ignore[no-untyped-def]
-            # What comes here from another node has been counted: it is part of what was kept.
+            # A gradient that comes from another node is already a part of the one that was kept.
             return lambda gradients: (
                 None
                 if running == [node]
@@ -99,9 +101,8 @@ class SplitBackward:
     ) -> None:
         if starts:
             edges, gradients = zip(*starts, strict=True)
-            torch.autograd.backward(
-                edges, gradients, retain_graph=True, inputs=leaves
-            )  # nodes may have to run again for others
+            # The graph is retained: nodes may have to run again for other leaves.
+            torch.autograd.backward(edges, gradients, retain_graph=True, inputs=leaves)
 
 
 def _next(node: Node) -> list[Node]:
@@ -109,8 +110,8 @@ def _next(node: Node) -> list[Node]:
 
 
 def _children_first(roots: Sequence[Node]) -> Iterator[Node]:
-    """Every node that is reached from ``roots``, after all that it leads to; the same order for the
-    same program.
+    """Every node that ``roots`` lead to, after all nodes that it leads to; in the same order on all
+    ranks that made the same graph.
     """
     seen: set[Node] = set()
     stack: list[tuple[Node, Iterator[Node]]] = []
@@ -131,6 +132,7 @@ def _children_first(roots: Sequence[Node]) -> Iterator[Node]:
 
 
 def _leading_to(order: Sequence[Node], targets: Collection[Node]) -> set[Node]:
+    """The nodes among ``order``, children first, that lead to ``targets``, and these."""
     found = set(targets)
     for node in order:
         if not found.isdisjoint(_next(node)):
@@ -139,7 +141,7 @@ def _leading_to(order: Sequence[Node], targets: Collection[Node]) -> set[Node]:
 
 
 def _leaves_of(node: Node, path: Collection[Node]) -> list[torch.Tensor]:
-    """The leaves that are reached from ``node`` by edges that leave ``path``."""
+    """The leaves that ``node`` leads to by edges that leave ``path``."""
     leaves = (
         n.variable
         for n in _children_first([n for n in _next(node) if n not in path])

@@ -1,10 +1,9 @@
 """Pipeline schedules: the only file that names ``torch.distributed.pipelining``.
 
-torch's schedules decide the order of work and when to communicate, and ask a stage to do it. The
-stage here answers in its own way where torch's costs memory: that one makes buffers for every
-microbatch beforehand and keeps what was sent until the backward, so that a stage holds its boundary
-for all microbatches of a step, whatever the schedule. Here a received tensor lives as long as
-autograd needs it.
+torch's schedules decide the order of work and when to communicate, and ask a stage to do both. The
+stage of torch makes buffers for every microbatch beforehand and keeps the tensors that it sent until
+the backward, so it holds its boundary for all microbatches of a step, whatever the schedule. The
+stage here keeps a received tensor only as long as autograd needs it.
 """
 
 from __future__ import annotations
@@ -27,17 +26,18 @@ from torch.distributed.pipelining import (
 
 from autopar.errors import RunError
 from autopar.runtime.communication.mesh import Mesh
-from autopar.runtime.pipeline.split_backward import SplitBackward
+from autopar.runtime.pipeline.stage_backward import MicrobatchBackward, StageEntry
 
 if TYPE_CHECKING:
     from autopar.passes.lowering.split_stages import BoundaryTensor
 
-_SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-_SEVERAL = {
+_ONE_STAGE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+_SEVERAL_STAGES = {
     "interleaved-1f1b": ScheduleInterleaved1F1B,
     "zero-bubble": ScheduleInterleavedZeroBubble,
 }
 
+# (stage, microbatch, received tensors) -> (tensors to send, the last stage's share of the loss)
 StageForward = Callable[
     [int, int, list[torch.Tensor]], tuple[list[torch.Tensor], torch.Tensor | None]
 ]
@@ -45,7 +45,9 @@ StageForward = Callable[
 
 @dataclass(frozen=True)
 class StageBoundary:
-    """One stage of this rank: its place in the model, what it receives and what it sends."""
+    """One stage of this rank: its place in the model, the tensors that it receives, and those that
+    it sends.
+    """
 
     index: int
     received: tuple[BoundaryTensor, ...]
@@ -53,11 +55,15 @@ class StageBoundary:
 
 
 class ScheduleRunner:
-    """Runs the stages ``parts`` of this rank, of ``stages`` in the whole pipeline, by ``schedule``.
+    """Runs this rank's stages by a schedule.
 
-    ``forward(stage, microbatch, received)`` computes a stage: what it sends on, and in the last
-    stage its share of the loss. Gradients of parameters accumulate in the leaves that it used;
-    ``on_last_backward(stage)`` is called before the last backward of each stage.
+    Args:
+        schedule: one of ``plan_data.SCHEDULES``.
+        microbatches: of a step.
+        stages: in the whole pipeline.
+        boundaries: this rank's stages.
+        forward: computes a stage. Gradients of parameters accumulate in the leaves that it uses.
+        on_last_backward: is called with a stage before its last backward of a step.
     """
 
     def __init__(
@@ -65,145 +71,113 @@ class ScheduleRunner:
         schedule: str,
         microbatches: int,
         stages: int,
-        parts: Sequence[StageBoundary],
+        boundaries: Sequence[StageBoundary],
         mesh: Mesh,
         forward: StageForward,
         on_last_backward: Callable[[int], None],
     ) -> None:
         self._name, self._microbatches, self._mesh = schedule, microbatches, mesh
-        self._parts, self._stages, self._forward, self._on_last_backward = (
-            parts,
-            stages,
-            forward,
-            on_last_backward,
-        )
+        self._boundaries, self._stage_count = boundaries, stages
+        self._forward, self._on_last_backward = forward, on_last_backward
         self._schedule: Any = None
-        self._made: list[_Stage] = []
+        self._stages: list[_Stage] = []
         self._failed = False
-        self._targets = torch.arange(microbatches)  # torch computes no loss without
+        self._targets = torch.arange(microbatches)  # torch computes no loss without targets
 
     def check(self) -> None:
         """Raises :class:`RunError` after a step that failed."""
         if self._failed:
             raise RunError(
                 "an earlier step failed midway, so that what the ranks of the pipeline sent each "
-                "other no longer fits together: "
-                "start the processes again, from the last checkpoint"
+                "other no longer fits together: start the processes again, from the last checkpoint"
             )
 
     def run(self, backward: bool, returned: Collection[BoundaryTensor] = ()) -> None:
-        """One step, or only its forwards; a gradient comes back for the crossings ``returned``, the
-        same on all ranks. An error leaves the ranks out of step: there is no other run after it."""
+        """One step, or only its forwards without ``backward``. A gradient comes back for the tensors
+        ``returned``, the same on all ranks. An error leaves the ranks out of step: no other run can
+        follow.
+        """
         self.check()
         if self._schedule is None:
-            self._made = stages = [
-                _Stage(
-                    part,
-                    self._stages,
-                    self._microbatches,
-                    self._mesh,
-                    self._forward,
-                    self._on_last_backward,
-                )
-                for part in self._parts
-            ]
-            one = self._name in _SINGLE
-            kind: Any = _SINGLE[self._name] if one else _SEVERAL[self._name]
-            self._schedule = kind(
-                stages[0] if one else stages,
-                self._microbatches,
-                loss_fn=lambda loss, _: loss,
-                scale_grads=False,
-            )
-        for stage in self._made:
-            stage.expect(returned)
+            self._schedule = self._make_schedule()
+        for stage in self._stages:
+            stage.set_returned(returned)
         step = self._schedule.step if backward else self._schedule.eval
         since = self._mesh.recorder.mark()
         try:
             step(target=self._targets, return_outputs=False)
-            for stage in self._made:
-                stage.let_go()
+            for stage in self._stages:
+                stage.release_messages()
             self._mesh.recorder.add("schedule", since)
         except BaseException:
             self._failed, self._schedule = True, None
             raise
 
-
-class StageEntry(torch.autograd.Function):
-    """Where a stage's graph begins: what came from the stage before. The gradients go to ``inbox``.
-
-    Leaves would do, but autograd holds on to a leaf, also where nothing needs its value.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: torch.Tensor, inbox: list[torch.Tensor | None], *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.inbox = inbox
-        return tensors
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
-        ctx.inbox[:] = gradients
-        return (None,) * (2 + len(gradients))
-
-
-@dataclass
-class _Pending:
-    """What a microbatch has left for its backward."""
-
-    roots: list[
-        tuple[int, GradientEdge]
-    ]  # by place among the tensors with gradients that were sent
-    inputs: list[GradientEdge]
-    inbox: list[torch.Tensor | None]
-    gradients: list[torch.Tensor]  # of what was sent, or of the loss
-    split: SplitBackward | None = None
+    def _make_schedule(self) -> Any:
+        self._stages = [
+            _Stage(
+                boundary,
+                self._stage_count,
+                self._microbatches,
+                self._mesh,
+                self._forward,
+                self._on_last_backward,
+            )
+            for boundary in self._boundaries
+        ]
+        is_one = self._name in _ONE_STAGE
+        schedule: Any = _ONE_STAGE[self._name] if is_one else _SEVERAL_STAGES[self._name]
+        return schedule(
+            self._stages[0] if is_one else self._stages,
+            self._microbatches,
+            loss_fn=lambda loss, _: loss,
+            scale_grads=False,
+        )
 
 
 class _Stage(PipelineStage):
+    """A stage of this rank as torch's schedules ask for it."""
+
     def __init__(
         self,
-        part: StageBoundary,
+        boundary: StageBoundary,
         stages: int,
         microbatches: int,
         mesh: Mesh,
         forward: StageForward,
         on_last_backward: Callable[[int], None],
     ) -> None:
-        group = mesh.pipeline_group()
+        group, index = mesh.pipeline_group(), boundary.index
         super().__init__(
-            nn.Module(), part.index, stages, mesh.device, input_args=(), output_args=(), group=group
+            nn.Module(), index, stages, mesh.device, input_args=(), output_args=(), group=group
         )
-        self._part, self._forward, self._on_last_backward, self._all = (
-            part,
-            forward,
-            on_last_backward,
-            microbatches,
-        )
+        self._boundary, self._microbatches = boundary, microbatches
+        self._forward, self._on_last_backward = forward, on_last_backward
         self._group, self._recorder = group, mesh.recorder
         self._previous, self._next = (
-            dist.get_global_rank(group, (part.index + step) % group.size()) for step in (-1, 1)
+            dist.get_global_rank(group, (index + step) % group.size()) for step in (-1, 1)
         )
-        self.expect(())
+        self.set_returned(())
         self.clear_runtime_states()
 
-    def expect(self, returned: Collection[BoundaryTensor]) -> None:
-        """From now on a gradient comes back for these crossings alone."""
+    def set_returned(self, returned: Collection[BoundaryTensor]) -> None:
+        """From now on a gradient comes back for these tensors alone."""
         self._with_gradient = returned
-        self._returned = [crossing for crossing in self._part.received if crossing in returned]
-        self._expected = [crossing for crossing in self._part.sent if crossing in returned]
+        self._gradients_sent = [t for t in self._boundary.received if t in returned]
+        self._gradients_received = [t for t in self._boundary.sent if t in returned]
 
     def clear_runtime_states(self) -> None:
-        self._arriving: dict[int, list[torch.Tensor]] = {}
-        self._leaving: dict[int, list[torch.Tensor]] = {}
-        self._pending: dict[int, _Pending] = {}
-        self._answers: dict[int, list[torch.Tensor]] = {}
+        """Called by torch's schedules before each step."""
+        # By microbatch: tensors that arrived, those to send, and what the backward needs and sends.
+        self._received: dict[int, list[torch.Tensor]] = {}
+        self._to_send: dict[int, list[torch.Tensor]] = {}
+        self._backwards: dict[int, MicrobatchBackward] = {}
+        self._to_return: dict[int, list[torch.Tensor]] = {}
         self._messages: list[dist.P2POp] = []
-        self._done = 0
+        self._backwards_begun = 0
 
-    # torch prepares buffers here and asks other ranks for shapes; there is nothing to prepare.
+    # torch prepares buffers in these methods and asks other ranks for shapes. Here nothing is
+    # prepared, and gradients are synchronised by the caller of the pipeline.
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         self.args_recv_info = {0: ()}
@@ -214,87 +188,80 @@ class _Stage(PipelineStage):
         return None
 
     def perform_reduce_grad(self, *args: Any) -> None:
-        """Gradients are synchronised by whoever runs the pipeline."""
-
-    # Communication
-
-    def _receive(
-        self, crossings: Sequence[BoundaryTensor], peer: int
-    ) -> tuple[list[torch.Tensor], list[dist.P2POp]]:
-        buffers = [torch.empty(c.shape, dtype=c.dtype, device=self.device) for c in crossings]
-        return buffers, self._noted(
-            [dist.P2POp(dist.irecv, buffer, peer, self._group) for buffer in buffers]
-        )
-
-    def _noted(self, messages: list[dist.P2POp]) -> list[dist.P2POp]:
-        self._messages += messages
-        return messages
-
-    def let_go(self) -> None:
-        """Work begins, or the schedule is done: all messages so far are on their way, and a sender
-        keeps what it must. Schedules keep the descriptions of messages until the next ones of their
-        kind, with their tensors, unless these are taken away."""
-        for message in self._messages:
-            del message.tensor
-        self._messages = []
+        """Does nothing."""
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        self._arriving[fwd_chunk_id], ops = self._receive(self._part.received, self._previous)
-        return ops
+        self._received[fwd_chunk_id] = buffers = self._buffers(self._boundary.received)
+        return self._message(dist.irecv, buffers, self._previous)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._noted(
-            [
-                dist.P2POp(dist.isend, x, self._next, self._group)
-                for x in self._leaving.pop(fwd_chunk_id)
-            ]
-        )
+        return self._message(dist.isend, self._to_send.pop(fwd_chunk_id), self._next)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.has_backward or self.is_last:
             return []
-        self._pending[bwd_chunk_id].gradients, ops = self._receive(self._expected, self._next)
-        return ops
+        buffers = self._buffers(self._gradients_received)
+        self._backwards[bwd_chunk_id].gradients = buffers
+        return self._message(dist.irecv, buffers, self._next)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.has_backward or self.is_first:
             return []
-        return self._noted(
-            [
-                dist.P2POp(dist.isend, x, self._previous, self._group)
-                for x in self._answers.pop(bwd_chunk_id)
-            ]
-        )
+        return self._message(dist.isend, self._to_return.pop(bwd_chunk_id), self._previous)
 
-    # Work
+    def _buffers(self, tensors: Sequence[BoundaryTensor]) -> list[torch.Tensor]:
+        return [torch.empty(t.shape, dtype=t.dtype, device=self.device) for t in tensors]
+
+    def _message(
+        self, operation: Callable[..., Any], tensors: Sequence[torch.Tensor], peer: int
+    ) -> list[dist.P2POp]:
+        messages = [dist.P2POp(operation, t, peer, self._group) for t in tensors]
+        self._messages += messages
+        return messages
+
+    def release_messages(self) -> None:
+        """Drops the tensors of all messages so far: work begins, or the schedule is done, so they
+        are on their way, and a sender keeps what it must. A schedule keeps its messages, with their
+        tensors, until the next ones of the same kind.
+        """
+        for message in self._messages:
+            del message.tensor
+        self._messages = []
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self.let_go()
-        received = self._arriving.pop(fwd_chunk_id, [])
-        inbox: list[torch.Tensor | None] = [None] * len(self._returned)
+        """Computes the forward of a microbatch. Returns the share of the loss in the last stage."""
+        self.release_messages()
+        received = self._received.pop(fwd_chunk_id, [])
+        inbox: list[torch.Tensor | None] = [None] * len(self._gradients_sent)
         inputs: list[GradientEdge] = []
-        if self.has_backward and self._returned:
-            own = [c in self._with_gradient for c in self._part.received]
-            entering = [x for x, back in zip(received, own, strict=True) if back]
-            entered = iter(StageEntry.apply(torch.zeros((), requires_grad=True), inbox, *entering))
-            received = [next(entered) if back else x for x, back in zip(received, own, strict=True)]
-            inputs = [get_gradient_edge(x) for x, back in zip(received, own, strict=True) if back]
-            del entering, entered
+        if self.has_backward and self._gradients_sent:
+            received, inputs = self._enter(received, inbox)
         since = self._recorder.begin_compute("forward", self.stage_index)
         sent, loss = self._forward(self.stage_index, fwd_chunk_id, received)
         self._recorder.end_compute(since)
         del received
-        self._leaving[fwd_chunk_id] = [x.detach().contiguous() for x in sent]
+        self._to_send[fwd_chunk_id] = [x.detach().contiguous() for x in sent]
         if self.has_backward:
-            ends = (
-                [x for x, c in zip(sent, self._part.sent, strict=True) if c in self._with_gradient]
-                if loss is None
-                else [loss]
-            )
-            roots = [(i, get_gradient_edge(x)) for i, x in enumerate(ends) if x.requires_grad]
-            gradients = [] if loss is None else [torch.ones_like(loss)]
-            self._pending[fwd_chunk_id] = _Pending(roots, inputs, inbox, gradients)
+            pairs = zip(sent, self._boundary.sent, strict=True)
+            outputs = [x for x, t in pairs if t in self._with_gradient] if loss is None else [loss]
+            self._backwards[fwd_chunk_id] = made = MicrobatchBackward(outputs, inputs, inbox)
+            made.gradients = [] if loss is None else [torch.ones_like(loss)]
         return loss if loss is None else loss.detach()
+
+    def _enter(
+        self, received: list[torch.Tensor], inbox: list[torch.Tensor | None]
+    ) -> tuple[list[torch.Tensor], list[GradientEdge]]:
+        """``received``, with those tensors that have a gradient as outputs of a
+        :class:`StageEntry`, and the edges of these.
+        """
+        has_gradient = [t in self._with_gradient for t in self._boundary.received]
+        entering = [x for x, has in zip(received, has_gradient, strict=True) if has]
+        entered = StageEntry.apply(torch.zeros((), requires_grad=True), inbox, *entering)
+        edges = [get_gradient_edge(x) for x in entered]
+        outputs = iter(entered)
+        return [
+            next(outputs) if has else x for x, has in zip(received, has_gradient, strict=True)
+        ], edges
 
     def backward_one_chunk(
         self,
@@ -303,48 +270,35 @@ class _Stage(PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
+        """Computes the backward of a microbatch, or without ``full_backward`` its first part."""
         if not self.has_backward:
             return
         since = self._recorder.begin_compute("backward", self.stage_index)
-        self.let_go()
-        pending = self._pending[bwd_chunk_id]
+        self.release_messages()
+        backward = self._backwards[bwd_chunk_id]
         if full_backward:
-            self._whole(self._pending.pop(bwd_chunk_id))
-        elif pending.inputs:
-            pending.split = SplitBackward(*self._roots(pending), pending.inputs)
-            pending.inbox[:] = pending.split.inputs()
-            pending.roots, pending.gradients = [], []
-        # A stage that sends nothing back has all of its backward in the second part.
-        self._answers[bwd_chunk_id] = [
-            torch.zeros(c.shape, dtype=c.dtype, device=self.device) if g is None else g.contiguous()
-            for g, c in zip(pending.inbox, self._returned, strict=True)
+            del self._backwards[bwd_chunk_id]
+            self._count_backward()
+            backward.run()
+        else:
+            backward.run_inputs()
+        self._to_return[bwd_chunk_id] = [
+            torch.zeros(t.shape, dtype=t.dtype, device=self.device) if g is None else g.contiguous()
+            for g, t in zip(backward.take_input_gradients(), self._gradients_sent, strict=True)
         ]
-        pending.inbox.clear()
         self._recorder.end_compute(since)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Computes the second part of a microbatch's backward."""
         if not self.has_backward:
             return
         since = self._recorder.begin_compute("backward", self.stage_index)
-        pending = self._pending.pop(bwd_chunk_id)
-        if pending.split is None:
-            self._whole(pending)
-        else:
-            self._count()
-            pending.split.leaves()
+        backward = self._backwards.pop(bwd_chunk_id)
+        self._count_backward()
+        backward.run_leaves()
         self._recorder.end_compute(since)
 
-    def _whole(self, pending: _Pending) -> None:
-        self._count()
-        edges, gradients = self._roots(pending)
-        pending.roots, pending.gradients = [], []
-        if edges:
-            torch.autograd.backward(edges, gradients)
-
-    def _roots(self, pending: _Pending) -> tuple[list[GradientEdge], list[torch.Tensor]]:
-        return [edge for _, edge in pending.roots], [pending.gradients[i] for i, _ in pending.roots]
-
-    def _count(self) -> None:
-        self._done += 1
-        if self._done == self._all:
+    def _count_backward(self) -> None:
+        self._backwards_begun += 1
+        if self._backwards_begun == self._microbatches:
             self._on_last_backward(self.stage_index)
