@@ -31,14 +31,15 @@ from autopar.runtime.step.autograd_bridge import (
     detach_inputs,
     take_gradients,
 )
+from autopar.runtime.step.gradient_paths import GradientPaths
 from autopar.runtime.step.loss import LossSum
 from autopar.runtime.step.matmul_precision import MatmulPrecision
 from autopar.runtime.step.program_variants import ProgramVariant
 from autopar.runtime.step.prologue import Prologue
-from autopar.runtime.step.rank_stages import RankStages, state_in_order_of_use
+from autopar.runtime.step.rank_stages import RankStages
+from autopar.runtime.step.stage_gradients import StageGradients, state_in_order_of_use
 from autopar.runtime.step.step_work import (
     DirectBackward,
-    StageGradients,
     StepWork,
     Synchronisation,
 )
@@ -83,20 +84,24 @@ class StepRunner:
     ) -> None:
         self._plan, self._lowered, self._mesh, self._state = plan, lowered, mesh, state
         self._loss = loss
+        tensors = (*captured.state, *captured.aliases)
         self.remote_state = {
-            name
-            for name in (*captured.state, *captured.aliases)
-            if state.user_tensor(name, captured.aliases) is None
+            name for name in tensors if state.user_tensor(name, captured.aliases) is None
         }
         self.weights = _in_order_of_use(lowered, state)
         self._gather = Gather(self.weights, mesh)
         self._matmul_precision = MatmulPrecision(plan.precision == "tf32")
         self._prologue = Prologue(lowered, mesh, state, plan.microbatches, names)
         microbatches = Microbatches(plan, lowered) if plan.microbatches > 1 else None
-        self.stages = self._rank_stages(captured, holders, microbatches) if holders else None
-        sync = self._synchronisation()
+        self.stages: RankStages | None = None
+        if holders:
+            by_stage = StageGradients(plan, lowered, mesh, state.weights, holders)
+            sync: Synchronisation = by_stage
+            self.stages = RankStages(plan, lowered, mesh, microbatches, loss, by_stage.begin_stage)
+        else:
+            sync = GradientSync(self.weights, mesh, dtype=dtype_of(plan.reduce_dtype))
         self._work = StepWork(captured, lowered, mesh, state, microbatches, sync)
-        self._order = self._work_order(microbatches)
+        self._order = self._work_order(captured, microbatches)
         self._loss_sum = LossSum(self._loss_group(), on_backward)
         self._bridge: AutogradBridge | None = None
         in_call = self.stages is not None or microbatches is not None
@@ -105,30 +110,11 @@ class StepRunner:
         # Without a bridge autograd accumulates into the parameters themselves.
         self._direct = DirectBackward(mesh.recorder, self._matmul_precision)
 
-    def _rank_stages(
-        self, captured: CapturedModel, holders: Holders, microbatches: Microbatches | None
-    ) -> RankStages:
-        trained = {name for name, tensor in captured.state.items() if tensor.requires_grad}
-        return RankStages(
-            self._plan,
-            self._lowered,
-            self._mesh,
-            self._state.weights,
-            microbatches,
-            self._loss,
-            holders,
-            trained,
-        )
-
-    def _synchronisation(self) -> Synchronisation:
+    def _work_order(self, captured: CapturedModel, microbatches: Microbatches | None) -> WorkOrder:
         if self.stages is not None:
-            return StageGradients(self.stages.syncs, self.stages.shared, self._mesh)
-        return GradientSync(self.weights, self._mesh, dtype=dtype_of(self._plan.reduce_dtype))
-
-    def _work_order(self, microbatches: Microbatches | None) -> WorkOrder:
-        if self.stages is not None:
-            outputs = len(self._lowered.output_layouts)
-            return PipelineSchedule(self._work, self.stages, self._loss, outputs)
+            trained = {name for name, tensor in captured.state.items() if tensor.requires_grad}
+            paths = GradientPaths(self._lowered, self._mesh, self._state.weights, trained)
+            return PipelineSchedule(self._work, self.stages, paths, self._loss)
         if microbatches is not None:
             return MicrobatchLoop(self._work, microbatches, self._loss)
         return WholeBatch(self._work)
@@ -173,7 +159,7 @@ class StepRunner:
             None if name in self.remote_state else self._state.graph_argument(name)
             for name in self._lowered.state
         ]
-        needs_prologue = self.stages is None or self.stages.counts
+        needs_prologue = self.stages is None or self.stages.needs_prologue
         return [*state, *leaves, *(self._prologue.run(inputs) if needs_prologue else ())]
 
     def _attach(

@@ -5,7 +5,7 @@ All of it is timed here, except the actions of a pipeline's schedule. :mod:`work
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -13,8 +13,7 @@ from torch import fx
 
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.measure.step_recorder import Mark, StepRecorder
-from autopar.runtime.parameters.gradients import Gradients, GradientSync
-from autopar.runtime.parameters.holders import SharedParameters
+from autopar.runtime.parameters.gradients import Gradients
 from autopar.runtime.parameters.model_state import ModelState
 from autopar.runtime.pipeline import recompute
 from autopar.runtime.pipeline.microbatches import Microbatches
@@ -41,38 +40,6 @@ class Synchronisation(Protocol):
 
     def deliver(self, gradients: Gradients) -> None:
         """Adds ``gradients`` to ``parameter.grad``."""
-
-
-class StageGradients:
-    """Synchronises the gradients of a pipeline rank: stage by stage, then over the pipeline.
-
-    Arguments: ``syncs``, one for each stage of the rank; ``shared``, the parameters that several
-    pipeline ranks hold.
-    """
-
-    def __init__(
-        self, syncs: Mapping[int, GradientSync], shared: SharedParameters, mesh: Mesh
-    ) -> None:
-        self._syncs, self._shared, self._recorder = list(syncs.values()), shared, mesh.recorder
-
-    def clear(self) -> None:
-        for sync in self._syncs:
-            sync.clear()
-
-    def begin(self) -> None:
-        """Nothing: the pipeline begins the synchronisation of each stage before its last
-        backward.
-        """
-
-    def finish(self) -> Gradients:
-        gradients = [pair for sync in self._syncs for pair in sync.finish()]
-        since = self._recorder.mark()
-        gradients = self._shared.add_up(gradients)
-        self._recorder.add("gradient synchronisation", since)
-        return gradients
-
-    def deliver(self, gradients: Gradients) -> None:
-        self._syncs[0].deliver(gradients)
 
 
 class StepWork:
