@@ -93,20 +93,26 @@ class FinishedBackward:
     """The results of a backward that ran inside the call, for a gradient of 1 of the loss.
 
     Arguments: ``gradients`` of the parameters; ``input_gradients``; ``loss``, its place among the
-    outputs; ``refusal``, the error message for a gradient of another output.
+    outputs; ``inside``, for an error message, how the program runs.
     """
 
     def __init__(
-        self, gradients: Gradients, input_gradients: InputGradients, loss: int, refusal: str
+        self, gradients: Gradients, input_gradients: InputGradients, loss: int, inside: str
     ) -> None:
-        self._input_gradients, self._loss, self._refusal = input_gradients, loss, refusal
+        self._input_gradients, self._loss, self._inside = input_gradients, loss, inside
         self._gradients: Gradients | None = gradients
 
     def run(
         self, output_gradients: OutputGradients, retain_graph: bool
     ) -> tuple[Gradients, InputGradients]:
         if any(g is not None for i, g in enumerate(output_gradients) if i != self._loss):
-            raise RunError(self._refusal)
+            raise RunError(
+                "a gradient came back through an output that is not the loss: the program runs "
+                f"{self._inside}, forward and backward inside the call, so that only what is in "
+                "its own loss can have gradients. Compute what you add in the model, or in "
+                "loss_fn(output, batch); detach() an output that is only read; or compile without "
+                "a pipeline and with micro_batch_size= a rank's whole share of the batch"
+            )
         if self._gradients is None:
             raise RunError(
                 "the loss was backpropagated twice: in microbatches and under a pipeline its "

@@ -1,12 +1,10 @@
-"""One rank's stages of a pipelined program: what they take, what they make, and what ranks of the
-pipeline share.
-"""
+"""Runs the stages of one pipeline rank: from the arguments of the whole program to its outputs."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,12 +12,8 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from autopar.ir.precision import dtype_of
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.communication.placements import convert_for_dtensor
-from autopar.runtime.parameters.gradients import GradientSync
-from autopar.runtime.parameters.holders import Holders, SharedParameters
-from autopar.runtime.parameters.model_state import Weight
 from autopar.runtime.pipeline.microbatches import Microbatches
 from autopar.runtime.pipeline.torch_pipelining import ScheduleRunner, StageBoundary
 
@@ -32,9 +26,10 @@ if TYPE_CHECKING:
 class RankStages:
     """Runs the stages of this rank for one call of the program.
 
-    ``weights`` are the parameters that this rank holds; ``parts`` cuts the batch (None: there is
-    one microbatch); ``loss`` is its place among the outputs; ``trained`` are the parameters that
-    were when it was compiled, of all stages.
+    Arguments: ``microbatches`` cuts the batch (None: there is one microbatch); ``loss``, its place
+    among the outputs; ``on_last_backward(stage)`` is called before the last backward of each stage.
+
+    Attributes: ``loss_group``, the ranks that hold shares of the loss.
     """
 
     def __init__(
@@ -42,85 +37,47 @@ class RankStages:
         plan: PlanData,
         lowered: LoweredModel,
         mesh: Mesh,
-        weights: Mapping[str, Weight],
-        parts: Microbatches | None,
+        microbatches: Microbatches | None,
         loss: int,
-        holders: Holders,
-        trained: Collection[str],
+        on_last_backward: Callable[[int], None],
     ) -> None:
-        self._weights = weights
-        self._mesh, self._lowered, self._parts, self._loss, self._microbatches = (
-            mesh,
-            lowered,
-            parts,
-            loss,
-            plan.microbatches,
-        )
-        self._reduce_dtype = dtype_of(plan.reduce_dtype)
+        self._mesh, self._lowered, self._loss = mesh, lowered, loss
+        self._microbatches, self._count = microbatches, plan.microbatches
         self._own = range(mesh.pipeline_rank, len(plan.stages), mesh.pipeline)
-        graphs = {i: (lowered.stages[i].train, lowered.stages[i].evaluate) for i in self._own}
         self._modules: dict[StageProgram, fx.GraphModule] = {}
+        programs = [stage.train for stage in lowered.stages]
+        # The pipeline rank that makes each output.
         self._makers = {
-            r: i % mesh.pipeline
-            for i, stage in enumerate(lowered.stages)
-            for r in stage.train.results
+            result: stage % mesh.pipeline
+            for stage, program in enumerate(programs)
+            for result in program.results
         }
-        self.syncs = self._divide(weights)
-        reached = {
-            lowered.state[i]
-            for stage in lowered.stages
-            for i in stage.train.trained
-            if i < len(lowered.state)
-        }
-        self.shared = SharedParameters(
-            {name: weight for name, weight in weights.items() if name in reached},
-            mesh,
-            holders,
-            self._reduce_dtype,
-        )
-        pieces = [StageBoundary(i, graphs[i][0].received, graphs[i][0].sent) for i in self._own]
         self._schedule_runner = ScheduleRunner(
             plan.schedule,
             plan.microbatches,
             len(plan.stages),
-            pieces,
+            [StageBoundary(i, programs[i].received, programs[i].sent) for i in self._own],
             mesh,
             self._forward,
-            lambda i: self.syncs[i].begin(),
+            on_last_backward,
         )
-        shares = [
-            axis
-            for axis, t in enumerate(lowered.output_layouts[loss])
-            if t.kind == "P" and mesh.sizes[axis] > 1
-        ]
-        self.loss_group = mesh.pipeline_group(shares)
+        layout = lowered.output_layouts[loss]
+        axes = [axis for axis, t in enumerate(layout) if t.kind == "P" and mesh.sizes[axis] > 1]
+        self.loss_group = mesh.pipeline_group(axes)
         self._call: _Call | None = None
-        sources = [c.sources for stage in lowered.stages for c in stage.train.received]
-        self._sources = dict(
-            pair
-            for stage in lowered.stages
-            for pair in zip(stage.train.results, stage.train.sources, strict=True)
-        )
-        known = {i for i, name in enumerate(lowered.state) if name in trained}
-        # Through these no gradient flows unless an input requires one, or something is unfrozen
-        # that another rank may hold.
-        self._idle = {s for s in (*sources, *self._sources.values()) if s.isdisjoint(known)}
-        self._doubtful = sorted(
-            (s for s in self._idle if any(i < len(lowered.state) for i in s)), key=sorted
-        )
 
     @property
-    def counts(self) -> bool:
-        """Whether a stage of this rank must know what is counted over all microbatches."""
+    def needs_prologue(self) -> bool:
+        """Whether a stage of this rank takes values of the prologue."""
         first = len(self._lowered.state) + len(self._lowered.input_time_types)
         return any(
-            i >= first
+            place >= first
             for stage in self._own
-            for i in self._lowered.stages[stage].train.used_placeholders
+            for place in self._lowered.stages[stage].train.used_placeholders
         )
 
     def programs(self, stages: Sequence[StageProgram]) -> list[fx.GraphModule]:
-        """Those of ``stages``, the whole program's, that this rank runs."""
+        """The programs of this rank, given those of all ``stages``."""
         return [self._module(stages[i]) for i in self._own]
 
     def _module(self, graph: StageProgram) -> fx.GraphModule:
@@ -128,81 +85,31 @@ class RankStages:
             self._modules[graph] = fx.GraphModule(nn.Module(), graph.graph, "Stage")
         return self._modules[graph]
 
-    def _divide(self, weights: Mapping[str, Weight]) -> dict[int, GradientSync]:
-        """Each stage synchronises its weights when its last backward runs; one that several stages
-        of the rank use, the last of these.
-        """
-        syncs, taken = {}, set[str]()
-        for i in self._own:
-            graph = self._lowered.stages[i].train
-            state = self._lowered.state
-            used = state_in_order_of_use(
-                graph.graph,
-                {
-                    place: state[i]
-                    for place, i in enumerate(graph.used_placeholders)
-                    if i < len(state)
-                },
-            )
-            names = [n for n in used if n in weights and n not in taken]
-            taken.update(names)
-            syncs[i] = GradientSync(
-                [weights[name] for name in names], self._mesh, dtype=self._reduce_dtype
-            )
-        return syncs
-
-    def differ(self, inputs: Collection[int]) -> tuple[list[bool], set[BoundaryTensor]]:
-        """The outputs that have a gradient in a call where the inputs numbered ``inputs`` require
-        one, and the crossings through which one goes back; the same on all ranks of the pipeline,
-        which must all come here."""
-        first = len(self._lowered.state)
-        live = {
-            i
-            for i, name in enumerate(self._lowered.state)
-            if name in self._weights and self._weights[name].parameter.requires_grad
-        }
-        live.update(first + i for i in inputs)
-        idle = {s for s in self._idle if s.isdisjoint(live)}
-        if self._doubtful:
-            flags = torch.tensor(
-                [s not in idle for s in self._doubtful], dtype=torch.uint8, device=self._mesh.device
-            )
-            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._mesh.pipeline_group())
-            idle -= {s for s, flag in zip(self._doubtful, flags.tolist(), strict=True) if flag}
-        crossings = {
-            c
-            for stage in self._lowered.stages
-            for c in stage.train.received
-            if c.sources not in idle
-        }
-        return [
-            self._sources[i] not in idle for i in range(len(self._lowered.output_layouts))
-        ], crossings
-
     def check(self) -> None:
         """Raises :class:`RunError` after a step that failed."""
         self._schedule_runner.check()
 
     def run(
         self,
-        run: Callable[[fx.GraphModule, Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+        compute: Callable[[fx.GraphModule, Sequence[torch.Tensor]], Sequence[torch.Tensor]],
         values: Sequence[torch.Tensor | None],
         update: Callable[[int, torch.Tensor], None],
         stages: Sequence[StageProgram],
         backward: bool,
-        crossings: Collection[BoundaryTensor] = (),
+        returned: Collection[BoundaryTensor] = (),
     ) -> dict[int, list[torch.Tensor]]:
-        """One call: the outputs of this rank's stages, by place, of each microbatch. If
-        ``backward``, gradients go back through ``crossings``.
+        """Runs one call. Returns the outputs that this rank's stages made, by their places, of each
+        microbatch.
 
-        ``run`` calls a stage's program; ``values`` are the whole program's arguments; ``update(i,
-        value)`` gives a buffer its new value; ``stages`` are those of the whole program, in the
-        modes that it is in.
+        Arguments: ``compute`` calls a stage's program; ``values`` are the arguments of the whole
+        program (None: this rank does not hold it); ``update(i, value)`` writes a buffer's new
+        value; ``stages`` are those of all ranks, in their current modes; ``backward``, whether to
+        run the backward, in which gradients come back for the tensors ``returned``.
         """
-        self._call = _Call(run, values, update, stages)
+        self._call = _Call(compute, values, update, stages)
         try:
             with torch.set_grad_enabled(backward):
-                self._schedule_runner.run(backward, crossings)
+                self._schedule_runner.run(backward, returned)
             return self._call.made
         finally:
             self._call = None
@@ -210,23 +117,24 @@ class RankStages:
     def sum_input_gradients(
         self, leaves: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        """The gradients of inputs, of which each stage has its share."""
-        found = [
+        """The gradients of the inputs ``leaves``: the sums of all stages' shares ``gradients``."""
+        sums = [
             torch.zeros_like(x) if g is None else g for x, g in zip(leaves, gradients, strict=True)
         ]
-        for gradient in found:
+        for gradient in sums:
             dist.all_reduce(gradient, group=self._mesh.pipeline_group())
-        return list(found)
+        return list(sums)
 
     def _forward(
         self, index: int, number: int, received: list[torch.Tensor]
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """The forward of one stage for one microbatch: the tensors that it sends, and the loss."""
         call = self._call
         assert call is not None
         graph = call.stages[index]
         self._mesh.random_streams.microbatch = number
         arguments = [self._argument(call, i, number) for i in graph.used_placeholders]
-        flat = call.run(self._module(graph), [*arguments, *received])
+        flat = call.compute(self._module(graph), [*arguments, *received])
         sent, results = flat[: len(graph.sent)], flat[len(graph.sent) :]
         for i, value in zip(graph.updates, results[len(graph.results) :], strict=True):
             call.update(i, value)
@@ -240,13 +148,13 @@ class RankStages:
         value = call.values[i]
         assert value is not None
         place = i - len(self._lowered.state)
-        if self._parts is None or place < 0:
+        if self._microbatches is None or place < 0:
             return value
-        return self._parts.select_input(value, place, number)
+        return self._microbatches.select_input(value, place, number)
 
     def join(self, made: dict[int, list[torch.Tensor]]) -> list[torch.Tensor]:
-        """The whole batch's outputs; those of other stages take no memory. Lets go of the
-        microbatches' in ``made``.
+        """The outputs of the whole batch, from those of microbatches, which it removes from
+        ``made``. The outputs of other ranks' stages are zeros that take no memory.
         """
         outputs = self._lowered.train.graph.output_node().args[0]
         results = []
@@ -254,27 +162,29 @@ class RankStages:
             if i in made:
                 tensors = made.pop(i)
                 results.append(
-                    self._parts.join_output(i, tensors) if self._parts is not None else tensors[0]
+                    self._microbatches.join_output(i, tensors)
+                    if self._microbatches is not None
+                    else tensors[0]
                 )
                 del tensors
                 continue
             meta = outputs[i].meta  # type: ignore[index, union-attr]
             shape = list(meta["val"].shape if i == self._loss else meta["local"])
             if (t := self._lowered.output_time_types[i]).is_shard:
-                shape[t.dim] *= self._microbatches
+                shape[t.dim] *= self._count
             results.append(
                 torch.zeros((), dtype=meta["val"].dtype, device=self._mesh.device).expand(shape)
             )
         return results
 
     def output_as_dtensor(self, output: torch.Tensor, i: int) -> torch.Tensor:
-        """Output ``i`` as a DTensor on all ranks: a sum along the pipeline, where only one stage
-        has more than zeros.
+        """Output ``i`` as a DTensor on all ranks: a pending sum over the pipeline, in which the
+        shares of other ranks than its maker are zeros.
         """
         mesh = self._mesh
         output, placed = convert_for_dtensor(output, self._lowered.output_layouts[i], mesh)
         along: Partial | Replicate = Partial()
-        if output.dtype == torch.bool:  # which cannot be summed
+        if output.dtype == torch.bool:  # without a sum
             sent = output.to(torch.uint8).contiguous()
             dist.broadcast(sent, group=mesh.pipeline_group(), group_src=self._makers[i])
             output, along = sent.bool(), Replicate()
@@ -283,22 +193,12 @@ class RankStages:
 
 @dataclasses.dataclass
 class _Call:
-    run: Callable[[fx.GraphModule, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+    """The arguments of :meth:`RankStages.run`, and the outputs that its stages have made."""
+
+    compute: Callable[[fx.GraphModule, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
     values: Sequence[torch.Tensor | None]
     update: Callable[[int, torch.Tensor], None]
     stages: Sequence[StageProgram]
     made: dict[int, list[torch.Tensor]] = dataclasses.field(
         default_factory=lambda: defaultdict(list)
     )
-
-
-def state_in_order_of_use(graph: fx.Graph, state: Mapping[int, str]) -> list[str]:
-    """The names of the state that a program takes, by place among its arguments, in the order in
-    which it uses them.
-    """
-    placeholders = [n for n in graph.nodes if n.op == "placeholder"][1:]
-    names = {n: state[i] for i, n in enumerate(placeholders) if i in state}
-    order: dict[str, None] = {}
-    for node in graph.nodes:
-        order.update((names[n], None) for n in node.all_input_nodes if n in names)
-    return list(order)

@@ -18,7 +18,6 @@ from autopar.errors import RunError
 from autopar.ir.layout import P
 from autopar.ir.precision import dtype_of
 from autopar.runtime.communication.mesh import Mesh
-from autopar.runtime.measure.step_recorder import Mark, StepRecorder
 from autopar.runtime.parameters.gather import Gather
 from autopar.runtime.parameters.gradients import Gradients, GradientSync
 from autopar.runtime.parameters.holders import Holders
@@ -32,13 +31,18 @@ from autopar.runtime.step.autograd_bridge import (
     detach_inputs,
     take_gradients,
 )
-from autopar.runtime.step.autograd_engine import BackwardObserver
+from autopar.runtime.step.gradient_paths import GradientPaths
 from autopar.runtime.step.loss import LossSum
 from autopar.runtime.step.matmul_precision import MatmulPrecision
 from autopar.runtime.step.program_variants import ProgramVariant
 from autopar.runtime.step.prologue import Prologue
-from autopar.runtime.step.rank_stages import RankStages, state_in_order_of_use
-from autopar.runtime.step.step_work import StageGradients, StepWork, Synchronisation
+from autopar.runtime.step.rank_stages import RankStages
+from autopar.runtime.step.stage_gradients import StageGradients, state_in_order_of_use
+from autopar.runtime.step.step_work import (
+    DirectBackward,
+    StepWork,
+    Synchronisation,
+)
 from autopar.runtime.step.work_order import (
     Computed,
     MicrobatchLoop,
@@ -80,46 +84,39 @@ class StepRunner:
     ) -> None:
         self._plan, self._lowered, self._mesh, self._state = plan, lowered, mesh, state
         self._loss = loss
+        tensors = (*captured.state, *captured.aliases)
         self.remote_state = {
-            name
-            for name in (*captured.state, *captured.aliases)
-            if state.user_tensor(name, captured.aliases) is None
+            name for name in tensors if state.user_tensor(name, captured.aliases) is None
         }
         self.weights = _in_order_of_use(lowered, state)
         self._gather = Gather(self.weights, mesh)
         self._matmul_precision = MatmulPrecision(plan.precision == "tf32")
         self._prologue = Prologue(lowered, mesh, state, plan.microbatches, names)
-        parts = Microbatches(plan, lowered) if plan.microbatches > 1 else None
+        microbatches = Microbatches(plan, lowered) if plan.microbatches > 1 else None
         self.stages: RankStages | None = None
         if holders:
-            trained = {name for name, tensor in captured.state.items() if tensor.requires_grad}
-            self.stages = RankStages(
-                plan, lowered, mesh, state.weights, parts, loss, holders, trained
-            )
-        self._work = StepWork(captured, lowered, mesh, state, parts, self._synchronisation())
-        self._order = self._work_order(parts)
+            by_stage = StageGradients(plan, lowered, mesh, state.weights, holders)
+            sync: Synchronisation = by_stage
+            self.stages = RankStages(plan, lowered, mesh, microbatches, loss, by_stage.begin_stage)
+        else:
+            sync = GradientSync(self.weights, mesh, dtype=dtype_of(plan.reduce_dtype))
+        self._work = StepWork(captured, lowered, mesh, state, microbatches, sync)
+        self._order = self._work_order(captured, microbatches)
         self._loss_sum = LossSum(self._loss_group(), on_backward)
         self._bridge: AutogradBridge | None = None
-        if (
-            holders
-            or plan.microbatches > 1
-            or any(weight.leaf is not weight.parameter for weight in self.weights)
-        ):
-            self._bridge = AutogradBridge(self.weights, self._work.sync.deliver, mesh.device)
+        in_call = self.stages is not None or microbatches is not None
+        if in_call or any(weight.leaf is not weight.parameter for weight in self.weights):
+            self._bridge = AutogradBridge(self.weights, sync.deliver, mesh.device)
         # Without a bridge autograd accumulates into the parameters themselves.
-        self._direct = _DirectBackward(mesh.recorder, self._matmul_precision)
+        self._direct = DirectBackward(mesh.recorder, self._matmul_precision)
 
-    def _synchronisation(self) -> Synchronisation:
+    def _work_order(self, captured: CapturedModel, microbatches: Microbatches | None) -> WorkOrder:
         if self.stages is not None:
-            return StageGradients(self.stages.syncs, self.stages.shared, self._mesh)
-        return GradientSync(self.weights, self._mesh, dtype=dtype_of(self._plan.reduce_dtype))
-
-    def _work_order(self, parts: Microbatches | None) -> WorkOrder:
-        if self.stages is not None:
-            outputs = len(self._lowered.output_layouts)
-            return PipelineSchedule(self._work, self.stages, self._loss, outputs)
-        if parts is not None:
-            return MicrobatchLoop(self._work, parts, self._loss)
+            trained = {name for name, tensor in captured.state.items() if tensor.requires_grad}
+            paths = GradientPaths(self._lowered, self._mesh, self._state.weights, trained)
+            return PipelineSchedule(self._work, self.stages, paths, self._loss)
+        if microbatches is not None:
+            return MicrobatchLoop(self._work, microbatches, self._loss)
         return WholeBatch(self._work)
 
     def _loss_group(self) -> torch.distributed.ProcessGroup | None:
@@ -147,10 +144,7 @@ class StepRunner:
             return [self._present(output, i) for i, output in enumerate(outputs)]
 
     def _compute(
-        self,
-        variant: ProgramVariant,
-        arguments: Sequence[Any],
-        places: Sequence[int],
+        self, variant: ProgramVariant, arguments: Sequence[Any], places: Sequence[int]
     ) -> Computed:
         try:
             return self._order.run(variant, arguments, places)
@@ -165,7 +159,7 @@ class StepRunner:
             None if name in self.remote_state else self._state.graph_argument(name)
             for name in self._lowered.state
         ]
-        needs_prologue = self.stages is None or self.stages.counts
+        needs_prologue = self.stages is None or self.stages.needs_prologue
         return [*state, *leaves, *(self._prologue.run(inputs) if needs_prologue else ())]
 
     def _attach(
@@ -188,10 +182,14 @@ class StepRunner:
             of_inputs = take_gradients(leaves)
             if self.stages is not None:
                 of_inputs = self.stages.sum_input_gradients(leaves, of_inputs)
-            work = FinishedBackward(
-                computed.gradients, of_inputs, self._loss, self._only_the_loss()
-            )
+            work = FinishedBackward(computed.gradients, of_inputs, self._loss, self._how_it_runs())
         return self._bridge(outputs, has_gradient, work, inputs)
+
+    def _how_it_runs(self) -> str:
+        """For an error message, how the program runs with its backward inside the call."""
+        if self.stages is not None:
+            return f"in a pipeline of {self._plan.pipeline} ranks"
+        return f"in {self._plan.microbatches} microbatches"
 
     def _backward(
         self, roots: list[GradientEdge], gradients: list[torch.Tensor], retain_graph: bool
@@ -253,41 +251,6 @@ class StepRunner:
                 "each other tensors in the dtypes of the graph that was captured: call it "
                 'without, and compile with precision="bf16"'
             )
-
-    def _only_the_loss(self) -> str:
-        """Why a gradient through another output is refused."""
-        plan = self._plan
-        how = (
-            f"in {plan.microbatches} microbatches"
-            if self.stages is None
-            else f"in a pipeline of {plan.pipeline} ranks"
-        )
-        return (
-            "a gradient came back through an output that is not the loss: the program runs "
-            f"{how}, forward and backward inside the call, so that only what is in its own loss "
-            "can have gradients. Compute what you add in the model, or in loss_fn(output, batch); "
-            "detach() an output that is only read; or compile without a pipeline and with "
-            "micro_batch_size= a rank's whole share of the batch"
-        )
-
-
-class _DirectBackward(BackwardObserver):
-    """Times a backward that autograd runs to the parameters themselves, and opens the matmul
-    precision for it.
-    """
-
-    def __init__(self, recorder: StepRecorder, precision: MatmulPrecision) -> None:
-        super().__init__(self._begin, self._end)
-        self._recorder, self._precision = recorder, precision
-        self._since: Mark = None
-
-    def _begin(self) -> None:
-        self._precision.open()
-        self._since = self._recorder.begin_compute("backward")
-
-    def _end(self) -> None:
-        self._recorder.end_compute(self._since)
-        self._precision.close()
 
 
 def _in_order_of_use(lowered: LoweredModel, state: ModelState) -> list[Weight]:

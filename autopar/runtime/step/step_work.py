@@ -1,22 +1,24 @@
-"""The work that every step consists of: forwards, backwards and the synchronisation of gradients.
+"""The work of every step: forwards, backwards and the synchronisation of gradients.
 
-Each is timed here, whatever the order of work (:mod:`work_order`) is.
+All of it is timed here, except the actions of a pipeline's schedule. :mod:`work_order` orders it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import fx
 
 from autopar.runtime.communication.mesh import Mesh
-from autopar.runtime.parameters.gradients import Gradients, GradientSync
-from autopar.runtime.parameters.holders import SharedParameters
+from autopar.runtime.measure.step_recorder import Mark, StepRecorder
+from autopar.runtime.parameters.gradients import Gradients
 from autopar.runtime.parameters.model_state import ModelState
 from autopar.runtime.pipeline import recompute
 from autopar.runtime.pipeline.microbatches import Microbatches
+from autopar.runtime.step.autograd_engine import BackwardObserver
+from autopar.runtime.step.matmul_precision import MatmulPrecision
 from autopar.runtime.step.program_variants import ProgramVariant
 
 if TYPE_CHECKING:
@@ -38,38 +40,6 @@ class Synchronisation(Protocol):
 
     def deliver(self, gradients: Gradients) -> None:
         """Adds ``gradients`` to ``parameter.grad``."""
-
-
-class StageGradients:
-    """Synchronises the gradients of a pipeline rank: stage by stage, then over the pipeline.
-
-    Arguments: ``syncs``, one for each stage of the rank; ``shared``, the parameters that several
-    pipeline ranks hold.
-    """
-
-    def __init__(
-        self, syncs: Mapping[int, GradientSync], shared: SharedParameters, mesh: Mesh
-    ) -> None:
-        self._syncs, self._shared, self._recorder = list(syncs.values()), shared, mesh.recorder
-
-    def clear(self) -> None:
-        for sync in self._syncs:
-            sync.clear()
-
-    def begin(self) -> None:
-        """Nothing: the pipeline begins the synchronisation of each stage before its last
-        backward.
-        """
-
-    def finish(self) -> Gradients:
-        gradients = [pair for sync in self._syncs for pair in sync.finish()]
-        since = self._recorder.mark()
-        gradients = self._shared.add_up(gradients)
-        self._recorder.add("gradient synchronisation", since)
-        return gradients
-
-    def deliver(self, gradients: Gradients) -> None:
-        self._syncs[0].deliver(gradients)
 
 
 class StepWork:
@@ -148,3 +118,22 @@ class StepWork:
         since = self._mesh.recorder.begin_compute("backward")
         torch.autograd.backward(roots, gradients, retain_graph=retain_graph)
         self._mesh.recorder.end_compute(since)
+
+
+class DirectBackward(BackwardObserver):
+    """Times a backward that autograd runs down to the parameters themselves, on a single device,
+    and sets the matmul precision for it.
+    """
+
+    def __init__(self, recorder: StepRecorder, precision: MatmulPrecision) -> None:
+        super().__init__(self._begin, self._end)
+        self._recorder, self._precision = recorder, precision
+        self._since: Mark = None
+
+    def _begin(self) -> None:
+        self._precision.open()
+        self._since = self._recorder.begin_compute("backward")
+
+    def _end(self) -> None:
+        self._recorder.end_compute(self._since)
+        self._precision.close()

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from autopar.runtime.parameters.gradients import Gradients
 from autopar.runtime.pipeline.microbatches import Microbatches
+from autopar.runtime.step.gradient_paths import GradientPaths
 from autopar.runtime.step.program_variants import ProgramVariant
 from autopar.runtime.step.rank_stages import RankStages
 from autopar.runtime.step.step_work import StepWork
-
-if TYPE_CHECKING:
-    from autopar.passes.lowering.split_stages import BoundaryTensor
 
 
 @dataclass
@@ -89,24 +87,21 @@ class MicrobatchLoop:
 
 class PipelineSchedule:
     """The stages of this rank, in the order of a schedule; ``loss`` is the loss's place among the
-    ``outputs`` outputs of the program.
+    outputs.
     """
 
-    def __init__(self, work: StepWork, stages: RankStages, loss: int, outputs: int) -> None:
-        self._work, self._stages, self._loss, self._outputs = work, stages, loss, outputs
+    def __init__(self, work: StepWork, stages: RankStages, paths: GradientPaths, loss: int) -> None:
+        self._work, self._stages, self._paths, self._loss = work, stages, paths, loss
 
     def run(
         self, variant: ProgramVariant, arguments: Sequence[torch.Tensor], inputs: Sequence[int]
     ) -> Computed:
-        has_gradient = [False] * self._outputs
-        crossings: set[BoundaryTensor] = set()
-        if torch.is_grad_enabled():
-            has_gradient, crossings = self._stages.differ(inputs)
+        has_gradient, returned = self._paths.find(inputs)
         backward = has_gradient[self._loss]
         self._work.sync.clear()
         update = partial(self._work.update, variant)
         made = self._stages.run(
-            self._work.compute, arguments, update, variant.stages, backward, crossings
+            self._work.compute, arguments, update, variant.stages, backward, returned
         )
         gradients = self._work.sync.finish() if backward else []
         return Computed(self._stages.join(made), has_gradient, gradients)
