@@ -22,7 +22,7 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:
-    """The dtype of a precision or a reduce_dtype; None, which leaves dtypes as they are, for None."""
+    """The dtype of a precision or a reduce_dtype; None (leave dtypes as they are) for None."""
     return None if name is None else COMPUTE_DTYPES[name]
 
 

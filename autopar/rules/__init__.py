@@ -1,4 +1,9 @@
-"""One factor rule per operator, a file per family."""
+"""How do the dims of an operator correspond, and what may be split?
+
+Read ``rule`` first (a rule, and the options that follow from it), then ``registry`` (the rules by
+operator) and ``analysis`` (a graph with the rules of its nodes). Each other file has the rules of
+one family of operators.
+"""
 
 from autopar.rules import (
     attention,
@@ -14,7 +19,7 @@ from autopar.rules import (
     random,
     recurrent,
     reduce,
-    several,
+    several_results,
     views,
     writing,
 )
@@ -22,7 +27,27 @@ from autopar.rules.registry import OperatorCall, register_rule, rule_of
 from autopar.rules.rule import Dim, Option, Rule, make_rule
 
 __all__ = [
-    "OperatorCall", "Dim", "Option", "Rule", "attention", "convolution", "elementwise", "fourier", "indexing", "linear_algebra", "loss",
-    "make_rule", "matmul", "normalisation", "pooling", "random", "recurrent", "reduce", "register_rule", "rule_of", "several",
-    "views", "writing",
-]  # fmt: skip
+    "Dim",
+    "OperatorCall",
+    "Option",
+    "Rule",
+    "attention",
+    "convolution",
+    "elementwise",
+    "fourier",
+    "indexing",
+    "linear_algebra",
+    "loss",
+    "make_rule",
+    "matmul",
+    "normalisation",
+    "pooling",
+    "random",
+    "recurrent",
+    "reduce",
+    "register_rule",
+    "rule_of",
+    "several_results",
+    "views",
+    "writing",
+]

@@ -1,5 +1,5 @@
-"""What a captured graph says of itself: each node's rule, which tensors have gradients, and which
-dims carry the batch.
+"""The analysis of a captured graph: the rule of each node, the tensors that have gradients, and the
+dims that carry the batch.
 """
 
 from __future__ import annotations
@@ -16,17 +16,30 @@ from autopar.ir.captured import BatchDivision, CapturedModel
 from autopar.ir.nodes import needing_grad, operands
 from autopar.rules import Rule, rule_of
 
-Place = tuple[fx.Node, int]
+TensorDim = tuple[fx.Node, int]  # a dim of a node's result
 T = TypeVar("T")
-ResizedNode = tuple[Any, tuple[Any, ...]]  # a node's value and arguments
+ResizedNode = tuple[Any, tuple[Any, ...]]  # the value and the arguments of a node
 
 
 class Analysis:
-    """What search and lowering both need to know of a captured graph."""
+    """What search and lowering both need to know of a captured graph.
+
+    Attributes:
+        captured, graph: the captured model and its graph.
+        rules: the rule of each call; None for a call without one.
+        state: the placeholders of parameters, buffers and constants.
+        inputs: the placeholders of the user's inputs.
+        hoisted: the placeholders of values that are computed once a step.
+        differentiable: the nodes through which a gradient flows back to a parameter that requires
+            one.
+        batch: the dims and factors that carry the batch.
+        resized: for two batch sizes, from and to, the nodes and rules that resizing the graph
+            changes; filled by the search.
+    """
 
     def __init__(self, captured: CapturedModel, like: Analysis | None = None) -> None:
-        """``like``: that of a graph whose nodes are among these, unchanged, and need not be looked
-        up again.
+        """``like`` is the analysis of a graph that has the same nodes under the same names. Its
+        rules are taken over.
         """
         known = {n.name: rule for n, rule in like.rules.items()} if like is not None else {}
         kinds = {i.name: i for i in captured.inputs}
@@ -50,22 +63,21 @@ class Analysis:
             nodes, {n for n, i in self.state.items() if captured.state[i.target].requires_grad}
         )
         self.batch = Batch(self.graph, self.rules, self.inputs, captured.division)
-        # By the sizes from and to: what search.resize has found for a batch of another size.
         self.resized: dict[
             tuple[int, int], tuple[dict[fx.Node, ResizedNode | None], dict[fx.Node, Rule | None]]
         ] = {}
-        self._once: dict[tuple[Any, int], Any] = {}
+        self._cache: dict[tuple[Any, int], Any] = {}
 
     def cached(self, make: Callable[[Analysis], T]) -> T:
-        """What ``make`` makes of this alone, made once for each size that the batch takes."""
+        """``make(self)``, computed once for each batch size."""
         key = make, self.batch.size
-        if key not in self._once:
-            self._once[key] = make(self)
-        return self._once[key]
+        if key not in self._cache:
+            self._cache[key] = make(self)
+        return self._cache[key]
 
     @cached_property
     def may_require_grad(self) -> frozenset[fx.Node]:
-        """What is ``differentiable`` once every parameter is unfrozen and every input requires a
+        """The nodes that are differentiable if every parameter and every input requires a
         gradient.
         """
         given = {n for n, state in self.state.items() if state.kind == "parameter"}.union(
@@ -80,19 +92,21 @@ class Analysis:
 
     @property
     def duplicated(self) -> frozenset[fx.Node]:
-        """Calls without a gradient that need nothing but inputs, buffers and cheap operators
-        (masks, positions, RoPE tables): what each part of a graph that is cut makes for itself
-        rather than be sent it."""
-        return self._shared[0]
+        """The calls that each stage of a cut graph computes for itself instead of receiving their
+        results: calls without a gradient that depend on inputs, buffers and cheap operators alone,
+        such as masks, positions and RoPE tables.
+        """
+        return self._duplicated[0]
 
     @property
     def changing(self) -> dict[fx.Node, fx.Node]:
         """The buffers that the forward changes, each with the call that makes or writes its new
-        value; but for those (a counter) whose new values are ``duplicated``."""
-        return self._shared[1]
+        value. Buffers whose new value is duplicated, such as a step counter, are left out.
+        """
+        return self._duplicated[1]
 
     @cached_property
-    def _shared(self) -> tuple[frozenset[fx.Node], dict[fx.Node, fx.Node]]:
+    def _duplicated(self) -> tuple[frozenset[fx.Node], dict[fx.Node, fx.Node]]:
         written = {
             buffer: writer
             for buffer, writer in self._written().items()
@@ -100,7 +114,7 @@ class Analysis:
         }
         changing: dict[fx.Node, fx.Node] = {}
         while True:
-            duplicated = self._beside(changing)
+            duplicated = self._duplicated_without(changing)
             found = {
                 buffer: writer for buffer, writer in written.items() if writer not in duplicated
             }
@@ -108,8 +122,8 @@ class Analysis:
                 return duplicated, changing
             changing = found
 
-    def _beside(self, changing: Collection[fx.Node]) -> frozenset[fx.Node]:
-        """What would be shared if no one else had these buffers."""
+    def _duplicated_without(self, changing: Collection[fx.Node]) -> frozenset[fx.Node]:
+        """The duplicated calls, if calls that read the buffers ``changing`` are not duplicated."""
         found: set[fx.Node] = set()
         for node, rule in self.rules.items():
             cheap = rule is not None and not rule.flops and not rule.writes
@@ -122,15 +136,15 @@ class Analysis:
         return frozenset(found)
 
     def _is_given(self, node: fx.Node) -> bool:
-        """Whether every rank has a tensor without asking: it is an input, a buffer or a
-        constant.
-        """
+        """Whether every rank has a tensor from the start: an input, a buffer or a constant."""
         return node.op == "placeholder" and (
             node not in self.state or self.state[node].kind != "parameter"
         )
 
     def _written(self) -> dict[fx.Node, fx.Node]:
-        """The buffers that the forward changes, and what makes or writes the new value."""
+        """The buffers that the forward changes, each with the node that makes or writes its new
+        value.
+        """
         buffers = {state.target: node for node, state in self.state.items()}
         updates = self.captured.updates
         new_values = zip(updates, self.outputs[len(self.outputs) - len(updates) :], strict=True)
@@ -142,7 +156,7 @@ class Analysis:
 
     @property
     def outputs(self) -> tuple[fx.Node, ...]:
-        """The nodes returned: the user's outputs, then buffer updates."""
+        """The nodes that the graph returns: the user's outputs, then the new values of buffers."""
         return tuple(next(iter(reversed(self.graph.nodes))).args[0])  # type: ignore[arg-type]
 
     @property
@@ -151,10 +165,13 @@ class Analysis:
 
 
 class Batch:
-    """The batch's dims and factors in a graph.
+    """The dims and factors of a graph that carry the batch.
 
-    ``size`` is the number of samples. A dim is the batch's when rules connect it with dim 0 of an
-    input of that size; in the graph of a microbatch, when its type along time says that it is cut.
+    A dim carries the batch if rules connect it with dim 0 of an input of the batch's size. In the
+    graph of a microbatch, a dim carries the batch if the type along time cuts it.
+
+    Attributes:
+        size: the number of samples.
     """
 
     def __init__(
@@ -165,30 +182,18 @@ class Batch:
         division: BatchDivision | None = None,
     ) -> None:
         links: nx.utils.UnionFind = nx.utils.UnionFind()
-        self._places: dict[fx.Node, dict[str, Place]] = {}
+        # For each call, the first dim of an operand or of the result that begins with a factor.
+        self._factor_dims: dict[fx.Node, dict[str, TensorDim]] = {}
         for node in graph.nodes:
-            rule = rules.get(node)
-            if rule is None:
-                continue
-            places = self._places[node] = {}
-            tensors = [n for n, _ in operands(node)]
-            for tensor, dims in zip([*tensors, node], [*rule.operands, rule.output], strict=True):
-                for d, factors in enumerate(dims):
-                    if factors:
-                        place = (tensor, d)
-                        first = places.setdefault(factors[0], place)
-                        if first is place:
-                            links[place]  # known from now on
-                        else:
-                            links.union(first, place)
+            if (rule := rules.get(node)) is not None:
+                self._factor_dims[node] = _link_dims(links, node, rule)
         if division is not None:
-            cut = (
-                (n, n.meta["time"]) for n in inputs
-            )  # as they are now: a resized graph may be copied
+            # The size is read off an input, because the graph may be resized.
+            cut = ((n, n.meta["time"]) for n in inputs)
             self.size = next(
                 (n.meta["val"].shape[t.dim] for n, t in cut if t.is_shard), division.samples
             )
-            self._is_batch = {
+            self._batch_dims = {
                 (n, n.meta["time"].dim)
                 for n in graph.nodes
                 if n.op != "output" and n.meta["time"].is_shard
@@ -197,19 +202,36 @@ class Batch:
         heads = [(n, n.meta["val"].shape[0]) for n in inputs if len(n.meta["val"].shape)]
         self.size = int(Counter(size for _, size in heads).most_common(1)[0][0]) if heads else 1
         roots = {links[(n, 0)] for n, size in heads if size == self.size}
-        self._is_batch = {place for place in list(links.parents) if links[place] in roots}
+        self._batch_dims = {place for place in list(links.parents) if links[place] in roots}
 
     def is_batch_dim(self, node: fx.Node, dim: int) -> bool:
-        """Whether ``dim`` of ``node``'s output carries the batch, alone or with others."""
-        return (node, dim) in self._is_batch
+        """Whether ``dim`` of ``node``'s result carries the batch, alone or with other factors."""
+        return (node, dim) in self._batch_dims
 
     def dim(self, node: fx.Node) -> int | None:
-        """The dim of ``node``'s output that carries the batch, or None."""
+        """The dim of ``node``'s result that carries the batch, or None."""
         dims = range(len(node.meta["val"].shape)) if hasattr(node.meta.get("val"), "shape") else ()
         return next((d for d in dims if self.is_batch_dim(node, d)), None)
 
     def factors(self, node: fx.Node) -> frozenset[str]:
-        """The factors of ``node``'s rule that are the batch."""
-        return frozenset(
-            f for f, place in self._places.get(node, {}).items() if place in self._is_batch
-        )
+        """The factors of ``node``'s rule that carry the batch."""
+        dims = self._factor_dims.get(node, {})
+        return frozenset(f for f, place in dims.items() if place in self._batch_dims)
+
+
+def _link_dims(links: nx.utils.UnionFind, node: fx.Node, rule: Rule) -> dict[str, TensorDim]:
+    """Link the dims of operands and result that begin with the same factor; returns the first of
+    these dims for each factor.
+    """
+    found: dict[str, TensorDim] = {}
+    tensors = [*(n for n, _ in operands(node)), node]
+    for tensor, dims in zip(tensors, [*rule.operands, rule.output], strict=True):
+        for d, factors in enumerate(dims):
+            if factors:
+                place = (tensor, d)
+                first = found.setdefault(factors[0], place)
+                if first is place:
+                    links[place]  # adds the dim
+                else:
+                    links.union(first, place)
+    return found

@@ -20,8 +20,8 @@ def attention(call: OperatorCall) -> Rule | None:
     if len(call.inputs) == 4:
         dims = ["b", head, "s", "t"][4 - len(call.shapes[3]) :]
         mask = ", ~" + " ".join(dims)
-    # A causal mask counts positions from the first query, so its queries stay whole; keys always
-    # do. Where both are cut they go round.
+    # Keys stay whole, because the softmax needs all of them. Under a causal mask queries stay
+    # whole, too, as the mask counts positions from the first query. Ring attention splits both.
     whole = ["d", "e", "t"] + (["s"] if call["is_causal"] else [])
     rows = 2 - 4 + len(call.shapes[3]) if mask else 0
     masks = [S(rows) if rows >= 0 and call.shapes[3][rows] > 1 else R] if mask else []

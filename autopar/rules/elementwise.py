@@ -6,47 +6,31 @@ from autopar.rules.reduce import reduced
 from autopar.rules.registry import OperatorCall, register_rule
 from autopar.rules.rule import Rule
 
-# The operand the backward reads: its input (0), its output (-1), or nothing. All are nonlinear.
-_INPUT = """abs acos acosh asin asinh atan atanh celu clamp clamp_max clamp_min cos cosh elu erf erfc gelu hardsigmoid hardswish hardtanh
-leaky_relu log log10 log1p log2 log_sigmoid logaddexp logit mish pow relu6 selu silu sin sinh softplus xlogy
-copysign fmax fmin hardshrink hypot logaddexp2 sinc softshrink threshold"""
-_OUTPUT = "exp exp2 expm1 reciprocal relu rsqrt sigmoid sqrt tan tanh"
-_NOTHING = """bitwise_and bitwise_not bitwise_or bitwise_xor ceil eq floor floor_divide fmod frac ge gt isfinite isinf isnan le logical_and
-logical_not logical_or logical_xor lt nan_to_num ne remainder round sign trunc
-conj_physical _conj_physical deg2rad heaviside isneginf isposinf nextafter rad2deg sgn signbit"""
-_SPECIAL = """digamma erfinv i0 igamma igammac ldexp lgamma mvlgamma polygamma special_entr special_erfcx special_i0e special_i1 special_i1e
-special_log_ndtr special_ndtri special_xlog1py special_zeta"""
+_NONLINEAR = """
+abs acos acosh angle asin asinh atan atanh bitwise_and bitwise_not bitwise_or bitwise_xor ceil
+celu clamp clamp_max clamp_min complex conj_physical copysign cos cosh deg2rad digamma elu eq
+erf erfc erfinv exp exp2 expm1 floor floor_divide fmax fmin fmod frac ge gelu gt hardshrink
+hardsigmoid hardswish hardtanh heaviside hypot i0 igamma igammac isfinite isinf isnan isneginf
+isposinf ldexp le leaky_relu lgamma log log10 log1p log2 log_sigmoid logaddexp logaddexp2
+logical_and logical_not logical_or logical_xor logit lt mish mvlgamma nan_to_num ne nextafter
+polar polygamma pow rad2deg reciprocal relu relu6 remainder round rsqrt selu sgn sigmoid sign
+signbit silu sin sinc sinh softplus softshrink special_entr special_erfcx special_i0e special_i1
+special_i1e special_log_ndtr special_ndtri special_xlog1py special_zeta sqrt tan tanh threshold
+trunc xlogy _conj_physical _prelu_kernel
+addcdiv addcmul lerp masked_fill
+"""
 
 
-@register_rule(*(f"aten.{n}" for n in _INPUT.split()))
-def unary_reading_input(call: OperatorCall) -> Rule:
-    return call.rule(_nonlinear(call))
-
-
-@register_rule(*(f"aten.{n}" for n in _OUTPUT.split()))
-def unary_reading_output(call: OperatorCall) -> Rule:
-    return call.rule(_nonlinear(call))
-
-
-@register_rule(
-    *(f"aten.{n}" for n in _SPECIAL.split()),
-    "aten._prelu_kernel",
-    "aten.complex",
-    "aten.polar",
-    "aten.angle",
-)
-def special_function(call: OperatorCall) -> Rule:
-    return call.rule(_nonlinear(call))
-
-
-@register_rule(*(f"aten.{n}" for n in _NOTHING.split()))
-def reading_nothing(call: OperatorCall) -> Rule:
+@register_rule(*(f"aten.{n}" for n in _NONLINEAR.split()))
+def nonlinear(call: OperatorCall) -> Rule:
     return call.rule(_nonlinear(call))
 
 
 @register_rule("aten.minimum", "aten.maximum", "aten.min", "aten.max", "aten.atan2")
 def comparison(call: OperatorCall) -> Rule | None:
-    """Of two tensors; of one, the largest or smallest along a dim, with its place, or of all."""
+    """The larger or smaller of two tensors, element by element; for one tensor, its largest or
+    smallest element, of each row or of all.
+    """
     if len(call.inputs) == 2:
         return call.rule(_nonlinear(call))
     dims, spec = reduced(call)
@@ -55,7 +39,7 @@ def comparison(call: OperatorCall) -> Rule | None:
 
 @register_rule("aten.neg", "aten.to", "aten.detach")
 def linear_unary(call: OperatorCall) -> Rule:
-    # A conversion to an integer rounds, so a pending sum may not pass it.
+    # A cast to an integer rounds, so that a pending sum must not pass through it.
     linear = (
         call.node.meta["val"].dtype.is_floating_point
         and call.inputs[0].meta["val"].dtype.is_floating_point
@@ -68,7 +52,7 @@ def linear_unary(call: OperatorCall) -> Rule:
 
 @register_rule("aten.add", "aten.sub", "aten.rsub")
 def addition(call: OperatorCall) -> Rule:
-    # Adding a number to a pending sum would add it once a rank.
+    # A number must not be added to a pending sum: every rank would add it.
     return call.rule("... + ... -> ..." if len(call.inputs) == 2 else "~... -> ...")
 
 
@@ -99,22 +83,13 @@ def selection(call: OperatorCall) -> Rule:
     return call.rule("~..., ~... -> ..." if len(call.inputs) == 2 else "~... -> ...")
 
 
-@register_rule("aten.masked_fill")
-def masked_fill(call: OperatorCall) -> Rule:
-    return call.rule(", ".join(["~..."] * len(call.inputs)) + " -> ...")
-
-
-@register_rule("aten.addcmul", "aten.addcdiv", "aten.lerp")
-def ternary(call: OperatorCall) -> Rule:
-    return call.rule(_nonlinear(call))
-
-
 @register_rule("aten.dropout")
 def dropout(call: OperatorCall) -> Rule:
-    # Every split draws different numbers, so every factor that is split tells the kernel.
+    # Each chunk draws other numbers, so that every split factor needs the kernel.
     factors = call.rule("... -> ...").sizes
     return call.rule("... -> ...", kernels=dict.fromkeys(factors, "dropout"))
 
 
 def _nonlinear(call: OperatorCall) -> str:
+    """The rule's text for an operator that is linear in no operand."""
     return ", ".join(["~..."] * len(call.inputs)) + " -> ..."

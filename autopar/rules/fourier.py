@@ -1,4 +1,4 @@
-"""Complex numbers as pairs, and Fourier transforms: the dims transformed are whole."""
+"""Complex numbers as pairs of real numbers, and Fourier transforms, whose dims are whole."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from autopar.rules.rule import Rule
 
 
 @register_rule("aten.view_as_real")
-def pairs(call: OperatorCall) -> Rule:
+def view_as_real(call: OperatorCall) -> Rule:
     return call.rule("~... -> ... p", whole="p")
 
 
 @register_rule("aten.view_as_complex")
-def numbers(call: OperatorCall) -> Rule:
+def view_as_complex(call: OperatorCall) -> Rule:
     return call.rule("~... p -> ...", whole="p")
 
 
 @register_rule("aten._fft_c2c", "aten._fft_r2c", "aten._fft_c2r")
-def transform(call: OperatorCall) -> Rule:
+def fourier_transform(call: OperatorCall) -> Rule:
     dims = call.dims("dim")
     before, after = (
         " ".join(f"{x}{d}" if d in dims else f"d{d}" for d in range(len(call.shape))) for x in "xy"

@@ -1,4 +1,4 @@
-"""Embeddings, gathers, indexing, and tensors made from nothing."""
+"""Embeddings, gathers, indexing, and new tensors of constants."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from autopar.rules.rule import Rule
 def embedding(call: OperatorCall) -> Rule | None:
     if call["scale_grad_by_freq"] or call["sparse"]:
         return None
-    # A split vocabulary looks up what it holds and leaves zeros: a pending sum.
+    # Each rank looks up the rows that it has, and takes zeros for others: a pending sum.
     return call.rule("v h, ~... -> ... h", kernels={"v": "embedding_vocabulary"})
 
 
 @register_rule("aten.gather", "aten.take_along_dim")
 def gather(call: OperatorCall) -> Rule | None:
-    if call["dim"] is None:  # take_along_dim of flattened tensors
+    if call["dim"] is None:  # take_along_dim flattens both tensors
         return None
     n, (dim,) = len(call.shape), call.dims("dim")
     source = [
@@ -28,7 +28,7 @@ def gather(call: OperatorCall) -> Rule | None:
     whole = [f"d{d}" for d in range(n) if source[d] != f"d{d}" and d != dim] + [
         f for f in source if f[0] == "s"
     ]
-    # The source must be whole along the dim looked up; the index need not be.
+    # The source must be whole along the dim that the index counts; the index need not be.
     return call.rule(f"{' '.join(source)}, ~{index} -> {index}", whole=whole)
 
 
@@ -42,7 +42,7 @@ def index_select(call: OperatorCall) -> Rule:
 
 @register_rule("aten.index")
 def index(call: OperatorCall) -> Rule | None:
-    """Advanced indexing by adjacent dims: the indexed dims are whole, the indices broadcast."""
+    """Advanced indexing of adjacent dims: indexed dims are whole, and indices are broadcast."""
     given = call["indices"]
     places = [d for d, i in enumerate(given) if isinstance(i, fx.Node)]
     if (
@@ -68,12 +68,13 @@ def index(call: OperatorCall) -> Rule | None:
     )
 
 
-@register_rule(
-    "aten.zeros", "aten.ones", "aten.full", "aten.empty", "aten.new_zeros", "aten.new_ones", "aten.new_full", "aten.new_empty"
-)  # fmt: skip
+_FILLED = "zeros ones full empty new_zeros new_ones new_full new_empty"
+
+
+@register_rule(*(f"aten.{n}" for n in _FILLED.split()))
 def constant(call: OperatorCall) -> Rule:
     names = [f"d{d}" for d in range(len(call.shape))]
-    operands = tuple(tuple(() for _ in s) for s in call.shapes)  # new_zeros(x) reads x's dtype only
+    operands = tuple(tuple(() for _ in s) for s in call.shapes)  # new_zeros reads only the dtype
     sizes = {f: n for f, n in zip(names, call.shape, strict=True) if n != 1}
     output = tuple((f,) if f in sizes else () for f in names)
     return Rule(operands, output, sizes, kind="view", shape_argument="size")
@@ -84,12 +85,13 @@ def constant_like(call: OperatorCall) -> Rule:
     return call.rule("~... -> ...")
 
 
-@register_rule(
-    "aten.linspace", "aten.logspace", "aten.eye", "aten.triu_indices", "aten.tril_indices", "aten.randperm", "aten.hann_window",
-    "aten.hamming_window", "aten.blackman_window", "aten.bartlett_window", "aten.kaiser_window",
-)  # fmt: skip
+_WHOLE = """linspace logspace eye triu_indices tril_indices randperm hann_window hamming_window
+blackman_window bartlett_window kaiser_window"""
+
+
+@register_rule(*(f"aten.{n}" for n in _WHOLE.split()))
 def whole_constant(call: OperatorCall) -> Rule:
-    """Cheap enough to make whole on each rank."""
+    """Each rank makes the whole tensor, which is cheap."""
     return sequence(call)
 
 
@@ -121,8 +123,8 @@ def diag_embed(call: OperatorCall) -> Rule:
 
 
 @register_rule("aten.bucketize", "aten.isin")
-def among(call: OperatorCall) -> Rule | None:
-    """Each element beside a list, which is whole."""
+def membership(call: OperatorCall) -> Rule | None:
+    """Each element is looked up in a list, which is whole."""
     if len(call.inputs) != 2:
         return None
     listed = " ".join(f"l{d}" for d in range(len(call.shapes[1])))
@@ -131,7 +133,7 @@ def among(call: OperatorCall) -> Rule | None:
 
 @register_rule("aten.searchsorted")
 def searchsorted(call: OperatorCall) -> Rule | None:
-    """In one list, or each row in a list of its own."""
+    """All elements are looked up in one list, or the elements of each row in a row of the lists."""
     if len(call.inputs) != 2:
         return None
     return call.rule(
@@ -147,5 +149,5 @@ def one_hot(call: OperatorCall) -> Rule:
 @register_rule("aten.arange", "aten.scalar_tensor")
 def sequence(call: OperatorCall) -> Rule:
     names = [f"d{d}" for d in range(len(call.shape))]
-    bounds = ", ".join("~" for _ in call.inputs)  # linspace's and logspace's may be tensors
+    bounds = ", ".join("~" for _ in call.inputs)  # linspace and logspace may take tensors
     return call.rule(f"{bounds} -> {' '.join(names)}", whole=names)

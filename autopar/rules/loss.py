@@ -9,8 +9,8 @@ from autopar.rules.rule import Option, Rule
 
 @register_rule("autopar.cross_entropy")
 def cross_entropy(call: OperatorCall) -> Rule:
-    """``sum over rows of log sum exp(logits) - logits[target]``; rows add up, the vocabulary is an
-    algorithm of its own.
+    """``sum over rows of log sum exp(logits) - logits[target]``: rows may be split, as they add up.
+    A split of the vocabulary takes a kernel, the vocabulary-parallel cross entropy of Megatron-LM.
     """
     n = len(call.shapes[0])
     rows = [f"r{i}" for i in range(n - 1)]
@@ -24,9 +24,9 @@ def cross_entropy(call: OperatorCall) -> Rule:
 
 
 @register_rule("aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd", "aten.nll_loss2d")
-def each_cross_entropy(call: OperatorCall) -> Rule | None:
-    """The loss of each row: without reduction, classes in dim 1. Targets are classes, or a
-    probability of each.
+def unreduced_cross_entropy(call: OperatorCall) -> Rule | None:
+    """The loss of each row, without reduction. Classes are dim 1 of the logits. A target is a
+    class, or the probabilities of all classes.
     """
     logits, target = call.shapes[:2]
     if call["reduction"] != 0 or len(logits) < 2:
@@ -47,10 +47,8 @@ def each_cross_entropy(call: OperatorCall) -> Rule | None:
     "aten.multi_margin_loss",
     "aten.multilabel_margin_loss",
 )
-def of_each_row(call: OperatorCall) -> Rule | None:
-    """Without reduction: a number for each row of one or more tensors, some of which have one
-    number a row.
-    """
+def unreduced_row_loss(call: OperatorCall) -> Rule | None:
+    """A number for each row, without reduction. An operand has a vector, or a number, a row."""
     if call["reduction"] != 0 or len(call.shapes[0]) < 2:
         return None
     rows = [f"r{d}" for d in range(len(call.shape))]
@@ -60,7 +58,7 @@ def of_each_row(call: OperatorCall) -> Rule | None:
         for s in call.shapes
     ]
     if call.name == "aten.multi_margin_loss" and len(call.inputs) == 3:
-        operands[2] = ["c0"]  # a weight of each class
+        operands[2] = ["c0"]  # the weight of each class
     return call.rule(
         f"{', '.join('~' + ' '.join(o) for o in operands)} -> {' '.join(rows)}",
         whole=[f"c{d}" for d in range(width)],
@@ -68,8 +66,8 @@ def of_each_row(call: OperatorCall) -> Rule | None:
 
 
 @register_rule("aten._ctc_loss")
-def alignment(call: OperatorCall) -> Rule | None:
-    """Of each sample, where the lengths are tensors."""
+def ctc_loss(call: OperatorCall) -> Rule | None:
+    """The loss of each sample, for lengths that are tensors."""
     if [len(s) for s in call.shapes] != [3, 2, 1, 1]:
         return None
     return call.rule("~t n c, ~n s, ~n, ~n -> n", whole="tcs")
@@ -82,17 +80,15 @@ def target_count(call: OperatorCall) -> Rule:
     return call.rule(f"~{' '.join(rows)}{weight} ->", whole="v", sums=frozenset(rows))
 
 
-_ELEMENTWISE = """binary_cross_entropy binary_cross_entropy_with_logits hinge_embedding_loss huber_loss kl_div margin_ranking_loss
-poisson_nll_loss smooth_l1_loss soft_margin_loss"""
+_ELEMENTWISE = """binary_cross_entropy binary_cross_entropy_with_logits hinge_embedding_loss
+huber_loss kl_div margin_ranking_loss poisson_nll_loss smooth_l1_loss soft_margin_loss"""
 
 
 @register_rule(*(f"aten.{n}" for n in _ELEMENTWISE.split()))
 def elementwise_loss(call: OperatorCall) -> Rule | None:
-    """Without reduction; with ``mean`` or ``sum`` the capture writes the reduction as an operator
-    of its own.
+    """The loss of each element, without reduction. ``decompose_losses`` writes a mean or a sum as
+    an operator.
     """
-    return (
-        call.rule(", ".join(["~..."] * len(call.inputs)) + " -> ...")
-        if call["reduction"] == 0
-        else None
-    )
+    if call["reduction"] != 0:
+        return None
+    return call.rule(", ".join(["~..."] * len(call.inputs)) + " -> ...")

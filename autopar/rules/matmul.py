@@ -17,15 +17,15 @@ def linear(call: OperatorCall) -> Rule:
     spec = "... k, n k + n -> ... n"
     rows = [dim for dim in range(len(x) - 1) if x[dim] > 1]
     blocks = (
-        [o for dim in rows for o in _blocks(len(x), dim, len(call.inputs))] if min(w) > 1 else []
+        [o for dim in rows for o in _summa(len(x), dim, len(call.inputs))] if min(w) > 1 else []
     )
     own = dict(extra=tuple(blocks), composed=frozenset({"summa"}), exclusive=frozenset("k"))
     return call.rule(spec, flops=2.0 * math.prod(x) * w[0], kind="matmul", **own)
 
 
-def _blocks(dims: int, row: int, operands: int) -> tuple[Option, Option]:
-    """SUMMA: one axis cuts the input's dim ``row`` and the weight's columns, the other the weight's
-    rows and the input's last dim.
+def _summa(dims: int, row: int, operands: int) -> tuple[Option, Option]:
+    """SUMMA (van de Geijn and Watts, 1997): one axis cuts dim ``row`` of the input and the columns
+    of the weight; the other axis cuts the last dim of the input and the rows of the weight.
     """
     factor = f".{dims - 2 - row}"
     down = Option((S(row), S(1), R)[:operands], S(row), factor, "summa", beside="n")
@@ -50,8 +50,9 @@ def matmul(call: OperatorCall) -> Rule:
 
 @register_rule("aten.einsum")
 def einsum(call: OperatorCall) -> Rule:
-    """The equation is the rule. An ellipsis stands for dims that are broadcast from the right; a
-    letter that an operand has twice takes its diagonal, and stays whole."""
+    """The equation is the rule. An ellipsis stands for dims that are broadcast from the right. A
+    letter that stands twice in an operand takes the diagonal, and stays whole.
+    """
     left, arrow, right = call["equation"].replace(" ", "").partition("->")
     texts = left.split(",")
     broadcast = [
@@ -101,12 +102,12 @@ def distances(call: OperatorCall) -> Rule:
 
 @register_rule("aten.addmv", "aten.addr", "aten.addbmm")
 def product_added(call: OperatorCall) -> Rule:
-    of = {
+    formulas = {
         "aten.addmv": ("i", "i k, k"),
         "aten.addr": ("i j", "i, j"),
         "aten.addbmm": ("i j", "b i k, b k j"),
     }
-    out, factors = of[call.name]
+    out, factors = formulas[call.name]
     added = " ".join(out.split()[len(call.shape) - len(call.shapes[0]) :])
     return call.rule(
         f"{added} + {factors} -> {out}",
@@ -127,7 +128,9 @@ def baddbmm(call: OperatorCall) -> Rule:
 
 @register_rule("aten.addmm")
 def addmm(call: OperatorCall) -> Rule:
-    bias = " ".join("ij"[2 - len(call.shapes[0]) :])  # broadcast from the right, a number too
+    bias = " ".join(
+        "ij"[2 - len(call.shapes[0]) :]
+    )  # a bias, or a number, is broadcast from the right
     return call.rule(
         f"{bias} + i k, k j -> i j",
         flops=2.0 * math.prod(call.shape) * call.shapes[1][-1],

@@ -18,8 +18,8 @@ def layer_norm(call: OperatorCall) -> Rule:
     )
     if len(inner) > 1:
         return call.rule(spec, whole=inner)
-    # The features may be split too: their statistics, two numbers a row each way, are then summed
-    # over the axis.
+    # The features may be split, too: the kernel then sums the statistics, two numbers a row in the
+    # forward and in the backward, over the axis.
     return call.rule(spec, kernels={"n0": "layer_norm"}, composed=frozenset({"layer_norm"}))
 
 
@@ -52,8 +52,8 @@ def group_norm(call: OperatorCall) -> Rule:
 
 @register_rule("aten.instance_norm")
 def instance_norm(call: OperatorCall) -> Rule | None:
-    """With running statistics, which are means over the batch: without them it is written as a
-    group norm.
+    """Instance norm with running statistics, which are means over the batch. Without running
+    statistics ``decompose`` writes a group norm.
     """
     dims = [f"d{i}" for i in range(len(call.shape))]
     spec = (
@@ -75,8 +75,9 @@ def batch_norm(call: OperatorCall) -> Rule:
     spec = ", ".join(["~" + dims, *(["~c"] * (len(call.inputs) - 1))]) + f" -> {dims}"
     if not call["training"]:
         return call.rule(spec)
-    # A split batch or space synchronises its statistics: two numbers a channel each way. Channels
-    # stay whole, as every rank updates the running statistics that it keeps.
+    # Where the batch or a spatial dim is split, the kernel synchronises the statistics, two numbers
+    # a channel in the forward and in the backward. Channels stay whole, because every rank updates
+    # whole running statistics.
     return call.rule(
         spec,
         whole="c",

@@ -1,4 +1,4 @@
-"""Operators that draw numbers. Each chunk draws its own, so every factor that is split tells the
+"""Operators that draw numbers. Each chunk draws other numbers, so that every split factor needs the
 kernel.
 """
 
@@ -18,25 +18,24 @@ def _drawn(rule: Rule) -> Rule:
 
 
 @register_rule("aten.rand", "aten.randn", "aten.randint")
-def of_a_size(call: OperatorCall) -> Rule:
+def random_of_size(call: OperatorCall) -> Rule:
     return _drawn(constant(call))
 
 
-@register_rule(
-    "aten.rand_like", "aten.randn_like", "aten.randint_like", "aten.bernoulli", "aten.poisson", "aten.exponential", "aten.geometric",
-    "aten.uniform", "aten.normal_functional", "aten.log_normal", "aten.cauchy", "aten.random", "aten.rrelu",
-)  # fmt: skip
-def of_each_element(call: OperatorCall) -> Rule | None:
+_OF_ELEMENTS = """rand_like randn_like randint_like bernoulli poisson exponential geometric uniform
+normal_functional log_normal cauchy random rrelu"""
+
+
+@register_rule(*(f"aten.{n}" for n in _OF_ELEMENTS.split()))
+def random_of_elements(call: OperatorCall) -> Rule | None:
     return _drawn(call.rule(", ".join(["~..."] * len(call.inputs)) + " -> ..."))
 
 
 @register_rule("aten.normal")
 def normal(call: OperatorCall) -> Rule:
-    return (
-        _drawn(constant(call))
-        if not call.inputs
-        else _drawn(call.rule(", ".join(["~..."] * len(call.inputs)) + " -> ..."))
-    )
+    if not call.inputs:
+        return _drawn(constant(call))
+    return _drawn(call.rule(", ".join(["~..."] * len(call.inputs)) + " -> ..."))
 
 
 @register_rule("aten.multinomial")
@@ -47,7 +46,7 @@ def multinomial(call: OperatorCall) -> Rule:
 
 @register_rule("aten.alpha_dropout", "aten.feature_dropout", "aten.feature_alpha_dropout")
 def dropout_of_channels(call: OperatorCall) -> Rule:
-    """A channel is dropped whole, so that its elements stay together."""
+    """A channel is dropped as a whole, so that its elements stay on one rank."""
     n = len(call.shape)
     names = [f"d{d}" for d in range(n)]
     whole = [] if call.name == "aten.alpha_dropout" else names[2:]

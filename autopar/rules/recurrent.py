@@ -1,4 +1,4 @@
-"""Recurrent layers: samples are apart, all else goes into each step."""
+"""Recurrent layers: samples are independent; all other dims take part in every step."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from autopar.rules.rule import Rule
 
 @register_rule("aten.gru", "aten.lstm", "aten.rnn_relu", "aten.rnn_tanh")
 def recurrent(call: OperatorCall) -> Rule | None:
-    """Of a sequence before its samples, as lowering writes it: states have their layers first."""
-    if call.arguments.get("batch_first", True) or len(call.shapes[0]) != 3:  # or a packed sequence
+    """The sequence is dim 0 and the samples are dim 1, as ``simplify`` writes them. The layers are
+    dim 0 of the states. A packed sequence has no rule.
+    """
+    if call.arguments.get("batch_first", True) or len(call.shapes[0]) != 3:
         return None
     states = 2 if call.name == "aten.lstm" else 1
     weights = [
@@ -18,7 +20,7 @@ def recurrent(call: OperatorCall) -> Rule | None:
     ]
     operands = ["t b i", *["l b h"] * states, *weights]
     whole = ["t", "i", "l", "h", "o", *(f for w in weights for f in w.split())]
-    if states == 2 and call.shapes[1] != call.shapes[2]:  # projected
+    if states == 2 and call.shapes[1] != call.shapes[2]:  # an LSTM with projections
         operands[2] = "l b c"
         whole.append("c")
     drawn = {"b": "drawn"} if call["train"] and call["dropout"] else {}

@@ -7,7 +7,7 @@ from autopar.rules.rule import Rule
 
 
 def reduced(call: OperatorCall, name: str = "dim") -> tuple[list[int], str]:
-    """The dims reduced, all where none is named, and the rule's text without its linearity."""
+    """The dims that a call reduces, and the text of its rule as if it were linear."""
     n = len(call.shapes[0])
     dims = call.dims(name)
     keep = len(call.shape) == n
@@ -16,7 +16,7 @@ def reduced(call: OperatorCall, name: str = "dim") -> tuple[list[int], str]:
 
 
 @register_rule("aten.sum")
-def total(call: OperatorCall) -> Rule:
+def summation(call: OperatorCall) -> Rule:
     return call.rule(reduced(call)[1])
 
 
@@ -55,15 +55,15 @@ def softmax(call: OperatorCall) -> Rule:
 
 
 @register_rule("aten.nansum", "aten.count_nonzero")
-def whole_total(call: OperatorCall) -> Rule:
-    """What is left out counts nothing, so that parts add up."""
+def nonlinear_summation(call: OperatorCall) -> Rule:
+    """Ignored elements add nothing, so that the results of parts add up."""
     dims, spec = reduced(call)
     return call.rule("~" + spec, sums=frozenset(f"d{d}" for d in dims))
 
 
 @register_rule("aten.histc")
 def histogram(call: OperatorCall) -> Rule:
-    """Counts of parts add up where the bins are given, and not taken from the data."""
+    """Counts of parts add up if the call gives the bins; otherwise the bins depend on all data."""
     n = len(call.shapes[0])
     dims = [f"d{d}" for d in range(n)]
     given = call["min"] != call["max"]
@@ -73,8 +73,8 @@ def histogram(call: OperatorCall) -> Rule:
 
 
 @register_rule("aten.cosine_similarity")
-def of_vectors(call: OperatorCall) -> Rule:
-    """Over one dim, after the operands are broadcast."""
+def cosine_similarity(call: OperatorCall) -> Rule:
+    """The dim of the vectors counts the dims of the broadcast operands."""
     n = max(map(len, call.shapes))
     dim = call["dim"] % n
     operands = ["~" + " ".join(f"d{d}" for d in range(n - len(s), n)) for s in call.shapes]

@@ -1,4 +1,4 @@
-"""Which rule an operator has. A user's own code may register more: see :func:`register_rule`."""
+"""The rules by operator. A user's own code may register more: see :func:`register_rule`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,15 @@ _MAKERS: dict[str, RuleMaker] = {}
 
 
 class OperatorCall:
-    """One call of an operator, as a rule sees it: arguments by name, and the shapes of tensor
-    operands and output (the first one of several)."""
+    """One call of an operator, as the maker of a rule sees it.
+
+    Attributes:
+        node: the node of the graph.
+        name: the operator's name, such as ``"aten.linear"``.
+        inputs: the nodes of the tensor operands.
+        shapes: the global shape of each operand.
+        shape: the global shape of the result; of the first result, if there are several.
+    """
 
     def __init__(self, node: fx.Node) -> None:
         self.node = node
@@ -35,7 +42,7 @@ class OperatorCall:
 
     @property
     def arguments(self) -> Arguments:
-        """The arguments by name, defaults filled in."""
+        """The arguments by name, with defaults."""
         if self._arguments is None:
             self._arguments = arguments(self.node)
         return self._arguments
@@ -44,8 +51,8 @@ class OperatorCall:
         return self.arguments[name]
 
     def dims(self, name: str, ndim: int | None = None) -> list[int]:
-        """The argument ``name`` as non-negative dims of an operand (the first's, or of one with
-        ``ndim``); all if none is given.
+        """The argument ``name`` as non-negative dims of a tensor with ``ndim`` dims, by default of
+        the first operand; all dims if the call names none.
         """
         value, n = self.arguments.get(name), len(self.shapes[0]) if ndim is None else ndim
         if value is None or value == []:
@@ -59,17 +66,17 @@ class OperatorCall:
 
 def register_rule(*names: str) -> Callable[[Maker], Maker]:
     """Give the operators called ``names`` (``"aten.linear"``, ``"mylib.op"``) the rule that the
-    decorated function makes of a call.
+    decorated function returns for a call.
 
-    A ``torch.autograd.Function`` goes by its package and its class: ``"mypackage.MyFunction"`` for
-    ``mypackage.layers.MyFunction``, ``"__main__.MyFunction"`` in a script. Arguments have the names
-    of its forward, without the context.
+    The name of a ``torch.autograd.Function`` consists of its package and its class:
+    ``"mypackage.MyFunction"`` for ``mypackage.layers.MyFunction``, ``"__main__.MyFunction"`` in a
+    script. Its arguments have the names of the forward's parameters, without the context.
 
-    The function may return None for a call that its rule does not cover: that call then runs
+    The function may return None for a call that its rule does not cover. That call then runs
     unsplit. A later registration of a name replaces an earlier one.
 
     Raises:
-        PlanError: there is no name, one is no text, or what is decorated cannot be called.
+        PlanError: no name is given, a name is no text, or the decorated object is not callable.
     """
     if not names or not all(isinstance(name, str) and name for name in names):
         raise PlanError(
@@ -91,10 +98,10 @@ def register_rule(*names: str) -> Callable[[Maker], Maker]:
 
 
 def rule_of(node: fx.Node) -> Rule | None:
-    """The rule of a call; None where there is none.
+    """The rule of a call; None if it has none.
 
-    All results of an operator with several lie in one layout, that of the first: what is split is a
-    dim that all of them have.
+    If an operator has several results, all lie in the layout of the first one. Its rule splits only
+    dims that all results have.
     """
     if node.op != "call_function" or not (tensors := result_tensors(node)):
         return None
@@ -103,28 +110,26 @@ def rule_of(node: fx.Node) -> Rule | None:
         for n in (node, *node.all_input_nodes)
         for t in result_tensors(n)
     ):
-        return None  # nothing cuts a sparse tensor
+        return None  # a sparse tensor cannot be split
     if node.target is operator.getitem:
-        return _one_result(node.args[0], len(tensors[0].shape))  # type: ignore[arg-type]
+        return _rule_of_getitem(node.args[0], len(tensors[0].shape))  # type: ignore[arg-type]
     maker = _MAKERS.get(operator_name(node.target))
-    rule = (
-        _made(maker, node) if maker and all(result_tensors(n) for n, _ in operands(node)) else None
-    )
-    return (
-        rule
-        if rule is None or isinstance(node.meta["val"], torch.Tensor)
-        else _of_all(rule, tensors)
-    )
+    if maker is None or not all(result_tensors(n) for n, _ in operands(node)):
+        return None
+    rule = _call_maker(maker, node)
+    if rule is None or isinstance(node.meta["val"], torch.Tensor):
+        return rule
+    return _for_all_results(rule, tensors)
 
 
 def has_rule(node: fx.Node) -> bool:
-    """Whether there is a rule for calls of this operator."""
+    """Whether the operator of a call has a rule; the rule may still not cover the call."""
     return operator_name(node.target) in _MAKERS
 
 
-def _made(maker: RuleMaker, node: fx.Node) -> Rule | None:
-    """What a maker says of a call. A rule of ours that was not written for a call is none; of a
-    user's they should hear.
+def _call_maker(maker: RuleMaker, node: fx.Node) -> Rule | None:
+    """The rule that a maker returns for a call. An error means that a rule of autopar does not
+    cover the call. An error in a user's maker is raised, because the user should see it.
     """
     try:
         return maker(OperatorCall(node))
@@ -134,16 +139,18 @@ def _made(maker: RuleMaker, node: fx.Node) -> Rule | None:
         return None
 
 
-def _of_all(rule: Rule, tensors: Sequence[torch.Tensor]) -> Rule:
-    """The rule of an operator's first result, left with what holds for the others too."""
+def _for_all_results(rule: Rule, tensors: Sequence[torch.Tensor]) -> Rule:
+    """The rule of an operator's first result, without the options that do not hold for its other
+    results.
+    """
     first, *others = (t.shape for t in tensors)
     common = {d for d, n in enumerate(first) if all(d < len(s) and s[d] == n for s in others)}
     split = {f for d, factors in enumerate(rule.output) for f in factors if d in common}
     return replace(rule, terms=(), whole=rule.whole | (rule.sizes.keys() - split), extra=())
 
 
-def _one_result(source: fx.Node, ndim: int) -> Rule | None:
-    """The rule of taking one result: cut as all of them are."""
+def _rule_of_getitem(source: fx.Node, ndim: int) -> Rule | None:
+    """The rule of taking one result of ``source``, which is split as all results are."""
     if (rule := rule_of(source)) is None:
         return None
     dims: list[Dim] = [tuple(f for f in factors if f not in rule.whole) for factors in rule.output]
@@ -152,7 +159,7 @@ def _one_result(source: fx.Node, ndim: int) -> Rule | None:
 
 
 def operator_name(target: Any) -> str:
-    """``aten.linear`` for any overload of it; package and name of a Python function:
+    """``aten.linear`` for any overload of it; for a Python function its package and name, such as
     ``autopar.cross_entropy``.
     """
     schema = getattr(target, "_schema", None)

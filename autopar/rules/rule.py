@@ -1,11 +1,11 @@
 """Factor rules: how the dims of an operator's operands and output correspond.
 
 A rule is written like the mathematics: ``"... k, n k + n -> ... n"`` is a linear layer. Names are
-factors; a dim is a factor, a product of factors in parentheses (major first), or ``1``; ``...``
-stands for leading dims, broadcast from the right. Commas
-multiply, plus signs add: the operator is linear in every operand of a term while the others are
-held. ``~`` marks an operand in which it is not. From one rule follow, for one mesh axis, all of the
-operator's options: see :meth:`Rule.options`.
+factors. A dim is a factor, a product of factors in parentheses (major first), or ``1``. ``...``
+stands for leading dims, broadcast from the right. Commas multiply, plus signs add: the operator is
+linear in each operand of a term while the other operands are fixed. ``~`` marks an operand in which
+the operator is not linear. All options of the operator along one mesh axis follow from its rule:
+see :meth:`Rule.options`. Shardy's sharding rules (https://openxla.org/shardy) are similar.
 """
 
 from __future__ import annotations
@@ -25,9 +25,14 @@ Dim = tuple[str, ...]  # the factors of a dim, major first; () for a dim of size
 class Option:
     """One way to run an operator along one mesh axis.
 
-    ``factor`` names what is split (None: nothing is), ``kernel`` the kernel this takes in place of
-    the operator itself. Where the kernel works along one axis or two, ``beside`` is the factor that
-    it splits along the other, of the same size; "" where there is none.
+    Attributes:
+        ins: the type of each operand.
+        out: the type of the result.
+        factor: the factor that is split; None if none is.
+        kernel: the kernel that replaces the operator; None if none does.
+        beside: for a kernel that works along exactly two axes, the factor that it splits along the
+            other axis, which has the same size; "" for a kernel that works along exactly one axis;
+            None for all other options.
     """
 
     ins: tuple[Type, ...]
@@ -39,7 +44,30 @@ class Option:
 
 @dataclass(frozen=True)
 class Rule:
-    """How one node's dims correspond, what may be split, and what it costs."""
+    """How one node's dims correspond, which factors may be split, and what the node costs.
+
+    Attributes:
+        operands: for each operand, the factors of each dim.
+        output: the factors of each dim of the result (of the first result, if there are several).
+        sizes: the size of each factor.
+        terms: for each term of the sum, the operands in which the operator is linear.
+        whole: the factors that must not be split.
+        sums: factors that the operator sums over, beside the factors of the terms.
+        least: the smallest size of a factor on each rank, where the factor is split; 1 by default.
+        kernels: by factor, the kernel that replaces the operator where the factor is split.
+        extra: options beside those that follow from the factors: algorithms with their own kernel.
+        composed: the kernels that run several operators and communicate.
+        exclusive: the factors that no further axis may split beside a kernel that works along
+            exactly one or two axes.
+        flops: floating-point operations of the whole node.
+        kind: the kind of arithmetic, which the cost model prices: "matmul", "conv", "attention",
+            "elementwise" or "view".
+        writes: the operands that the operator updates in place. They are buffers, and the operator
+            must get them in their stored layout.
+        shape_argument: the argument that names the shape of the result.
+        localise: returns the other arguments that change on a rank, given all arguments by name and
+            the number of ranks that split each factor.
+    """
 
     operands: tuple[tuple[Dim, ...], ...]
     output: tuple[Dim, ...]
@@ -47,27 +75,19 @@ class Rule:
     terms: tuple[frozenset[int], ...] = ()
     whole: frozenset[str] = frozenset()
     sums: frozenset[str] = frozenset()
-    least: dict[str, int] = field(
-        default_factory=dict
-    )  # of a factor, that each rank must have where it is split; 1 unless given
+    least: dict[str, int] = field(default_factory=dict)
     kernels: dict[str, str] = field(default_factory=dict)
     extra: tuple[Option, ...] = ()
-    composed: frozenset[str] = (
-        frozenset()
-    )  # kernels that are made of many operators, and send by themselves
-    exclusive: frozenset[str] = (
-        frozenset()
-    )  # factors that no further axis may split beside a kernel that works along one axis or two
+    composed: frozenset[str] = frozenset()
+    exclusive: frozenset[str] = frozenset()
     flops: float = 0.0
     kind: str = "elementwise"
-    writes: tuple[
-        int, ...
-    ] = ()  # operands that it updates in place: buffers, which it must get as they are kept
+    writes: tuple[int, ...] = ()
     shape_argument: str | None = None
     localise: Callable[[dict[str, Any], dict[str, int]], dict[str, Any]] | None = None
 
     def split(self, factor: str) -> list[Option]:
-        """The options that split ``factor`` by the rule's own arithmetic."""
+        """The options that split ``factor`` and follow from the terms."""
         if factor in self.whole or self.sizes[factor] == 1:
             return []
         ins = [self._type_in(dims, factor) for dims in self.operands]
@@ -79,41 +99,35 @@ class Rule:
             factor in _flat(self.operands[k]) for term in self.terms for k in term
         ):
             return []
-        # The factor is summed: a term that lacks it must itself come as a pending sum, through one
-        # of its operands.
-        choices: list[list[Type]] = [ins]
-        for term in self.terms:
-            if not any(factor in _flat(self.operands[k]) for k in term):
-                choices = [
-                    [P if k == j else t for j, t in enumerate(c)]
-                    for c in choices
-                    for k in sorted(term)
-                ]
-        return [Option(tuple(c), P, factor, kernel) for c in choices]
+        # The factor is summed over. A term that lacks the factor must be a pending sum itself,
+        # through one of its operands.
+        lacking = [t for t in self.terms if not any(factor in _flat(self.operands[k]) for k in t)]
+        return [Option(choice, P, factor, kernel) for choice in _pending(ins, lacking)]
 
     def unsplit(self) -> list[Option]:
-        """All I, all R, and a pending sum passing through operands in which the operator is
-        linear.
+        """The options that split no factor: all I, all R, and a pending sum that passes through the
+        operator, in one operand of each term.
         """
         n = len(self.operands)
         options = [Option((I,) * n, I), Option((R,) * n, R)]
         if self.terms:
-            choices: list[list[Type]] = [[R] * n]
-            for term in self.terms:
-                choices = [
-                    [P if k == j else t for j, t in enumerate(c)]
-                    for c in choices
-                    for k in sorted(term)
-                ]
-            options += [Option(tuple(c), P) for c in choices]
+            options += [Option(choice, P) for choice in _pending([R] * n, self.terms)]
         return options
 
     def options(self) -> list[Option]:
-        """Every way to run the operator along one axis, whatever its size."""
+        """All options of the operator along one axis, whatever its size."""
         return self.unsplit() + [o for f in self.sizes for o in self.split(f)] + list(self.extra)
 
     def _type_in(self, dims: Sequence[Dim], factor: str) -> Type:
         return next((S(d) for d, factors in enumerate(dims) if factor in factors), R)
+
+
+def _pending(ins: list[Type], terms: Iterable[frozenset[int]]) -> list[tuple[Type, ...]]:
+    """The types ``ins`` with one operand of each of ``terms`` a pending sum: every combination."""
+    choices = [tuple(ins)]
+    for term in terms:
+        choices = [(*c[:k], P, *c[k + 1 :]) for c in choices for k in sorted(term)]
+    return choices
 
 
 def _flat(dims: Iterable[Dim]) -> set[str]:
@@ -131,29 +145,24 @@ def make_rule(
     whole: Iterable[str] = (),
     **options: Any,
 ) -> Rule:
-    """The rule written as ``spec`` for operands of these ``shapes`` and an ``output`` of that
-    shape.
+    """The rule written as ``spec``.
 
-    ``whole`` names factors that must not be split (``"..."`` for all leading dims). A spec for one
-    more operand than there are is cut at the ones missing (an absent bias). Other keywords are
-    fields of :class:`Rule`.
+    Args:
+        spec: the rule's text. It may have more operands than the call, such as a bias that the call
+            lacks.
+        shapes: the global shape of each operand.
+        output: the global shape of the result.
+        whole: factors that must not be split; ``"..."`` stands for all leading dims.
+        options: fields of :class:`Rule`. ``sizes`` needs only the factors that the shapes do not
+            tell.
+
+    Raises:
+        ValueError: the text does not fit the shapes.
     """
     left, right = spec.split("->")
-    texts: list[str] = []
-    terms: list[frozenset[int]] = []
-    for term in left.split("+"):
-        members = []
-        for text in term.split(","):
-            if len(texts) == len(shapes):
-                break
-            if not text.strip().startswith("~"):
-                members.append(len(texts))
-            texts.append(text.strip().lstrip("~ "))
-        if members:
-            terms.append(frozenset(members))
-    sizes: dict[str, int] = {}
+    texts, terms = _parse_operands(left, len(shapes))
+    sizes: dict[str, int] = dict(options.pop("sizes", {}))
     parsed = [_parse_dims(text) for text in texts]
-    sizes.update(options.pop("sizes", {}))
     out_dims = _bind(_parse_dims(right), output, sizes)
     operands = [_bind(dims, shape, sizes) for dims, shape in zip(parsed, shapes, strict=True)]
     operands = [
@@ -174,7 +183,25 @@ def make_rule(
     )
 
 
+def _parse_operands(text: str, count: int) -> tuple[list[str], list[frozenset[int]]]:
+    """The texts of the first ``count`` operands, and the operands of each term."""
+    texts: list[str] = []
+    terms: list[frozenset[int]] = []
+    for term in text.split("+"):
+        members = []
+        for operand in term.split(","):
+            if len(texts) == count:
+                break
+            if not operand.strip().startswith("~"):
+                members.append(len(texts))
+            texts.append(operand.strip().lstrip("~ "))
+        if members:
+            terms.append(frozenset(members))
+    return texts, terms
+
+
 def _parse_dims(text: str) -> list[Any]:
+    """The dims of one operand: factors, ``()`` for ``1``, and ``"..."``."""
     dims: list[Any] = []
     group: list[str] | None = None
     for token in _TOKEN.findall(text):
@@ -191,7 +218,7 @@ def _parse_dims(text: str) -> list[Any]:
 
 
 def _bind(dims: list[Any], shape: Sequence[int], sizes: dict[str, int]) -> tuple[Dim, ...]:
-    """Name the leading dims, and learn the factors' sizes from the shape."""
+    """The dims with names for the leading ones; adds the sizes of factors to ``sizes``."""
     bound: list[Dim] = []
     for dim in dims:
         if dim == "...":
@@ -207,14 +234,14 @@ def _bind(dims: list[Any], shape: Sequence[int], sizes: dict[str, int]) -> tuple
         if len(unknown) == 1 and n % max(known, 1) == 0:
             sizes[unknown[0]] = n // known
         elif len(factors) == 1 and sizes[factors[0]] == 1:
-            sizes[factors[0]] = n  # broadcast so far
+            sizes[factors[0]] = n  # the operands before have this factor broadcast
     return tuple(bound)
 
 
 def _unbroadcast(
     dims: tuple[Dim, ...], shape: Sequence[int], sizes: dict[str, int]
 ) -> tuple[Dim, ...]:
-    """A dim of size 1 has no factors; neither do factors of size 1 count."""
+    """The dims without factors of size 1, and without the factors of broadcast dims."""
     return tuple(
         () if n == 1 else tuple(f for f in d if sizes[f] != 1)
         for d, n in zip(dims, shape, strict=True)

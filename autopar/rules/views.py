@@ -14,12 +14,14 @@ from autopar.rules.rule import Dim, Rule
 def factorise(
     before: Sequence[int], after: Sequence[int]
 ) -> tuple[tuple[Dim, ...], tuple[Dim, ...], dict[str, int]]:
-    """Split the dims of two shapes of one element count into factors: common ones, and what only
-    one of the shapes has.
+    """Split the dims of two shapes with the same number of elements into factors.
 
-    Both shapes are read from the major end. The greatest common divisor of what is left of both
-    dims is a factor of both. Where there is none (6 by 4 viewed as 8 by 3, past their common 2),
-    the dims up to the next place where both shapes begin one share nothing.
+    Both shapes are read from the major end. The greatest common divisor of the rests of the two
+    present dims is a factor of both dims. If it is 1 (as for 6 by 4 viewed as 8 by 3, after the
+    common factor 2), the dims share no factor up to the next place where both shapes begin a dim.
+
+    Returns:
+        The factors of each dim of both shapes, and the size of each factor.
     """
     shapes = (before, after)
     dims: tuple[list[list[str]], list[list[str]]] = ([[] for _ in before], [[] for _ in after])
@@ -31,7 +33,7 @@ def factorise(
         for side, dim in places:
             dims[side][dim].append(name)
 
-    at, rest = [-1, -1], [1, 1]  # the dim being read of each shape, and what is left of it
+    at, rest = [-1, -1], [1, 1]  # for each shape, the present dim and the rest of its size
     while True:
         for side in (0, 1):
             while rest[side] == 1 and at[side] + 1 < len(shapes[side]):
@@ -105,15 +107,14 @@ def expand(call: OperatorCall) -> Rule:
 
 
 @register_rule("aten.slice")
-def slice_(call: OperatorCall) -> Rule | None:
-    """One of several equal parts of a dim may be taken of each chunk that the parts are cut in,
-    every so manieth of each chunk of the dim; any other slice is of a whole dim."""
-    (dim,), start, step, size = (
-        call.dims("dim"),
-        call["start"],
-        call["step"],
-        call.shape[call["dim"]],
-    )
+def slice_dim(call: OperatorCall) -> Rule | None:
+    """Two kinds of slices may be split along their dim. A slice that takes one of several equal
+    parts of a dim takes the same part on each rank, where each part is split. A slice that takes
+    every n-th element of a dim takes every n-th element of each chunk. For any other slice the dim
+    is whole.
+    """
+    (dim,), start, step = call.dims("dim"), call["start"], call["step"]
+    size = call.shape[call["dim"]]
     if step > 1 and size > 1 and size * step == call.shapes[0][dim]:
         spec = " ".join(f"o{d}" if d == dim else f"d{d}" for d in range(len(call.shape)))
         bound = partial(_end, f"o{dim}", call.shapes[0][dim])
@@ -138,7 +139,7 @@ def slice_(call: OperatorCall) -> Rule | None:
 def _end(
     factor: str, length: int, arguments: dict[str, Any], splits: dict[str, int]
 ) -> dict[str, Any]:
-    """The end of a rank's chunk of a dim of this length."""
+    """The end of a rank's chunk of a dim of size ``length``."""
     return {"end": length // splits.get(factor, 1)}
 
 
@@ -151,16 +152,15 @@ def _part(factor: str, arguments: dict[str, Any], splits: dict[str, int]) -> dic
     "aten.roll", "aten.flip", "aten.cumsum", "aten.diff", "aten.cumprod", "aten.logcumsumexp"
 )
 def along_one_dim(call: OperatorCall) -> Rule:
-    """The dims named are whole; in the others the operator is local."""
+    """The dims of the operator are whole; along other dims it is local."""
     dims = call.dims("dims" if call.name in ("aten.roll", "aten.flip") else "dim")
 
     def spec(prefix: str) -> str:
         return " ".join(f"{prefix}{d}" if d in dims else f"d{d}" for d in range(len(call.shape)))
 
     linear = "~" if call.name in ("aten.cumprod", "aten.logcumsumexp") else ""
-    inputs = " + ".join(
-        [linear + spec("i"), *[spec("p")] * (len(call.inputs) - 1)]
-    )  # diff may have tensors put before and after
+    # diff may have further operands, which are put before and after the first one.
+    inputs = " + ".join([linear + spec("i"), *[spec("p")] * (len(call.inputs) - 1)])
     whole = [f"{p}{d}" for d in dims for p in "ipo"]
     return call.rule(
         f"{inputs} -> {spec('o')}",
@@ -181,7 +181,7 @@ def select(call: OperatorCall) -> Rule:
 
 
 @register_rule("aten.slice_scatter", "aten.select_scatter")
-def scatter_back(call: OperatorCall) -> Rule:
+def scatter_slice(call: OperatorCall) -> Rule:
     n = len(call.shape)
     (dim,) = call.dims("dim")
     source = " ".join(
@@ -197,9 +197,8 @@ def scatter_back(call: OperatorCall) -> Rule:
 @register_rule("aten.pad", "aten.constant_pad_nd")
 def pad(call: OperatorCall) -> Rule:
     n, amounts = len(call.shape), call["pad"]
-    changed = [
-        n - 1 - k for k in range(len(amounts) // 2) if any(amounts[2 * k : 2 * k + 2])
-    ]  # pairs, the last dim's first
+    # The amounts are pairs, for the last dim first.
+    changed = [n - 1 - k for k in range(len(amounts) // 2) if any(amounts[2 * k : 2 * k + 2])]
     spec = " ".join(f"o{d}" if d in changed else f"d{d}" for d in range(n))
     linear = "" if not call["value"] else "~"
     return call.rule(

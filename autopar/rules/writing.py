@@ -1,9 +1,9 @@
-"""Operators that write at places which an index names: the dims written along are whole, others are
-apart.
+"""Operators that write to places of a tensor which an index names. The dims that the index counts
+are whole; other dims are independent.
 
-Where ``index_add`` and ``index_put`` add, the places of what is added are summed over, so they may
-be split as a pending sum. Where they overwrite, two parts that hit one place would not agree on
-which came last.
+Operators that add to the places sum over the added elements, so that these may be split: the result
+is a pending sum. Operators that overwrite the places may not be split so, because two ranks might
+write to one place, and the last write must win.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autopar.rules.rule import Rule
 
 
 @register_rule("aten.index_add", "aten.index_copy", "aten.index_fill", "aten.index_reduce")
-def along_a_dim(call: OperatorCall) -> Rule | None:
+def write_along_dim(call: OperatorCall) -> Rule | None:
     n, (dim,) = len(call.shape), call.dims("dim")
     if not n or any(len(s) not in (1, n) for s in call.shapes[1:]):
         return None
@@ -32,8 +32,10 @@ def along_a_dim(call: OperatorCall) -> Rule | None:
 
 
 @register_rule("aten.scatter", "aten.scatter_add", "aten.scatter_reduce")
-def at_places(call: OperatorCall) -> Rule | None:
-    """A dim in which the index is as long as both tensors is apart; of others it names a part."""
+def scatter(call: OperatorCall) -> Rule | None:
+    """A dim in which the index has the size of both tensors is independent. In other dims the index
+    names a part of the tensors.
+    """
     n, (dim,) = len(call.shape), call.dims("dim")
     if not n or any(len(s) != n for s in call.shapes):
         return None
@@ -52,7 +54,7 @@ def at_places(call: OperatorCall) -> Rule | None:
 
 @register_rule("aten.index_put")
 def index_put(call: OperatorCall) -> Rule | None:
-    """By adjacent dims, or one number by a mask."""
+    """The indices are of adjacent dims; or a mask names places that all get one number."""
     given = call["indices"]
     places = [d for d, i in enumerate(given) if isinstance(i, fx.Node)]
     masks = [given[d].meta["val"].dtype == torch.bool for d in places]
@@ -78,7 +80,7 @@ def index_put(call: OperatorCall) -> Rule | None:
             whole=[*whole, *into],
             sizes=sizes,
         )
-    if values != tuple(sizes[x] for x in written):  # one value for several places
+    if values != tuple(sizes[x] for x in written):  # one value goes to several places
         whole += into
     return call.rule(
         f"{this}, {', '.join('~' + s for s in texts)} + {source} -> {this}",
@@ -88,7 +90,7 @@ def index_put(call: OperatorCall) -> Rule | None:
 
 
 def _masked(call: OperatorCall) -> Rule | None:
-    """One number for all places where a mask of the first dims holds."""
+    """A mask of the first dims names the places that get one number."""
     _, mask, values = call.shapes
     if set(values) - {1}:
         return None

@@ -1,5 +1,5 @@
 """Operators with several results. All results lie in one layout:
-:func:`autopar.rules.registry.rule_of` leaves what they share.
+:func:`autopar.rules.registry.rule_of` keeps the options that hold for all of them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from autopar.rules.rule import Rule
 
 @register_rule("aten.topk", "aten.sort", "aten.cummax", "aten.cummin", "aten.msort", "aten.argsort")
 def ordering(call: OperatorCall) -> Rule:
-    """Values and places along a dim, which is whole: the size of the dim may change."""
+    """Values and places along a dim. The dim is whole, and its size may change."""
     dims = [0] if call.name == "aten.msort" else call.dims("dim")
     n = len(call.shape)
     before, after = (" ".join(f"{p}{d}" if d in dims else f"d{d}" for d in range(n)) for p in "io")
@@ -27,12 +27,12 @@ def ordering(call: OperatorCall) -> Rule:
     "aten.var_mean",
     "aten.std_mean",
 )
-def values_of_a_dim(call: OperatorCall) -> Rule:
-    """Reductions that return two tensors; a median of all elements returns one."""
+def reductions(call: OperatorCall) -> Rule:
+    """Reductions that return two tensors; the median of all elements is one tensor."""
     dims, spec = reduced(call)
     return call.rule("~" + spec, whole=[f"d{d}" for d in dims])
 
 
 @register_rule("aten.frexp")
-def parts_of_numbers(call: OperatorCall) -> Rule:
+def frexp(call: OperatorCall) -> Rule:
     return call.rule("~... -> ...")
