@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from autopar.ir.plan_data import BUCKET_BYTES
-from autopar.memory.forward_liveness import GRADIENTS, TRANSIENT, GradientBuffer, LiveMemory
+from autopar.memory.live_memory import GRADIENTS, TRANSIENT, GradientBuffer, LiveMemory
 from autopar.runtime.parameters.gather import buckets
 
 

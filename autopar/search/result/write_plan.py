@@ -16,7 +16,8 @@ from autopar.ir.nodes import operands
 from autopar.ir.plan_data import ConversionStep, NodePlan, ParameterPlan, PlanData, StagePlan
 from autopar.kernel_trace.operator_trace import OperatorTracer
 from autopar.memory.call_trace import CallTrace
-from autopar.memory.peak_memory import PeakMemory, StepSettings
+from autopar.memory.peak_memory import PeakMemory
+from autopar.memory.step_settings import StepSettings
 from autopar.rules.analysis import Analysis
 from autopar.runtime.kernels.graph_kernels import send
 from autopar.search.plan_check.check_plan import data_degree
@@ -93,7 +94,7 @@ def accounted(found: PricedPlan, autograd: OperatorTracer) -> PricedPlan:
     )
     run = StepSettings(*numbers, costs.optimizer, costs.reduction_dtype, autograd.device_type)
     peak = PeakMemory(found.analysis, program, shape.sizes, parameters, recomputed, run)
-    return replace(found, kept=peak.kept, nbytes=peak.by_kind())
+    return replace(found, kept=peak.saved_bytes, nbytes=peak.by_kind())
 
 
 def _parameter(found: PricedPlan, node: fx.Node) -> ParameterPlan:
