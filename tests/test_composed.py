@@ -20,7 +20,7 @@ from autopar.kernel_trace.fake_mesh import FakeMesh
 from autopar.kernel_trace.kernel_launches import KernelLaunch
 from autopar.kernel_trace.operator_trace import OperatorTracer
 from autopar.kernel_trace.tensor_spec import contiguous_spec
-from autopar.memory.call_trace import trace_kernel
+from autopar.memory.local_operator import trace_kernel
 from autopar.memory.saved_tensors import trace_saved_tensors
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.kernels import graph_kernels

@@ -206,7 +206,7 @@ def test_what_recomputation_frees_and_costs_adds_up(plans: tuple[Analysis, list[
 def held(analysis: Analysis, plan: Plan, recomputed: Sequence[str]) -> dict[int, float]:
     return SavedActivations(
         CallTrace(analysis, plan.nodes, plan.conversions, plan.mesh_sizes, OperatorTracer("cpu"))
-    ).kept(recomputed)
+    ).nbytes(recomputed)
 
 
 @pytest.mark.slow

@@ -141,7 +141,7 @@ def held_by(analysis: Analysis, plan: Plan) -> SavedActivations:
 
 
 def predicted(analysis: Analysis, plan: Plan, stage: int = 0) -> float:
-    return held_by(analysis, plan).kept(plan.recomputed)[stage]
+    return held_by(analysis, plan).nbytes(plan.recomputed)[stage]
 
 
 def measured(program: Compiled, sample: dict[str, Any]) -> float:
@@ -311,5 +311,5 @@ def test_kept_by_stages(name: str, share: float) -> None:
     stages = tuple(dataclasses.replace(EMPTY, start=start) for start in ("", *starts))
     plan = one_device(analysis, stages=stages, recomputed=part_of(names, share, 0))
     assert stage_by_stage(analysis, plan, sample) == list(
-        held_by(analysis, plan).kept(plan.recomputed).values()
+        held_by(analysis, plan).nbytes(plan.recomputed).values()
     )

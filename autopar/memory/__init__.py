@@ -1,7 +1,9 @@
-"""The bytes that a plan's program holds, storage by storage, with nothing run: torch is asked what
-each call makes, saves and gives back.
+"""How many bytes does a plan's program hold? Counted storage by storage, with nothing run.
 
-``calls`` is the program of one rank, ``saved`` and ``held`` what it keeps for the backward,
-``liveness`` and ``backward`` what is alive in one microbatch, ``leaves`` the gradients of
-parameters, ``walk`` and ``peak`` a whole step. ``live_bytes`` counts what really is alive.
+Reading order: ``saved_tensors`` gives the tensors that autograd saves for each call of the whole
+model. ``traced_call`` and ``call_trace`` are the program of one rank, with ``local_operator`` for
+one rank's part of a call, and ``saved_activations`` are the storages that this program keeps for
+the backward. ``live_memory`` counts live bytes, ``stage_calls`` in one forward of a stage,
+``stage_backward`` in one backward, ``gradient_memory`` for the gradients of parameters.
+``step_settings``, ``stage_memory``, ``schedule_walk`` and ``peak_memory`` put a whole step together.
 """

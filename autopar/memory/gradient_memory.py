@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.ir.parameter_collectives import ParameterSpec, gather_order, gradient_buckets
-from autopar.memory.forward_liveness import GRADIENTS, TRANSIENT, GradientBuffer, LiveMemory
+from autopar.ir.plan_data import BUCKET_BYTES
+from autopar.memory.live_memory import GRADIENTS, TRANSIENT, GradientBuffer, LiveMemory
+from autopar.runtime.parameters.gather import buckets
 
 
 @dataclass(frozen=True)

@@ -1,95 +1,97 @@
-"""The memory that one rank's autograd holds for one microbatch, storage by storage, for any plan
-and anything recomputed.
-"""
+"""The storages that autograd keeps between the forward and the backward of one microbatch."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from autopar.memory.call_trace import CallTrace, TracedCall, TracedStorage
+from autopar.memory.call_trace import CallTrace
+from autopar.memory.traced_call import TracedCall, TracedStorage
 
 
 class SavedActivations:
-    """What of a program's memory one microbatch's autograd holds between forward and backward, and
-    what the backward makes again.
+    """The saved activations of a program, for any choice of recomputed nodes."""
 
-    ``recomputed`` is that of a plan.
-    """
+    def __init__(self, trace: CallTrace) -> None:
+        self._calls = trace.calls
 
-    def __init__(self, program: CallTrace) -> None:
-        self._calls = program.calls
-
-    def kept(self, recomputed: Collection[str] = ()) -> dict[int, float]:
-        """Bytes by stage."""
-        again = self.again(recomputed)
+    def nbytes(self, recomputed: Collection[str] = ()) -> dict[int, float]:
+        """Bytes of saved activations by stage, where the plan recomputes the named nodes."""
+        calls = self.recomputed_calls(recomputed)
         return {
-            stage: float(self.saved_storages(self._of(stage), again).nbytes)
+            stage: float(self.saved_storages(self._calls_of(stage), calls).nbytes)
             for stage in self._stages()
         }
 
-    def again(self, recomputed: Collection[str]) -> set[TracedCall]:
-        """The calls that ``recomputed`` names, and the steps on the way to a conversion that it
-        names.
-        """
+    def recomputed_calls(self, recomputed: Collection[str]) -> set[TracedCall]:
+        """The calls with the names ``recomputed``, and the conversions that lead only to these."""
         names = set(recomputed)
-        again = {call for call in self._calls if call.name in names}
+        calls = {call for call in self._calls if call.name in names}
         for call in reversed(self._calls):
-            if not call.read and any(later in again for later in call.later):
-                again.add(call)
-        return again
+            if not call.is_read and any(later in calls for later in call.later):
+                calls.add(call)
+        return calls
 
     def saved_storages(
-        self, calls: Sequence[TracedCall], again: Collection[TracedCall]
+        self, calls: Sequence[TracedCall], recomputed: Collection[TracedCall]
     ) -> SavedStorages:
-        """What one stage's ``calls`` keep where ``again`` is made again."""
-        found, waiting = SavedStorages(), list[TracedStorage]()
+        """The storages that one stage's ``calls`` keep, where the calls ``recomputed`` are
+        computed again in the backward.
+        """
+        found, needed = SavedStorages(), list[TracedStorage]()
         for call in calls:
-            remade = call in again
-            found.internal += 0 if remade else call.internal
-            for memory in call.saved:
-                found.hold(memory)
-                waiting.append(memory)
-            if call.internal and remade:
-                waiting += found.add_recomputed(call)
-        while waiting:
-            memory = waiting.pop()
-            if memory.call in again:
-                waiting += found.add_recomputed(memory.call)
+            is_recomputed = call in recomputed
+            found.internal += 0 if is_recomputed else call.internal
+            for storage in call.saved:
+                found.add_reader(storage)
+                needed.append(storage)
+            if call.internal and is_recomputed:
+                needed += found.add_recomputed(call)
+        while needed:
+            storage = needed.pop()
+            if storage.call in recomputed:
+                needed += found.add_recomputed(storage.call)
             else:
-                found.kept.add(memory)
+                found.kept.add(storage)
         return found
 
     def _stages(self) -> list[int]:
         return sorted({call.stage for call in self._calls if call.stage is not None})
 
-    def _of(self, stage: int) -> list[TracedCall]:
+    def _calls_of(self, stage: int) -> list[TracedCall]:
         return [call for call in self._calls if call.stage in (stage, None)]
 
 
 @dataclass(eq=False)
 class SavedStorages:
-    """What one stage keeps: ``kept`` memory, ``internal`` bytes, and buffers of the calls
-    ``remade``. ``holders`` counts who waits for a
-    memory: calls whose backward reads it, and calls that are made again from it."""
+    """The memory that one stage keeps for the backward of one microbatch.
+
+    Attributes:
+        kept: the storages of operands and results that it keeps.
+        recomputed: the calls that it computes again in the backward.
+        readers: the number of calls that wait for each storage: calls whose backward reads the
+            storage, and recomputed calls that read it.
+        internal: bytes of further saved tensors.
+    """
 
     kept: set[TracedStorage] = field(default_factory=set)
-    remade: set[TracedCall] = field(default_factory=set)
-    holders: dict[TracedStorage, int] = field(default_factory=dict)
+    recomputed: set[TracedCall] = field(default_factory=set)
+    readers: dict[TracedStorage, int] = field(default_factory=dict)
     internal: int = 0
 
     @property
     def nbytes(self) -> int:
-        return self.internal + sum(m.nbytes for m in self.kept) + sum(c.cloned for c in self.remade)
+        cloned = sum(call.cloned for call in self.recomputed)
+        return self.internal + sum(storage.nbytes for storage in self.kept) + cloned
 
-    def hold(self, memory: TracedStorage) -> None:
-        self.holders[memory] = self.holders.get(memory, 0) + 1
+    def add_reader(self, storage: TracedStorage) -> None:
+        self.readers[storage] = self.readers.get(storage, 0) + 1
 
     def add_recomputed(self, call: TracedCall) -> list[TracedStorage]:
-        """Notes that a call is made again; what it reads, if that is news."""
-        if call in self.remade:
+        """Adds a recomputed call. Returns the storages that it reads; none if it is known."""
+        if call in self.recomputed:
             return []
-        self.remade.add(call)
-        for memory in call.reads:
-            self.hold(memory)
+        self.recomputed.add(call)
+        for storage in call.reads:
+            self.add_reader(storage)
         return call.reads

@@ -1,5 +1,6 @@
-"""What autograd keeps of each call between its forward and its backward. Of a whole plan on one
-rank: :mod:`autopar.memory.saved_activations`.
+"""The tensors that autograd saves for each call of a model, for whole (unsplit) operators.
+
+:mod:`autopar.memory.saved_activations` does the same for a plan on one rank.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ from autopar.rules import Rule
 
 @dataclass(frozen=True)
 class SavedTensors:
-    """What the backward of one call reads.
+    """The tensors that the backward of one call reads.
 
     Attributes:
-        operands: the numbers (in the order of ``graph.operands``) of those whose value it reads.
-        output: whether it reads what the call returned.
-        nbytes: of tensors that are neither: statistics, masks, logsumexp.
-        alias: the operand whose memory the result shares (a view), None if it has its own.
-        internal: ``nbytes``, tensor by tensor, with the factors of the call's rule along which it
-            is split with the operands.
-        forward, backward: the kernels that it launches.
+        operands: the numbers of the operands that it reads, in the order of ``ir.nodes.operands``.
+        output: whether it reads a result of the call.
+        nbytes: bytes of tensors that are neither, such as statistics, masks and logsumexp.
+        alias: the number of the operand whose storage the result shares (a view), None for a result
+            with its own storage.
+        internal: ``nbytes`` tensor by tensor. A tensor comes with the factors of the call's rule
+            that split it when they split the operands.
+        forward, backward: the kernels that the call launches.
     """
 
     operands: frozenset[int]
@@ -45,31 +47,29 @@ def trace_saved_tensors(
     nodes: Iterable[fx.Node],
     differentiable: Collection[fx.Node],
     device_type: str,
-    autograd: OperatorTracer | None = None,
+    tracer: OperatorTracer | None = None,
     representative: Mapping[fx.Node, fx.Node] | None = None,
     rules: Mapping[fx.Node, Rule | None] | None = None,
 ) -> dict[fx.Node, SavedTensors]:
-    """What autograd keeps of each call of a canonical graph, for the whole (global) operators.
+    """The saved tensors of each call of a canonical graph.
 
     Args:
-        nodes: in the order of the graph.
-        differentiable: those that need a gradient.
+        nodes: nodes in the order of the graph.
+        differentiable: the nodes that need a gradient.
         device_type: where the program will run, ``"cpu"`` or ``"cuda"``.
-        autograd: what was asked before, for the same device type.
-        representative: for an operand that is not among ``nodes`` one that is, and equal to it.
-        rules: of calls; without them nothing is taken to be split.
+        tracer: a tracer for this device type, with its earlier traces.
+        representative: for an operand that is not in ``nodes``, an equal node that is.
+        rules: the rules of calls. A call without a rule counts as unsplit.
     """
-    equal = representative or {}
-    autograd = autograd or OperatorTracer(device_type)
+    tracer, equal = tracer or OperatorTracer(device_type), representative or {}
     values: dict[fx.Node, Any] = {}
     found: dict[fx.Node, SavedTensors] = {}
     for node in nodes:
         if node.op == "placeholder":
             values[node] = input_spec(node.meta["val"], node in differentiable)
         elif node.target is operator.getitem:
-            values[node] = values[equal.get(node.all_input_nodes[0], node.all_input_nodes[0])][
-                node.args[1]
-            ]
+            source = node.all_input_nodes[0]
+            values[node] = values[equal.get(source, source)][node.args[1]]
             found[node] = SavedTensors(frozenset(), False, 0.0, 0)
         elif node.op == "call_function":
             grad = node in differentiable
@@ -77,48 +77,60 @@ def trace_saved_tensors(
                 with_grad(values[equal.get(n, n)], grad and n in differentiable)
                 for n, _ in operands(node)
             ]
-            answer = autograd.trace(node.target, *with_operands(node, inputs), node.meta["val"])  # type: ignore[arg-type]
-            values[node] = answer.value
-            aliases = {r.alias for r in answer.results}
-            alias = aliases.pop() if len(aliases) == 1 else None
-            internal = _internal(node, inputs, answer, autograd, (rules or {}).get(node))
-            found[node] = SavedTensors(
-                answer.operands,
-                any(r.saved for r in answer.results),
-                float(sum(answer.internal)),
-                alias,
-                internal,
-                answer.forward,
-                answer.backward,
-            )
+            trace = _trace(node, inputs, tracer)
+            values[node] = trace.value
+            internal = _internal(node, inputs, trace, tracer, (rules or {}).get(node))
+            found[node] = _saved_tensors(trace, internal)
     return found
+
+
+def _trace(node: fx.Node, inputs: list[Any], tracer: OperatorTracer) -> OperatorTrace:
+    return tracer.trace(node.target, *with_operands(node, inputs), node.meta["val"])  # type: ignore[arg-type]
+
+
+def _saved_tensors(
+    trace: OperatorTrace, internal: tuple[tuple[float, frozenset[str]], ...]
+) -> SavedTensors:
+    aliases = {r.alias for r in trace.results}
+    return SavedTensors(
+        trace.operands,
+        any(r.saved for r in trace.results),
+        float(sum(trace.internal)),
+        aliases.pop() if len(aliases) == 1 else None,
+        internal,
+        trace.forward,
+        trace.backward,
+    )
 
 
 def _internal(
     node: fx.Node,
     inputs: list[Any],
-    answer: OperatorTrace,
-    autograd: OperatorTracer,
+    trace: OperatorTrace,
+    tracer: OperatorTracer,
     rule: Rule | None,
 ) -> tuple[tuple[float, frozenset[str]], ...]:
-    """Each tensor that is neither operand nor result, with the factors along which it is split:
-    those that, where operands have but a part of them, make it smaller. A mask that counts for all
-    heads, say, is no smaller on a rank that has some of them."""
-    splits: list[set[str]] = [set() for _ in answer.internal]
-    for factor, size in rule.sizes.items() if rule is not None and answer.internal else ():
+    """The bytes of each saved tensor that is no operand and no result, with its factors.
+
+    A factor splits such a tensor if the tensor gets smaller when the operands have only a part of
+    the factor. For example, a mask for all heads stays the same on a rank that has some heads.
+    """
+    splits: list[set[str]] = [set() for _ in trace.internal]
+    for factor, size in rule.sizes.items() if rule is not None and trace.internal else ():
         ways = next((n for n in range(2, size + 1) if size % n == 0), 1)
         part = [_part(x, dims, factor, ways) for x, dims in zip(inputs, rule.operands, strict=True)]  # type: ignore[union-attr]
-        smaller = autograd.trace(node.target, *with_operands(node, part), node.meta["val"]).internal  # type: ignore[arg-type]
-        if len(smaller) == len(answer.internal):  # else the call does not take a part as it is
-            for found, before, after in zip(splits, answer.internal, smaller, strict=True):
+        smaller = _trace(node, part, tracer).internal
+        if len(smaller) == len(trace.internal):  # else the call does not take such a part
+            for found, before, after in zip(splits, trace.internal, smaller, strict=True):
                 found |= {factor} if after < before else set()
     return tuple(
         (float(nbytes), frozenset(found))
-        for nbytes, found in zip(answer.internal, splits, strict=True)
+        for nbytes, found in zip(trace.internal, splits, strict=True)
     )
 
 
 def _part(value: Any, dims: Sequence[Collection[str]], factor: str, ways: int) -> Any:
+    """``value`` with dims of the factor cut in ``ways`` parts; no tensor: as it is."""
     if not isinstance(value, TensorSpec):
         return value
     return value._replace(

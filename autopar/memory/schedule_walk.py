@@ -1,4 +1,4 @@
-"""A rank's memory from action to action of its schedule."""
+"""Walks through one rank's schedule and counts its memory from action to action."""
 
 from __future__ import annotations
 
@@ -6,111 +6,145 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.memory.forward_liveness import OUTPUTS, TRANSIENT
+from autopar.memory.live_memory import OUTPUTS, TRANSIENT, LiveMemory
 
 
 @dataclass
 class ActionMemory:
-    """What one action does to a rank's memory: bytes by kind that it leaves, the most that it has
-    beyond what was there, of which kinds then, and how much of what it leaves is on its way to
-    another rank and gone soon."""
+    """The memory of one action.
 
-    left: dict[str, int]
+    Attributes:
+        change: bytes by kind that the action adds; negative where it frees.
+        peak: the most bytes that it holds at once, beyond the bytes before it.
+        at_peak: ``peak`` by kind.
+        in_transit: bytes of ``change`` that are sent to another rank and then freed.
+    """
+
+    change: dict[str, int]
     peak: int
-    at: dict[str, int]
+    at_peak: dict[str, int]
     in_transit: int = 0
+
+    @classmethod
+    def of(cls, live: LiveMemory, in_transit: int = 0) -> ActionMemory:
+        """The memory that ``live`` counted during the action."""
+        return cls(dict(live.now), live.peak, live.at_peak, in_transit)
+
+    @classmethod
+    def temporary(cls, kind: str, nbytes: int) -> ActionMemory:
+        """Bytes that are allocated and freed again."""
+        return cls({}, nbytes, {kind: nbytes})
 
 
 @dataclass
-class _Held:
-    """What one microbatch has sent and its sender holds: bytes by kind that are there for nothing
-    else.
+class _HeldMessage:
+    """A tensor that was sent, and that its sender holds longer than necessary.
+
+    ``kinds`` are the bytes that live for no other reason.
     """
 
     stage: int
     microbatch: int
     kinds: dict[str, int]
-    gone: bool = False
+    is_freed: bool = False
 
 
 class ScheduleWalk:
-    """A rank's memory from action to action; ``at``, by stage and kind when there was most.
+    """A rank's memory from action to action.
 
-    ``keeps_messages``: what is sent stays to the end of the step, as torch's schedules of several stages a
-        rank hold on to their messages.
+    Attributes:
+        now: live bytes, by stage and kind.
+        at_peak: the bytes at the rank's peak, by stage and kind.
+        copies: a stage and the bytes by kind of copies of parameters, which :meth:`close` frees.
+
+    Args:
+        own: the stages of the rank.
+        keeps_messages: whether sent tensors live until the end of the step. torch's schedules of
+            several stages a rank hold their messages.
     """
 
     def __init__(self, own: range, keeps_messages: bool) -> None:
-        self._keeps = keeps_messages
+        self._keeps_messages = keeps_messages
         self.now: dict[int, dict[str, int]] = {stage: defaultdict(int) for stage in own}
-        self.at: dict[int, dict[str, int]] = {stage: {} for stage in own}
+        self.at_peak: dict[int, dict[str, int]] = {stage: {} for stage in own}
         self.copies: tuple[int, dict[str, int]] = own[0], {}
-        self._total = self._most = 0
-        self._leaving: list[tuple[int, int]] = []
-        self.held: _Held | None = None
+        self._total = self._peak = 0
+        self._in_transit: list[tuple[int, int]] = []
+        self._held: _HeldMessage | None = None
+
+    @property
+    def has_held(self) -> bool:
+        """Whether :meth:`hold_sent` was called."""
+        return self._held is not None
 
     def add_permanent(self, stage: int, kind: str, nbytes: int) -> None:
-        """What is there from the start."""
-        self.now[stage][kind] += nbytes
-        self._total += nbytes
+        """Adds bytes that live during the whole step."""
+        self._add(stage, {kind: nbytes}, 1)
 
-    def run_action(self, stage: int, effect: ActionMemory, ahead: int = 0) -> None:
-        """One action of a stage, while buffers for later messages take ``ahead`` bytes. What the
-        one before has sent is gone when this is done, if not before."""
-        if self._total + effect.peak + ahead >= self._most:
-            self._most = self._total + effect.peak + ahead
-            self.at = {s: dict(kinds) for s, kinds in self.now.items()}
-            for kind, nbytes in effect.at.items():
-                self.at[stage][kind] = self.at[stage].get(kind, 0) + nbytes
-            self.at[stage][TRANSIENT] = self.at[stage].get(TRANSIENT, 0) + ahead
-        self._leave(stage, effect.left, 1)
+    def run_action(self, stage: int, memory: ActionMemory, receive_buffers: int = 0) -> None:
+        """Runs one action of a stage.
+
+        ``receive_buffers`` are bytes of buffers for messages of later actions. The messages of the
+        action before have arrived when this action ends, if not earlier.
+        """
+        if self._total + memory.peak + receive_buffers >= self._peak:
+            self._peak = self._total + memory.peak + receive_buffers
+            self.at_peak = {s: dict(kinds) for s, kinds in self.now.items()}
+            at_peak = self.at_peak[stage]
+            for kind, nbytes in memory.at_peak.items():
+                at_peak[kind] = at_peak.get(kind, 0) + nbytes
+            at_peak[TRANSIENT] = at_peak.get(TRANSIENT, 0) + receive_buffers
+        self._add(stage, memory.change, 1)
         self.arrive()
-        self._leaving.append((stage, effect.in_transit))
+        self._in_transit.append((stage, memory.in_transit))
 
     def hold_sent(self, stage: int, microbatch: int) -> None:
-        """torch's 1F1B holds on to what it sent by itself last before the first backward, until it
-        does so again after the last forward.
+        """Holds the tensors that are in transit.
+
+        torch's 1F1B holds the last forward's message before the first backward, until it sends such
+        a message again after the last forward.
         """
-        self.held = _Held(
-            stage, microbatch, {TRANSIENT: sum(nbytes for _, nbytes in self._leaving)}
-        )
-        self._leaving = []
+        nbytes = sum(nbytes for _, nbytes in self._in_transit)
+        self._held = _HeldMessage(stage, microbatch, {TRANSIENT: nbytes})
+        self._in_transit = []
 
     def holds(self, microbatch: int) -> bool:
-        """Whether it is what this microbatch has sent."""
-        return self.held is not None and not self.held.gone and self.held.microbatch == microbatch
+        """Whether the held message belongs to this microbatch."""
+        held = self._held
+        return held is not None and not held.is_freed and held.microbatch == microbatch
 
-    def keep_only(self, kind: str, nbytes: int) -> None:
-        """The backward has left so much of what is held."""
-        assert self.held is not None
-        self.held.kinds[kind] = nbytes
+    def keep_for_held(self, kind: str, nbytes: int) -> None:
+        """After the backward of its microbatch, only the held message keeps these bytes alive."""
+        assert self._held is not None
+        self._held.kinds[kind] = nbytes
 
     def release_held(self) -> None:
-        """Of that."""
-        if self.held is not None and not self.held.gone:
-            self._leave(self.held.stage, self.held.kinds, -1)
-            self.held.gone = True
+        """Frees the held message."""
+        if self._held is not None and not self._held.is_freed:
+            self._add(self._held.stage, self._held.kinds, -1)
+            self._held.is_freed = True
 
     def arrive(self, end: bool = False) -> None:
-        """What was sent is there: 1F1B and GPipe wait for it before they go from forwards to
-        backwards or back.
+        """Messages in transit have arrived, and their sender frees them.
+
+        1F1B and GPipe wait for their messages before they change between forwards and backwards.
         """
-        if self._keeps and not end:
+        if self._keeps_messages and not end:
             return
-        for there, nbytes in self._leaving:
-            self._leave(there, {TRANSIENT: nbytes}, -1)
-        self._leaving = []
+        for stage, nbytes in self._in_transit:
+            self._add(stage, {TRANSIENT: nbytes}, -1)
+        self._in_transit = []
 
     def close(self) -> None:
-        """Lets go of what was sent, of outputs, and of copies of parameters."""
+        """Frees messages, outputs, and copies of parameters."""
         self.arrive(end=True)
         self.release_held()
         stage, copies = self.copies
-        self._leave(stage, copies, -1)
-        for there, kinds in self.now.items():
-            self._leave(there, {OUTPUTS: kinds[OUTPUTS]}, -1)
+        self._add(stage, copies, -1)
+        for stage, kinds in self.now.items():
+            self._add(stage, {OUTPUTS: kinds[OUTPUTS]}, -1)
 
-    def _leave(self, stage: int, kinds: Mapping[str, int], sign: int) -> None:
+    def _add(self, stage: int, kinds: Mapping[str, int], sign: int) -> None:
         for kind, nbytes in kinds.items():
             self.now[stage][kind] += sign * nbytes
             self._total += sign * nbytes

@@ -1,0 +1,63 @@
+"""The settings of a training step that decide its memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from autopar.cost_model.schedule import BACKWARD, FORWARD, LOOPED, Action, actions, early_messages
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """How a program runs.
+
+    Attributes:
+        pipeline, stages, schedule, microbatches, data_degree: as in a plan.
+        optimizer: the optimizer's name.
+        reduction_dtype: the dtype in which ranks sum gradients of parameters; None for the dtype
+            of each gradient.
+        device_type: where the program runs, "cpu" or "cuda".
+    """
+
+    pipeline: int
+    stages: int
+    schedule: str
+    microbatches: int
+    data_degree: int
+    optimizer: str
+    reduction_dtype: torch.dtype | None
+    device_type: str
+
+    @property
+    def is_looped(self) -> bool:
+        """Whether each rank runs one of torch's schedules for several stages a rank."""
+        return self.schedule in LOOPED and self.stages > 1
+
+    @property
+    def has_split_backward(self) -> bool:
+        """Whether the inputs' part and the weights' part of a backward are separate actions."""
+        return self.schedule == "zero-bubble" and self.is_looped
+
+    @property
+    def collects_outputs(self) -> bool:
+        """Whether outputs of several microbatches, or of stages, are held until all are done."""
+        return self.microbatches > 1 or self.stages > 1
+
+    def orders(self) -> list[list[Action]]:
+        """The actions of each pipeline rank, in order."""
+        if self.stages == 1:
+            kinds = (FORWARD, BACKWARD)
+            return [[Action(kind, 0, m) for m in range(self.microbatches) for kind in kinds]]
+        return actions(
+            self.schedule, self.pipeline, self.stages // self.pipeline, self.microbatches
+        )
+
+    def early_messages(self) -> list[list[list[Action]]]:
+        """By rank, by action: the later actions that already have a receive buffer."""
+        if not self.is_looped:
+            return [[[] for _ in order] for order in self.orders()]
+        return early_messages(
+            self.schedule, self.pipeline, self.stages // self.pipeline, self.microbatches
+        )
