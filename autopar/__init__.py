@@ -9,7 +9,7 @@ from autopar.plan import Plan
 from autopar.rules import Option, register_rule
 from autopar.runtime.measure.comparison import Comparison
 from autopar.runtime.module.compiled import Compiled
-from autopar.runtime.parameters.gradient_clipping import clip_grad_norm_
+from autopar.runtime.optimizer.gradient_clipping import clip_grad_norm_
 from autopar.search.space.modes.mode import Mode, Operation
 from autopar.search.space.modes.registry import register_mode
 from autopar.sweep import Sweep, sweep

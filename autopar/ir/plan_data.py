@@ -16,7 +16,6 @@ VERSION = 5
 # free.
 EXACT_AXES = 2
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble")
-BUCKET_BYTES = 25 << 20  # the most bytes of gradients, or of gathered parameters, in one collective
 
 ConversionStep = tuple[int, str, str]  # a conversion along one axis: (axis, type before, after)
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.ir.plan_data import BUCKET_BYTES
+from autopar.ir.parameter_collectives import ParameterSpec, gather_order, gradient_buckets
 from autopar.memory.live_memory import GRADIENTS, TRANSIENT, GradientBuffer, LiveMemory
-from autopar.runtime.parameters.gather import buckets
 
 
 @dataclass(frozen=True)

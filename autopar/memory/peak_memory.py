@@ -19,7 +19,7 @@ import torch
 
 from autopar.cost_model.memory import allocated_bytes, optimizer_temporaries, parameter_memory
 from autopar.cost_model.schedule import BACKWARD, FORWARD, Action
-from autopar.ir.layout import I, local_shape
+from autopar.ir.layout import local_shape
 from autopar.ir.plan_data import ParameterPlan, PlanData
 from autopar.ir.precision import dtype_of
 from autopar.kernel_trace.operator_trace import OperatorTracer

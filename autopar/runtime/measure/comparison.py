@@ -14,7 +14,14 @@ from typing import Any
 
 from autopar.errors import PlanError
 from autopar.formatting.files import write_json
-from autopar.formatting.table import MOST_ROWS, WIDTH, ends, table
+from autopar.formatting.table import (
+    MOST_ROWS,
+    WIDTH,
+    first_and_last,
+    format_bytes,
+    format_seconds,
+    table,
+)
 
 VERSION = 1
 STEP, OTHER, TOTAL, MEMORY = "step", "other", "total", "peak memory"
@@ -187,4 +194,4 @@ def _table(title: str, rows: Sequence[Row], places: bool) -> str:
             ]
         )
     headers = [title, *([""] if places else []), "predicted", "measured", "ratio"]
-    return table(ends(cells, 2 * MOST_ROWS), headers, "l" * (len(headers) - 3) + "rrr")
+    return table(first_and_last(cells, 2 * MOST_ROWS), headers, "l" * (len(headers) - 3) + "rrr")

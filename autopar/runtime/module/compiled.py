@@ -17,6 +17,7 @@ from autopar.errors import RunError
 from autopar.runtime.communication.all_ranks import run_on_all_ranks
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.communication.replicas import check_replicas
+from autopar.runtime.dtensors.sharding import redistributed_like
 from autopar.runtime.measure.peak_memory import step_peak_bytes
 from autopar.runtime.module.call_agreement import agree_on_call, make_detector
 from autopar.runtime.module.module_tree import (
@@ -36,7 +37,6 @@ from autopar.runtime.parameters.model_state import (
     check_dtype_and_device,
     with_meta_state,
 )
-from autopar.runtime.parameters.optimizers import install_step_hooks
 from autopar.runtime.step.program_variants import ProgramVariants, draws
 from autopar.runtime.step.step_runner import StepRunner
 
@@ -87,7 +87,7 @@ class Compiled(nn.Module):
         self._signature = Signature(captured, mesh.device, plan.microbatches, batch_dims)
         self._output_structure = OutputStructure(captured)
         holders = Holders(captured, lowered, mesh.pipeline) if lowered.stages else None
-        keep = holders.of(mesh.pipeline_rank) if holders else None
+        keep = holders.held_by(mesh.pipeline_rank) if holders else None
         values = None if like is None else like._state
         # Ranks meet in the backward that the user calls: no other runs inside the call.
         meets = plan.microbatches == 1 and holders is None

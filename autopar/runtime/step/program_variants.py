@@ -54,13 +54,13 @@ class ProgramVariants:
     """
 
     def __init__(self, root: nn.Module, lowered: LoweredModel, updates: Sequence[str]) -> None:
-        self._lowered, self._evaluating = lowered, lowered.evaluating
-        always = self._evaluating.updates  # buffers that a call in eval() updates, too
+        self._lowered, self._evaluation_mode = lowered, lowered.evaluation_mode
+        always = self._evaluation_mode.updates  # buffers that a call in eval() updates, too
         self._owners = ["" if name in always else name.rpartition(".")[0] for name in updates]
         self._always = frozenset(i for i, name in enumerate(updates) if name in always)
         known = dict(root.named_modules(remove_duplicate=False))
-        paths = {path: known.get(path, root) for path in (*lowered.modules, *self._owners)}
-        if self._evaluating.mismatch is not None:
+        paths = {path: known.get(path, root) for path in (*lowered.switched_modules, *self._owners)}
+        if self._evaluation_mode.mismatch is not None:
             # Any module of the user's own class may be the one that reads self.training.
             paths |= {
                 path: module for path, module in known.items() if not _is_torch_module(module)

@@ -10,8 +10,9 @@ from torch import fx
 from autopar.ir.precision import dtype_of
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.parameters.gradients import Gradients, GradientSync
-from autopar.runtime.parameters.holders import Holders, SharedParameters
+from autopar.runtime.parameters.holders import Holders
 from autopar.runtime.parameters.model_state import Weight
+from autopar.runtime.parameters.shared_parameters import SharedParameters
 
 if TYPE_CHECKING:
     from autopar.ir.plan_data import PlanData

@@ -18,10 +18,12 @@ from autopar.errors import RunError
 from autopar.ir.layout import P
 from autopar.ir.precision import dtype_of
 from autopar.runtime.communication.mesh import Mesh
+from autopar.runtime.dtensors.sharding import as_dtensor
 from autopar.runtime.parameters.gather import Gather
 from autopar.runtime.parameters.gradients import Gradients, GradientSync
 from autopar.runtime.parameters.holders import Holders
-from autopar.runtime.parameters.model_state import ModelState, Weight, as_dtensor
+from autopar.runtime.parameters.model_state import ModelState
+from autopar.runtime.parameters.weight import Weight
 from autopar.runtime.pipeline.microbatches import Microbatches
 from autopar.runtime.step.autograd_bridge import (
     AutogradBridge,

@@ -22,7 +22,7 @@ from autopar.kernel_trace.kernel_launches import (
 )
 from autopar.kernel_trace.operator_trace import OperatorTrace, OperatorTracer
 from autopar.kernel_trace.tensor_spec import contiguous_spec
-from autopar.memory.call_trace import trace_kernel
+from autopar.memory.local_operator import trace_kernel
 from autopar.memory.saved_tensors import SavedTensors
 from autopar.rules import Rule
 from autopar.rules.analysis import Analysis

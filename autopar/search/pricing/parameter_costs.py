@@ -19,7 +19,11 @@ from autopar.cost_model import (
     parameter_memory,
     point_to_point,
 )
-from autopar.ir.plan_data import BUCKET_BYTES
+from autopar.ir.parameter_collectives import (
+    BUCKET_BYTES,
+    parameter_collectives,
+    shared_gradient_dtype,
+)
 from autopar.rules.analysis import Analysis
 from autopar.search.pricing.conversion_costs import NodeConversionCosts
 from autopar.search.pricing.kernel_costs import KernelWork
@@ -96,7 +100,7 @@ class ParameterCosts:
         """The ring all-reduce of a parameter's gradient over ``ranks`` of the pipeline. Nothing
         hides it.
         """
-        gradient = self._reduction_dtype or stored_dtype(node)
+        gradient = shared_gradient_dtype(stored_dtype(node), self._reduction_dtype)
         nbytes = self._elements(node, strategy.stored) * gradient.itemsize
         taken = 2 * (ranks - 1) * point_to_point(nbytes / ranks, self._conversions.pipeline)
         return Term("all_reduce", self.pipeline_axis, nbytes, taken, "backward")
@@ -142,8 +146,7 @@ class ParameterCosts:
             "optimizer": float(memory.optimizer),
         }
         used, computed = self._elements(node, strategy.used), node.meta["val"].dtype
-        types = zip(strategy.stored, strategy.used, strict=True)
-        if any(s.is_shard and s is not u for s, u in types):
+        if parameter_collectives(strategy.stored, strategy.used, self._sizes).is_moved:
             # Gradients of several microbatches accumulate in the parameter's dtype.
             gradient = stored if self._microbatches > 1 else computed
             kinds["gathered parameters"] = used * (computed.itemsize + trains * gradient.itemsize)

@@ -34,4 +34,4 @@ def count_memory(priced: PricedPlan, tracer: OperatorTracer) -> PricedPlan:
         tracer.device_type,
     )
     peak = PeakMemory(analysis, trace, sizes, program.parameters, program.recomputed, settings)
-    return replace(priced, counted_saved_bytes=peak.kept, counted_bytes=peak.by_kind())
+    return replace(priced, counted_saved_bytes=peak.saved_bytes, counted_bytes=peak.by_kind())

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from autopar.cost_model import Term, collective_seconds
-from autopar.ir.plan_data import BUCKET_BYTES
+from autopar.ir.parameter_collectives import bucket_count
 from autopar.search.result.priced_plan import OPTIMIZER, SYNC, PricedPlan
 
 
@@ -54,7 +54,7 @@ def _exposed_seconds(priced: PricedPlan, stages: range) -> float:
     sums = dict.fromkeys(("forward", "backward"), 0.0)
     last_bucket = 0.0
     for (phase, kind, axis), total in nbytes.items():
-        buckets = max(1, math.ceil(total / BUCKET_BYTES))  # one even for parameters of no elements
+        buckets = bucket_count(total)
         each = float(collective_seconds(kind, total / buckets, costs.conversions.axes[axis]))
         sums[phase] += buckets * each
         last_bucket = max(last_bucket, each) if phase == "backward" else last_bucket
