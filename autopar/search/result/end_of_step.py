@@ -11,7 +11,6 @@ the part of the hidden seconds that is saved.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 
 from autopar.cost_model import Term, collective_seconds
