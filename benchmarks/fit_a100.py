@@ -147,7 +147,7 @@ class Repriced:
                                 )
                             )
             for v, k in zip(f.problem.vertices, f.solution.chosen, strict=True):
-                if v.node.op == "placeholder" and f.costs.differentiable(v.node):
+                if v.node.op == "placeholder" and f.costs.is_differentiable(v.node):
                     stored += (
                         v.count
                         * f.costs.local_bytes(v.node, [v.choices[k].out])[0]

@@ -183,7 +183,7 @@ class _Memory:
     def _reads(self, reader: fx.Node, k: int) -> bool:
         saved = self._costs.saved(reader)
         if reader.target is send:
-            return self._costs.differentiable(reader)
+            return self._costs.is_differentiable(reader)
         return k in saved.operands or (saved.alias == k and self._keeps(reader))
 
     def _moved(self, node: fx.Node, reader: fx.Node, k: int) -> bool:

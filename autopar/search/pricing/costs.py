@@ -97,7 +97,7 @@ class Costs:
             holders or {},
         )
 
-    def differentiable(self, node: fx.Node) -> bool:
+    def is_differentiable(self, node: fx.Node) -> bool:
         return node in self.analysis.differentiable
 
     def saved(self, node: fx.Node) -> SavedTensors:
@@ -130,7 +130,7 @@ class Costs:
             one_way = np.array(
                 [point_to_point(float(n), self.conversions.pipeline) for n in result]
             )
-            both_ways = one_way * (1 + self.differentiable(node))
+            both_ways = one_way * (1 + self.is_differentiable(node))
             return NodeCosts.of(len(choices), send=both_ways, result=result)
         forward, backward = self.kernels.seconds(node, rule, strategies)
         costs = {"forward": forward, "backward": backward}
