@@ -199,7 +199,7 @@ class GatherOrder(Generic[Spec]):
 
 
 def gather_order(parameters: Iterable[Spec], bucket_bytes: int = BUCKET_BYTES) -> GatherOrder[Spec]:
-    """How a rank makes the graph's copies of ``parameters``, which come in the order of first use."""
+    """The order of the copies of ``parameters``, which come in the order of first use."""
     copied = [p for p in parameters if p.is_copied]
     moved = _buckets(
         (p for p in copied if p.collectives.is_moved),
