@@ -240,7 +240,7 @@ def build(
         prologue=None,
         parameters=layouts,
         stages=(),
-        modules=[],
+        switched_modules=[],
         evaluation_mode=EvaluationMode(updates=frozenset(["calls"])),
         state=STATE,
         output_layouts=(parse_layout("I " * len(sizes)), gathered if whole else cut, cut),

@@ -52,7 +52,7 @@ def batch(seed: int) -> torch.Tensor:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """Two groups, as for weight decay, with learning rates of their own."""
+    """Two groups, as for weight decay, with different learning rates."""
     groups = [
         [p for p in model.parameters() if p.ndim > 1],
         [p for p in model.parameters() if p.ndim == 1],
@@ -72,7 +72,7 @@ def built(pipelined: bool) -> autopar.Compiled:
     model = Layers()
     with torch.no_grad():
         for p in model.parameters():
-            p.mul_(2)  # all comes from the file
+            p.mul_(2)  # so that every value must come from the file
     if not pipelined:
         return autopar.compile(model, batch(0), 2, parallel=dict(data=2), zero=2, progress=False)
     plan = staged.staged_plan(
@@ -124,14 +124,14 @@ def _by_name(first: str, second: str, plain: str) -> None:
         )
         steps(restored, fresh, range(2, 4))
         check(restored, straight, f"by name, pipelined: {pipelined}")
-        if not pipelined:  # and back
+        if not pipelined:  # saves for a pipeline again
             again, new = built(False), None
             new = optimizer_of(again)
             model_state, state = get_state_dict(again, new, options=FLAT)
             dcp.load({"model": model_state, "optimizer": state}, checkpoint_id=first)
             dcp.save({"model": model_state, "optimizer": state}, checkpoint_id=second)
 
-    # The plain state dict of an optimizer that has stepped.
+    # The state dict of an optimizer that has stepped, without torch's functions.
     compiled = built(pipelined=True)
     optimizer = optimizer_of(compiled)
     steps(compiled, optimizer, range(1))
@@ -143,9 +143,8 @@ def _by_name(first: str, second: str, plain: str) -> None:
     check(compiled, straight, "by number")
     del compiled, optimizer, restored, fresh, state, model_state, again, new
     gc.collect()
-    assert (
-        torchs._verify_options.__module__ == torchs.__name__
-    )  # torch's functions are as they were
+    # The programs are gone, and torch's functions are as they were.
+    assert torchs._verify_options.__module__ == torchs.__name__
 
 
 def _after_two(start: dict[str, Any]) -> dict[str, Any]:

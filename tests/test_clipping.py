@@ -1,5 +1,5 @@
-"""The gradient norm where axes cut within the chunks of others, as in mode 3d: torch's strided
-shards count as cut.
+"""The gradient norm where an axis shards a dim within the chunks of other axes, as in mode 3d.
+torch's strided shards count as sharded.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _mixed() -> None:
     scale = float(1.0 / (torch.linalg.vector_norm(together) + 1e-6))
     for p, whole in zip(parameters, wholes, strict=True):
         torch.testing.assert_close(p.grad.full_tensor(), whole * scale, rtol=1e-12, atol=0)
-    if dist.get_rank() == 3:  # one element, on one rank
+    if dist.get_rank() == 3:  # one element on one rank is not finite
         parameters[0].grad.to_local()[0, 0] = float("nan")
     assert not autopar.clip_grad_norm_(parameters, 1.0).isfinite()
     with pytest.raises(RunError, match=r"norm of order 2\.0 is nan"):
@@ -55,5 +55,5 @@ def _mixed() -> None:
 
 
 def test_the_norm_of_any_placements(ranks: Pools) -> None:
-    """Alike on all ranks, also where it is not finite."""
+    """The norm is equal on all ranks, also where it is not finite."""
     ranks(4).run(_mixed)

@@ -42,7 +42,7 @@ def _train_twice(case: str, microbatches: int) -> None:
         handmade.Network(),
         handmade.build(case, microbatches, seed=torch.distributed.get_rank()),
     )
-    for seed, factor in ((0, 1.0), (1, 0.5)):  # the second adds to the first
+    for seed, factor in ((0, 1.0), (1, 0.5)):  # the second backward adds to the first
         batch = handmade.batch(seed)
         expected, found = model(**batch)["loss"], compiled(**batch)["loss"]
         torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
@@ -92,9 +92,8 @@ def _small_buckets(case: str) -> int:
         found.backward()
         sync.finish = finish  # type: ignore[method-assign]
         _assert_alike(compiled, model)
-    assert (
-        launched[0] < launched[-1] == len(sync._buckets)
-    )  # the idle parameter holds up nothing but the first step
+    # The idle parameter holds up its bucket in the first step only.
+    assert launched[0] < launched[-1] == len(sync._buckets)
     return launched[-1]
 
 
@@ -241,7 +240,7 @@ def test_clip_grad_norm(ranks: Pools, case: str, order: float) -> None:
         ((2, 3), "s1 S1"),
     ],
 )
-def test_join_undoes_cut(sizes: tuple[int, ...], types: str) -> None:
+def test_join_chunks_undoes_split_chunks(sizes: tuple[int, ...], types: str) -> None:
     whole = torch.arange(6 * 12 * 4).view(6, 12, 4)
     layout = parse_layout(types)
     chunks = split_chunks(whole, sizes, layout)
@@ -250,8 +249,7 @@ def test_join_undoes_cut(sizes: tuple[int, ...], types: str) -> None:
     )
     for place in product(*map(range, sizes)):
         expected = whole
-        for axis in sorted(
-            range(len(sizes)), key=lambda a: (types.split()[a][0] == "s", a)
-        ):  # earlier axes cut first, then those within
+        # Earlier axes shard first, and axes of type s(d) last.
+        for axis in sorted(range(len(sizes)), key=lambda a: (types.split()[a][0] == "s", a)):
             expected = expected.chunk(sizes[axis], layout[axis].dim)[place[axis]]
         assert torch.equal(chunks[place], expected)

@@ -1,5 +1,5 @@
-"""Every optimizer of torch on several ranks: as on one device, in float64, or refused with the
-reason before its first step.
+"""Every optimizer of torch on several ranks does what it does on one device, in float64, or is
+refused with the reason before its first step.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Small(nn.Module):
 
 
 class Wide(TorchFunctionMode):
-    """Keeps Muon, which computes in bfloat16, in float64: what is left is its arithmetic."""
+    """Lets Muon, which computes in bfloat16, compute in float64: its arithmetic is compared."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func is torch.Tensor.bfloat16 else func(*args, **(kwargs or {}))
@@ -66,9 +66,8 @@ def batch(seed: int) -> torch.Tensor:
 
 
 def _optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    chosen = [
-        p for p in model.parameters() if name != "Muon" or p.ndim == 2
-    ]  # the only ones that it takes
+    # Muon takes matrices only.
+    chosen = [p for p in model.parameters() if name != "Muon" or p.ndim == 2]
     return getattr(torch.optim, name)(
         chosen, **(dict(momentum=0.9, lr=0.1) if name == "SGD" else {})
     )
@@ -92,8 +91,8 @@ def _train(name: str, model: nn.Module) -> None:
 
 
 def _every(case: str) -> dict[str, str]:
-    """For each optimizer what became of it."""
-    _clear_sharding_prop_cache()  # it holds meshes of earlier tests, whose groups are gone
+    """By optimizer: "yes" or "refused"."""
+    _clear_sharding_prop_cache()  # it has meshes of earlier tests, whose groups are gone
     options, start = CASES[case], Small()
     if isinstance(options, staged.Case):
         plan = staged.staged_plan(

@@ -7,8 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autopar.cost_model import Cluster
-from autopar.cost_model.conversion import Conversions
+from autopar.cost_model import Cluster, ConversionCosts
 from autopar.ir.layout import parse_layout
 from autopar.ir.parameter_collectives import (
     BUCKET_BYTES,
@@ -103,7 +102,7 @@ def test_what_is_priced_is_what_runs(row: tuple[str, str, tuple[int, ...]]) -> N
     is not the leading one the cost model may price a cheaper way round.)
     """
     stored, used, sizes = parse_layout(row[0]), parse_layout(row[1]), row[2]
-    terms = Conversions(sizes, Cluster.load("a100-sxm")).terms((24, 24), 4, True, stored, used)
+    terms = ConversionCosts(sizes, Cluster.load("a100-sxm")).terms((24, 24), 4, True, stored, used)
     found = {(t.phase, t.kind, t.axis) for t in terms if t.kind != "copy"}
     c = parameter_collectives(stored, used, sizes)
     assert found == {

@@ -50,7 +50,7 @@ def numbers(program: nn.Module, sample: dict[str, Any], steps: int = 1) -> Numbe
 
 
 def same(found: Numbers, expected: Numbers) -> bool:
-    """Asserts equality bit for bit."""
+    """Whether all numbers are equal bit for bit."""
     return found.keys() == expected.keys() and all(
         torch.equal(found[name], expected[name]) for name in expected
     )

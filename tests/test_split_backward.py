@@ -1,4 +1,4 @@
-"""The backward in two parts: the gradients of the whole one, each part only its own."""
+"""The two parts of a backward make the gradients of the whole backward, each part its share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Tensors = list[torch.Tensor]
 
 
 class Entry(torch.autograd.Function):
-    """One node that all inputs come from."""
+    """The one node that makes all inputs."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -39,8 +39,8 @@ def program(
     e: torch.Tensor,
     g: torch.Tensor,
 ) -> Tensors:
-    """A weight used twice with different biases, a parameter that only meets an input at the end,
-    one that meets none, a relay.
+    """A weight that is used twice with different biases, a parameter that meets an input only at
+    the end, a parameter that meets none, and an input that is an output.
     """
     h = F.layer_norm(torch.tanh(F.linear(x, w, b)), (4,), g)
     h = F.linear(h, w, c) + y

@@ -16,9 +16,14 @@ S(d)     S(d)/m   all-to-all of pieces  all-to-all of pieces, back
 ======== ======== ===================== ============================
 
 One collective carries the parameters of one bucket: up to BUCKET_BYTES of parameters that
-communicate along the same axes in the same dtypes. The runtime launches these collectives and the
-memory count counts their bytes. The cost model prices them as conversions from ``stored`` to
-``used``, axis by axis.
+communicate along the same axes in the same dtypes. ``runtime.parameters`` launches these
+collectives, and ``memory.gradient_memory`` counts their bytes.
+
+``Costs.synchronisation_terms`` prices them as conversions from ``stored`` to ``used``. These prices
+are estimates in three ways: a collective over several axes is priced as one for each axis; the
+cheapest conversion of a large tensor may take a way round that the runtime does not take, such as
+an all-to-all to another dim before the all-gather; and buckets are counted from the bytes of all
+parameters for each kind of collective and axis, whatever their dtypes.
 """
 
 from __future__ import annotations
@@ -199,7 +204,7 @@ class GatherOrder(Generic[Spec]):
 
 
 def gather_order(parameters: Iterable[Spec], bucket_bytes: int = BUCKET_BYTES) -> GatherOrder[Spec]:
-    """How a rank makes the graph's copies of ``parameters``, which come in the order of first use."""
+    """The order of the copies of ``parameters``, which come in the order of first use."""
     copied = [p for p in parameters if p.is_copied]
     moved = _buckets(
         (p for p in copied if p.collectives.is_moved),

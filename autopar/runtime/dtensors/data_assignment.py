@@ -61,9 +61,9 @@ def _assign(tensor: DTensor, value: torch.Tensor) -> None:
         return
     if value.shape != tensor.shape or value.dtype != tensor.dtype:
         raise RunError(
-            f"{described.name}.data = … was given {value.dtype} of shape {tuple(value.shape)}, and "
-            f"the program was compiled for {tensor.dtype} of shape {tuple(tensor.shape)}: compile "
-            "the changed model"
+            f"{described.name}.data = … was given {value.dtype} of shape {tuple(value.shape)}, "
+            f"and the program was compiled for {tensor.dtype} of shape {tuple(tensor.shape)}: "
+            "compile the changed model"
         )
     whole = value if isinstance(value, DTensor) else described.shard(value)
     placed = whole.redistribute(tensor.device_mesh, tensor.placements)

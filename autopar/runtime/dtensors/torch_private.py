@@ -26,7 +26,7 @@ torch_verify_options = checkpoint_functions._verify_options
 
 
 def local_tensor(t: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor, or ``t`` itself. ``to_local()`` of a parameter makes a view."""
+    """This rank's part of a DTensor, or ``t`` itself. (``to_local()`` makes another tensor.)"""
     return t._local_tensor if isinstance(t, DTensor) else t
 
 

@@ -72,8 +72,8 @@ def clip_grad_norm_(
 def install_clipping(
     owner: object, weights: Iterable[Weight], mesh: Mesh, holders: Holders
 ) -> None:
-    """Marks the parameters of the pipelined program ``owner`` with their norm group. While ``owner``
-    lives, torch's own clipping of their gradients warns.
+    """Marks the parameters of the pipelined program ``owner`` with their norm group. While
+    ``owner`` lives, torch's own clipping of their gradients warns.
 
     torch's ``clip_grad_norm_`` calls nothing that a program could observe, and plain tensors carry
     no behaviour, so its private norm is replaced.

@@ -1,8 +1,8 @@
 """The graph's copies of parameters, made when a step starts and dropped after it.
 
 A parameter has a copy where the graph computes in another dtype than the stored one, where its
-stored parts are gathered (ZeRO), and where ranks exchange pieces of it. ``ir.parameter_collectives``
-says in which buckets and in which order.
+stored parts are gathered (ZeRO), and where ranks exchange pieces of it. The buckets and their order
+are those of ``ir.parameter_collectives``.
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ class GradientBucket:
         self._filled: dict[str, torch.Tensor] = {}
 
     def put(self, weight: Weight) -> None:
-        """Moves a gradient into the buffer of the all-reduce while it is in the cache, and frees its
-        memory. Gradients that are scattered, exchanged or sliced wait for :meth:`start`.
+        """Moves a gradient into the buffer of the all-reduce while it is in the cache, and frees
+        its memory. Gradients that are scattered, exchanged or sliced wait for :meth:`start`.
         """
         gradient = weight.gradient
         if (

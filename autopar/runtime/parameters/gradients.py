@@ -2,7 +2,7 @@
 buckets, during the last backward.
 
 In the graph a parameter's gradient is local to the rank. Along each mesh axis its plan says what is
-still to be done (``ir.parameter_collectives`` says it to the memory count and the cost model, too):
+still to be done (in ``ir.parameter_collectives`` for the memory count and the cost model, too):
 
 ======== ======== =====================================
 used     stored   gradient
@@ -148,8 +148,8 @@ class GradientSync:
 
     @torch.no_grad()
     def finish(self) -> Gradients:
-        """Starts the collectives that did not start yet, waits for all, and returns this rank's part
-        of each gradient, in the parameter's dtype.
+        """Starts the collectives that did not start yet, waits for all, and returns this rank's
+        part of each gradient, in the parameter's dtype.
         """
         since = self._mesh.recorder.mark()
         self._is_last_backward = False
@@ -170,7 +170,7 @@ class GradientSync:
         return gradients
 
     def _expect_the_same(self) -> None:
-        """A parameter that the loss does not reach does not hold up its bucket in the next round."""
+        """In the next round no bucket waits for a parameter that the loss does not reach."""
         arrived = {w.name for started in self._started for w in started.weights}
         for bucket in self._buckets if arrived else ():
             bucket.expected = arrived.intersection(w.name for w in bucket.weights)
@@ -208,7 +208,8 @@ def _add_to_grad(weight: Weight, value: torch.Tensor) -> None:
     elif isinstance(old, DTensor):
         placements = weight.parameter.placements  # type: ignore[attr-defined]
         if old.placements != placements:  # the user put another gradient there
-            weight.parameter.grad = old = old.redistribute(placements=placements)  # type: ignore[assignment]
+            old = old.redistribute(placements=placements)
+            weight.parameter.grad = old
         old.to_local().add_(value)
     else:
         old.add_(value)
@@ -233,7 +234,9 @@ def _call_hooks(
             f"{tuple(parameter.shape)}, and so must be what takes its place"
         )
     if isinstance(gradient, DTensor):
-        gradient = gradient.redistribute(parameter.device_mesh, parameter.placements).to_local()  # type: ignore[attr-defined]
+        assert isinstance(parameter, DTensor)
+        placed = gradient.redistribute(parameter.device_mesh, parameter.placements)
+        gradient = placed.to_local()
     return gradient.detach().to(value.dtype)
 
 

@@ -66,7 +66,7 @@ def _used_by(stage: int, captured: CapturedModel, lowered: LoweredModel) -> set[
 
 
 def _read_by_prologue(lowered: LoweredModel) -> set[str]:
-    """The tensors of the state that the prologue reads, which computes values of the whole batch."""
+    """The tensors of the state that the prologue reads, which takes the whole batch."""
     if lowered.prologue is None:
         return set()
     placeholders = [n for n in lowered.prologue.graph.nodes if n.op == "placeholder"][1:]

@@ -54,7 +54,7 @@ def parts_from_rank_0(
     keep: Collection[str],
     missing: Collection[str],
 ) -> dict[str, torch.Tensor]:
-    """This rank's parts of the tensors in ``keep``, on the mesh's device, with the values of rank 0.
+    """This rank's parts of the tensors in ``keep``, on the mesh's device, with rank 0's values.
 
     A part is in the tensor's layout in ``stored``; tensors that have none there are whole. Tensors
     in ``missing`` are on the meta device on rank 0 and get a marker for missing values.

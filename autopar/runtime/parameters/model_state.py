@@ -1,5 +1,5 @@
-"""All parameters and buffers of a program: what each rank stores between steps, and the tensors that
-the graph takes.
+"""All parameters and buffers of a program: what each rank stores between steps, and the tensors
+that the graph takes.
 """
 
 from __future__ import annotations

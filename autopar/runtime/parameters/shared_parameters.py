@@ -41,7 +41,7 @@ class SharedParameters:
 
     @torch.no_grad()
     def add_up(self, gradients: Gradients) -> Gradients:
-        """``gradients`` with those of the shared parameters replaced by their sums over the ranks."""
+        """``gradients``, with the sums over ranks in the place of those of shared parameters."""
         if not self._groups:
             return gradients
         own: dict[str, torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""One parameter on one rank: the user's tensor, this rank's part of it, and the leaf of the graph."""
+"""One parameter on one rank: the user's tensor, this rank's part, and the leaf of the graph."""
 
 from __future__ import annotations
 

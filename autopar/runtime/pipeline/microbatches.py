@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 class Microbatches:
     """Cuts the batch of a step and joins the microbatches' outputs.
 
-    The batch consists of equal chunks: the shares of the data-parallel ranks, or chunks of each part
-    that the model takes of the batch. Microbatch ``i`` has the ``i``-th of ``count`` equal slices of
-    each chunk.
+    The batch consists of equal chunks: the shares of the data-parallel ranks, or chunks of each
+    part that the model takes of the batch. Microbatch ``i`` has the ``i``-th of ``count`` equal
+    slices of each chunk.
     """
 
     def __init__(self, plan: PlanData, lowered: LoweredModel) -> None:
@@ -40,7 +40,7 @@ class Microbatches:
         self._updates: dict[int, list[torch.Tensor]] = {}
 
     def select(self, inputs: Sequence[torch.Tensor], microbatch: int) -> list[torch.Tensor]:
-        """A microbatch of the whole batch's inputs, followed by values that the prologue computed."""
+        """A microbatch of the whole batch's inputs and of the values of the prologue."""
         return [self.select_input(x, i, microbatch) for i, x in enumerate(inputs)]
 
     def select_input(self, x: torch.Tensor, i: int, microbatch: int) -> torch.Tensor:

@@ -49,8 +49,8 @@ class RecomputeContext:
 
 
 class RecomputedOperator:
-    """An operator, as the target of a graph's node, that saves nothing for the backward: neither its
-    results nor other tensors.
+    """An operator, as the target of a graph's node, that saves nothing for the backward: neither
+    its results nor other tensors.
 
     ``changing``: the positions among its tensors of buffers, whose values may change before the
     backward.

@@ -1,5 +1,5 @@
-"""The calls of a program that run again in the backward, and the handles that autograd saves instead
-of the tensors that they made.
+"""The calls of a program that run again in the backward, and the handles that autograd saves
+instead of the tensors that they made.
 
 Autograd packs each tensor that it saves and unpacks it when its node runs. Where a recomputed call
 made the tensor's storage, the packed tensor is a handle: the geometry of the tensor, and a

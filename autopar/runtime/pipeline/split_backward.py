@@ -5,10 +5,10 @@ The nodes of autograd's graph that lead to the stage's inputs run first. Where a
 towards parameters, the gradient that arrives at its node is kept. Later each such node runs again,
 for its parameters only.
 
-torch's own split (``torch.distributed.pipelining._backward``) is not used. It loses the gradients of
-parameters that meet no input of the stage on their way to the output. It counts twice the gradients
-of some parameters that several operators share. And it visits nodes in an order that may differ
-between ranks, whose backwards communicate.
+torch's own split (``torch.distributed.pipelining._backward``) is not used. It loses the gradients
+of parameters that meet no input of the stage on their way to the output. It counts twice the
+gradients of some parameters that several operators share. And it visits nodes in an order that may
+differ between ranks, whose backwards communicate.
 """
 
 from __future__ import annotations

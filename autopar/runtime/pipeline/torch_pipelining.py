@@ -1,7 +1,7 @@
 """Pipeline schedules: the only file that names ``torch.distributed.pipelining``.
 
-torch's schedules decide the order of work and when to communicate, and ask a stage to do both. The
-stage of torch makes buffers for every microbatch beforehand and keeps the tensors that it sent until
+torch's schedules decide the order of work and when to communicate, and ask a stage to do both.
+torch's stage makes buffers for every microbatch beforehand and keeps the tensors that it sent until
 the backward, so it holds its boundary for all microbatches of a step, whatever the schedule. The
 stage here keeps a received tensor only as long as autograd needs it.
 """
@@ -93,9 +93,9 @@ class ScheduleRunner:
             )
 
     def run(self, backward: bool, returned: Collection[BoundaryTensor] = ()) -> None:
-        """One step, or only its forwards without ``backward``. A gradient comes back for the tensors
-        ``returned``, the same on all ranks. An error leaves the ranks out of step: no other run can
-        follow.
+        """One step, or only its forwards without ``backward``. A gradient comes back for the
+        tensors ``returned``, the same on all ranks. An error leaves the ranks out of step: no other
+        run can follow.
         """
         self.check()
         if self._schedule is None:
@@ -114,17 +114,9 @@ class ScheduleRunner:
             raise
 
     def _make_schedule(self) -> Any:
-        self._stages = [
-            _Stage(
-                boundary,
-                self._stage_count,
-                self._microbatches,
-                self._mesh,
-                self._forward,
-                self._on_last_backward,
-            )
-            for boundary in self._boundaries
-        ]
+        sizes = self._stage_count, self._microbatches
+        calls = self._forward, self._on_last_backward
+        self._stages = [_Stage(b, *sizes, self._mesh, *calls) for b in self._boundaries]
         is_one = self._name in _ONE_STAGE
         schedule: Any = _ONE_STAGE[self._name] if is_one else _SEVERAL_STAGES[self._name]
         return schedule(
