@@ -18,14 +18,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 import numpy as np
 
 from autopar.ir.layout import Layout
-from autopar.search.ilp.problem import (
-    CostWeights,
-    Label,
-    Problem,
-    RecomputedConversions,
-    TensorConversions,
-    Vertex,
-)
+from autopar.search.ilp.cost_weights import CostWeights
+from autopar.search.ilp.problem import Problem, RecomputedConversions, TensorConversions
+from autopar.search.ilp.vertex import Label, Vertex
 
 Price = tuple[float, float]  # cost and bytes, of which the budget is
 Priced = tuple[
@@ -61,7 +56,9 @@ def possible(
             if tensor.moves[s, t] and (g, target) not in recomputed:
                 met = math.isfinite(tensor.nbytes[t])
             else:
-                met = there and (not tensor.moves[s, t] or math.isfinite(tensor.recomputed[s, t]))
+                met = there and (
+                    not tensor.moves[s, t] or math.isfinite(tensor.recompute_seconds[s, t])
+                )
             if needed and not met:
                 return False
     return True
@@ -152,8 +149,8 @@ class _Tensor:
             tensor.ports,
             with_bytes,
         )
-        self.made = problem.vertices[tensor.producer].outs
-        self.wanted = {(v, p): problem.vertices[v].ins[p] for v, p in tensor.ports}
+        self.made = problem.vertices[tensor.producer].out_labels
+        self.wanted = {(v, p): problem.vertices[v].in_labels[p] for v, p in tensor.ports}
         self.second = float(tensor.count[0] * weights.micro[0])
         self.byte = float(tensor.count[0] * weights.flight[0])
         self.price = float(weights.price[0])
@@ -194,8 +191,10 @@ class _Tensor:
                 nbytes = self.byte * float(tensor.nbytes[t])
                 if math.isfinite(nbytes):
                     found.append((seconds + self.price * nbytes, nbytes))
-                if there and math.isfinite(tensor.recomputed[s, t]):
-                    found.append((seconds + self.second * float(tensor.recomputed[s, t]), 0.0))
+                if there and math.isfinite(tensor.recompute_seconds[s, t]):
+                    found.append(
+                        (seconds + self.second * float(tensor.recompute_seconds[s, t]), 0.0)
+                    )
             self._known[made, wanted] = _best(found) if self.with_bytes else sorted(found)[:1]
         return self._known[made, wanted]
 
@@ -228,7 +227,7 @@ class _Tensor:
         made, wanted = int(vertex.out_label_of[k]) if v == self.producer else seen[0], dict(seen[1])
         for port in self.ports:
             if port[0] == v:
-                layout, need = vertex.ins[port[1]][vertex.in_label_of[port[1]][k]]
+                layout, need = vertex.in_labels[port[1]][vertex.in_label_of[port[1]][k]]
                 wanted[layout] = wanted.get(layout, False) or (need and self.matters)
         return made, frozenset(wanted.items())
 
@@ -397,7 +396,7 @@ def _distinct(vertex: Vertex, costs: np.ndarray, nbytes: np.ndarray) -> list[int
 
     def better(a: int, b: int) -> bool:
         one, other = (
-            (costs[k], nbytes[k], not vertex.there[k], *(need[k] for need in vertex.needs))
+            (costs[k], nbytes[k], not vertex.available[k], *(need[k] for need in vertex.needs))
             for k in (a, b)
         )
         return all(x <= y for x, y in zip(one, other, strict=True)) and (one != other or a < b)

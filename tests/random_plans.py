@@ -25,7 +25,8 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 import autopar
 from autopar.cost_model.cluster import Level
 from autopar.errors import AutoparError, PlanError
-from autopar.search.ilp.problem import CostWeights, Vertex
+from autopar.search.ilp.cost_weights import CostWeights
+from autopar.search.ilp.vertex import Vertex
 
 TOLERANCE = 1e-9
 FREE = autopar.Cluster(

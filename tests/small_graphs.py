@@ -20,7 +20,8 @@ from autopar.memory.saved_tensors import trace_saved_tensors
 from autopar.passes.canonical.canonicalise import canonicalise
 from autopar.plan import Plan
 from autopar.rules.analysis import Analysis
-from autopar.search.ilp.problem import Problem, build_problem
+from autopar.search.ilp.build_problem import build_problem
+from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.solve import Solution
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.pricing.costs import Costs
@@ -375,7 +376,7 @@ class Space:
             ComputeCosts(self.cluster),
             self.options.optimizer,
         )
-        choices = search.choices.on(self.axes)
+        choices = search.choices.on_mesh(self.axes)
         self.problem: Problem = build_problem(
             analysis.graph,
             search.representative,

@@ -21,7 +21,8 @@ import zoo
 from autopar.cost_model import Action, Cluster, actions, schedule_seconds
 from autopar.ir.plan_data import SCHEDULES
 from autopar.runtime.kernels.graph_kernels import send
-from autopar.search.ilp.problem import CostBreakdown, build_problem
+from autopar.search.ilp.build_problem import build_problem
+from autopar.search.ilp.cost_weights import CostBreakdown
 from autopar.search.inner.candidate import best_candidate
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.result.assemble import assemble

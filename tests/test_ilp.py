@@ -17,8 +17,9 @@ from autopar.capture.capture_graph import capture
 from autopar.cost_model import Cluster
 from autopar.passes.canonical.canonicalise import canonicalise
 from autopar.rules.analysis import Analysis
+from autopar.search.ilp.cost_weights import CostWeights
 from autopar.search.ilp.linear_program import UnsolvedError
-from autopar.search.ilp.problem import CostWeights, Problem
+from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.solve import ReducedProblem, _ReducedProgram
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.space.configuration import Configuration
@@ -59,7 +60,7 @@ def textbook(problem: Problem, weights: CostWeights) -> float:
         """Whether reader ``v`` wants a layout of operand ``p``; or wants it and needs it in the
         backward.
         """
-        labels = [vertices[v].ins[p][i] for i in vertices[v].in_label_of[p]]
+        labels = [vertices[v].in_labels[p][i] for i in vertices[v].in_label_of[p]]
         return pulp.lpSum(
             b
             for b, (wanted, need) in zip(x[v], labels, strict=True)
@@ -67,7 +68,7 @@ def textbook(problem: Problem, weights: CostWeights) -> float:
         )
 
     def making(v: int, layout: object, there: bool) -> pulp.LpAffineExpression:
-        labels = [vertices[v].outs[i] for i in vertices[v].out_label_of]
+        labels = [vertices[v].out_labels[i] for i in vertices[v].out_label_of]
         return pulp.lpSum(
             b
             for b, (made, kept) in zip(x[v], labels, strict=True)
@@ -90,8 +91,8 @@ def textbook(problem: Problem, weights: CostWeights) -> float:
             )
             recomputed.cat = "Binary"
             cost += [price * paid, times * byte * float(tensor.nbytes[t]) * kept]
-            if np.isfinite(tensor.recomputed[s, t]):
-                cost.append(times * second * float(tensor.recomputed[s, t]) * recomputed)
+            if np.isfinite(tensor.recompute_seconds[s, t]):
+                cost.append(times * second * float(tensor.recompute_seconds[s, t]) * recomputed)
                 program += recomputed <= there  # it needs what it converts
             else:
                 program += recomputed == 0
@@ -128,18 +129,18 @@ def problem_of(name: str, recompute: str, ranks: int) -> Problem:
 @pytest.mark.parametrize("name", ["mlp", "mixer", "gpt2", "cnn"])
 def test_same_optimum(name: str) -> None:
     problem = problem_of(name, "none", 8)
-    solution = ReducedProblem(problem, CostWeights.alone()).solution(60.0)
+    solution = ReducedProblem(problem, CostWeights.of_one_stage()).solution(60.0)
     split = [v.choices[k].out for v, k in zip(problem.vertices, solution.chosen, strict=True)]
     assert any(t.is_shard for layout in split for t in layout), "nothing to decide"
-    assert solution.value == pytest.approx(textbook(problem, CostWeights.alone()), rel=1e-6)
+    assert solution.value == pytest.approx(textbook(problem, CostWeights.of_one_stage()), rel=1e-6)
 
 
 def test_same_optimum_at_a_price_of_memory() -> None:
     """Then it also matters what is kept, and what is made again."""
     problem = problem_of("mlp", "auto", 2)
-    fastest = ReducedProblem(problem, CostWeights.alone()).solution(60.0)
-    price = fastest.value / float(fastest.cost_breakdown.nbytes(CostWeights.alone())[0])
-    weights = CostWeights.alone(1, price=price / 3, flight=2.0)
+    fastest = ReducedProblem(problem, CostWeights.of_one_stage()).solution(60.0)
+    price = fastest.value / float(fastest.cost_breakdown.nbytes(CostWeights.of_one_stage())[0])
+    weights = CostWeights.of_one_stage(1, price=price / 3, flight=2.0)
     solution = ReducedProblem(problem, weights).solution(60.0)
     assert solution.cost_breakdown.recomputation[0] > 0
     assert solution.cost_breakdown.kept[0] < fastest.cost_breakdown.kept[0]

@@ -15,10 +15,11 @@ import small_graphs
 import torch
 
 from autopar.cost_model import Cluster
-from autopar.search.ilp.memory_prices import DoesNotFitError, fastest_within
+from autopar.search.ilp.cost_weights import CostWeights
+from autopar.search.ilp.memory_prices import DoesNotFitError, MemoryPrices
 from autopar.search.ilp.neighbourhood import restrict_choices
-from autopar.search.ilp.problem import CostWeights, Problem
-from autopar.search.ilp.solve import ReducedProblem
+from autopar.search.ilp.problem import Problem
+from autopar.search.ilp.solve import ReducedProblem, Solution
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.result.exact_search import exact
 from autopar.search.space.configuration import Configuration
@@ -44,7 +45,7 @@ CASES = [
 ROUNDING = 1e-9
 BRANCHED = 1e-4  # relative gap at which a branching solve ends
 NO_BUDGET = 1e30  # bytes
-ONE = CostWeights.alone()
+ONE = CostWeights.of_one_stage()
 
 
 @functools.cache
@@ -69,6 +70,10 @@ def problem_of(name: str, setting: str, sizes: tuple[int, ...], recompute: str) 
     return search.problem(shape, search.analysis.batch.size)
 
 
+def fastest_within(problem: Problem, budget: float) -> tuple[Solution, float]:
+    return MemoryPrices(problem, ONE, 60.0).fastest_within(budget)
+
+
 def nbytes(problem: Problem, chosen: tuple[int, ...], recomputed: frozenset) -> float:
     return float(problem.cost_breakdown(chosen, recomputed).nbytes(ONE)[0])
 
@@ -78,7 +83,7 @@ def test_nothing_is_cheaper(
     name: str, setting: str, sizes: tuple[int, ...], recompute: str
 ) -> None:
     problem = problem_of(name, setting, sizes, recompute)
-    solution, gap = fastest_within(problem, NO_BUDGET, 60.0)
+    solution, gap = fastest_within(problem, NO_BUDGET)
     assert brute_force.possible(problem, solution.chosen, solution.recomputed)
     assert solution.value == problem.cost_breakdown(solution.chosen, solution.recomputed).cost(ONE)
     assert solution.bound <= solution.value * (1 + ROUNDING)
@@ -98,7 +103,7 @@ def test_the_best_is_not_always_the_same_thing() -> None:
             *case, optimizer="fused-adamw"
         )  # a slow step is always worth splitting
         problem = search.problem(shape, search.analysis.batch.size)
-        solution, _ = fastest_within(problem, NO_BUDGET, 60.0)
+        solution, _ = fastest_within(problem, NO_BUDGET)
         layouts = [
             v.choices[k].out
             for v, k in zip(problem.vertices, solution.chosen, strict=True)
@@ -129,7 +134,9 @@ def test_the_search_here_finds_what_plain_enumeration_finds(setting: str, recomp
                 seconds[held <= budget].min(), rel=ROUNDING
             )
         for part in (0.1, 1.0, 10.0):
-            weights = CostWeights.alone(3, price=part * seconds.min() / held.max(), flight=2.0)
+            weights = CostWeights.of_one_stage(
+                3, price=part * seconds.min() / held.max(), flight=2.0
+            )
             assert brute_force.cheapest(problem, weights, math.inf) == pytest.approx(
                 min(b.cost(weights) for b in bills), rel=ROUNDING
             )
@@ -154,7 +161,7 @@ def test_at_a_price_of_memory_nothing_is_cheaper(name: str, setting: str, recomp
     problem = problem_of(name, setting, (2,), recompute)
     fastest = ReducedProblem(problem, ONE).solution(60.0)
     for part in (0.01, 0.1, 1.0, 10.0):
-        weights = CostWeights.alone(
+        weights = CostWeights.of_one_stage(
             2,
             price=part * fastest.value / nbytes(problem, fastest.chosen, fastest.recomputed),
             flight=3.0,
@@ -177,13 +184,13 @@ def test_at_a_price_of_memory_nothing_is_cheaper(name: str, setting: str, recomp
 def test_nothing_that_fits_memory_is_faster(name: str, setting: str, recompute: str) -> None:
     search, shape = space(name, setting, (2,), recompute)
     problem = problem_of(name, setting, (2,), recompute)
-    fastest, _ = fastest_within(problem, NO_BUDGET, 60.0)
+    fastest, _ = fastest_within(problem, NO_BUDGET)
     with pytest.raises(DoesNotFitError) as error:
-        fastest_within(problem, 1.0, 60.0)
+        fastest_within(problem, 1.0)
     most = nbytes(problem, fastest.chosen, fastest.recomputed)
     for part in (0.3, 0.8) if recompute == "auto" else (0.5,):
         budget = most + (error.value.nbytes - most) * part
-        solution, gap = fastest_within(problem, budget, 60.0)
+        solution, gap = fastest_within(problem, budget)
         assert solution.cost_breakdown.nbytes(ONE)[0] <= budget
         search.options = Options(2, recompute=recompute, memory_budget=budget)
         found = exact(search, shape, search.analysis.batch.size, 60.0)

@@ -28,7 +28,8 @@ from autopar.memory.saved_activations import SavedActivations
 from autopar.plan import Plan
 from autopar.report import add_report_rows
 from autopar.rules.analysis import Analysis
-from autopar.search.ilp.problem import CostWeights, Problem
+from autopar.search.ilp.cost_weights import CostWeights
+from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.solve import ReducedProblem, Solution
 from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.result.staged_graph import stages_of
@@ -138,12 +139,12 @@ def plans(request: pytest.FixtureRequest) -> tuple[Analysis, list[Plan]]:
     space = Space(analyse(*getattr(zoo, request.param)()), (2, 2), "cpu", recompute="auto")
     shape, stages = Configuration(1, space.axes, 2), stages_of(space.analysis, 1)
     fastest, draw = (
-        ReducedProblem(space.problem, CostWeights.alone(2)).solution(60.0),
+        ReducedProblem(space.problem, CostWeights.of_one_stage(2)).solution(60.0),
         random.Random(0),
     )
-    price = fastest.value / float(fastest.cost_breakdown.nbytes(CostWeights.alone())[0])
+    price = fastest.value / float(fastest.cost_breakdown.nbytes(CostWeights.of_one_stage())[0])
     best = [
-        ReducedProblem(space.problem, CostWeights.alone(2, price * part)).solution(60.0)
+        ReducedProblem(space.problem, CostWeights.of_one_stage(2, price * part)).solution(60.0)
         for part in SOLVED[request.param]
     ]
     made = []
@@ -164,7 +165,7 @@ def drawn(problem: Problem, draw: random.Random) -> Solution:
     made again.
     """
     chosen = problem.free_unneeded_results(
-        [draw.choice(np.flatnonzero(v.there == v.there.any())) for v in problem.vertices]
+        [draw.choice(np.flatnonzero(v.available == v.available.any())) for v in problem.vertices]
     )
     there = [
         (g, tensor) for g, tensor in enumerate(problem.tensors) if problem.made(tensor, chosen)[1]

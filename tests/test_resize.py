@@ -21,7 +21,7 @@ from autopar.search.space.meshes import Axis
 from autopar.search.space.options import Options
 
 MODELS = ["llama", "gpt2", "vit", "t5", "bert", "mixtral", "unet", "cnn", "mixer"]
-ARRAYS = ("states", "there", "forward", "backward", "send", "step", "kept", "state", "result")
+ARRAYS = ("states", "available", "forward", "backward", "send", "step", "kept", "state", "result")
 
 
 def captured(name: str, batch: int) -> Analysis:
@@ -59,7 +59,7 @@ def test_costs_are_those_of_a_captured_batch(name: str, size: int, samples: int)
             h.sources,
             h.targets,
         )
-        for array in ("seconds", "recomputed", "nbytes", "moves"):
+        for array in ("seconds", "recompute_seconds", "nbytes", "moves"):
             np.testing.assert_allclose(
                 getattr(g, array),
                 getattr(h, array),

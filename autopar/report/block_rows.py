@@ -12,7 +12,7 @@ from autopar.report.mode_words import mode_word
 from autopar.report.module_paths import Instance, ModulePaths
 from autopar.report.split_words import SplitWords, is_loss
 from autopar.rules.analysis import Analysis
-from autopar.search.ilp.problem import Vertex
+from autopar.search.ilp.vertex import Vertex
 from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.space.strategies import ParameterStrategy, Strategy
 

@@ -158,7 +158,7 @@ class _Memory:
                         node,
                         target,
                         (g, target) in solution.recomputed,
-                        float(tensor.recomputed[s, t]),
+                        float(tensor.recompute_seconds[s, t]),
                         float(tensor.nbytes[t]),
                     )
 

@@ -1,5 +1,5 @@
-"""Linear and mixed-integer programs in column form for HiGHS, and the part that all formulations
-share: flows of labels along edges.
+"""Linear and mixed-integer programs in column form for HiGHS, and the part that all formulations of
+the problem share: one unit of flow along every edge.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ import numpy as np
 from autopar.errors import PlanError
 from autopar.search.ilp.problem import Port, Problem
 
-_STOPPED = (highspy.HighsModelStatus.kTimeLimit, highspy.HighsModelStatus.kSolutionLimit)
-_NONE = (
-    highspy.HighsModelStatus.kInfeasible,
-    highspy.HighsModelStatus.kUnboundedOrInfeasible,
-)  # no cost is below 0: it is bounded
+_Status = highspy.HighsModelStatus
+_STOPPED = (_Status.kTimeLimit, _Status.kSolutionLimit)
+# No cost is negative, so that a program is never unbounded.
+_INFEASIBLE = (_Status.kInfeasible, _Status.kUnboundedOrInfeasible)
 
 
 class UnsolvedError(PlanError):
@@ -29,8 +28,11 @@ class UnsolvedError(PlanError):
 
 @dataclass(frozen=True)
 class SolverResult:
-    """The values of all columns (None where none were found), and a proven bound of the objective:
-    no solution is below.
+    """What the solver found.
+
+    Attributes:
+        values: the value of each column; None without a solution.
+        bound: an objective that no solution is below.
     """
 
     values: np.ndarray | None
@@ -38,11 +40,17 @@ class SolverResult:
 
 
 class LinearProgram:
-    """Columns, rows and entries, added in blocks; a block is known by its first number."""
+    """Columns, rows and entries, added in blocks. A block is known by its first number.
+
+    Attributes:
+        columns, rows: how many there are so far.
+        scale: the factor by which the solver sees the objective.
+        integers: the numbers of the columns that a solution must have integral.
+    """
 
     def __init__(self) -> None:
         self.columns = self.rows = 0
-        self.scale = 1.0  # of the objective
+        self.scale = 1.0
         self.integers: list[np.ndarray] = []
         self._cost: list[np.ndarray] = []
         self._upper: list[np.ndarray] = []
@@ -50,24 +58,26 @@ class LinearProgram:
         self._bounds: list[tuple[np.ndarray, np.ndarray]] = []
 
     def add_columns(self, cost: np.ndarray, upper: float = np.inf) -> int:
-        """From 0 to ``upper``; to 0 where the cost is infinite."""
+        """Add columns from 0 to ``upper``; a column of infinite cost is 0."""
         self._cost.append(np.where(np.isfinite(cost), cost, 0.0))
         self._upper.append(np.where(np.isfinite(cost), upper, 0.0))
         self.columns += len(cost)
         return self.columns - len(cost)
 
     def add_rows(self, count: int, lower: float, upper: float) -> int:
+        """Add ``count`` rows whose sums lie between ``lower`` and ``upper``."""
         self._bounds.append((np.full(count, lower), np.full(count, upper)))
         self.rows += count
         return self.rows - count
 
     def add_entries(self, rows: np.ndarray, columns: np.ndarray, value: float | np.ndarray) -> None:
+        """Add entries. Entries at one place add up."""
         self._entries.append(
             (rows, columns, np.broadcast_to(np.asarray(value, dtype=float), rows.shape))
         )
 
     def add_row(self, lower: float, upper: float, *terms: tuple[int, float]) -> int:
-        """One row of a few (column, value)."""
+        """Add one row of a few (column, value)."""
         row = self.add_rows(1, lower, upper)
         self.add_entries(
             np.full(len(terms), row),
@@ -76,53 +86,53 @@ class LinearProgram:
         )
         return row
 
-    def ready(self, time_limit: float) -> highspy.Highs:
-        highs = highspy.Highs()
-        highs.setOptionValue("output_flag", False)
-        highs.setOptionValue("time_limit", time_limit)
-        highs.setOptionValue("threads", 2)
-        highs.passModel(self._lp())
-        return highs
+    def new_solver(self, time_limit: float) -> highspy.Highs:
+        """A solver of the program so far, without integers. ``time_limit`` is in seconds."""
+        solver = highspy.Highs()
+        solver.setOptionValue("output_flag", False)
+        solver.setOptionValue("time_limit", time_limit)
+        solver.setOptionValue("threads", 2)
+        solver.passModel(self._highs_model())
+        return solver
 
-    def run(self, highs: highspy.Highs) -> SolverResult:
-        """Solve as it stands, for as long as there is time."""
-        if (
-            highs.run() == highspy.HighsStatus.kError
-        ):  # someone in this process has set up HiGHS's threads otherwise
-            highspy.Highs.resetGlobalScheduler(True)
-            highs.run()
-        status, whole, info = (
-            highs.getModelStatus(),
-            bool(len(highs.getLp().integrality_)),
-            highs.getInfo(),
-        )
-        found = np.array(highs.getSolution().col_value) if highs.getSolution().value_valid else None
-        if status in _NONE:
-            return SolverResult(None, np.inf)
-        if status == highspy.HighsModelStatus.kOptimal:
-            return SolverResult(
-                found,
-                (info.mip_dual_bound if whole else info.objective_function_value) / self.scale,
-            )
-        if status in _STOPPED:
-            return SolverResult(found, info.mip_dual_bound / self.scale if whole else -np.inf)
-        raise UnsolvedError(
-            f"the solver stopped without a plan, {highs.modelStatusToString(status)}"
-        )
-
-    def branch(self, highs: highspy.Highs) -> None:
-        """From now on ``integers`` are."""
+    def require_integers(self, solver: highspy.Highs) -> None:
+        """Make the columns ``integers`` integral from now on."""
         numbers = np.concatenate(self.integers).astype(np.int32)
-        highs.changeColsIntegrality(
-            len(numbers), numbers, np.full(len(numbers), highspy.HighsVarType.kInteger)
+        kinds = np.full(len(numbers), highspy.HighsVarType.kInteger)
+        solver.changeColsIntegrality(len(numbers), numbers, kinds)
+
+    def run_solver(self, solver: highspy.Highs) -> SolverResult:
+        """Solve the program as it stands in the solver, until its time limit.
+
+        Raises:
+            UnsolvedError: the solver failed.
+        """
+        if solver.run() == highspy.HighsStatus.kError:
+            # Other code in this process may have set up the threads of HiGHS otherwise.
+            highspy.Highs.resetGlobalScheduler(True)
+            solver.run()
+        status, info = solver.getModelStatus(), solver.getInfo()
+        solution = solver.getSolution()
+        is_integral = bool(len(solver.getLp().integrality_))
+        values = np.array(solution.col_value) if solution.value_valid else None
+        if status in _INFEASIBLE:
+            return SolverResult(None, np.inf)
+        if status == _Status.kOptimal:
+            bound = info.mip_dual_bound if is_integral else info.objective_function_value
+            return SolverResult(values, bound / self.scale)
+        if status in _STOPPED:
+            return SolverResult(
+                values, info.mip_dual_bound / self.scale if is_integral else -np.inf
+            )
+        raise UnsolvedError(
+            f"the solver stopped without a plan, {solver.modelStatusToString(status)}"
         )
 
-    def _lp(self) -> highspy.HighsLp:
+    def _highs_model(self) -> highspy.HighsLp:
         rows, columns, values = (np.concatenate(part) for part in zip(*self._entries, strict=True))
-        places, which = np.unique(
-            columns * np.int64(self.rows) + rows, return_inverse=True
-        )  # what is entered twice adds up
-        at, in_row = places // self.rows, places % self.rows
+        places, which = np.unique(columns * np.int64(self.rows) + rows, return_inverse=True)
+        entry_columns, entry_rows = places // self.rows, places % self.rows
+        starts = np.cumsum(np.bincount(entry_columns, minlength=self.columns))
         lp = highspy.HighsLp()
         lp.num_col_, lp.num_row_ = self.columns, self.rows
         lp.col_cost_ = np.concatenate(self._cost) * self.scale
@@ -130,42 +140,52 @@ class LinearProgram:
         lp.row_lower_ = np.concatenate([lower for lower, _ in self._bounds])
         lp.row_upper_ = np.concatenate([upper for _, upper in self._bounds])
         lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
-        lp.a_matrix_.start_ = np.concatenate(
-            [[0], np.cumsum(np.bincount(at, minlength=self.columns))]
-        ).astype(np.int32)
-        lp.a_matrix_.index_ = in_row.astype(np.int32)
+        lp.a_matrix_.start_ = np.concatenate([[0], starts]).astype(np.int32)
+        lp.a_matrix_.index_ = entry_rows.astype(np.int32)
         lp.a_matrix_.value_ = np.bincount(which, values).astype(np.float64)
         return lp
 
 
 class FlowProgram(LinearProgram):
-    """One column for each choice of each vertex, of which one is chosen; and along an edge one unit
-    from label to label, whose marginals are the choices at both ends."""
+    """A program with one column for each choice of each vertex, of which one is chosen, and with one
+    unit of flow along each edge from label to label. The flow out of a label is the sum of the
+    choices that have the label.
+
+    Attributes:
+        choices: the columns of the choices, by vertex.
+    """
 
     def __init__(self, problem: Problem) -> None:
         super().__init__()
         self.problem = problem
-        self.choices: dict[int, np.ndarray] = {}  # columns, by vertex
+        self.choices: dict[int, np.ndarray] = {}
 
     def add_choices(self, v: int, cost: np.ndarray) -> None:
+        """Add the choices of a vertex, with their costs."""
         self.choices[v] = self.add_columns(cost) + np.arange(len(cost))
         self.integers.append(self.choices[v])
         self.add_entries(np.full(len(cost), self.add_rows(1, 1.0, 1.0)), self.choices[v], 1.0)
 
     def add_flows(
-        self, u: int, port: Port, possible: Sequence[np.ndarray], cost: np.ndarray
+        self, producer: int, port: Port, possible: Sequence[np.ndarray], cost: np.ndarray
     ) -> np.ndarray:
-        """The columns of the ``possible`` pairs of labels, of producer ``u`` and of a port."""
+        """Add the flows of an edge, and return their columns.
+
+        Args:
+            possible: the pairs of labels that go together: labels made, and labels wanted.
+            cost: the cost of each of these pairs.
+        """
         (v, p), vertices = port, self.problem.vertices
         flows = self.add_columns(cost) + np.arange(len(cost))
-        for index, ends, owner in (
-            (vertices[u].out_label_of, possible[0], u),
+        for label_of, labels, owner in (
+            (vertices[producer].out_label_of, possible[0], producer),
             (vertices[v].in_label_of[p], possible[1], v),
         ):
-            rows = self.add_rows(int(index.max()) + 1, 0.0, 0.0)
-            self.add_entries(rows + ends, flows, 1.0)
-            self.add_entries(rows + index, self.choices[owner], -1.0)
+            rows = self.add_rows(int(label_of.max()) + 1, 0.0, 0.0)
+            self.add_entries(rows + labels, flows, 1.0)
+            self.add_entries(rows + label_of, self.choices[owner], -1.0)
         return flows
 
     def chosen(self, values: np.ndarray) -> dict[int, int]:
+        """The choice of each vertex in a solution."""
         return {v: int(values[columns].argmax()) for v, columns in self.choices.items()}

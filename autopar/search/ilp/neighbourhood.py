@@ -1,10 +1,9 @@
-"""Meshes of three and more axes: exact solves in growing neighbourhoods of the best plans of
-coarser meshes.
+"""Meshes of three and more axes: exact solves in neighbourhoods of the best plans of coarser meshes.
 
-On n axes a tensor has some 6^n layouts and an edge some 36^n flows: on three axes that is past what
-an LP takes in seconds. Merging two neighbouring axes gives a mesh whose plans are plans of the
-finer one too. Around those, each node may change what it does along one axis at a time, all nodes
-at once in one ILP; the best of that is the next centre, until nothing gets better.
+On n axes a tensor has some 6^n layouts and an edge some 36^n flows; on three axes a linear program
+takes more than seconds. A mesh with two neighbouring axes merged is coarser, and its plans are plans
+of the finer mesh, too. Around these plans each node may change what it does along one axis, all
+nodes at once in one ILP. The best solution is the next centre, until no solution is better.
 """
 
 from __future__ import annotations
@@ -18,12 +17,16 @@ from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.solve import Solution
 from autopar.search.space.strategies import Choice, ParameterStrategy
 
-ROUNDS = 8
-ENOUGH = 1e-4  # relative improvement worth another round
+Solve = Callable[[Problem], Solution]
+
+MAX_ROUNDS = 8
+LEAST_IMPROVEMENT = 1e-4  # the relative improvement that is worth another round
 
 
 def coarser_meshes(sizes: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The meshes with two neighbouring axes merged, each with the coarse axis of every fine one."""
+    """The meshes with two neighbouring axes merged: the sizes, and for each axis of the finer mesh
+    the number of its axis in the coarser mesh.
+    """
     found = []
     for i in range(len(sizes) - 1):
         merged = (*sizes[:i], sizes[i] * sizes[i + 1], *sizes[i + 2 :])
@@ -31,8 +34,8 @@ def coarser_meshes(sizes: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[in
     return found
 
 
-def key(choice: Choice) -> tuple:
-    """What tells choices apart along each axis."""
+def choice_key(choice: Choice) -> tuple:
+    """For each axis, what tells choices apart along it: the types of all tensors."""
     layouts = (
         (choice.stored, choice.used)
         if isinstance(choice, ParameterStrategy)
@@ -42,60 +45,58 @@ def key(choice: Choice) -> tuple:
 
 
 def lift_choice(choice: Choice, axis_of: Sequence[int]) -> tuple:
-    """The :func:`key` of a coarse mesh's choice on the finer mesh."""
-    coarse = key(choice)
+    """The :func:`choice_key` on the finer mesh of a choice on a coarser mesh."""
+    coarse = choice_key(choice)
     return tuple(coarse[axis] for axis in axis_of)
 
 
-def near(problem: Problem, centres: Sequence[Sequence[tuple]]) -> list[np.ndarray]:
-    """For each vertex the choices that differ from one of the centres' along one axis at most."""
-    keep = []
+def neighbours(problem: Problem, centres: Sequence[Sequence[tuple]]) -> list[np.ndarray]:
+    """For each vertex the numbers of the choices that differ from the choice of a centre along one
+    axis at most; all choices where none does. A centre has a :func:`choice_key` for each vertex.
+    """
+    found = []
     for v, vertex in enumerate(problem.vertices):
-        keys = [key(c) for c in vertex.choices]
-        around = [c[v] for c in centres]
+        keys = [choice_key(c) for c in vertex.choices]
+        around = [centre[v] for centre in centres]
         mask = np.array(
             [any(sum(a != b for a, b in zip(k, c, strict=True)) <= 1 for c in around) for k in keys]
         )
-        keep.append(np.flatnonzero(mask) if mask.any() else np.arange(len(keys)))
-    return keep
+        found.append(np.flatnonzero(mask) if mask.any() else np.arange(len(keys)))
+    return found
 
 
-def restrict_choices(problem: Problem, keep: Sequence[np.ndarray]) -> Problem:
-    """The problem with only these choices of each vertex."""
-    return replace(
-        problem, vertices=[v.only(kept) for v, kept in zip(problem.vertices, keep, strict=True)]
-    )
+def restrict_choices(problem: Problem, numbers: Sequence[np.ndarray]) -> Problem:
+    """The problem with only the choices of these numbers, for each vertex."""
+    vertices = [v.with_choices(left) for v, left in zip(problem.vertices, numbers, strict=True)]
+    return replace(problem, vertices=vertices)
 
 
 def strategies_as_chosen(problem: Problem, chosen: Sequence[int]) -> list[np.ndarray]:
-    """For each vertex the strategy that was chosen, with all that may become of its result."""
+    """For each vertex the numbers of the choices with the strategy that was chosen, in all states
+    of the result.
+    """
     return [
         np.array([i for i, c in enumerate(v.choices) if c is v.choices[k]])
         for v, k in zip(problem.vertices, chosen, strict=True)
     ]
 
 
-def solve_restricted(
-    problem: Problem, keep: Sequence[np.ndarray], solve: Callable[[Problem], Solution]
-) -> Solution:
-    """The solution with only these choices of each vertex, numbered as the problem numbers them."""
-    found = solve(restrict_choices(problem, keep))
-    return replace(
-        found, chosen=tuple(int(kept[c]) for kept, c in zip(keep, found.chosen, strict=True))
-    )
+def solve_restricted(problem: Problem, numbers: Sequence[np.ndarray], solve: Solve) -> Solution:
+    """The solution with only the choices of these numbers, as a solution of the whole problem."""
+    found = solve(restrict_choices(problem, numbers))
+    chosen = (int(left[k]) for left, k in zip(numbers, found.chosen, strict=True))
+    return replace(found, chosen=tuple(chosen))
 
 
-def improve_from_centres(
-    problem: Problem, centres: list[list[tuple]], solve: Callable[[Problem], Solution]
-) -> Solution:
+def improve_from_centres(problem: Problem, centres: list[list[tuple]], solve: Solve) -> Solution:
     """The best solution found from the centres; ``solve`` solves a restricted problem."""
     best: Solution | None = None
-    value = np.inf
-    for _ in range(ROUNDS):
-        found = solve_restricted(problem, near(problem, centres), solve)
-        if best is not None and found.value > value * (1 - ENOUGH):
+    for _ in range(MAX_ROUNDS):
+        found = solve_restricted(problem, neighbours(problem, centres), solve)
+        if best is not None and found.value > best.value * (1 - LEAST_IMPROVEMENT):
             break
-        best, value = found, found.value
-        centres = [[key(v.choices[c]) for v, c in zip(problem.vertices, found.chosen, strict=True)]]
+        best = found
+        chosen = zip(problem.vertices, found.chosen, strict=True)
+        centres = [[choice_key(v.choices[k]) for v, k in chosen]]
     assert best is not None
     return best

@@ -1,10 +1,13 @@
-"""The ILP: flow of layouts along every edge, solved as an LP first, whose solution is nearly always
-integral.
+"""The ILP of one stage: layouts flow along every edge of the problem.
 
-Each edge carries one unit from the layout produced to the layout wanted; its marginals are the
-strategies chosen at both ends. A conversion that several consumers want is one variable, paid once.
-Before that, vertices that only pass on a layout (one producer, one consumer) and vertices that one
-consumer reads (parameters) are eliminated exactly, by min-plus products.
+Each edge carries one unit of flow from a label that its producer makes to a label that its reader
+wants; the flow out of each end is the choice that is taken there. A conversion that several readers
+want is one variable, paid once. The linear program is solved first, and its solution is nearly
+always integral; otherwise the choices are declared integers.
+
+Before that the problem is reduced exactly: a vertex that passes one tensor on (one producer, one
+reader), and a vertex that only reads one tensor or is only read by one reader (parameters), becomes
+part of the costs of its neighbours, by min-plus products.
 """
 
 from __future__ import annotations
@@ -14,22 +17,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.search.ilp.cost_weights import CostBreakdown, CostWeights, price_bytes
 from autopar.search.ilp.linear_program import FlowProgram, SolverResult, UnsolvedError
-from autopar.search.ilp.problem import (
-    CostBreakdown,
-    CostWeights,
-    Port,
-    Problem,
-    RecomputedConversions,
-    TensorConversions,
-    weighed,
-)
+from autopar.search.ilp.problem import Port, Problem, RecomputedConversions, TensorConversions
 
 
 @dataclass(frozen=True)
 class Solution:
-    """A choice for each vertex and the conversions made again, the bill, its cost at the weights
-    solved for, and a proven lower bound.
+    """A solution of a problem.
+
+    Attributes:
+        chosen: the number of the choice of each vertex.
+        recomputed: the conversions that are recomputed in the backward.
+        cost_breakdown: what the solution costs.
+        value: its cost at the weights that were solved for.
+        bound: a cost that no solution is below, proven at these weights.
     """
 
     chosen: tuple[int, ...]
@@ -41,12 +43,18 @@ class Solution:
 
 @dataclass
 class _Edge:
-    """``table[s, t]``: the least cost from label s of producer u to label t of a port; infinite
-    where they do not go together.
+    """An edge from a producer to a port.
 
-    ``shared`` are the parts of it that are paid once for all edges of ``tensor``: for each pair of
-    labels a number that they have in common (-1: nothing is paid) and the price; with no group the
-    table is this edge's own.
+    Attributes:
+        producer: the vertex that makes the tensor.
+        port: the port that reads it.
+        table: the least cost of each pair of labels, [label made, label wanted]; infinite where
+            two labels do not go together.
+        tensor: the number of the tensor whose edges share costs; None where ``table`` is paid for
+            this edge alone.
+        shared: the parts of ``table`` that the edges of ``tensor`` pay once. Each part is two
+            arrays like ``table``: a number that names what is paid (-1: nothing), equal where it
+            is paid together, and the cost.
     """
 
     producer: int
@@ -57,208 +65,219 @@ class _Edge:
 
 
 class ReducedProblem:
-    """The problem at given weights of seconds and bytes, reduced."""
+    """A problem at given weights of seconds and bytes, with the vertices eliminated that need no
+    variables.
+    """
 
     def __init__(self, problem: Problem, weights: CostWeights) -> None:
         self.problem, self.weights = problem, weights
-        self.cost = [v.cost(weights) for v in problem.vertices]
-        if (
-            not weights.price.any()
-        ):  # then nothing is better than to keep everything, which Problem.settle puts right
-            self.cost = [
-                np.where(v.there == v.there.any(), c, np.inf)
-                for v, c in zip(problem.vertices, self.cost, strict=True)
+        self.costs = [v.cost(weights) for v in problem.vertices]
+        if not weights.price.any():
+            # Where bytes are free, saving everything is never worse. Problem.free_unneeded_results
+            # then frees what no backward reads.
+            self.costs = [
+                np.where(v.available == v.available.any(), cost, np.inf)
+                for v, cost in zip(problem.vertices, self.costs, strict=True)
             ]
-        self.alive = [True] * len(problem.vertices)
-        self.edges: list[_Edge] = []
-        self.eliminated: list[tuple[int, list[_Edge]]] = []
-        for g, tensor in enumerate(problem.tensors):
-            for port in tensor.ports:
-                self.edges.append(self._edge(g, tensor, port))
+        self.is_left = [True] * len(problem.vertices)
+        self.edges: list[_Edge] = [
+            self._edge(g, tensor, port)
+            for g, tensor in enumerate(problem.tensors)
+            for port in tensor.ports
+        ]
+        self._eliminated: list[tuple[int, list[_Edge]]] = []
         self._reduce()
 
     def _edge(self, g: int, tensor: TensorConversions, port: Port) -> _Edge:
-        made = self.problem.vertices[tensor.producer].outs
-        wanted = self.problem.vertices[port[0]].ins[port[1]]
-        rows, columns = (
-            [tensor.sources[layout] for layout, _ in made],
-            [tensor.targets[layout] for layout, _ in wanted],
-        )
-        there, need = (
-            np.array([flag for _, flag in made])[:, None],
-            np.array([flag for _, flag in wanted])[None, :],
-        )
-        micro, _, _, kept, _ = self.weights.of(tensor.count)
-        time, moves = (
-            micro * tensor.seconds[np.ix_(rows, columns)],
-            tensor.moves[np.ix_(rows, columns)],
-        )
-        made_again = np.where(there, micro * tensor.recomputed[np.ix_(rows, columns)], np.inf)
-        moved = np.minimum(weighed(kept, tensor.nbytes[columns])[None, :], made_again)
-        memory = np.where(need, np.where(moves, moved, np.where(there, 0.0, np.inf)), 0.0)
+        """The edge of one port. A conversion costs its time, and for its result in the backward the
+        cheaper of saving and recomputing it.
+        """
+        pairs, weight = self.problem.label_pairs(tensor, port), self.weights.of(tensor.count)
+        time = weight.micro * pairs.seconds
+        recompute = np.where(pairs.available, weight.micro * pairs.recompute_seconds, np.inf)
+        save_or_recompute = np.minimum(price_bytes(weight.saved, pairs.nbytes), recompute)
+        without_memory = np.where(pairs.available, 0.0, np.inf)
+        in_backward = np.where(pairs.moves, save_or_recompute, without_memory)
+        memory = np.where(pairs.needed, in_backward, 0.0)
         table = time + memory
         if len(tensor.ports) == 1:
             return _Edge(tensor.producer, port, table)
-        width = len(tensor.targets)
-        column = np.array(columns)[None, :]
+        width, made = len(tensor.targets), np.arange(len(pairs.sources))[:, None]
         conversions = np.where(
-            np.isfinite(table) & (time > 0), np.array(rows)[:, None] * width + column, -1
+            np.isfinite(table) & (time > 0), pairs.sources * width + pairs.targets, -1
         )
         first = len(tensor.sources) * width
-        held = np.where(
-            np.isfinite(table) & (memory > 0),
-            first + np.arange(len(rows))[:, None] * width + column,
-            -1,
+        results = np.where(
+            np.isfinite(table) & (memory > 0), first + made * width + pairs.targets, -1
         )
-        return _Edge(tensor.producer, port, table, g, ((conversions, time), (held, memory)))
+        return _Edge(tensor.producer, port, table, g, ((conversions, time), (results, memory)))
 
     def _reduce(self) -> None:
-        into: dict[int, list[_Edge]] = {v: [] for v in range(len(self.alive))}
-        out: dict[int, list[_Edge]] = {v: [] for v in range(len(self.alive))}
+        """Eliminate vertices until no more can be."""
+        into: list[list[_Edge]] = [[] for _ in self.is_left]
+        out: list[list[_Edge]] = [[] for _ in self.is_left]
         for e in self.edges:
             into[e.port[0]].append(e)
             out[e.producer].append(e)
-        waiting = list(range(len(self.alive)))
+        waiting = list(range(len(self.is_left)))
         while waiting:
             v = waiting.pop()
             ins, outs = into[v], out[v]
-            if (
-                not self.alive[v]
-                or any(e.tensor is not None for e in ins + outs)
-                or any(e.producer == e.port[0] for e in ins + outs)
-            ):
+            if not self.is_left[v] or not _can_eliminate(ins, outs):
                 continue
-            if len(outs) == 1 and not ins:
-                reader, p = outs[0].port
-                best = (
-                    self.cost[v][:, None] + outs[0].table[self.problem.vertices[v].out_label_of]
-                ).min(axis=0)
-                self.cost[reader] = (
-                    self.cost[reader] + best[self.problem.vertices[reader].in_label_of[p]]
-                )
-            elif len(ins) == 1 and not outs:
-                best = (ins[0].table[:, self._in(ins[0])] + self.cost[v]).min(axis=1)
-                u = ins[0].producer
-                self.cost[u] = self.cost[u] + best[self.problem.vertices[u].out_label_of]
-            elif len(ins) == 1 and len(outs) == 1:
-                table = self._through(ins[0], v, outs[0])
-                joined = _Edge(ins[0].producer, outs[0].port, table)
-                self.edges.append(joined)
-                out[ins[0].producer].append(joined)
-                into[outs[0].port[0]].append(joined)
-            else:
-                continue
-            self.alive[v] = False
-            self.eliminated.append((v, ins + outs))
+            joined = self._eliminate(v, ins, outs)
+            if joined is not None:
+                out[joined.producer].append(joined)
+                into[joined.port[0]].append(joined)
+            self.is_left[v] = False
+            self._eliminated.append((v, ins + outs))
             for e in ins:
                 out[e.producer].remove(e)
                 waiting.append(e.producer)
             for e in outs:
                 into[e.port[0]].remove(e)
                 waiting.append(e.port[0])
-        self.edges = [e for v in range(len(self.alive)) if self.alive[v] for e in out[v]]
+        self.edges = [e for v, is_left in enumerate(self.is_left) if is_left for e in out[v]]
 
-    def _in(self, edge: _Edge) -> np.ndarray:
+    def _eliminate(self, v: int, ins: list[_Edge], outs: list[_Edge]) -> _Edge | None:
+        """Add the least cost of a vertex, for each label of its neighbour, to the costs of the
+        neighbour. A vertex between two neighbours becomes an edge between them.
+        """
+        if ins and outs:
+            return _Edge(ins[0].producer, outs[0].port, self._through(ins[0], v, outs[0]))
+        if outs:
+            reader, p = outs[0].port
+            table = outs[0].table[self.problem.vertices[v].out_label_of]  # [choice, label wanted]
+            least = (self.costs[v][:, None] + table).min(axis=0)
+            labels = self.problem.vertices[reader].in_label_of[p]
+            self.costs[reader] = self.costs[reader] + least[labels]
+        else:
+            producer = ins[0].producer
+            least = (ins[0].table[:, self._in_label_of(ins[0])] + self.costs[v]).min(axis=1)
+            labels = self.problem.vertices[producer].out_label_of
+            self.costs[producer] = self.costs[producer] + least[labels]
+        return None
+
+    def _in_label_of(self, edge: _Edge) -> np.ndarray:
+        """The number of the label that each choice of the reader wants, [choice]."""
         return self.problem.vertices[edge.port[0]].in_label_of[edge.port[1]]
 
     def _through(self, before: _Edge, v: int, after: _Edge) -> np.ndarray:
+        """The least cost from a label made before vertex ``v`` to a label wanted after it."""
         vertex = self.problem.vertices[v]
-        entering = before.table[:, self._in(before)] + self.cost[v]  # [s, choice]
-        by_out = np.full((entering.shape[0], len(vertex.outs)), np.inf)
-        for o in range(len(vertex.outs)):
-            by_out[:, o] = entering[:, vertex.out_label_of == o].min(axis=1)
+        entering = before.table[:, self._in_label_of(before)] + self.costs[v]  # [label, choice]
+        labels = range(len(vertex.out_labels))
+        leaving = [entering[:, vertex.out_label_of == o].min(axis=1) for o in labels]
         result = np.full((entering.shape[0], after.table.shape[1]), np.inf)
-        for o in range(len(vertex.outs)):
-            np.minimum(result, by_out[:, o, None] + after.table[o], out=result)
+        for o in labels:
+            np.minimum(result, leaving[o][:, None] + after.table[o], out=result)
         return result
 
     def solve(self, time_limit: float) -> tuple[list[int], float]:
-        """The best choice of every vertex, and a proven lower bound of its cost."""
+        """The best choice of every vertex, and a proven lower bound of its cost.
+
+        Args:
+            time_limit: seconds.
+
+        Raises:
+            UnsolvedError: no solution was found in time.
+        """
         chosen, bound = _ReducedProgram(self).solve(time_limit)
-        for v, edges in reversed(self.eliminated):
-            vertex = self.problem.vertices[v]
-            cost = self.cost[v]
+        for v, edges in reversed(self._eliminated):
+            vertex, cost = self.problem.vertices[v], self.costs[v]
             for e in edges:
                 if e.port[0] == v:
                     s = int(self.problem.vertices[e.producer].out_label_of[chosen[e.producer]])
-                    cost = cost + e.table[s][self._in(e)]
+                    cost = cost + e.table[s][self._in_label_of(e)]
                 else:
-                    t = int(self._in(e)[chosen[e.port[0]]])
+                    t = int(self._in_label_of(e)[chosen[e.port[0]]])
                     cost = cost + e.table[vertex.out_label_of, t]
             chosen[v] = int(cost.argmin())
-        return [chosen[v] for v in range(len(self.alive))], bound
+        return [chosen[v] for v in range(len(self.is_left))], bound
 
     def solution(self, time_limit: float) -> Solution:
-        """:meth:`solve`, with what it costs."""
+        """:meth:`solve`, with the recomputed conversions and the cost breakdown."""
         chosen, bound = self.solve(time_limit)
         recomputed = self.problem.cheaper_to_recompute(chosen, self.weights)
         chosen = self.problem.free_unneeded_results(chosen, recomputed)
         recomputed = self.problem.needed_conversions(recomputed, chosen)
         cost_breakdown = self.problem.cost_breakdown(chosen, recomputed)
-        return Solution(
-            tuple(chosen), recomputed, cost_breakdown, cost_breakdown.cost(self.weights), bound
-        )
+        cost = cost_breakdown.cost(self.weights)
+        return Solution(tuple(chosen), recomputed, cost_breakdown, cost, bound)
+
+
+def _can_eliminate(ins: list[_Edge], outs: list[_Edge]) -> bool:
+    """Whether a vertex with these edges has one neighbour, or one before and one after it, and
+    shares no cost with other readers of a tensor.
+    """
+    edges = ins + outs
+    return (
+        len(ins) <= 1
+        and len(outs) <= 1
+        and bool(edges)
+        and all(e.tensor is None and e.producer != e.port[0] for e in edges)
+    )
 
 
 class _ReducedProgram(FlowProgram):
-    """The reduced model as a linear program, as a mixed-integer one where that is needed."""
+    """A reduced problem as a linear program, and as a mixed-integer program where that has a
+    fractional solution.
+    """
 
-    def __init__(self, model: ReducedProblem) -> None:
-        super().__init__(model.problem)
-        self.model = model
-        for v, alive in enumerate(model.alive):
-            if alive:
-                self.add_choices(v, model.cost[v])
+    def __init__(self, reduced: ReducedProblem) -> None:
+        super().__init__(reduced.problem)
+        self._reduced = reduced
+        for v, is_left in enumerate(reduced.is_left):
+            if is_left:
+                self.add_choices(v, reduced.costs[v])
         shared: dict[int, np.ndarray] = {}
-        for edge in model.edges:
-            self._edge(edge, shared)
+        for edge in reduced.edges:
+            self._add_edge(edge, shared)
 
-    def _edge(self, edge: _Edge, shared: dict[int, np.ndarray]) -> None:
+    def _add_edge(self, edge: _Edge, shared: dict[int, np.ndarray]) -> None:
+        """Add the flows of an edge. ``shared``: for each tensor the columns of the costs that its
+        edges share, by the number that names the cost; -1 where there is no column yet.
+        """
         possible = np.nonzero(np.isfinite(edge.table))
-        free = edge.tensor is None
-        flows = self.add_flows(
-            edge.producer,
-            edge.port,
-            possible,
-            edge.table[possible] if free else np.zeros(len(possible[0])),
-        )
+        own = edge.table[possible] if edge.tensor is None else np.zeros(len(possible[0]))
+        flows = self.add_flows(edge.producer, edge.port, possible, own)
         if edge.tensor is None:
             return
         tensor = self.problem.tensors[edge.tensor]
-        width = len(tensor.sources) + len(self.problem.vertices[edge.producer].outs)
-        known = shared.setdefault(edge.tensor, np.full(width * len(tensor.targets), -1))
-        for numbers, table in edge.shared:
-            number, price = numbers[possible], table[possible]
-            paid = number >= 0
-            names, first, place = np.unique(number[paid], return_index=True, return_inverse=True)
+        width = len(tensor.sources) + len(self.problem.vertices[edge.producer].out_labels)
+        columns = shared.setdefault(edge.tensor, np.full(width * len(tensor.targets), -1))
+        for numbers, costs in edge.shared:
+            number, cost = numbers[possible], costs[possible]
+            is_paid = number >= 0
+            names, first, place = np.unique(number[is_paid], return_index=True, return_inverse=True)
             if not len(names):
                 continue
-            fresh = known[names] < 0
-            known[names[fresh]] = self.add_columns(price[paid][first][fresh]) + np.arange(
-                int(fresh.sum())
+            new = columns[names] < 0
+            columns[names[new]] = self.add_columns(cost[is_paid][first][new]) + np.arange(
+                int(new.sum())
             )
             rows = self.add_rows(len(names), 0.0, np.inf)
-            self.add_entries(rows + np.arange(len(names)), known[names], 1.0)
-            self.add_entries(rows + place, flows[paid], -1.0)
+            self.add_entries(rows + np.arange(len(names)), columns[names], 1.0)
+            self.add_entries(rows + place, flows[is_paid], -1.0)
 
     def solve(self, time_limit: float) -> tuple[dict[int, int], float]:
+        """The choice of each vertex that is left, and a proven lower bound of the cost."""
         if not self.columns:
             return {}, 0.0
-        # HiGHS has absolute tolerances of 1e-7: a plan's seconds are scaled to about 1e4, so that a
-        # nanosecond in a second counts.
-        self.scale = 1e4 / max(sum(float(c.min()) for c in self.model.cost), 1e-9)
-        highs = self.ready(time_limit)
-        solved = self.run(highs)
-        values = self._found(solved)
-        if any(
-            ((values[columns] > 0.01) & (values[columns] < 0.99)).any() for columns in self.integers
-        ):
-            self.branch(highs)
-            solved = self.run(highs)
-            values = self._found(solved)
-        return self.chosen(values), solved.bound
+        # The tolerances of HiGHS are absolute, 1e-7. Costs are scaled to about 1e4 in all, so that
+        # a nanosecond in a second counts.
+        self.scale = 1e4 / max(sum(float(c.min()) for c in self._reduced.costs), 1e-9)
+        solver = self.new_solver(time_limit)
+        result = self.run_solver(solver)
+        values = _solved_values(result)
+        if any(((values[c] > 0.01) & (values[c] < 0.99)).any() for c in self.integers):
+            self.require_integers(solver)
+            result = self.run_solver(solver)
+            values = _solved_values(result)
+        return self.chosen(values), result.bound
 
-    def _found(self, solved: SolverResult) -> np.ndarray:
-        if solved.values is None:
-            raise UnsolvedError
-        return solved.values
+
+def _solved_values(result: SolverResult) -> np.ndarray:
+    if result.values is None:
+        raise UnsolvedError
+    return result.values

@@ -15,16 +15,19 @@ from autopar.ir.plan_data import EXACT_AXES
 from autopar.ir.precision import dtype_of
 from autopar.memory.saved_tensors import SavedTensors
 from autopar.rules.analysis import Analysis
+from autopar.search.ilp.build_problem import build_problem
+from autopar.search.ilp.cost_weights import CostWeights
 from autopar.search.ilp.memory_prices import MemoryPrices
 from autopar.search.ilp.neighbourhood import coarser_meshes, improve_from_centres, lift_choice
-from autopar.search.ilp.problem import CostWeights, Problem, build_problem
+from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.solve import Solution
 from autopar.search.inner.search_cache import SearchCache
 from autopar.search.pricing.costs import Costs
 from autopar.search.pricing.resize import resized
 from autopar.search.space.choices.node_choices import NodeChoices
 from autopar.search.space.configuration import Configuration
-from autopar.search.space.options import Axis, Options
+from autopar.search.space.meshes import Axis
+from autopar.search.space.options import Options
 from autopar.search.space.recompute_policy import RecomputePolicy
 
 UNREQUESTED_SECONDS = 5.0  # time limit of one solve in a mode that the user did not ask for
@@ -147,7 +150,7 @@ class InnerSearch:
             in_flight = MANY_IN_FLIGHT
         key = pipeline, configuration.axes, samples, microbatches, in_flight, replica_only
         if key not in self._prices:
-            weights = CostWeights.alone(flight=in_flight)
+            weights = CostWeights.of_one_stage(flight=in_flight)
             weights.micro[:] = 1.0 if replica_only else equal_stages_step_ratio(configuration)
             weights.step[:] = 0.0 if replica_only else 1.0 / pipeline
             limit = self.options.time_limit

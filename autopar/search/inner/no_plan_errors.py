@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.errors import BudgetError, PlanError
-from autopar.search.ilp.memory_prices import memory_advice
 from autopar.search.inner.inner_search import InnerSearch
+from autopar.search.inner.memory_advice import memory_advice
 from autopar.search.space.configuration import Configuration
 from autopar.search.space.options import Options
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from autopar.cost_model import ConversionCosts
 from autopar.memory.saved_tensors import trace_saved_tensors
+from autopar.search.ilp.cost_weights import CostBreakdown
 from autopar.search.ilp.memory_prices import MemoryPrices
-from autopar.search.ilp.problem import CostBreakdown
 from autopar.search.inner.inner_search import InnerSearch, equal_stages_step_ratio
 from autopar.search.inner.search_cache import WorkByKind
 from autopar.search.space.configuration import Configuration, least_step_ratio
@@ -65,7 +65,7 @@ def unsolved_bound(search: InnerSearch, configuration: Configuration, samples: i
     """
     prices, scale, _ = _replica_prices(search, configuration, samples)
     ratio = scale * least_step_ratio(configuration) / equal_stages_step_ratio(configuration)
-    return ratio * prices.problem.least(prices.weights)
+    return ratio * prices.problem.lower_bound(prices.weights)
 
 
 def least_bytes(search: InnerSearch, configuration: Configuration, samples: int) -> float:
@@ -77,7 +77,7 @@ def least_bytes(search: InnerSearch, configuration: Configuration, samples: int)
     bytes_alone = replace(
         prices.weights, micro=nothing, step=nothing, send=nothing, price=np.ones(1)
     )
-    return prices.problem.least(bytes_alone) / configuration.pipeline
+    return prices.problem.lower_bound(bytes_alone) / configuration.pipeline
 
 
 def solved_bound(

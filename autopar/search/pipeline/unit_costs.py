@@ -108,7 +108,7 @@ class UnitCostTable:
                 seconds[number] += tensor.seconds[s, t]
                 if needed and tensor.moves[s, t]:
                     recomputed = (number, target) in solution.recomputed
-                    seconds[number] += tensor.recomputed[s, t] if recomputed else 0.0
+                    seconds[number] += tensor.recompute_seconds[s, t] if recomputed else 0.0
                     kept[number] += 0.0 if recomputed else tensor.nbytes[t]
         return seconds, kept
 

@@ -12,7 +12,9 @@ import torch.fx as fx
 from autopar.ir.layout import Layout
 from autopar.memory.saved_tensors import SavedTensors
 from autopar.runtime.kernels.graph_kernels import send
-from autopar.search.ilp.problem import CostWeights, Problem, build_problem
+from autopar.search.ilp.build_problem import build_problem
+from autopar.search.ilp.cost_weights import CostWeights
+from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.solve import ReducedProblem, Solution
 from autopar.search.inner.candidate import Candidate
 from autopar.search.inner.inner_search import InnerSearch

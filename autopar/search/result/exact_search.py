@@ -15,7 +15,9 @@ import numpy as np
 from autopar.cost_model import schedule_seconds
 from autopar.errors import PlanError
 from autopar.rules.analysis import Analysis
-from autopar.search.ilp.problem import CostWeights, Problem, build_problem
+from autopar.search.ilp.build_problem import build_problem
+from autopar.search.ilp.cost_weights import CostWeights
+from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.solve import ReducedProblem, Solution
 from autopar.search.ilp.timeline_program import TimelineProgram
 from autopar.search.inner.inner_search import InnerSearch
@@ -129,7 +131,7 @@ class _Cuts:
         )
         if shape.stages == 1:
             return np.asarray(shape.microbatches * (forward + backward)[0])
-        micro = ReducedProblem(whole, replace(CostWeights.alone(), step=np.zeros(1))).solve(
+        micro = ReducedProblem(whole, replace(CostWeights.of_one_stage(), step=np.zeros(1))).solve(
             self.deadline - time.perf_counter()
         )[1]
         apart = schedule_seconds(
@@ -199,7 +201,7 @@ def columns(problem: Problem) -> float:
     vertices = problem.vertices
     return sum(
         float(g.count.max())
-        * len(vertices[g.producer].outs)
-        * sum(len(vertices[v].ins[p]) for v, p in g.ports)
+        * len(vertices[g.producer].out_labels)
+        * sum(len(vertices[v].in_labels[p]) for v, p in g.ports)
         for g in problem.tensors
     )

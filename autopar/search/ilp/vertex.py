@@ -1,0 +1,107 @@
+"""A vertex of the problem: a node of the graph with its choices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch.fx as fx
+
+from autopar.ir.layout import Layout
+from autopar.search.ilp.cost_weights import CostWeights
+from autopar.search.space.recompute_policy import FREED, SAVED
+from autopar.search.space.strategies import Choice
+
+Label = tuple[Layout, bool]  # a layout, and whether the tensor is available in the backward
+
+
+@dataclass
+class Vertex:
+    """A node and its choices. Arrays are [choice] and hold for one occurrence on one rank.
+
+    Attributes:
+        node: the node of the graph, a representative.
+        count: how often the node occurs in each stage, [stage].
+        choices: the strategies. A strategy stands several times, once for each state.
+        states: FREED, SAVED or RECOMPUTED.
+        available: whether the result is available in the backward.
+        needs: for each operand, whether it must be available in the backward.
+        forward, backward: seconds of a microbatch; ``backward`` includes recomputation.
+        send: seconds of sending between stages, of a microbatch.
+        step: seconds once a step.
+        kept: bytes that are saved for each microbatch in flight.
+        state: bytes that last from step to step.
+        result: bytes of the result.
+        out_labels: the distinct labels of the result.
+        out_label_of: the number of the result's label.
+        in_labels: for each operand, the distinct labels.
+        in_label_of: for each operand, the number of its label.
+    """
+
+    node: fx.Node
+    count: np.ndarray
+    choices: Sequence[Choice]
+    states: np.ndarray
+    available: np.ndarray
+    needs: list[np.ndarray]
+    forward: np.ndarray
+    backward: np.ndarray
+    send: np.ndarray
+    step: np.ndarray
+    kept: np.ndarray
+    state: np.ndarray
+    result: np.ndarray
+    out_labels: list[Label] = field(init=False)
+    out_label_of: np.ndarray = field(init=False)
+    in_labels: list[list[Label]] = field(init=False)
+    in_label_of: list[np.ndarray] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.out_labels, self.out_label_of = _distinct(
+            [(c.out, bool(a)) for c, a in zip(self.choices, self.available, strict=True)]
+        )
+        ports = [
+            _distinct([(c.ins[p], bool(n)) for c, n in zip(self.choices, need, strict=True)])
+            for p, need in enumerate(self.needs)
+        ]
+        self.in_labels = [labels for labels, _ in ports]
+        self.in_label_of = [numbers for _, numbers in ports]
+
+    def cost(self, weights: CostWeights) -> np.ndarray:
+        """What each choice costs in all occurrences together, [choice]."""
+        weight = weights.of(self.count)
+        return (
+            weight.micro * (self.forward + self.backward)
+            + weight.step * self.step
+            + weight.send * self.send
+            + weight.saved * self.kept
+            + weight.state * self.state
+        )
+
+    def freed_choices(self) -> dict[int, int]:
+        """For each choice that saves the result, the choice of the same strategy that frees it."""
+        freed = {id(c): k for k, c in enumerate(self.choices) if self.states[k] == FREED}
+        return {
+            k: freed[id(c)]
+            for k, c in enumerate(self.choices)
+            if self.states[k] == SAVED and id(c) in freed
+        }
+
+    def with_choices(self, numbers: Sequence[int] | np.ndarray) -> Vertex:
+        """The vertex with only the choices of these numbers."""
+        left = np.asarray(numbers)
+        arrays = ("states", "available", "forward", "backward", "send", "step", "kept", "state")
+        return replace(
+            self,
+            choices=[self.choices[i] for i in left],
+            needs=[n[left] for n in self.needs],
+            **{a: getattr(self, a)[left] for a in (*arrays, "result")},
+        )
+
+
+def _distinct(labels: list[Label]) -> tuple[list[Label], np.ndarray]:
+    """The distinct labels, and the number of each label among them."""
+    places: dict[Label, int] = {}
+    numbers = np.array([places.setdefault(label, len(places)) for label in labels], dtype=np.int64)
+    return list(places), numbers

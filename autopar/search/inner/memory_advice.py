@@ -1,0 +1,38 @@
+"""The options that would free memory where no plan fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from autopar.search.space.meshes import Axis
+from autopar.search.space.options import Options
+
+# The kinds of memory that do not last from step to step.
+_TEMPORARY = ("inputs", "activations", "transient", "outputs", "recomputed", "compute copies")
+
+
+def memory_advice(kinds: Mapping[str, float], options: Options, axes: Sequence[Axis]) -> str:
+    """The options that would free memory, with about the bytes that each frees, most first.
+
+    Args:
+        kinds: the bytes of a device, by kind, of the plan that needs least.
+        axes: the mesh of this plan.
+    """
+    lasting = sum(nbytes for kind, nbytes in kinds.items() if kind not in _TEMPORARY)
+    found = [(sum(kinds.values()) / 2, f"world_size={2 * options.world_size}, at most")]
+    replicas = math.prod(a.size for a in axes if a.use != "tensor")
+    if options.zero == 0 and replicas > 1:
+        found.append((lasting * (1 - 1 / replicas), "zero=2, about"))
+    if options.micro_batch_size is not None and options.micro_batch_size > 1:
+        nbytes = kinds.get("activations", 0.0) * (1 - 1 / options.micro_batch_size)
+        found.append((nbytes, "micro_batch_size=1, about"))
+    if options.recompute == "none" and kinds.get("activations"):
+        found.append(
+            (kinds["activations"] / 2, 'recompute="auto", about half of the activations\' or more,')
+        )
+    if kinds.get("optimizer"):
+        found.append((kinds["optimizer"], 'optimizer="sgd", if you train with it,'))
+    fixed = [f"{name}=" for name in ("parallel", "mesh", "constraints") if getattr(options, name)]
+    ways = [f"{what} {nbytes:,.0f}" for nbytes, what in sorted(found, reverse=True)]
+    return "; ".join(ways + [f"or leaving out {' and '.join(fixed)}"] * bool(fixed))
