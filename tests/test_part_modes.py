@@ -79,9 +79,13 @@ def freeze(model: Any, modes: str) -> None:
     """
     for mode in modes:
         {
-            "t": model.train, "e": model.eval, "b": lambda: model.bn.eval(), "B": lambda: model.again.train(),
-            "d": lambda: model.block.eval(), "D": lambda: model.block.train(),
-        }[mode]()  # fmt: skip
+            "t": model.train,
+            "e": model.eval,
+            "b": lambda: model.bn.eval(),
+            "B": lambda: model.again.train(),
+            "d": lambda: model.block.eval(),
+            "D": lambda: model.block.train(),
+        }[mode]()
 
 
 def steps(options: dict[str, Any]) -> list[dict[str, float]]:

@@ -1,4 +1,4 @@
-"""What is recomputed changes no number, and nothing is computed again that need not be."""
+"""Recomputation changes no number, and no call is computed again without need."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Numbers = dict[str, torch.Tensor]
 
 
 def numbers(program: nn.Module, sample: dict[str, Any], steps: int = 1) -> Numbers:
-    """Loss, gradients and buffers, after ``steps`` of them, with the draws of one seed."""
+    """Loss, gradients and buffers after ``steps`` steps, with the random numbers of one seed."""
     torch.manual_seed(0)
     for _ in range(steps):
         loss = loss_of(program(**sample))
@@ -50,14 +50,14 @@ def numbers(program: nn.Module, sample: dict[str, Any], steps: int = 1) -> Numbe
 
 
 def same(found: Numbers, expected: Numbers) -> bool:
-    """Bit for bit."""
+    """Whether all tensors are equal bit for bit."""
     return found.keys() == expected.keys() and all(
         torch.equal(found[name], expected[name]) for name in expected
     )
 
 
 def shares(names: list[str]) -> list[tuple[str, ...]]:
-    """Everything, and parts."""
+    """All names, and random parts of them."""
     return [
         tuple(names),
         *(part_of(names, share, seed) for seed, share in enumerate((0.3, 0.6, 0.9))),
@@ -94,8 +94,8 @@ def test_the_same_numbers_in_microbatches(ranks: Pools, name: str) -> None:
 
 
 def on_several(name: str, sizes: tuple[int, ...], seeds: list[int]) -> list[tuple[bool, float]]:
-    """Whether a random plan gives the same numbers when recomputing, and their error against one
-    device.
+    """For each seed: whether recomputation leaves the numbers of a random plan as they are, and
+    their error against one device.
     """
     _clear_sharding_prop_cache()
     model, sample = small_graphs.make(name)
@@ -211,7 +211,7 @@ class Tower(nn.Module):
 
 @dataclasses.dataclass
 class Program:
-    """A lowered program without a mesh of processes, and its leaves."""
+    """A lowered program that needs no process group, and its leaves."""
 
     module: fx.GraphModule
     state: list[torch.Tensor]
@@ -266,8 +266,8 @@ def equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("recomputed", SOME)
 def test_several_forwards_are_alive_at_once(recomputed: Any) -> None:
-    """As in a pipeline: backwards in another order than forwards, each with the numbers drawn in
-    its own forward.
+    """As in a pipeline, backwards run in another order than forwards. Each backward takes the
+    random numbers of its own forward.
     """
     expected = []
     for program in (tower(), tower(recomputed)):
@@ -298,8 +298,8 @@ def test_backward_twice(recomputed: Any) -> None:
 
 @pytest.mark.parametrize("recomputed", SOME)
 def test_split_backward(recomputed: Any) -> None:
-    """As in zero-bubble schedules: first the gradient of the input, later those of the parameters;
-    nothing runs a third time.
+    """As in zero-bubble schedules, the gradient of the input comes first, and the gradients of the
+    parameters later. No call runs a third time.
     """
     results = []
     for program in (tower(), tower(recomputed)):
@@ -315,7 +315,7 @@ def test_split_backward(recomputed: Any) -> None:
 
 @contextlib.contextmanager
 def counted() -> Iterator[list[int]]:
-    """The calls that are made again, by their numbers."""
+    """The numbers of the calls that are recomputed within this context."""
     made: list[int] = []
     make = recomputed_call.RecomputedCall.make
 
@@ -352,7 +352,7 @@ def test_only_what_is_read_is_made_again() -> None:
     with counted() as made:
         loss.backward()
     assert len(made) == len(set(made))
-    # The last sums are read by nobody.
+    # Nothing reads the last sums.
     assert (
         0
         < len(made)
@@ -388,8 +388,8 @@ def test_a_graph_that_is_dropped_leaves_nothing() -> None:
 
 
 def test_memory_goes_as_the_backward_goes() -> None:
-    """Recomputing all but every fourth layer's output takes far less than keeping everything, in
-    the backward too.
+    """Recomputing all but the output of every fourth layer takes less than half of the memory, in
+    the backward, too.
     """
     layers = 24
     peaks = []
@@ -403,7 +403,7 @@ def test_memory_goes_as_the_backward_goes() -> None:
 
 
 def _between(names: list[str]) -> list[str]:
-    """All but the sums that every fourth layer ends with."""
+    """All names except the sum at the end of every fourth layer."""
     sums = [name for name in names if name.startswith("add")]
     return [name for name in names if name not in sums[3::4]]
 
@@ -418,7 +418,9 @@ def test_a_parameter_that_changes_in_between_is_an_error() -> None:
 
 
 def test_gathered_parameters_come_and_go() -> None:
-    """Their memory is not held, and is found where it is by the time of the backward."""
+    """A recomputed call does not hold the memory of gathered parameters. The backward reads them
+    where they are then.
+    """
     plain, program = tower(), tower(tuple)
     plain(X).backward()
     loss = program(X)

@@ -74,9 +74,12 @@ def _conversions() -> None:
         if below == "P":
             gradient = summed(gradient)
         torch.testing.assert_close(
-            gradient, whole if below == "P" else part(whole, below, rank, n), rtol=1e-12, atol=1e-12,
+            gradient,
+            whole if below == "P" else part(whole, below, rank, n),
+            rtol=1e-12,
+            atol=1e-12,
             msg=lambda m, s=src, d=dst: f"gradient of {s} -> {d}: {m}",
-        )  # fmt: skip
+        )
 
 
 @pytest.mark.parametrize("n", [2, 4])
