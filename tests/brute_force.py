@@ -1,11 +1,11 @@
-"""The best assignment of a sharding problem by trying all of them: one vertex after the other,
-priced as the definition has it.
+"""The best assignment of a sharding problem by brute force: all assignments are tried, vertex by
+vertex, with the costs of the problem's definition.
 
-Assignments that look the same to all later vertices are merged: of those only the cheapest can be
-part of the best or, where there is a budget of bytes, those of which no other is better in both.
-Those that cannot get below a limit are dropped: a bound of what is still to come is the same
-search, run backwards, with each reader of a shared conversion paying its part of it whoever else
-wants it.
+Assignments that look the same to all later vertices are merged. Only the cheapest of them can be
+part of the best one; with a budget of bytes, only those that no other beats in cost and in bytes.
+Assignments whose lower bound is not below a limit are dropped. The bound on the cost of the later
+vertices comes from the same search in reverse order, where each reader of a shared conversion pays
+an equal part of its cost, whether or not other readers want it.
 """
 
 from __future__ import annotations
@@ -22,23 +22,21 @@ from autopar.search.ilp.cost_weights import CostWeights
 from autopar.search.ilp.problem import Problem, RecomputedConversions, TensorConversions
 from autopar.search.ilp.vertex import Label, Vertex
 
-Price = tuple[float, float]  # cost and bytes, of which the budget is
-Priced = tuple[
-    float, float, float
-]  # the same, and the cost were conversions paid in parts by those assigned so far
-# What later vertices see of a tensor: its label once it is made, and the labels wanted of it.
+Price = tuple[float, float]  # cost, and bytes of the budget
+# Cost, bytes, and the cost if each assigned reader paid an equal part of shared conversions.
+Priced = tuple[float, float, float]
+# What later vertices see of a tensor: its label once it is made, and the labels that readers want.
 Seen = tuple[int | None, frozenset[Label]]
-State = tuple[
-    tuple[int, Seen], ...
-]  # by tensor: those of which some vertices are assigned and some are not
-LARGEST = 3_000_000  # elements of a bound's table
+# The tensors that have assigned and unassigned vertices, by number.
+State = tuple[tuple[int, Seen], ...]
+LARGEST = 3_000_000  # the most elements in the table of a bound
 
 
 def cheapest(
     problem: Problem, weights: CostWeights, limit: float, budget: float = math.inf
 ) -> float:
-    """The least cost of an assignment of one stage within ``budget`` bytes, if there is one below
-    ``limit``; else ``limit``.
+    """The least cost of an assignment of one stage that needs at most ``budget`` bytes, or
+    ``limit`` if that is less.
     """
     return _Walk(problem, weights, limit, budget).run()
 
@@ -46,8 +44,8 @@ def cheapest(
 def possible(
     problem: Problem, chosen: Sequence[int], recomputed: Collection[tuple[int, Layout]]
 ) -> bool:
-    """Whether all that a backward needs is there: each result that is looked at or converted again,
-    and every conversion may be so.
+    """Whether the backward has all it needs: the results that it reads or converts again are saved,
+    and the conversions that it repeats may be repeated.
     """
     for g, tensor in enumerate(problem.tensors):
         source, there = problem.made(tensor, chosen)
@@ -80,8 +78,8 @@ def again_sets(problem: Problem, chosen: Sequence[int]) -> Iterator[RecomputedCo
 
 
 def assignments(problem: Problem) -> Iterator[tuple[list[int], RecomputedConversions]]:
-    """All that are possible, plainly; vertices in the graph's order, leaving off where what is
-    chosen already cannot be.
+    """All possible assignments. Vertices are tried in the graph's order, and the search turns back
+    where the choices so far are impossible.
     """
     closing: dict[int, list[TensorConversions]] = defaultdict(list)
     for tensor in problem.tensors:
@@ -103,7 +101,7 @@ def assignments(problem: Problem) -> Iterator[tuple[list[int], RecomputedConvers
 
 
 def _met(problem: Problem, tensor: TensorConversions, chosen: Sequence[int]) -> bool:
-    """Whether a result that is looked at in the backward is there."""
+    """Whether the results that the backward reads are saved."""
     source, there = problem.made(tensor, chosen)
     wanted = problem.wanted(tensor, chosen).items()
     return there or not any(
@@ -113,8 +111,8 @@ def _met(problem: Problem, tensor: TensorConversions, chosen: Sequence[int]) -> 
 
 
 def order(problem: Problem) -> list[int]:
-    """Vertices as in the graph, but parameters and inputs right before their first reader, so that
-    few tensors are open at a time.
+    """The vertices in the graph's order, but parameters and inputs directly before their first
+    reader, so that few tensors have unassigned readers at a time.
     """
     producers: dict[int, list[int]] = defaultdict(list)
     for tensor in problem.tensors:
@@ -133,7 +131,7 @@ def order(problem: Problem) -> list[int]:
 
 
 class _Tensor:
-    """One group: what each conversion costs, by labels."""
+    """The conversions of one tensor, with their costs by label."""
 
     def __init__(
         self,
@@ -170,7 +168,7 @@ class _Tensor:
             int(problem.vertices[self.producer].out_label_of[k]) for k in choices[self.producer]
         }
         layouts = {layout for labels in self.wanted.values() for layout, _ in labels}
-        # Where memory costs nothing it does not matter who needs what.
+        # Without a price of memory, the needs of the backward make no difference.
         self.matters = any(
             self.ways(s, (layout, True)) != self.ways(s, (layout, False))
             for s in used
@@ -178,8 +176,8 @@ class _Tensor:
         )
 
     def ways(self, made: int, wanted: Label) -> list[Price]:
-        """What it may cost to convert to a layout, and to have it in the backward if that is
-        needed.
+        """The possible prices of a conversion; if the backward needs the result, with saving or
+        recomputing it.
         """
         if (made, wanted) not in self._known:
             tensor, (layout, there) = self.tensor, self.made[made]
@@ -199,8 +197,8 @@ class _Tensor:
         return self._known[made, wanted]
 
     def prices(self, seen: Seen) -> list[Price]:
-        """Each layout wanted is converted to once, and kept or made again if one of its readers
-        needs it.
+        """The prices of a tensor's conversions: one conversion to each wanted layout, saved or
+        recomputed if a reader needs it in the backward.
         """
         made, wanted = seen
         assert made is not None
@@ -210,7 +208,7 @@ class _Tensor:
         )
 
     def part(self, seen: Seen, v: int, k: int, vertex: Vertex) -> float:
-        """What choice ``k`` of vertex ``v`` pays for its own part of the conversions it wants."""
+        """The part of the conversions' cost that choice ``k`` of vertex ``v`` pays."""
         made = seen[0]
         return (
             0.0
@@ -223,7 +221,7 @@ class _Tensor:
         )
 
     def with_choice(self, seen: Seen, v: int, k: int, vertex: Vertex) -> Seen:
-        """What is seen once vertex ``v`` takes choice ``k``."""
+        """What later vertices see of the tensor after vertex ``v`` takes choice ``k``."""
         made, wanted = int(vertex.out_label_of[k]) if v == self.producer else seen[0], dict(seen[1])
         for port in self.ports:
             if port[0] == v:
@@ -233,8 +231,8 @@ class _Tensor:
 
 
 class _Bound:
-    """The least that vertices still to come cost, given the labels of the tensors ``axes`` that
-    exist already.
+    """A lower bound on the cost of the vertices that are not assigned yet, as a table over the
+    labels of the tensors ``axes`` that are made.
     """
 
     def __init__(self, axes: tuple[int, ...], table: np.ndarray) -> None:
@@ -251,7 +249,7 @@ class _Bound:
         choices: list[int],
         tensors: Sequence[_Tensor],
     ) -> _Bound:
-        """The bound once ``v`` is to come too."""
+        """The bound if ``v`` is not assigned yet, either."""
         ports = [(g, p) for g, tensor in enumerate(tensors) for p in tensor.ports if p[0] == v]
         makes = [g for g in self.axes if tensors[g].producer == v]
         after = self._smaller({g for g, _ in ports}, set(makes), tensors)
@@ -271,8 +269,8 @@ class _Bound:
         return _Bound(axes, result)
 
     def _smaller(self, ports: set[int], makes: set[int], tensors: Sequence[_Tensor]) -> _Bound:
-        """A weaker bound, where the next table would be too large: of a tensor not asked for, the
-        best label.
+        """A weaker bound, if the next table would be too large: tensors that ``v`` does not read
+        take their best label.
         """
         bound = self
         while (
@@ -316,16 +314,15 @@ class _Walk:
         ]
         self.touched: dict[int, list[int]] = defaultdict(list)
         self.last: list[int] = []
-        forward = (
-            True  # a tensor of tied blocks may be wanted before it is made; then the bound has none
-        )
+        # A tensor of tied blocks may be wanted before it is made. There is no bound then.
+        forward = True
         for g, tensor in enumerate(self.tensors):
             readers = {v for v, _ in tensor.ports}
             self.last.append(max(place[v] for v in {tensor.producer, *readers}))
             forward &= all(place[tensor.producer] < place[v] for v in readers)
             for v in {tensor.producer, *readers}:
                 self.touched[v].append(g)
-        self.least = [0.0]  # bytes
+        self.least = [0.0]  # the fewest bytes that the later vertices need, from the last one on
         self.bounds = [_Bound((), np.zeros(()))]
         for v in reversed(self.order):
             self.least.insert(0, self.least[0] + float(min(self.nbytes[v])))
@@ -365,7 +362,7 @@ class _Walk:
                 tensor, old = self.tensors[g], state.get(g, (None, frozenset()))
                 seen[g] = tensor.with_choice(old, v, k, vertex)
                 part += tensor.part(old, v, k, vertex)
-                if self.last[g] == place:  # now all is known of it
+                if self.last[g] == place:  # all vertices of the tensor are assigned
                     added = [
                         (c + cost, n + nbytes)
                         for c, n in added
@@ -390,8 +387,8 @@ class _Walk:
 
 
 def _distinct(vertex: Vertex, costs: np.ndarray, nbytes: np.ndarray) -> list[int]:
-    """Without those choices than which another is better in every respect: it asks no more, gives
-    no less, and costs no more.
+    """The choices that no other choice beats: another choice that needs no more, saves no less, and
+    costs no more.
     """
 
     def better(a: int, b: int) -> bool:
@@ -408,7 +405,7 @@ def _distinct(vertex: Vertex, costs: np.ndarray, nbytes: np.ndarray) -> list[int
 
 
 def _best(prices: Iterable[tuple]) -> list:
-    """Those of which no other is better in cost and bytes."""
+    """The prices that no other beats in both cost and bytes."""
     best: list[tuple] = []
     for price in sorted(prices):
         if not best or price[1] < best[-1][1]:

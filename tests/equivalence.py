@@ -207,7 +207,7 @@ def traced_once() -> Iterator[None]:
         mock.patch.object(autopar.frontend.traced_model, "_in_parts", cached),
         mock.patch.object(
             autopar.frontend.traced_model.TracedModel, "evaluation_mode", EvaluationMode()
-        ),  # test_evaluation.py has its tests
+        ),  # tests/test_evaluation_mode.py tests it
         mock.patch.object(
             autopar.api, "_verify", return_value=[]
         ),  # and test_check.py of this; what is compared here is the whole

@@ -1,6 +1,4 @@
-"""Small models that between them use every kind of rule, and the search's problem for one of
-them.
-"""
+"""Small models that together use every kind of rule, and the problem of the search for each."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ Made = tuple[nn.Module, Sample]
 
 
 class Mlp(nn.Module):
-    """Biases, a layer norm over the features, and two ways to a scalar."""
+    """Biases, a layer norm over the features, and two paths to the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +48,7 @@ class Mlp(nn.Module):
 
 
 class Attention(nn.Module):
-    """Fewer key and value heads than query heads, repeated by expand; RoPE by slices and cat; a
+    """Grouped-query attention whose key and value heads are expanded, RoPE by slices and cat, and a
     causal kernel.
     """
 
@@ -127,7 +125,9 @@ class Convolutions(nn.Module):
 
 
 class Residual(nn.Module):
-    """One tensor read by many, one parameter used twice, operands broadcast both ways."""
+    """A tensor with many readers, a parameter that is used twice, and operands that broadcast each
+    other.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class Softmax(nn.Module):
 
 
 class Shapes(nn.Module):
-    """Views that split and merge dims (also across one another), stack, select, pad, flips,
+    """Views that split and merge dims, also with factors of both, stack, select, pad, flips,
     cumulative sums and extrema.
     """
 
@@ -171,7 +171,7 @@ class Shapes(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = (x @ self.w.t()).reshape(8, 6, 4) + self.b[:, None]
-        z = torch.stack((y, y.flip(1).cumsum(2), y.roll(1, 0)), 1)  # 8 3 6 4
+        z = torch.stack((y, y.flip(1).cumsum(2), y.roll(1, 0)), 1)  # [8, 3, 6, 4]
         z = (
             F.pad(z[:, 1:], (1, 0))
             - z.select(1, 0).unsqueeze(1).logsumexp(2, keepdim=True).repeat(1, 2, 6, 1)[..., :1]
@@ -182,7 +182,7 @@ class Shapes(nn.Module):
 
 
 class Lookups(nn.Module):
-    """Gathers, indexing by tensors, one-hot codes, comparisons and integers that become weights."""
+    """Gathers, indexing by tensors, one-hot codes, and comparisons and integers used as weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class Lookups(nn.Module):
         self.mix = nn.Linear(4, 8)
 
     def forward(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        picked = self.table[ids, ids % 6]  # 8 4 4
+        picked = self.table[ids, ids % 6]  # [8, 4, 4]
         picked = picked + self.rows.index_select(0, ids[:, 0])[:, None] * F.one_hot(ids % 4, 4)
         scores = self.mix(picked * x[:, None]).log_softmax(-1)
         chosen = scores.gather(-1, ids[..., None]).squeeze(-1)
@@ -228,8 +228,8 @@ def make(name: str) -> Made:
     return model.double().train(), sample
 
 
-# --- Twenty graphs for the optimality tests. Sizes are letters, so that one graph is small work or
-# large.
+# -- Twenty graphs for the optimality tests. Letters stand for sizes, so that one graph may be small
+# or large.
 
 G = Callable[[Any, Any], torch.Tensor]
 
@@ -265,39 +265,106 @@ ATTENTION = {"q": "HH", "k": "HH", "v": "HH", "o": "HH"}
 TEXT = {"ids": "BS", "labels": "BS"}
 GRAPHS: dict[str, tuple[G, dict[str, str], dict[str, str]]] = {
     "linear": (lambda p, x: F.linear(x.x, p.a).square().mean(), {"a": "HH"}, {"x": "BH"}),
-    "bias": (lambda p, x: F.mse_loss(F.linear(x.x, p.a, p.b), x.y), {"a": "HH", "b": "H"}, {"x": "BH", "y": "BH"}),
-    "mlp": (lambda p, x: F.linear(F.gelu(F.linear(x.x, p.a)), p.b).square().mean(), {"a": "FH", "b": "HF"}, {"x": "BSH"}),
-    "deep": (lambda p, x: F.linear(F.relu(F.linear(F.relu(F.linear(x.x, p.a)), p.b)), p.c).square().mean(),
-             {"a": "FH", "b": "FF", "c": "HF"}, {"x": "BH"}),
-    "swiglu": (lambda p, x: F.linear(F.silu(F.linear(x.x, p.a)) * F.linear(x.x, p.b), p.c).square().mean(),
-               {"a": "FH", "b": "FH", "c": "HF"}, {"x": "BSH"}),
-    "residual": (lambda p, x: (x.x + F.linear(F.relu(F.linear(x.x, p.a)), p.b)).square().mean(), {"a": "FH", "b": "HF"}, {"x": "BSH"}),
+    "bias": (
+        lambda p, x: F.mse_loss(F.linear(x.x, p.a, p.b), x.y),
+        {"a": "HH", "b": "H"},
+        {"x": "BH", "y": "BH"},
+    ),
+    "mlp": (
+        lambda p, x: F.linear(F.gelu(F.linear(x.x, p.a)), p.b).square().mean(),
+        {"a": "FH", "b": "HF"},
+        {"x": "BSH"},
+    ),
+    "deep": (
+        lambda p, x: (
+            F.linear(F.relu(F.linear(F.relu(F.linear(x.x, p.a)), p.b)), p.c).square().mean()
+        ),
+        {"a": "FH", "b": "FF", "c": "HF"},
+        {"x": "BH"},
+    ),
+    "swiglu": (
+        lambda p, x: F.linear(F.silu(F.linear(x.x, p.a)) * F.linear(x.x, p.b), p.c).square().mean(),
+        {"a": "FH", "b": "FH", "c": "HF"},
+        {"x": "BSH"},
+    ),
+    "residual": (
+        lambda p, x: (x.x + F.linear(F.relu(F.linear(x.x, p.a)), p.b)).square().mean(),
+        {"a": "FH", "b": "HF"},
+        {"x": "BSH"},
+    ),
     "unrolled": (lambda p, x: _unrolled(p, x.x), {"a": "HH", "b": "HH", "c": "HH"}, {"x": "BH"}),
-    "normalised": (lambda p, x: F.linear(_norm(x.x, p.s), p.a).square().mean(), {"s": "H", "a": "HH"}, {"x": "BSH"}),
-    "layer norm": (lambda p, x: F.linear(F.layer_norm(F.linear(x.x, p.a), p.s.shape, p.s, p.b), p.c).square().mean(),
-                   {"a": "HH", "s": "H", "b": "H", "c": "HH"}, {"x": "BSH"}),
-    "shared input": (lambda p, x: (F.linear(x.x, p.a) * F.linear(x.x, p.b) + F.linear(x.x, p.c)).mean(),
-                     {"a": "HH", "b": "HH", "c": "HH"}, {"x": "BSH"}),
-    "shared weight": (lambda p, x: F.linear(torch.tanh(F.linear(x.x, p.a)), p.a).square().mean(), {"a": "HH"}, {"x": "BH"}),
+    "normalised": (
+        lambda p, x: F.linear(_norm(x.x, p.s), p.a).square().mean(),
+        {"s": "H", "a": "HH"},
+        {"x": "BSH"},
+    ),
+    "layer norm": (
+        lambda p, x: (
+            F.linear(F.layer_norm(F.linear(x.x, p.a), p.s.shape, p.s, p.b), p.c).square().mean()
+        ),
+        {"a": "HH", "s": "H", "b": "H", "c": "HH"},
+        {"x": "BSH"},
+    ),
+    "shared input": (
+        lambda p, x: (F.linear(x.x, p.a) * F.linear(x.x, p.b) + F.linear(x.x, p.c)).mean(),
+        {"a": "HH", "b": "HH", "c": "HH"},
+        {"x": "BSH"},
+    ),
+    "shared weight": (
+        lambda p, x: F.linear(torch.tanh(F.linear(x.x, p.a)), p.a).square().mean(),
+        {"a": "HH"},
+        {"x": "BH"},
+    ),
     "two losses": (_two_losses, {"a": "FH", "b": "HF"}, {"x": "BSH"}),
     "attention": (lambda p, x: _attend(p, x.x, 8, 8).square().mean(), ATTENTION, {"x": "BSH"}),
-    "grouped attention": (lambda p, x: (x.x + _attend(p, x.x, 8, 2)).square().mean(), ATTENTION | {"k": "KH", "v": "KH"}, {"x": "BSH"}),
-    "products": (lambda p, x: ((F.linear(x.x, p.a) @ x.x.transpose(1, 2)).softmax(-1) @ F.linear(x.x, p.b)).square().mean(),
-                 {"a": "HH", "b": "HH"}, {"x": "BSH"}),
-    "concatenated": (lambda p, x: F.linear(torch.cat((F.linear(x.x, p.a), x.x), -1), p.b).square().mean(),
-                     {"a": "HH", "b": "HG"}, {"x": "BH"}),
-    "language": (lambda p, x: F.cross_entropy(F.linear(F.embedding(x.ids, p.e), p.w).flatten(0, 1), x.labels.flatten()),
-                 {"e": "VH", "w": "VH"}, TEXT),
-    "tied": (lambda p, x: F.cross_entropy(F.linear(F.linear(F.embedding(x.ids, p.e), p.a), p.e).flatten(0, 1), x.labels.flatten()),
-             {"e": "VH", "a": "HH"}, TEXT),
-    "gates": (lambda p, x: (x.x * torch.sigmoid(x.x.mean(1, keepdim=True) @ p.a) + p.b).square().mean(),
-              {"a": "HH", "b": "H"}, {"x": "BSH"}),
-    "transposed": (lambda p, x: F.linear(F.linear(x.x, p.a).transpose(1, 2), p.b).square().mean(), {"a": "HH", "b": "SS"}, {"x": "BSH"}),
-}  # fmt: skip
+    "grouped attention": (
+        lambda p, x: (x.x + _attend(p, x.x, 8, 2)).square().mean(),
+        ATTENTION | {"k": "KH", "v": "KH"},
+        {"x": "BSH"},
+    ),
+    "products": (
+        lambda p, x: (
+            ((F.linear(x.x, p.a) @ x.x.transpose(1, 2)).softmax(-1) @ F.linear(x.x, p.b))
+            .square()
+            .mean()
+        ),
+        {"a": "HH", "b": "HH"},
+        {"x": "BSH"},
+    ),
+    "concatenated": (
+        lambda p, x: F.linear(torch.cat((F.linear(x.x, p.a), x.x), -1), p.b).square().mean(),
+        {"a": "HH", "b": "HG"},
+        {"x": "BH"},
+    ),
+    "language": (
+        lambda p, x: F.cross_entropy(
+            F.linear(F.embedding(x.ids, p.e), p.w).flatten(0, 1), x.labels.flatten()
+        ),
+        {"e": "VH", "w": "VH"},
+        TEXT,
+    ),
+    "tied": (
+        lambda p, x: F.cross_entropy(
+            F.linear(F.linear(F.embedding(x.ids, p.e), p.a), p.e).flatten(0, 1), x.labels.flatten()
+        ),
+        {"e": "VH", "a": "HH"},
+        TEXT,
+    ),
+    "gates": (
+        lambda p, x: (x.x * torch.sigmoid(x.x.mean(1, keepdim=True) @ p.a) + p.b).square().mean(),
+        {"a": "HH", "b": "H"},
+        {"x": "BSH"},
+    ),
+    "transposed": (
+        lambda p, x: F.linear(F.linear(x.x, p.a).transpose(1, 2), p.b).square().mean(),
+        {"a": "HH", "b": "SS"},
+        {"x": "BSH"},
+    ),
+}
 
 
 class Small(nn.Module):
-    """One of GRAPHS with the sizes given for its letters."""
+    """One of GRAPHS, with these sizes for its letters."""
 
     def __init__(self, name: str, sizes: Mapping[str, int], dtype: torch.dtype) -> None:
         super().__init__()
@@ -331,7 +398,7 @@ class _Block(nn.Module):
 
 
 class Repeated(nn.Module):
-    """Three equal blocks, whose nodes share decisions."""
+    """Three equal blocks, which share their decisions."""
 
     def __init__(self, sizes: Mapping[str, int], dtype: torch.dtype) -> None:
         super().__init__()
@@ -344,7 +411,7 @@ class Repeated(nn.Module):
 
 
 def analyse(model: nn.Module, sample: Any) -> Analysis:
-    """The canonical graph of a model, analysed."""
+    """The analysis of a model's canonical graph."""
     return Analysis(canonicalise(capture(model, sample)))
 
 
@@ -401,11 +468,11 @@ class Space:
         return Plan.of(write_plan(found, self.cluster, self.options, {}))
 
     def random(self, seed: int) -> list[int]:
-        """Any choice of each vertex."""
+        """A random choice for each vertex."""
         return draw(self.problem, seed)
 
 
 def draw(problem: Problem, seed: int) -> list[int]:
-    """Any choice of each vertex."""
+    """A random choice for each vertex."""
     numbers = random.Random(seed)
     return [numbers.randrange(len(v.choices)) for v in problem.vertices]

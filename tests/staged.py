@@ -1,5 +1,5 @@
-"""Pipelined plans by hand, a plan for one stage's mesh cut into stages; and whether they compute
-what one device does.
+"""Pipelined plans by hand: a plan for the mesh of one stage is cut into stages, and compared with
+one device.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from autopar.runtime.kernels import graph_kernels
 
 
 def even_starts(captured: CapturedModel, stages: int) -> list[str]:
-    """Cuts that divide the operators which are the first to read a parameter evenly: every stage
-    has some.
+    """The first nodes of stages with equal numbers of operators that are the first to read a
+    parameter.
     """
     parameters = {i.name for i in captured.inputs if i.kind == "parameter"}
     order = {n: place for place, n in enumerate(captured.graph.nodes)}
@@ -42,7 +42,9 @@ def even_starts(captured: CapturedModel, stages: int) -> list[str]:
 def cut_plan(
     plan: Plan, captured: CapturedModel, starts: Sequence[str], pipeline: int, schedule: str
 ) -> Plan:
-    """``plan`` on each of ``pipeline`` meshes; every tensor that crosses travels as it lies."""
+    """``plan`` on each of ``pipeline`` meshes. Every tensor crosses stages in the layout that it
+    has.
+    """
     nodes, conversions, none = (
         dict(plan.nodes),
         dict(plan.conversions),
@@ -80,8 +82,8 @@ def staged_plan(
     loss_fn: Any = None,
     **options: Any,
 ) -> Plan:
-    """A plan of ``pipeline`` x ``chunks`` stages, cut at ``starts`` or evenly; ``options`` are
-    those of a stage's mesh.
+    """A plan of ``pipeline`` x ``chunks`` stages, cut at ``starts`` or evenly. ``options`` apply to
+    the mesh of a stage.
     """
     plan = autopar.plan(
         model, sample, world_size // pipeline, loss_fn=loss_fn, progress=False, **options
@@ -94,7 +96,7 @@ def staged_plan(
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A way to run a model: the pipeline, and the options of a stage's mesh."""
+    """How to run a model: the pipeline, and the options of a stage's mesh."""
 
     pipeline: int
     schedule: str
@@ -104,15 +106,15 @@ class Case:
 
 
 def alone(case: Case) -> str:
-    """What the plan for one stage's mesh depends on."""
+    """Everything that the plan for one stage's mesh depends on."""
     return f"{case.pipeline} {case.options}"
 
 
 def check(name: str, cases: Sequence[Case]) -> list[tuple[tuple[float, str], int, list[str]]]:
-    """For each case the worst error, of what, the microbatches and the parameters that this rank
-    holds; a rank's work.
+    """Runs on each rank. For each case the worst error with its name, the microbatches, and the
+    parameters that this rank holds.
     """
-    _clear_sharding_prop_cache()  # it holds meshes of earlier tests, whose groups are gone
+    _clear_sharding_prop_cache()  # it holds meshes of earlier tests, whose process groups are gone
     results = []
     world = dist.get_world_size()
     for batch in sorted({case.batch for case in cases}):

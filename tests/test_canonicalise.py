@@ -49,7 +49,7 @@ def assert_same(actual: Any, expected: Any) -> None:
 
 
 class Checked(fx.Interpreter):
-    """Also checks that each node's ``val`` has the shape and dtype that running it gives."""
+    """An interpreter that checks each node's ``val``: it has the shape and dtype of the result."""
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
@@ -97,8 +97,19 @@ def test_canonical_form(case: tuple[nn.Module, dict[str, Any], CapturedModel]) -
             continue
         assert not node.target._schema.is_mutable
         assert node.target._schema.name.removeprefix("aten::") not in (
-            "view", "contiguous", "clone", "alias", "detach", "split", "chunk", "unbind", "addmm", "mm", "cross_entropy_loss", "mse_loss",
-        )  # fmt: skip
+            "view",
+            "contiguous",
+            "clone",
+            "alias",
+            "detach",
+            "split",
+            "chunk",
+            "unbind",
+            "addmm",
+            "mm",
+            "cross_entropy_loss",
+            "mse_loss",
+        )
         counts = [
             v
             for k, v in arguments(node).items()
@@ -153,7 +164,7 @@ def test_the_graph_is_the_same_on_the_meta_device(name: str) -> None:
 
 
 # --- in-place operators
-# -----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _transposed_write(x: torch.Tensor) -> torch.Tensor:
@@ -171,7 +182,7 @@ def _views_see_the_write(x: torch.Tensor) -> torch.Tensor:
 
 
 def _pieces_share_memory(x: torch.Tensor) -> torch.Tensor:
-    y = x.detach() * 1  # autograd refuses such writes to what it follows
+    y = x.detach() * 1  # autograd refuses such writes to tensors that need a gradient
     a, b = y.chunk(2, dim=-1)
     y.exp_()
     a.add_(b)
@@ -236,9 +247,17 @@ def _narrowed(x: torch.Tensor) -> torch.Tensor:
 
 
 WRITES = [
-    _transposed_write, _views_see_the_write, _pieces_share_memory, _contiguous_may_copy, _set_items, _change_views, _promotion,
-    _dropout_returns_its_operand, _on_itself, _narrowed,
-]  # fmt: skip
+    _transposed_write,
+    _views_see_the_write,
+    _pieces_share_memory,
+    _contiguous_may_copy,
+    _set_items,
+    _change_views,
+    _promotion,
+    _dropout_returns_its_operand,
+    _on_itself,
+    _narrowed,
+]
 
 
 class Function(nn.Module):
@@ -368,7 +387,7 @@ def test_a_parameter_may_not_change_in_the_forward() -> None:
 
 
 # --- gradients that stop
-# ----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _regions(x: torch.Tensor) -> torch.Tensor:
@@ -405,7 +424,7 @@ def test_autocast_is_refused() -> None:
 
 
 # --- views and no-ops
-# -------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 VIEWS: list[tuple[Callable[..., torch.Tensor], set[Any]]] = [
     (lambda x: x.movedim(0, -1), {aten.permute.default}),
@@ -462,12 +481,12 @@ def test_arguments_are_in_normal_form() -> None:
 
 
 # --- linears
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 class Projections(nn.Module):
-    """GPT-2's Conv1D, the same without bias, a linear on flattened tokens, and an addmm that is
-    left flat.
+    """GPT-2's Conv1D, the same without bias, a linear on flattened tokens, and an addmm whose
+    result stays flat.
     """
 
     def __init__(self) -> None:
@@ -492,7 +511,7 @@ def test_linears_take_unflattened_tokens() -> None:
 
 
 # --- losses
-# -----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 class Loss(nn.Module):
@@ -506,9 +525,14 @@ class Loss(nn.Module):
 
 WEIGHT = torch.tensor([0.5, 2.0, 1.0, 0.1, 3.0, 1.5], dtype=torch.float64)
 OPTIONS: list[dict[str, Any]] = [
-    {}, {"reduction": "sum"}, {"ignore_index": 2}, {"label_smoothing": 0.2}, {"weight": WEIGHT},
-    {"weight": WEIGHT, "ignore_index": 1, "label_smoothing": 0.3}, {"weight": WEIGHT, "label_smoothing": 0.3, "reduction": "sum"},
-]  # fmt: skip
+    {},
+    {"reduction": "sum"},
+    {"ignore_index": 2},
+    {"label_smoothing": 0.2},
+    {"weight": WEIGHT},
+    {"weight": WEIGHT, "ignore_index": 1, "label_smoothing": 0.3},
+    {"weight": WEIGHT, "label_smoothing": 0.3, "reduction": "sum"},
+]
 FORMS: dict[str, tuple[tuple[int, ...], tuple[int, ...], Callable[..., torch.Tensor]]] = {
     "rows": ((5, 6), (5,), F.cross_entropy),
     "flattened": (
@@ -572,7 +596,7 @@ def test_losses_of_other_forms_stay_with_a_note() -> None:
     logits, target = (
         torch.randn(6, dtype=torch.float64),
         torch.rand(6, dtype=torch.float64).softmax(-1),
-    )  # of one sample, without a batch
+    )  # one sample, without a batch dim
     captured = assert_loss_kept(F.cross_entropy, logits, target)
     assert targets(captured) == [aten.cross_entropy_loss.default]
     assert any("runs unsplit" in note for note in captured.notes)

@@ -1,6 +1,4 @@
-"""The captured graph, its fingerprint and the plan are those of the model alone, whatever Python's
-hash seed.
-"""
+"""The captured graph, its fingerprint and the plan do not depend on Python's hash seed."""
 
 from __future__ import annotations
 
@@ -17,11 +15,11 @@ from torch import nn
 import autopar
 from autopar.frontend.traced_model import TracedModel
 
-KINDS = {"sliding", "full", "global"}  # a set, as transformers has of the kinds of layers
+KINDS = {"sliding", "full", "global"}  # a set, as transformers has for the kinds of layers
 
 
 class Rotary(nn.Module):
-    """One table of angles for each kind of layer, in buffers; ModernBERT has two."""
+    """A buffer with a table of angles for each kind of layer; ModernBERT has two kinds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +46,7 @@ class Model(nn.Module):
 
 
 def described() -> str:
-    """The graph's fingerprint and the plan without its timings."""
+    """The fingerprint of the graph, and the plan without its timings."""
     torch.manual_seed(0)
     model, x = Model(), torch.randn(4, 8, 4)
     traced = TracedModel(model, x, None).whole

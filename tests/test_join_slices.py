@@ -1,4 +1,4 @@
-"""Slices that take a tensor apart become one split, and nothing else does."""
+"""Slices that cover a tensor without overlap become one split; other slices stay."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ X = torch.randn(4, 12, dtype=torch.float64, generator=torch.Generator().manual_s
 
 
 def program(bounds: list[tuple[int, int]], stages: list[int | None]) -> fx.GraphModule:
-    """Each slice of columns squared (times its number) and summed."""
+    """The sum of the squares of all slices of columns, each times its number."""
     graph = fx.Graph()
     x = graph.placeholder("x")
     x.meta["local"] = (4, 12)
@@ -54,9 +54,9 @@ def test_pieces_of_a_whole_are_joined(bounds: list[tuple[int, int]]) -> None:
 @pytest.mark.parametrize(
     ("bounds", "stages"),
     [
-        ([(0, 4), (4, 8)], [0, 0]),  # something is left
+        ([(0, 4), (4, 8)], [0, 0]),  # columns are left
         ([(0, 4), (8, 12)], [0, 0]),  # a gap
-        ([(0, 8), (4, 12)], [0, 0]),  # twice the same
+        ([(0, 8), (4, 12)], [0, 0]),  # the same slice twice
         ([(0, 12)], [0]),
         ([(0, 6), (6, 12)], [0, 1]),  # in two stages
         ([(0, 6), (0, 6), (6, 12)], [0, 0, 0]),

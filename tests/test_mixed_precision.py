@@ -1,5 +1,5 @@
-"""Graphs captured in another dtype compute, to the bit, what the model does by hand with the casts
-that mixed precision means.
+"""Graphs that are captured in another dtype compute, bit for bit, what the model computes with the
+casts of mixed precision written by hand.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def traced(
 
 
 def run(captured: CapturedModel, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The graph on the model's state, cast as the runtime does: parameters to the dtype of their
-    placeholders.
+    """Run the graph on the model's state, with parameters cast to the dtype of their placeholders,
+    as the runtime casts them.
     """
     placeholders = zip(captured.graph.find_nodes(op="placeholder"), captured.inputs, strict=True)
     dtypes = {i.target: n.meta["val"].dtype for n, i in placeholders}
@@ -47,7 +47,7 @@ def run(captured: CapturedModel, *args: Any, **kwargs: Any) -> tuple[Any, dict[s
 
 
 def dtypes(captured: CapturedModel) -> dict[str, torch.dtype]:
-    """Of the placeholders, by what they stand for."""
+    """The dtypes of the placeholders, by their targets."""
     placeholders = zip(captured.graph.find_nodes(op="placeholder"), captured.inputs, strict=True)
     return {i.target: n.meta["val"].dtype for n, i in placeholders}
 
@@ -66,7 +66,7 @@ class Linear(nn.Module):
 
 
 # -- the loss
-# --------------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 CLASSES = torch.randint(WIDTH, (BATCH,), generator=torch.Generator().manual_seed(1))
 WEIGHTS = torch.rand(WIDTH, generator=torch.Generator().manual_seed(2))
@@ -99,7 +99,9 @@ def test_the_loss_is_computed_in_float32(name: str, dtype: torch.dtype) -> None:
     logits = model.by_hand(x, dtype)
     assert torch.equal(outputs["output"], logits)
     assert outputs["loss"].dtype == torch.float32
-    if name == "by hand":  # the difference is the model's, in its dtype; the mean is the loss's
+    if (
+        name == "by hand"
+    ):  # the difference belongs to the model, in its dtype; the mean belongs to the loss
         expected = (logits - y.to(dtype)).square().float().mean()
     elif name == "mse":
         expected = F.mse_loss(logits.float(), y.to(dtype).float())  # the model rounds the targets
@@ -131,12 +133,12 @@ def test_what_is_made_of_a_loss_is_in_float32_too() -> None:
 
 
 # -- inputs and buffers
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 class Frequencies(Linear):
-    """Rotary frequencies, cast up by the model before they are used, and a table that is used as it
-    is.
+    """Rotary frequencies, which the model casts to a wider dtype before it uses them, and a table
+    without a cast.
     """
 
     def __init__(self) -> None:
@@ -169,7 +171,7 @@ def test_a_buffer_or_input_that_the_model_casts_up_is_not_rounded_before() -> No
 
 
 class Statistics(Linear):
-    """A running mean that the forward moves, and reads."""
+    """A running mean that the forward updates and reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +220,7 @@ class Normalised(nn.Module):
             torch.bfloat16,
         ),  # torch's operator takes an input in half precision beside float32
         (torch.float32, torch.float16, torch.float16),
-        (torch.float64, torch.float32, torch.float64),  # and no other mixture
+        (torch.float64, torch.float32, torch.float64),  # and no other mixture of dtypes
         (torch.float64, torch.bfloat16, torch.float64),
         (torch.bfloat16, torch.float32, torch.bfloat16),
     ],

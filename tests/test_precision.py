@@ -139,7 +139,8 @@ def distance(found: Step, expected: Step) -> float:
     return (square / sum(float(a.square().sum()) for a, _ in pairs)) ** 0.5
 
 
-# -- a compute dtype of float32: exact but for rounding --------------------------------------------
+# -- a compute dtype of float32: exact but for rounding
+# --------------------------------------------------------------------------------------------------
 
 
 def some_of(names: list[str], slow: list[str]) -> list[Any]:
@@ -194,7 +195,8 @@ def test_float64_parameters_and_float32_compute_on_four_ranks(ranks: Pools, name
     check_exact(ranks(4).run(_exact, name, FOUR, timeout=400))
 
 
-# -- half precision: no worse than on one device ---------------------------------------------------
+# -- half precision: no worse than on one device
+# --------------------------------------------------------------------------------------------------
 
 
 def _half(
@@ -361,7 +363,8 @@ def test_autocast_around_a_call_does_what_it_does_to_the_model(ranks: Pools) -> 
     ranks(2).run(_autocast)
 
 
-# -- what is sent ----------------------------------------------------------------------------------
+# -- what is sent
+# --------------------------------------------------------------------------------------------------
 
 
 class Sent(TorchDispatchMode):
@@ -458,7 +461,8 @@ def test_ranks_add_up_in_reduce_dtype(ranks: Pools, zero: int) -> None:
             assert found.tolist() == [expected] * 4, reduce_dtype
 
 
-# -- the loop around it ----------------------------------------------------------------------------
+# -- the loop around it
+# --------------------------------------------------------------------------------------------------
 
 
 def _loop(options: dict[str, Any], path: str) -> None:
@@ -507,7 +511,8 @@ def test_accumulation_clipping_evaluation_and_checkpoints(
     ranks(2).run(_loop, PAIR[label], str(tmp_path))
 
 
-# -- memory ----------------------------------------------------------------------------------------
+# -- memory
+# --------------------------------------------------------------------------------------------------
 
 
 def _holds(options: dict[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
@@ -608,7 +613,8 @@ def test_planning_counts_bytes_in_the_dtypes_they_have() -> None:
     )
 
 
-# -- plans -----------------------------------------------------------------------------------------
+# -- plans
+# --------------------------------------------------------------------------------------------------
 
 
 def _follows(path: str) -> None:
@@ -710,7 +716,8 @@ def test_gradients_made_in_half_precision_are_summed_in_float32() -> None:
     ]
 
 
-# -- the user's model ------------------------------------------------------------------------------
+# -- the user's model
+# --------------------------------------------------------------------------------------------------
 
 
 class Recurrent(nn.Module):
@@ -761,7 +768,8 @@ def test_capture_leaves_the_model_as_it_is(fails: bool) -> None:
     assert list(model.state_dict()) == [n for n, *_ in before if n != "scale"]
 
 
-# -- tf32 ------------------------------------------------------------------------------------------
+# -- tf32
+# --------------------------------------------------------------------------------------------------
 
 
 class Watching(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""Recomputation changes no number, and recomputes nothing that the backward does not need."""
+"""Recomputation changes no number, and no call is computed again without need."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Numbers = dict[str, torch.Tensor]
 
 
 def numbers(program: nn.Module, sample: dict[str, Any], steps: int = 1) -> Numbers:
-    """Loss, gradients and buffers after ``steps`` steps, with the draws of one seed."""
+    """Loss, gradients and buffers after ``steps`` steps, with the random numbers of one seed."""
     torch.manual_seed(0)
     for _ in range(steps):
         loss = loss_of(program(**sample))
@@ -50,14 +50,14 @@ def numbers(program: nn.Module, sample: dict[str, Any], steps: int = 1) -> Numbe
 
 
 def same(found: Numbers, expected: Numbers) -> bool:
-    """Whether all numbers are equal bit for bit."""
+    """Whether all tensors are equal bit for bit."""
     return found.keys() == expected.keys() and all(
         torch.equal(found[name], expected[name]) for name in expected
     )
 
 
 def shares(names: list[str]) -> list[tuple[str, ...]]:
-    """Sets of nodes to recompute: all of them, and random parts."""
+    """All names, and random parts of them."""
     return [
         tuple(names),
         *(part_of(names, share, seed) for seed, share in enumerate((0.3, 0.6, 0.9))),
@@ -94,8 +94,8 @@ def test_the_same_numbers_in_microbatches(ranks: Pools, name: str) -> None:
 
 
 def on_several(name: str, sizes: tuple[int, ...], seeds: list[int]) -> list[tuple[bool, float]]:
-    """Whether a random plan gives the same numbers with recomputation, and their error against one
-    device.
+    """For each seed: whether recomputation leaves the numbers of a random plan as they are, and
+    their error against one device.
     """
     _clear_sharding_prop_cache()
     model, sample = small_graphs.make(name)
@@ -211,7 +211,7 @@ class Tower(nn.Module):
 
 @dataclasses.dataclass
 class Program:
-    """A lowered program that runs without process groups, and its leaves."""
+    """A lowered program that needs no process group, and its leaves."""
 
     module: fx.GraphModule
     state: list[torch.Tensor]
@@ -266,8 +266,8 @@ def equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("recomputed", SOME)
 def test_several_forwards_are_alive_at_once(recomputed: Any) -> None:
-    """Backwards run in another order than forwards, as in a pipeline. Each repeats the random
-    numbers of its own forward.
+    """As in a pipeline, backwards run in another order than forwards. Each backward takes the
+    random numbers of its own forward.
     """
     expected = []
     for program in (tower(), tower(recomputed)):
@@ -298,8 +298,8 @@ def test_backward_twice(recomputed: Any) -> None:
 
 @pytest.mark.parametrize("recomputed", SOME)
 def test_split_backward(recomputed: Any) -> None:
-    """First the gradients of inputs, later those of parameters, as in zero-bubble schedules. No
-    call runs a third time.
+    """As in zero-bubble schedules, the gradient of the input comes first, and the gradients of the
+    parameters later. No call runs a third time.
     """
     results = []
     for program in (tower(), tower(recomputed)):
@@ -315,7 +315,7 @@ def test_split_backward(recomputed: Any) -> None:
 
 @contextlib.contextmanager
 def counted() -> Iterator[list[int]]:
-    """The numbers of the recomputed calls."""
+    """The numbers of the calls that are recomputed within this context."""
     made: list[int] = []
     make = recomputed_call.RecomputedCall.make
 
@@ -388,8 +388,8 @@ def test_a_graph_that_is_dropped_leaves_nothing() -> None:
 
 
 def test_memory_goes_as_the_backward_goes() -> None:
-    """Recomputation of all but every fourth layer's output takes far less memory than saving
-    everything, in the backward too.
+    """Recomputing all but the output of every fourth layer takes less than half of the memory, in
+    the backward, too.
     """
     layers = 24
     peaks = []
@@ -403,7 +403,7 @@ def test_memory_goes_as_the_backward_goes() -> None:
 
 
 def _between(names: list[str]) -> list[str]:
-    """All nodes but the last sum of every fourth layer."""
+    """All names except the sum at the end of every fourth layer."""
     sums = [name for name in names if name.startswith("add")]
     return [name for name in names if name not in sums[3::4]]
 
@@ -418,7 +418,9 @@ def test_a_parameter_that_changes_in_between_is_an_error() -> None:
 
 
 def test_gathered_parameters_come_and_go() -> None:
-    """The graph does not hold their memory, and finds it again in the backward."""
+    """A recomputed call does not hold the memory of gathered parameters. The backward reads them
+    where they are then.
+    """
     plain, program = tower(), tower(tuple)
     plain(X).backward()
     loss = program(X)

@@ -1,5 +1,5 @@
-"""Rules against torch: each operator cut as each option says, run part by part, put together, and
-compared with the operator itself.
+"""Rules against torch: the operands of each operator are cut as each option says, the operator runs
+on the parts, and the joined results are compared with the operator on the whole operands.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from autopar.search.space.strategies import Strategy
 
 aten = torch.ops.aten
 MESHES = ((2,), (3,), (2, 2))
-STRATEGIES = 24  # tried of each operator on each mesh
-# Kernels draw for each part: tests/test_kernels.py and test_random_operators.py
+STRATEGIES = 24  # the options that are tried of each operator on each mesh
+# these need kernels: see tests/test_kernels.py and tests/test_random_operators.py
 DRAWN = {"aten.dropout"} | {
     name for name, maker in _MAKERS.items() if maker.__module__ == "autopar.rules.random"
 }
@@ -67,28 +67,31 @@ def b(*shape: int) -> torch.Tensor:
     return torch.randint(2, shape, generator=_numbers).bool()
 
 
-UNARY = """abs acos acosh asin asinh atan atanh ceil celu cos cosh elu erf erfc exp exp2 expm1 floor frac gelu hardsigmoid hardswish
-hardtanh isfinite isinf isnan leaky_relu log log10 log1p log2 log_sigmoid logical_not logit mish nan_to_num neg reciprocal relu relu6 round
-rsqrt selu sigmoid sign silu sin sinh softplus sqrt tan tanh trunc deg2rad hardshrink isneginf isposinf rad2deg sgn signbit sinc
-softshrink digamma erfinv i0 lgamma special_entr special_erfcx special_i0e special_i1 special_i1e special_log_ndtr special_ndtri angle"""
-BINARY = """ldexp.Tensor special_xlog1py.default
-copysign.Tensor fmax.default fmin.default hypot.default logaddexp2.default
-atan2.default eq.Tensor fmod.Tensor ge.Tensor gt.Tensor le.Tensor logaddexp.default logical_and.default logical_or.default
-logical_xor.default lt.Tensor max.other maximum.default min.other minimum.default ne.Tensor remainder.Tensor xlogy.Tensor"""
-SCALAR = """clamp_max.default clamp_min.default eq.Scalar fmod.Scalar ge.Scalar gt.Scalar le.Scalar lt.Scalar ne.Scalar pow.Tensor_Scalar
-remainder.Scalar"""
-LOSSES = """binary_cross_entropy binary_cross_entropy_with_logits hinge_embedding_loss huber_loss kl_div poisson_nll_loss smooth_l1_loss
-soft_margin_loss"""
+UNARY = """abs acos acosh asin asinh atan atanh ceil celu cos cosh elu erf erfc exp exp2 expm1 floor
+frac gelu hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu log log10 log1p
+log2 log_sigmoid logical_not logit mish nan_to_num neg reciprocal relu relu6 round rsqrt
+selu sigmoid sign silu sin sinh softplus sqrt tan tanh trunc deg2rad hardshrink isneginf
+isposinf rad2deg sgn signbit sinc softshrink digamma erfinv i0 lgamma special_entr
+special_erfcx special_i0e special_i1 special_i1e special_log_ndtr special_ndtri angle"""
+BINARY = """ldexp.Tensor special_xlog1py.default copysign.Tensor fmax.default fmin.default
+hypot.default logaddexp2.default atan2.default eq.Tensor fmod.Tensor ge.Tensor gt.Tensor
+le.Tensor logaddexp.default logical_and.default logical_or.default logical_xor.default
+lt.Tensor max.other maximum.default min.other minimum.default ne.Tensor remainder.Tensor
+xlogy.Tensor"""
+SCALAR = """clamp_max.default clamp_min.default eq.Scalar fmod.Scalar ge.Scalar gt.Scalar le.Scalar
+lt.Scalar ne.Scalar pow.Tensor_Scalar remainder.Scalar"""
+LOSSES = """binary_cross_entropy binary_cross_entropy_with_logits hinge_embedding_loss huber_loss
+kl_div poisson_nll_loss smooth_l1_loss soft_margin_loss"""
 
 
-OF_MATRICES = """cholesky cholesky_ex det eig eigh eigvals eigvalsh inv inv_ex lu_factor lu_factor_ex matrix_exp
-qr slogdet svd svdvals"""
+OF_MATRICES = """cholesky cholesky_ex det eig eigh eigvals eigvalsh inv inv_ex lu_factor
+lu_factor_ex matrix_exp qr slogdet svd svdvals"""
 WINDOWS = "hann hamming blackman bartlett kaiser"
 
 
 def matrices(*shape: int) -> torch.Tensor:
-    """A batch of positive definite matrices whose eigenvalues are well apart; the last dim is their
-    size.
+    """A batch of positive definite matrices with well separated eigenvalues; the last dim is the
+    size of a matrix.
     """
     x = n(*shape, shape[-1]) * 0.1
     return x @ x.mT + torch.diag(torch.arange(1.0, shape[-1] + 1, dtype=torch.float64))
@@ -113,25 +116,60 @@ def _loss(name: str) -> Row:
 
 
 x_twice = f(4, 6)
-# Fourier transforms, windows, writing at places: operators of these families have several forms of
-# a call each.
+# Fourier transforms, windows and writes: operators of these families have several kinds of calls.
 SPACES: dict[str, tuple[int, ...]] = {"1": (8,), "2": (4, 6), "3": (2, 4, 4)}
 POOLS = [
-    *(row(getattr(aten, f"adaptive_{kind}_pool{d}d").default, n(4, 6, *space), [2] * int(d))
-      for d, space in SPACES.items() for kind in ("avg", "max")),
-    *(row(getattr(aten, f"{kind}_pool{d}d").default, n(4, 6, *space), [2] * int(d))
-      for d, space in SPACES.items() for kind in ("avg", "max")),
-    *(row(getattr(aten, f"max_pool{d}d_with_indices").default, n(4, 6, *space), [2] * int(d)) for d, space in SPACES.items()),
-    *(row(getattr(aten, f"_upsample_nearest_exact{d}d").vec, n(4, 6, *space), None, [2.0] * int(d)) for d, space in SPACES.items()),
-    *(row(getattr(aten, f"upsample_nearest{d}d").vec, n(4, 6, *SPACES[d]), None, [2.0] * int(d)) for d in "13"),
-    *(row(getattr(aten, f"upsample_{kind}").vec, n(4, 6, *SPACES[kind[-2]]), None, False, [2.0] * int(kind[-2]))
-      for kind in ("linear1d", "bicubic2d", "trilinear3d")),
+    *(
+        row(getattr(aten, f"adaptive_{kind}_pool{d}d").default, n(4, 6, *space), [2] * int(d))
+        for d, space in SPACES.items()
+        for kind in ("avg", "max")
+    ),
+    *(
+        row(getattr(aten, f"{kind}_pool{d}d").default, n(4, 6, *space), [2] * int(d))
+        for d, space in SPACES.items()
+        for kind in ("avg", "max")
+    ),
+    *(
+        row(getattr(aten, f"max_pool{d}d_with_indices").default, n(4, 6, *space), [2] * int(d))
+        for d, space in SPACES.items()
+    ),
+    *(
+        row(
+            getattr(aten, f"_upsample_nearest_exact{d}d").vec, n(4, 6, *space), None, [2.0] * int(d)
+        )
+        for d, space in SPACES.items()
+    ),
+    *(
+        row(getattr(aten, f"upsample_nearest{d}d").vec, n(4, 6, *SPACES[d]), None, [2.0] * int(d))
+        for d in "13"
+    ),
+    *(
+        row(
+            getattr(aten, f"upsample_{kind}").vec,
+            n(4, 6, *SPACES[kind[-2]]),
+            None,
+            False,
+            [2.0] * int(kind[-2]),
+        )
+        for kind in ("linear1d", "bicubic2d", "trilinear3d")
+    ),
     row(aten.max_pool2d.default, n(6, 4, 4), [2, 2]),
     row(aten.avg_pool3d.default, n(6, 2, 4, 4), [2, 2, 2]),
-    row(aten.max_unpool2d.default, n(4, 6, 2, 2), torch.arange(0, 16, 4).expand(4, 6, 4).reshape(4, 6, 2, 2), [4, 4]),
-    row(aten.max_unpool3d.default, n(4, 6, 1, 2, 2), torch.arange(0, 16, 4).expand(4, 6, 4).reshape(4, 6, 1, 2, 2), [1, 4, 4],
-        [1, 2, 2], [0, 0, 0]),
-]  # fmt: skip
+    row(
+        aten.max_unpool2d.default,
+        n(4, 6, 2, 2),
+        torch.arange(0, 16, 4).expand(4, 6, 4).reshape(4, 6, 2, 2),
+        [4, 4],
+    ),
+    row(
+        aten.max_unpool3d.default,
+        n(4, 6, 1, 2, 2),
+        torch.arange(0, 16, 4).expand(4, 6, 4).reshape(4, 6, 1, 2, 2),
+        [1, 4, 4],
+        [1, 2, 2],
+        [0, 0, 0],
+    ),
+]
 LATER = [
     *(
         fixed(row(_overload(name), f(4, 6) + 1.5, f(4, 1)), 0, 1)
@@ -207,7 +245,7 @@ LATER = [
     row(aten.scatter.src, n(4, 6), 1, torch.tensor([[0, 3]] * 4), n(4, 2)),
     row(aten.scatter.value, n(4, 6), 1, i(6, 4, 2), 0.5),
     row(aten.scatter_add.default, n(4, 6), 1, i(6, 4, 8), n(4, 8)),
-    # torch has a gradient of the source only where the index has its shape
+    # torch has a gradient of the source only if the index has its shape
     fixed(row(aten.scatter_add.default, n(4, 6), 0, i(4, 2, 6), n(4, 6)), 2),
     fixed(row(aten.scatter_add.default, n(4, 6), 1, i(6, 2, 4), n(3, 4)), 2),
     row(aten.scatter_reduce.two, n(4, 6), 1, i(6, 4, 8), f(4, 8), "amax"),
@@ -586,7 +624,7 @@ ROWS = [
         False,
         False,
     ),
-    # Made from nothing
+    # New tensors
     row(aten.linspace.default, 0.0, 1.0, 12, dtype=torch.float64),
     row(aten.logspace.default, 0.0, 1.0, 12, dtype=torch.float64),
     row(aten.eye.default, 6, dtype=torch.float64),
@@ -600,15 +638,15 @@ ROWS = [
 MORE = [
     *POOLS,
     *LATER,
-]  # families whose members are alike: tried in every option along one axis, and in some along two
-UNDEFINED = {"aten.empty", "aten.new_empty", "aten.empty_like"}  # whatever they hold is right
-UNDEFINED |= {"aten.randperm"}  # it draws, but whole
+]  # families of similar operators: all options along one axis are tried, and some along two
+UNDEFINED = {"aten.empty", "aten.new_empty", "aten.empty_like"}  # any values are right
+UNDEFINED |= {"aten.randperm"}  # it is random, but stays whole
 
 # --- Every option, on ranks that benchmarks/emulate.py emulates.
 
 
 def _some(program: Program, sizes: Sequence[int], at_most: int = STRATEGIES) -> list[Strategy]:
-    """Those that can be run here, no more of them than take a moment."""
+    """The strategies that a single process can run, at most as many as take a moment."""
     found = local(every(program, sizes))
     return random.Random(0).sample(found, min(at_most, len(found)))
 
@@ -639,7 +677,7 @@ def test_sparse_tensors_are_not_split() -> None:
 def test_every_rule_has_a_row() -> None:
     ours = {
         name for name in _MAKERS if not name.startswith("program_parts.")
-    }  # whose rules random programs add
+    }  # the rules of these operators are in tests/program_parts.py
     assert {r.name for r in (*ROWS, *MORE)} | DRAWN | UNDEFINED == ours
 
 
@@ -654,10 +692,10 @@ def test_options_of_a_linear_layer() -> None:
     rule = make_rule("... k, n k + n -> ... n", [(4, 2, 6), (12, 6), (12,)], (4, 2, 12))
     assert _written(rule) == {
         "I I I -> I", "R R R -> R",
-        "P R P -> P", "R P P -> P",  # linear in input and weight, each while the other is held
+        "P R P -> P", "R P P -> P",  # linear in input and weight, each while the other is fixed
         "S0 R R -> S0", "S1 R R -> S1",  # batch and sequence
         "R S0 S0 -> S2",  # columns
-        "S2 S1 P -> P",  # rows: a sum is pending, and the bias comes as one
+        "S2 S1 P -> P",  # rows: the result is a pending sum, and the bias must be one
     }  # fmt: skip
 
 
@@ -688,13 +726,13 @@ def test_a_product_is_split_major_factor_first() -> None:
     rule = make_rule("(a b) -> a b", [(24,)], (4, 6))
     found = {str(s) for s in node_strategies(rule, [True], True, (2, 2), lambda *_: True)}
     assert "S0 S0 -> S0 S0" in found
-    assert "S0 R -> S1 R" not in found  # b, while a is whole
-    assert {str(s) for s in node_strategies(rule, [True], True, (4, 2), lambda *_: True)} >= {
+    assert "S0 R -> S1 R" not in found  # b is split, while a is whole
+    assert {str(s) for s in strategies(rule, [True], True, (4, 2), lambda *_: True)} >= {
         "S0 S0 -> S0 S1"
     }
     assert not any(
-        s.out == (S(0), S(0)) for s in node_strategies(rule, [True], True, (4, 2), lambda *_: True)
-    )  # 4 is split up
+        s.out == (S(0), S(0)) for s in strategies(rule, [True], True, (4, 2), lambda *_: True)
+    )  # 4 is 2 times 2
 
 
 def test_types_without_gradient_know_no_r() -> None:
@@ -721,7 +759,7 @@ def test_a_rule_must_fit_the_shapes() -> None:
             (6, 4, 5),
             (8, 3, 5),
             ("ab", "c", "d", "->", "ae", "f", "d"),
-        ),  # 6 and 8 share 2, then nothing up to the 5
+        ),  # 6 and 8 share the factor 2, and no other up to the 5
         ((3, 4), (4, 3), ("a", "b", "->", "c", "d")),
     ],
 )
@@ -739,7 +777,7 @@ def test_factors_of_views(
 
 
 def _shapes(seed: int) -> tuple[list[int], list[int]]:
-    """Two shapes of the same number of elements, with dims that need not divide one another."""
+    """Two shapes with the same number of elements, whose dims need not divide each other."""
     numbers = random.Random(seed)
     primes = numbers.choices((1, 2, 2, 3), k=6)
     result = []
@@ -764,7 +802,7 @@ def test_any_view_is_right(seed: int) -> None:
 
 
 # --- The second opinion: ``autopar.runtime.typecheck.checker`` was written apart, and must find
-# every option well typed too.
+# every option is well typed, too.
 
 
 @pytest.fixture(scope="module")
@@ -783,7 +821,7 @@ def _typed(program: Program, strategy: Strategy, mesh: Mesh) -> list[str]:
     with call.graph.inserting_before(call):
         inputs = [
             call.graph.placeholder(f"operand_{k}") for k in range(len(values))
-        ]  # a tensor read twice may come in two layouts
+        ]  # a tensor that is read twice may have two layouts
     for k, placeholder in enumerate(inputs):
         set_operand(call, k, placeholder)
     for old in [

@@ -1,5 +1,5 @@
-"""Operators with several results, with none but whole tensors, and that nobody has a rule for, on
-two ranks: as on one device.
+"""Operators with several results on two ranks: operators with a rule, operators whose dims are all
+whole, and operators without a rule compute the same as on one device.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Several(nn.Module):
 
 
 def _compare() -> list[tuple[str, float, float, list[str], tuple[str, ...]]]:
-    """Of each plan: how far the loss and the worst gradient are from the eager model's, the layouts
-    of ``topk``, and notes.
+    """For each plan: the errors of the loss and of the worst gradient against the eager model, the
+    layouts of ``topk``, and the notes.
     """
     warnings.simplefilter("ignore")
     x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

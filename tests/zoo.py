@@ -1,5 +1,5 @@
-"""Tiny models of every family the compiler knows, each with a sample batch. All sizes that may be
-split divide by 4.
+"""Tiny models of every family that the compiler knows, each with a sample batch. All sizes that may
+be split are divisible by 4.
 """
 
 from __future__ import annotations
@@ -71,36 +71,64 @@ def gpt2(batch: int, dropout: float, layers: int = 2) -> Made:
 @_seeded
 def llama(batch: int, dropout: float, layers: int = 2) -> Made:
     config = hf.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
-        attention_dropout=dropout, **_TOKENS,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attention_dropout=dropout,
+        **_TOKENS,
+    )
     return hf.LlamaForCausalLM(config), _text(batch)
 
 
 @_seeded
 def qwen3(batch: int, dropout: float, layers: int = 2) -> Made:
     config = hf.Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, attention_dropout=dropout, **_TOKENS,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        attention_dropout=dropout,
+        **_TOKENS,
+    )
     return hf.Qwen3ForCausalLM(config), _text(batch)
 
 
 @_seeded
 def mixtral(batch: int, dropout: float, layers: int = 2) -> Made:
     config = hf.MixtralConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
-        num_local_experts=4, attention_dropout=dropout, experts_implementation="batched_mm", **_TOKENS,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        attention_dropout=dropout,
+        experts_implementation="batched_mm",
+        **_TOKENS,
+    )
     return hf.MixtralForCausalLM(config), _text(batch)
 
 
 @_seeded
 def bert(batch: int, dropout: float, layers: int = 2) -> Made:
     config = hf.BertConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
-        max_position_embeddings=32, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        max_position_embeddings=32,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+        pad_token_id=0,
+    )
     mask = torch.ones(batch, SEQUENCE, dtype=torch.long)
     mask[1, 12:] = 0
     return hf.BertForMaskedLM(config), {**_text(batch), "attention_mask": mask}
@@ -109,9 +137,16 @@ def bert(batch: int, dropout: float, layers: int = 2) -> Made:
 @_seeded
 def vit(batch: int, dropout: float, layers: int = 2) -> Made:
     config = hf.ViTConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4, image_size=16, patch_size=4,
-        num_labels=CLASSES, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
-    )  # fmt: skip
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        image_size=16,
+        patch_size=4,
+        num_labels=CLASSES,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+    )
     images = _images(batch)
     return hf.ViTForImageClassification(config), {
         "pixel_values": images["x"],
@@ -121,11 +156,18 @@ def vit(batch: int, dropout: float, layers: int = 2) -> Made:
 
 @_seeded
 def vit16(batch: int, dropout: float, layers: int = 2) -> Made:
-    """Wider than high: 15 patches, and with the class token 16."""
+    """Images that are wider than high: 15 patches and the class token are 16 positions."""
     config = hf.ViTConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4, image_size=(12, 20), patch_size=4,
-        num_labels=CLASSES, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
-    )  # fmt: skip
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        image_size=(12, 20),
+        patch_size=4,
+        num_labels=CLASSES,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+    )
     images = _images(batch)
     return hf.ViTForImageClassification(config), {
         "pixel_values": torch.randn(batch, 3, 12, 20),
@@ -136,9 +178,17 @@ def vit16(batch: int, dropout: float, layers: int = 2) -> Made:
 @_seeded
 def t5(batch: int, dropout: float, layers: int = 2) -> Made:
     config = hf.T5Config(
-        vocab_size=VOCABULARY, d_model=32, d_ff=64, d_kv=8, num_layers=layers, num_heads=4, decoder_start_token_id=0, dropout_rate=dropout,
-        pad_token_id=0, eos_token_id=0,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        d_model=32,
+        d_ff=64,
+        d_kv=8,
+        num_layers=layers,
+        num_heads=4,
+        decoder_start_token_id=0,
+        dropout_rate=dropout,
+        pad_token_id=0,
+        eos_token_id=0,
+    )
     return hf.T5ForConditionalGeneration(config), _text(batch)
 
 
@@ -227,7 +277,7 @@ def mixer(batch: int, dropout: float, layers: int = 2) -> Made:
 
 
 class _Unet(nn.Module):
-    """Skips from the way down to the way up, the longest over everything between."""
+    """Skip connections from the encoder to the decoder."""
 
     def __init__(self, width: int, levels: int, dropout: float) -> None:
         super().__init__()
@@ -300,7 +350,7 @@ class _Tokens(nn.Module):
 
 @_seeded
 def wide(batch: int, dropout: float, width: int = 1024, hidden: int = 8192) -> Made:
-    """Two large layers with a layer norm between, on 8 tokens a sample."""
+    """Two large linear layers with a layer norm between them, on 8 tokens a sample."""
     return _Tokens(width, hidden), {
         "x": torch.randn(batch, 8, width),
         "y": torch.randn(batch, 8, width),
@@ -308,8 +358,8 @@ def wide(batch: int, dropout: float, width: int = 1024, hidden: int = 8192) -> M
 
 
 class _Fused(nn.Module):
-    """A block whose query, key and value come from one weight, as timm's do, and whose gate and up
-    from another, as Phi-3's do.
+    """A block with one weight for query, key and value, as in timm, and one weight for gate and up,
+    as in Phi-3.
     """
 
     def __init__(self, width: int, heads: int, hidden: int) -> None:
@@ -364,13 +414,21 @@ def causal(batch: int, dropout: float, length: int = 128) -> Made:
 
 
 MODELS: dict[str, Callable[..., Made]] = {
-    "gpt2": gpt2, "llama": llama, "qwen3": qwen3, "bert": bert, "vit": vit, "t5": t5, "cnn": cnn, "mixer": mixer, "mlp": mlp,
-}  # fmt: skip
+    "gpt2": gpt2,
+    "llama": llama,
+    "qwen3": qwen3,
+    "bert": bert,
+    "vit": vit,
+    "t5": t5,
+    "cnn": cnn,
+    "mixer": mixer,
+    "mlp": mlp,
+}
 
 
 def run(captured: CapturedModel, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Run a captured graph on its model's state: the outputs in the user's structure, and the
-    buffers' new values.
+    """Run a captured graph on its model's state; returns the outputs in the user's structure, and
+    the new values of the buffers.
     """
     leaves = captured.in_spec.flatten_up_to((args, kwargs))
     tensors = iter(leaf for i, leaf in enumerate(leaves) if i not in captured.constant_inputs)

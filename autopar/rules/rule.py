@@ -161,13 +161,11 @@ def make_rule(
     """
     left, right = spec.split("->")
     texts, terms = _parse_operands(left, len(shapes))
-    sizes: dict[str, int] = dict(options.pop("sizes", {}))
     parsed = [_parse_dims(text) for text in texts]
+    sizes: dict[str, int] = dict(options.pop("sizes", {}))
     out_dims = _bind(_parse_dims(right), output, sizes)
-    operands = [_bind(dims, shape, sizes) for dims, shape in zip(parsed, shapes, strict=True)]
-    operands = [
-        _unbroadcast(dims, shape, sizes) for dims, shape in zip(operands, shapes, strict=True)
-    ]
+    bound = [_bind(dims, shape, sizes) for dims, shape in zip(parsed, shapes, strict=True)]
+    operands = [_unbroadcast(dims, shape, sizes) for dims, shape in zip(bound, shapes, strict=True)]
     out_dims = _unbroadcast(out_dims, output, sizes)
     whole = set(whole)
     if "..." in whole:

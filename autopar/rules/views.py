@@ -14,14 +14,12 @@ from autopar.rules.rule import Dim, Rule
 def factorise(
     before: Sequence[int], after: Sequence[int]
 ) -> tuple[tuple[Dim, ...], tuple[Dim, ...], dict[str, int]]:
-    """Split the dims of two shapes with the same number of elements into factors.
+    """Split the dims of two shapes with the same number of elements into factors; returns the
+    factors of each dim, and the size of each factor.
 
     Both shapes are read from the major end. The greatest common divisor of the rests of the two
     present dims is a factor of both dims. If it is 1 (as for 6 by 4 viewed as 8 by 3, after the
     common factor 2), the dims share no factor up to the next place where both shapes begin a dim.
-
-    Returns:
-        The factors of each dim of both shapes, and the size of each factor.
     """
     shapes = (before, after)
     dims: tuple[list[list[str]], list[list[str]]] = ([[] for _ in before], [[] for _ in after])

@@ -104,7 +104,7 @@ class _StoredDtypes:
 
     Attributes:
         compute_dtype: the compute dtype.
-        stored_dtypes: the stored dtype by placeholder name, where it differs from the compute dtype.
+        stored_dtypes: by placeholder name, the stored dtype where it is not the compute dtype.
         updates: for each placeholder that arrives in its stored dtype and that the graph writes to,
             the calls that compute its new value.
         source: for each tensor that is in a stored dtype, the placeholder of that dtype.

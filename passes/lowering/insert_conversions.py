@@ -39,11 +39,8 @@ def insert_conversions(
     with graph.inserting_before(first):
         mesh = graph.placeholder("mesh")
         mesh.meta = {"val": None}
-    if missing := [
-        n.name
-        for n in graph.nodes
-        if n.op != "output" and n is not mesh and n.name not in plan.nodes
-    ]:
+    nodes = [n.name for n in graph.nodes if n.op != "output" and n is not mesh]
+    if missing := [name for name in nodes if name not in plan.nodes]:
         raise PlanError(
             f"the plan says nothing of {len(missing)} nodes: {', '.join(missing[:5])}; plan again"
         )

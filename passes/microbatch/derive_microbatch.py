@@ -1,15 +1,14 @@
-"""The graph of a microbatch, from that of the whole batch: microbatches are an axis in time, along
-which the loss is a pending sum.
+"""Derive the graph of a microbatch from the graph of the whole batch.
 
-There is one trace. Types along time say what a microbatch has of each tensor, and shapes follow
-from them, as those of a rank do from its layouts; numbers stay those of the whole batch. What is
-hoisted is computed once, before the first microbatch, by a graph of its own.
+Microbatches are an axis in time, along which the loss is a pending sum. The model is traced once.
+The types along time say which part of each tensor a microbatch has, and local shapes follow from
+them, as the shapes of a rank follow from layouts. Numbers among the arguments stay those of the
+whole batch. A second graph, the prologue, computes the hoisted tensors once a step.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from typing import Any
 
@@ -19,232 +18,133 @@ from torch.utils._pytree import tree_map_only
 
 from autopar.errors import PlanError
 from autopar.ir.captured import BatchDivision, CapturedModel, GraphInput
-from autopar.ir.layout import P, R, S, Type, local_shape, strided
+from autopar.ir.layout import P, R, Type, local_shape
 from autopar.ir.nodes import (
     arguments,
     describe_node,
-    new_node,
     operands,
     set_argument,
     set_operand,
     signature,
+    substitute,
 )
-from autopar.passes.microbatch.time_types import (
-    NUMBER,
-    NotTypedError,
-    TimeTypes,
-    TypedNode,
-    is_random,
-)
+from autopar.passes.microbatch.infer_time_types import infer_time_types
+from autopar.passes.microbatch.time_types import NUMBER, TimeTypes, TypedNode, is_random
 from autopar.rules.analysis import Analysis
 
 aten = torch.ops.aten
-LEFT_OUT = 2  # inputs of the batch's size that may be none of its samples
 
 
 def derive_microbatch(
     analysis: Analysis, microbatches: int
 ) -> tuple[CapturedModel, fx.Graph | None]:
-    """The graph of one of so many microbatches, whose losses and gradients add up to those of the
-    whole batch; ``analysis`` is that of the whole batch, and stays as it is.
+    """The graph of one of ``microbatches`` equal microbatches. The losses and the gradients of the
+    microbatches add up to those of the whole batch.
 
-    Returns it and, where something is hoisted, a graph from the same inputs to that, of the whole
-    batch: further inputs of each microbatch.
+    Args:
+        analysis: of the graph of the whole batch, which stays as it is.
+
+    Returns:
+        The captured model of one microbatch, and the prologue: a graph from the inputs of the whole
+        batch to the hoisted tensors, which are further inputs of each microbatch. The prologue is
+        None if no tensor is hoisted.
 
     Raises:
         PlanError: an operator mixes samples in a way that does not add up, or the batch does not
             divide.
     """
-    types = analysis.cached(_typed)
+    types = analysis.cached(infer_time_types)
     if isinstance(types, PlanError):
         raise types
     deriver = _Deriver(analysis, types, microbatches)
-    deriver.check_room()
+    deriver.check_division()
     return deriver.run()
 
 
 def max_chunks(analysis: Analysis) -> int:
-    """Into how many microbatches at most the batch goes; each divisor of that number will do. 1
-    where an operator mixes samples.
+    """The largest number of microbatches into which the batch divides; each divisor of it is
+    possible, too. 1 if an operator mixes samples.
     """
-    types = analysis.cached(_typed)
+    types = analysis.cached(infer_time_types)
     return 1 if isinstance(types, PlanError) else _Deriver(analysis, types, 1).max_chunks
 
 
-def _divisors(n: int) -> str:
-    return " or ".join(str(d) for d in range(1, n + 1) if n % d == 0)
-
-
-def _typed(analysis: Analysis) -> TimeTypes | PlanError:
-    """The types for those inputs cut of which most of the arithmetic follows; why there are
-    none.
-    """
-    heads = {n: d for n in analysis.inputs if (d := analysis.batch.dim(n)) is not None}
-    order = {n: i for i, n in enumerate(analysis.graph.nodes)}
-    stopped: list[fx.Node] = []  # where types came to an end; what came furthest says most
-    for parts in (1, *_shares(analysis)):
-        for left in range(min(LEFT_OUT, len(heads) - 1) + 1):
-            found: list[TimeTypes] = []
-            for whole in itertools.combinations(heads, left):
-                cut = {
-                    n: strided(d, parts) if parts > 1 else S(d)
-                    for n, d in heads.items()
-                    if n not in whole
-                }
-                try:
-                    found.append(TimeTypes(analysis, cut, parts))
-                except NotTypedError as e:
-                    stopped += [e.node] if not left else []
-            stopped = stopped or [n for types in found for n in types.gathered[:1]]
-            found = [
-                types
-                for types in found
-                if any(
-                    types.inferred[n] is not R for n in analysis.outputs if isinstance(n, fx.Node)
-                )
-            ]
-            if found:
-                return max(found, key=lambda types: types.cut_flops)
-    return _mixes(analysis, max(stopped, key=order.__getitem__, default=analysis.loss))
-
-
-def _shares(analysis: Analysis) -> list[int]:
-    """In how many equal parts the model takes the batch: what it takes apart says so."""
-    counts: dict[int, None] = {}
-    for node, rule in analysis.rules.items():
-        if rule is None or rule.kind != "view":
-            continue
-        for (tensor, _), dims in zip(operands(node), rule.operands, strict=True):
-            for d, dim in enumerate(dims):
-                if (
-                    len(dim) > 1
-                    and analysis.batch.is_batch_dim(tensor, d)
-                    and analysis.batch.size % (parts := rule.sizes[dim[0]]) == 0
-                ):
-                    counts[parts] = None
-    return [n for n in counts if 1 < n < analysis.batch.size][:3]
-
-
-def _mixes(analysis: Analysis, node: fx.Node) -> PlanError:
-    if analysis.rules.get(node) is None:
-        why = (
-            "has no rule, so nothing tells that it keeps samples apart (register_rule gives it one)"
-        )
-    else:
-        why = "mixes samples, so that losses of microbatches do not add up"
-    dims = [
-        f"dim {d} of {tuple(n.meta['val'].shape)}"
-        for n, _ in operands(node)
-        if (d := analysis.batch.dim(n)) is not None
-    ]
-    where = f" (the batch is {' and '.join(dict.fromkeys(dims))})" if dims else ""
-    return PlanError(
-        f"micro_batch_size: {describe_node(node)} {why}{where}; leave micro_batch_size out"
-    )
-
-
-def _wanted(analysis: Analysis, types: TimeTypes) -> list[TypedNode]:
-    """The versions that the outputs, and operators that write, need, in the graph's order."""
-    results = [n for n in analysis.outputs if isinstance(n, fx.Node)]
-    unread = [n for n in analysis.graph.nodes if n.op == "call_function" and not n.users]
-    rest = [(n, types.inferred[n]) for n in (*results, *unread)]
-    found: dict[fx.Node, dict[Type, None]] = {}
-    while rest:
-        node, t = rest.pop()
-        if t in found.setdefault(node, {}):
-            continue
-        found[node][t] = None
-        way = types.ways[node, t]
-        if way.how == "share":
-            rest.append((node, R))
-        elif way.option is not None:
-            rest += zip((n for n, _ in operands(node)), way.option.ins, strict=True)
-    for node, versions in found.items():
-        if len(versions) > 1 and is_random(node):
-            raise PlanError(
-                f"micro_batch_size: {describe_node(node)} draws numbers of which some readers want "
-                "each sample's own, and others those "
-                "of all; leave micro_batch_size out"
-            )
-    order = {n: i for i, n in enumerate(analysis.graph.nodes)}
-    nodes = sorted(found, key=order.__getitem__)
-    return [
-        (n, t) for n in nodes for t in sorted(found[n], key=lambda t: (t is P, repr(t)))
-    ]  # a share is made of R
-
-
 class _Deriver:
-    """Writes the graph of a microbatch."""
+    """Writes the graph of a microbatch.
+
+    Attributes:
+        needed: the typed nodes of the microbatch's graph, in order.
+        hoisted: the typed nodes among them that the prologue computes.
+        limits: by node, the largest number of chunks of each part that keeps samples together
+            which the node combines.
+        max_chunks: the largest number of chunks of each part for the whole graph.
+        copies: the node of the microbatch's graph for each typed node.
+    """
 
     def __init__(self, analysis: Analysis, types: TimeTypes, microbatches: int) -> None:
         self.analysis, self.types, self.count = analysis, types, microbatches
-        self.wanted = _wanted(analysis, types)
-        self.hoisted = [v for v in self.wanted if types.ways[v].how == "hoisted"]
-        self.rooms = {
-            v[0]: types.ways[v].max_chunks for v in self.wanted if types.ways[v].max_chunks
-        }
-        self.max_chunks = math.gcd(analysis.batch.size // types.parts, *self.rooms.values())
+        self.needed = _needed(analysis, types)
+        derivations = {typed: types.derivations[typed] for typed in self.needed}
+        self.hoisted = [typed for typed, d in derivations.items() if d.kind == "hoisted"]
+        self.limits = {node: d.max_chunks for (node, _), d in derivations.items() if d.max_chunks}
+        self.max_chunks = math.gcd(analysis.batch.size // types.parts, *self.limits.values())
         self.graph = fx.Graph()
         self.copies: dict[TypedNode, fx.Node] = {}
 
-    def check_room(self) -> None:
-        """PlanError where samples that the model takes together would be torn apart."""
+    def check_division(self) -> None:
+        """Raise PlanError if the microbatches tear combined samples apart."""
         if self.max_chunks % self.count:
             size, parts = self.analysis.batch.size, self.types.parts
+            numbers = (n for n in range(1, self.max_chunks + 1) if self.max_chunks % n == 0)
             raise PlanError(
                 f"micro_batch_size: {self.count} microbatches of a batch of {size} tear samples "
                 f"apart that {self.limiting_operator or 'the model'} "
                 f"takes together: at least {size // (self.max_chunks * parts)} stay so, in each of "
                 f"{parts} equal parts of the batch, so use "
-                f"{_divisors(self.max_chunks)} microbatches; leave micro_batch_size out"
+                f"{' or '.join(map(str, numbers))} microbatches; leave micro_batch_size out"
             )
 
     @property
     def limiting_operator(self) -> str:
-        """What takes the most samples together; "" where nothing takes more than one."""
-        apart = self.max_chunks * self.types.parts == self.analysis.batch.size
-        return (
-            ""
-            if apart or not self.rooms
-            else describe_node(min(self.rooms, key=self.rooms.__getitem__))
-        )
+        """The description of the operator that combines most samples; "" if none combines any."""
+        if not self.limits or self.max_chunks * self.types.parts == self.analysis.batch.size:
+            return ""
+        return describe_node(min(self.limits, key=self.limits.__getitem__))
 
     def run(self) -> tuple[CapturedModel, fx.Graph | None]:
         analysis, captured = self.analysis, self.analysis.captured
-        for node in (n for n in analysis.graph.nodes if n.op == "placeholder"):
+        for node in analysis.graph.find_nodes(op="placeholder"):
             inferred = self.types.inferred[node]
             self.copies[node, inferred] = self._placeholder(node.name, node, inferred)
         inputs = list(captured.inputs)
-        for version in self.hoisted:
-            name = f"hoisted_{version[0].name}"
-            self.copies[version] = placeholder = self._placeholder(name, *version)
+        for typed in self.hoisted:
+            name = f"hoisted_{typed[0].name}"
+            self.copies[typed] = placeholder = self._placeholder(name, *typed)
             inputs.append(GraphInput(placeholder.name, "hoisted", placeholder.name))
-        for version in self.wanted:
-            if version not in self.copies:
-                self.copies[version] = (
-                    self._share(version)
-                    if self.types.ways[version].how == "share"
-                    else self._call(version)
-                )
+        for typed in self.needed:
+            if typed not in self.copies:
+                divides = self.types.derivations[typed].kind == "divided"
+                self.copies[typed] = self._divided(typed) if divides else self._call(typed)
         outputs = [self._output(n) for n in analysis.outputs]
         if self.types.inferred[analysis.loss] is not P:
-            outputs[captured.loss] = self._scaled(outputs[captured.loss])
+            outputs[captured.loss] = self._over_count(outputs[captured.loss])
             outputs[captured.loss].meta["time"] = P
         self.graph.output(tuple(outputs)).meta = {"val": None, **analysis.graph.output_node().meta}
-        division = BatchDivision(
-            samples=analysis.batch.size // self.count,
+        microbatch = dataclasses.replace(
+            captured, graph=self.graph, inputs=tuple(inputs), division=self._division()
+        )
+        return microbatch, self._prologue() if self.hoisted else None
+
+    def _division(self) -> BatchDivision:
+        inexact = dict.fromkeys(describe_node(n) for n in self.types.inexact_operators)
+        return BatchDivision(
+            samples=self.analysis.batch.size // self.count,
             parts=self.types.parts,
             max_chunks=self.max_chunks,
-            per_microbatch_updates=self._each(),
-            inexact_operators=tuple(
-                dict.fromkeys(describe_node(n) for n in self.types.inexact_operators)
-            ),
+            per_microbatch_updates=self._per_microbatch_updates(),
+            inexact_operators=tuple(inexact),
             limiting_operator=self.limiting_operator,
         )
-        done = dataclasses.replace(
-            captured, graph=self.graph, inputs=tuple(inputs), division=division
-        )
-        return done, self._prologue() if self.hoisted else None
 
     def _placeholder(self, name: str, node: fx.Node, t: Type) -> fx.Node:
         placeholder = self.graph.placeholder(name)
@@ -252,6 +152,7 @@ class _Deriver:
         return placeholder
 
     def _meta(self, node: fx.Node, t: Type) -> dict[str, Any]:
+        """The ``meta`` of a node's copy: a microbatch's shape, and the type along time."""
         val = node.meta["val"]
         if t.is_shard:
             val = tree_map_only(
@@ -259,49 +160,48 @@ class _Deriver:
             )
         return {**node.meta, "val": val, "time": t}
 
-    def _call(self, version: TypedNode) -> fx.Node:
-        node, t = version
-        option = self.types.ways[version].option
+    def _call(self, typed: TypedNode) -> fx.Node:
+        """A copy of a call that computes a typed node."""
+        node, t = typed
+        option = self.types.derivations[typed].option
         assert option is not None
-        ins = iter(option.ins)
-        new = self.graph.create_node(node.op, node.target, node.args, node.kwargs, node.name)  # type: ignore[arg-type]
-        for k, (operand, _) in enumerate(operands(node)):
-            set_operand(new, k, self.copies[operand, next(ins)])
+        target: Any = node.target
+        new = self.graph.create_node(node.op, target, node.args, node.kwargs, node.name)
+        for k, ((operand, _), wanted) in enumerate(zip(operands(node), option.ins, strict=True)):
+            set_operand(new, k, self.copies[operand, wanted])
         new.meta = self._meta(node, t)
         self._localise(new, node, option.factor)
         if option.kernel == NUMBER:
             new.update_arg(1, new.args[1] / self.count)  # type: ignore[operator]
-        return self._scaled(new) if option.kernel == "mean" and t is P else new
+        return self._over_count(new) if option.kernel == "mean" and t is P else new
 
     def _localise(self, new: fx.Node, node: fx.Node, factor: str | None) -> None:
-        """Sizes among the arguments become those of the microbatch."""
+        """Let sizes among the arguments be the sizes of the microbatch."""
         rule = self.analysis.rules.get(node)
         if factor is None or rule is None:
             return
-        if rule.shape_argument and any(
-            name == rule.shape_argument for name, _, _ in signature(new.target)
-        ):  # type: ignore[arg-type]
+        names = [name for name, _, _ in signature(new.target)]  # type: ignore[arg-type]
+        if rule.shape_argument and rule.shape_argument in names:
             set_argument(new, rule.shape_argument, list(new.meta["val"].shape))
         if rule.localise:
             for name, value in rule.localise(arguments(new), {factor: self.count}).items():
                 set_argument(new, name, value)
 
-    def _share(self, version: TypedNode) -> fx.Node:
-        whole = self.copies[version[0], R]
-        share = self._scaled(whole)
-        share.meta["time"] = P
-        return share
+    def _divided(self, typed: TypedNode) -> fx.Node:
+        """A tensor of type R as P: each microbatch has an equal part of its value."""
+        part = self._over_count(self.copies[typed[0], R])
+        part.meta["time"] = P
+        return part
 
-    def _scaled(self, node: fx.Node) -> fx.Node:
-        return new_node(
-            self.graph, aten.mul.Tensor, (node, 1.0 / self.count), like=node, val=node.meta["val"]
-        )
+    def _over_count(self, node: fx.Node) -> fx.Node:
+        """``node`` divided by the number of microbatches."""
+        return substitute(self.graph, node, aten.mul.Tensor, (node, 1.0 / self.count))
 
     def _output(self, node: Any) -> Any:
         return self.copies[node, self.types.inferred[node]] if isinstance(node, fx.Node) else node
 
-    def _each(self) -> tuple[int, ...]:
-        """The updates, by number, that go with statistics of each microbatch."""
+    def _per_microbatch_updates(self) -> tuple[int, ...]:
+        """The numbers of the updates in modules that take statistics of a microbatch."""
         modules = {n.meta["module"] for n in self.types.inexact_operators}
         first = len(self.analysis.outputs) - len(self.analysis.captured.updates)
         return tuple(
@@ -311,6 +211,7 @@ class _Deriver:
         )
 
     def _prologue(self) -> fx.Graph:
+        """The graph from the inputs of the whole batch to the hoisted tensors."""
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         needed = {node for node, _ in self.hoisted}
         for node in reversed(self.analysis.graph.nodes):
@@ -321,3 +222,36 @@ class _Deriver:
                 copies[node] = graph.node_copy(node, lambda n: copies[n])
         graph.output(tuple(copies[node] for node, _ in self.hoisted))
         return graph
+
+
+def _needed(analysis: Analysis, types: TimeTypes) -> list[TypedNode]:
+    """The typed nodes that the outputs need, and calls that nothing reads, which write buffers; in
+    the graph's order.
+    """
+    results = [n for n in analysis.outputs if isinstance(n, fx.Node)]
+    unread = [n for n in analysis.graph.nodes if n.op == "call_function" and not n.users]
+    rest = [(n, types.inferred[n]) for n in (*results, *unread)]
+    found: dict[fx.Node, dict[Type, None]] = {}
+    while rest:
+        node, t = rest.pop()
+        if t in found.setdefault(node, {}):
+            continue
+        found[node][t] = None
+        derivation = types.derivations[node, t]
+        if derivation.kind == "divided":
+            rest.append((node, R))
+        elif derivation.option is not None:
+            rest += zip((n for n, _ in operands(node)), derivation.option.ins, strict=True)
+    for node, wanted in found.items():
+        if len(wanted) > 1 and is_random(node):
+            raise PlanError(
+                f"micro_batch_size: {describe_node(node)} draws numbers of which some readers want "
+                "each sample's own, and others those of all; leave micro_batch_size out"
+            )
+    order = {n: i for i, n in enumerate(analysis.graph.nodes)}
+    # P comes last, because it is made from R.
+    return [
+        (n, t)
+        for n in sorted(found, key=order.__getitem__)
+        for t in sorted(found[n], key=lambda t: (t is P, repr(t)))
+    ]

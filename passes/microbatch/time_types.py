@@ -1,12 +1,21 @@
-"""Types along time: what each microbatch has of every tensor of the whole batch's graph.
+"""Types along time: which part of each tensor of the whole batch's graph a microbatch has.
 
-R: all of it. S(d): its chunk of dim ``d``; S(d)/p: its chunk of each of ``p`` equal parts of it. P:
-a value that adds up to it. The types follow from the operators' rules, on the whole batch's shapes,
-and are proofs: whatever is typed is exact. Where a reader wants another type than a tensor has by
-nature, it gets another version of it. What depends on the batch alone, and on nothing that is
-trained, drawn or
-changed, may be computed before the first microbatch ("hoisted"): it is then there whole, and can be
-    cut.
+====== =============================================================
+type   what a microbatch has
+====== =============================================================
+R      the whole tensor, the same in every microbatch
+S(d)   a chunk of dim ``d``
+S(d)/p a chunk of each of ``p`` equal parts of dim ``d``
+P      a tensor that adds up to the whole one over the microbatches
+====== =============================================================
+
+The types follow from the rules of the operators, on the shapes of the whole batch. They are proofs:
+a graph with types along time computes exactly what the graph of the whole batch computes.
+
+A node has one inferred type. Where a reader wants another type, the node is derived again with that
+type, as another node of the microbatch's graph. A node that depends on the batch alone, and on
+nothing that is trained, random or updated, may be *hoisted*: computed once, from the whole batch,
+before the first microbatch. Microbatches then take the whole tensor or a chunk of it.
 """
 
 from __future__ import annotations
@@ -27,27 +36,23 @@ from autopar.runtime.kernels import graph_kernels
 aten = torch.ops.aten
 
 TypedNode = tuple[fx.Node, Type]
+"""A node of the whole batch's graph, with a type along time."""
 
-HOIST, AGAIN, SHARE = (
-    100,
-    1,
-    1,
-)  # what a version costs, in no unit: as little as possible is hoisted
-NEVER = 1 << 30
-_DEEPEST = 100  # calls that a version is made of anew
-# Kernels that do in time what they do in space, or nothing: others send to ranks of an axis.
-_KERNELS = (None, "attention", "drawn", "dropout", "mean")
-NUMBER = "number"  # the operator itself, with a share of its number
-_STATISTICS = "batch_norm"  # of a part they are others
-_SUMS = (
-    aten.add.Tensor,
-    aten.sub.Tensor,
-    aten.rsub.Scalar,
-)  # with a number, of which a pending sum takes a share
+# The costs of derivations, without unit. Hoisting costs most, so that as little as possible is
+# hoisted.
+HOIST_COST, RECOMPUTE_COST, DIVIDE_COST = 100, 1, 1
+IMPOSSIBLE = 1 << 30
+_MAX_DEPTH = 100  # the longest chain of calls that is computed again for one reader
+
+# Kernels that do not communicate: they do along time what they do along a mesh axis.
+_LOCAL_KERNELS = (None, "attention", "drawn", "dropout", "mean")
+_STATISTICS = "batch_norm"  # a kernel for which a microbatch takes its own statistics
+NUMBER = "number"  # the operator itself, where each microbatch adds 1 / microbatches of a number
+_SUMS = (aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar)  # may add such a number
 
 
 class NotTypedError(Exception):
-    """A node that has no type along time."""
+    """A node has no type along time: its operator mixes samples."""
 
     def __init__(self, node: fx.Node) -> None:
         self.node = node
@@ -55,13 +60,20 @@ class NotTypedError(Exception):
 
 @dataclass(frozen=True)
 class Derivation:
-    """How a version is made: by a rule's option, with a ``number`` to share out, or otherwise than
-    by computing it (``option`` is None): ``how`` is "given" (a placeholder), "hoisted" or
-    "share"."""
+    """How a microbatch gets a typed node.
 
-    how: str
+    Attributes:
+        kind: "given" (a placeholder), "computed" (a call, by ``option``), "hoisted" (computed once
+            for all microbatches), or "divided" (a tensor of type R, divided by the number of
+            microbatches, as P).
+        option: the option of the operator's rule for a computed node.
+        max_chunks: the largest number of chunks of the split dim that keeps combined samples
+            together; 0 for any number.
+    """
+
+    kind: str
     option: Option | None = None
-    max_chunks: int = 0  # into so many chunks the split may go; 0: any
+    max_chunks: int = 0
 
 
 class TimeTypes:
@@ -69,13 +81,15 @@ class TimeTypes:
 
     Args:
         cut: the inputs of which a microbatch has a chunk, each with its type.
-        shares: of how many equal parts of the batch a microbatch has chunks.
+        parts: the number of equal parts into which the model takes the batch apart.
 
     Attributes:
-        natural: each node's type.
-        ways: how each version is made, of those that were asked for.
-        approximate: nodes that are taken of each microbatch although that is not exact.
-        gathered: nodes that are hoisted because their operands' types are of no use.
+        inferred: the type of each node.
+        derivations: how each typed node that was asked for is derived.
+        inexact_operators: the nodes that compute statistics of a microbatch in place of statistics
+            of the whole batch.
+        forced_hoists: the nodes that are hoisted because their rule has no option for the types of
+            their operands.
 
     Raises:
         NotTypedError: an operator mixes samples.
@@ -84,33 +98,34 @@ class TimeTypes:
     def __init__(self, analysis: Analysis, cut: Mapping[fx.Node, Type], parts: int = 1) -> None:
         self.analysis, self.parts = analysis, parts
         self.inferred: dict[fx.Node, Type] = {}
-        self.ways: dict[TypedNode, Derivation] = {}
+        self.derivations: dict[TypedNode, Derivation] = {}
         self.inexact_operators: list[fx.Node] = []
-        self.gathered: list[fx.Node] = []
+        self.forced_hoists: list[fx.Node] = []
         self._costs: dict[TypedNode, int] = {}
         self._depth = 0
-        self._given = _given(analysis)
+        self._hoistable = _hoistable(analysis)
         for node in analysis.graph.nodes:
             if node.op == "placeholder":
                 self._settle(node, cut.get(node, R), Derivation("given"))
             elif node.op == "call_function":
-                self._type(node)
+                self._infer(node)
 
-    def _settle(self, node: fx.Node, found: Type, way: Derivation) -> None:
+    def _settle(self, node: fx.Node, found: Type, derivation: Derivation) -> None:
+        """Record the inferred type of a node."""
         self.inferred[node] = found
-        self._costs[node, found], self.ways[node, found] = 0, way
+        self._costs[node, found], self.derivations[node, found] = 0, derivation
 
-    def _type(self, node: fx.Node) -> None:
+    def _infer(self, node: fx.Node) -> None:
         found = [self.inferred[t] for t, _ in operands(node)]
         if all(t is R for t in found):
             self._settle(node, R, Derivation("computed", Option((R,) * len(found), R)))
             if (rule := self.analysis.rules.get(node)) is not None and rule.writes:
-                self.inexact_operators.append(node)  # each microbatch writes
+                self.inexact_operators.append(node)  # each microbatch updates a buffer
             return
-        best, _ = self._best(node, None)
-        if best is None and node in self._given:
+        best, _ = self._cheapest(node, None)
+        if best is None and node in self._hoistable:
             self._settle(node, R, Derivation("hoisted"))
-            self.gathered.append(node)
+            self.forced_hoists.append(node)
             return
         if best is None or best.option is None:
             raise NotTypedError(node)
@@ -118,10 +133,12 @@ class TimeTypes:
             self.inexact_operators.append(node)
         self._settle(node, best.option.out, best)
 
-    def _best(self, node: fx.Node, wanted: Type | None) -> tuple[Derivation | None, int]:
-        """The cheapest way to compute a node with a result of the type wanted (None: of any)."""
+    def _cheapest(self, node: fx.Node, wanted: Type | None) -> tuple[Derivation | None, int]:
+        """The cheapest way to compute a node with the type ``wanted`` (None: any type), and its
+        cost.
+        """
         tensors = [t for t, _ in operands(node)]
-        best, least = None, NEVER
+        best, least = None, IMPOSSIBLE
         for option, max_chunks in self.options(node, wanted):
             if wanted is not None and option.out is not wanted:
                 continue
@@ -135,43 +152,48 @@ class TimeTypes:
         return best, least
 
     def cost(self, node: fx.Node, wanted: Type) -> int:
-        """What a version costs; ``NEVER`` where there is none."""
+        """The cost of deriving a node with the type ``wanted``; ``IMPOSSIBLE`` if it cannot be
+        derived.
+        """
         key = node, wanted
         if key not in self._costs:
-            if self._depth > _DEEPEST:
-                return NEVER
+            if self._depth > _MAX_DEPTH:
+                return IMPOSSIBLE
             self._depth += 1
-            way, cost = self._way(node, wanted)
+            derivation, cost = self._derive(node, wanted)
             self._depth -= 1
-            self._costs[key] = NEVER
-            if way is not None and cost < NEVER:
-                self._costs[key], self.ways[key] = cost, way
+            self._costs[key] = IMPOSSIBLE
+            if derivation is not None and cost < IMPOSSIBLE:
+                self._costs[key], self.derivations[key] = cost, derivation
         return self._costs[key]
 
-    def _way(self, node: fx.Node, wanted: Type) -> tuple[Derivation | None, int]:
-        inferred, value = self.inferred[node], node.meta["val"]
+    def _derive(self, node: fx.Node, wanted: Type) -> tuple[Derivation | None, int]:
+        """The cheapest derivation of a node with a type other than the inferred one."""
+        value = node.meta["val"]
         if not isinstance(value, torch.Tensor):
-            return None, NEVER
+            return None, IMPOSSIBLE
         if wanted is P:
-            shared = inferred is R and (value.is_floating_point() or value.is_complex())
-            return (Derivation("share"), SHARE) if shared else (None, NEVER)
-        again: tuple[Derivation | None, int] = (None, NEVER)
+            is_number = value.is_floating_point() or value.is_complex()
+            divides = self.inferred[node] is R and is_number
+            return (Derivation("divided"), DIVIDE_COST) if divides else (None, IMPOSSIBLE)
+        derivation, cost = None, IMPOSSIBLE
         if wanted.is_shard and node.op == "call_function":
-            way, cost = self._best(node, wanted)
-            again = way, cost + AGAIN
-        if again[1] >= HOIST and node in self._given:
-            return Derivation("hoisted"), HOIST
-        return again
+            derivation, cost = self._cheapest(node, wanted)
+            cost += RECOMPUTE_COST
+        if cost >= HOIST_COST and node in self._hoistable:
+            return Derivation("hoisted"), HOIST_COST
+        return derivation, cost
 
     def options(self, node: fx.Node, wanted: Type | None = None) -> Iterator[tuple[Option, int]]:
-        """The ways to compute a node for a microbatch that its operands' types, or the one wanted,
-        suggest; each with the number of chunks into which its split may go."""
+        """The options to compute a node for a microbatch, given the inferred types of its operands
+        and the type ``wanted``; each with the largest number of chunks of its split dim (0: any).
+        """
         rule = self.analysis.rules.get(node)
         if rule is None:
             return
         yield from ((option, 0) for option in rule.unsplit() if option.out is not I)
-        yield from _with_number(node)
-        yield from _side_by_side(node, [self.inferred[t] for t, _ in operands(node)])
+        yield from _adding_number(node)
+        yield from _concatenating(node, [self.inferred[t] for t, _ in operands(node)])
         types = [*(self.inferred[t] for t, _ in operands(node)), wanted or R]
         splits = {
             s: None
@@ -180,12 +202,14 @@ class TimeTypes:
         }
         for factor, parts in splits:
             for option in rule.split(factor):
-                if option.kernel in _KERNELS or option.kernel == _STATISTICS:
+                if option.kernel in _LOCAL_KERNELS or option.kernel == _STATISTICS:
                     yield _in_parts(rule, option, factor, parts), rule.sizes[factor] // parts
 
     @property
-    def cut_flops(self) -> float:
-        """The arithmetic that microbatches share."""
+    def split_flops(self) -> float:
+        """The arithmetic that is split over microbatches, in floating-point operations. Each call
+        counts one more, so that calls without arithmetic count, too.
+        """
         rules = self.analysis.rules
         return sum(
             1.0 + rule.flops
@@ -195,8 +219,8 @@ class TimeTypes:
 
 
 def _splits(rule: Rule, t: Type, dims: Sequence[Dim]) -> Iterator[tuple[str, int]]:
-    """The factors that may be split for a tensor to have type ``t``, and in how many equal parts
-    each.
+    """The factors of a rule whose split gives a tensor with these ``dims`` the type ``t``; each
+    with the number of equal parts of the factor that are split.
     """
     for place, factor in enumerate(dims[t.dim] if t.is_shard else ()):
         parts, rest = divmod(t.pieces, math.prod(rule.sizes[f] for f in dims[t.dim][:place]))
@@ -205,31 +229,32 @@ def _splits(rule: Rule, t: Type, dims: Sequence[Dim]) -> Iterator[tuple[str, int
 
 
 def _in_parts(rule: Rule, option: Option, factor: str, parts: int) -> Option:
-    """An option that splits a factor, with each of ``parts`` equal parts of the factor split: of a
-    dim in which other factors are before it each of their parts is."""
+    """The option with each of ``parts`` equal parts of the factor split. In a dim where other
+    factors are major, each part of theirs is split, too.
+    """
 
-    def turned(t: Type, dims: Sequence[Dim]) -> Type:
+    def strided_type(t: Type, dims: Sequence[Dim]) -> Type:
         if not t.is_shard:
             return t
         majors = dims[t.dim][: dims[t.dim].index(factor)]
         pieces = parts * math.prod(rule.sizes[f] for f in majors)
         return strided(t.dim, pieces) if pieces > 1 else S(t.dim)
 
-    ins = tuple(turned(t, dims) for t, dims in zip(option.ins, rule.operands, strict=True))
-    return replace(option, ins=ins, out=turned(option.out, rule.output))
+    ins = tuple(strided_type(t, dims) for t, dims in zip(option.ins, rule.operands, strict=True))
+    return replace(option, ins=ins, out=strided_type(option.out, rule.output))
 
 
-def _with_number(node: fx.Node) -> Iterator[tuple[Option, int]]:
-    """A number joins a pending sum with a share of itself."""
+def _adding_number(node: fx.Node) -> Iterator[tuple[Option, int]]:
+    """The option to add a number to a pending sum: each microbatch adds a part of the number."""
     if node.target in _SUMS and len(operands(node)) == 1 and node.meta["val"].is_floating_point():
         other = node.args[1] if isinstance(node.args[0], fx.Node) else None
         if isinstance(other, (int, float)):
             yield Option((P,), P, kernel=NUMBER), 0
 
 
-def _side_by_side(node: fx.Node, found: Sequence[Type]) -> Iterator[tuple[Option, int]]:
-    """Tensors of one shape put side by side along the dim that is cut: each is a part of the
-    result, cut by itself.
+def _concatenating(node: fx.Node, found: Sequence[Type]) -> Iterator[tuple[Option, int]]:
+    """The options to concatenate tensors of one shape along the dim that is cut: each tensor
+    becomes a part of the result, and each part is cut.
     """
     if (
         node.target is not aten.cat.default
@@ -241,36 +266,27 @@ def _side_by_side(node: fx.Node, found: Sequence[Type]) -> Iterator[tuple[Option
         yield Option((t,) * len(found), strided(dim, t.pieces * len(found))), size[dim] // t.pieces
 
 
-def _given(analysis: Analysis) -> set[fx.Node]:
-    """What may be hoisted: what depends on inputs, on buffers that the forward does not change and
-    on constants alone, and is not drawn.
+def _hoistable(analysis: Analysis) -> set[fx.Node]:
+    """The nodes that may be hoisted: they depend on inputs, constants, and buffers that the forward
+    does not change, and they are not random.
     """
-    names = set(analysis.captured.updates)
-    written = {
-        operands(n)[k][0]
-        for n, rule in analysis.rules.items()
-        if rule is not None
-        for k in rule.writes
-    }
+    updated = set(analysis.captured.updates)
+    rules = {n: rule for n, rule in analysis.rules.items() if rule is not None}
+    written = {operands(n)[k][0] for n, rule in rules.items() for k in rule.writes}
     found: set[fx.Node] = set()
     for node in analysis.graph.nodes:
         if node.op == "placeholder":
             state = analysis.state.get(node)
-            fixed = state is None or (state.kind != "parameter" and state.target not in names)
+            fixed = state is None or (state.kind != "parameter" and state.target not in updated)
             if fixed and node not in written and not node.meta["val"].requires_grad:
                 found.add(node)
         elif node.op == "call_function":
             reads = node.all_input_nodes
-            if (
-                node.target is graph_kernels.target_count
-            ):  # its class weights have no gradient, be they a parameter
+            if node.target is graph_kernels.target_count:
+                # No gradient flows to the class weights, even if they are a parameter.
                 reads = reads[:1]
-            rule = analysis.rules.get(node)
-            if (
-                all(n in found for n in reads)
-                and not is_random(node)
-                and not (rule is not None and rule.writes)
-            ):
+            writes = node in rules and rules[node].writes
+            if all(n in found for n in reads) and not is_random(node) and not writes:
                 found.add(node)
     return found
 

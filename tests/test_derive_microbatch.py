@@ -1,4 +1,4 @@
-"""Values that the prologue computes from the whole batch before the first microbatch."""
+"""Counts over the whole batch, which must be known before the first microbatch runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import autopar
 
 
 class Weighted(nn.Module):
-    """Class weights that are a frozen parameter, which a plan may cut."""
+    """Class weights are a frozen parameter, which a plan may split."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Weighted(nn.Module):
 
 
 def differences(options: dict[str, Any]) -> tuple[float, float]:
-    """Differences of the loss and of the gradient from those of one device."""
+    """The differences of the loss and of the gradient."""
     torch.manual_seed(0)
     model, sample = (
         Weighted().double(),

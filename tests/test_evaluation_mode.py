@@ -1,5 +1,5 @@
-"""eval() of a compiled program: dropout and BatchNorm are understood, anything else that reads
-self.training is refused.
+"""eval() of a compiled program: it switches dropout and BatchNorm, and refuses models that read
+self.training for anything else.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def test_dropout_and_batch_norm_are_understood(name: str) -> None:
 
 
 def branching() -> float:
-    """A training step works, and evaluation raises."""
+    """A training step works; evaluation raises."""
     x = torch.ones(4, 4)
     compiled = autopar.compile(Branching(), x, 1, progress=False)
     compiled(x).backward()
@@ -46,7 +46,7 @@ def test_a_model_that_branches_is_refused_in_eval(ranks: Pools) -> None:
 
 
 class ByBatchSize(torch.nn.Module):
-    """Uses its batch size, read in Python, as a scale or as a shift."""
+    """Reads the batch size in Python, as a factor or as a summand."""
 
     def __init__(self, scale: bool) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class ByBatchSize(torch.nn.Module):
 
 
 def in_parts(scale: bool) -> tuple[float, float]:
-    """The loss of the whole batch, and the loss in four microbatches."""
+    """The loss of the whole batch, and the loss of four microbatches."""
     torch.manual_seed(0)
     model, x = ByBatchSize(scale).double(), torch.randn(8, 4, dtype=torch.float64)
     expected = model(x).item()

@@ -1,5 +1,5 @@
-"""Cutting a graph into stages and splitting it there: what crosses, what is copied, what cannot
-be.
+"""Cutting a graph into stages and splitting it at the cuts: which tensors are sent, which calls are
+duplicated, and which cuts are refused.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def test_what_is_read_in_a_stage_was_sent_there(name: str) -> None:
 
 
 def test_cheap_tensors_are_not_sent() -> None:
-    """Masks and rotary tables: only the hidden state goes from layer to layer, cut between them."""
+    """Masks and rotary tables are not sent: between two layers only the hidden state is."""
     whole, _, _ = captured("llama")
     start = next(n for n in calls(whole.graph) if n.meta["module"].startswith("model.layers.1."))
     cut = _cut(whole, [start.name])
@@ -114,7 +114,9 @@ def test_a_long_skip_is_relayed() -> None:
         for s in (1, 2, 3)
     ]
     assert [len(w) for w in widths] == [2, 3, 2]
-    assert all((8, 16) in w for w in widths)  # of the first convolution, read by the last block
+    assert all(
+        (8, 16) in w for w in widths
+    )  # the output of the first convolution, which the last block reads
     relays = [n for n in sends(cut.graph) if n.args[0].target is graph_kernels.send]
     assert len(relays) == 3
 
@@ -144,7 +146,7 @@ def test_results_stay_with_their_operator() -> None:
 
 
 class Counting(nn.Module):
-    """A counter that nothing but itself makes, and a running mean."""
+    """A counter whose new value depends on itself alone, and a running mean."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +176,7 @@ def test_a_buffer_that_changes_is_of_one_stage() -> None:
 
 
 class Normalised(nn.Module):
-    """One BatchNorm in two places."""
+    """One BatchNorm that is called in two places."""
 
     def __init__(self) -> None:
         super().__init__()

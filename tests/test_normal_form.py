@@ -1,4 +1,4 @@
-"""Dims counted from the end, where the first operand is not the one that counts."""
+"""Dims that count from the end of another operand than the first one."""
 
 from __future__ import annotations
 
