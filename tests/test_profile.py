@@ -25,9 +25,16 @@ from autopar.errors import PlanError, RunError
 from autopar.kernel_trace.kernel_launches import KernelLaunch
 from autopar.kernel_trace.operator_trace import OperatorTracer
 from autopar.kernel_trace.tensor_spec import contiguous_spec
-from autopar.profile import NoisyMeasurement, check_machine, measure_cluster, profiler, timing
+from autopar.profile import (
+    NoisyMeasurement,
+    check_machine,
+    measure_cluster,
+    measurements,
+    profiler,
+    timing,
+)
 from autopar.profile.fit_cluster import _mean
-from autopar.profile.kernel_probes import launches
+from autopar.profile.kernel_probes import probe_launches
 from autopar.profile.machine import machine
 from autopar.profile.missing_kernels import MissingKernels
 from autopar.profile.timing import COLD, Timing, pool_timings, replay, time_call
@@ -59,12 +66,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _quick(monkeypatch: Any) -> None:
-    monkeypatch.setattr(profiler, "launches", few)
-    monkeypatch.setattr(profiler, "LARGE", 1 << 20)
-    monkeypatch.setattr(profiler, "UPDATED", (1 << 6, 1 << 10, 1 << 14))
-    monkeypatch.setattr(profiler, "MESSAGES", (1 << 10, 1 << 16))
+    monkeypatch.setattr(measurements, "probe_launches", few)
+    monkeypatch.setattr(measurements, "LARGE", 1 << 20)
+    monkeypatch.setattr(measurements, "UPDATED", (1 << 6, 1 << 10, 1 << 14))
+    monkeypatch.setattr(measurements, "MESSAGES", (1 << 10, 1 << 16))
     for name, budget in (("BUDGET", 0.003), ("MESSAGE_BUDGET", 0.003)):
-        monkeypatch.setattr(profiler, name, budget)
+        monkeypatch.setattr(measurements, name, budget)
     monkeypatch.setattr(profiler, "NOISY", 1e9)
 
 
@@ -78,7 +85,7 @@ def test_noted_calls_run_on_real_tensors() -> None:
     noted.
     """
     seen: dict[str, int] = {}
-    for launch in launches("cpu", torch.float32):
+    for launch in probe_launches("cpu", torch.float32):
         if launch.nbytes < 1e6 and seen.setdefault(launch.operator, launch.nbytes) == launch.nbytes:
             assert launch.call is not None
             noted, real = (
@@ -134,7 +141,7 @@ def test_a_profile_that_was_interrupted_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, calls = tmp_path / "here.json", 0
-    plain = profiler.time_call
+    plain = measurements.time_call
 
     def interrupted(*args: Any) -> Timing:
         nonlocal calls
@@ -143,13 +150,15 @@ def test_a_profile_that_was_interrupted_goes_on(
             raise KeyboardInterrupt
         return plain(*args)
 
-    monkeypatch.setattr(profiler, "time_call", interrupted)
+    monkeypatch.setattr(measurements, "time_call", interrupted)
     with pytest.raises(KeyboardInterrupt):
         measure_cluster(path, "cpu", progress=False)
     assert [p.name for p in tmp_path.iterdir()] == ["here.json.part"]
     before = json.loads((tmp_path / "here.json.part").read_text())["measured"]
     assert len(before) == 5
-    jobs = profiler.ROUNDS * len(list(profiler.Profiler(path, CPU, progress=False)._jobs()))
+    jobs = profiler.ROUNDS * len(
+        list(profiler.Profiler(path, CPU, progress=False).measurements.jobs())
+    )
     calls = 100
     measure_cluster(path, "cpu", progress=False)
     assert calls == 100 + jobs - 5
@@ -175,7 +184,7 @@ def test_what_is_left_of_another_profile_is_not_used(left: str, tmp_path: Path) 
 @pytest.mark.usefixtures("quick")
 def test_noise_is_told_and_the_median_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiler, "NOISY", 0.5)
-    monkeypatch.setattr(profiler, "time_call", lambda *args: Timing(1e-3, 0.8))
+    monkeypatch.setattr(measurements, "time_call", lambda *args: Timing(1e-3, 0.8))
     with pytest.warns(
         NoisyMeasurement,
         match=r"measurements are noisy .*: 80 %.* the medians were kept. Measure again",
@@ -193,7 +202,7 @@ def test_a_kernel_that_does_not_run_here_has_no_curve(
             raise NotImplementedError
         return replay(call, device)
 
-    monkeypatch.setattr(profiler, "replay", absent)
+    monkeypatch.setattr(measurements, "replay", absent)
     cluster = measure_cluster(tmp_path / "here.json", "cpu", progress=False)
     assert not [name for name in cluster.device.efficiency if "gelu" in name]
     assert "mm.float32" in cluster.device.efficiency

@@ -1,4 +1,4 @@
-"""Files that are there as a whole or not at all."""
+"""Writes files as a whole: an interrupted write leaves the old file."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from autopar.errors import PlanError
 
 
 def write_json(path: str | os.PathLike[str], data: Any, indent: int | None = None) -> None:
-    """Replaces ``path`` at once; it stays as it was where writing fails.
+    """Writes ``data`` as JSON to ``path``. Where writing fails, ``path`` stays unchanged.
 
     Raises:
         PlanError: ``path`` is no path.
-        OSError: the system does not let it be written.
+        OSError: the system does not allow the write.
     """
     try:
         name = os.fsdecode(path)

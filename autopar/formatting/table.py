@@ -14,8 +14,12 @@ Cells = list[str]
 
 
 def table(rows: list[Cells], headers: Cells, align: str, flexible: Sequence[int] = ()) -> str:
-    """A table; where it would be too wide, the ``flexible`` columns are cut, then all that are
-    long.
+    """A table of at most WIDTH columns.
+
+    Args:
+        rows, headers: the cells.
+        align: "l" or "r" for each column.
+        flexible: the columns that are cut first where the table is too wide; then the widest are.
     """
     everything = [headers, *rows]
     widths = [max(len(row[i]) for row in everything) for i in range(len(headers))]
@@ -72,9 +76,7 @@ def _scaled(value: float, units: list[tuple[float, str]]) -> str:
 
 
 def first_and_last(rows: Sequence[Cells], most: int) -> list[Cells]:
-    """``rows``, or where there are more than ``most`` the first and the last of them with a row of
-    dots between.
-    """
+    """``rows``; of more than ``most`` rows the first and the last, with a row of dots between."""
     if len(rows) <= most:
         return list(rows)
     return [*rows[: most // 2], ["…", *[""] * (len(rows[0]) - 1)], *rows[len(rows) - most // 2 :]]

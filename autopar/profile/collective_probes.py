@@ -1,4 +1,4 @@
-"""Collectives to measure: the ones that programs run, on buffers of a given size."""
+"""The collectives that a profile measures: those of programs, on buffers of a given size."""
 
 from __future__ import annotations
 
@@ -18,8 +18,13 @@ Collective = Callable[[torch.Tensor, dist.ProcessGroup], Any]
 def probe_collective(
     kind: str, nbytes: int, group: dist.ProcessGroup, device: torch.device
 ) -> Callable[[], Any]:
-    """One of COLLECTIVES, of ``nbytes`` as :func:`cost_model.collective_seconds` takes them; operands are read
-    in turn.
+    """A call of one collective, on other operands each time.
+
+    Args:
+        kind: one of COLLECTIVES.
+        nbytes: bytes as :func:`cost_model.collective_seconds` takes them.
+        group: the ranks.
+        device: where the operands are.
     """
     ranks, call = group.size(), COLLECTIVES[kind]
     elements = nbytes // 4 // (ranks if kind in _FROM_PARTS else 1)
@@ -46,7 +51,7 @@ def _all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _send(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """From each rank to the next."""
+    """Sends from each rank to the next one."""
     received, me = torch.empty_like(x), dist.get_rank(group)
     there, back = (dist.get_global_rank(group, (me + step) % group.size()) for step in (1, -1))
     for work in dist.batch_isend_irecv(
@@ -56,7 +61,7 @@ def _send(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return received
 
 
-_FROM_PARTS = {"all_gather", "all_to_all"}  # each rank has a part of the whole
+_FROM_PARTS = {"all_gather", "all_to_all"}  # the operand is one rank's part of the tensor
 COLLECTIVES: dict[str, Collective] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,

@@ -1,4 +1,4 @@
-"""What measurements come to: a cluster's figures."""
+"""Turns the timings of a profile into the figures of a cluster."""
 
 from __future__ import annotations
 
@@ -17,19 +17,16 @@ from autopar.cost_model.compute import ARITHMETIC
 from autopar.cost_model.device import MAX_EFFICIENCY, Curve, Device, Level
 from autopar.profile.timing import Timing
 
-SMALLEST = 0.05  # of a call: what a kernel takes at least, beside what the call itself does
-KERNEL, MESSAGE = (
-    "{operator}.{dtype} {kind} {work:.6g}",
-    "{kind} of {ranks} ranks, {nbytes}",
-)  # names of measurements
+# A kernel's least seconds, relative to an empty call whose seconds are subtracted from its own.
+SMALLEST = 0.05
+# names of measurements
+KERNEL = "{operator}.{dtype} {kind} {work:.6g}"
+MESSAGE = "{kind} of {ranks} ranks, {nbytes}"
 CALL, LAUNCH, MEMORY, HIDDEN = "call", "launch", "memory", "computing beside a collective"
-_KERNEL, _MESSAGE = (
-    re.compile(r"(\w+)\.(\w+) (\w+) (\S+)"),
-    re.compile(r"(\w+) of (\d+) ranks, (\d+)"),
-)
-Points = dict[
-    tuple[str, str, str], list[tuple[float, float]]
-]  # by operator, dtype and kind of a kernel: work and seconds
+_KERNEL = re.compile(r"(\w+)\.(\w+) (\w+) (\S+)")
+_MESSAGE = re.compile(r"(\w+) of (\d+) ranks, (\d+)")
+# (work, seconds) by operator, dtype and kind of a kernel
+Points = dict[tuple[str, str, str], list[tuple[float, float]]]
 
 
 def fit_cluster(
@@ -40,8 +37,14 @@ def fit_cluster(
     large: int,
     ranks_per_core: float,
 ) -> Cluster:
-    """The cluster that was measured; ``large`` bytes were read, and as many written, for its
-    memory.
+    """The cluster that fits the timings.
+
+    Args:
+        name: the name of the cluster.
+        machine, device: the machine that was measured, and its device.
+        found: the timings, by the names of the measurements.
+        large: bytes that the measurement of the memory reads, and bytes that it writes.
+        ranks_per_core: the ranks that shared one core.
     """
     ranks = int(machine["ranks"])
     own = 0.0 if device.type == "cuda" else found[CALL].seconds
@@ -88,9 +91,7 @@ def _peaks(points: Points) -> dict[str, float]:
 
 
 def _curves(points: Points, peak: Mapping[str, float], bandwidth: float) -> dict[str, Curve]:
-    """For each operator, and for each kind of kernels together, in each dtype: what part of the
-    peak is reached.
-    """
+    """The efficiency curves of each operator and of each kind of kernels, for each dtype."""
     curves: dict[str, Curve] = {}
     together: dict[str, list[Curve]] = defaultdict(list)
     for (operator, dtype, kind), measured in points.items():
@@ -110,7 +111,7 @@ def _curves(points: Points, peak: Mapping[str, float], bandwidth: float) -> dict
 
 
 def _mean(curves: Sequence[Curve]) -> Curve:
-    """Geometric, of curves that have points at different work."""
+    """The geometric mean of curves, which may have points at different work."""
     logs = [np.log(np.array(curve)) for curve in curves]
     low, high = min(c[0, 0] for c in logs), max(c[-1, 0] for c in logs)
     at = np.linspace(low, high, max(2, round((high - low) / math.log(4)) + 1))
@@ -122,8 +123,10 @@ def _mean(curves: Sequence[Curve]) -> Curve:
 
 
 def _level(found: Mapping[str, Timing], ranks: int) -> Level:
-    """The links between this machine's devices; latency and bandwidth are for sizes that were not
-    measured.
+    """The links between this machine's devices.
+
+    Collectives use the measured curves; latency and bandwidth serve for numbers of ranks and
+    collectives that were not measured.
     """
     if ranks == 1:
         return Level("alone", 1, 0.0, 1.0)
@@ -142,8 +145,9 @@ def _level(found: Mapping[str, Timing], ranks: int) -> Level:
 
 
 def _growing(by_work: Mapping[float, float]) -> Curve:
-    """Points in order. More work takes no less time: neighbours that were measured otherwise have
-    their mean.
+    """The points in order of work, with seconds that never fall.
+
+    Neighbouring points whose seconds fall get their mean.
     """
     means: list[list[float]] = []
     for work in sorted(by_work):
@@ -157,7 +161,7 @@ def _growing(by_work: Mapping[float, float]) -> Curve:
 
 
 def noisy_measurements(found: Mapping[str, Timing], spread: float) -> Collection[tuple[float, str]]:
-    """Those measurements whose readings differ by more, the worst first."""
+    """The measurements with a larger spread, the worst first."""
     return sorted(
         ((timing.spread, name) for name, timing in found.items() if timing.spread > spread),
         reverse=True,

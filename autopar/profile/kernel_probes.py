@@ -1,5 +1,5 @@
-"""What a profile measures: calls whose forward and backward launch the kernels that models are made
-of, in several sizes.
+"""The kernels that a profile measures: the forward and backward kernels of common operators, in
+several sizes.
 """
 
 from __future__ import annotations
@@ -15,76 +15,76 @@ from autopar.kernel_trace.operator_trace import OperatorTrace, OperatorTracer
 from autopar.kernel_trace.tensor_spec import TensorSpec, contiguous_spec
 
 aten = torch.ops.aten
-SIZES = {  # elements; of 32 MiB and more the C library takes new memory each time
+# Elements of a tensor. A CPU's C library allocates new memory for each tensor of 32 MiB or more.
+SIZES = {
     "cpu": (1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22, 1 << 23),
     "cuda": (1 << 15, 1 << 18, 1 << 21, 1 << 24, 1 << 26),
 }
-MOST = {"cpu": 2.5e9, "cuda": 5e12}  # FLOPs of a probe
-WIDTH, ROWS = 512, 256  # of what is normalised; of a linear layer's input, at least
+MAX_FLOPS = {"cpu": 2.5e9, "cuda": 5e12}  # larger kernels are left out
+WIDTH = 512  # the size of a normalised dim
+MIN_ROWS = 256  # the least rows of a linear layer's input
 
 
-def launches(device_type: str, dtype: torch.dtype) -> Iterator[KernelLaunch]:
-    """Kernels to measure."""
-    autograd = OperatorTracer(device_type)
-    few = device_type == "cpu" and dtype is not torch.float32  # it is for training on GPUs
+def probe_launches(device_type: str, dtype: torch.dtype) -> Iterator[KernelLaunch]:
+    """The kernels to measure for one dtype."""
+    tracer = OperatorTracer(device_type)
+    # On a CPU other dtypes than float32 matter little, so they get fewer sizes.
+    few = device_type == "cpu" and dtype is not torch.float32
     for size in SIZES[device_type][1::3] if few else SIZES[device_type]:
-        for answer in _answers(autograd, size, dtype):
+        for trace in _traces(tracer, size, dtype):
             yield from (
                 n
-                for n in (*answer.forward, *answer.backward)
-                if n.call is not None and n.flops < MOST[device_type]
+                for n in (*trace.forward, *trace.backward)
+                if n.call is not None and n.flops < MAX_FLOPS[device_type]
             )
 
 
-def _answers(autograd: OperatorTracer, size: int, dtype: torch.dtype) -> Iterator[OperatorTrace]:
+def _traces(tracer: OperatorTracer, size: int, dtype: torch.dtype) -> Iterator[OperatorTrace]:
+    """Traces of all calls, on tensors of about ``size`` elements."""
     rows = size // WIDTH
     x, vector = contiguous_spec((rows, WIDTH), dtype, True), contiguous_spec((WIDTH,), dtype, True)
     index = contiguous_spec((rows,), torch.int64)
-    for call in _CALLS.values():
-        yield autograd.trace(call[0], *call[1](x, vector, index))
+    for target, arguments in _CALLS.values():
+        yield tracer.trace(target, *arguments(x, vector, index))
+    yield from _products(tracer, size, dtype)
+    yield tracer.trace(aten.embedding.default, (_parameter(dtype, 8192, WIDTH), index), {})
+    yield from _images(tracer, size, dtype)
+
+
+def _products(tracer: OperatorTracer, size: int, dtype: torch.dtype) -> Iterator[OperatorTrace]:
+    """Traces of linear layers, batched products and attention."""
     side = max(16, 1 << round(math.log2(size) / 2))
-    for n, k in {
+    for n, width in {
         (side, side),
         (min(side, WIDTH), min(side, WIDTH)),
         (min(4 * side, 4096), min(side, 1024)),
     }:
-        yield autograd.trace(
-            aten.linear.default,
-            (
-                contiguous_spec((max(size // k, ROWS), k), dtype, True),
-                _w(dtype, n, k),
-                _w(dtype, n),
-            ),
-            {},
-        )
-    sequence = min(1024, max(32, rows // 8))
+        x = contiguous_spec((max(size // width, MIN_ROWS), width), dtype, True)
+        weights = _parameter(dtype, n, width), _parameter(dtype, n)
+        yield tracer.trace(aten.linear.default, (x, *weights), {})
+    sequence = min(1024, max(32, size // WIDTH // 8))
     heads = max(1, size // (sequence * 64))
     q = contiguous_spec((max(1, heads // 8), min(heads, 8), sequence, 64), dtype, True)
-    yield autograd.trace(
-        aten.matmul.default, (q, contiguous_spec((*q.shape[:2], 64, sequence), dtype, True)), {}
-    )
+    k = contiguous_spec((*q.shape[:2], 64, sequence), dtype, True)
+    yield tracer.trace(aten.matmul.default, (q, k), {})
     for causal in (False, True):
-        yield autograd.trace(
-            aten.scaled_dot_product_attention.default, (q, q, q, None, 0.0, causal), {}
-        )
-    yield autograd.trace(aten.embedding.default, (_w(dtype, 8192, WIDTH), index), {})
+        arguments = (q, q, q, None, 0.0, causal)
+        yield tracer.trace(aten.scaled_dot_product_attention.default, arguments, {})
+
+
+def _images(tracer: OperatorTracer, size: int, dtype: torch.dtype) -> Iterator[OperatorTrace]:
+    """Traces of convolution, batch normalisation and pooling."""
     channels = min(64, max(16, size // 4096))
     image = contiguous_spec((max(1, size // (channels * 256)), channels, 16, 16), dtype, True)
-    per_channel = _w(dtype, channels)
-    yield autograd.trace(
-        aten.conv2d.default,
-        (image, _w(dtype, channels, channels, 3, 3), per_channel, [1, 1], [1, 1]),
-        {},
-    )
-    yield autograd.trace(
-        aten.batch_norm.default,
-        (image, per_channel, per_channel, None, None, True, 0.1, 1e-5, False),
-        {},
-    )
-    yield autograd.trace(aten.max_pool2d.default, (image, [2, 2], [2, 2]), {})
+    each = _parameter(dtype, channels)
+    weight = _parameter(dtype, channels, channels, 3, 3)
+    yield tracer.trace(aten.conv2d.default, (image, weight, each, [1, 1], [1, 1]), {})
+    statistics = (None, None, True, 0.1, 1e-5, False)
+    yield tracer.trace(aten.batch_norm.default, (image, each, each, *statistics), {})
+    yield tracer.trace(aten.max_pool2d.default, (image, [2, 2], [2, 2]), {})
 
 
-def _w(dtype: torch.dtype, *shape: int) -> TensorSpec:
+def _parameter(dtype: torch.dtype, *shape: int) -> TensorSpec:
     return contiguous_spec(shape, dtype, True)
 
 

@@ -1,4 +1,4 @@
-"""Which machine a profile is of."""
+"""Describes the machine that a profile measured."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autopar.errors import PlanError
 
 
 def machine(device: torch.device, backend: str, ranks: int) -> dict[str, str]:
-    """What a profile is of: it holds for the same device, software and number of ranks."""
+    """The properties for which a profile holds: device, software and number of ranks."""
     return {
         "device": device_name(device),
         "ranks": str(ranks),
@@ -25,22 +25,25 @@ def machine(device: torch.device, backend: str, ranks: int) -> dict[str, str]:
 
 
 def check_machine(cluster: Cluster, device: torch.device) -> None:
-    """PlanError where a profile is of another machine or other software than this: what differs,
-    and how to renew it. What was not measured, a preset say, is of no machine."""
+    """Raises PlanError where the cluster is a profile of another machine or of other software.
+
+    The message says what differs and how to measure again. A cluster that was not measured, such as
+    a preset, has no machine and always passes.
+    """
     here = machine(
         device,
         dist.get_backend() if dist.is_initialized() else "none",
         dist.get_world_size() if dist.is_initialized() else 1,
     )
-    one = cluster.machine.get("ranks") == "1"  # which has no collectives, and no backend to differ
-    asked = {
+    has_one_rank = cluster.machine.get("ranks") == "1"  # no collectives, so any backend fits
+    expected = {
         name: value
         for name, value in cluster.machine.items()
-        if name != "ranks" and not (one and name == "backend")
+        if name != "ranks" and not (has_one_rank and name == "backend")
     }
     differ = [
         f"{name} {value!r} there, {here[name]!r} here"
-        for name, value in asked.items()
+        for name, value in expected.items()
         if here.get(name, value) != value
     ]
     if differ:
@@ -54,7 +57,7 @@ def check_machine(cluster: Cluster, device: torch.device) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """Of a GPU, or of the processor with its number of cores."""
+    """The name of the GPU, or the name of the processor with its number of cores."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:

@@ -1,5 +1,7 @@
-"""Measures on the spot what a cluster's curves do not cover, and remembers it: by operator, shapes,
-dtypes, device and torch's version.
+"""Measures single kernels that a cluster has no curve of, and remembers their seconds.
+
+The memory is a file in the user's cache folder. Its keys contain the operator, the shapes, strides
+and dtypes of the tensors, the device, torch's version and the number of threads.
 """
 
 from __future__ import annotations
@@ -17,14 +19,14 @@ from autopar.errors import PlanError
 from autopar.formatting.files import write_json
 from autopar.kernel_trace.kernel_launches import KernelLaunch
 from autopar.profile.machine import device_name
-from autopar.profile.profiler import BUDGET
+from autopar.profile.measurements import BUDGET
 from autopar.profile.timing import replay, time_call
 
-SCHEMA = 2  # to be raised when kernels are measured in another way
+SCHEMA = 2  # raise it when the way to measure changes
 
 
 def cache_path() -> Path:
-    """Where measurements are kept: in the user's cache folder."""
+    """The file of the measurements, in the user's cache folder."""
     return (
         Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         / "autopar"
@@ -33,7 +35,11 @@ def cache_path() -> Path:
 
 
 class MissingKernels:
-    """Kernels that ``cluster`` has no curve of. PlanError where this machine has no such device."""
+    """The kernels that ``cluster`` has no curve of, measured on this machine when asked for.
+
+    Raises:
+        PlanError: this machine has no device of the cluster's kind.
+    """
 
     def __init__(self, cluster: Cluster, path: Path | None = None) -> None:
         kind = cluster.device.kind
@@ -58,8 +64,8 @@ class MissingKernels:
         return launch.call is not None and not any(name in self._curves for name in names)
 
     def seconds(self, launch: KernelLaunch) -> float | None:
-        """Of one kernel as it is; None for one that does not run here."""
-        key = f"{self._where}: {launch.operator}{_described(launch)}"
+        """Seconds of one kernel; None for a kernel that does not run on this machine."""
+        key = f"{self._where}: {launch.operator}{_signature(launch)}"
         if key not in self._known:
             self._known[key] = self._measured(launch)
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +100,7 @@ def _dtypes(launch: KernelLaunch) -> list[str]:
     return sorted({part.split("[")[0].removeprefix("torch.") for part in _tensors(launch)})
 
 
-def _described(launch: KernelLaunch) -> str:
+def _signature(launch: KernelLaunch) -> str:
     return f"({', '.join(_tensors(launch))})"
 
 

@@ -1,4 +1,4 @@
-"""Seconds of a call on this machine: the median of many, and how far they are spread."""
+"""Seconds of a call on this machine: the median of many readings, and their spread."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-LEAST = 2e-4  # seconds that one reading takes at least: shorter calls are read several at a time
-READINGS = 3  # at least
+MIN_READING = 2e-4  # seconds: shorter calls share a reading
+MIN_READINGS = 3
 COLD = 1 << 25  # bytes that no cache holds for long
-MOST = 32  # operands that are read in turn
+MAX_COPIES = 32  # copies of the operands that calls use in turn
 
 
 class Timing(NamedTuple):
-    """The median's seconds, and the distance between the quartiles relative to it."""
+    """The median in seconds, and the distance between the quartiles relative to the median."""
 
     seconds: float
     spread: float
@@ -28,24 +28,31 @@ class Timing(NamedTuple):
 def time_call(
     call: Callable[[], Any], device: torch.device, budget: float, ranks_per_core: float = 1.0
 ) -> Timing:
-    """Of one call, measured for about ``budget`` seconds. On a GPU the host queues the calls of one
-    reading ahead. Where processes take turns, ``ranks_per_core`` of them on a core, each has its part of
-    that: the core's time for a call counts, so many times."""
+    """The timing of one call. On a GPU the host queues the calls of one reading ahead.
+
+    Args:
+        call: the call.
+        device: the device on which it runs.
+        budget: the seconds to measure, approximately.
+        ranks_per_core: the processes that share a core. With more than one, the CPU time of a call
+            counts, times this number, because each process gets only its part of the core.
+    """
     clock = time.process_time if ranks_per_core > 1 else time.perf_counter
     call()
     once = seconds_per_call(call, 1, device)
-    several = max(1, min(1000, round(LEAST / max(once, 1e-7))))
+    several = max(1, min(1000, round(MIN_READING / max(once, 1e-7))))
     readings: list[float] = []
     end = time.perf_counter() + budget
-    while len(readings) < READINGS or (time.perf_counter() < end and len(readings) < 200):
+    while len(readings) < MIN_READINGS or (time.perf_counter() < end and len(readings) < 200):
         readings.append(ranks_per_core * seconds_per_call(call, several, device, clock))
     low, middle, high = statistics.quantiles(readings, n=4)
     return Timing(middle, (high - low) / middle if middle else 0.0)
 
 
 def pool_timings(timings: Sequence[Timing]) -> Timing:
-    """The median of several, apart in time, of one thing: what disturbed only one of them does not
-    count.
+    """The median of several timings of one call, measured at different times.
+
+    A disturbance of only one of them does not count.
     """
     seconds = sorted(timing.seconds for timing in timings)
     middle = statistics.median(seconds)
@@ -68,7 +75,7 @@ def seconds_per_call(
     device: torch.device,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Seconds of one of ``times`` calls."""
+    """The mean seconds of ``times`` calls."""
     synchronize(device)
     start = clock()
     for _ in range(times):
@@ -78,7 +85,7 @@ def seconds_per_call(
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for a GPU."""
+    """Waits until the device has run all its kernels."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -86,15 +93,14 @@ def synchronize(device: torch.device) -> None:
 def replay(
     call: tuple[Any, tuple[Any, ...], dict[str, Any]], device: torch.device
 ) -> Callable[[], Any]:
-    """A call that was noted on meta tensors, on real ones of the same shapes, strides and dtypes,
-    :func:`cycle_operands`.
+    """A call that was recorded on meta tensors, on real tensors with the same shapes, strides and
+    dtypes. It uses other operands each time, see :func:`cycle_operands`.
     """
     function, args, kwargs = call
     tensors: list[torch.Tensor] = []
     tree_map_only(torch.Tensor, tensors.append, (args, kwargs))
-    largest = max(
-        1, min((n for t in tensors if t.is_floating_point() for n in t.shape), default=2)
-    )  # that any index may be
+    sizes = (n for t in tensors if t.is_floating_point() for n in t.shape)
+    indices = max(1, min(sizes, default=2))  # indices below this number are valid in every dim
 
     def real(t: torch.Tensor) -> torch.Tensor:
         extent = (
@@ -106,7 +112,7 @@ def replay(
         filled = (
             memory.uniform_(0.1, 1.0)
             if t.is_floating_point()
-            else memory.random_(0, 2 if t.dtype is torch.bool else largest)
+            else memory.random_(0, 2 if t.dtype is torch.bool else indices)
         )
         return filled.as_strided(t.shape, t.stride())
 
@@ -119,9 +125,11 @@ def replay(
 
 
 def cycle_operands(call: Callable[..., Any], given: tuple[Any, ...]) -> Callable[[], Any]:
-    """``call(*given)`` as in a training step: what it reads is in no cache, and what it makes
-    stays. Each time it takes other copies of the tensors in ``given``, and results live until COLD
-    bytes of them are there."""
+    """``call(*given)`` as in a training step: no cache holds its operands, and its results live on.
+
+    Each call takes other copies of the tensors in ``given``. The results live until there are COLD
+    bytes of them.
+    """
     several = [
         given,
         *(tree_map_only(torch.Tensor, _copied, given) for _ in range(_fitting(_nbytes(given)) - 1)),
@@ -129,15 +137,15 @@ def cycle_operands(call: Callable[..., Any], given: tuple[Any, ...]) -> Callable
     operands = cycle(several)
     made = deque[Any](maxlen=_fitting(_nbytes(call(*given))))
 
-    def again() -> Any:
+    def call_next() -> Any:
         made.append(call(*next(operands)))
         return made[-1]
 
-    return again
+    return call_next
 
 
 def _copied(t: torch.Tensor) -> torch.Tensor:
-    """With the same strides."""
+    """A copy with the same strides."""
     memory = t.as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,), 0)
     return memory.clone().as_strided(t.shape, t.stride())
 
@@ -149,5 +157,5 @@ def _nbytes(values: Any) -> int:
 
 
 def _fitting(nbytes: int) -> int:
-    """How many of so many bytes COLD has room for."""
-    return max(1, min(MOST, COLD // max(nbytes, 1)))
+    """The number of tensors of ``nbytes`` that fill COLD bytes."""
+    return max(1, min(MAX_COPIES, COLD // max(nbytes, 1)))

@@ -1,5 +1,5 @@
-"""What each block of a plan does: one list of rows for all blocks that do the same, in whatever
-stages they are.
+"""Rows of the operators in each block of the model. Blocks that are planned alike share their rows,
+in whatever pipeline stages they are.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ _Line = tuple[str, str, str, tuple[str, ...], str]  # module, operator, shape, w
 
 
 class BlockRows:
-    """The blocks of a plan's graph. ``alike`` numbers them: those that do the same have one
-    number.
+    """The blocks of a plan's graph.
+
+    Attributes:
+        group_of: the number of each block's group; blocks that are planned alike are one group.
     """
 
     def __init__(self, analysis: Analysis, found: PricedPlan, names: ModulePaths) -> None:
         self._names, words = names, analysis.cached(SplitWords)
         shown = [_shown(v, found, words) for v in found.problem.vertices]
         inside: dict[Instance, list[_Line]] = defaultdict(list)
-        self._order: list[Instance | _Line] = []  # a block where its lines begin
+        # lines outside blocks, and each block at the place of its first line
+        self._order: list[Instance | _Line] = []
         for node in analysis.graph.nodes:
             instance, module = names.split(node)
             line = shown[found.problem.vertex_of[node]] if node in found.problem.vertex_of else None
@@ -39,12 +42,12 @@ class BlockRows:
                 if line is not None and not inside[instance]:
                     self._order.append(instance)
                 inside[instance] += [(module, *line)] if line is not None else []
-        self.alike: dict[Instance, int] = {}
+        self.group_of: dict[Instance, int] = {}
         self._lines: list[list[_Line]] = []
         self._members: list[list[Instance]] = []
         numbers: dict[tuple, int] = {}
         for instance, lines in inside.items():
-            n = self.alike[instance] = numbers.setdefault((instance[0], *lines), len(numbers))
+            n = self.group_of[instance] = numbers.setdefault((instance[0], *lines), len(numbers))
             if n == len(self._members):
                 self._members.append([])
                 self._lines.append(lines)
@@ -58,7 +61,7 @@ class BlockRows:
             if len(place) > 2:
                 module, operator, text, words, mode = place
                 found.append(["", 1, module or "(root)", operator, text, list(words), mode])
-            elif (n := self.alike[place]) not in done:
+            elif (n := self.group_of[place]) not in done:
                 done.add(n)
                 found += self._of_blocks(self._members[n], self._lines[n])
         return found
@@ -80,9 +83,7 @@ class BlockRows:
 def _shown(
     vertex: Vertex, found: PricedPlan, words: SplitWords
 ) -> tuple[str, str, tuple[str, ...], str] | None:
-    """Operator, shape, words and mode of a node, or None for one that a reader does not look
-    for.
-    """
+    """Operator, shape, words and mode of a node; None for a node that the report leaves out."""
     node, choice = vertex.node, found.choice(vertex.node)
     operator = words.operator(node)
     if operator is None or not isinstance(choice, Strategy):
@@ -101,5 +102,5 @@ def _shown(
         ]
     mode = mode_word(node, choice, found, text, any(parts))
     text = [f"{word}, ZeRO" if part else word for word, part in zip(text, parts, strict=True)]
-    looked_at = node if largest is None and not is_loss(node) else operands(node)[largest or 0][0]
-    return operator, "x".join(map(str, shape(looked_at))), tuple(text), mode
+    shown = node if largest is None and not is_loss(node) else operands(node)[largest or 0][0]
+    return operator, "x".join(map(str, shape(shown))), tuple(text), mode

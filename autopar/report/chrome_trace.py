@@ -1,6 +1,4 @@
-"""The schedule of a plan's step in the trace-event format that Chrome's about:tracing and Perfetto
-read.
-"""
+"""The timeline of a plan's step in the trace-event format, which Chrome and Perfetto show."""
 
 from __future__ import annotations
 
@@ -14,8 +12,8 @@ _MICROSECOND = 1e6
 
 
 def chrome_trace(plan: PlanData) -> dict[str, Any]:
-    """One process for the plan, one thread for each pipeline rank, one complete event for each
-    phase, in microseconds.
+    """The trace: one process for the plan, one thread for each pipeline rank, and one complete
+    event for each phase, in microseconds.
     """
     name = f"plan {plan.fingerprint}: {plan.world_size} devices of {plan.cluster}, {plan.schedule}"
     named: list[dict[str, Any]] = [_named("process_name", 0, name)]

@@ -1,4 +1,4 @@
-"""What a plan sends in a step, added up by collective, axis and part of the model."""
+"""Rows of the collectives in a step, added up by collective, mesh axis and part of the model."""
 
 from __future__ import annotations
 
@@ -25,8 +25,13 @@ Row = list[Any]
 
 @dataclass
 class _Sum:
-    """What one row adds up: the numbers of the blocks, the modules in them, how often, bytes and
-    seconds.
+    """The sums of one row.
+
+    Attributes:
+        numbers: the numbers of the blocks.
+        modules: the modules in the blocks, in order.
+        times: the number of collectives.
+        nbytes, seconds: their bytes and seconds.
     """
 
     numbers: set[int] = field(default_factory=set)
@@ -36,77 +41,83 @@ class _Sum:
     seconds: float = 0.0
 
 
-def collectives(found: PricedPlan, names: ModulePaths, blocks: BlockRows) -> list[Row]:
-    """The rows of one rank: of a pipeline's, the one that has most to do."""
+def collective_rows(found: PricedPlan, names: ModulePaths, blocks: BlockRows) -> list[Row]:
+    """``rows["collectives"]`` of a plan: the collectives of one rank, in a pipeline the busiest."""
     sums: dict[tuple, _Sum] = defaultdict(_Sum)
-    for part, nodes, term, each in _terms(found):
+    for part, nodes, term, times in _terms(found):
         for node in nodes:
-            instance, module = names.split(node)
-            alike, prefix = (
-                (blocks.alike[instance], instance[0])
-                if instance is not None
-                else (-1, module or "(root)")
-            )
-            row = sums[
-                (part, "copy", -1, "", -1, "")
-                if term.kind == "copy"
-                else (part, term.kind, term.axis, term.phase, alike, prefix)
-            ]
-            if instance is not None and term.kind != "copy":
-                row.numbers.add(instance[1])
-                row.modules[module] = None
-            row.times += each if term.nbytes else 0
-            row.nbytes += each * term.nbytes
-            row.seconds += each * term.seconds
-    rows: list[Row] = [
-        [
-            *key[:4],
-            names.label(key[5], row.numbers) if row.numbers else key[5],
-            list(row.modules),
-            row.times,
-            row.nbytes,
-            row.seconds,
-        ]
-        for key, row in sums.items()
-    ]
+            if term.kind == "copy":
+                row = sums[part, "copy", -1, "", -1, ""]
+            else:
+                instance, module = names.split(node)
+                group, name = -1, module or "(root)"
+                if instance is not None:
+                    group, name = blocks.group_of[instance], instance[0]
+                row = sums[part, term.kind, term.axis, term.phase, group, name]
+                if instance is not None:
+                    row.numbers.add(instance[1])
+                    row.modules[module] = None
+            row.times += times if term.nbytes else 0
+            row.nbytes += times * term.nbytes
+            row.seconds += times * term.seconds
+    rows: list[Row] = []
+    for (part, kind, axis, phase, _, name), row in sums.items():
+        block = names.label(name, row.numbers) if row.numbers else name
+        modules = list(row.modules)
+        rows.append([part, kind, axis, phase, block, modules, row.times, row.nbytes, row.seconds])
     return sorted(rows, key=lambda row: -row[8])
 
 
-def _terms(found: PricedPlan) -> Iterator[tuple[str, Sequence[fx.Node], Term, int]]:
-    """Every part of a step's communication: the kind of seconds it counts as, the nodes that it is
-    for, and how often for each of them.
-    """
-    problem, microbatches, rules = found.problem, found.microbatches, found.analysis.rules
-    of_vertex, of_group = _here(found, problem.vertex_of), _here(found, problem.tensor_of)
+# the kind of seconds that counts the term, the nodes, the term, and its number for each node
+_Terms = Iterator[tuple[str, Sequence[fx.Node], Term, int]]
+
+
+def _terms(found: PricedPlan) -> _Terms:
+    """All terms of a step's communication on the busiest rank."""
+    of_vertex = _nodes_here(found, found.problem.vertex_of)
     yield from _synchronisation(found, of_vertex)
-    for i, v in enumerate(problem.vertices):
+    yield from _kernels(found, of_vertex)
+    yield from _conversions(found)
+
+
+def _kernels(found: PricedPlan, of_vertex: Mapping[int, Sequence[fx.Node]]) -> _Terms:
+    """The collectives inside kernels."""
+    for i, v in enumerate(found.problem.vertices):
         choice = found.choice(v.node)
         if not isinstance(choice, ParameterStrategy):
-            for term in found.costs.kernels.terms(v.node, rules.get(v.node), choice):
-                yield "compute", of_vertex[i], replace(term, phase="kernel"), microbatches
-                if v.states[found.solution.chosen[i]] == RECOMPUTED and term.phase == "forward":
-                    yield "recomputation", of_vertex[i], replace(term, phase="kernel"), microbatches
+            is_recomputed = v.states[found.solution.chosen[i]] == RECOMPUTED
+            rule = found.analysis.rules.get(v.node)
+            for term in found.costs.kernel_terms(v.node, rule, choice):
+                inside = replace(term, phase="kernel")
+                yield "compute", of_vertex[i], inside, found.microbatches
+                if is_recomputed and term.phase == "forward":
+                    yield "recomputation", of_vertex[i], inside, found.microbatches
+
+
+def _conversions(found: PricedPlan) -> _Terms:
+    problem, solution = found.problem, found.solution
+    nodes = _nodes_here(found, problem.tensor_of)
     for g, tensor in enumerate(problem.tensors):
         node = problem.vertices[tensor.producer].node
-        for wanted, needed in problem.wanted(tensor, found.solution.chosen).items():
-            source = found.choice(node).out
-            for term in _path(found, node, source, wanted):
-                yield "conversions", of_group[g], term, microbatches
+        source = found.choice(node).out
+        for wanted, needed in problem.wanted(tensor, solution.chosen).items():
+            terms = _path_terms(found, node, source, wanted)
+            for term in terms:
+                yield "conversions", nodes[g], term, found.microbatches
             if (
                 needed
-                and (g, wanted) in found.solution.recomputed
+                and (g, wanted) in solution.recomputed
                 and tensor.moves[tensor.sources[source], tensor.targets[wanted]]
             ):
-                for term in _path(found, node, source, wanted):
+                for term in terms:
                     if term.phase == "forward":
-                        yield "recomputation", of_group[g], term, microbatches
+                        yield "recomputation", nodes[g], term, found.microbatches
 
 
-def _synchronisation(
-    found: PricedPlan, of_vertex: Mapping[int, Sequence[fx.Node]]
-) -> Iterator[tuple[str, Sequence[fx.Node], Term, int]]:
-    """What is done once a step. What goes in buckets has its share of what they take, less what the
-    last backward hides.
+def _synchronisation(found: PricedPlan, of_vertex: Mapping[int, Sequence[fx.Node]]) -> _Terms:
+    """The collectives of parameters and gradients, once a step.
+
+    The terms of gradients in buckets add up to the seconds that the last backward does not hide.
     """
     choices = ((i, v.node, found.choice(v.node)) for i, v in enumerate(found.problem.vertices))
     terms = [
@@ -116,22 +127,19 @@ def _synchronisation(
         for t in found.costs.parameters.synchronisation_terms(node, c)
     ]
     alone = sum(len(nodes) * term.seconds for nodes, term in terms if has_no_bucket(found, term))
-    counted, exposed = (
+    estimated, exposed = (
         sum(ends[stage][SYNC] for stage in found.busiest_stages) - alone
         for ends in (found.end_of_step_estimate, end_of_step(found))
     )
-    scale = exposed / counted if counted > 0 else 1.0
+    scale = exposed / estimated if estimated > 0 else 1.0
     for nodes, term in terms:
-        yield (
-            SYNC,
-            nodes,
-            term if has_no_bucket(found, term) else replace(term, seconds=scale * term.seconds),
-            1,
-        )
+        if not has_no_bucket(found, term):
+            term = replace(term, seconds=scale * term.seconds)
+        yield SYNC, nodes, term, 1
 
 
-def _here(found: PricedPlan, places: dict[fx.Node, int]) -> dict[int, list[fx.Node]]:
-    """By number: the nodes of the busiest rank, as often as its stages have them."""
+def _nodes_here(found: PricedPlan, places: dict[fx.Node, int]) -> dict[int, list[fx.Node]]:
+    """By number: the nodes on the busiest rank, repeated for each of its stages that has them."""
     nodes: dict[int, list[fx.Node]] = defaultdict(list)
     for node, number in places.items():
         nodes[number] += [node] * sum(
@@ -140,8 +148,8 @@ def _here(found: PricedPlan, places: dict[fx.Node, int]) -> dict[int, list[fx.No
     return nodes
 
 
-def _path(found: PricedPlan, node: fx.Node, source: Layout, target: Layout) -> list[Term]:
-    """The terms of a conversion, with what its steps cost besides as a copy of nothing."""
+def _path_terms(found: PricedPlan, node: fx.Node, source: Layout, target: Layout) -> list[Term]:
+    """The terms of a conversion, and the fixed cost of its steps as a copy of zero bytes."""
     if source == target or not isinstance(node.meta["val"], torch.Tensor):
         return []
     steps = len(found.costs.conversions.path(node, source, target))

@@ -1,6 +1,4 @@
-"""The names of what a plan does along several axes together: the modes of tensor and sequence
-parallelism.
-"""
+"""The word for the mode of tensor or sequence parallelism of one node, over all mesh axes."""
 
 from __future__ import annotations
 
@@ -16,8 +14,13 @@ from autopar.search.space.strategies import Strategy
 def mode_word(
     node: fx.Node, choice: Strategy, found: PricedPlan, words: Sequence[str], gathered: bool
 ) -> str:
-    """The mode of one node, of which ``words`` says what is split along each axis; "" where it has
-    none. ``gathered``: whether its weight is put together along an axis."""
+    """The mode of one node, "" for no mode.
+
+    Args:
+        node, choice, found: the node, its strategy, and the priced plan.
+        words: the word for the split along each axis.
+        gathered: whether its weight is gathered along an axis.
+    """
     rule = found.analysis.rules.get(node)
     wide = [
         axis

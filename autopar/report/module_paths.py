@@ -1,4 +1,4 @@
-"""Module paths for people: the repeated parts of a model by one name."""
+"""Module paths in reports: the repeated blocks of a model have one name."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch.fx as fx
 from autopar.rules.analysis import Analysis
 
 _NUMBER = re.compile(r"^(.*?\b)(\d+)\b\.?(.*)$")
-_RUNS = 5  # of numbers that are shown
+_MAX_RANGES = 5  # ranges of block numbers that a label shows
 Instance = tuple[str, int]  # a block: ("model.layers.", 7)
 
 
 class ModulePaths:
-    """Module paths, and what to call several blocks together."""
+    """The module paths of a graph's nodes, and labels for several blocks."""
 
     def __init__(self, analysis: Analysis) -> None:
         self._state = {
@@ -30,8 +30,10 @@ class ModulePaths:
                 self._numbers[instance[0]].add(instance[1])
 
     def split(self, node: fx.Node) -> tuple[Instance | None, str]:
-        """``(("model.layers.", 7), "self_attn.q_proj")``; ``(None, path)`` outside numbered
-        blocks.
+        """The block of a node and the module path inside the block.
+
+        For example ``(("model.layers.", 7), "self_attn.q_proj")``; outside numbered blocks
+        ``(None, path)``.
         """
         if node not in self._known:
             path = self._state.get(node, node.meta.get("module", "")) or ""
@@ -50,7 +52,7 @@ class ModulePaths:
 
 
 def _ranges(numbers: Iterable[int]) -> str:
-    """``{1, 2, 3, 7}`` as ``1-3,7``; of many runs the first and the last."""
+    """``{1, 2, 3, 7}`` as ``1-3,7``; of many ranges the first ones and the last one."""
     runs: list[list[int]] = []
     for n in sorted(numbers):
         if runs and runs[-1][1] == n - 1:
@@ -58,4 +60,6 @@ def _ranges(numbers: Iterable[int]) -> str:
         else:
             runs.append([n, n])
     found = [str(a) if a == b else f"{a}-{b}" for a, b in runs]
-    return ",".join(found if len(found) <= _RUNS else [*found[: _RUNS - 1], "…", found[-1]])
+    return ",".join(
+        found if len(found) <= _MAX_RANGES else [*found[: _MAX_RANGES - 1], "…", found[-1]]
+    )

@@ -1,4 +1,4 @@
-"""What the report says of a pipeline's stages and devices, and of what is recomputed."""
+"""Tables of a pipeline's stages and ranks, and of recomputed tensors."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from autopar.formatting.table import (
 )
 from autopar.ir.plan_data import PlanData
 
-_SHOWN = 12  # rows of what is recomputed
-_TOGETHER = {  # kinds of memory that have one column
+_SHOWN = 12  # rows of recomputed tensors
+_COLUMNS = {  # the kinds of memory in each column
     "parameters": ("parameters", "compute copies", "gathered parameters"),
     "gradients": ("gradients",),
     "optimizer": ("optimizer",),
@@ -29,10 +29,8 @@ _TOGETHER = {  # kinds of memory that have one column
 }
 
 
-def schedule(plan: PlanData) -> str:
-    """The line of the header that says how microbatches go through the stages; "" without
-    stages.
-    """
+def schedule_line(plan: PlanData) -> str:
+    """The header's line about the pipeline schedule; "" for a plan without a pipeline."""
     if len(plan.stages) == 1:
         return ""
     chunks = f"{plan.chunks} stages on each" if plan.chunks > 1 else "one stage on each"
@@ -42,15 +40,15 @@ def schedule(plan: PlanData) -> str:
     )
 
 
-def stages(plan: PlanData) -> str:
-    """A row for each stage: where it runs, what it is and how long one microbatch takes."""
-    again = any(stage.seconds.get("recomputation") for stage in plan.stages)
+def stage_table(plan: PlanData) -> str:
+    """A row for each stage: its rank, its modules, and the seconds of one microbatch."""
+    recomputes = any(stage.seconds.get("recomputation") for stage in plan.stages)
     rows: list[Cells] = []
     for i, stage in enumerate(plan.stages):
         took = [
             stage.seconds["forward"],
             stage.seconds["backward"],
-            *([stage.seconds.get("recomputation", 0.0)] if again else []),
+            *([stage.seconds.get("recomputation", 0.0)] if recomputes else []),
         ]
         sent = format_seconds(stage.seconds["send"]) if i + 1 < len(plan.stages) else ""
         rows.append(
@@ -63,10 +61,10 @@ def stages(plan: PlanData) -> str:
                 str(stage.in_flight),
             ]
         )
-    recomputing = ["recomputation"] if again else []
+    recomputing = ["recomputation"] if recomputes else []
     headers = ["stage", "rank", "modules", "forward", "backward", *recomputing, "send", "in flight"]
     legend = "times: of one microbatch; in flight: microbatches whose activations it holds at most"
-    legend += "; backward: with recomputation" if again else ""
+    legend += "; backward: with recomputation" if recomputes else ""
     return (
         table(
             first_and_last(rows, MOST_ROWS),
@@ -79,10 +77,10 @@ def stages(plan: PlanData) -> str:
     )
 
 
-def devices(plan: PlanData) -> str:
-    """A row for each pipeline rank: its memory by kind, and how much of the schedule it waits."""
+def rank_table(plan: PlanData) -> str:
+    """A row for each pipeline rank: its memory by kind, and the part of the schedule it waits."""
     line = simulate_plan(plan)
-    kinds = [kind for kind in _TOGETHER if any(_of(device, kind) for device in plan.memory)]
+    kinds = [kind for kind in _COLUMNS if any(_of(device, kind) for device in plan.memory)]
     rows: list[Cells] = []
     for rank, device in enumerate(plan.memory):
         waits = line.bubble[rank] / line.seconds if line.seconds else 0.0
@@ -102,13 +100,11 @@ def devices(plan: PlanData) -> str:
 
 
 def _of(device: Mapping[str, float], kind: str) -> float:
-    return sum(device.get(each, 0.0) for each in _TOGETHER[kind])
+    return sum(device.get(each, 0.0) for each in _COLUMNS[kind])
 
 
-def recomputed(plan: PlanData) -> str:
-    """What is computed again in the backward, the most memory first, with what it frees and what it
-    costs; "" if nothing is.
-    """
+def recomputation_table(plan: PlanData) -> str:
+    """A row for the recomputed tensors of each module, the most freed bytes first; "" for none."""
     if not plan.recomputed:
         return ""
     found = sorted(plan.rows.get("recomputed", []), key=lambda row: -row[3])

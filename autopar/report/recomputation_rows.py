@@ -1,5 +1,6 @@
-"""What a plan makes again in the backward, what that frees and what it costs, added up by part of
-the model.
+"""Rows of the tensors that the backward computes again: the bytes that this frees, its seconds.
+
+The rows add up the tensors by part of the model.
 """
 
 from __future__ import annotations
@@ -21,77 +22,88 @@ from autopar.search.space.recompute_policy import RECOMPUTED, SAVED
 from autopar.search.space.strategies import Strategy
 
 Row = list[Any]
-BESIDES = "kept to make the others again"
+_KEPT_FOR_OTHERS = "kept to make the others again"
 
 
 @dataclass(frozen=True)
 class _Item:
-    """A result or a conversion of one node: bytes that its being made again frees of a microbatch,
-    and the seconds it takes.
+    """A recomputed result or conversion of one node.
+
+    Attributes:
+        node: the node.
+        name: the operator, and the layout after a conversion.
+        nbytes: bytes of one microbatch that recomputation frees.
+        seconds: seconds to compute it again, for one microbatch.
     """
 
     node: fx.Node
-    what: str
+    name: str
     nbytes: float
     seconds: float
 
 
-def recomputed(found: PricedPlan, names: ModulePaths) -> list[Row]:
+def recomputation_rows(found: PricedPlan, names: ModulePaths) -> list[Row]:
     """``rows["recomputed"]`` of a plan."""
-    return [*_made_again(found, names), *_besides(found)]
+    return [*_recomputed(found, names), *_kept_for_recomputation(found)]
 
 
-def _made_again(found: PricedPlan, names: ModulePaths) -> Iterator[Row]:
-    sums: dict[tuple[str, str, str, int], list[float]] = defaultdict(
-        lambda: [0, 0.0, 0.0]
-    )  # of each operator of a block's module
-    numbers: dict[tuple[str, str, str, int], set[int]] = defaultdict(set)
+# the prefix of the block, the module in it, the operator, its number in the module
+_Key = tuple[str, str, str, int]
+
+
+def _recomputed(found: PricedPlan, names: ModulePaths) -> Iterator[Row]:
+    # times, bytes and seconds of each operator in all blocks with the same prefix
+    sums: dict[_Key, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
+    numbers: dict[_Key, set[int]] = defaultdict(set)
     seen: Counter[tuple] = Counter()
-    for item in _Memory(found).items():
+    in_flight = found.shape.microbatches_in_flight()
+    for item in _Recomputation(found).items():
         instance, module = names.split(item.node)
-        seen[instance, module, item.what] += 1  # a module may have several of one operator
-        key = (
-            instance[0] if instance else "",
-            module,
-            item.what,
-            seen[instance, module, item.what],
-        )
+        seen[instance, module, item.name] += 1
+        prefix = instance[0] if instance else ""
+        key = prefix, module, item.name, seen[instance, module, item.name]
         if instance:
             numbers[key].add(instance[1])
         stages = found.stage_of[item.node]
         sums[key][0] += found.microbatches * len(stages)
-        sums[key][1] += item.nbytes * sum(
-            found.configuration.microbatches_in_flight()[stage] for stage in stages
-        )
+        sums[key][1] += item.nbytes * sum(in_flight[stage] for stage in stages)
         sums[key][2] += item.seconds * found.microbatches * len(stages)
+    yield from _rows_by_module(sums, numbers, names)
+
+
+def _rows_by_module(
+    sums: dict[_Key, list[float]], numbers: dict[_Key, set[int]], names: ModulePaths
+) -> Iterator[Row]:
+    """One row for all operators of a module that the same blocks recompute."""
     rows: dict[tuple, tuple[dict[str, None], list[list[float]]]] = defaultdict(lambda: ({}, []))
-    for (prefix, module, what, number), added in sums.items():
-        whats, parts = rows[prefix, frozenset(numbers[prefix, module, what, number]), module]
-        whats[what] = None
+    for key, added in sums.items():
+        prefix, module, operator, _ = key
+        operators, parts = rows[prefix, frozenset(numbers[key]), module]
+        operators[operator] = None
         parts.append(added)
-    for (prefix, members, module), (whats, parts) in rows.items():
-        name = ": ".join(filter(None, (module, ", ".join(whats))))
+    for (prefix, members, module), (operators, parts) in rows.items():
+        name = ": ".join(filter(None, (module, ", ".join(operators))))
         times, nbytes, seconds = (sum(column) for column in zip(*parts, strict=True))
         yield [names.label(prefix, members) if prefix else "", name, int(times), nbytes, seconds]
 
 
-def _besides(found: PricedPlan) -> Iterator[Row]:
-    """What would not be kept but for what is made again from it."""
-    memory, microbatches_in_flight = _Memory(found), found.configuration.microbatches_in_flight()
+def _kept_for_recomputation(found: PricedPlan) -> Iterator[Row]:
+    """A row for the tensors that are kept only because others are computed from them."""
+    memory, microbatches_in_flight = _Recomputation(found), found.shape.microbatches_in_flight()
     times, nbytes = 0, 0.0
-    for node, each in memory.extra():
+    for node, each in memory.kept_for_others():
         times += found.microbatches * len(found.stage_of[node])
         nbytes += each * sum(microbatches_in_flight[stage] for stage in found.stage_of[node])
     if times:
-        yield ["", BESIDES, times, -nbytes, 0.0]
+        yield ["", _KEPT_FOR_OTHERS, times, -nbytes, 0.0]
 
 
-class _Memory:
-    """What would be kept of a plan's tensors if nothing was made again, and what is."""
+class _Recomputation:
+    """Compares the tensors that a plan keeps with those that it would keep without recomputation."""
 
     def __init__(self, found: PricedPlan) -> None:
         self._found, self._costs = found, found.costs
-        self._plain: dict[fx.Node, bool] = {}
+        self._kept: dict[fx.Node, bool] = {}
         self._readers: dict[fx.Node, list[tuple[fx.Node, int]]] = defaultdict(list)
         for node in found.analysis.graph.nodes:
             if node.op == "call_function":
@@ -99,32 +111,32 @@ class _Memory:
                     self._readers[operand].append((node, k))
 
     def items(self) -> Iterator[_Item]:
-        """What is made again, in the order of the graph."""
+        """The recomputed results in the order of the graph, then the recomputed conversions."""
         for node in self._calls():
             v, k = self._chosen(node)
             if v.states[k] == RECOMPUTED:
                 choice = v.choices[k]
                 assert isinstance(choice, Strategy)
-                nbytes = float(v.result[k]) if self._keeps(node) else 0.0
-                nbytes += self._costs.internal_bytes(node, choice)
+                nbytes = float(v.result[k]) if self._keeps_result(node) else 0.0
+                nbytes += self._costs.internal(node, choice)
                 yield _Item(node, self._name(node), nbytes, float(v.forward[k]))
         for node, target, recomputed, seconds, nbytes in self._conversions():
             if recomputed:
-                kept = nbytes if self._wants(node, target) else 0.0
+                kept = nbytes if self._keeps_converted(node, target) else 0.0
                 yield _Item(node, f"{self._name(node)} -> {format_layout(target)}", kept, seconds)
 
-    def extra(self) -> Iterator[tuple[fx.Node, float]]:
-        """What is kept only because something else is made again from it, with its bytes."""
+    def kept_for_others(self) -> Iterator[tuple[fx.Node, float]]:
+        """The tensors that are kept only for recomputation, with their bytes."""
         for node in self._calls():
             v, k = self._chosen(node)
             if (
                 v.states[k] == SAVED
                 and self._costs.saved(node).alias is None
-                and not self._keeps(node)
+                and not self._keeps_result(node)
             ):
                 yield node, float(v.result[k])
         for node, target, recomputed, _, nbytes in self._conversions():
-            if not recomputed and not self._wants(node, target):
+            if not recomputed and not self._keeps_converted(node, target):
                 yield node, nbytes
 
     def _name(self, node: fx.Node) -> str:
@@ -144,8 +156,10 @@ class _Memory:
         return self._found.problem.vertices[v], self._found.solution.chosen[v]
 
     def _conversions(self) -> Iterator[tuple[fx.Node, Layout, bool, float, float]]:
-        """Those whose results the backward needs and that make memory: of what, to which layout,
-        whether again, seconds and bytes.
+        """The conversions whose results the backward needs and that allocate memory.
+
+        Yields the node, the layout after the conversion, whether it is recomputed, the seconds to
+        recompute it, and the bytes of its result.
         """
         problem, solution = self._found.problem, self._found.solution
         for node, g in problem.tensor_of.items():
@@ -162,31 +176,33 @@ class _Memory:
                         float(tensor.nbytes[t]),
                     )
 
-    def _keeps(self, node: fx.Node) -> bool:
-        """Whether autograd alone would keep a call's result."""
-        if node not in self._plain:
-            self._plain[node] = self._costs.saved(node).output or any(
-                self._reads(reader, k)
+    def _keeps_result(self, node: fx.Node) -> bool:
+        """Whether autograd would keep a call's result without recomputation."""
+        if node not in self._kept:
+            self._kept[node] = self._costs.saved(node).output or any(
+                self._backward_reads(reader, k)
                 for reader, k in self._readers[node]
-                if not self._moved(node, reader, k)
+                if not self._is_converted(node, reader, k)
             )
-        return self._plain[node]
+        return self._kept[node]
 
-    def _wants(self, node: fx.Node, target: Layout) -> bool:
-        """Whether autograd alone would keep a tensor in the layout to which it is converted."""
+    def _keeps_converted(self, node: fx.Node, target: Layout) -> bool:
+        """Whether autograd would keep the converted tensor without recomputation."""
         return any(
-            self._reads(reader, k)
+            self._backward_reads(reader, k)
             for reader, k in self._readers[node]
             if self._found.choice(reader).ins[k] == target
         )
 
-    def _reads(self, reader: fx.Node, k: int) -> bool:
+    def _backward_reads(self, reader: fx.Node, k: int) -> bool:
+        """Whether the backward reads operand ``k`` of the call ``reader``."""
         saved = self._costs.saved(reader)
         if reader.target is send:
-            return self._costs.is_differentiable(reader)
-        return k in saved.operands or (saved.alias == k and self._keeps(reader))
+            return self._costs.differentiable(reader)
+        return k in saved.operands or (saved.alias == k and self._keeps_result(reader))
 
-    def _moved(self, node: fx.Node, reader: fx.Node, k: int) -> bool:
+    def _is_converted(self, node: fx.Node, reader: fx.Node, k: int) -> bool:
+        """Whether a conversion allocates operand ``k`` of ``reader``, which is made from ``node``."""
         problem = self._found.problem
         tensor = problem.tensors[problem.tensor_of[node]]
         source, target = self._found.choice(node).out, self._found.choice(reader).ins[k]

@@ -1,23 +1,25 @@
-"""What a plan does, in the field's words, as rows of plain data: made while the graph is at hand,
-so that a loaded plan reports the same.
+"""Adds to a plan the rows of its report, as plain data.
+
+The rows are made while the graph is at hand, so a plan that is loaded later reports the same.
 
 ``rows["model"]``
-    [name, value]: samples of the global batch, trainable parameters.
-``rows["blocks"]`` [block, count, module, operator, shape, words, mode]: one row for each distinct
-    operator that a reader looks for, in the order they run. ``block`` is the repeated part of the
-    module path, with "*" for its number ("" outside blocks), ``count`` how often it occurs,
-    ``words`` one word for each mesh axis, ``mode`` the name of the tensor or sequence parallelism
-    that they make, "" where it has none.
-``rows["collectives"]`` [part, collective, axis, phase, block, modules, times, bytes, seconds]: what
-    is sent in a step, largest first. ``part`` is the kind of :attr:`Plan.seconds` that it belongs
-    to: the rows of "conversions" and of "gradient synchronisation" add up to these. ``axis`` is the
-    mesh axis's number (-1 for local copies, one past the last for the pipeline), ``bytes`` and
-    ``seconds`` are one rank's (of a pipeline's, the one that has most to do), of all ``times``
-    together.
-``rows["recomputed"]`` [block, what, times, bytes, seconds]: what is made again in the backward, and
-    the bytes that this frees, of all microbatches in flight; in a step, on one device of each stage
-    together. ``seconds`` add up to the stages' "recomputation" of all microbatches. What is kept
-    only to make the others again has a row of negative bytes.
+    [name, value]: samples of the global batch, and trainable parameters.
+``rows["blocks"]``
+    [block, count, module, operator, shape, words, mode]: one row for each distinct operator that a
+    reader looks for, in the order they run. ``block`` is the repeated part of the module path, with
+    "*" for its number ("" outside blocks), and ``count`` the number of such blocks. ``words`` has
+    one word for each mesh axis. ``mode`` is the mode of tensor or sequence parallelism, or "".
+``rows["collectives"]``
+    [part, collective, axis, phase, block, modules, times, bytes, seconds]: the collectives of a
+    step, the longest first. ``part`` is the kind of :attr:`Plan.seconds` that counts the row; the
+    rows of "conversions" and "gradient synchronisation" add up to these seconds. ``axis`` is the
+    number of the mesh axis: -1 for local copies, one past the last axis for the pipeline. ``bytes``
+    and ``seconds`` are totals of all ``times`` on one rank; of a pipeline, on the busiest rank.
+``rows["recomputed"]``
+    [block, operators, times, bytes, seconds]: the tensors that the backward computes again. They
+    count for one step, on one device of each stage together. ``bytes`` are the bytes that
+    recomputation frees, for all microbatches in flight. ``seconds`` add up to the stages'
+    "recomputation". Tensors that are kept only for recomputation have a row of negative bytes.
 """
 
 from __future__ import annotations
@@ -27,18 +29,18 @@ import dataclasses
 from autopar.ir.nodes import numel
 from autopar.ir.plan_data import PlanData
 from autopar.report.block_rows import BlockRows
-from autopar.report.collective_rows import collectives
+from autopar.report.collective_rows import collective_rows
 from autopar.report.module_paths import ModulePaths
-from autopar.report.recomputation_rows import recomputed
+from autopar.report.recomputation_rows import recomputation_rows
 from autopar.search.result.priced_plan import PricedPlan
 
 
 def add_report_rows(plan: PlanData, found: PricedPlan) -> PlanData:
-    """``plan`` with the rows that its report shows.
+    """``plan`` with the rows of its report.
 
     Args:
-        plan: what the search wrote down.
-        found: the search's answer, with its prices.
+        plan: the plan.
+        found: the priced plan of the search, which the plan was written from.
     """
     analysis = found.analysis
     names = analysis.cached(ModulePaths)
@@ -50,8 +52,8 @@ def add_report_rows(plan: PlanData, found: PricedPlan) -> PlanData:
             ["parameters", sum(map(numel, trainable))],
         ],
         "blocks": blocks.rows(),
-        "collectives": collectives(found, names, blocks),
+        "collectives": collective_rows(found, names, blocks),
     }
     if plan.recomputed:
-        rows["recomputed"] = recomputed(found, names)
+        rows["recomputed"] = recomputation_rows(found, names)
     return dataclasses.replace(plan, rows=rows, notes=tuple(dict.fromkeys(plan.notes)))

@@ -1,4 +1,4 @@
-"""The report of a plan as text, at most 120 columns wide."""
+"""The report of a plan as text, at most WIDTH columns wide."""
 
 from __future__ import annotations
 
@@ -18,21 +18,24 @@ from autopar.formatting.table import (
     truncate,
 )
 from autopar.ir.plan_data import EXACT_AXES, PlanData
-from autopar.report.pipeline_tables import devices, recomputed, schedule, stages
+from autopar.report.pipeline_tables import (
+    rank_table,
+    recomputation_table,
+    schedule_line,
+    stage_table,
+)
 from autopar.report.timeline import draw_timeline
 
 OPTIMAL = 1e-4  # a relative gap below which a plan counts as optimal
-_SHOWN = 12  # collectives that have a line of their own
-_SHAPE = 24  # columns at most
-_WHOLE = "(block)"  # what a block does outside its modules
+_SHOWN = 12  # collectives with a row of their own
+_SHAPE_WIDTH = 24  # columns of a shape at most
+_WHOLE = "(block)"  # the module of operators that lie directly in a block
 
 
 def report_text(plan: PlanData) -> str:
-    """The plan for people: mesh, time, memory, what each block does, what is sent, and how sure the
-    planner is.
-    """
+    """The report of a plan: mesh, time, memory, blocks, collectives, and the optimality gap."""
     pipelined = (
-        [stages(plan), draw_timeline(plan, MOST_ROWS), devices(plan)]
+        [stage_table(plan), draw_timeline(plan, MOST_ROWS), rank_table(plan)]
         if len(plan.stages) > 1
         else [_memory(plan)]
     )
@@ -40,7 +43,7 @@ def report_text(plan: PlanData) -> str:
         _header(plan),
         _times(plan),
         *pipelined,
-        recomputed(plan),
+        recomputation_table(plan),
         _blocks(plan),
         _collectives(plan),
         _notes(plan),
@@ -59,7 +62,7 @@ def _header(plan: PlanData) -> str:
         + (f", {format_count(facts['parameters'])} parameters" if "parameters" in facts else ""),
         f"{plan.world_size} device{'s' * (plan.world_size > 1)} of {plan.cluster}, {where}",
         _batch(plan, facts.get("samples")),
-        schedule(plan),
+        schedule_line(plan),
         _precision(plan),
         f"predicted: {format_seconds(plan.step_time)} a step, {format_bytes(max(plan.peak_memory))} a device; "
         f"{_gap(plan)}",
@@ -123,11 +126,11 @@ def _blocks(plan: PlanData) -> str:
             [
                 modules,
                 operator,
-                truncate(shape, _SHAPE),
+                truncate(shape, _SHAPE_WIDTH),
                 *(words[columns[0]] for _, columns in axes),
                 *([mode] if named else []),
             ]
-            for modules, operator, shape, words, mode in _alike(list(members))
+            for modules, operator, shape, words, mode in _merged_rows(list(members))
         ]
         title = f"{block} (x{times})"
         if block and any(line[0] != _WHOLE for line in lines):
@@ -141,7 +144,7 @@ def _blocks(plan: PlanData) -> str:
 
 
 def _merged_axes(plan: PlanData) -> list[tuple[str, list[int]]]:
-    """Column titles, with neighbouring axes that do the same everywhere as one."""
+    """Titles and mesh axes of the columns; neighbouring axes with the same words share a column."""
     blocks = plan.rows.get("blocks", [])
     axes: list[tuple[str, list[int]]] = []
     for axis, (name, size) in enumerate(plan.mesh.items()):
@@ -153,8 +156,8 @@ def _merged_axes(plan: PlanData) -> list[tuple[str, list[int]]]:
     return axes
 
 
-def _alike(members: Sequence[list[Any]]) -> Iterator[tuple[str, str, str, list[str], str]]:
-    """Neighbours of one parent that do the same, as one: ``self_attn.q_proj, k_proj, v_proj``."""
+def _merged_rows(members: Sequence[list[Any]]) -> Iterator[tuple[str, str, str, list[str], str]]:
+    """Merges neighbouring rows that are planned alike: ``self_attn.q_proj, k_proj, v_proj``."""
 
     def same(row: list[Any]) -> tuple[str, ...]:
         return (row[2].rpartition(".")[0] if "." in row[2] else row[2], row[3], row[6], *row[5])

@@ -1,4 +1,4 @@
-"""The field's words for what a plan splits."""
+"""The field's words for the split of a node along one mesh axis, such as column-parallel."""
 
 from __future__ import annotations
 
@@ -14,19 +14,16 @@ from autopar.rules.registry import operator_name
 from autopar.rules.rule import Dim, Rule
 from autopar.runtime.kernels.graph_kernels import send
 
-_PASSING = (
-    "aten.to",
-    "aten._to_copy",
-    "aten.clone",
-    "aten.contiguous",
-)  # a weight that went through these is still the weight
+# a weight is still the weight after these operators
+_COPIES = ("aten.to", "aten._to_copy", "aten.clone", "aten.contiguous")
 _NORMS = ("aten.layer_norm", "aten.rms_norm", "aten.batch_norm", "aten.group_norm")
 _PRODUCTS = ("matmul", "conv", "attention")
 
 
 class SplitWords:
-    """What splitting a factor of a node's rule is called. Nothing is read from module names: only
-    rules, weights and connected dims.
+    """Names the split of a factor of a node's rule.
+
+    The words follow from rules, weights and connected dims, not from names of modules.
     """
 
     def __init__(self, analysis: Analysis) -> None:
@@ -52,7 +49,11 @@ class SplitWords:
         self._space = {self._links[n, d] for n in images for d in range(2, len(shape(n)))}
 
     def _sequences(self) -> Iterator[tuple[fx.Node, int]]:
-        """Dim 1 of inputs [batch, sequence(, features)], and of what is normalised as such."""
+        """The places of sequence dims.
+
+        These are dim 1 of inputs [batch, sequence] and [batch, sequence, features], and dim 1 of
+        normalised tensors [batch, sequence, features].
+        """
         batch = self.analysis.batch
         for node in self.analysis.inputs:
             if len(shape(node)) in (2, 3) and batch.dim(node) == 0:
@@ -66,7 +67,7 @@ class SplitWords:
                 yield node, 1
 
     def operator(self, node: fx.Node) -> str | None:
-        """What the report calls the operator, if it shows it."""
+        """The report's name for the operator; None for an operator that the report leaves out."""
         rule = self.rules.get(node)
         if rule is None:
             return (
@@ -86,13 +87,17 @@ class SplitWords:
         return "residual" if self._is_residual(node) else None
 
     def weights(self, node: fx.Node) -> dict[int, fx.Node]:
-        """The parameters that a node reads, by operand."""
+        """The parameters that a node reads, by number of the operand."""
         found = {k: self._weight(n) for k, (n, _) in enumerate(operands(node))}
         return {k: w for k, w in found.items() if w is not None}
 
     def word(self, node: fx.Node, factor: str | None, out: str) -> str:
-        """The word for one axis along which ``factor`` is split and the output has a type of kind
-        ``out``.
+        """The word for one mesh axis.
+
+        Args:
+            node: the node.
+            factor: the factor that is split along the axis, None for no split.
+            out: the kind of the output's type along the axis.
         """
         rule = self.rules.get(node)
         if factor is None or rule is None:
@@ -144,13 +149,13 @@ class SplitWords:
         return "sequence-sharded" if (d, rank) in ((1, 3), (2, 4)) else f"dim {d} sharded"
 
     def _weight(self, node: fx.Node) -> fx.Node | None:
-        """The parameter that a node holds, perhaps transposed or in another dtype."""
+        """The parameter that a node's result is, perhaps transposed or in another dtype."""
         while node.op == "call_function":
             rule, inputs = self.rules.get(node), operands(node)
             if (
                 rule is None
                 or len(inputs) != 1
-                or (rule.kind != "view" and operator_name(node.target) not in _PASSING)
+                or (rule.kind != "view" and operator_name(node.target) not in _COPIES)
             ):
                 return None
             node = inputs[0][0]
@@ -158,8 +163,8 @@ class SplitWords:
         return node if entry is not None and entry.kind == "parameter" else None
 
     def _scales(self, node: fx.Node) -> bool:
-        """Whether a product is the last step of a normalisation that the model spells out: ``weight
-        * (x * rsqrt(...))``.
+        """Whether a product is the last step of a normalisation that the model writes as ``weight *
+        (x * rsqrt(...))``.
         """
         return (
             operator_name(node.target) == "aten.mul"
@@ -168,7 +173,7 @@ class SplitWords:
         )
 
     def _is_residual(self, node: fx.Node) -> bool:
-        """Whether a node adds to a tensor something that weights made of this tensor."""
+        """Whether a node adds a tensor and the result of a branch of products on this tensor."""
         inputs = [_made(n) for n in node.all_input_nodes]
         if (
             operator_name(node.target) != "aten.add"
@@ -182,7 +187,7 @@ class SplitWords:
         )
 
     def _leads(self, start: fx.Node, end: fx.Node) -> bool:
-        """Whether ``end`` is made of ``start`` with a product among the steps."""
+        """Whether ``end`` is computed from ``start`` with at least one product between them."""
         waiting, seen, product = [end], {start}, False
         reached = False
         while waiting:
@@ -199,21 +204,21 @@ class SplitWords:
 
 
 def _operands(node: fx.Node, rule: Rule) -> Iterator[tuple[fx.Node, tuple[Dim, ...]]]:
-    """Each tensor of a call with its dims' factors, the output last."""
+    """Each tensor of a call with the factors of its dims, the output last."""
     yield from zip(
         [*(n for n, _ in operands(node)), node], [*rule.operands, rule.output], strict=True
     )
 
 
 def _made(node: fx.Node) -> fx.Node:
-    """The tensor that a node hands on from stage to stage."""
+    """The node that computed a tensor, before it was sent from stage to stage."""
     while node.target is send:
         node = node.all_input_nodes[0]
     return node
 
 
 def _readers(node: fx.Node) -> set[fx.Node]:
-    """Those of a tensor, in whatever stage."""
+    """The nodes that read a tensor, in any stage."""
     return {
         reader
         for user in node.users

@@ -1,6 +1,4 @@
-"""The schedule of a plan's step as text: one row a pipeline rank, time from left to right, one
-letter a phase.
-"""
+"""The timeline of a plan's step as text: one row for each pipeline rank, one letter a phase."""
 
 from __future__ import annotations
 
@@ -13,19 +11,18 @@ from autopar.cost_model.plan_timeline import simulate_plan
 from autopar.formatting.table import WIDTH, format_seconds
 from autopar.ir.plan_data import PlanData
 
-ONCE = {
-    "S": "gradient synchronisation",
-    "O": "optimizer",
-}  # once a step, after a rank's last backward
+# the phases after a rank's last backward, once a step
+ONCE = {"S": "gradient synchronisation", "O": "optimizer"}
 IDLE, MIXED, CUT = ".", "+", "…"
-_CLEAR = 0.8  # of a column's time, for one phase to name it
-_WORTH = 0.8  # of the step: what is drawn of it where a piece is cut out, at most
-_WIDE = 2  # columns of a forward below which a piece of the steady part is cut out
+_CLEAR_PART = 0.8  # the part of a column's time that a phase needs to name the column
+_MAX_DRAWN_PART = 0.8  # a cut-out is worth it if at most this part of the step remains
+_MIN_COLUMNS = 2  # with narrower forwards, a piece of the steady part is cut out
 
 
 class Span(NamedTuple):
-    """A phase of one pipeline rank, in seconds; ``stage`` and ``microbatch`` are None for what a
-    step does once.
+    """A phase of one pipeline rank, from ``start`` to ``end`` in seconds.
+
+    ``stage`` and ``microbatch`` are None for a phase that runs once a step.
     """
 
     letter: str
@@ -36,7 +33,7 @@ class Span(NamedTuple):
 
 
 def phase_spans(plan: PlanData) -> list[list[Span]]:
-    """What each pipeline rank does in a step."""
+    """The phases of each pipeline rank in a step."""
     line, found = simulate_plan(plan), []
     for rank in range(plan.pipeline):
         row = [
@@ -60,11 +57,11 @@ def phase_spans(plan: PlanData) -> list[list[Span]]:
 
 
 def draw_timeline(plan: PlanData, most: int | None = None) -> str:
-    """The picture, with a line that says what its letters mean.
+    """The timeline as text, with a legend.
 
     Args:
         plan: the plan.
-        most: rows; where there are more ranks the middle ones are left out.
+        most: the most rows; of more ranks the middle ones are left out.
     """
     rows = phase_spans(plan)
     label = len(f"rank {plan.pipeline - 1}")
@@ -100,13 +97,13 @@ def _legend(plan: PlanData, window: Window) -> list[str]:
 
 @dataclass(frozen=True)
 class Window:
-    """Which parts of the time are drawn, and how.
+    """The parts of the step that are drawn.
 
     Attributes:
-        parts: (start, end) in seconds, one or two of them.
-        scale: columns of a second.
+        parts: (start, end) of one or two parts, in seconds.
+        scale: columns for one second.
         total: seconds of the whole step.
-        numbers: whether there is room for microbatches' numbers.
+        numbers: whether there is room for the numbers of microbatches.
         dense: whether phases are narrower than a column.
     """
 
@@ -131,7 +128,7 @@ class Window:
         return int(time * self.scale + 0.5)
 
     def _letters(self, row: Sequence[Span], since: float, columns: int, pipeline: int) -> list[str]:
-        """Each phase over the columns whose middle it covers."""
+        """Draws each phase over the columns whose middle it covers."""
         cells = [IDLE] * columns
         for span in row:
             first, last = (self._columns(max(time - since, 0.0)) for time in (span.start, span.end))
@@ -144,7 +141,7 @@ class Window:
         return cells
 
     def _text(self, span: Span, pipeline: int, place: int) -> str:
-        """The character at a place of a phase: its letter, then its number, then dashes."""
+        """The character at one place of a phase: its letter, then its number, then dashes."""
         letter = _letter(span, pipeline)
         text = (
             letter if span.microbatch is None or not self.numbers else f"{letter}{span.microbatch}"
@@ -156,7 +153,7 @@ class Window:
     def _shares(
         self, row: Sequence[Span], since: float, columns: int, pipeline: int
     ) -> Iterator[str]:
-        """Each column named by the phase that takes most of it."""
+        """Draws in each column the letter of the phase that takes most of its time."""
         shares: list[dict[str, float]] = [{} for _ in range(columns)]
         for span in row:
             start, end = (span.start - since) * self.scale, (span.end - since) * self.scale
@@ -168,7 +165,7 @@ class Window:
         for share in shares:
             share[IDLE] = 1.0 - sum(share.values())
             best = max(share, key=lambda letter: share[letter])
-            yield best if share[best] >= _CLEAR else MIXED
+            yield best if share[best] >= _CLEAR_PART else MIXED
 
 
 def _letter(span: Span, pipeline: int) -> str:
@@ -180,25 +177,25 @@ def _letter(span: Span, pipeline: int) -> str:
 
 
 def _window(rows: Sequence[Sequence[Span]], columns: int) -> Window:
-    """The whole step if its forwards are wide enough then; else without a piece of the steady part,
-    so that they are, if that helps.
+    """The whole step, or the step without a piece of the steady part.
+
+    A piece is cut out where forwards would be too narrow to read, if that helps.
     """
     total = max(row[-1].end for row in rows)
     if not total:
         return Window(((0.0, 0.0),), 0.0, 0.0, False, False)
     forwards = [span.end - span.start for row in rows for span in row if span.letter == "F"]
     mean = sum(forwards) / len(forwards)
-    readable = 2 + len(
-        str(max(span.microbatch or 0 for row in rows for span in row))
-    )  # columns of a letter, a number and a dash
+    # columns of a letter, a number and a dash
+    readable = 2 + len(str(max(span.microbatch or 0 for row in rows for span in row)))
     parts: tuple[tuple[float, float], ...] = ((0.0, total),)
     scale = columns / total
-    if mean * scale < _WIDE:
+    if mean * scale < _MIN_COLUMNS:
         warm = next(span.end for span in rows[0] if span.letter == "B")
         drain = total - max(span.start for span in rows[0] if span.letter == "F")
         period = (rows[0][-1].end - warm) / max(sum(span.letter == "F" for span in rows[0]), 1)
         least = warm + drain + 2 * period
-        if least < _WORTH * total:
+        if least < _MAX_DRAWN_PART * total:
             scale = min(readable / mean, (columns - 1) / least)
             spare = max((columns - 1) / scale - least, 0.0) / 2
             parts = ((0.0, warm + period + spare), (total - drain - period - spare, total))

@@ -1,0 +1,192 @@
+"""The measurements of a profile: kernels, memory, the optimizer, collectives."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.cost_model import optimizer_traffic
+from autopar.cost_model.compute import ARITHMETIC
+from autopar.kernel_trace.kernel_launches import KernelLaunch
+from autopar.profile.collective_probes import COLLECTIVES, probe_collective
+from autopar.profile.fit_cluster import CALL, HIDDEN, KERNEL, LAUNCH, MEMORY, MESSAGE
+from autopar.profile.kernel_probes import probe_launches
+from autopar.profile.rank_group import RankGroup
+from autopar.profile.timing import Timing, cycle_operands, replay, seconds_per_call, time_call
+
+BUDGET = 0.013  # seconds to measure one kernel of one size in a round
+MESSAGE_BUDGET = 0.08  # seconds to measure one collective of one size in a round
+CALLS = (4, 15)  # the fewest and the most calls of a collective in a round
+MESSAGES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 26)  # bytes
+CHAIN = 50  # tiny kernels in a chain that measures the launch
+# the side of a square product that takes some milliseconds on one CPU core, or on a GPU
+SIDE = {"cpu": 640, "cuda": 4096}
+UPDATED = (1 << 6, 1 << 14, 1 << 18)  # elements of each of PARAMETERS that an optimizer updates
+PARAMETERS = 16
+LARGE = 1 << 26  # bytes that no cache holds
+Measure = Callable[[], Timing]
+
+
+class Measurements:
+    """The measurements of one device.
+
+    Args:
+        device: the device.
+        ranks: all ranks, which measure at the same time.
+        ranks_per_core: the ranks that share one CPU core.
+    """
+
+    def __init__(self, device: torch.device, ranks: RankGroup, ranks_per_core: float) -> None:
+        self._device, self._ranks, self._ranks_per_core = device, ranks, ranks_per_core
+        self._groups: dict[int, dist.ProcessGroup] = {}
+
+    def jobs(self) -> Iterator[tuple[str, Measure]]:
+        """The name of each measurement, and the function that measures."""
+        tiny, large = (torch.ones(n // 4, device=self._device) for n in (16, LARGE))
+        yield CALL, lambda: self._time_call(lambda: tiny.add(1.0))
+        yield LAUNCH, self._launch
+        yield MEMORY, lambda: self._time_call(lambda: large.add_(1.0))
+        for elements in UPDATED:
+            work = optimizer_traffic(4 * elements, "adamw")
+            name = KERNEL.format(operator="optimizer", dtype="float32", kind="optimizer", work=work)
+            yield name, partial(self._optimizer, elements)
+        half = [torch.float16] if self._device.type == "cuda" else []
+        for dtype in (torch.float32, torch.bfloat16, *half):
+            for name, launch in self._kernels(dtype).items():
+                yield name, partial(self._kernel, launch)
+        size = self._ranks.size
+        for ranks in (n for n in range(2, size + 1) if size % n == 0):
+            self._groups[ranks] = dist.new_subgroups(ranks)[0]
+            for kind, nbytes in product(COLLECTIVES, MESSAGES):
+                name = MESSAGE.format(kind=kind, ranks=ranks, nbytes=nbytes)
+                yield name, partial(self._collective, kind, nbytes, ranks)
+        if size > 1:
+            yield HIDDEN, self._hidden
+
+    def _kernels(self, dtype: torch.dtype) -> dict[str, KernelLaunch]:
+        """The kernels of one dtype, by the name of their measurement."""
+        found = {}
+        for launch in probe_launches(self._device.type, dtype):
+            work = launch.flops if launch.kind in ARITHMETIC else launch.nbytes
+            name = str(dtype).removeprefix("torch.")
+            found[
+                KERNEL.format(operator=launch.operator, dtype=name, kind=launch.kind, work=work)
+            ] = launch
+        return found
+
+    def _time_call(self, call: Callable[[], Any]) -> Timing:
+        return time_call(call, self._device, BUDGET, self._ranks_per_core)
+
+    def _launch(self) -> Timing:
+        """The timing of one tiny kernel among many, half of them in a backward.
+
+        This is the host's time for each kernel in a training step.
+        """
+        start = torch.ones(4, device=self._device, requires_grad=True)
+
+        def chain() -> None:
+            with torch.enable_grad():
+                x = start
+                for _ in range(CHAIN):
+                    x = x.sin()
+                x.sum().backward()
+
+        found = self._time_call(chain)
+        return Timing(found.seconds / (2 * CHAIN), found.spread)
+
+    def _optimizer(self, elements: int) -> Timing:
+        """The timing of one parameter in a step of torch's AdamW.
+
+        With several ranks the step uses ``foreach``, as it does for DTensors.
+        """
+        parameters = [
+            torch.ones(elements, device=self._device, requires_grad=True) for _ in range(PARAMETERS)
+        ]
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        foreach = True if self._ranks.size > 1 else None
+        found = self._time_call(torch.optim.AdamW(parameters, foreach=foreach).step)
+        return Timing(found.seconds / PARAMETERS, found.spread)
+
+    def _kernel(self, launch: KernelLaunch) -> Timing:
+        """The timing of one kernel; 0 for a kernel that does not run on this device.
+
+        torch has kernels for meta tensors of some dtypes that it does not have on a device.
+        """
+        assert launch.call is not None
+        try:
+            call = replay(launch.call, self._device)
+            # Ranks take unequal time to allocate operands, but must compute at the same time.
+            self._ranks.barrier()
+            return self._time_call(call)
+        except (RuntimeError, NotImplementedError):
+            return Timing(0.0, 0.0)
+
+    def _collective(self, kind: str, nbytes: int, ranks: int) -> Timing:
+        """The seconds that a collective adds to the work of each rank, as in a training step.
+
+        All groups of ``ranks`` neighbours run it at the same time. The mean of many calls counts,
+        because a step has many: it contains the waits for the slowest rank, and the changes between
+        ranks that share a core.
+        """
+        call = probe_collective(kind, nbytes, self._groups[ranks], self._device)
+        work = cycle_operands(torch.matmul, (self._square(), self._square()))
+
+        def both() -> None:
+            work()
+            call()
+
+        both()
+        once = max(self._ranks.gather(seconds_per_call(both, 1, self._device)))
+        times = min(max(round(MESSAGE_BUDGET / once), CALLS[0]), CALLS[1])
+        alone = self._at_once(work, times, is_kernel=True)
+        together = self._at_once(both, times)
+        least = self._at_once(call, CALLS[0])
+        return Timing(max(together - alone, least), 0.0)
+
+    def _hidden(self) -> Timing:
+        """The part of a collective that computation hides; a number, not seconds.
+
+        It is the time that computation and collective save when they run together, relative to the
+        shorter of both.
+        """
+        group, whole = self._groups[self._ranks.size], torch.ones(LARGE // 8, device=self._device)
+        square = self._square()
+        reduce = partial(dist.all_reduce, whole, group=group)
+        sent = max(self._ranks.gather(self._at_once(reduce, CALLS[0])))
+        once = max(self._ranks.gather(self._at_once(lambda: square @ square, CALLS[0])))
+        products = max(1, round(sent / once))
+
+        def compute() -> None:
+            for _ in range(products):
+                square @ square
+
+        def both() -> None:
+            work = dist.all_reduce(whole, group=group, async_op=True)
+            compute()
+            work.wait()
+
+        computed, together = self._at_once(compute, CALLS[0]), self._at_once(both, CALLS[0])
+        return Timing(min(1.0, max(0.0, (sent + computed - together) / min(sent, computed))), 0.0)
+
+    def _square(self) -> torch.Tensor:
+        """A square matrix, for matrix products on one rank."""
+        side = SIDE[self._device.type]
+        return torch.ones(side, side, device=self._device)
+
+    def _at_once(self, call: Callable[[], Any], times: int, is_kernel: bool = False) -> float:
+        """Mean seconds of ``times`` calls that all ranks start at the same time.
+
+        A kernel on a shared core counts its CPU time, see :func:`time_call`.
+        """
+        self._ranks.barrier()
+        if is_kernel and self._ranks_per_core > 1:
+            seconds = seconds_per_call(call, times, self._device, time.process_time)
+            return self._ranks_per_core * seconds
+        return seconds_per_call(call, times, self._device)
