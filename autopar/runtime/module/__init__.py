@@ -1,6 +1,10 @@
 """What does a user call, train and save: the compiled module?
 
-In reading order: ``compiled`` (the module), ``signature`` (its arguments and outputs),
-``call_agreement`` (all ranks make the same call), ``module_tree`` (its parts, under the model's
-names), ``mode_overrides`` (a model's own ``train()`` and ``eval()``).
+In reading order:
+
+- ``compiled``: the module;
+- ``signature``: its arguments and outputs;
+- ``call_agreement``: all ranks make the same call;
+- ``module_tree``: its parts, under the model's names;
+- ``mode_overrides``: a model's own ``train()`` and ``eval()``.
 """
