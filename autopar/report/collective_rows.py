@@ -87,7 +87,7 @@ def _kernels(found: PricedPlan, of_vertex: Mapping[int, Sequence[fx.Node]]) -> _
         if not isinstance(choice, ParameterStrategy):
             is_recomputed = v.states[found.solution.chosen[i]] == RECOMPUTED
             rule = found.analysis.rules.get(v.node)
-            for term in found.costs.kernel_terms(v.node, rule, choice):
+            for term in found.costs.kernels.terms(v.node, rule, choice):
                 inside = replace(term, phase="kernel")
                 yield "compute", of_vertex[i], inside, found.microbatches
                 if is_recomputed and term.phase == "forward":

@@ -56,7 +56,7 @@ def _recomputed(found: PricedPlan, names: ModulePaths) -> Iterator[Row]:
     sums: dict[_Key, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     numbers: dict[_Key, set[int]] = defaultdict(set)
     seen: Counter[tuple] = Counter()
-    in_flight = found.shape.microbatches_in_flight()
+    in_flight = found.configuration.microbatches_in_flight()
     for item in _Recomputation(found).items():
         instance, module = names.split(item.node)
         seen[instance, module, item.name] += 1
@@ -89,7 +89,7 @@ def _rows_by_module(
 
 def _kept_for_recomputation(found: PricedPlan) -> Iterator[Row]:
     """A row for the tensors that are kept only because others are computed from them."""
-    memory, microbatches_in_flight = _Recomputation(found), found.shape.microbatches_in_flight()
+    memory, microbatches_in_flight = _Recomputation(found), found.configuration.microbatches_in_flight()
     times, nbytes = 0, 0.0
     for node, each in memory.kept_for_others():
         times += found.microbatches * len(found.stage_of[node])
@@ -118,7 +118,7 @@ class _Recomputation:
                 choice = v.choices[k]
                 assert isinstance(choice, Strategy)
                 nbytes = float(v.result[k]) if self._keeps_result(node) else 0.0
-                nbytes += self._costs.internal(node, choice)
+                nbytes += self._costs.internal_bytes(node, choice)
                 yield _Item(node, self._name(node), nbytes, float(v.forward[k]))
         for node, target, recomputed, seconds, nbytes in self._conversions():
             if recomputed:
@@ -198,7 +198,7 @@ class _Recomputation:
         """Whether the backward reads operand ``k`` of the call ``reader``."""
         saved = self._costs.saved(reader)
         if reader.target is send:
-            return self._costs.differentiable(reader)
+            return self._costs.is_differentiable(reader)
         return k in saved.operands or (saved.alias == k and self._keeps_result(reader))
 
     def _is_converted(self, node: fx.Node, reader: fx.Node, k: int) -> bool:
