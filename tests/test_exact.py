@@ -26,10 +26,10 @@ from autopar.search.ilp.cost_weights import CostBreakdown
 from autopar.search.inner.candidate import best_candidate
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.result.assemble import assemble
-from autopar.search.result.exact_search import exact, least_step_ratio
+from autopar.search.result.exact_search import solve_exactly
 from autopar.search.result.staged_graph import costs_of_stages, cut_at_units, stages_of
 from autopar.search.space.choices.node_choices import NodeChoices
-from autopar.search.space.configuration import Configuration
+from autopar.search.space.configuration import Configuration, least_step_ratio
 from autopar.search.space.meshes import Axis
 from autopar.search.space.options import Options
 from autopar.search.space.strategies import Choice
@@ -175,7 +175,7 @@ def test_nothing_that_fits_is_faster(
             most * (1 + 1e-6),
         ):
             search.options = dataclasses.replace(search.options, memory_budget=float(budget))
-            found = exact(search, shape, search.analysis.batch.size, 60.0)
+            found = solve_exactly(search, shape, search.analysis.batch.size, 60.0)
             assert found is not None
             assert max(found.device_bytes()) <= budget
             assert brute_force.possible(
@@ -196,7 +196,7 @@ def test_nothing_that_fits_is_faster(
         search.options = dataclasses.replace(
             search.options, memory_budget=float(least) * (1 - 1e-3)
         )
-        assert exact(search, shape, search.analysis.batch.size, 60.0) is None
+        assert solve_exactly(search, shape, search.analysis.batch.size, 60.0) is None
     assert len(used) > 1 or recompute == "none"  # cuts, strategies or what is kept differ
 
 
@@ -212,14 +212,14 @@ def test_what_is_known_and_fits_is_not_lost() -> None:
     shape = Configuration(2, (Axis("data", 1, "data"),), 4)
     first = assemble(search, best_candidate(search, shape, 16))
     known = sum(first.seconds_by_kind().values())
-    found = exact(search, shape, 16, 60.0, first)
+    found = solve_exactly(search, shape, 16, 60.0, first)
     assert found is not None
     assert sum(found.seconds_by_kind().values()) <= known
     assert not any(found.solution.cost_breakdown.recomputation)
-    recomputed = exact(search, shape, 16, 60.0, found)
+    recomputed = solve_exactly(search, shape, 16, 60.0, found)
     assert recomputed is found
     assert recomputed.gap < 1e-6
-    out_of_time = exact(search, shape, 16, 0.0, first)
+    out_of_time = solve_exactly(search, shape, 16, 0.0, first)
     assert out_of_time is first
 
 
@@ -227,7 +227,7 @@ def test_a_cut_by_hand_is_kept() -> None:
     search = search_of("deep", 1, "auto", 2)
     shape = Configuration(2, (Axis("data", 1, "data"),), 2)
     for cut in cuts(search, 2):
-        found = exact(search, shape, search.analysis.batch.size, 60.0, starts=cut)
+        found = solve_exactly(search, shape, search.analysis.batch.size, 60.0, starts=cut)
         assert found is not None
         first = next(
             n

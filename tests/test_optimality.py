@@ -21,7 +21,7 @@ from autopar.search.ilp.neighbourhood import restrict_choices
 from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.solve import ReducedProblem, Solution
 from autopar.search.inner.inner_search import InnerSearch
-from autopar.search.result.exact_search import exact
+from autopar.search.result.exact_search import solve_exactly
 from autopar.search.space.configuration import Configuration
 from autopar.search.space.meshes import Axis
 from autopar.search.space.options import Options
@@ -193,7 +193,7 @@ def test_nothing_that_fits_memory_is_faster(name: str, setting: str, recompute: 
         solution, gap = fastest_within(problem, budget)
         assert solution.cost_breakdown.nbytes(ONE)[0] <= budget
         search.options = Options(2, recompute=recompute, memory_budget=budget)
-        found = exact(search, shape, search.analysis.batch.size, 60.0)
+        found = solve_exactly(search, shape, search.analysis.batch.size, 60.0)
         assert found is not None
         assert found.gap < BRANCHED
         assert found.device_bytes()[0] <= budget

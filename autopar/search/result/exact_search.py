@@ -1,5 +1,8 @@
-"""Small problems solved to the end: for every cut that could be best, one program of strategies, of
-what is kept, and of the timeline.
+"""The exact search of a small configuration: for every stage cut that may be best, one program of
+strategies, of saved and recomputed results, and of the timeline.
+
+Elsewhere equal blocks share their decisions, and cuts and strategies are chosen one after the
+other. Here every node and tensor is decided on its own, together with the cut.
 """
 
 from __future__ import annotations
@@ -28,180 +31,201 @@ from autopar.search.result.staged_graph import costs_of_stages, cut_at_units, st
 from autopar.search.space.choices.node_choices import NodeChoices
 from autopar.search.space.configuration import Configuration, least_step_ratio
 
-MOST_CUTS = 5_000  # of which bounds are taken
-MOST_SOLVED = 64  # of which programs are
-MOST_FLOWS = 10_000  # columns of a program
-MOST_ACTIONS = 256
-ENOUGH = 1e-7  # relative: what is better by less is as good
+Cut = tuple[int, ...]  # the first unit of each stage
+
+# Beyond these sizes the exact search is not tried, or leaves cuts unsolved.
+MAX_CUTS = 5_000  # cuts that get a bound
+MAX_SOLVED = 64  # cuts that get a program
+MAX_FLOWS = 10_000  # columns of a program
+MAX_ACTIONS = 256  # actions of a schedule
+LEAST_IMPROVEMENT = 1e-7  # the relative improvement of the step time that counts
 
 
-def exact(
+def solve_exactly(
     search: InnerSearch,
-    shape: Configuration,
+    configuration: Configuration,
     samples: int,
     time_limit: float,
     best: PricedPlan | None = None,
     reserve: Sequence[float] | None = None,
     starts: Sequence[int] | None = None,
 ) -> PricedPlan | None:
-    """The best plan of a shape, every node and tensor decided on its own; its gap says how far that
-    is proven.
+    """The best plan of a configuration; its gap says how far it may be from the optimum. None
+    where no plan was found.
 
     Args:
-        samples: of a microbatch.
-        time_limit: seconds for all of it.
-        best: what is known, which is returned where nothing is better.
+        samples: the samples of a microbatch.
+        time_limit: seconds in all.
+        best: a plan that is known; it is returned where no better plan is found.
         reserve: bytes of each pipeline rank that must stay free.
-        starts: the first unit of each stage, where the user cut by hand.
+        starts: the first unit of each stage, where the user fixed the cuts.
     """
     with resized(search.analysis, samples, search.analysis.rules):
-        return _Cuts(search, shape, time_limit, best, reserve).run(starts)
+        exact = _ExactSearch(search, configuration, time_limit, best, reserve)
+        return exact.run(None if starts is None else tuple(starts))
 
 
-class _Cuts:
+class _ExactSearch:
+    """Solves the cuts of one configuration, the cut with the lowest bound first."""
+
     def __init__(
         self,
         search: InnerSearch,
-        shape: Configuration,
+        configuration: Configuration,
         time_limit: float,
         best: PricedPlan | None,
         reserve: Sequence[float] | None,
     ) -> None:
-        self.search, self.shape, self.best = search, shape, best
-        self.seconds = sum(best.seconds_by_kind().values()) if best else math.inf
-        self.room = [search.budget - r for r in reserve or [0.0] * shape.pipeline]
-        self.deadline = time.perf_counter() + time_limit
+        self._search, self._configuration, self._best = search, configuration, best
+        self._seconds = sum(best.seconds_by_kind().values()) if best else math.inf
+        self._room = [search.budget - r for r in reserve or [0.0] * configuration.pipeline]
+        self._deadline = time.perf_counter() + time_limit
 
-    def run(self, starts: Sequence[int] | None) -> PricedPlan | None:
-        cuts = [tuple(starts)] if starts is not None else self._all()
-        if not cuts or not self._small():
-            return self.best
+    def run(self, cut: Cut | None) -> PricedPlan | None:
+        """The best plan of the user's cut, or of all cuts where that is None."""
+        cuts = self._possible_cuts() if cut is None else [cut]
+        if not cuts or not self._is_small():
+            return self._best
         bounds = self._bounds(cuts)
         proven = math.inf
         for tried, i in enumerate(np.argsort(bounds, kind="stable").tolist()):
             bound = float(bounds[i])
-            if bound < self.seconds * (1 - ENOUGH) and tried < MOST_SOLVED:
+            if bound < self._seconds * (1 - LEAST_IMPROVEMENT) and tried < MAX_SOLVED:
                 bound = max(bound, self._solve(cuts[i], bound))
             proven = min(proven, bound)
-        if self.best is not None:
-            gap = max(0.0, 1 - proven / self.seconds)
-            self.best.gap = gap if self.shape.stages > 1 else min(gap, self.best.gap)
-        return self.best
+        if self._best is not None:
+            gap = max(0.0, 1 - proven / self._seconds)
+            is_pipeline = self._configuration.stages > 1
+            self._best.gap = gap if is_pipeline else min(gap, self._best.gap)
+        return self._best
 
-    def _all(self) -> list[tuple[int, ...]]:
-        units = len(self.search.units.nodes)
-        if math.comb(units - 1, self.shape.stages - 1) > MOST_CUTS:
+    def _possible_cuts(self) -> list[Cut]:
+        """All cuts in which each pipeline rank has a parameter to train; none where there are too
+        many cuts.
+        """
+        units, stages = len(self._search.units.nodes), self._configuration.stages
+        if math.comb(units - 1, stages - 1) > MAX_CUTS:
             return []
-        cuts = [(0, *rest) for rest in combinations(range(1, units), self.shape.stages - 1)]
-        return [
-            cut
-            for cut in cuts
-            if self.shape.stages == 1
-            or rank_without_parameter(self.search.units.has_parameter, cut, self.shape.pipeline)
-            is None
-        ]
+        cuts = [(0, *rest) for rest in combinations(range(1, units), stages - 1)]
+        if stages == 1:
+            return cuts
+        trains, pipeline = self._search.units.has_parameter, self._configuration.pipeline
+        return [cut for cut in cuts if rank_without_parameter(trains, cut, pipeline) is None]
 
-    def _small(self) -> bool:
-        """Whether there is hope at all."""
-        actions = 2 * self.shape.microbatches * self.shape.stages
-        tied = self.search.problem(self.shape, self.search.analysis.batch.size)
+    def _is_small(self) -> bool:
+        """Whether programs of this size are solved in reasonable time."""
+        configuration = self._configuration
+        actions = 2 * configuration.microbatches * configuration.stages
+        problem = self._search.problem(configuration, self._search.analysis.batch.size)
         return (
-            min(self.room) > 0
-            and (self.shape.stages == 1 or actions <= MOST_ACTIONS)
-            and columns(tied) <= MOST_FLOWS
+            min(self._room) > 0
+            and (configuration.stages == 1 or actions <= MAX_ACTIONS)
+            and _flow_columns(problem) <= MAX_FLOWS
         )
 
-    def _bounds(self, cuts: Sequence[tuple[int, ...]]) -> np.ndarray:
-        """Seconds of a step that no plan of each cut is below: every node at its fastest, nothing
-        sent; or all nodes together.
+    def _bounds(self, cuts: Sequence[Cut]) -> np.ndarray:
+        """Seconds of a step that no plan of each cut is below: the larger of a schedule of stages
+        whose nodes are all at their fastest, and a step of equal stages of the best solution
+        without cuts.
         """
-        shape, units = self.shape, self.search.units.nodes
-        whole = _Cut(self.search, shape, self.search.analysis, 1).problem
-        least = {
-            kind: [float(getattr(v, kind).min()) for v in whole.vertices]
-            for kind in ("forward", "backward")
-        }
-        before = {
-            kind: np.cumsum([0.0, *(sum(each[whole.vertex_of[n]] for n in unit) for unit in units)])
-            for kind, each in least.items()
-        }
-        edges = np.array([[*cut, len(units)] for cut in cuts]).T
-        forward, backward = (
-            before[kind][edges[1:]] - before[kind][edges[:-1]] for kind in ("forward", "backward")
-        )
-        if shape.stages == 1:
-            return np.asarray(shape.microbatches * (forward + backward)[0])
-        micro = ReducedProblem(whole, replace(CostWeights.of_one_stage(), step=np.zeros(1))).solve(
-            self.deadline - time.perf_counter()
-        )[1]
-        apart = schedule_seconds(
-            shape.schedule, shape.pipeline, shape.chunks, shape.microbatches, forward, backward
-        )
-        return np.maximum(apart, micro * least_step_ratio(shape))
+        configuration, units = self._configuration, self._search.units.nodes
+        whole = _CutProblem(self._search, configuration, self._search.analysis, 1).problem
 
-    def _solve(self, starts: tuple[int, ...], bound: float) -> float:
-        """Takes the best plan of a cut if it is better than all before; a bound that none is
-        below.
+        def stage_seconds(kind: str) -> np.ndarray:
+            """[stage, cut]: the least seconds of each stage, of one kind."""
+            least = [float(getattr(v, kind).min()) for v in whole.vertices]
+            of_units = (sum(least[whole.vertex_of[n]] for n in unit) for unit in units)
+            before = np.cumsum([0.0, *of_units])
+            ends = np.array([[*cut, len(units)] for cut in cuts]).T
+            return before[ends[1:]] - before[ends[:-1]]
+
+        forward, backward = stage_seconds("forward"), stage_seconds("backward")
+        if configuration.stages == 1:
+            return np.asarray(configuration.microbatches * (forward + backward)[0])
+        weights = replace(CostWeights.of_one_stage(), step=np.zeros(1))
+        time_left = self._deadline - time.perf_counter()
+        microbatch = ReducedProblem(whole, weights).solve(time_left)[1]
+        schedule = schedule_seconds(
+            configuration.schedule,
+            configuration.pipeline,
+            configuration.chunks,
+            configuration.microbatches,
+            forward,
+            backward,
+        )
+        return np.maximum(schedule, microbatch * least_step_ratio(configuration))
+
+    def _solve(self, starts: Cut, bound: float) -> float:
+        """Solve one cut, and keep its plan if that is the best so far.
+
+        Returns:
+            Seconds that no plan of the cut is below; ``bound`` where it was not solved.
         """
-        if time.perf_counter() > self.deadline:
+        if time.perf_counter() > self._deadline:
             return bound
+        stages = self._configuration.stages
         try:
-            cut = _Cut(
-                self.search, self.shape, cut_at_units(self.search, starts), self.shape.stages
-            )
-        except PlanError:  # not to be cut here
+            analysis = cut_at_units(self._search, starts)
+            cut = _CutProblem(self._search, self._configuration, analysis, stages)
+        except PlanError:  # the graph cannot be cut here
             return math.inf
-        if columns(cut.problem) > MOST_FLOWS:
+        if _flow_columns(cut.problem) > MAX_FLOWS:
             return bound
-        about = self.seconds if self.best else 2 * bound + 1e-9
-        timed = TimelineProgram(
-            cut.problem, self.shape, self.room, about, self.seconds * (1 - ENOUGH)
+        program = TimelineProgram(
+            cut.problem,
+            self._configuration,
+            self._room,
+            about=self._seconds if self._best else 2 * bound + 1e-9,
+            limit=self._seconds * (1 - LEAST_IMPROVEMENT),
         )
-        solution, least = timed.best(max(self.deadline - time.perf_counter(), 0.1))
+        solution, least = program.best(max(self._deadline - time.perf_counter(), 0.1))
         if solution is not None:
-            found = cut.found(solution, self.best.gap if self.best else 1.0)
-            if (seconds := sum(found.seconds_by_kind().values())) < self.seconds:
-                self.best, self.seconds = found, seconds
+            found = cut.priced_plan(solution, self._best.gap if self._best else 1.0)
+            if (seconds := sum(found.seconds_by_kind().values())) < self._seconds:
+                self._best, self._seconds = found, seconds
         return least
 
 
-class _Cut:
-    """The problem of a graph that is cut, every node and tensor decided on its own."""
+class _CutProblem:
+    """The problem of a cut graph, every node and tensor decided on its own."""
 
     def __init__(
-        self, search: InnerSearch, shape: Configuration, analysis: Analysis, stages: int
+        self, search: InnerSearch, configuration: Configuration, analysis: Analysis, stages: int
     ) -> None:
-        self.shape, self.analysis = shape, analysis
-        self.stage_of, self.costs = (
-            stages_of(analysis, stages),
-            costs_of_stages(search, shape, analysis),
-        )
+        self._configuration, self._analysis = configuration, analysis
+        self._stage_of = stages_of(analysis, stages)
+        self._costs = costs_of_stages(search, configuration, analysis)
         own = {n: n for n in analysis.graph.nodes}
-        choices = NodeChoices(analysis, own, search.options).on_mesh(shape.axes)
-        place = self.stage_of.__getitem__
         self.problem = build_problem(
             analysis.graph,
             own,
-            choices,
+            NodeChoices(analysis, own, search.options).on_mesh(configuration.axes),
             analysis.rules,
-            self.costs,
+            self._costs,
             search.recompute,
-            place,
+            self._stage_of.__getitem__,
             stages,
         )
 
-    def found(self, solution: Solution, gap: float) -> PricedPlan:
+    def priced_plan(self, solution: Solution, gap: float) -> PricedPlan:
+        """The plan of a solution."""
         return PricedPlan(
-            self.analysis, self.shape, self.problem, self.costs, solution, gap, self.stage_of
+            self._analysis,
+            self._configuration,
+            self.problem,
+            self._costs,
+            solution,
+            gap,
+            self._stage_of,
         )
 
 
-def columns(problem: Problem) -> float:
-    """About how many columns a program has where equal blocks are decided one by one."""
+def _flow_columns(problem: Problem) -> float:
+    """About the number of columns of a program in which equal blocks are decided one by one."""
     vertices = problem.vertices
     return sum(
-        float(g.count.max())
-        * len(vertices[g.producer].out_labels)
-        * sum(len(vertices[v].in_labels[p]) for v, p in g.ports)
-        for g in problem.tensors
+        float(tensor.count.max())
+        * len(vertices[tensor.producer].out_labels)
+        * sum(len(vertices[v].in_labels[p]) for v, p in tensor.ports)
+        for tensor in problem.tensors
     )

@@ -16,7 +16,7 @@ from autopar.search.inner.step_bounds import equal_stages_bytes, solved_bound
 from autopar.search.pricing.resize import resized
 from autopar.search.result.assemble import assemble
 from autopar.search.result.counted_memory import count_memory
-from autopar.search.result.exact_search import exact
+from autopar.search.result.exact_search import solve_exactly
 from autopar.search.result.priced_plan import PricedPlan
 
 REFITS = 6
@@ -141,7 +141,7 @@ def _exact_plan(
     time_limit = min(EXACT_SECONDS, options.time_limit)
     bound = 0.0  # of the step time, with all of the memory
     for attempt in range(EXACT_TRIES):
-        found = exact(search, configuration, samples, time_limit, best, reserve, starts)
+        found = solve_exactly(search, configuration, samples, time_limit, best, reserve, starts)
         if found is None or found is best:
             return found
         bound = bound if attempt else found.seconds * (1 - found.gap)
