@@ -727,11 +727,11 @@ def test_a_product_is_split_major_factor_first() -> None:
     found = {str(s) for s in node_strategies(rule, [True], True, (2, 2), lambda *_: True)}
     assert "S0 S0 -> S0 S0" in found
     assert "S0 R -> S1 R" not in found  # b is split, while a is whole
-    assert {str(s) for s in strategies(rule, [True], True, (4, 2), lambda *_: True)} >= {
+    assert {str(s) for s in node_strategies(rule, [True], True, (4, 2), lambda *_: True)} >= {
         "S0 S0 -> S0 S1"
     }
     assert not any(
-        s.out == (S(0), S(0)) for s in strategies(rule, [True], True, (4, 2), lambda *_: True)
+        s.out == (S(0), S(0)) for s in node_strategies(rule, [True], True, (4, 2), lambda *_: True)
     )  # 4 is 2 times 2
 
 
