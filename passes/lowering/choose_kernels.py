@@ -53,8 +53,8 @@ def kernel_call(node: fx.Node, chosen: NodePlan, mesh: Any) -> KernelCall:
 
 
 def _planned_kernel(chosen: NodePlan) -> str | None:
-    """The kernel that a plan names. If axes name different kernels, the kernel that is not only for
-    random streams: it draws from the streams, too.
+    """The kernel that a plan names. Axes may name different kernels. A kernel that is not one of
+    ``_RANDOM`` then comes first, because it draws from the random streams, too.
     """
     return next((k for k in sorted(filter(None, chosen.kernels), key=_RANDOM.__contains__)), None)
 

@@ -43,17 +43,16 @@ def localise(graph: fx.Graph, rules: Mapping[str, Rule | None], sizes: Sequence[
 
 
 def _set(node: fx.Node, name: str, value: Any) -> None:
-    """Give the argument ``name`` of a call another value. For the kernel ``call_random_operator`` this is an
-    argument of the operator that the kernel calls.
+    """Give the argument ``name`` of a call another value. For the kernel ``call_random_operator``
+    this is an argument of the operator that the kernel calls.
     """
     if node.target is not graph_kernels.call_random_operator:
         set_argument(node, name, value)
         return
     operator: Any = node.args[0]
     parameters = [parameter for parameter, _, _ in signature(operator)]
-    before = (
-        len(signature(graph_kernels.call_random_operator)) - 2
-    )  # the parameters before *args and **kwargs
+    # The kernel has its own parameters before *args and **kwargs.
+    before = len(signature(graph_kernels.call_random_operator)) - 2
     place = before + parameters.index(name)
     if place < len(node.args):
         node.update_arg(place, value)
