@@ -20,7 +20,7 @@ from torch.multiprocessing import get_context
 from torch.utils import _pytree as pytree
 
 from autopar.api import compile as compile_plan
-from autopar.capture.capture_graph import sample_arguments
+from autopar.capture.sample_call import sample_arguments
 from autopar.errors import AutoparError, RunError
 from autopar.frontend.traced_model import TracedModel
 from autopar.ir.captured import LossFunction

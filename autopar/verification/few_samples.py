@@ -22,8 +22,8 @@ import torch.fx as fx
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autopar.capture.capture_graph import sample_arguments
 from autopar.capture.module_state import model_restored
+from autopar.capture.sample_call import sample_arguments
 from autopar.errors import PlanError
 from autopar.ir.captured import CapturedModel, LossFunction
 from autopar.ir.layout import P, Type

@@ -13,8 +13,8 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.capture.capture_graph import sample_arguments, traced_call
 from autopar.capture.module_state import ModuleState, model_restored
+from autopar.capture.sample_call import sample_arguments, traced_call
 from autopar.errors import CaptureError, RunError
 from autopar.ir.captured import CapturedModel, LossFunction
 from autopar.verification.differences import (
