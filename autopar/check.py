@@ -27,7 +27,8 @@ from autopar.ir.captured import LossFunction
 from autopar.ir.nodes import arguments
 from autopar.plan import Plan
 from autopar.verification.differences import Difference, StepResults, differences
-from autopar.verification.whole_batch import check_captured, eager_step, not_comparable
+from autopar.verification.one_step import eager_step
+from autopar.verification.whole_batch import check_captured, not_comparable
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,10 @@ def _rows_by_module(
 
 def _kept_for_recomputation(found: PricedPlan) -> Iterator[Row]:
     """A row for the tensors that are kept only because others are computed from them."""
-    memory, microbatches_in_flight = _Recomputation(found), found.configuration.microbatches_in_flight()
+    memory, microbatches_in_flight = (
+        _Recomputation(found),
+        found.configuration.microbatches_in_flight(),
+    )
     times, nbytes = 0, 0.0
     for node, each in memory.kept_for_others():
         times += found.microbatches * len(found.stage_of[node])
