@@ -20,14 +20,15 @@ from torch.multiprocessing import get_context
 from torch.utils import _pytree as pytree
 
 from autopar.api import compile as compile_plan
-from autopar.capture.capture_graph import sample_arguments
+from autopar.capture.sample_call import sample_arguments
 from autopar.errors import AutoparError, RunError
 from autopar.frontend.traced_model import TracedModel
 from autopar.ir.captured import LossFunction
 from autopar.ir.nodes import arguments
 from autopar.plan import Plan
 from autopar.verification.differences import Difference, StepResults, differences
-from autopar.verification.whole_batch import check_captured, eager_step, not_comparable
+from autopar.verification.one_step import eager_step
+from autopar.verification.whole_batch import check_captured, not_comparable
 
 
 @dataclass(frozen=True)

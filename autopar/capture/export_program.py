@@ -1,4 +1,4 @@
-"""Running torch.export, and saying in one line where and why it could not."""
+"""Runs torch.export. Where it fails, one line says where and why."""
 
 from __future__ import annotations
 
@@ -18,22 +18,26 @@ from torch import nn
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autopar.capture import function_tracer as functions
+from autopar.capture import function_tracer, refused_calls
 from autopar.capture.function_tracer import FunctionTracer
 from autopar.errors import CaptureError
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+# files whose frames are no source of a node
+_OWN_FILES = (contextlib.__file__, function_tracer.__file__, refused_calls.__file__)
 
 
 def export(
     traced: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module
 ) -> torch.export.ExportedProgram:
-    """``torch.export.export`` of ``traced``; where it fails, a CaptureError that names the module
-    in ``model`` and the line.
+    """``torch.export.export`` of ``traced``.
+
+    Raises:
+        CaptureError: the export failed; the message names the module in ``model`` and the line.
     """
     try:
-        # Lazily: a graph's Python code, which export would write anew after each of its passes, is
-        # a quarter of the time.
+        # A lazy graph module saves a quarter of the time: otherwise export generates the graph's
+        # Python code after each of its passes.
         with (
             _no_garbage_collection(),
             _quiet(),
@@ -49,8 +53,8 @@ def export(
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Tracing makes many objects and little garbage: without the collector it takes a sixth less
-    time.
+    """Tracing allocates many objects and little garbage; without the collector it is a sixth
+    faster.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -63,20 +67,20 @@ def _no_garbage_collection() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """On failure torch prints the graph so far and logs a trace. The CaptureError says it in a line
-    and has torch's error as its cause.
+    """Hides the partial graph that torch prints and the trace that it logs when export fails.
+
+    The CaptureError says the same in one line and has torch's error as its cause.
     """
     level = logging.root.manager.disable
     logging.disable(max(level, logging.ERROR))
     try:
         with redirect_stderr(io.StringIO()), warnings.catch_warnings():
-            # It warns of what weight_norm does, too; that a later call would read it is found where
-            # captured and eager are compared.
+            # Export also warns of attributes that weight_norm sets. The comparison of model and
+            # graph finds attributes that a later call would read.
             warnings.filterwarnings("ignore", "The tensor attribute.* assigned during export")
-            warnings.filterwarnings(
-                "ignore", "The .grad attribute of a Tensor that is not a leaf"
-            )  # of export's own, under autograd.grad
-            # Of ``aten.random.from``, which no Python code can name; nothing here runs that code.
+            # Export itself causes this warning under autograd.grad.
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+            # Python code cannot name ``aten.random.from``; nothing here runs the generated code.
             warnings.filterwarnings("ignore", "Unable to execute the generated python source code")
             yield
     finally:
@@ -84,7 +88,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _explain(error: BaseException, model: nn.Module) -> str:
-    """Which module, at which line, and what usually helps."""
+    """A message with the module, the line, the problem and the usual remedy."""
     names = {id(m): name for name, m in model.named_modules()}
     module = source = ""
     innermost: nn.Module | None = None
@@ -110,7 +114,7 @@ def _explain(error: BaseException, model: nn.Module) -> str:
 
 
 def _advice(error: BaseException) -> tuple[str, str]:
-    """What went wrong, and what usually helps."""
+    """The problem and the usual remedy."""
     first = next((line.strip(" .") for line in str(error).splitlines() if line.strip()), "")
     what = f"{type(error).__name__}: {first}"
     text = f"{what} {error}".lower()
@@ -136,18 +140,16 @@ def _advice(error: BaseException) -> tuple[str, str]:
 
 
 def _inside_torch(path: str) -> bool:
-    return path.startswith((_TORCH, "<")) or path in (contextlib.__file__, functions.__file__)
+    return path.startswith((_TORCH, "<")) or path in _OWN_FILES
 
 
 def _short(path: str) -> str:
-    """The file's name, with that of its folder."""
+    """The name of the file, with the name of its folder."""
     return "/".join(path.replace(os.sep, "/").split("/")[-2:])
 
 
 def source_line(trace: str) -> str:
-    """``folder/file.py:12`` of the innermost frame of a stack trace, outside torch if there is
-    one.
-    """
+    """``folder/file.py:12`` of the innermost frame of a stack trace, outside torch if possible."""
     frames = [
         line.strip().split('"', 2)
         for line in trace.splitlines()

@@ -1,12 +1,10 @@
-"""A ``torch.autograd.Function`` as one operator of a graph: its own forward, and its own
-backward.
-"""
+"""A ``torch.autograd.Function`` as one operator of a graph, with its own forward and backward."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType
@@ -28,12 +26,12 @@ _SIMPLE = (
     torch.layout,
     type(None),
 )
-_DEPTH = 8  # of what an argument may hold
+_MAX_DEPTH = 8  # of values inside an argument
 
 
 @dataclass(frozen=True)
 class OpaqueArgument:
-    """An argument that is no tensor and no number: the call in the graph has its ``name`` there."""
+    """An argument that is neither tensor nor number. The graph shows its ``name``."""
 
     value: Any
     name: str
@@ -50,20 +48,20 @@ class OpaqueArgument:
 
 @dataclass(frozen=True)
 class FunctionOperator:
-    """Calls ``function.apply``, as the target of a graph's node; rules know it by the names of its
-    package and its class.
+    """The target of a graph's node that calls ``function.apply``.
+
+    Rules refer to it by the names of its package and its class.
 
     Attributes:
         function: the subclass of ``torch.autograd.Function``.
-        results: for each thing that it returns None for a tensor, else what it returned when it was
-            traced.
-        alone: whether it returns a tensor, and no tuple.
+        results: for each returned value, None for a tensor, or the value of the trace.
+        is_single: whether it returns a tensor, not a tuple.
         random: whether its forward draws random numbers.
     """
 
     function: type
     results: tuple[OpaqueArgument | None, ...]
-    alone: bool
+    is_single: bool
     random: bool = False
 
     if TYPE_CHECKING:
@@ -77,11 +75,15 @@ class FunctionOperator:
 
     @property
     def tags(self) -> tuple[torch.Tag, ...]:
-        """As those of an operator of torch."""
+        """Tags like those of an operator of torch."""
         return (torch.Tag.nondeterministic_seeded,) if self.random else ()
 
     def __call__(self, *args: Any) -> Any:
-        """The tensors among the results."""
+        """Calls the Function. Returns the tensors among its results.
+
+        Raises:
+            RunError: another value is not what the Function returned when it was traced.
+        """
         device = next((a.device for a in args if isinstance(a, torch.Tensor)), None)
         made = self.function.apply(*[_given(a, device) for a in args])  # type: ignore[attr-defined]
         results = made if isinstance(made, tuple) else (made,)
@@ -100,27 +102,28 @@ class FunctionOperator:
                 f"and ({expected}) when the model was traced: return what depends on the batch as "
                 "a tensor"
             )
-        return tensors[0] if self.alone else tensors
+        return tensors[0] if self.is_single else tensors
 
     @property
     def identity(self) -> str:
-        """What tells it from other operators, alike in every process."""
-        return f"{self.__module__}.{self.__qualname__} -> {self.results} {self.alone} {self.random}"
+        """A text that identifies the operator, the same in every process."""
+        return f"{self.__module__}.{self.__qualname__} -> {self.results} {self.is_single} {self.random}"
 
     def __repr__(self) -> str:
         return f"{self.__module__.split('.')[0]}.{self.__name__}"  # the name by which rules know it
 
 
 def _signature(function: Any) -> inspect.Signature:
-    """That of the forward, without its context."""
+    """The signature of the forward, without its context."""
     found = inspect.signature(function.forward)
     own = function.setup_context is not torch.autograd.Function.setup_context
     return found if own else found.replace(parameters=list(found.parameters.values())[1:])
 
 
 def _given(argument: Any, device: torch.device | None) -> Any:
-    """An argument as the Function takes it: what was traced on meta runs on the device of its
-    operands.
+    """An argument as the Function takes it.
+
+    A device argument that was traced as meta becomes the device of the operands.
     """
     if isinstance(argument, OpaqueArgument):
         argument = argument.value
@@ -130,53 +133,68 @@ def _given(argument: Any, device: torch.device | None) -> Any:
 
 
 def graph_argument(value: Any) -> Any:
-    """``value``, as a graph has it: numbers and names as they are, other things as :class:`OpaqueArgument`.
+    """``value`` in the form that a graph holds.
 
-    Raises TypeError for what holds tensors or cannot be described alike in every process.
+    Numbers and strings stay as they are. Other values become an :class:`OpaqueArgument`.
+
+    Raises:
+        TypeError: the value holds tensors, or no text describes it in the same way in every
+            process.
     """
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
         return (
             [graph_argument(v) for v in value]
             if all(type(v) in _SIMPLE for v in value) and isinstance(value, list)
-            else _held(value)
+            else _opaque(value)
         )
-    return value if type(value) in _SIMPLE else _held(value)
+    return value if type(value) in _SIMPLE else _opaque(value)
 
 
-def _held(value: Any) -> OpaqueArgument:
+def _opaque(value: Any) -> OpaqueArgument:
     return OpaqueArgument(value, canonical_text(value))
 
 
 def canonical_text(value: Any, depth: int = 0) -> str:
-    """What tells a value from others, alike in every process."""
-    each = functools.partial(canonical_text, depth=depth + 1)
+    """A text that identifies a value, the same in every process.
+
+    Raises:
+        TypeError: there is no such text.
+    """
     if isinstance(value, torch.device):
         return "device"  # a plan made on meta is for any device
-    if isinstance(value, (*_SIMPLE, Enum, bytes, slice)):
-        return str(value) if isinstance(value, Enum) else repr(value)
-    if depth > _DEPTH or isinstance(value, (torch.Tensor, nn.Module, torch.Generator)):
-        raise TypeError(
-            f"a {type(value).__name__}" + (" that holds too much" if depth > _DEPTH else "")
-        )
-    if isinstance(value, (list, tuple)):
-        return f"{type(value).__name__}({', '.join(map(each, value))})"
-    if isinstance(value, (set, frozenset)):
-        return f"{type(value).__name__}({', '.join(sorted(map(each, value)))})"
-    if isinstance(value, Mapping):
-        return f"{type(value).__name__}({', '.join(f'{each(k)}: {each(v)}' for k, v in value.items())})"
-    if isinstance(value, functools.partial):
-        return f"partial({each(value.func)}, {each(value.args)}, {each(value.keywords)})"
+    if isinstance(value, Enum):
+        return str(value)
+    if isinstance(value, (*_SIMPLE, bytes, slice)):
+        return repr(value)
+    is_deep = depth > _MAX_DEPTH
+    if is_deep or isinstance(value, (torch.Tensor, nn.Module, torch.Generator)):
+        raise TypeError(f"a {type(value).__name__}" + (" that holds too much" if is_deep else ""))
     if isinstance(value, FunctionType):
-        cells = [each(cell.cell_contents) for cell in value.__closure__ or ()]
-        return f"{value.__module__}.{value.__qualname__}" + (
-            f"({', '.join(cells)})" if cells else ""
-        )
+        cells = [canonical_text(cell.cell_contents, depth + 1) for cell in value.__closure__ or ()]
+        name = f"{value.__module__}.{value.__qualname__}"
+        return f"{name}({', '.join(cells)})" if cells else name
     if isinstance(
         value, (type, BuiltinFunctionType, torch._ops.OpOverload, torch._ops.OpOverloadPacket)
     ):
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value)}"
+    name, parts = _parts(value, functools.partial(canonical_text, depth=depth + 1))
+    return f"{name}({', '.join(parts)})"
+
+
+def _parts(value: Any, text: Callable[[Any], str]) -> tuple[str, list[str]]:
+    """The name of a value's type and the texts of its parts; TypeError for a value without parts."""
+    name = type(value).__name__
+    if isinstance(value, (list, tuple)):
+        return name, [text(v) for v in value]
+    if isinstance(value, (set, frozenset)):
+        return name, sorted(text(v) for v in value)
+    if isinstance(value, Mapping):
+        return name, [f"{text(k)}: {text(v)}" for k, v in value.items()]
+    if isinstance(value, functools.partial):
+        return "partial", [text(value.func), text(value.args), text(value.keywords)]
     if is_dataclass(value):
-        return f"{type(value).__qualname__}({', '.join(each(getattr(value, f.name)) for f in fields(value))})"
+        parts = [text(getattr(value, field.name)) for field in fields(value)]
+        return type(value).__qualname__, parts
     if hasattr(value, "__dict__"):
-        return f"{type(value).__qualname__}({each(vars(value))})"
-    raise TypeError(f"a {type(value).__name__}")
+        return type(value).__qualname__, [text(vars(value))]
+    raise TypeError(f"a {name}")

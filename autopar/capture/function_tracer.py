@@ -1,15 +1,14 @@
-"""What a forward asks of autograd, while it is traced: ``torch.autograd.Function`` becomes one
-operator with its own backward, and what a graph cannot hold (hooks on tensors) is refused.
+"""Traces each call of a ``torch.autograd.Function`` as one operator with its own backward.
 
-Without it, export traces the forward of a Function, and the backward would be that of its
-operators. The private names of torch that this needs are all here.
+Without this, torch.export traces into the forward of a Function, and the graph's backward is the
+backward of the forward's operators. All private names of torch that this needs are in this file.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -19,7 +18,6 @@ import torch.utils.checkpoint
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import _SingleLevelFunction
-from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,57 +29,58 @@ from autopar.capture.function_operator import (
     canonical_text,
     graph_argument,
 )
+from autopar.capture.refused_calls import WRITE_A_FUNCTION, refusing_calls
 from autopar.errors import CaptureError
 
 _NAMESPACE = "autopar_traced"
-_INSTEAD = "write a torch.autograd.Function with the backward that you want, and call its apply"
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """Where an argument is the tensor of this number."""
+    """The place of the tensor with this number in an argument."""
 
     number: int
 
 
 @dataclass(frozen=True)
-class _Made:
-    """One call: its target, its arguments with :class:`_Slot` for tensors, what its results look
-    like, and whether any shares memory with an operand."""
+class _Call:
+    """One call of a Function.
+
+    Attributes:
+        target: the operator.
+        args: its arguments, with a :class:`_Slot` for each tensor.
+        like: tensors like its results.
+        has_views: whether a result shares memory with an operand.
+    """
 
     target: FunctionOperator
     args: tuple[Any, ...]
     like: tuple[torch.Tensor, ...]
-    views: bool
+    has_views: bool
 
 
 class FunctionTracer:
-    """The Functions that one trace has met."""
+    """The calls of Functions in one trace."""
 
     def __init__(self) -> None:
-        self._made: list[_Made] = []
+        self._calls: list[_Call] = []
         self._library: torch.library.Library | None = None
 
     @contextmanager
     def tracing(self) -> Iterator[FunctionTracer]:
-        """Within, what a forward asks of autograd is noted or refused."""
-        functions = self
+        """Within, calls of Functions are recorded, and calls that a graph cannot contain refused."""
+        tracer = self
 
         def apply(cls: Any, *args: Any) -> Any:
-            return functions._apply(cls, super(_SingleLevelFunction, cls).apply, args)  # type: ignore[misc]
+            return tracer._apply(cls, super(_SingleLevelFunction, cls).apply, args)  # type: ignore[misc]
 
-        with ExitStack() as stack:
-            # Not Function.apply: a model may have kept that, bound (``reverse = Reverse.apply``),
-            # and it asks its base.
-            stack.enter_context(
-                mock.patch.object(_SingleLevelFunction, "apply", classmethod(apply), create=True)
-            )
-            stack.enter_context(mock.patch.object(saved_tensors_hooks, "__enter__", _enter))
-            stack.enter_context(mock.patch.object(torch.Tensor, "data", _DATA, create=True))
-            for owner, name, problem in _REFUSED:
-                stack.enter_context(
-                    mock.patch.object(owner, name, _refuse(getattr(owner, name), problem))
-                )
+        # Patches the base of Function.apply, because a model may hold the bound method
+        # (``reverse = Reverse.apply``), which calls its base.
+        traced_apply = mock.patch.object(
+            _SingleLevelFunction, "apply", classmethod(apply), create=True
+        )
+        traced_data = mock.patch.object(torch.Tensor, "data", _DATA, create=True)
+        with traced_apply, traced_data, refusing_calls():
             try:
                 yield self
             finally:
@@ -91,27 +90,29 @@ class FunctionTracer:
 
     def _apply(self, cls: Any, original: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         if get_proxy_mode() is None or cls.__module__.startswith("torch._library"):
-            return original(*args)  # of an operator that is traced as one
+            return original(*args)  # the Function of an operator that is traced itself
         if cls is torch.utils.checkpoint.CheckpointFunction:
-            # Recomputation is for the plan to decide. As it is, no gradient comes out where none of
-            # its operands has one.
+            # The plan decides about recomputation, so only the function itself is traced. Like a
+            # checkpoint, it gives no gradient where no operand has one.
             needed = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args[2:])
             with torch.set_grad_enabled(torch.is_grad_enabled() and needed):
                 return args[0](*args[2:])
         if cls is BackwardHookFunction:
             raise CaptureError(
                 "a module has a backward hook, which the captured program would not call: "
-                f"{_INSTEAD}"
+                f"{WRITE_A_FUNCTION}"
             )
         return self._opaque(cls, original, args)
 
     def _opaque(self, cls: Any, original: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Records a call and traces it as one operator of this module's library."""
         name = f"{cls.__module__}.{cls.__qualname__}"
         tensors: list[torch.Tensor] = []
         template = tuple(_template(name, a, tensors) for a in args)
         with disable_proxy_modes_tracing(), _Watch(name, tensors) as watch:
             outputs = original(*args)
-        results = outputs if isinstance(outputs, tuple) else (outputs,)
+        is_single = not isinstance(outputs, tuple)
+        results = (outputs,) if is_single else outputs
         found = [r for r in results if isinstance(r, torch.Tensor)]
         if watch.written or any(r is t for r in found for t in tensors):
             raise CaptureError(
@@ -119,28 +120,22 @@ class FunctionTracer:
             )
         if not found:
             raise CaptureError(f"{name} returns no tensor")
-        views = not {_storage(r) for r in found}.isdisjoint(map(_storage, tensors))
-        target = FunctionOperator(
-            cls,
-            tuple(_result(name, r) for r in results),
-            not isinstance(outputs, tuple),
-            watch.random,
-        )
-        self._made.append(_Made(target, template, tuple(found), views))
-        traced = iter(self._operator()(len(self._made) - 1, tensors))
-        # What the Function marks as non-differentiable has no gradient, whatever its operands have.
-        needing = torch.is_grad_enabled() and any(
+        has_views = not {_storage(r) for r in found}.isdisjoint(map(_storage, tensors))
+        described = tuple(_result(name, r) for r in results)
+        target = FunctionOperator(cls, described, is_single, watch.random)
+        self._calls.append(_Call(target, template, tuple(found), has_views))
+        traced = iter(self._operator()(len(self._calls) - 1, tensors))
+        has_gradient = torch.is_grad_enabled() and any(
             isinstance(a, torch.Tensor) and a.requires_grad for a in args
         )
-        new = [
-            r
-            if not isinstance(r, torch.Tensor)
-            else next(traced)
-            if r.requires_grad or not needing
-            else next(traced).detach()
-            for r in results
-        ]
-        return tuple(new) if isinstance(outputs, tuple) else new[0]
+        new = []
+        for r in results:
+            result = next(traced) if isinstance(r, torch.Tensor) else r
+            # A result that the Function marks as non-differentiable has no gradient.
+            if isinstance(r, torch.Tensor) and has_gradient and not r.requires_grad:
+                result = result.detach()
+            new.append(result)
+        return new[0] if is_single else tuple(new)
 
     def _operator(self) -> Callable[..., Sequence[torch.Tensor]]:
         if self._library is None:
@@ -150,16 +145,15 @@ class FunctionTracer:
         return getattr(torch.ops, _NAMESPACE).call.default  # type: ignore[no-any-return]
 
     def _fake(self, number: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        like = self._made[number].like
+        like = self._calls[number].like
         return [
             torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in like
         ]
 
     def insert_into(self, graph: fx.Graph, source: Callable[[fx.Node], str]) -> None:
-        """Let the Functions themselves be called where a trace noted them, also in the sub-graphs
-        of regions.
+        """Replaces the recorded calls in a graph, and in the graphs of its regions, by the Functions.
 
-        ``source`` says at which line a node was made.
+        ``source`` gives the source line of a node.
         """
         for node in list(graph.nodes):
             if node.op == "get_attr" and isinstance(
@@ -171,16 +165,15 @@ class FunctionTracer:
 
     def _put(self, graph: fx.Graph, node: fx.Node, source: str) -> None:
         number, tensors = node.args
-        made = self._made[number]  # type: ignore[index]
-        node.target = made.target
-        if made.views and (writer := _writes_later(node, tensors)):  # type: ignore[arg-type]
+        call = self._calls[number]  # type: ignore[index]
+        node.target = call.target
+        if call.has_views and (writer := _writes_later(node, tensors)):  # type: ignore[arg-type]
             raise CaptureError(
-                f"{made.target} at {source} returns a view of its operand, and {writer.target} "
-                "writes to that afterwards: "
-                "return a copy of it (clone)"
+                f"{call.target} at {source} returns a view of its operand, and {writer.target} "
+                "writes to that afterwards: return a copy of it (clone)"
             )
-        node.args = tree_map_only(_Slot, lambda slot: tensors[slot.number], made.args)  # type: ignore[index, union-attr]
-        if made.target.alone:
+        node.args = tree_map_only(_Slot, lambda slot: tensors[slot.number], call.args)  # type: ignore[index, union-attr]
+        if call.target.is_single:
             node.meta["val"] = node.meta["val"][0]
             for user in list(node.users):
                 assert user.target is operator.getitem
@@ -191,8 +184,8 @@ class FunctionTracer:
 
 
 class _Watch(TorchDispatchMode):
-    """Sees what a Function's forward does: whether it draws random numbers, writes to operands, or
-    reads tensors that it was not given.
+    """Watches a Function's forward: it may draw random numbers, but not write to its operands or
+    read tensors of the model that are not its arguments.
     """
 
     def __init__(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
@@ -223,7 +216,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _template(name: str, argument: Any, tensors: list[torch.Tensor]) -> Any:
-    """An argument as the graph has it; its tensors are appended to ``tensors``."""
+    """An argument in the form that the graph holds. Its tensors are appended to ``tensors``."""
 
     def slot(t: torch.Tensor) -> _Slot:
         tensors.append(t)
@@ -232,21 +225,22 @@ def _template(name: str, argument: Any, tensors: list[torch.Tensor]) -> Any:
     if isinstance(argument, torch.Tensor):
         return slot(argument)
     if type(argument) in (list, tuple) and any(isinstance(a, torch.Tensor) for a in argument):
-        # Autograd does not look into lists: these have no gradient.
+        # Autograd ignores tensors in lists, so these have no gradient.
         return [
-            slot(a.detach()) if isinstance(a, torch.Tensor) else _held(name, a) for a in argument
+            slot(a.detach()) if isinstance(a, torch.Tensor) else _graph_argument(name, a)
+            for a in argument
         ]
-    return _held(name, argument)
+    return _graph_argument(name, argument)
 
 
-def _held(name: str, argument: Any) -> Any:
+def _graph_argument(name: str, argument: Any) -> Any:
     try:
         return graph_argument(argument)
     except TypeError as e:
         raise CaptureError(
             f"{name} is given {e}, which the captured program would keep as it is now: give it "
-            "tensors as arguments of their own, "
-            "and what else it needs as numbers, strings and functions"
+            "tensors as arguments of their own, and what else it needs as numbers, strings and "
+            "functions"
         ) from None
 
 
@@ -262,9 +256,7 @@ def _result(name: str, result: Any) -> OpaqueArgument | None:
 
 
 def is_transformed(value: Any) -> bool:
-    """Whether a value in a trace is one inside of a transform of torch.func, such as one sample in
-    vmap.
-    """
+    """Whether a traced value belongs to a transform of torch.func, such as one sample in vmap."""
     return isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(
         value
     )
@@ -275,7 +267,7 @@ def _storage(t: torch.Tensor) -> int:
 
 
 def _writes_later(node: fx.Node, operands: Sequence[fx.Node]) -> fx.Node | None:
-    """A call after ``node`` that writes to the memory of its operands."""
+    """A call after ``node`` that writes to the memory of the operands; None if there is none."""
     places = {_storage(n.meta["val"]) for n in operands}
     for later in node.graph.nodes:
         mutates = (
@@ -288,90 +280,8 @@ def _writes_later(node: fx.Node, operands: Sequence[fx.Node]) -> fx.Node | None:
     return None
 
 
-def _refuse(original: Callable[..., Any], problem: str) -> Callable[..., Any]:
-    def refused(*args: Any, **kwargs: Any) -> Any:
-        if get_proxy_mode() is None:
-            return original(*args, **kwargs)
-        raise CaptureError(problem)
-
-    return refused
-
-
-_REFUSED: tuple[tuple[Any, str, str], ...] = (
-    (
-        torch.Tensor,
-        "register_hook",
-        f"register_hook in the forward: the captured program would not call the hook; {_INSTEAD}",
-    ),
-    (
-        torch.Tensor,
-        "register_post_accumulate_grad_hook",
-        "register_post_accumulate_grad_hook in the forward: the captured program would not call "
-        "the hook; register it on the parameters of "
-        "the compiled model",
-    ),
-    (
-        torch.Tensor,
-        "retain_grad",
-        "retain_grad in the forward: tensors of the captured program are not those of the trace, "
-        "and would have no .grad; "
-        "return what you want the gradient of, or write a torch.autograd.Function that looks at it",
-    ),
-    (
-        torch.autograd.graph,
-        "register_multi_grad_hook",
-        "register_multi_grad_hook in the forward: the captured program would not call the hook; "
-        f"{_INSTEAD}",
-    ),
-    (
-        torch.autograd.function,
-        "custom_function_call",
-        "a torch.autograd.Function under a transform of torch.func (vmap, grad): its backward "
-        "would be lost; "
-        "call it outside of the transform",
-    ),
-    (
-        torch.Tensor,
-        "backward",
-        "backward() in the forward: gradients come from the loss that the forward returns",
-    ),
-    (
-        torch.autograd,
-        "grad",
-        "torch.autograd.grad in the forward: the captured program has no gradients before its "
-        "backward; write the gradient as a formula, "
-        "or the whole in a torch.autograd.Function",
-    ),
-    (
-        torch.autograd,
-        "backward",
-        "backward() in the forward: gradients come from the loss that the forward returns",
-    ),
-)
-# These give back what they were given.
-_EXACT = (torch.autograd.graph.save_on_cpu,)
-
-
-def _enter(hooks: Any) -> Any:
-    own = type(hooks).__module__.startswith("torch.")
-    if (
-        get_proxy_mode() is not None
-        and not isinstance(hooks, _EXACT)
-        and (not own or type(hooks) is saved_tensors_hooks)
-    ):
-        raise CaptureError(
-            "saved_tensors_hooks in the forward: the captured program would not call them; leave "
-            "what is kept to the plan (recompute=), "
-            f"or {_INSTEAD}"
-        )
-    return _ENTER(hooks)
-
-
-_ENTER = saved_tensors_hooks.__enter__
-
-
 def _data(tensor: torch.Tensor) -> torch.Tensor:
-    """``.data``, which the trace would not follow."""
+    """``.data`` as ``detach()`` while tracing, because a trace does not follow ``.data``."""
     return tensor.detach() if get_proxy_mode() is not None else _ORIGINAL_DATA.__get__(tensor)  # type: ignore[no-any-return]
 
 

@@ -1,6 +1,4 @@
-"""Hooks on a model's modules, as they are when it is compiled: what tracing loses is refused, or
-said.
-"""
+"""Checks the hooks on a model's modules: a trace loses backward hooks and effects of forward hooks."""
 
 from __future__ import annotations
 
@@ -12,10 +10,13 @@ from autopar.errors import CaptureError
 
 
 def check_hooks(model: nn.Module) -> None:
-    """Raises :class:`CaptureError` for backward hooks, which no trace has; warns of forward hooks,
-    of which it has the operators alone.
+    """Checks the hooks of all modules.
 
-    Hooks of ``torch.nn.utils``, such as those of ``weight_norm``, only compute with tensors.
+    A trace contains only the operators of a forward hook, so forward hooks get a warning. Hooks of
+    ``torch.nn.utils``, such as those of ``weight_norm``, only compute with tensors and get none.
+
+    Raises:
+        CaptureError: a module has a backward hook, which no trace contains.
     """
     for name, module in model.named_modules():
         place = f"module {name or '(root)'} ({type(module).__name__})"

@@ -1,5 +1,6 @@
-"""What a model's modules hold beside parameters and buffers, also in objects that are no modules,
-and putting back what a run changed.
+"""The state of a model besides its parameters, and how to restore it after a run.
+
+The state is the attributes of modules, and of objects that modules hold.
 """
 
 from __future__ import annotations
@@ -18,16 +19,21 @@ from torch import nn
 _NUMBERS = (bool, int, float, complex, str, type(None))
 _CONTAINERS = (list, dict, set, deque)
 _CODE = (type, ModuleType, FunctionType, MethodType, functools.partial)
-MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # attributes, a module's mode among them
-# objects that are looked into; what is held beyond, such as a data set, is no state of a forward
-_MOST = 10_000
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # attributes of every module, such as its mode
+# The most objects that are searched. A larger structure, such as a data set, is no state.
+_MAX_OBJECTS = 10_000
 
 
 class ModuleState:
-    """What a model's modules, and the objects that they hold, have at one moment."""
+    """The attributes of a model's modules, and of objects that they hold, at one moment.
+
+    Attributes:
+        numbers: numbers and strings, and the lengths and numbers of containers, by path.
+        tensors: tensors, by path.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self.numbers: dict[str, Any] = {}  # and names, and how much is in lists
+        self.numbers: dict[str, Any] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self._buffers = [(b, b.clone()) for b in model.buffers()]
         for path, holder in _holders(model):
@@ -54,7 +60,7 @@ class ModuleState:
             )
 
     def numbers_changed_since(self, before: ModuleState) -> list[str]:
-        """The numbers, names and lists that are other than before."""
+        """The paths of numbers, strings and containers that differ from before."""
         missing = object()
         return [
             name
@@ -63,13 +69,13 @@ class ModuleState:
         ]
 
     def changed_since(self, before: ModuleState) -> list[str]:
-        """These, and tensors that are others than before."""
+        """The paths of numbers, strings and containers that differ, and of replaced tensors."""
         tensors = [name for name, t in self.tensors.items() if before.tensors.get(name) is not t]
         return [*self.numbers_changed_since(before), *tensors]
 
     @torch.no_grad()
     def put_back_buffers(self) -> None:
-        """Gives buffers the values of that moment."""
+        """Gives the buffers the values that they had at that moment."""
         for buffer, value in self._buffers:
             buffer.copy_(value)
 
@@ -79,7 +85,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _own(holder: Any) -> dict[str, Any]:
-    """An object's attributes; of a module, but those that ``nn.Module`` has."""
+    """An object's attributes; of a module, only those that not every module has."""
     return {
         k: v
         for k, v in vars(holder).items()
@@ -88,8 +94,9 @@ def _own(holder: Any) -> dict[str, Any]:
 
 
 def _holders(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The modules, and the objects with attributes that they hold, in lists and dicts too, each
-    once, with a path to it.
+    """The modules and the objects with attributes that they hold, each once, with its path.
+
+    Objects may be in lists and dicts.
     """
     seen = {id(module) for module in model.modules()}
     left: deque[tuple[str, Any]] = deque(model.named_modules())
@@ -99,7 +106,7 @@ def _holders(model: nn.Module) -> Iterator[tuple[str, Any]]:
         for name, value in _own(holder).items():
             place = f"{path}.{name}" if path else name
             for where, found in [(place, value), *_items(place, value)]:
-                if _has_attributes(found) and id(found) not in seen and len(seen) < _MOST:
+                if _has_attributes(found) and id(found) not in seen and len(seen) < _MAX_OBJECTS:
                     seen.add(id(found))
                     left.append((where, found))
 
@@ -115,7 +122,7 @@ def _items(place: str, value: Any) -> list[tuple[str, Any]]:
 
 
 def _has_attributes(value: Any) -> bool:
-    """Whether it is an object of the user's: neither a tensor, code, nor torch's own."""
+    """Whether a value is an object of the user: no tensor, no code, no object of torch."""
     return (
         hasattr(value, "__dict__")
         and not isinstance(value, _CODE)
@@ -125,7 +132,7 @@ def _has_attributes(value: Any) -> bool:
 
 @contextmanager
 def buffers_restored(model: nn.Module) -> Iterator[None]:
-    """Within, buffers may be written to; afterwards they are what they were."""
+    """Within, buffers may change; afterwards they have their old values."""
     before = [
         (module, name, b, None if b is None else b.clone())
         for module in model.modules()
@@ -143,8 +150,9 @@ def buffers_restored(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def attributes_restored(model: nn.Module) -> Iterator[None]:
-    """Within, the forward may change attributes of modules and of the objects that they hold, and
-    hang hooks on modules; afterwards these are what they were."""
+    """Within, attributes of modules, and of objects that they hold, may change, and hooks may be
+    added; afterwards these are as before.
+    """
     before = [(holder, dict(vars(holder)), _contents(holder)) for _, holder in _holders(model)]
     try:
         yield
@@ -161,8 +169,8 @@ def attributes_restored(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def model_restored(model: nn.Module) -> Iterator[None]:
-    """Within, the model may be run; afterwards buffers, modes, attributes and random numbers are
-    what they were.
+    """Within, the model may run; afterwards buffers, modes, attributes and the state of random
+    numbers are as before.
     """
     device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     with (
@@ -174,9 +182,7 @@ def model_restored(model: nn.Module) -> Iterator[None]:
 
 
 def _contents(holder: Any) -> list[tuple[Any, Any]]:
-    """The containers among an object's attributes, a module's hooks among them, with what is in
-    them.
-    """
+    """The containers among an object's attributes, with copies; a module's hooks are such, too."""
     own = [value for value in _own(holder).values() if type(value) in _CONTAINERS]
     hooks = (
         [

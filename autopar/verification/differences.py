@@ -1,4 +1,4 @@
-"""What two runs of one training step computed, and where the two differ."""
+"""Compares the results of two runs of one training step."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 # Relative to the norm of the expected tensor. Two runs may add in different orders, so they differ
 # by rounding.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
-_FLOOR = (
-    1e-3  # of the largest gradient's norm: a gradient below it is compared as if its norm were this
-)
+# Relative to the largest gradient's norm. A gradient with a smaller norm is compared as if its norm
+# were this.
+_FLOOR = 1e-3
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Difference:
             norm.running_mean"``.
         error: the norm of the difference, relative to the norm of the expected tensor.
         allowed: the largest ``error`` that rounding explains.
-        found: the value of a number, or the norm and shape of a tensor, in the run that is checked.
-        expected: the same in the run of the model; both are empty where ``error`` is allowed.
+        found: the value of a number, or the norm and shape of a tensor, in the checked run.
+        expected: the same in the run of the model. Both are empty where ``error`` is allowed.
     """
 
     name: str
@@ -41,8 +41,8 @@ class Difference:
 
 @dataclass(frozen=True)
 class StepResults:
-    """Outputs, gradients of parameters (sparse ones as dense tensors) and new values of buffers,
-    each by name.
+    """The results of one step, by name: outputs, gradients of parameters (sparse gradients as dense
+    tensors), and new values of buffers.
     """
 
     outputs: dict[str, torch.Tensor]
@@ -65,7 +65,7 @@ def differences(found: StepResults, expected: StepResults) -> list[Difference]:
     tensors, result = found.by_name(), []
     for name, value in expected.by_name().items():
         if name.startswith("buffer ") and name not in tensors:
-            continue  # the graph neither reads nor writes it
+            continue  # a buffer that the graph neither reads nor writes
         floor = _FLOOR * largest if name.startswith("gradient") else 0.0
         if (difference := _difference(name, tensors.get(name), value, floor)) is not None:
             result.append(difference)
