@@ -1,5 +1,5 @@
-"""The solver against the textbook: the same problem written anew as a mixed-integer program with
-PuLP, on a whole model.
+"""The ILP finds the optimum of the textbook formulation: the same problem of a whole model, written
+as a mixed-integer program with PuLP.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from autopar.search.space.options import Options
 
 
 def textbook(problem: Problem, weights: CostWeights) -> float:
-    """The least cost: one binary a choice; for each conversion one variable that it is paid, one
-    that its result is kept for the backward and one that it is made again there, each at least what
-    any pair of a producer's and a reader's choices asks for.
+    """The least cost.
 
-    Bytes count at the price. A reader's need of what is not converted is a need of what the
-    producer made.
+    Each choice is one binary variable. Each conversion has three variables: it is paid, its result
+    is saved for the backward, its result is recomputed in the backward. Each of them is at least
+    what any pair of a choice of the producer and a choice of a reader asks for. A reader that needs
+    a tensor in the layout in which it is made needs the result of the producer. Bytes count at the
+    price of memory.
     """
     program = pulp.LpProblem("sharding", pulp.LpMinimize)
     vertices, second, byte = (
@@ -57,8 +58,8 @@ def textbook(problem: Problem, weights: CostWeights) -> float:
         cost += [float(v.count[0] * c) * b for c, b in zip(each, own, strict=True)]
 
     def wanting(v: int, p: int, layout: object, needed: bool) -> pulp.LpAffineExpression:
-        """Whether reader ``v`` wants a layout of operand ``p``; or wants it and needs it in the
-        backward.
+        """Whether vertex ``v`` wants a layout of operand ``p``, and if ``needed``, also needs it
+        in the backward.
         """
         labels = [vertices[v].in_labels[p][i] for i in vertices[v].in_label_of[p]]
         return pulp.lpSum(
@@ -67,12 +68,12 @@ def textbook(problem: Problem, weights: CostWeights) -> float:
             if wanted == layout and (need or not needed)
         )
 
-    def making(v: int, layout: object, there: bool) -> pulp.LpAffineExpression:
+    def making(v: int, layout: object, available: bool) -> pulp.LpAffineExpression:
         labels = [vertices[v].out_labels[i] for i in vertices[v].out_label_of]
         return pulp.lpSum(
             b
-            for b, (made, kept) in zip(x[v], labels, strict=True)
-            if made == layout and (kept or not there)
+            for b, (made, is_available) in zip(x[v], labels, strict=True)
+            if made == layout and (is_available or not available)
         )
 
     for g, tensor in enumerate(problem.tensors):
@@ -80,20 +81,20 @@ def textbook(problem: Problem, weights: CostWeights) -> float:
         for (source, s), (target, t) in (
             (a, b) for a in tensor.sources.items() for b in tensor.targets.items()
         ):
-            made, there = (
+            made, available = (
                 making(tensor.producer, source, False),
                 making(tensor.producer, source, True),
             )
             price = times * second * float(tensor.seconds[s, t])
-            paid, kept, recomputed = (
+            paid, saved, recomputed = (
                 program.add_variable(f"{kind}_{g}_{s}_{t}", lowBound=0)
-                for kind in ("paid", "kept", "again")
+                for kind in ("paid", "saved", "recomputed")
             )
             recomputed.cat = "Binary"
-            cost += [price * paid, times * byte * float(tensor.nbytes[t]) * kept]
+            cost += [price * paid, times * byte * float(tensor.nbytes[t]) * saved]
             if np.isfinite(tensor.recompute_seconds[s, t]):
                 cost.append(times * second * float(tensor.recompute_seconds[s, t]) * recomputed)
-                program += recomputed <= there  # it needs what it converts
+                program += recomputed <= available  # recomputation reads the tensor
             else:
                 program += recomputed == 0
             for v, p in tensor.ports:
@@ -101,18 +102,13 @@ def textbook(problem: Problem, weights: CostWeights) -> float:
                 if price > 0:
                     program += paid >= made + wanting(v, p, target, False) - 1
                 if tensor.moves[s, t]:
-                    program += kept + recomputed >= made + needed - 1
+                    program += saved + recomputed >= made + needed - 1
                 else:
-                    program += there >= made + needed - 1
-    scale = 1e4 / abs(_first(problem, weights))
+                    program += available >= made + needed - 1
+    scale = 1e4 / sum(float(v.cost(weights).min()) for v in vertices)
     program.setObjective(scale * pulp.lpSum(cost))
     assert program.solve(pulp.HiGHS(msg=False, timeLimit=120, gapRel=1e-7)) == pulp.LpStatusOptimal
     return float(pulp.value(program.objective)) / scale
-
-
-def _first(problem: Problem, weights: CostWeights) -> float:
-    """Some cost, to scale by."""
-    return float(sum(v.cost(weights).min() for v in problem.vertices))
 
 
 def problem_of(name: str, recompute: str, ranks: int) -> Problem:
@@ -136,7 +132,7 @@ def test_same_optimum(name: str) -> None:
 
 
 def test_same_optimum_at_a_price_of_memory() -> None:
-    """Then it also matters what is kept, and what is made again."""
+    """Then the optimum also depends on which results are saved and which are recomputed."""
     problem = problem_of("mlp", "auto", 2)
     fastest = ReducedProblem(problem, CostWeights.of_one_stage()).solution(60.0)
     price = fastest.value / float(fastest.cost_breakdown.nbytes(CostWeights.of_one_stage())[0])
@@ -144,14 +140,13 @@ def test_same_optimum_at_a_price_of_memory() -> None:
     solution = ReducedProblem(problem, weights).solution(60.0)
     assert solution.cost_breakdown.recomputation[0] > 0
     assert solution.cost_breakdown.kept[0] < fastest.cost_breakdown.kept[0]
-    assert solution.value == pytest.approx(
-        textbook(problem, weights), rel=1e-4
-    )  # both branch to a gap
+    # Both solvers stop branching at a relative gap.
+    assert solution.value == pytest.approx(textbook(problem, weights), rel=1e-4)
 
 
-def test_what_is_not_solved_in_time_is_noted_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shapes whose linear program has more columns than a limit stand for those that take longer
-    than ``time_limit``.
+def test_unsolved_configurations_are_noted_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A linear program with more columns than a limit stands for one that takes longer than
+    ``time_limit``.
     """
     model, sample = zoo.mlp(batch=64, dropout=0.0)
     solve, sizes = _ReducedProgram.solve, list[int]()

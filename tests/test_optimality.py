@@ -1,5 +1,5 @@
-"""Nothing is cheaper than what the solver finds: all assignments tried, on twenty small graphs, on
-2 devices and on 2 x 2.
+"""No solution is cheaper than the solution of the ILP: tests try all solutions of twenty small
+graphs on 2 devices and on 2 x 2.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from autopar.search.space.configuration import Configuration
 from autopar.search.space.meshes import Axis
 from autopar.search.space.options import Options
 
-# name: cluster, the sizes that the graphs' letters stand for, dtype
+# name: cluster, sizes of the letters in the graphs, dtype
 SETTINGS = {
     "slow links": ("cpu", dict(B=8, S=8, H=16, F=64, G=32, K=4, V=64), torch.float32),
     "large batch": ("cpu", dict(B=256, S=8, H=256, F=1024, G=512, K=64, V=4096), torch.float32),
@@ -49,7 +49,7 @@ ONE = CostWeights.of_one_stage()
 
 
 @functools.cache
-def space(
+def search_of(
     name: str, setting: str, sizes: tuple[int, ...], recompute: str, optimizer: str = "adamw"
 ) -> tuple[InnerSearch, Configuration]:
     cluster, letters, dtype = SETTINGS[setting]
@@ -66,8 +66,8 @@ def space(
 
 
 def problem_of(name: str, setting: str, sizes: tuple[int, ...], recompute: str) -> Problem:
-    search, shape = space(name, setting, sizes, recompute)
-    return search.problem(shape, search.analysis.batch.size)
+    search, configuration = search_of(name, setting, sizes, recompute)
+    return search.problem(configuration, search.analysis.batch.size)
 
 
 def fastest_within(problem: Problem, budget: float) -> tuple[Solution, float]:
@@ -88,21 +88,20 @@ def test_nothing_is_cheaper(
     assert solution.value == problem.cost_breakdown(solution.chosen, solution.recomputed).cost(ONE)
     assert solution.bound <= solution.value * (1 + ROUNDING)
     assert gap < BRANCHED
-    # Looking a little above the solver's value as well: the search then ends at just that value,
-    # and has not dropped too much.
+    # The limit of brute force lies a little above the value of the ILP: brute force must end at
+    # exactly this value, and must not drop it.
     assert brute_force.cheapest(problem, ONE, solution.value * (1 + 1e-6)) == pytest.approx(
         solution.value, rel=ROUNDING
     )
 
 
 @pytest.mark.slow
-def test_the_best_is_not_always_the_same_thing() -> None:
+def test_the_best_layouts_of_parameters_differ() -> None:
     used = []
     for case in [case for case in CASES if case[-1] == "none"]:
-        search, shape = space(
-            *case, optimizer="fused-adamw"
-        )  # a slow step is always worth splitting
-        problem = search.problem(shape, search.analysis.batch.size)
+        # An optimizer with a slow step is always worth splitting: this one is fused.
+        search, configuration = search_of(*case, optimizer="fused-adamw")
+        problem = search.problem(configuration, search.analysis.batch.size)
         solution, _ = fastest_within(problem, NO_BUDGET)
         layouts = [
             v.choices[k].out
@@ -117,33 +116,35 @@ def test_the_best_is_not_always_the_same_thing() -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "auto"])
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_the_search_here_finds_what_plain_enumeration_finds(setting: str, recompute: str) -> None:
-    """Every assignment, by the definition alone."""
+def test_brute_force_finds_what_plain_enumeration_finds(setting: str, recompute: str) -> None:
+    """Plain enumeration takes the cost breakdown of every solution."""
     for name, most in [("linear", 600), ("shared weight", 1_500)]:
         problem = _thinned(problem_of(name, setting, (2,), recompute), most)
-        bills = [
+        breakdowns = [
             problem.cost_breakdown(chosen, recomputed)
             for chosen, recomputed in brute_force.assignments(problem)
         ]
-        seconds, held = (
+        seconds, memory = (
             np.array(each)
-            for each in zip(*((b.seconds(ONE), b.nbytes(ONE)[0]) for b in bills), strict=True)
+            for each in zip(*((b.seconds(ONE), b.nbytes(ONE)[0]) for b in breakdowns), strict=True)
         )
-        for budget in (math.inf, *np.quantile(held, [0.01, 0.1, 0.5, 1.0])):
+        for budget in (math.inf, *np.quantile(memory, [0.01, 0.1, 0.5, 1.0])):
             assert brute_force.cheapest(problem, ONE, math.inf, budget) == pytest.approx(
-                seconds[held <= budget].min(), rel=ROUNDING
+                seconds[memory <= budget].min(), rel=ROUNDING
             )
         for part in (0.1, 1.0, 10.0):
             weights = CostWeights.of_one_stage(
-                3, price=part * seconds.min() / held.max(), flight=2.0
+                3, price=part * seconds.min() / memory.max(), flight=2.0
             )
             assert brute_force.cheapest(problem, weights, math.inf) == pytest.approx(
-                min(b.cost(weights) for b in bills), rel=ROUNDING
+                min(b.cost(weights) for b in breakdowns), rel=ROUNDING
             )
 
 
 def _thinned(problem: Problem, most: int) -> Problem:
-    """Fewer choices of the vertices that have most, until there are ``most`` assignments."""
+    """The problem with fewer choices of the vertices that have most, until it has at most ``most``
+    solutions.
+    """
     keep = [np.arange(len(v.choices)) for v in problem.vertices]
     while math.prod(map(len, keep)) > most:
         longest = max(range(len(keep)), key=lambda v: len(keep[v]))
@@ -155,8 +156,8 @@ def _thinned(problem: Problem, most: int) -> Problem:
 @pytest.mark.parametrize("name", ["unrolled", "swiglu", "tied", "products", "grouped attention"])
 @pytest.mark.parametrize("setting", ["large batch", "large model"])
 def test_at_a_price_of_memory_nothing_is_cheaper(name: str, setting: str, recompute: str) -> None:
-    """A tensor that some readers keep for the backward and others do not counts once; what is made
-    again needs its operands.
+    """A tensor that several readers save for the backward is saved once. Recomputation needs the
+    operands.
     """
     problem = problem_of(name, setting, (2,), recompute)
     fastest = ReducedProblem(problem, ONE).solution(60.0)
@@ -182,7 +183,7 @@ def test_at_a_price_of_memory_nothing_is_cheaper(name: str, setting: str, recomp
 )
 @pytest.mark.parametrize("setting", ["large batch", "large model"])
 def test_nothing_that_fits_memory_is_faster(name: str, setting: str, recompute: str) -> None:
-    search, shape = space(name, setting, (2,), recompute)
+    search, configuration = search_of(name, setting, (2,), recompute)
     problem = problem_of(name, setting, (2,), recompute)
     fastest, _ = fastest_within(problem, NO_BUDGET)
     with pytest.raises(DoesNotFitError) as error:
@@ -193,7 +194,7 @@ def test_nothing_that_fits_memory_is_faster(name: str, setting: str, recompute: 
         solution, gap = fastest_within(problem, budget)
         assert solution.cost_breakdown.nbytes(ONE)[0] <= budget
         search.options = Options(2, recompute=recompute, memory_budget=budget)
-        found = solve_exactly(search, shape, search.analysis.batch.size, 60.0)
+        found = solve_exactly(search, configuration, search.analysis.batch.size, 60.0)
         assert found is not None
         assert found.gap < BRANCHED
         assert found.device_bytes()[0] <= budget

@@ -1,6 +1,4 @@
-"""Whatever is given for an option, and to each public function: a plan, or an error of autopar's
-own.
-"""
+"""Whatever an option or a public function gets, the outcome is a plan or an error of autopar."""
 
 from __future__ import annotations
 
@@ -28,22 +26,26 @@ class Tiny(nn.Module):
 
 
 class Odd:
-    """Says yes to nothing."""
+    """An object of no type that an option takes."""
 
 
 JUNK: list[Any] = [
-    None, [], {}, (), "", "x", "S0", "\0", b"ab", -1, 0, 1, 1.5, True, False, math.nan, math.inf, -math.inf, 10**400, 2**70, Odd(), Odd,
-    len, [None], [[]], [1, "x"], {3: 4}, {"a": ["I"]}, {"body": None}, {"data": None}, {"tensor": 10**30}, {"x": 1, 3: 4},
-    {"pipeline": {"size": 1, "chunks": "x"}}, {"pipeline": {3: 4, "x": 1}}, {"tensor": {"size": 2}}, {"tensor": {"size": 2, "mode": []}},
-    {"tensor": {"size": 2, "mode": "1d", 3: 4}}, {"tensor": {"size": True, "mode": "2.5d"}}, {"tensor": {"size": 10**30, "mode": "2.5d"}},
-    {"body.weight": "S0 " * 10**4}, torch.float32, torch.zeros(2), torch.optim.AdamW, torch.optim.LBFGS, torch.device("cpu"), range(3),
-    {1, 2}, Path("x"), iter([]),
+    None, [], {}, (), "", "x", "S0", "\0", b"ab", -1, 0, 1, 1.5, True, False,
+    math.nan, math.inf, -math.inf, 10**400, 2**70, Odd(), Odd, len,
+    [None], [[]], [1, "x"], {3: 4}, {"a": ["I"]}, {"body": None}, {"data": None},
+    {"tensor": 10**30}, {"x": 1, 3: 4},
+    {"pipeline": {"size": 1, "chunks": "x"}}, {"pipeline": {3: 4, "x": 1}},
+    {"tensor": {"size": 2}}, {"tensor": {"size": 2, "mode": []}},
+    {"tensor": {"size": 2, "mode": "1d", 3: 4}}, {"tensor": {"size": True, "mode": "2.5d"}},
+    {"tensor": {"size": 10**30, "mode": "2.5d"}}, {"body.weight": "S0 " * 10**4},
+    torch.float32, torch.zeros(2), torch.optim.AdamW, torch.optim.LBFGS, torch.device("cpu"),
+    range(3), {1, 2}, Path("x"), iter([]),
 ]  # fmt: skip
 PLAIN = torch.zeros(4, 4)
 
 
 def outcome(call: Callable[[], Any]) -> Any:
-    """What it returns, or the error of the family; any other error is the test's."""
+    """The result of a call, or its error if that is an error of autopar."""
     try:
         return call()
     except AutoparError as e:
@@ -52,7 +54,7 @@ def outcome(call: Callable[[], Any]) -> Any:
 
 @pytest.mark.parametrize("name", list(Options.__dataclass_fields__))
 def test_wrong_kinds_of_options(name: str) -> None:
-    """Where the options are taken, all that reads them does."""
+    """Options that are accepted can be read, too."""
     for value in JUNK:
         found = outcome(lambda value=value: Options(**{"world_size": 2, name: value}))
         if isinstance(found, Options):
@@ -172,9 +174,7 @@ def test_other_public_functions(tmp_path: Path) -> None:
                 outcome(
                     lambda given=given: autopar.compare_modes(model, PLAIN, progress=False, **given)
                 )
-    with pytest.raises(
-        OSError, match="No such file"
-    ):  # the system's own words, and its kind of error
+    with pytest.raises(OSError, match="No such file"):  # errors of the system stay as they are
         plan.save(tmp_path / "no" / "plan.json")
     with pytest.raises(PlanError, match="decorates 3: write a function"):
         autopar.register_rule("mine.op")(3)  # type: ignore[arg-type]
@@ -192,9 +192,14 @@ def test_a_plan_says_how_it_was_asked_for(tmp_path: Path) -> None:
     )
     assert isinstance(plan, Plan)
     assert plan.options == {
-        "world_size": 2, "cluster": "cpu", "mesh": [2], "parallel": None, "constraints": {"body.weight": "I"}, "optimizer": "SGD",
+        "world_size": 2,
+        "cluster": "cpu",
+        "mesh": [2],
+        "parallel": None,
+        "constraints": {"body.weight": "I"},
+        "optimizer": "SGD",
         "memory_budget": "inf",
-    }  # fmt: skip
+    }
     plan.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
     assert loaded.options == plan.options
@@ -208,7 +213,7 @@ def test_a_plan_says_how_it_was_asked_for(tmp_path: Path) -> None:
         optimizer="sgd",
         memory_budget=math.inf,
     )
-    assert other == plan  # what was decided is the same
+    assert other == plan  # the decisions are the same
     assert other.options != plan.options
     (swept,) = autopar.sweep(Tiny(), PLAIN, [dict(world_size=2)], mesh=(2,), progress=False)
     assert isinstance(swept, Plan)

@@ -102,7 +102,7 @@ class CostBreakdown:
 
 
 def price_bytes(price: float, nbytes: np.ndarray) -> np.ndarray:
-    """What bytes cost at a price. Infinite bytes, which must not be saved, cost infinitely much even
-    where bytes are free.
+    """What bytes cost at a price. Infinite bytes, which must not be saved, cost infinitely much
+    even where bytes are free.
     """
     return np.where(np.isfinite(nbytes), price * np.where(np.isfinite(nbytes), nbytes, 0.0), np.inf)

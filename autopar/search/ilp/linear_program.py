@@ -121,9 +121,8 @@ class LinearProgram:
             bound = info.mip_dual_bound if is_integral else info.objective_function_value
             return SolverResult(values, bound / self.scale)
         if status in _STOPPED:
-            return SolverResult(
-                values, info.mip_dual_bound / self.scale if is_integral else -np.inf
-            )
+            bound = info.mip_dual_bound / self.scale if is_integral else -np.inf
+            return SolverResult(values, bound)
         raise UnsolvedError(
             f"the solver stopped without a plan, {solver.modelStatusToString(status)}"
         )
@@ -147,8 +146,8 @@ class LinearProgram:
 
 
 class FlowProgram(LinearProgram):
-    """A program with one column for each choice of each vertex, of which one is chosen, and with one
-    unit of flow along each edge from label to label. The flow out of a label is the sum of the
+    """A program with one column for each choice of each vertex, of which one is chosen, and with
+    one unit of flow along each edge from label to label. The flow out of a label is the sum of the
     choices that have the label.
 
     Attributes:

@@ -1,9 +1,9 @@
-"""Meshes of three and more axes: exact solves in neighbourhoods of the best plans of coarser meshes.
+"""Meshes of three and more axes: exact solves near the best plans of coarser meshes.
 
 On n axes a tensor has some 6^n layouts and an edge some 36^n flows; on three axes a linear program
-takes more than seconds. A mesh with two neighbouring axes merged is coarser, and its plans are plans
-of the finer mesh, too. Around these plans each node may change what it does along one axis, all
-nodes at once in one ILP. The best solution is the next centre, until no solution is better.
+takes more than seconds. A mesh with two neighbouring axes merged is coarser, and its plans are
+plans of the finer mesh, too. Around these plans each node may change what it does along one axis,
+all nodes at once in one ILP. The best solution is the next centre, until no solution is better.
 """
 
 from __future__ import annotations

@@ -86,7 +86,9 @@ class StageCostProgram(FlowProgram):
         saved: np.ndarray,
         state: np.ndarray | float = 0.0,
     ) -> None:
-        """Count bytes where columns are 1: ``saved`` for each microbatch in flight, and ``state``."""
+        """Count bytes where columns are 1: ``saved`` for each microbatch in flight, and ``state``
+        once.
+        """
         for stage in np.flatnonzero(count):
             rank = int(stage) % self.configuration.pipeline
             nbytes = float(count[stage]) * (self._flights[stage] * saved + state)

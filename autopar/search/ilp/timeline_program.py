@@ -17,7 +17,7 @@ from autopar.search.ilp.solve import Solution
 from autopar.search.ilp.stage_cost_program import MEMORY_SCALE, StageCostProgram
 from autopar.search.space.configuration import Configuration
 
-# HiGHS has an absolute tolerance of 1e-7 in the objective: the seconds of a step are scaled to this.
+# HiGHS has an absolute tolerance of 1e-7 in the objective: the step time is scaled to about this.
 _TIME_SCALE = 1e4
 _GAP = 1e-7  # the relative gap of the step time at which branching ends
 _WORK_GAP = 1e-2  # the same for the work of all ranks, which is minimised after the step time

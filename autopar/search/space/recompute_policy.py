@@ -41,8 +41,8 @@ class RecomputePolicy:
         return (SAVED, RECOMPUTED, *freed) if self.option == "auto" else (SAVED, *freed)
 
     def conversions(self, node: fx.Node, readers: Collection[fx.Node]) -> tuple[bool, bool]:
-        """Whether results of conversions of a node's tensor may be saved for its readers, and whether
-        they may be recomputed.
+        """Whether results of conversions of a node's tensor may be saved for its readers, and
+        whether they may be recomputed.
         """
         if self.option == "full":
             in_block = any(block_of(reader) for reader in readers)

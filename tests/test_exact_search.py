@@ -1,5 +1,5 @@
-"""Nothing is faster than what the exact search finds: every cut, strategy and keep-set of small
-pipelines tried, within budgets.
+"""No plan is faster than the plan of the exact search: tests try every cut, strategy and set of
+saved results of small pipelines, within memory budgets.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def search_of(name: str, axis: int, recompute: str, stages: int) -> InnerSearch:
 
 
 def thin(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    """Nodes are left with the choice to do nothing and, ``most`` of them, with one or two
-    others.
+    """Leave each node its first choice, which splits nothing, and ``most`` nodes one or two
+    more.
     """
     whole = NodeChoices.on_mesh
 
@@ -65,14 +65,14 @@ def thin(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     monkeypatch.setattr(NodeChoices, "on_mesh", thinned)
 
 
-def bills(
-    search: InnerSearch, shape: Configuration, starts: tuple[int, ...]
+def cost_breakdowns(
+    search: InnerSearch, configuration: Configuration, starts: tuple[int, ...]
 ) -> list[CostBreakdown]:
-    """Of all assignments of one cut."""
+    """The cost breakdowns of all solutions of one cut."""
     analysis = cut_at_units(search, starts)
-    stage_of, own = stages_of(analysis, shape.stages), {n: n for n in analysis.graph.nodes}
-    choices = NodeChoices(analysis, own, search.options).on_mesh(shape.axes)
-    costs = costs_of_stages(search, shape, analysis)
+    stage_of, own = stages_of(analysis, configuration.stages), {n: n for n in analysis.graph.nodes}
+    choices = NodeChoices(analysis, own, search.options).on_mesh(configuration.axes)
+    costs = costs_of_stages(search, configuration, analysis)
     problem = build_problem(
         analysis.graph,
         own,
@@ -81,7 +81,7 @@ def bills(
         costs,
         search.recompute,
         stage_of.__getitem__,
-        shape.stages,
+        configuration.stages,
     )
     return [
         problem.cost_breakdown(chosen, recomputed)
@@ -89,26 +89,34 @@ def bills(
     ]
 
 
-def steps(found: list[CostBreakdown], shape: Configuration) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of a step and bytes of the fullest device of each assignment."""
+def steps(
+    found: list[CostBreakdown], configuration: Configuration
+) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of a step, and bytes of the device with most memory, of each solution."""
     kinds = ("forward", "backward", "send", "step", "kept", "state")
     forward, backward, send, step, kept, state = (
         np.array([getattr(b, kind) for b in found]).T for kind in kinds
     )
     memory = (
         state
-        + np.array(FLIGHTS[shape.schedule](shape.pipeline, shape.microbatches))[:, None] * kept
+        + np.array(
+            FLIGHTS[configuration.schedule](configuration.pipeline, configuration.microbatches)
+        )[:, None]
+        * kept
     ).max(axis=0)
-    return longest(shape, {"F": forward, "B": backward}, send / 2, step), memory
+    return longest(configuration, {"F": forward, "B": backward}, send / 2, step), memory
 
 
 def longest(
-    shape: Configuration, took: dict[str, np.ndarray], receiving: np.ndarray, step: np.ndarray
+    configuration: Configuration,
+    took: dict[str, np.ndarray],
+    receiving: np.ndarray,
+    step: np.ndarray,
 ) -> np.ndarray:
-    """The longest path through orders and transfers, by recursion; arrays are [stage,
-    assignment].
+    """Seconds of a step: the longest path through the orders of ranks and the transfers between
+    them, by recursion. Arrays are [stage, solution].
     """
-    orders = actions(shape.schedule, shape.pipeline, 1, shape.microbatches)
+    orders = actions(configuration.schedule, configuration.pipeline, 1, configuration.microbatches)
     before = {
         action: previous
         for order in orders
@@ -122,7 +130,7 @@ def longest(
         kind, stage, microbatch = action
         neighbour = Action(kind, stage + {"F": -1, "B": 1}[kind], microbatch)
         start = end(before[action])
-        if neighbour in before:  # torch receives when it wants to run
+        if neighbour in before:  # torch receives when the action wants to run
             start = np.maximum(start, end(neighbour)) + receiving[max(stage, neighbour.stage)]
         return start + took[kind][stage]
 
@@ -135,7 +143,7 @@ def cuts(search: InnerSearch, stages: int) -> list[tuple[int, ...]]:
     ]
 
 
-# graph, ranks of a stage, stages, how many nodes have a choice of strategies, recompute
+# graph, ranks of a stage, stages, the number of nodes with a choice of strategies, recompute
 PIPELINES = [
     ("deep", 1, 2, 0, "auto"),
     ("residual", 1, 2, 0, "auto"),
@@ -158,14 +166,15 @@ def test_nothing_that_fits_is_faster(
     search = search_of(name, axis, recompute, stages)
     axes = (Axis("data", axis, "free", is_required=False),)
     every = {
-        cut: bills(search, Configuration(stages, axes, 2), cut) for cut in cuts(search, stages)
+        cut: cost_breakdowns(search, Configuration(stages, axes, 2), cut)
+        for cut in cuts(search, stages)
     }
     used = set()
     for schedule, microbatches in itertools.product(FLIGHTS, (2, 4)):
         if schedule == "1f1b" and microbatches < stages:
             continue
-        shape = Configuration(stages, axes, microbatches, schedule=schedule)
-        priced = {cut: steps(found, shape) for cut, found in every.items()}
+        configuration = Configuration(stages, axes, microbatches, schedule=schedule)
+        priced = {cut: steps(found, configuration) for cut, found in every.items()}
         seconds, memory = (np.concatenate(each) for each in zip(*priced.values(), strict=True))
         assert len(seconds) >= 80
         least, most = memory.min(), memory[seconds <= seconds.min() * (1 + EXACT)].min()
@@ -175,7 +184,7 @@ def test_nothing_that_fits_is_faster(
             most * (1 + 1e-6),
         ):
             search.options = dataclasses.replace(search.options, memory_budget=float(budget))
-            found = solve_exactly(search, shape, search.analysis.batch.size, 60.0)
+            found = solve_exactly(search, configuration, search.analysis.batch.size, 60.0)
             assert found is not None
             assert max(found.device_bytes()) <= budget
             assert brute_force.possible(
@@ -196,38 +205,38 @@ def test_nothing_that_fits_is_faster(
         search.options = dataclasses.replace(
             search.options, memory_budget=float(least) * (1 - 1e-3)
         )
-        assert solve_exactly(search, shape, search.analysis.batch.size, 60.0) is None
-    assert len(used) > 1 or recompute == "none"  # cuts, strategies or what is kept differ
+        assert solve_exactly(search, configuration, search.analysis.batch.size, 60.0) is None
+    assert len(used) > 1 or recompute == "none"  # cuts, strategies or saved results differ
 
 
-def test_what_is_known_and_fits_is_not_lost() -> None:
-    """The draft of a pipeline, then the same solved to the end: never slower, nothing made again
-    where memory is ample.
+def test_a_known_plan_is_returned_unless_a_better_one_is_found() -> None:
+    """The exact search starts from the best candidate of a pipeline. It finds no slower plan, and
+    recomputes nothing where memory is ample.
     """
     model, sample = zoo.mlp(batch=16, layers=4)
     analysis = small_graphs.analyse(model, sample)
     cluster = Cluster.load("cpu")
     options = Options(2, parallel=dict(pipeline=2), micro_batch_size=16)
     search = InnerSearch(analysis, cluster, options)
-    shape = Configuration(2, (Axis("data", 1, "data"),), 4)
-    first = assemble(search, best_candidate(search, shape, 16))
+    configuration = Configuration(2, (Axis("data", 1, "data"),), 4)
+    first = assemble(search, best_candidate(search, configuration, 16))
     known = sum(first.seconds_by_kind().values())
-    found = solve_exactly(search, shape, 16, 60.0, first)
+    found = solve_exactly(search, configuration, 16, 60.0, first)
     assert found is not None
     assert sum(found.seconds_by_kind().values()) <= known
     assert not any(found.solution.cost_breakdown.recomputation)
-    recomputed = solve_exactly(search, shape, 16, 60.0, found)
-    assert recomputed is found
-    assert recomputed.gap < 1e-6
-    out_of_time = solve_exactly(search, shape, 16, 0.0, first)
+    again = solve_exactly(search, configuration, 16, 60.0, found)
+    assert again is found
+    assert again.gap < 1e-6
+    out_of_time = solve_exactly(search, configuration, 16, 0.0, first)
     assert out_of_time is first
 
 
-def test_a_cut_by_hand_is_kept() -> None:
+def test_a_cut_of_the_user_is_kept() -> None:
     search = search_of("deep", 1, "auto", 2)
-    shape = Configuration(2, (Axis("data", 1, "data"),), 2)
+    configuration = Configuration(2, (Axis("data", 1, "data"),), 2)
     for cut in cuts(search, 2):
-        found = solve_exactly(search, shape, search.analysis.batch.size, 60.0, starts=cut)
+        found = solve_exactly(search, configuration, search.analysis.batch.size, 60.0, starts=cut)
         assert found is not None
         first = next(
             n
@@ -238,7 +247,7 @@ def test_a_cut_by_hand_is_kept() -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_no_pipeline_is_faster_than_the_least(schedule: str) -> None:
+def test_no_pipeline_is_faster_than_the_least_step_ratio(schedule: str) -> None:
     draw = np.random.default_rng(0)
     for p, m in itertools.product((2, 3, 4), (2, 4, 8)):
         microbatches = m * p

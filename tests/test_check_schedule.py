@@ -1,4 +1,4 @@
-"""Which schedules go together with which numbers: what torch's own constructors take."""
+"""check_schedule() accepts the schedules and numbers that the constructors of torch accept."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from autopar.ir.plan_data import SCHEDULES
 from autopar.search.space.check_schedule import check_schedule
 
 
-def _torchs(pipelines: tuple[int, ...]) -> dict[tuple[str, int, int, int], bool]:
-    """Whether torch makes each schedule of a number of ranks, of stages on each and of
-    microbatches.
-    """
+def _accepted_by_torch(pipelines: tuple[int, ...]) -> dict[tuple[str, int, int, int], bool]:
+    """Whether torch accepts each (schedule, pipeline ranks, chunks, microbatches)."""
     return {
-        (name, p, *rest): taken for p in pipelines for (name, *rest), taken in _torchs_on(p).items()
+        (name, p, *rest): taken
+        for p in pipelines
+        for (name, *rest), taken in _accepted_on(p).items()
     }
 
 
-def _torchs_on(pipeline: int) -> dict[tuple[str, int, int], bool]:
+def _accepted_on(pipeline: int) -> dict[tuple[str, int, int], bool]:
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=pipeline, store=FakeStore())
     found = {}
@@ -61,14 +61,14 @@ def _torchs_on(pipeline: int) -> dict[tuple[str, int, int], bool]:
     return found
 
 
-def test_takes_what_torch_takes() -> None:
-    pools = Pools()  # their group is another one afterwards
+def test_accepts_what_torch_accepts() -> None:
+    pools = Pools()  # pools of this test alone, whose process group changes
     try:
-        (torchs,) = pools(1).run(_torchs, (2, 3, 4, 8))
+        (accepted,) = pools(1).run(_accepted_by_torch, (2, 3, 4, 8))
     finally:
         pools.close()
-    for (name, pipeline, chunks, microbatches), taken in torchs.items():
-        if name == "interleaved-1f1b" and chunks == 1:  # torch takes it, as another name of 1f1b
+    for (name, pipeline, chunks, microbatches), taken in accepted.items():
+        if name == "interleaved-1f1b" and chunks == 1:  # torch accepts it, as another name of 1f1b
             taken = False
         try:
             check_schedule(name, pipeline, chunks, microbatches)
@@ -95,7 +95,9 @@ def test_takes_what_torch_takes() -> None:
         ),
     ],
 )
-def test_says_which_numbers_would_do(arguments: tuple[str, int, int, int], message: str) -> None:
+def test_errors_say_which_numbers_are_possible(
+    arguments: tuple[str, int, int, int], message: str
+) -> None:
     with pytest.raises(PlanError, match=message):
         check_schedule(*arguments)
 

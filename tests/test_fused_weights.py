@@ -1,5 +1,6 @@
-"""Fused weights: a query, key and value that come from one, or a gate and up; each of the parts is
-cut, so that nothing need be exchanged to take them apart."""
+"""Fused weights, such as a query, key and value in one weight, or a gate and up: each part is cut,
+so that no collective is needed to take the parts apart.
+"""
 
 from __future__ import annotations
 
@@ -53,15 +54,14 @@ def test_weights_whose_parts_all_readers_take_apart_are_found() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "vit", "mlp"]
-)  # a rotary embedding takes the halves of heads, which no weight has side by side
-def test_other_weights_are_not(name: str) -> None:
+@pytest.mark.parametrize("name", ["llama", "vit", "mlp"])
+def test_other_weights_are_not_found(name: str) -> None:
+    """A rotary embedding takes heads apart into halves, which are not parts of a whole weight."""
     assert not _taken_apart(name)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "fused"])
-def test_nothing_is_exchanged_to_take_parts_from_a_product(name: str) -> None:
+def test_no_collective_takes_a_product_apart(name: str) -> None:
     model, sample = getattr(zoo, name)(batch=8, dropout=0.0)
     plan = autopar.plan(
         model, sample, 4, cluster="a100-sxm", parallel=TENSOR[4], zero=0, progress=False
@@ -88,7 +88,7 @@ def test_nothing_is_exchanged_to_take_parts_from_a_product(name: str) -> None:
         for tensor, steps in plan.conversions.items()
         if any("S" in s[1] and "S" in s[2] for each in steps.values() for s in each)
     }
-    assert not converted  # no activation goes from one cut to another
+    assert not converted  # no activation is converted from one shard layout to another
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -100,7 +100,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ["gpt2", "fused"])
-def test_plans_with_parts_cut_compute_what_one_device_does(ranks: Pools, name: str) -> None:
+def test_plans_with_cut_parts_compute_what_one_device_computes(ranks: Pools, name: str) -> None:
     configs = {way: dict(cluster="a100-sxm", **config) for way, config in CONFIGS.items()}
     found = ranks(4).run(check, name, torch.float64, configs, timeout=240)
     for way in configs:
@@ -118,8 +118,8 @@ def test_a_model_trains_and_its_checkpoint_is_the_whole_weight(ranks: Pools) -> 
 
 
 def _trained() -> tuple[list[str], float]:
-    """Three steps beside one device's; the weights that are exchanged, and how far all are from its
-    at the end.
+    """Train three steps on all ranks and on one device: the names of weights whose parts are cut,
+    and the largest difference between the weights at the end.
     """
     model, sample = zoo.fused(batch=8, dropout=0.0)
     alone, batch = zoo.fused(batch=8, dropout=0.0)
@@ -134,13 +134,13 @@ def _trained() -> tuple[list[str], float]:
             optimizer.step()
             optimizer.zero_grad()
     expected = alone.state_dict()
-    exchanged = [
+    cut_inside_parts = [
         name for name, p in compiled.plan.parameters.items() if any(t.pieces > 1 for t in p.used)
     ]
-    apart = [
+    differences = [
         (value.full_tensor() - expected[name]).abs().max().item()
         for name, value in compiled.state_dict().items()
     ]
-    assert len(apart) == len(expected)
-    assert all(map(math.isfinite, apart))
-    return exchanged, max(apart)
+    assert len(differences) == len(expected)
+    assert all(map(math.isfinite, differences))
+    return cut_inside_parts, max(differences)
