@@ -1,4 +1,4 @@
-"""plan() and compile(): what happens, from top to bottom."""
+"""plan() and compile(), as lists of steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from autopar.cost_model import Cluster
@@ -53,14 +53,14 @@ def plan(
     progress: bool = True,
     **options: Any,
 ) -> Plan:
-    """Decide how to train ``model`` on ``world_size`` devices. Needs no GPU and no process group.
+    """Decide how to train ``model`` on ``world_size`` devices, without GPU and process group.
 
     Args:
-        model: any module that ``torch.export`` takes, on CPU, GPU or the meta device. It is not
-            changed.
+        model: any module that ``torch.export`` takes, on CPU, GPU or the meta device. It stays
+            unchanged.
         sample_input: a tensor, a tuple of positional arguments or a dict of keywords, with the
             shapes of the global batch.
-        world_size: devices.
+        world_size: the number of devices.
         cluster: a preset's name (``"cpu"``, ``"a100-sxm"``, ``"h100-sxm"``), a file or a
             :class:`Cluster`; by default "cpu" for a model on the CPU.
         loss_fn: ``loss_fn(output, batch)``, for a model that does not return its loss.
@@ -92,58 +92,42 @@ def compile(
     verify: bool = True,
     **options: Any,
 ) -> Compiled:
-    """Make ``model`` a distributed program: called and trained like the model itself. Call it in
-    each rank, under ``torchrun``.
+    """Make ``model`` a distributed program, which is called and trained like the model itself.
+
+    Call it in each rank, under ``torchrun``.
 
     Args:
-        plan: a plan made before, for the same model and sample; without one, rank 0 plans and the
-            others receive it.
+        plan: a plan for the same model and sample. Without a plan, rank 0 makes one and sends it to
+            the other ranks.
         verify: whether rank 0 runs the model and its captured graph on a few samples of the sample
-            input, where weights and sample have values, and compares the results; see
-            :func:`autopar.check`. Where a few samples cannot stand for the batch, or do not agree,
-            on all of it.
+            input and compares the results, where weights and sample have values; see
+            :func:`autopar.check`. Where a few samples cannot stand for the batch, or their results
+            differ, it compares the whole batch.
 
     The other arguments are those of :func:`plan`.
 
     Raises:
-        RunError: the world size is not the process group's, or ranks hold different models or
-            plans.
+        RunError: the world size is not the size of the process group, or ranks hold different
+            models or plans.
         CaptureError, PlanError: as :func:`plan`.
     """
-    device, precision = (
-        model_device(model),
-        plan.precision if isinstance(plan, Plan) else options.get("precision"),
-    )
+    device = model_device(model)
+    precision = plan.precision if isinstance(plan, Plan) else options.get("precision")
     traced = TracedModel(model, sample_input, loss_fn, precision)
     _join_group(world_size, device)
     run_on_all_ranks("compile", partial(_check, world_size, device, traced.sample, plan, options))
     check_same_on_all_ranks("to be made" if plan is None else "given", "the plan")
     run_on_all_ranks("tracing the model", lambda: traced.whole)
-    choose = (
-        partial(make_plan_on_this_machine, traced, device, world_size, cluster, progress, options)
-        if plan is None
-        else None
+    make = partial(
+        make_plan_on_this_machine, traced, device, world_size, cluster, progress, options
     )
-    (unverified, chosen), evaluation_mode = run_distributed(
-        ("planning", partial(_verified_and_chosen, traced, verify, choose)),
+    (notes, made), evaluation_mode = run_distributed(
+        ("planning", partial(_verify_and_plan, traced, verify, make if plan is None else None)),
         ("tracing the model in eval()", lambda: traced.evaluation_mode),
     )
-    plan = plan or chosen
+    plan = plan or made
     check_same_on_all_ranks(repr(dataclasses.replace(plan, timings={}, options={})), "the plan")
-    check_batch(plan, batch_size(traced.sample))
-    analysis, prologue = run_on_all_ranks(
-        "deriving a microbatch", partial(traced.analyse, plan.microbatches)
-    )
-    found = analysis.captured.fingerprint
-    check_same_on_all_ranks(found + _described(analysis.captured.state), "the model")
-    if found != plan.fingerprint:
-        raise RunError(
-            f"the plan was made for a graph with fingerprint {plan.fingerprint}, this model and "
-            f"sample give {found}: plan again"
-        )
-    if len(plan.stages) > 1:
-        analysis = cut_stages(analysis, [stage.start for stage in plan.stages[1:]])
-    run_on_all_ranks("checking the plan", partial(check_plan, plan, analysis))
+    analysis, prologue = _graph_of_plan(traced, plan)
     mesh = Mesh(
         plan.mesh_sizes,
         plan.mesh_names,
@@ -152,14 +136,42 @@ def compile(
         modes=plan.modes,
     )
     lowered = lower(analysis, plan, prologue, mesh.device, evaluation_mode)
-    notes = [*unverified, *_check_types(analysis, lowered, mesh)]
+    notes = [*notes, *_check_types(analysis, lowered, mesh)]
     noted = dataclasses.replace(plan, notes=(*plan.notes, *notes)) if notes else plan
     return Compiled(analysis.captured, noted, lowered, mesh, model=model)
 
 
+def _graph_of_plan(traced: TracedModel, plan: Plan) -> tuple[Analysis, fx.Graph | None]:
+    """The graph of one microbatch, cut into the plan's stages, and the graph of the values that are
+    computed once for all microbatches.
+
+    Raises:
+        RunError: the plan was made for another graph, or ranks have different models.
+        PlanError: the plan does not fit the batch or the graph.
+    """
+    check_batch(plan, batch_size(traced.sample))
+    derive = partial(traced.analyse, plan.microbatches)
+    analysis, prologue = run_on_all_ranks("deriving a microbatch", derive)
+    found = analysis.captured.fingerprint
+    check_same_on_all_ranks(found + _state_text(analysis.captured.state), "the model")
+    if found != plan.fingerprint:
+        raise RunError(
+            f"the plan was made for a graph with fingerprint {plan.fingerprint}, this model and "
+            f"sample give {found}: plan again"
+        )
+    if len(plan.stages) > 1:
+        analysis = cut_stages(analysis, [stage.start for stage in plan.stages[1:]])
+    run_on_all_ranks("checking the plan", partial(check_plan, plan, analysis))
+    return analysis, prologue
+
+
 def _check_types(analysis: Analysis, lowered: LoweredModel, mesh: Mesh) -> list[str]:
-    """The second opinion: another type system must infer the layouts that the plan claims. Returns
-    notes on what it does not know.
+    """Checks that an independent type system infers the layouts of the plan.
+
+    Returns notes on the nodes that this type system does not know.
+
+    Raises:
+        RunError: it infers another layout.
     """
     if mesh.size == 1:
         return []
@@ -180,7 +192,7 @@ def _check_types(analysis: Analysis, lowered: LoweredModel, mesh: Mesh) -> list[
         trusted = check_types(lowered.train, mesh, values, layouts)
     except RunError:
         raise
-    except Exception as e:  # it is an opinion: what it cannot read may still be right
+    except Exception as e:  # a program that the check cannot read may still be right
         return [f"the type check was not finished, {type(e).__name__}: {e}"]
     nodes = {n.name: n for n in lowered.train.graph.nodes}
     return list(
@@ -190,13 +202,11 @@ def _check_types(analysis: Analysis, lowered: LoweredModel, mesh: Mesh) -> list[
     )
 
 
-def _verified_and_chosen(
-    traced: TracedModel, verify: bool, choose: Callable[[], Plan] | None
+def _verify_and_plan(
+    traced: TracedModel, verify: bool, make: Callable[[], Plan] | None
 ) -> tuple[list[str], Plan | None]:
-    """Notes on what was not compared of the captured graph and the model, and the plan, if one is
-    to be chosen.
-    """
-    return _verify(traced) if verify else [], choose() if choose is not None else None
+    """The notes of the comparison of captured graph and model, and the plan, if one is made."""
+    return _verify(traced) if verify else [], make() if make is not None else None
 
 
 def _verify(traced: TracedModel) -> list[str]:
@@ -213,11 +223,10 @@ def _verify(traced: TracedModel) -> list[str]:
 
 
 def _join_group(world_size: int, device: torch.device) -> None:
-    """Use the process group there is; make one under torchrun, or for a single process."""
+    """Starts a process group where there is none, under torchrun or for a single process."""
     if not dist.is_initialized():
-        on_gpu = device.type == "cuda" or (
-            device.type == "meta" and torch.cuda.is_available()
-        )  # a model on meta trains where it can
+        # A model on the meta device trains on a GPU if there is one.
+        on_gpu = device.type == "cuda" or (device.type == "meta" and torch.cuda.is_available())
         backend = "nccl" if on_gpu else "gloo"
         if "RANK" in os.environ:
             dist.init_process_group(backend)
@@ -233,7 +242,7 @@ def _join_group(world_size: int, device: torch.device) -> None:
 def _check(
     world_size: int, device: torch.device, sample: Any, plan: Plan | None, options: dict[str, Any]
 ) -> None:
-    """What can be seen to be wrong before anything is done."""
+    """Raises an error for arguments that are wrong, before anything is traced."""
     if torch.is_inference_mode_enabled():
         raise RunError(
             "compile was called under torch.inference_mode(), where parameters are made that "
@@ -269,8 +278,6 @@ def _check(
             )
 
 
-def _described(state: dict[str, torch.Tensor]) -> str:
-    """What of a model's tensors the program is built on, also of those that the graph does not
-    use.
-    """
+def _state_text(state: dict[str, torch.Tensor]) -> str:
+    """The properties of a model's tensors that a program depends on, of unused tensors too."""
     return repr([(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in state.items()])

@@ -1,4 +1,4 @@
-"""check(): whether what would run is what the model does on one device."""
+"""check(): whether the captured graph and the plan compute what the model does on one device."""
 
 from __future__ import annotations
 
@@ -33,8 +33,11 @@ from autopar.verification.whole_batch import check_captured, not_comparable
 
 @dataclass(frozen=True)
 class Checked:
-    """What :func:`check` compared: the captured graph with the model, and each rank's step with
-    that of one device.
+    """The comparisons that :func:`check` made.
+
+    Attributes:
+        captured: the captured graph compared with the model.
+        ranks: the step of each rank compared with the step of one device.
     """
 
     captured: tuple[Difference, ...]
@@ -59,26 +62,28 @@ def check(
     timeout: float = 300.0,
     **options: Any,
 ) -> Checked:
-    """Compare what autopar would run with what ``model`` does: loss, outputs, gradients of
-    parameters and new values of buffers.
+    """Compare the program that autopar would run with ``model``.
 
-    The captured graph is compared with the model on the sample, as :func:`compile` does. With
-    ``plan`` or ``world_size`` (and options of :func:`compile`) the plan runs a step on that many
-    local processes on the CPU, too, joined over the loopback interface, and each rank is compared
-    with the model on one device. What draws random numbers draws others there, so that is refused.
-    The model is not changed.
+    The comparison covers the loss, outputs, gradients of parameters and new values of buffers. It
+    compares the captured graph with the model on the whole sample. With ``plan`` or ``world_size``
+    (and options of :func:`compile`) the plan also runs one step on that many local CPU processes,
+    which communicate over the loopback interface, and each rank is compared with the model on one
+    device. A model that draws random numbers is refused then, because the ranks draw other numbers
+    than one device. The model stays unchanged.
 
     Args:
-        model, sample_input, loss_fn: as for :func:`compile`, with values; with processes they must
+        model, sample_input, loss_fn: as for :func:`compile`, with values. For processes they must
             be picklable, and the calling script must guard its main part by ``if __name__ ==
             "__main__":``.
+        plan: a plan to run; otherwise the options decide.
+        world_size: the number of processes, where no plan is given.
         timeout: seconds that the processes may take.
 
     Raises:
         CaptureError: the captured graph is not what the model computes; the message names the first
             module that differs.
-        RunError: there are no values to compare, a rank failed or took too long, or its step is not
-            that of one device.
+        RunError: there are no values to compare, a rank failed or took too long, or its step
+            differs from the step of one device.
     """
     traced = TracedModel(model, sample_input, loss_fn)
     if problem := not_comparable(traced.whole, model, traced.sample):
@@ -89,25 +94,26 @@ def check(
     captured = tuple(check_captured(traced.whole, model, traced.sample, loss_fn))
     if plan is None and world_size is None:
         return Checked(captured)
-    draws = [
-        n
-        for n in traced.whole.graph.nodes
-        if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) and _draws(n)
-    ]
-    if draws:
-        raise RunError(
-            f"check: {draws[0].target} draws random numbers, and a program draws others than one "
-            "device: set dropout to 0"
-        )
-    ranks = _run_plan(
-        model,
-        traced.sample,
-        loss_fn,
-        plan,
-        plan.world_size if plan else int(world_size or 1),
-        timeout,
-        options,
-    )
+    _check_deterministic(traced)
+    size = plan.world_size if plan else int(world_size or 1)
+    ranks = _run_plan(model, traced.sample, loss_fn, plan, size, timeout, options)
+    _check_ranks(ranks)
+    return Checked(captured, tuple(ranks))
+
+
+def _check_deterministic(traced: TracedModel) -> None:
+    """Raises RunError for a graph that draws random numbers."""
+    for node in traced.whole.graph.nodes:
+        is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if is_random and _draws(node):
+            raise RunError(
+                f"check: {node.target} draws random numbers, and a program draws others than one "
+                "device: set dropout to 0"
+            )
+
+
+def _check_ranks(ranks: list[tuple[Difference, ...]]) -> None:
+    """Raises RunError where the step of a rank differs from the step of one device."""
     for rank, found in enumerate(ranks):
         if wrong := [d for d in found if not d.is_allowed]:
             first = max(wrong, key=lambda d: d.error)
@@ -117,11 +123,10 @@ def check(
                 f"(error {first.error:.1e}, allowed {first.allowed:.0e}); {len(wrong)} of "
                 f"{len(found)} things compared differ"
             )
-    return Checked(captured, tuple(ranks))
 
 
 def _draws(node: Any) -> bool:
-    """Whether a random operator draws as it is called."""
+    """Whether a random operator draws numbers with these arguments."""
     aten, found = torch.ops.aten, arguments(node)
     if node.target is aten.scaled_dot_product_attention.default:
         return bool(found["dropout_p"])
@@ -139,7 +144,7 @@ def _run_plan(
     timeout: float,
     options: dict[str, Any],
 ) -> list[tuple[Difference, ...]]:
-    """A step on ``ranks`` processes: what differs on each."""
+    """Runs one step on ``ranks`` processes. Returns the comparison of each."""
     try:
         job = pickle.dumps((model, sample, loss_fn, plan, options))
     except Exception as e:
@@ -148,23 +153,7 @@ def _run_plan(
             f"pickled: {e}"
         ) from e
     with tempfile.TemporaryDirectory(prefix="autopar-check-") as folder:
-        context = get_context("spawn")
-        processes = [
-            context.Process(target=_rank, args=(rank, ranks, folder, job, timeout), daemon=True)
-            for rank in range(ranks)
-        ]
-        try:
-            for process in processes:
-                process.start()
-            deadline = time.monotonic() + timeout
-            for process in processes:
-                process.join(max(0.0, deadline - time.monotonic()))
-            late = [rank for rank, process in enumerate(processes) if process.is_alive()]
-        finally:
-            for process in processes:
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+        late = _run_processes(ranks, folder, job, timeout)
         answers = [_answer(os.path.join(folder, f"rank{rank}")) for rank in range(ranks)]
     if late:
         raise RunError(
@@ -179,7 +168,29 @@ def _run_plan(
     return [tuple(answer) for answer in answers if isinstance(answer, list)]
 
 
+def _run_processes(ranks: int, folder: str, job: bytes, timeout: float) -> list[int]:
+    """Runs the processes until they end. Returns the ranks that were too slow and were killed."""
+    context = get_context("spawn")
+    processes = [
+        context.Process(target=_rank, args=(rank, ranks, folder, job, timeout), daemon=True)
+        for rank in range(ranks)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + timeout
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        return [rank for rank, process in enumerate(processes) if process.is_alive()]
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
 def _answer(path: str) -> list[Difference] | str:
+    """The comparison that a process wrote, or the text of its error; "" for no answer."""
     if not os.path.exists(path):
         return ""
     with open(path, "rb") as file:
@@ -187,7 +198,7 @@ def _answer(path: str) -> list[Difference] | str:
 
 
 def _rank(rank: int, ranks: int, folder: str, job: bytes, timeout: float) -> None:
-    """Runs in a process of its own."""
+    """The main function of one process."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname().sysname == "Darwin" else "lo")
     torch.set_num_threads(1)
     answer: list[Difference] | str
@@ -216,7 +227,7 @@ def _step(
     plan: Plan | None,
     options: dict[str, Any],
 ) -> list[Any]:
-    """Of one step of the program and of the model."""
+    """Runs one step of the program and one of the model. Returns their comparison."""
     captured = TracedModel(model, sample, loss_fn).whole
     given = {"plan": plan} if plan is not None else options
     compiled = compile_plan(
@@ -241,9 +252,8 @@ def _step(
         outputs, gradients, {name: _whole(b) for name, b in compiled.named_buffers()}
     )
     expected = eager_step(captured, model, sample, loss_fn)
-    kept = {
-        name: g for name, g in expected.gradients.items() if name in gradients
-    }  # a stage has its own
+    # A pipeline rank has only the parameters of its stages.
+    kept = {name: g for name, g in expected.gradients.items() if name in gradients}
     return differences(made, StepResults(expected.outputs, kept, expected.buffers))
 
 

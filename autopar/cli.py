@@ -1,5 +1,6 @@
-"""The command line: ``autopar profile -o cluster.json``, alone or under torchrun; ``--calibrate``
-measures nothing and corrects a file.
+"""The command line: ``autopar profile -o cluster.json``, alone or under torchrun.
+
+With ``--calibrate`` the command measures nothing and corrects a cluster with a saved comparison.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from autopar.runtime.measure.comparison import Comparison
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status."""
+    """Run one command. Returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="autopar", description="An auto-parallel compiler for PyTorch."
     )

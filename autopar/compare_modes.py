@@ -32,11 +32,10 @@ class Entry:
     """One mode.
 
     Attributes:
-        parallel: what was asked for.
-        plan: None where there is none. Of a mode that does not fit, the one that takes least
-            memory.
-        fits: whether it fits the memory of a device.
-        error: why there is no plan, or none that fits.
+        parallel: the option ``parallel`` for this mode.
+        plan: the plan, or None. For a mode that does not fit, the plan with the least memory.
+        fits: whether the plan fits the memory of a device.
+        error: the reason why there is no plan, or no plan that fits.
     """
 
     parallel: Parallel
@@ -46,8 +45,9 @@ class Entry:
 
     @property
     def received(self) -> dict[str, float]:
-        """Bytes that the rank with most to do receives in a step, by collective; of a transfer
-        between stages nothing.
+        """Bytes that the busiest rank receives in a step, by collective.
+
+        Transfers between pipeline stages do not count.
         """
         found: dict[str, float] = defaultdict(float)
         for _, kind, axis, *_, times, total, _ in (
@@ -60,24 +60,25 @@ class Entry:
 
 @dataclass(frozen=True, repr=False)
 class Modes:
-    """What :func:`compare_modes` found. Printed, it is a table, the fastest of those that fit
-    first.
+    """The result of :func:`compare_modes`.
+
+    It prints as a table, with the fastest of the modes that fit first.
 
     Attributes:
         entries: one for each mode.
-        budget: bytes of a device.
+        budget: the bytes of memory of a device.
     """
 
     entries: tuple[Entry, ...]
     budget: float
 
     def __str__(self) -> str:
-        make_plan = sorted(
+        planned = sorted(
             (e for e in self.entries if e.plan is not None),
             key=lambda e: (not e.fits, e.plan.step_time),  # type: ignore[union-attr]
         )
-        kinds = [kind for kind in COLLECTIVE_KINDS if any(e.received.get(kind) for e in make_plan)]
-        rows = [[_name(e.parallel), *_figures(e, kinds)] for e in make_plan]
+        kinds = [kind for kind in COLLECTIVE_KINDS if any(e.received.get(kind) for e in planned)]
+        rows = [[_name(e.parallel), *_figures(e, kinds)] for e in planned]
         headers = ["mode", "step", *(_SHORT[kind] for kind in kinds), "params", "activ.", "peak"]
         legend = (
             "bytes that one rank receives in a step, by collective; bytes of parameters, of "
@@ -89,24 +90,17 @@ class Modes:
         ]
         meshes = (
             f"{_name(e.parallel)}: {' x '.join(f'{name} {n}' for name, n in e.plan.mesh.items())}"  # type: ignore[union-attr]
-            for e in make_plan
+            for e in planned
         )
-        lines += textwrap.wrap(f"meshes: {'; '.join(meshes)}", WIDTH) if make_plan else []
+        lines += textwrap.wrap(f"meshes: {'; '.join(meshes)}", WIDTH) if planned else []
         for fits, what in ((True, "fit"), (False, "do not, here with the plan that takes least")):
-            if names := [_name(e.parallel) for e in make_plan if e.fits is fits]:
+            if names := [_name(e.parallel) for e in planned if e.fits is fits]:
                 lines += textwrap.wrap(
                     f"{what}{f' in {format_bytes(self.budget)}' * fits}: {', '.join(names)}", WIDTH
                 )
-        return "\n".join(
-            [
-                *lines,
-                *(
-                    truncate(f"{_name(e.parallel)}: {e.error}", WIDTH)
-                    for e in self.entries
-                    if e.plan is None
-                ),
-            ]
-        )
+        failed = [e for e in self.entries if e.plan is None]
+        lines += [truncate(f"{_name(e.parallel)}: {e.error}", WIDTH) for e in failed]
+        return "\n".join(lines)
 
     __repr__ = __str__
 
@@ -123,26 +117,23 @@ def compare_modes(
     pipeline: Any = 1,
     **options: Any,
 ) -> Modes:
-    """Plan one model in every mode of tensor and sequence parallelism that its devices allow,
-    tracing it once.
+    """Plan one model in every mode of tensor and sequence parallelism that the devices allow.
 
-    Each mode, a user's own among them that needs no keywords, gets the most ranks that it can have,
-    the rest is data-parallel; what its keywords leave open (depth, ring) is chosen. Plain data
-    parallelism stands beside them.
+    The model is traced once. Each mode gets as many ranks as it can use; the other ranks are
+    data-parallel. The search chooses the keywords of a mode (depth, ring). Modes that a user
+    registered take part if they need no keywords. Plain data parallelism is one more entry.
 
     Args:
         model, sample_input, loss_fn, cluster, progress: as for :func:`autopar.plan`.
         world_size: the number of ranks.
-        data: data-parallel replicas that all shall have; unless given, as many as a mode leaves
+        data: the number of data-parallel replicas in each mode; by default as many as a mode leaves
             ranks for.
         pipeline: as in ``parallel=``.
-        options: the other options of :func:`autopar.plan`; ``parallel`` and ``mesh`` are not among
-            them.
+        options: the other options of :func:`autopar.plan`, without ``parallel`` and ``mesh``.
 
     Raises:
         CaptureError: the model could not be traced, or has no loss.
-        PlanError: an option that there is not. A mode that has no plan raises nothing; its row says
-            why.
+        PlanError: an unknown option. A mode without a plan raises nothing; its row says why.
     """
     if fixed := sorted({"parallel", "mesh"} & set(options)):
         raise PlanError(
@@ -172,7 +163,7 @@ def compare_modes(
 
 
 def _tensors(ranks: int, data: int | None) -> list[dict[str, Any]]:
-    """What is asked of ``parallel`` beside the pipeline."""
+    """The values of ``parallel`` for all modes, without the pipeline."""
     sizes = (
         [ranks // data] if data is not None else [n for n in range(ranks, 1, -1) if ranks % n == 0]
     )
@@ -204,11 +195,16 @@ def _entry(
     return Entry(parallel, None, False, error)
 
 
+# the headers of collectives
 _SHORT = {
-    "all_reduce": "reduce", "all_gather": "gather", "reduce_scatter": "scatter", "all_to_all": "to all", "broadcast": "bcast",
+    "all_reduce": "reduce",
+    "all_gather": "gather",
+    "reduce_scatter": "scatter",
+    "all_to_all": "to all",
+    "broadcast": "bcast",
     "shift": "shift",
-}  # fmt: skip
-_ROUNDED = 1 + 1e-6  # what the least memory is multiplied by to plan with it
+}
+_ROUNDED = 1 + 1e-6  # a budget of exactly the least memory could fail by rounding
 
 
 def _stages(pipeline: Any) -> Any:
@@ -216,7 +212,7 @@ def _stages(pipeline: Any) -> Any:
 
 
 def _name(parallel: Parallel) -> str:
-    """As in "2 x 2d(4)" or "2.5d(8), 2 stages"."""
+    """The name of a mode in the table, such as "2 x 2d(4)" or "2.5d(8), 2 stages"."""
     tensor, stages = parallel.get("tensor"), _stages(parallel["pipeline"])
     replicas = parallel.get("data", 1)
     if tensor is None:

@@ -1,4 +1,4 @@
-"""The exceptions that autopar raises on purpose: one family, so a caller can catch all of it."""
+"""The exceptions that autopar raises on purpose: one family, so that one clause catches them all."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ class AutoparError(Exception):
 
 
 class CaptureError(AutoparError):
-    """The model could not be turned into a graph; the message names the module, the source line and
-    what usually helps.
+    """The model could not be captured as a graph.
+
+    The message names the module, the source line and the usual remedy.
     """
 
 
 class PlanError(AutoparError):
-    """No plan satisfies what was asked; the message gives the numbers and the options that would
-    change them.
+    """No plan satisfies the options.
+
+    The message gives the numbers and the options that would change them.
     """
 
 
 class BudgetError(PlanError):
-    """No plan fits the memory of a device; ``least`` is the fewest bytes that any needs."""
+    """No plan fits the memory of a device; ``least`` is the fewest bytes that any plan needs."""
 
     def __init__(self, message: str, least: float = 0.0) -> None:
         super().__init__(message)
@@ -28,4 +30,4 @@ class BudgetError(PlanError):
 
 
 class RunError(AutoparError):
-    """A compiled program met something at run time that its plan does not cover."""
+    """A compiled program cannot run as its plan says, for example because ranks differ."""

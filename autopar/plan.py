@@ -20,25 +20,26 @@ class Plan(PlanData):
 
     @classmethod
     def of(cls, data: PlanData) -> Plan:
-        """The same plan, for people."""
+        """The same plan, with the methods that a user calls."""
         return cls(**{f.name: getattr(data, f.name) for f in dataclasses.fields(PlanData)})
 
     def report(self) -> str:
-        """The mesh, the layout of each block, the collectives, the memory and the time, as text."""
+        """A text with the mesh, the layout of each block, the collectives, memory and time."""
         return report_text(self)
 
     def timeline(self) -> str:
-        """The schedule of a step as text: one row for each pipeline rank, one letter a phase."""
+        """The timeline of a step as text: one row for each pipeline rank, one letter a phase."""
         return draw_timeline(self)
 
     def trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the schedule of a step as a trace for Perfetto or Chrome: the whole file or
-        nothing.
+        """Write the timeline of a step as a trace for Perfetto or Chrome.
+
+        Where writing fails, ``path`` stays unchanged.
         """
         write_json(path, chrome_trace(self))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as JSON: the whole file or nothing."""
+        """Write the plan as JSON. Where writing fails, ``path`` stays unchanged."""
         write_json(path, {"version": VERSION, **to_json_data(self)}, indent=1)
 
     @staticmethod

@@ -19,11 +19,8 @@ from autopar.ir.captured import LossFunction
 from autopar.ir.precision import COMPUTE_DTYPES
 from autopar.plan import Plan
 
-_SHORT = {
-    "world_size": "devices",
-    "micro_batch_size": "micro batch",
-    "memory_budget": "budget",
-}  # columns
+# the headers of some options
+_SHORT = {"world_size": "devices", "micro_batch_size": "micro batch", "memory_budget": "budget"}
 Configuration = Mapping[str, Any]
 Outcome = Plan | AutoparError
 
@@ -38,32 +35,33 @@ def sweep(
     progress: bool = True,
     **options: Any,
 ) -> Sweep:
-    """Plan one model for each of many configurations, tracing it once: the same plans that
-    :func:`plan` makes, in a fraction of the time.
+    """Plan one model for each of many configurations, in a fraction of the time of :func:`plan`.
+
+    The model is traced once. The plans are those of :func:`plan`.
 
     Args:
         model, sample_input, loss_fn: as for :func:`plan`.
-        configurations: dicts of the options of :func:`plan`, with ``world_size``; one may have its
-            own ``cluster``.
-        cluster: that of all configurations that have none of their own.
+        configurations: dicts of the options of :func:`plan`, with ``world_size`` and optionally
+            ``cluster``.
+        cluster: the cluster of configurations that give none.
         progress: whether to show a progress bar.
-        options: those of all configurations; a configuration's own come first.
+        options: options of all configurations. The options in a configuration take precedence.
 
     Raises:
         CaptureError: the model could not be traced, or has no loss.
-        PlanError: there is no configuration, or one is no dict, has no world size or an option that
-            there is not. Before anything is planned; a configuration that has no plan raises
-            nothing, its entry says why.
+        PlanError: there is no configuration, or a configuration is no dict, has no world size, or
+            has an unknown option. This is checked before anything is planned. A configuration
+            without a plan raises nothing; its outcome is the error.
     """
     asked = _checked(configurations, options)
     if any("cluster" not in each for each in asked):
         common = resolve_cluster(cluster, model)
         asked = tuple({"cluster": common, **each} for each in asked)
-    precisions = dict.fromkeys(map(_precision, asked))  # each has a graph of its own
+    precisions = dict.fromkeys(map(_precision, asked))  # each precision has its own graph
     traced = {
         precision: TracedModel(model, sample_input, loss_fn, precision) for precision in precisions
     }
-    _ = traced[_precision(asked[0])].whole  # what cannot be traced has no plan at all
+    _ = traced[_precision(asked[0])].whole  # a model that cannot be traced raises here
     outcomes = [
         _outcome(traced[_precision(each)], each)
         for each in tqdm(asked, "sweep", unit=" plans", disable=not progress, leave=False)
@@ -74,7 +72,7 @@ def sweep(
 def _checked(
     configurations: Iterable[Configuration], options: dict[str, Any]
 ) -> tuple[Configuration, ...]:
-    """The configurations with all that is asked of them; PlanError where one is none."""
+    """The configurations with the common options; PlanError for an invalid configuration."""
     given = (
         configurations
         if isinstance(configurations, Iterable) and not isinstance(configurations, (Mapping, str))
@@ -118,7 +116,7 @@ def _checked(
 
 
 def _precision(configuration: Configuration) -> str | None:
-    """That of its graph; None for one that is none, which has no plan."""
+    """The precision of a configuration's graph; None for an invalid precision, which has no plan."""
     found = configuration.get("precision")
     return found if isinstance(found, str) and found in COMPUTE_DTYPES else None
 
@@ -133,16 +131,15 @@ def _outcome(traced: TracedModel, configuration: Configuration) -> Outcome:
 
 @dataclass(frozen=True, repr=False)
 class Sweep(Sequence[Outcome]):
-    """What :func:`sweep` found, in the order of the configurations: each one's :class:`Plan`, or
-    the error that says why it has none.
+    """The result of :func:`sweep`: for each configuration its :class:`Plan`, or the error.
 
-    Printed, it is a table: what differs between the configurations, the step time, that relative to
-    the fastest, the memory of the fullest device (where that is too much: the least that any plan
-    needs), and below it what else was wrong.
+    It prints as a table with the options that differ, the step time, the time relative to the
+    fastest plan, and the memory of the fullest device; for a configuration that does not fit, the
+    least memory that any plan needs. Other errors follow below the table.
 
     Attributes:
-        configurations: all that was asked of each, common options included.
-        outcomes: what came of each.
+        configurations: the options of each configuration, with the common options.
+        outcomes: the plan or the error of each.
     """
 
     configurations: tuple[Configuration, ...]
@@ -223,13 +220,14 @@ def _found(outcome: Outcome, fastest: float) -> list[str]:
 
 
 def _short_of_memory(error: AutoparError) -> TypeGuard[BudgetError]:
-    """Whether the least that is needed says all."""
+    """Whether the error says that memory is too small, with the least memory that is needed."""
     return isinstance(error, BudgetError) and error.least > 0
 
 
 def _cells(configuration: Configuration) -> dict[str, str]:
-    """What is asked, by the name of a column: each kind of ``parallel`` has one, and its mode, say,
-    another.
+    """The options of a configuration as cells, by the header of their column.
+
+    Each kind of ``parallel`` has a column, and so has each of its keywords, such as the mode.
     """
     found: dict[str, str] = {}
     for name, value in configuration.items():
@@ -262,7 +260,7 @@ def _text(value: Any) -> str:
 
 
 def _differing(configurations: Sequence[dict[str, str]]) -> dict[str, list[str]]:
-    """The columns that do not say the same of all configurations that have them."""
+    """The columns whose cells differ between the configurations that have them."""
     names = dict.fromkeys(name for each in configurations for name in each)
     columns = {name: [each.get(name, "") for each in configurations] for name in names}
     return {

@@ -157,7 +157,7 @@ def searched(
     """What a search finds, its graph within as large as a microbatch."""
     chosen = Options(**options)
     found = OuterSearch(
-        InnerSearches(lambda n: traced.known(n, cluster), samples, chosen, lambda _: None)
+        InnerSearches(lambda n: traced.search_cache(n, cluster), samples, chosen, lambda _: None)
     ).run()
     with resized(found.analysis, samples // found.microbatches, found.analysis.rules):
         yield found

@@ -182,7 +182,7 @@ def test_depth_is_left_open() -> None:
 def test_what_bounds_a_mode_is_below_its_best() -> None:
     """Bounds of seconds and bytes without a solve are below the seconds and bytes of solutions."""
     traced, cluster = TracedModel(*zoo.gpt2(), None), Cluster.load("cpu")
-    cache = traced.known(1, cluster)
+    cache = traced.search_cache(1, cluster)
     search = InnerSearch(cache.analysis, cluster, Options(4), cache=cache)
     for mode in (m for name in _MODES for m in modes_without_keywords(name, 4)):
         shape = Configuration(1, mode_mesh(mode, 1, 1), 1)

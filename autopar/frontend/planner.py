@@ -1,6 +1,4 @@
-"""One call of plan(): the options and the cluster are checked, the graph is searched, the plan is
-written.
-"""
+"""Makes a plan: checks the options and the cluster, searches, and writes the plan."""
 
 from __future__ import annotations
 
@@ -32,19 +30,22 @@ from autopar.search.space.options import Options
 
 
 class Planner:
-    """One call of plan(): captures what the search asks for, and searches."""
+    """Makes one plan, and shows a progress bar meanwhile.
+
+    It captures the graphs that the search asks for; ``capture_seconds`` counts the time.
+    """
 
     def __init__(
         self, traced: TracedModel, cluster: Cluster, options: Options, progress: bool
     ) -> None:
         self.traced, self.cluster, self.options = traced, cluster, options
-        self.capturing = 0.0
+        self.capture_seconds = 0.0
         self.bar = tqdm(desc="planning", unit=" steps", disable=not progress, leave=False)
 
     def run(self) -> Plan:
         start = time.perf_counter()
         samples = batch_size(self.traced.sample)
-        searches = InnerSearches(self._known, samples, self.options, self._step)
+        searches = InnerSearches(self._search_cache, samples, self.options, self._step)
         with self.bar:
             found = best_plan(searches)
             self._step("reporting")
@@ -56,16 +57,16 @@ class Planner:
                     plan, notes=(*plan.notes, *unsolved_notes(searches.unsolved, self.options))
                 )
                 plan = Plan.of(share_cores(plan, found, self.cluster.device.ranks_per_core))
-        plan.timings["capture"] = self.capturing
+        plan.timings["capture"] = self.capture_seconds
         plan.timings["total"] = time.perf_counter() - start
         return plan
 
-    def _known(self, microbatches: int) -> SearchCache:
+    def _search_cache(self, microbatches: int) -> SearchCache:
         start = time.perf_counter()
         self._step(f"capturing ({microbatches} microbatches)" if microbatches > 1 else "capturing")
-        known = self.traced.known(microbatches, self.cluster, self.options.profile_missing)
-        self.capturing += time.perf_counter() - start
-        return known
+        cache = self.traced.search_cache(microbatches, self.cluster, self.options.profile_missing)
+        self.capture_seconds += time.perf_counter() - start
+        return cache
 
     def _step(self, what: str) -> None:
         self.bar.set_postfix_str(what)
@@ -75,7 +76,7 @@ class Planner:
 def make_plan(
     traced: TracedModel, world_size: int, cluster: Any, progress: bool, options: dict[str, Any]
 ) -> Plan:
-    """:func:`plan`, of a model that may be traced already."""
+    """:func:`autopar.plan`, for a model that may be traced already."""
     chosen = Options(world_size, **check_option_names(options))
     hardware = resolve_cluster(cluster, traced.model)
     hardware.check(world_size)
@@ -100,13 +101,17 @@ def make_plan_on_this_machine(
     progress: bool,
     options: dict[str, Any],
 ) -> Plan:
-    """Planned where it will run: a profile must be of this machine."""
+    """Like :func:`make_plan`, on the machine that will train: a profile must be of this machine."""
     check_machine(resolve_cluster(cluster, traced.model), device)
     return make_plan(traced, world_size, cluster, progress, options)
 
 
 def check_option_names(options: dict[str, Any]) -> dict[str, Any]:
-    """``options``, if they are options; PlanError where one is not."""
+    """``options``, after a check of their names.
+
+    Raises:
+        PlanError: a name is no option.
+    """
     names = [n for n in Options.__dataclass_fields__ if n != "world_size"]
     if unknown := sorted(map(str, set(options) - set(names))):
         raise PlanError(f"unknown option {', '.join(unknown)}: the options are {', '.join(names)}")
@@ -114,7 +119,7 @@ def check_option_names(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_sample(sample: Any) -> None:
-    """Raises PlanError for a batch of none."""
+    """Raises PlanError for an empty batch."""
     if not batch_size(sample):
         raise PlanError(
             "sample_input is a batch of no samples: give one of the size that will be trained on"
@@ -122,6 +127,12 @@ def check_sample(sample: Any) -> None:
 
 
 def model_device(model: nn.Module) -> torch.device:
+    """The device of the model's parameters; the CPU for a model without parameters.
+
+    Raises:
+        PlanError: ``model`` is no module.
+        RunError: the parameters are on several devices.
+    """
     if not isinstance(model, nn.Module):
         raise PlanError(f"model={model!r:.100}: give an nn.Module")
     found = {p.device.type: p.device for p in model.parameters()}
@@ -134,7 +145,12 @@ def model_device(model: nn.Module) -> torch.device:
 
 
 def resolve_cluster(cluster: Any, model: nn.Module) -> Cluster:
-    """The cluster that was asked for; the CPU's for a model that lies there."""
+    """The cluster that the user asked for; by default "cpu" for a model on the CPU.
+
+    Raises:
+        PlanError: there is no such cluster, or the model is on another device and ``cluster`` is
+            None.
+    """
     if isinstance(cluster, Cluster):
         return cluster
     if cluster is None:

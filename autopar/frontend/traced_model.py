@@ -1,4 +1,4 @@
-"""A model and a batch, traced once for everything that is asked of the graph."""
+"""A model with a sample of its input, traced once for all uses of its graph."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from autopar.search.inner.search_cache import SearchCache
 
 
 class TracedModel:
-    """A model and a batch; what is asked of them is traced once."""
+    """A model and a sample. Each graph is traced at its first use."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class TracedModel:
         loss_fn: LossFunction | None,
         precision: str | None = None,
     ) -> None:
-        if isinstance(model, nn.Module):  # what is none is refused with the other options
+        if isinstance(model, nn.Module):  # the check of the options refuses other values
             check_hooks(model)
         self.model, self.sample, self.loss_fn, self.precision = (
             model,
@@ -44,7 +44,7 @@ class TracedModel:
             precision,
         )
         self._analyses: dict[int, tuple[Analysis, fx.Graph | None]] = {}
-        self._known: dict[tuple[bool, Cluster, bool], SearchCache] = {}
+        self._caches: dict[tuple[bool, Cluster, bool], SearchCache] = {}
 
     @cached_property
     def whole(self) -> CapturedModel:
@@ -56,31 +56,37 @@ class TracedModel:
         return Analysis(self.whole)
 
     def analyse(self, microbatches: int) -> tuple[Analysis, fx.Graph | None]:
-        """The graph of one microbatch, and the graph of what is counted over the batch before."""
+        """The graph of one microbatch, and the graph of the values that are computed once for all
+        microbatches; None for the latter where there are none.
+        """
         if microbatches not in self._analyses:
             self._analyses[microbatches] = _in_parts(self._analysis, microbatches)
         return self._analyses[microbatches]
 
-    def known(
+    def search_cache(
         self, microbatches: int, cluster: Cluster, profile_missing: bool = False
     ) -> SearchCache:
-        """What is known for a search of this many microbatches: the graph of a microbatch stands
-        for one of any size, so that of the first that was asked for serves them all."""
+        """The cache of a search with this many microbatches.
+
+        The graph of one microbatch serves searches with any size of microbatch, so all numbers of
+        microbatches above one share a cache.
+        """
         key = microbatches > 1, cluster, profile_missing
-        if key not in self._known:
-            known = next((k for (parts, *_), k in self._known.items() if parts == key[0]), None)
-            analysis = known.analysis if known else self.analyse(microbatches)[0]
-            self._known[key] = SearchCache(
+        if key not in self._caches:
+            known = (c for (is_cut, *_), c in self._caches.items() if is_cut == key[0])
+            other = next(known, None)
+            analysis = other.analysis if other else self.analyse(microbatches)[0]
+            self._caches[key] = SearchCache(
                 analysis,
                 cluster,
                 self.precision == "tf32",
                 MissingKernels(cluster) if profile_missing else None,
             )
-        return self._known[key]
+        return self._caches[key]
 
     @cached_property
     def evaluation_mode(self) -> EvaluationMode:
-        """What ``eval()`` changes."""
+        """The changes that ``eval()`` makes to the graph."""
         return find_evaluation_mode(
             self.whole,
             _trace(self.model, self.sample, self.loss_fn, self.precision, training=False),
@@ -101,8 +107,9 @@ def _trace(
     precision: str | None,
     training: bool = True,
 ) -> CapturedModel:
-    """Traced with all modules in training: what is planned is training, and passes make of it what
-    any of them does in ``eval()``.
+    """Traces the model with all modules in the same mode.
+
+    A plan is for training. Passes derive the graph of modules in ``eval()`` from it.
     """
     with attributes_restored(model):
         for module in model.modules():
@@ -111,13 +118,12 @@ def _trace(
 
 
 def plain_sample(sample: Any) -> Any:
-    """A dict of keywords where ``sample`` is another mapping, such as a tokenizer's
-    BatchEncoding.
-    """
+    """``sample``, with a mapping such as a tokenizer's BatchEncoding as a plain dict."""
     return dict(sample) if isinstance(sample, Mapping) else sample
 
 
 def batch_size(sample: Any) -> int:
+    """The most common size of dim 0 of the sample's tensors; 1 for a sample without tensors."""
     sizes: list[int] = []
     tree_map(
         lambda x: sizes.append(x.shape[0]) if isinstance(x, torch.Tensor) and x.ndim else None,
