@@ -32,9 +32,9 @@ def conv_halo(
 
     ``margins`` says how many elements each spatial dim gets on its left and right. A cut dim gets
     elements of the neighbouring chunks, which must have at least that many, and zeros at both ends
-    of the whole dim. Weight and bias are R on these axes. The number of groups is the channels of ``x``
-    over those of the weight. The gradients of received elements are sent back and added (Dryden et
-    al., arXiv 1903.06681).
+    of the whole dim. Weight and bias are R on these axes. The number of groups is the channels of
+    ``x`` over those of the weight. The gradients of received elements are sent back and added
+    (Dryden et al., arXiv 1903.06681).
     """
     padding = []
     for dim, ((left, right), axes) in enumerate(zip(margins, cuts, strict=True), 2):
