@@ -250,7 +250,7 @@ class Compiled(nn.Module):
         Raises :class:`RunError` for arguments unlike the sample's, for ranks that have drifted
         apart, and in ``eval()`` for a model that then computes something else than in training.
         """
-        if torch.compiler.is_compiling():  # the program has graphs already
+        if torch.compiler.is_compiling():  # the program is a graph already
             return Compiled._uncompiled(self, *args, **kwargs)
         return self._call(*args, **kwargs)
 
