@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import product
+from typing import TypeVar
 
 import numpy as np
 import torch.fx as fx
 
 from autopar.ir.layout import Layout
 from autopar.ir.nodes import operands
+from autopar.memory.saved_tensors import SavedTensors
 from autopar.rules import Rule
 from autopar.search.ilp.problem import Port, Problem, TensorConversions
 from autopar.search.ilp.vertex import Vertex
 from autopar.search.pricing.costs import Costs
 from autopar.search.space.recompute_policy import FREED, RECOMPUTED, SAVED, RecomputePolicy
 from autopar.search.space.strategies import Choice
+
+_Key = TypeVar("_Key")
 
 
 def build_problem(
@@ -40,10 +44,7 @@ def build_problem(
         stages_of: the stages in which a node runs.
         stages: the number of stages.
     """
-    count: dict[fx.Node, np.ndarray] = defaultdict(lambda: np.zeros(stages))
-    for n in graph.nodes:
-        for stage in stages_of(n):
-            count[representative[n]][stage] += 1
+    count = _occurrences({n: representative[n] for n in graph.nodes}, stages_of, stages)
     nodes = [n for n in graph.nodes if n in choices and representative[n] is n]
     vertices = [_vertex(n, count[n], choices[n], rules.get(n), costs, recompute) for n in nodes]
     number = {n: v for v, n in enumerate(nodes)}
@@ -53,16 +54,23 @@ def build_problem(
         for n, ports in _readers(graph, vertex_of, costs.analysis.loss).items()
         if n in vertex_of
     }
-    times: dict[tuple[int, tuple[Port, ...]], np.ndarray] = defaultdict(lambda: np.zeros(stages))
-    for n, key in keys.items():
-        for stage in stages_of(n):
-            times[key][stage] += 1
     tensors = [
-        _tensor(vertices, producer, ports, counts, costs, recompute)
-        for (producer, ports), counts in times.items()
+        _tensor(vertices, producer, ports, times, costs, recompute)
+        for (producer, ports), times in _occurrences(keys, stages_of, stages).items()
     ]
-    place = {key: g for g, key in enumerate(times)}
+    place = {key: g for g, key in enumerate(dict.fromkeys(keys.values()))}
     return Problem(vertices, tensors, vertex_of, {n: place[key] for n, key in keys.items()}, stages)
+
+
+def _occurrences(
+    keys: Mapping[fx.Node, _Key], stages_of: Callable[[fx.Node], Collection[int]], stages: int
+) -> dict[_Key, np.ndarray]:
+    """How often each key occurs in each stage, [stage]."""
+    found: dict[_Key, np.ndarray] = {key: np.zeros(stages) for key in keys.values()}
+    for node, key in keys.items():
+        for stage in stages_of(node):
+            found[key][stage] += 1
+    return found
 
 
 def _readers(
@@ -89,19 +97,15 @@ def _vertex(
 ) -> Vertex:
     """The vertex of a node: every choice with every state that the node's result may have."""
     prices, saved = costs.node_costs(node, rule, choices), costs.saved(node)
-    is_call = node.op == "call_function"
-    has_memory = is_call and saved.alias is None
-    states = (
-        recompute.states(node, saved) if has_memory else (SAVED, FREED) if is_call else (SAVED,)
-    )
-    rows = list(product(range(len(choices)), states))
+    has_memory = node.op == "call_function" and saved.alias is None
+    rows = list(product(range(len(choices)), _states(node, saved, recompute)))
     which, state = np.array([k for k, _ in rows]), np.array([s for _, s in rows])
-    needs = []
-    for p in range(len(choices[0].ins)):
-        need = np.full(len(rows), p in saved.operands)
-        need |= state == RECOMPUTED  # recomputation reads all operands
-        need |= (state == SAVED) & (saved.alias == p)
-        needs.append(need)
+    needs = [
+        (state == RECOMPUTED)  # recomputation reads all operands
+        | ((state == SAVED) & (saved.alias == p))
+        | (p in saved.operands)
+        for p in range(len(choices[0].ins))
+    ]
     forward = prices.forward[which]
     result_bytes = np.where((state == SAVED) & has_memory, prices.result[which], 0.0)
     internal_bytes = np.where(state == RECOMPUTED, 0.0, prices.internal[which])
@@ -120,6 +124,15 @@ def _vertex(
         state=prices.state[which],
         result=prices.result[which],
     )
+
+
+def _states(node: fx.Node, saved: SavedTensors, recompute: RecomputePolicy) -> tuple[int, ...]:
+    """The states that the result of a node may have. A view is saved or freed with its operand;
+    parameters and inputs are always there.
+    """
+    if node.op != "call_function":
+        return (SAVED,)
+    return (SAVED, FREED) if saved.alias is not None else recompute.states(node, saved)
 
 
 def _tensor(

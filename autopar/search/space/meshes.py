@@ -161,18 +161,26 @@ def mode_mesh(mode: Mode, data: int, pipeline: int) -> tuple[Axis, ...]:
             _is_shifted(groups_of(rank), expected[rank % stage], rank // stage * stage, order)
             for rank in range(stage * pipeline)
         ):
-            axes = [
-                Axis("data", data, "data")
-                if n == "data"
-                else Axis(n, sizes[n], "tensor", True, mode)
-                for n in names
-            ]
-            return tuple(axis for axis in axes if axis.size > 1) or (Axis("data", 1, "data"),)
+            return _mode_axes(mode, names, sizes)
     raise PlanError(
         f"mode {mode.name!r}: its groups are no grid of a stage's {stage} ranks, in which those "
         "along an axis lie equally far apart in all groups, as autopar.Mode.groups makes them; "
         f"those of rank 0 are {first}"
     )
+
+
+def _mode_axes(mode: Mode, names: Sequence[str], sizes: Mapping[str, int]) -> tuple[Axis, ...]:
+    """The axes of a mode and the data axis, in the order of ``names``, without axes of size 1. The
+    mesh has at least one axis.
+    """
+    axes = [
+        Axis("data", sizes[name], "data")
+        if name == "data"
+        else Axis(name, sizes[name], "tensor", True, mode)
+        for name in names
+        if sizes[name] > 1
+    ]
+    return tuple(axes) or (Axis("data", 1, "data"),)
 
 
 def _is_shifted(groups: Groups, expected: Groups, first: int, names: Sequence[str]) -> bool:

@@ -35,9 +35,8 @@ def parameter_strategies(
     """
     found: list[tuple[Layout, Layout]] = [((), ())]
     for axis, size in enumerate(sizes):
-        shards = (
-            [] if size == 1 else [inner(d) if axis in within else S(d) for d in range(len(shape))]
-        )
+        dims = range(len(shape)) if size > 1 else range(0)
+        shards = [inner(d) if axis in within else S(d) for d in dims]
         used = [(s, s) for s in shards] if may_split[axis] else []
         if used and trainable and axis not in within:
             used += [(S(d), strided(d, count)) for d, count in (parts or {}).items()]
