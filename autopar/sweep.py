@@ -116,7 +116,9 @@ def _checked(
 
 
 def _precision(configuration: Configuration) -> str | None:
-    """The precision of a configuration's graph; None for an invalid precision, which has no plan."""
+    """The precision of a configuration's graph; None for an invalid precision, which has no
+    plan.
+    """
     found = configuration.get("precision")
     return found if isinstance(found, str) and found in COMPUTE_DTYPES else None
 

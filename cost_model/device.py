@@ -83,7 +83,8 @@ class Device:
     def __post_init__(self) -> None:
         if self.kind not in DEVICE_KINDS:
             raise PlanError(
-                f"device.kind is {self.kind!r}: give {' or '.join(DEVICE_KINDS)}, torch's name of such "
+                f"device.kind is {self.kind!r}: give {' or '.join(DEVICE_KINDS)}, torch's name of "
+                "such "
                 "devices"
             )
         if not isinstance(self.peak, Mapping):

@@ -1,4 +1,6 @@
-"""Simulates a pipeline: the timeline that follows from the ranks' orders and the stages' seconds."""
+"""Simulates a pipeline: the timeline that follows from the ranks' orders and the stages'
+seconds.
+"""
 
 from __future__ import annotations
 

@@ -43,8 +43,9 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }
 # What the profiler sees besides: views, allocations, and what composed operators call themselves.
 LEAVES = """
-addmm mm bmm sum gelu gelu_backward native_layer_norm native_layer_norm_backward _softmax _softmax_backward_data embedding
-embedding_dense_backward _log_softmax _log_softmax_backward_data nll_loss_forward nll_loss_backward add mul clone
+addmm mm bmm sum gelu gelu_backward native_layer_norm native_layer_norm_backward _softmax
+_softmax_backward_data embedding embedding_dense_backward _log_softmax _log_softmax_backward_data
+nll_loss_forward nll_loss_backward add mul clone
 """.split()  # noqa: SIM905
 
 

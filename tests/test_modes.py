@@ -140,7 +140,7 @@ def test_all_modes_of_eight_ranks_are_one_device(ranks: Pools, name: str) -> Non
 
 
 # -- the shares of a rank
-# -----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_in_two_dimensions_no_activation_is_whole(name: str) -> None:
 
 
 # -- reading a plan
-# -----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_report_names_the_modes() -> None:
@@ -259,7 +259,7 @@ def test_modes_that_do_not_fit() -> None:
 
 
 # -- a mode of one's own
-# ------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 class Rows(Mode):
@@ -291,9 +291,12 @@ class TensorSpec(Rows):
     ) -> dict[str, list[int]]:
         stage = data * tensor
         first, place = rank // stage * stage, rank % stage
-        return {"features": [first + place % (stage // self.inner) + i * (stage // self.inner) for i in range(self.inner)],
-                "samples": [first + place // (stage // self.inner) * (stage // self.inner) + i * data + place % data
-                            for i in range(tensor // self.inner)]}  # fmt: skip
+        step = stage // self.inner
+        start = first + place // step * step + place % data
+        return {
+            "features": [first + place % step + i * step for i in range(self.inner)],
+            "samples": [start + i * data for i in range(tensor // self.inner)],
+        }
 
 
 class Broken(Rows):

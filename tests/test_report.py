@@ -59,8 +59,9 @@ def small(name: str, **options: Any) -> Plan:
 def megatron() -> Plan:
     """Llama blocks of hidden 8192 at batch 1 on one node of 8: what Megatron-LM was made for."""
     config = hf.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=28672, num_hidden_layers=LAYERS, num_attention_heads=64,
-        num_key_value_heads=8, max_position_embeddings=SEQUENCE, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=28672,
+        num_hidden_layers=LAYERS, num_attention_heads=64, num_key_value_heads=8,
+        max_position_embeddings=SEQUENCE, bos_token_id=0, eos_token_id=0, pad_token_id=0,
     )  # fmt: skip
     with torch.device("meta"):
         model = hf.LlamaForCausalLM(config).to(torch.bfloat16)

@@ -32,8 +32,8 @@ class LocalParameter(ParameterSpec):
 
 class GradientMemory:
     """The gradients of one stage's parameters, which come ``in_order`` of first use; ``direct`` if
-    autograd has them in the parameters themselves. ``reduction_dtype``: in which ranks sum them, None for
-    that in which they are made."""
+    autograd has them in the parameters themselves. ``reduction_dtype``: in which ranks sum them,
+    None for that in which they are made."""
 
     def __init__(
         self, in_order: Sequence[LocalParameter], direct: bool, reduction_dtype: torch.dtype | None

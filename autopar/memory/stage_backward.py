@@ -1,8 +1,8 @@
 """The memory that is live while the backward of one microbatch runs on one stage.
 
-Autograd runs the backward of calls in the reverse order of their forward. It frees the saved tensors
-of a call and the gradients of its results when the call's backward ends. It adds up the gradients
-that a tensor gets from several readers, in place where nothing else holds the storage.
+Autograd runs the backward of calls in the reverse order of their forward. It frees the saved
+tensors of a call and the gradients of its results when the call's backward ends. It adds up the
+gradients that a tensor gets from several readers, in place where nothing else holds the storage.
 """
 
 from __future__ import annotations
@@ -258,7 +258,9 @@ class _SavedMemory:
         self._done: set[TracedCall] = set()
 
     def recompute_for(self, call: TracedCall, live: LiveMemory) -> None:
-        """Computes again the tensors that the backward of ``call`` reads, where they are missing."""
+        """Computes again the tensors that the backward of ``call`` reads, where they are
+        missing.
+        """
         found = set[TracedCall]()
         needed = [s.call for s in call.saved] + [call] * bool(call.internal)
         while needed:
