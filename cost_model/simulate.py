@@ -65,7 +65,7 @@ def simulate_schedule(
         schedule, pipeline, chunks, microbatches: as for
             :func:`autopar.cost_model.schedule.actions`.
         forward, backward: seconds of one microbatch, by stage; ``backward`` is the whole backward.
-        weight: seconds of the weights' part of ``backward``, for the zero-bubble schedule; by
+        weight: seconds of the parameters' part of ``backward``, for the zero-bubble schedule; by
             default half of ``backward``.
         send: seconds from each stage to the next, and back; by default zero.
 
