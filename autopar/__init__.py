@@ -1,4 +1,9 @@
-"""One call turns a single-device PyTorch model into a distributed training program."""
+"""One call turns a single-device PyTorch model into a distributed training program.
+
+This package exports the public names. Reading order of its files: ``api`` has ``plan`` and
+``compile`` as lists of steps, ``plan`` the plan, ``check``, ``sweep`` and ``compare_modes`` the
+further calls, ``cli`` the command line, and ``errors`` the exceptions.
+"""
 
 from autopar.api import compile, plan
 from autopar.check import Checked, check

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,29 @@ from autopar.runtime.measure.comparison import Comparison
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status."""
+    parser, profile = _parsers()
+    given = parser.parse_args(arguments)
+    if given.cluster is not None and given.calibrate is None:
+        profile.error("--cluster is what --calibrate corrects: give a comparison, or leave it out")
+    try:
+        cluster = (
+            _calibrated(given)
+            if given.calibrate
+            else Cluster.measure(given.output, device=given.device, progress=given.progress)
+        )
+    except AutoparError as error:
+        print(f"autopar: {error}", file=sys.stderr)
+        return 1
+    if _is_first_rank():
+        ranks = (
+            "any number of ranks" if math.isinf(cluster.capacity) else f"{cluster.capacity} ranks"
+        )
+        print(f"{given.output}: {cluster.device.name}, {ranks}")
+    return 0
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    """The parser of the command line, and the parser of the command ``profile``."""
     parser = argparse.ArgumentParser(
         prog="autopar", description="An auto-parallel compiler for PyTorch."
     )
@@ -52,27 +76,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="with --calibrate: what the plan was for, a preset's name or a file (the name in the "
         "plan)",
     )
-    given = parser.parse_args(arguments)
-    if given.cluster is not None and given.calibrate is None:
-        profile.error("--cluster is what --calibrate corrects: give a comparison, or leave it out")
-    try:
-        cluster = (
-            _calibrated(given)
-            if given.calibrate
-            else Cluster.measure(given.output, device=given.device, progress=given.progress)
-        )
-    except AutoparError as error:
-        print(f"autopar: {error}", file=sys.stderr)
-        return 1
-    if _first():
-        ranks = (
-            "any number of ranks" if math.isinf(cluster.capacity) else f"{cluster.capacity} ranks"
-        )
-        print(f"{given.output}: {cluster.device.name}, {ranks}")
-    return 0
+    return parser, profile
 
 
 def _calibrated(given: argparse.Namespace) -> Cluster:
+    """Corrects a cluster with a saved comparison, and writes it."""
     comparison = Comparison.load(given.calibrate)
     if given.cluster is None and comparison.cluster not in Cluster.presets():
         known = f"the plan was for cluster {comparison.cluster!r}, which is no preset"
@@ -86,9 +94,7 @@ def _calibrated(given: argparse.Namespace) -> Cluster:
     return cluster
 
 
-def _first() -> bool:
-    import os
-
+def _is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 

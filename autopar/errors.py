@@ -1,4 +1,6 @@
-"""The exceptions that autopar raises on purpose: one family, so that one clause catches them all."""
+"""The exceptions that autopar raises on purpose: one family, so that one clause catches them
+all.
+"""
 
 from __future__ import annotations
 

@@ -73,40 +73,13 @@ def _checked(
     configurations: Iterable[Configuration], options: dict[str, Any]
 ) -> tuple[Configuration, ...]:
     """The configurations with the common options; PlanError for an invalid configuration."""
-    given = (
-        configurations
-        if isinstance(configurations, Iterable) and not isinstance(configurations, (Mapping, str))
-        else None
-    )
-    if given is None:
+    is_list = isinstance(configurations, Iterable)
+    if not is_list or isinstance(configurations, (Mapping, str)):
         raise PlanError(
             f"configurations={configurations!r}: give a list of dicts, for example "
             "[dict(world_size=8)]"
         )
-    asked: list[Configuration] = []
-    for i, own in enumerate(given):
-        where = f"configurations[{i}]"
-        if not isinstance(own, Mapping):
-            raise PlanError(
-                f"{where} is {own!r}: give a dict of options, for example dict(world_size=8)"
-            )
-        each = {**options, **own}
-        if "world_size" not in each:
-            raise PlanError(
-                f"{where} has no world_size: say for how many devices, for example "
-                "dict(world_size=8)"
-            )
-        try:
-            check_option_names(
-                {
-                    name: value
-                    for name, value in each.items()
-                    if name not in ("world_size", "cluster")
-                }
-            )
-        except PlanError as e:
-            raise PlanError(f"{where} has an {e}") from e
-        asked.append(each)
+    asked = [_with_common(i, own, options) for i, own in enumerate(configurations)]
     if not asked:
         raise PlanError(
             "configurations is empty: give one dict of options at least, for example "
@@ -115,8 +88,29 @@ def _checked(
     return tuple(asked)
 
 
+def _with_common(number: int, own: Any, options: dict[str, Any]) -> Configuration:
+    """One configuration with the common options; PlanError for an invalid configuration."""
+    where = f"configurations[{number}]"
+    if not isinstance(own, Mapping):
+        raise PlanError(
+            f"{where} is {own!r}: give a dict of options, for example dict(world_size=8)"
+        )
+    each = {**options, **own}
+    if "world_size" not in each:
+        raise PlanError(
+            f"{where} has no world_size: say for how many devices, for example dict(world_size=8)"
+        )
+    try:
+        check_option_names({k: v for k, v in each.items() if k not in ("world_size", "cluster")})
+    except PlanError as e:
+        raise PlanError(f"{where} has an {e}") from e
+    return each
+
+
 def _precision(configuration: Configuration) -> str | None:
-    """The precision of a configuration's graph; None for an invalid precision, which has no plan."""
+    """The precision of a configuration's graph; None for an invalid precision, which has no
+    plan.
+    """
     found = configuration.get("precision")
     return found if isinstance(found, str) and found in COMPUTE_DTYPES else None
 

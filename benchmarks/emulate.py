@@ -42,8 +42,9 @@ class Row:
         return operator_name(self.target)
 
     def __str__(self) -> str:
-        shapes = [tuple(t.shape) for t in tensors_in((self.args, self.kwargs))]
-        return f"{self.name.removeprefix('aten.')}{''.join(str(list(s)).replace(' ', '') for s in shapes)}"
+        shapes = [list(t.shape) for t in tensors_in((self.args, self.kwargs))]
+        text = "".join(str(shape).replace(" ", "") for shape in shapes)
+        return f"{self.name.removeprefix('aten.')}{text}"
 
 
 def _tolerance(dtype: torch.dtype) -> float:
@@ -240,7 +241,8 @@ class Program:
 def run_call(call: fx.Node, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     remaining = iter(
         values
-        # operands come in the order in which map_arg meets them, one by one where a node stands twice
+        # operands come in the order in which map_arg meets them, one by one where a node stands
+        # twice
     )
     args, kwargs = map_arg((call.args, call.kwargs), lambda _: next(remaining))
     return tensors_in(call.target(*args, **kwargs))  # type: ignore[operator]

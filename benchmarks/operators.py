@@ -1,7 +1,7 @@
 """torch's own table of operators, each split in every way that its rule offers, compared with
 torch.
 
-    python benchmarks/operators.py                     # all of it; what is done is kept in operators.jsonl; a later run goes on
+    python benchmarks/operators.py                     # all; a later run continues operators.jsonl
     python benchmarks/operators.py --only topk sort    # some operators, anew
     python benchmarks/operators.py --ranks 0.1         # a tenth on two gloo ranks, through compile
 
@@ -51,8 +51,9 @@ SPLIT, UNSPLIT, REFUSED, NOT_EXPORTABLE, WRONG, CRASH = (
     "crash",
 )
 AROUND = {  # what the module does beside the operator
-    torch.ops.aten.mul.Tensor, torch.ops.aten.add.Tensor, torch.ops.aten.remainder.Scalar, torch.ops.aten.sum.dim_IntList,
-    torch.ops.aten.reshape.default, torch.ops.aten.to.dtype, torch.ops.aten.view_as_real.default,
+    torch.ops.aten.mul.Tensor, torch.ops.aten.add.Tensor, torch.ops.aten.remainder.Scalar,
+    torch.ops.aten.sum.dim_IntList, torch.ops.aten.reshape.default, torch.ops.aten.to.dtype,
+    torch.ops.aten.view_as_real.default,
 }  # fmt: skip
 WORST_LAST = (NOT_EXPORTABLE, UNSPLIT, SPLIT, REFUSED, CRASH, WRONG)
 
@@ -468,10 +469,8 @@ def report(rows: list[dict[str, Any]]) -> None:
         ran = counts[SPLIT] + counts[UNSPLIT]
         for status in (WRONG, CRASH, REFUSED, UNSPLIT, NOT_EXPORTABLE):
             names = [[name, r["reason"]] for name, r in worst.items() if r["status"] == status]
-            print(
-                f"\n{where}: "
-                f"{status}\n{tabulate(names, headers=['operator', 'reason'], maxcolwidths=[40, 110])}"
-            )
+            table = tabulate(names, headers=["operator", "reason"], maxcolwidths=[40, 110])
+            print(f"\n{where}: {status}\n{table}")
         lines = [[status, counts[status], samples[status]] for status in reversed(WORST_LAST)]
         print(f"\n{tabulate(lines, headers=[where, 'operators', 'samples'])}")
         print(

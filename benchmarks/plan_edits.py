@@ -1,7 +1,7 @@
 """What becomes of plan files that were edited at random: each is refused with a PlanError (a
 RunError where it is for another graph), or it trains as one device does.
 
-    python benchmarks/plan_edits.py              # 250 edits of each of six kinds of plan, some minutes
+    python benchmarks/plan_edits.py     # 250 edits of each of six kinds of plan, some minutes
     python benchmarks/plan_edits.py --edits 50 --kinds zero pipeline
 
 An edit's seed is its kind and its number. Most are refused before anything runs; those that pass

@@ -203,8 +203,8 @@ def _broadcast(nbytes: FloatArray, hop: Hop, n: int) -> FloatArray:
 def _shift(nbytes: FloatArray, hop: Hop, n: int) -> FloatArray:
     """An all-to-all in which each rank receives ``nbytes`` from its neighbours only.
 
-    ``collective_seconds`` lets a shift take no less than a measured all-to-all of that size, because
-    gloo also sends the empty messages.
+    ``collective_seconds`` lets a shift take no less than a measured all-to-all of that size,
+    because gloo also sends the empty messages.
     """
     return hop.latency + nbytes * hop.inner / hop.bandwidth
 

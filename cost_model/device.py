@@ -83,7 +83,8 @@ class Device:
     def __post_init__(self) -> None:
         if self.kind not in DEVICE_KINDS:
             raise PlanError(
-                f"device.kind is {self.kind!r}: give {' or '.join(DEVICE_KINDS)}, torch's name of such "
+                f"device.kind is {self.kind!r}: give {' or '.join(DEVICE_KINDS)}, torch's name of "
+                "such "
                 "devices"
             )
         if not isinstance(self.peak, Mapping):
@@ -109,26 +110,7 @@ class Device:
         for tile in self.tiles:
             for name in ("rows", "columns", "efficiency"):
                 _positive(f"device.tiles.{name}", getattr(tile, name))
-        if not isinstance(self.efficiency, Mapping) or not {"matmul", "elementwise"} <= set(
-            self.efficiency
-        ):
-            found = (
-                sorted(self.efficiency)
-                if isinstance(self.efficiency, Mapping)
-                else repr(self.efficiency)
-            )
-            raise PlanError(
-                f"device.efficiency gives {found}: give points for matmul and elementwise at least"
-            )
-        for name, curve in self.efficiency.items():
-            operator, dot, dtype = name.partition(".")
-            if not operator.isidentifier() or (dot and dtype not in DTYPES):
-                kinds = f"a kind of kernel ({', '.join(KERNEL_KINDS)}) or an ATen operator"
-                raise PlanError(
-                    f"device.efficiency.{name}: give {kinds}; after a dot one of "
-                    f"{', '.join(DTYPES)}"
-                )
-            _curve(f"device.efficiency.{name}", curve, most=MAX_EFFICIENCY)
+        _check_efficiency(self.efficiency)
 
 
 @dataclass(frozen=True)
@@ -175,6 +157,24 @@ class Level:
         for kind, curves in self.measured.items():
             for ranks, curve in curves.items():
                 _curve(f"links.{self.name}.measured.{kind}.{ranks}", curve)
+
+
+def _check_efficiency(efficiency: Any) -> None:
+    """Raises PlanError unless these are curves of kinds of kernels or operators."""
+    is_mapping = isinstance(efficiency, Mapping)
+    if not is_mapping or not {"matmul", "elementwise"} <= set(efficiency):
+        found = sorted(efficiency) if is_mapping else repr(efficiency)
+        raise PlanError(
+            f"device.efficiency gives {found}: give points for matmul and elementwise at least"
+        )
+    for name, curve in efficiency.items():
+        operator, dot, dtype = name.partition(".")
+        if not operator.isidentifier() or (dot and dtype not in DTYPES):
+            kinds = f"a kind of kernel ({', '.join(KERNEL_KINDS)}) or an ATen operator"
+            raise PlanError(
+                f"device.efficiency.{name}: give {kinds}; after a dot one of {', '.join(DTYPES)}"
+            )
+        _curve(f"device.efficiency.{name}", curve, most=MAX_EFFICIENCY)
 
 
 def _curve(name: str, curve: Any, most: float = math.inf) -> None:

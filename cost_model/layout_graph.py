@@ -1,4 +1,6 @@
-"""The legal layouts of one tensor as a graph: an edge is one conversion step along one mesh axis."""
+"""The legal layouts of one tensor as a graph: an edge is one conversion step along one mesh
+axis.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,8 @@ class LayoutGraph:
         """
         if layout not in self.index:
             raise PlanError(
-                f"layout {format_layout(layout)} is not legal for this tensor: a dim that it cuts is "
+                f"layout {format_layout(layout)} is not legal for this tensor: a dim that it cuts "
+                "is "
                 "missing or does not divide"
             )
         return self.index[layout]

@@ -8,7 +8,7 @@ forwards, then alternating forwards and backwards. They differ in the length of 
 - 1F1B (arXiv 2006.09503): one forward for each later stage, until the first backward arrives.
 - interleaved 1F1B (arXiv 2104.04473): each rank has several stages, which alternate after each
   round of microbatches.
-- zero-bubble (ZB1P of arXiv 2401.10241): 1F1B with a separate action for the weights' part of a
+- zero-bubble (ZB1P of arXiv 2401.10241): 1F1B with a separate action for the parameters' part of a
   backward, which runs ``rank`` microbatches later and fills the bubble.
 """
 
@@ -27,7 +27,7 @@ LOOPED = ("interleaved-1f1b", "zero-bubble")
 
 
 class Action(NamedTuple):
-    """One action of a rank: "F" a forward, "B" a backward, "W" the weights' part of a backward.
+    """One action of a rank: "F" a forward, "B" a backward, "W" the parameters' part of a backward.
 
     In a schedule with actions "W", "B" is the inputs' part of the backward.
     """
@@ -46,7 +46,7 @@ class Pattern:
 
     Attributes:
         warmup: forwards before the first backward.
-        lag: backwards between the inputs' part and the weights' part of one backward.
+        lag: backwards between the inputs' part and the parameters' part of one backward.
         turn: microbatches that one stage runs before the rank's next stage runs.
         chunks: stages of the rank.
         total: forwards of all the rank's stages in a step.

@@ -1,4 +1,6 @@
-"""Simulates a pipeline: the timeline that follows from the ranks' orders and the stages' seconds."""
+"""Simulates a pipeline: the timeline that follows from the ranks' orders and the stages'
+seconds.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ def simulate_schedule(
         schedule, pipeline, chunks, microbatches: as for
             :func:`autopar.cost_model.schedule.actions`.
         forward, backward: seconds of one microbatch, by stage; ``backward`` is the whole backward.
-        weight: seconds of the weights' part of ``backward``, for the zero-bubble schedule; by
+        weight: seconds of the parameters' part of ``backward``, for the zero-bubble schedule; by
             default half of ``backward``.
         send: seconds from each stage to the next, and back; by default zero.
 

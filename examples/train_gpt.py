@@ -55,7 +55,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--parallel",
         type=json.loads,
-        help="""what to fix of the plan, as JSON: '{"data": 2, "tensor": {"size": 2, "mode": "1d"}}'""",
+        help="what to fix of the plan, as JSON: "
+        """'{"data": 2, "tensor": {"size": 2, "mode": "1d"}}'""",
     )
     parser.add_argument(
         "--dtype",

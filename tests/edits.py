@@ -114,7 +114,7 @@ def plan(kind: str) -> autopar.Plan:
 
 
 # -- edits
-# --------------------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 JUNK: tuple[Any, ...] = (
     None,
@@ -361,8 +361,8 @@ def _word(data: Data, rng: random.Random) -> None:
 
 
 EDITS: tuple[Edit, ...] = (
-    _delete, _replace, _rename, _swap, _number, _layout, _layout, _parameter, _parameter, _node, _split, _conversion, _recomputed,
-    _stage, _word,
+    _delete, _replace, _rename, _swap, _number, _layout, _layout, _parameter, _parameter, _node,
+    _split, _conversion, _recomputed, _stage, _word,
 )  # fmt: skip
 
 
@@ -389,7 +389,7 @@ def edited(text: str, seed: str) -> str:
 
 
 # -- what becomes of them
-# -----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def refused(text: str, traced: TracedModel) -> AutoparError | autopar.Plan:

@@ -43,7 +43,8 @@ def pipelined(
         for i in range(pipeline * chunks)
     ]
     return Plan(
-        fingerprint="0123456789abcdef", world_size=4 * pipeline, cluster="h100-sxm", mesh_sizes=(2, 2), mesh_names=("data", "tensor"),
-        microbatches=microbatches, data_degree=2, nodes={}, parameters={}, conversions={}, seconds={"compute": 1.0}, stages=tuple(stages),
+        fingerprint="0123456789abcdef", world_size=4 * pipeline, cluster="h100-sxm",
+        mesh_sizes=(2, 2), mesh_names=("data", "tensor"), microbatches=microbatches, data_degree=2,
+        nodes={}, parameters={}, conversions={}, seconds={"compute": 1.0}, stages=tuple(stages),
         gap=0.0, pipeline=pipeline, schedule=schedule, **options,
     )  # fmt: skip

@@ -132,6 +132,7 @@ def attend(
 
 
 SCOPE = SimpleNamespace(
-    torch=torch, nn=nn, F=F, checkpoint=checkpoint, reverse=Reverse.apply, straight=Straight.apply, scaled=Scaled.apply, hooked=hooked,
-    turned=Turned.apply, rounded=Rounded.apply, stretched=Stretched.apply, attend=attend, Counter=Counter, Running=Running,
+    torch=torch, nn=nn, F=F, checkpoint=checkpoint, reverse=Reverse.apply, straight=Straight.apply,
+    scaled=Scaled.apply, hooked=hooked, turned=Turned.apply, rounded=Rounded.apply,
+    stretched=Stretched.apply, attend=attend, Counter=Counter, Running=Running,
 )  # fmt: skip

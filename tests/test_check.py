@@ -1,5 +1,5 @@
-"""Captured equals eager: what is compared before anything is trained, what it finds, and that the
-model stays as it was.
+"""The comparison of model and captured graph before training: its extent, its findings, and the
+unchanged model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autopar.verification.whole_batch import check_captured
 
 
 class Net(nn.Module):
-    """Statistics, dropout and a buffer that counts; ``between`` has the rest."""
+    """Statistics, dropout and a buffer that counts; ``between`` adds the rest."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ def checked(
     x: torch.Tensor,
     change: Callable[[CapturedModel], None] = lambda captured: None,
 ) -> list[Difference]:
-    """Of the graph of ``model``, to which something is done first."""
+    """The comparison of a model and its graph, after a change of the graph."""
     captured = TracedModel(model, x, None).whole
     change(captured)
     return check_captured(captured, model, x, None)
@@ -89,7 +89,7 @@ def test_everything_is_compared_and_the_model_is_as_it_was() -> None:
 
 
 def replaced(old: Any, new: Any) -> Callable[[CapturedModel], None]:
-    """Lets every call of one operator be of another one."""
+    """Replaces every call of one operator by a call of another one."""
 
     def change(captured: CapturedModel) -> None:
         calls = [n for n in captured.graph.nodes if n.target == old]
@@ -152,7 +152,7 @@ def appends(net: Net, h: torch.Tensor) -> torch.Tensor:
 
 
 class Schedule:
-    """An object that is no module, and that says by its calls how often it was called."""
+    """An object that is no module and returns the number of its calls."""
 
     def __init__(self) -> None:
         self.calls, self.by_kind = 0, {"all": 0}
@@ -172,7 +172,7 @@ def counts_in_a_dict(net: Net, h: torch.Tensor) -> torch.Tensor:
 
 
 def hooks_itself(net: Net, h: torch.Tensor) -> torch.Tensor:
-    """As models of transformers do to return what is inside of them."""
+    """Adds hooks in its forward, as models of transformers do to return inner tensors."""
     if not hasattr(net, "hooked"):
         net.hooked = net.head.register_forward_hook(lambda module, args, output: output + 1)
     return h

@@ -1,4 +1,4 @@
-"""Cluster files: what is in the presets, and what a bad file is told."""
+"""Cluster files: the contents of the presets, and the errors of invalid files."""
 
 import json
 import math

@@ -1,4 +1,6 @@
-"""Collective prices against closed forms, and against what must pass through each node's NICs."""
+"""Seconds of collectives against closed forms, and against the bytes that must pass each node's
+NICs.
+"""
 
 import math
 from dataclasses import replace
@@ -96,8 +98,10 @@ def test_ranks_that_straddle_nodes() -> None:
 )
 @pytest.mark.parametrize("kind", ["all_gather", "all_to_all"])
 def test_no_node_receives_more_than_its_nics_carry(sizes: tuple[int, ...], kind: str) -> None:
-    """Count what each node must take in, rank by rank: a price below that over the NIC's bandwidth
-    is impossible. Without latency and with free links inside nodes, the price is just that."""
+    """Counts the bytes that each node must receive, rank by rank. Fewer seconds than these bytes
+    over the NIC's bandwidth are impossible. Without latency and with free links inside nodes, the
+    seconds are exactly that.
+    """
     free = replace(
         A100,
         links=(
@@ -176,8 +180,8 @@ def test_a_collective_starts_once_and_a_message_too() -> None:
 
 
 def test_what_was_measured_comes_before_the_formulas() -> None:
-    """Between two points straight in logarithms, below the first as long as that, above the last in
-    proportion.
+    """Between two points the seconds are linear in logarithms, below the first point constant,
+    above the last point proportional.
     """
     curve = ((1e4, 1e-4), (1e6, 1e-3))
     level = replace(PRESET.links[0], measured={"all_reduce": {"4": curve}})

@@ -1,4 +1,4 @@
-"""Local work and memory against the roofline's own corners."""
+"""Seconds of local work, and memory, against the corners of the roofline."""
 
 from dataclasses import replace
 from functools import partial
@@ -56,8 +56,8 @@ def test_a_curve_is_straight_between_its_points_and_level_outside() -> None:
 
 
 def test_one_wave_takes_as_long_as_any_part_of_it() -> None:
-    """Tiles of 128 x 128 on 108 multiprocessors: 1 to 108 of them take the same time, 109 twice
-    that.
+    """Tiles of 128 x 128 on 108 multiprocessors: 1 to 108 tiles take the same time, 109 tiles take
+    twice that.
     """
     compute = on(tiles=(Tile(128, 128),), inner=0.0, launch=0.0)
 
@@ -130,7 +130,7 @@ def test_arrays_are_priced_like_numbers(kind: str) -> None:
 
 
 def test_a_core_runs_matmul_as_measured() -> None:
-    """The preset's curve against a run of 512 x 512 at 103 GFLOP/s and of 64 x 64 at 7 us."""
+    """The preset's curve against measured runs: 512 x 512 at 103 GFLOP/s, and 64 x 64 in 7 us."""
     compute = ComputeCosts(Cluster.load("cpu"))
     assert compute.seconds("matmul", "float32", 2.0 * 512**3, 3 * 512.0**2 * 4) == pytest.approx(
         2.6e-3, rel=0.05

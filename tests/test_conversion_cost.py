@@ -1,5 +1,5 @@
-"""Conversion prices against Dijkstra on a graph built here, step by step, from the table of
-single-axis conversions.
+"""Seconds of conversions against Dijkstra's algorithm on a graph that this test builds from the
+table of steps.
 """
 
 import itertools
@@ -70,7 +70,7 @@ def layouts(shape: tuple[int, ...], sizes: tuple[int, ...]) -> list[Layout]:
 def moves(
     layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]
 ) -> list[tuple[int, Type, Layout]]:
-    """Every single step: (axis, type it takes, layout after it)."""
+    """Every single step: (axis, the type it takes, the layout after it)."""
     result = []
     for axis, target in itertools.product(range(len(sizes)), (I, R, P, *map(S, range(len(shape))))):
         after = (*layout[:axis], target, *layout[axis + 1 :])
@@ -178,8 +178,8 @@ def test_a_gradient_summed_in_another_dtype(
 
 
 def test_of_equally_cheap_paths_the_shortest() -> None:
-    """On links whose figures are powers of two, sums are exact and equal is equal; a step then
-    weighs 1 beside 2**30 for the rest.
+    """On links whose figures are powers of two, sums are exact and equal costs are equal. A step
+    then counts 1 beside 2**30 for its work.
     """
     links = (Level("exact", None, 2.0**-17, 2.0**38),)
     conversions = ConversionCosts((4, 4), replace(NO_COPIES, links=links))

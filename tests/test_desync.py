@@ -49,7 +49,8 @@ def loop(
     """Runs a loop in which rank 1 does something else at step ``first``. Returns the message of the
     error and the step of the error, which comes ``within`` so many steps.
     """
-    _clear_sharding_prop_cache()  # it refers to meshes of earlier tests, whose groups no longer exist
+    # it refers to meshes of earlier tests, whose groups no longer exist
+    _clear_sharding_prop_cache()
     compiled = autopar.compile(Network(), batch(0), 2, progress=False, **options)
     optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
     steps = itertools.count()

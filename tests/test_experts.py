@@ -15,8 +15,9 @@ from pool import Pools
 import autopar
 
 SMALL = dict(
-    hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, vocab_size=32,
-    max_position_embeddings=32, output_router_logits=True, use_cache=False,
+    hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=2, vocab_size=32, max_position_embeddings=32, output_router_logits=True,
+    use_cache=False,
 )  # fmt: skip
 MIXTRAL = transformers.MixtralConfig(num_local_experts=4, num_experts_per_tok=2, **SMALL)
 QWEN = transformers.Qwen3MoeConfig(

@@ -1,5 +1,5 @@
-"""Captured equals eager on a few samples of the batch: when they stand for it, when the whole batch
-must decide.
+"""The comparison of model and graph on a few samples: when they stand for the batch, and when the
+whole batch must decide.
 """
 
 from __future__ import annotations

@@ -42,8 +42,9 @@ def llama() -> Made:
 
 def gpt2(hidden: int, vocabulary: int, batch: int, sequence: int) -> Made:
     config = hf.GPT2Config(
-        vocab_size=vocabulary, n_positions=sequence, n_embd=hidden, n_layer=2, n_head=8, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM",
+        vocab_size=vocabulary, n_positions=sequence, n_embd=hidden, n_layer=2, n_head=8,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+        loss_type="ForCausalLM",
     )  # fmt: skip
     with torch.device("meta"):
         return hf.GPT2LMHeadModel(config).to(torch.bfloat16), _text(batch, sequence)

@@ -1,4 +1,4 @@
-"""``torch.autograd.Function`` in a forward: one operator, with the backward that its author
+"""A ``torch.autograd.Function`` in a forward is one operator, with the backward that its author
 wrote.
 """
 
@@ -46,7 +46,9 @@ reverse = Reverse.apply  # bound before anything is traced, as its users write
 
 
 class Several(torch.autograd.Function):
-    """Two results and an index, which has no gradient; what needs none is not computed."""
+    """Two results and an index, which has no gradient. Gradients that nobody needs are not
+    computed.
+    """
 
     @staticmethod
     def forward(
@@ -68,7 +70,7 @@ class Several(torch.autograd.Function):
 
 
 class Setup(torch.autograd.Function):
-    """The newer form, with keyword defaults."""
+    """The newer form of a Function, with keyword defaults."""
 
     @staticmethod
     def forward(x: torch.Tensor, power: int = 2) -> torch.Tensor:
@@ -84,7 +86,9 @@ class Setup(torch.autograd.Function):
 
 
 class Noisy(torch.autograd.Function):
-    """Draws in its forward: every rank must draw the same, as each has the whole."""
+    """Draws random numbers in its forward. Every rank has the whole operator, so every rank must
+    draw the same numbers.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -115,7 +119,7 @@ class Cube(torch.autograd.Function):
 
 
 class Net(nn.Module):
-    """A body, what ``between`` makes of its features, and a head."""
+    """A body, the function ``between`` on its features, and a head."""
 
     def __init__(self, between: Callable[[Net, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -173,7 +177,7 @@ def test_a_function_keeps_its_own_backward(between: str) -> None:
 
 
 def everywhere() -> dict[str, float]:
-    """Runs on each rank: the worst error of each plan of each net."""
+    """Runs on each rank and returns the worst error of each plan of each net."""
     found = {}
     for name in BETWEEN:
         model, sample = made(name)
@@ -248,7 +252,7 @@ def test_what_a_forward_draws_is_drawn_alike_on_all_ranks() -> None:
 
 
 def traced(between: Callable[[Net, torch.Tensor], torch.Tensor]) -> str:
-    """The fingerprint of a net with this between its parts."""
+    """The fingerprint of a net with the function ``between``."""
     torch.manual_seed(0)
     return TracedModel(Net(between), torch.randn(8, 8), None).whole.fingerprint
 

@@ -367,8 +367,8 @@ def test_lowered_calls(ranks: Pools, sizes: tuple[int, ...], name: str) -> None:
 
 
 class Net(nn.Module):
-    """Convolutions that keep the spatial sizes, one that halves them, and a loss for each place: only
-    sums need all places.
+    """Convolutions that keep the spatial sizes, one that halves them, and a loss for each place:
+    only sums need all places.
     """
 
     def __init__(self, dims: int) -> None:

@@ -1,5 +1,5 @@
-"""The kernels that a call is said to launch, against torch's profiler, torch's own counts of FLOPs,
-and bytes by hand.
+"""The traced kernels of a call against torch's profiler, torch's own counts of FLOPs, and bytes by
+hand.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }
 # What the profiler sees besides: views, allocations, and what composed operators call themselves.
 LEAVES = """
-addmm mm bmm sum gelu gelu_backward native_layer_norm native_layer_norm_backward _softmax _softmax_backward_data embedding
-embedding_dense_backward _log_softmax _log_softmax_backward_data nll_loss_forward nll_loss_backward add mul clone
+addmm mm bmm sum gelu gelu_backward native_layer_norm native_layer_norm_backward _softmax
+_softmax_backward_data embedding embedding_dense_backward _log_softmax _log_softmax_backward_data
+nll_loss_forward nll_loss_backward add mul clone
 """.split()  # noqa: SIM905
 
 
@@ -87,7 +88,9 @@ def _flat(name: str) -> tuple[Any, ...]:
 
 
 def test_what_is_read_and_written() -> None:
-    """A linear layer of 128 rows, 16 to 24: y = x w + b; dx = dy w; dw = dy x; db = sum dy."""
+    """A linear layer of 128 rows, from 16 to 24 features: y = x w + b; dx = dy w; dw = dy x; db =
+    sum dy.
+    """
     answer = trace(*_flat("linear"))
     x, w, b, y = (4 * n for n in (128 * 16, 24 * 16, 24, 128 * 24))
     assert [sorted(launch.touched) for launch in answer.forward] == [

@@ -1,5 +1,5 @@
-"""What the plan says each stage keeps for the backward is what autograd holds there in a run: to 2
-%, at each stage of a 4-stage 1F1B.
+"""The saved activations of each stage in a plan are what autograd holds in a run, to 2 %, at each
+stage of a 1F1B pipeline of 4 stages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TENSOR = dict(tensor=dict(size=2, mode="1d"))
 
 
 class LossOnly(torch.nn.Module):
-    """What a model returns besides its loss is not autograd's."""
+    """Returns only the loss, because autograd does not hold the other outputs."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class LossOnly(torch.nn.Module):
 
 
 def gpt() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """Eight layers, with activations that dominate parameters."""
+    """A GPT of eight layers, with activations that dominate the parameters."""
     torch.manual_seed(0)
     sizes = dict(
         n_embd=64,
@@ -54,7 +54,9 @@ def gpt() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
 
 
 def plan(recompute: str, world: int, parallel: dict[str, Any]) -> Plan:
-    """For "auto" there are three quarters of the memory that keeping everything takes."""
+    """The plan; for "auto" with three quarters of the memory that a plan without recomputation
+    takes.
+    """
     options: dict[str, Any] = dict(
         parallel=dict(pipeline=STAGES, **parallel),
         micro_batch_size=2,
@@ -72,8 +74,8 @@ def plan(recompute: str, world: int, parallel: dict[str, Any]) -> Plan:
 
 
 def settled(live: LiveBytes) -> int:
-    """What stays: a collective's own thread may let go of its tensors a little later than the
-    collective is done.
+    """The bytes that remain: the thread of a collective may free its tensors a little after the
+    collective.
     """
     least = live.alive()
     for _ in range(20):

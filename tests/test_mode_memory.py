@@ -1,4 +1,4 @@
-"""What modes save of memory: what one device, or 1D, cannot hold."""
+"""The memory that modes save: models that one device, or 1D, cannot hold."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RINGS = dict(mode="sequence", ring=4)
 
 
 class Rows(nn.Module):
-    """Layers that are small against what they make of very many rows."""
+    """Layers that are small compared with their results, because there are very many rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def rows(count: int) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def _step(which: str, size: int, options: dict[str, Any]) -> float:
-    """The bytes that a step takes at its peak, measured."""
+    """The measured peak bytes of a step."""
     made = {"attention": attention, "rows": rows}[which](size)
     return peaks.peak(*made, torch.distributed.get_world_size(), **options)
 
@@ -71,7 +71,7 @@ def test_two_dimensions_hold_what_one_does_not(ranks: Pools) -> None:
 
 
 def test_a_ring_holds_a_sequence_that_one_rank_does_not(ranks: Pools) -> None:
-    """And what it takes grows with the length over the ranks."""
+    """The memory grows with the length of the sequence divided by the ranks."""
     alone = autopar.plan(*attention(2048), 1, cluster="cpu", recompute="none", progress=False)
     budget = 0.7 * max(alone.peak_memory)
     with pytest.raises(BudgetError):
@@ -115,8 +115,9 @@ def test_a_ring_holds_a_sequence_that_one_rank_does_not(ranks: Pools) -> None:
     ("ranks_", "width", "layers"), [(4, 3072, 26), (16, 5120, 38)], ids=["3B on 4", "12B on 16"]
 )
 def test_what_the_paper_says_fits_p100s(ranks_: int, width: int, layers: int) -> None:
-    """3 billion parameters on 4 and 12 billion on 16 GPUs of 16 GB, batch 16, in 2D without ZeRO or
-    offload (Colossal-AI): with AdamW in float32 they do, if some is computed again."""
+    """3 billion parameters on 4 and 12 billion on 16 GPUs of 16 GB, at batch 16, in 2D without ZeRO
+    or offload (Colossal-AI). With AdamW in float32 they fit if some activations are recomputed.
+    """
     with torch.device("meta"):
         drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         sizes = dict(

@@ -22,7 +22,8 @@ from autopar.passes.canonical.canonicalise import canonicalise
 SLICE = """where special.i1e nn.functional.prelu
 var logsumexp
 einsum addmm cdist
-nn.functional.conv_transpose1d nn.functional.instance_norm nn.functional.avg_pool1d nn.functional.unfold nn.functional.glu
+nn.functional.conv_transpose1d nn.functional.instance_norm nn.functional.avg_pool1d
+nn.functional.unfold nn.functional.glu
 cat unfold repeat_interleave
 gather index_add scatter_add index_put
 topk linalg.qr

@@ -1,5 +1,5 @@
-"""The peak that a plan predicts is the peak of a training step that is run: to 2 % on every rank,
-whatever is cut and recomputed.
+"""The peak memory that a plan predicts is the peak of a training step, to 2 % on every rank, for
+all ways to cut and recompute.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ ALL = [
 
 
 def _mark(name: str, way: str) -> pytest.MarkDecorator:
-    """Of all pairs, one of five ways of each model and one of five models of each way are slow
-    tests.
+    """Marks most pairs of model and way as slow: one of five ways of each model, and one of five
+    models of each way, stay fast tests.
     """
     place = [*peaks.MODELS, "chain"].index(name) + list(WAYS).index(way)
     return pytest.mark.slow if place % 5 == 0 else pytest.mark.exhaustive
@@ -126,7 +126,9 @@ def test_with_parts_recomputed_within_a_budget(ranks: Pools, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_in_bfloat16(ranks: Pools, name: str) -> None:
-    """Copies in the dtype of the graph, gradients summed in another than they come in."""
+    """The graph takes copies in its dtype, and gradients are summed in another dtype than they
+    have.
+    """
     for reduce_dtype in ("fp32", "bf16"):
         check(
             ranks,

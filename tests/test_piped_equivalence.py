@@ -179,12 +179,24 @@ SOME: list[tuple[str, int, list[Case]]] = [
         Case(2, "1f1b", 1, 2, recompute="full"),
         Case(2, "interleaved-1f1b", 2, 4, recompute="auto"),
     ]),
-    ("llama", 16, [Case(2, "zero-bubble", 1, 8, recompute="full"), Case(2, "zero-bubble", 2, 4, recompute="auto")]),
-    ("t5", 12, [Case(2, "1f1b", 1, 6, recompute="auto"), Case(2, "interleaved-1f1b", 2, 2, recompute="full")]),
+    ("llama", 16, [
+        Case(2, "zero-bubble", 1, 8, recompute="full"),
+        Case(2, "zero-bubble", 2, 4, recompute="auto"),
+    ]),
+    ("t5", 12, [
+        Case(2, "1f1b", 1, 6, recompute="auto"),
+        Case(2, "interleaved-1f1b", 2, 2, recompute="full"),
+    ]),
     ("vit", 20, [Case(2, "gpipe", 1, 5, recompute="auto"), Case(2, "zero-bubble", 1, 2)]),
     ("unet", 14, [Case(2, "interleaved-1f1b", 2, 2), Case(2, "1f1b", 1, 7, recompute="full")]),
-    ("gpt2", 16, [Case(4, "zero-bubble", 1, 4, recompute="full"), Case(2, "1f1b", 1, 4, data=2, recompute="auto")]),
-    ("llama", 16, [Case(2, "interleaved-1f1b", 2, 2, tensor=2, recompute="full"), Case(2, "gpipe", 1, 4, data=2)]),
+    ("gpt2", 16, [
+        Case(4, "zero-bubble", 1, 4, recompute="full"),
+        Case(2, "1f1b", 1, 4, data=2, recompute="auto"),
+    ]),
+    ("llama", 16, [
+        Case(2, "interleaved-1f1b", 2, 2, tensor=2, recompute="full"),
+        Case(2, "gpipe", 1, 4, data=2),
+    ]),
     ("t5", 12, [Case(2, "zero-bubble", 1, 3, tensor=2, recompute="auto")]),
     ("unet", 16, [Case(4, "1f1b", 1, 4), Case(2, "zero-bubble", 1, 4, data=2, recompute="full")]),
 ]  # fmt: skip

@@ -1,5 +1,5 @@
-"""Profiles of this machine: measured, interrupted, resumed, told apart; and kernels measured on the
-spot.
+"""Profiles of this machine: measured, interrupted, continued, and distinguished; and single kernels
+measured on request.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def test_a_call_takes_as_long_as_it_takes() -> None:
 
 
 def test_noted_calls_run_on_real_tensors() -> None:
-    """Every kernel that a profile measures, at its smallest: the same shapes come out as were
-    noted.
+    """Every kernel that a profile measures, in its smallest size, returns tensors of the recorded
+    shapes.
     """
     seen: dict[str, int] = {}
     for launch in probe_launches("cpu", torch.float32):
@@ -209,7 +209,7 @@ def test_a_kernel_that_does_not_run_here_has_no_curve(
 
 
 def _measure_together(folder: str) -> tuple[Cluster, list[float]]:
-    """The profile, and the seconds of an all-reduce of 64 KiB before and after."""
+    """The profile, and the seconds of an all-reduce of 64 KiB before and after it."""
     whole, taken = torch.ones((1 << 16) // 4), []
 
     def reduce() -> None:
@@ -311,7 +311,7 @@ def test_what_no_curve_covers_is_measured_once(
 
 
 def test_planning_measures_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All kernels take a second: a plan is as slow as it has kernels."""
+    """All kernels take a second, so a plan takes as many seconds as it has kernels."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("autopar.profile.missing_kernels.time_call", lambda *args: Timing(1.0, 0.0))
     given = dict(parallel=dict(data=2), progress=False)
@@ -332,7 +332,7 @@ def test_what_disturbs_one_round_does_not_count() -> None:
 
 
 def test_operands_are_read_in_turn_and_keep_their_strides() -> None:
-    """As many as fit; each a tensor of its own, whatever its strides."""
+    """There are as many copies as fit; each copy is a tensor of its own with the same strides."""
     seen: list[torch.Tensor] = []
 
     def noted(x: torch.Tensor) -> torch.Tensor:
@@ -349,7 +349,7 @@ def test_operands_are_read_in_turn_and_keep_their_strides() -> None:
 
 
 def test_a_kinds_curve_is_the_mean_of_its_operators() -> None:
-    """Geometric, at the same work, however different the sizes that were measured."""
+    """The mean is geometric, at the same work, for curves that were measured at different sizes."""
     fast, slow = ((1e3, 0.8), (1e6, 0.8)), ((5e3, 0.2), (2e6, 0.2))
     found = _mean([fast, slow])
     assert (found[0][0], found[-1][0]) == (1e3, 2e6)
@@ -357,8 +357,8 @@ def test_a_kinds_curve_is_the_mean_of_its_operators() -> None:
 
 
 def test_processes_that_take_turns_on_a_core() -> None:
-    """A call that works for as long as it sleeps: alone it takes both, three to a core take three
-    times its work.
+    """A call computes as long as it sleeps. Alone it takes both times; with three processes on a
+    core it takes three times its computation.
     """
 
     def call() -> None:

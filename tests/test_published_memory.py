@@ -1,9 +1,8 @@
-"""What a Megatron layer keeps between its forward and its backward is what arXiv 2205.05198 says,
-to the byte.
+"""The saved activations of a Megatron layer are those of arXiv 2205.05198, to the byte.
 
-The formulas leave out one thing on purpose, the statistics of the two layer norms: a mean and a
-standard deviation of each row, 4 bytes each. With sequence parallelism each rank has its part of
-the rows. A layer's share is what three layers keep beyond what two do.
+The formulas leave out the statistics of the two layer norms on purpose: a mean and a standard
+deviation of each row, 4 bytes each. With sequence parallelism each rank has its part of the rows. A
+layer's share is the difference between three layers and two.
 """
 
 from __future__ import annotations
@@ -55,8 +54,10 @@ def _planned(layers: int, tensor: int, sequence_parallel: bool, recompute: str) 
 
 
 def kept(layers: int, tensor: int, sequence_parallel: bool, recompute: str) -> float:
-    """Bytes. With sequence parallelism Megatron gathers what products read again in the backward;
-    "selective" adds attention's insides.
+    """The bytes that a model keeps.
+
+    With sequence parallelism Megatron gathers the operands of products again in the backward.
+    "selective" also recomputes the inner tensors of attention.
     """
     plan = _planned(layers, tensor, sequence_parallel, "full" if recompute == "full" else "none")
     if recompute == "full":
@@ -93,8 +94,8 @@ def test_a_layer_keeps_what_the_paper_says(
 
 @pytest.mark.slow
 def test_figure_1() -> None:
-    """The 22B model to 2 %: the figure has no embedding, logits and statistics, which are counted
-    here.
+    """The 22B model to 2 %: the figure leaves out embedding, logits and statistics, which this
+    count contains.
     """
     model = megatron_memory.FIGURE[0]
     errors = [100 * (predicted / seen - 1) for predicted, seen in megatron_memory.row(model)]

@@ -1,5 +1,5 @@
-"""The sources of a program's random numbers: torch's seed and the number of the call; and the random
-state in a checkpoint.
+"""The sources of a program's random numbers: torch's seed and the number of the call; and the
+random state in a checkpoint.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ WIDTH = 64
 
 
 class Dropping(nn.Module):
-    """Drops some of the ones that it returns, so the output shows the draw; with ``always`` in eval()
-    too.
+    """Drops some of the ones that it returns, so the output shows the draw; with ``always`` in
+    eval() too.
     """
 
     def __init__(self, always: bool = False) -> None:
@@ -38,7 +38,8 @@ class Dropping(nn.Module):
 
 
 def program(model: nn.Module | None = None, **options: Any) -> autopar.Compiled:
-    _clear_sharding_prop_cache()  # it refers to meshes of earlier tests, whose groups no longer exist
+    # it refers to meshes of earlier tests, whose groups no longer exist
+    _clear_sharding_prop_cache()
     world = dist.get_world_size()
     return autopar.compile(
         model or Dropping(), {"x": torch.ones(8, WIDTH)}, world, progress=False, **options

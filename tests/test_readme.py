@@ -1,4 +1,5 @@
-"""What README.md and docs/ say is so: options and errors are the ones there are, examples run, files and make targets exist.
+"""What README.md and docs/ say is so: options and errors are the ones there are, examples run,
+files and make targets exist.
 
 Their Python is run by test_docs.py."""
 

@@ -1,6 +1,4 @@
-"""The report: its words against the layouts of the plan, its sums against the plan's, and the plans
-that everybody knows.
-"""
+"""The report: its words against the plan's layouts, its sums against the plan's, and known plans."""
 
 from __future__ import annotations
 
@@ -57,10 +55,13 @@ def small(name: str, **options: Any) -> Plan:
 
 @pytest.fixture(scope="module")
 def megatron() -> Plan:
-    """Llama blocks of hidden 8192 at batch 1 on one node of 8: what Megatron-LM was made for."""
+    """The plan of Llama blocks of hidden size 8192, at batch 1 on one node of 8 devices: the case
+    that Megatron-LM was made for.
+    """
     config = hf.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=28672, num_hidden_layers=LAYERS, num_attention_heads=64,
-        num_key_value_heads=8, max_position_embeddings=SEQUENCE, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=28672,
+        num_hidden_layers=LAYERS, num_attention_heads=64, num_key_value_heads=8,
+        max_position_embeddings=SEQUENCE, bos_token_id=0, eos_token_id=0, pad_token_id=0,
     )  # fmt: skip
     with torch.device("meta"):
         model = hf.LlamaForCausalLM(config).to(torch.bfloat16)
@@ -107,8 +108,8 @@ def test_a_megatron_plan_reads_like_one(megatron: Plan) -> None:
 
 
 def test_its_collectives_are_those_of_sequence_parallelism(megatron: Plan) -> None:
-    """Korthikanti et al. (2022): an all-gather and a reduce-scatter in each half of a layer, the
-    other way round in the backward.
+    """Korthikanti et al. (2022): each half of a layer has an all-gather and a reduce-scatter, and
+    the backward has the reverse of both.
     """
     found = {}
     for part, kind, axis, phase, block, modules, times, total, _ in megatron.rows["collectives"]:
@@ -133,8 +134,8 @@ def test_its_collectives_are_those_of_sequence_parallelism(megatron: Plan) -> No
     ],
 )
 def plans(request: pytest.FixtureRequest) -> tuple[Analysis, list[Plan]]:
-    """The best plans of a mesh of 2 x 2 at SOLVED prices of memory, and plans drawn from everything
-    that is legal on it.
+    """The best plans of a 2 x 2 mesh at SOLVED prices of memory, and plans drawn from all legal
+    plans.
     """
     space = Space(analyse(*getattr(zoo, request.param)()), (2, 2), "cpu", recompute="auto")
     shape, stages = Configuration(1, space.axes, 2), stages_of(space.analysis, 1)
@@ -161,8 +162,8 @@ def plans(request: pytest.FixtureRequest) -> tuple[Analysis, list[Plan]]:
 
 
 def drawn(problem: Problem, draw: random.Random) -> Solution:
-    """Any choice of each vertex whose result is there in the backward, and some of the conversions
-    made again.
+    """A random choice for each vertex whose result the backward has, with some conversions
+    recomputed.
     """
     chosen = problem.free_unneeded_results(
         [draw.choice(np.flatnonzero(v.available == v.available.any())) for v in problem.vertices]
@@ -187,7 +188,7 @@ def test_rows_add_up_to_the_plan(plans: tuple[Analysis, list[Plan]], megatron: P
 
 
 def test_what_recomputation_frees_and_costs_adds_up(plans: tuple[Analysis, list[Plan]]) -> None:
-    """Against the plan's seconds, and against the bytes that autograd holds, counted tensor by
+    """The sums equal the plan's seconds, and the bytes that autograd holds, counted tensor by
     tensor.
     """
     freed = []
@@ -212,8 +213,8 @@ def held(analysis: Analysis, plan: Plan, recomputed: Sequence[str]) -> dict[int,
 
 @pytest.mark.slow
 def test_a_pipeline_reads_like_one_device() -> None:
-    """Blocks that do the same have one row, whatever their stages; sums are those of the rank with
-    most to do, or of all stages.
+    """Blocks that are planned alike share a row in all stages. Sums are those of the busiest rank,
+    or of all stages.
     """
     model, sample = zoo.llama(layers=8, batch=48)
     pipeline = {"size": 4, "split_before": [f"model.layers.{i}" for i in (2, 4, 6)]}
@@ -246,7 +247,7 @@ def test_a_pipeline_reads_like_one_device() -> None:
 
 
 def unsized(plan: Plan, samples: int) -> list[list[Any]]:
-    """The rows of blocks, with the samples of a microbatch as "b"."""
+    """The rows of blocks, with "b" for the samples of a microbatch."""
     return [
         [*row[:4], re.sub(rf"^{samples}x", "bx", row[4]), *row[5:]] for row in plan.rows["blocks"]
     ]
@@ -266,7 +267,9 @@ def test_the_report_is_not_too_wide(plans: tuple[Analysis, list[Plan]], megatron
 
 
 def test_words_follow_from_the_layouts(plans: tuple[Analysis, list[Plan]]) -> None:
-    """Read the other way round: from the layouts that the plan gives each operator's tensors."""
+    """The opposite direction: the words follow from the layouts that the plan gives each operator's
+    tensors.
+    """
     checked = set()
     for plan in plans[1]:
         for (module, operator), text in words(plan).items():
@@ -388,7 +391,7 @@ def test_mesh_axes_that_do_the_same_share_a_column(megatron: Plan) -> None:
 
 
 def cells(report: str, head: str) -> list[list[str]]:
-    """The rows of the table whose head begins with ``head``."""
+    """The rows of the table whose header begins with ``head``."""
     lines = next(
         part for part in report.split("\n\n") if part.lstrip().startswith(head)
     ).splitlines()

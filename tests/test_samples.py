@@ -209,9 +209,10 @@ def root_of_the_mean(m: Net, x: torch.Tensor) -> torch.Tensor:
 
 
 EXACT: tuple[Forward, ...] = (
-    pairs_of_chunks, pairs_by_slices, pairs_of_every_other_row, pairs_by_a_view, halves_by_a_view, positions_summed,
-    sum_over_the_batch_size, mask_of_positions, weights_of_positions, table_of_labels, masked_mean, each_cross_entropy, soft_labels,
-    share_of_one, repeated_token, multihead_attention, transformer_encoder, last_token, other_outputs, labels_that_count,
+    pairs_of_chunks, pairs_by_slices, pairs_of_every_other_row, pairs_by_a_view, halves_by_a_view,
+    positions_summed, sum_over_the_batch_size, mask_of_positions, weights_of_positions,
+    table_of_labels, masked_mean, each_cross_entropy, soft_labels, share_of_one, repeated_token,
+    multihead_attention, transformer_encoder, last_token, other_outputs, labels_that_count,
     pairs_put_side_by_side, sorted_and_largest,
 )  # fmt: skip
 IN_PAIRS = (

@@ -1,6 +1,4 @@
-"""What autograd keeps is what the plan says it keeps: asked of real tensors, and measured in
-runs.
-"""
+"""Autograd keeps the tensors that the plan names: compared with real tensors, and measured in runs."""
 
 from __future__ import annotations
 
@@ -57,7 +55,7 @@ def _analysed(name: str, **options: Any) -> tuple[nn.Module, dict[str, Any], Ana
 
 
 class _Real(fx.Interpreter):
-    """Runs a graph on real tensors and notes what autograd saves in each call."""
+    """Runs a graph on real tensors and records the tensors that autograd saves in each call."""
 
     def __init__(self, analysis: Analysis) -> None:
         super().__init__(fx.GraphModule(nn.Module(), analysis.graph), graph=analysis.graph)
@@ -145,8 +143,8 @@ def predicted(analysis: Analysis, plan: Plan, stage: int = 0) -> float:
 
 
 def measured(program: Compiled, sample: dict[str, Any]) -> float:
-    """What is alive after the forward, but for the loss and what parameters were gathered or
-    exchanged into.
+    """The bytes that are alive after the forward, without the loss and without gathered or
+    exchanged parameters.
     """
     program._desync = None  # whose records stay from call to call
     live = LiveBytes()
@@ -166,7 +164,7 @@ def measured(program: Compiled, sample: dict[str, Any]) -> float:
 
 
 def one_rank(name: str, dropout: float) -> list[tuple[float, float]]:
-    """Measured and predicted, with nothing, everything and parts recomputed; a rank's work."""
+    """Measured and predicted bytes with no, full and partial recomputation: the work of one rank."""
     model, sample, analysis = _analysed(name, dropout=dropout)
     names = calls(analysis)
     found = []
@@ -261,12 +259,14 @@ def test_kept_when_sharded(ranks: Pools, name: str, options: dict[str, Any]) -> 
 
 
 def _entry(t: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-    """No leaf, which autograd would hold on to for itself."""
+    """A tensor that is no leaf, because autograd holds leaves for itself."""
     return StageEntry.apply(anchor, [], t)[0]
 
 
 def stage_by_stage(analysis: Analysis, plan: Plan, sample: dict[str, Any]) -> list[int]:
-    """The bytes that autograd holds in each stage, run one after the other in this process."""
+    """The bytes that autograd holds in each stage, where the stages run one after the other in this
+    process.
+    """
     lowered = lower(analysis, plan)
     arguments = [analysis.captured.state[name].detach() for name in lowered.state]
     arguments = [

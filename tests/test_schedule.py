@@ -1,5 +1,5 @@
-"""Schedules against torch's own, run on stages that only take notes, and their timelines against
-textbooks and a longest path.
+"""Schedules against torch's own schedules, which run on stages that only record their calls;
+timelines against formulas of papers and a longest path.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ SMALL = [case for case in CASES if case[1] in (2, 4) and case[3] <= 2 * case[1]]
 
 
 class Notes:
-    """A stage of torch's single-stage schedules that writes down what it is told to do."""
+    """A stage for torch's single-stage schedules that records its calls."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.stage_index, self.num_stages, self.is_last, self.done = rank, ranks, False, []
@@ -73,8 +73,8 @@ class Notes:
 
 
 def lowered(schedule: str, p: int, c: int, m: int) -> dict[int, list[Any]]:
-    """What torch runs on each rank in schedules of several stages a rank, with what is sent and
-    received.
+    """The actions that torch runs on each rank in schedules of several stages a rank, with sends
+    and receives.
     """
     stages = [
         SimpleNamespace(
@@ -88,7 +88,7 @@ def lowered(schedule: str, p: int, c: int, m: int) -> dict[int, list[Any]]:
 def torchs(
     schedule: str, p: int, c: int, m: int, monkeypatch: pytest.MonkeyPatch
 ) -> list[list[Action]]:
-    """What torch runs on each rank."""
+    """The actions that torch runs on each rank."""
     if schedule in ("gpipe", "1f1b"):
         stages = [Notes(rank, p) for rank in range(p)]
         for stage in stages:
@@ -148,7 +148,9 @@ def test_in_flight_counts_what_the_order_holds(case: tuple[str, int, int, int]) 
 @pytest.mark.parametrize("case", SMALL, ids=str)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_an_action_starts_when_it_can(case: tuple[str, int, int, int], overlap: bool) -> None:
-    """The longest path through orders and transfers, by recursion."""
+    """An action starts at the end of the longest path through orders and transfers, found by
+    recursion.
+    """
     _, p, c, _ = case
     orders, draw, stages = actions(*case), random.Random(str(case)), range(p * c)
     took = {kind: [draw.uniform(0.5, 2) for _ in stages] for kind in "FBW"}
@@ -203,8 +205,8 @@ def step(
 
 @pytest.mark.parametrize(("p", "m"), [(2, 2), (4, 8), (4, 32), (8, 16)])
 def test_bubbles_are_the_textbooks(p: int, m: int) -> None:
-    """Narayanan et al. (2021): the bubble is (p - 1)(f + b), and 1/c of it with c chunks. Qi et al.
-    (2023): ZB1P saves of it (p - 1) w.
+    """Narayanan et al. (2021): the bubble is (p - 1)(f + b), and 1/c of that with c chunks. Qi et
+    al. (2023): ZB1P saves (p - 1) w of it.
     """
     for schedule in ("gpipe", "1f1b"):
         assert step(schedule, p, 1, m) == pytest.approx((m + p - 1) * 3)
@@ -217,7 +219,7 @@ def test_bubbles_are_the_textbooks(p: int, m: int) -> None:
 
 def test_interleaving_holds_more() -> None:
     """Korthikanti et al. (2022): the first rank holds (1 + (p - 1) / (p c)) times the activations
-    of 1F1B; a chunk is 1/c of a stage.
+    of 1F1B, where a chunk is 1/c of a stage.
     """
     p, c, m = 4, 2, 16
     most = max(
@@ -231,8 +233,8 @@ def test_interleaving_holds_more() -> None:
 
 
 def test_what_is_sent_is_waited_for_as_torch_does() -> None:
-    """A looped schedule asks for a tensor before it needs it; 1F1B exchanges one with each
-    neighbour in every period.
+    """A looped schedule posts a receive before it needs the tensor. 1F1B exchanges one tensor with
+    each neighbour in each period.
     """
     p, m, sent = 4, 64, 0.1
     assert step("1f1b", p, 1, m, send=sent) - step("1f1b", p, 1, m) == pytest.approx(

@@ -87,7 +87,7 @@ FIXED = (0, 2, 3, 4, 5, 6)
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_clock() -> Iterator[None]:
-    """Without the exact search, which ends by the clock."""
+    """Turns off the exact search, which ends by the clock."""
     with mock.patch.object(fit, "exact", return_value=None):
         yield
 
@@ -184,7 +184,7 @@ def test_a_configuration_comes_before_what_is_common() -> None:
 
 
 def cells(text: str) -> list[dict[str, str]]:
-    """The rows of a table, by column; the dashes under the head show where columns are."""
+    """The rows of a table, by column. The dashes below the header show where the columns are."""
     head, dashes, *lines = text.split("\n\n")[0].splitlines()
     places = [m.span() for m in re.finditer("-+", dashes)]
     names = [head[a:b].strip() for a, b in places]

@@ -1,6 +1,4 @@
-"""The schedule for people: what the picture and the trace show is what the simulated schedule
-does.
-"""
+"""The timeline in the report and in the trace shows the simulated schedule."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ def letters(row: str) -> str:
 
 
 def test_one_row_a_rank_one_letter_a_phase() -> None:
-    """A pipeline of two, to be followed by hand: phases and their seconds."""
+    """A pipeline of two ranks by hand: its phases and their seconds."""
     plan = pipelined(2, 1, "1f1b", 2)
     head, first, second, legend = plan.timeline().splitlines()
     assert head == "timeline of a step: 11 s, one column 98.2 ms"
@@ -84,7 +82,7 @@ def test_one_row_a_rank_one_letter_a_phase() -> None:
 
 @pytest.mark.parametrize("case", PLANS, ids=str)
 def test_the_picture_is_the_schedule(case: tuple[int, int, str, int]) -> None:
-    """Of each rank the phases in the order they run, over columns in proportion to their
+    """Each rank's row has its phases in the order they run, over columns in proportion to their
     seconds.
     """
     p, c, schedule, m = case

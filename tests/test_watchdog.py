@@ -1,5 +1,5 @@
-"""Where a rank waits for another that will never come, all ranks raise an error within seconds, which
-names the rank, the call and what the rank did.
+"""Where a rank waits for another that will never come, all ranks raise an error within seconds,
+which names the rank, the call and what the rank did.
 """
 
 from __future__ import annotations

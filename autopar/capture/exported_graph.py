@@ -186,7 +186,8 @@ def _check_shapes(graph: fx.Graph) -> None:
                 isinstance(val, torch.Tensor) and any(isinstance(n, symbols) for n in val.shape)
             ):
                 raise CaptureError(
-                    f"{describe_node(node)} makes a number or a shape that depends on tensor values; a "
+                    f"{describe_node(node)} makes a number or a shape that depends on tensor "
+                    "values; a "
                     "plan needs shapes that are known "
                     "beforehand: use torch.where or a mask instead of selecting"
                 )

@@ -107,7 +107,10 @@ class FunctionOperator:
     @property
     def identity(self) -> str:
         """A text that identifies the operator, the same in every process."""
-        return f"{self.__module__}.{self.__qualname__} -> {self.results} {self.is_single} {self.random}"
+        return (
+            f"{self.__module__}.{self.__qualname__} -> {self.results} {self.is_single} "
+            f"{self.random}"
+        )
 
     def __repr__(self) -> str:
         return f"{self.__module__.split('.')[0]}.{self.__name__}"  # the name by which rules know it
@@ -182,7 +185,9 @@ def canonical_text(value: Any, depth: int = 0) -> str:
 
 
 def _parts(value: Any, text: Callable[[Any], str]) -> tuple[str, list[str]]:
-    """The name of a value's type and the texts of its parts; TypeError for a value without parts."""
+    """The name of a value's type and the texts of its parts; TypeError for a value without
+    parts.
+    """
     name = type(value).__name__
     if isinstance(value, (list, tuple)):
         return name, [text(v) for v in value]

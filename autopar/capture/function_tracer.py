@@ -68,7 +68,9 @@ class FunctionTracer:
 
     @contextmanager
     def tracing(self) -> Iterator[FunctionTracer]:
-        """Within, calls of Functions are recorded, and calls that a graph cannot contain refused."""
+        """Within, calls of Functions are recorded, and calls that a graph cannot contain
+        refused.
+        """
         tracer = self
 
         def apply(cls: Any, *args: Any) -> Any:
@@ -151,7 +153,8 @@ class FunctionTracer:
         ]
 
     def insert_into(self, graph: fx.Graph, source: Callable[[fx.Node], str]) -> None:
-        """Replaces the recorded calls in a graph, and in the graphs of its regions, by the Functions.
+        """Replaces the recorded calls in a graph, and in the graphs of its regions, by the
+        Functions.
 
         ``source`` gives the source line of a node.
         """

@@ -1,4 +1,6 @@
-"""Checks the hooks on a model's modules: a trace loses backward hooks and effects of forward hooks."""
+"""Checks the hooks on a model's modules: a trace loses backward hooks and effects of forward
+hooks.
+"""
 
 from __future__ import annotations
 

@@ -1,3 +1,4 @@
 """What happens between a user's call and the search? ``traced_model`` traces a model once for all
-uses of its graph, and ``planner`` checks the options and the cluster, searches, and writes the plan.
+uses of its graph, and ``planner`` checks the options and the cluster, searches, and writes the
+plan.
 """

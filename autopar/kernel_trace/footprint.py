@@ -4,7 +4,7 @@ share storage. torch runs the call on meta tensors, and every storage is watched
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -66,45 +66,55 @@ def trace_footprint(
     watch.uncounted |= {storage_id(t) for t in operands}
     with torch.set_grad_enabled(any(t.requires_grad for t in operands)), watch:
         out = call(*args, **kwargs)
-    outputs = [
-        t for t in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(t, torch.Tensor)
-    ]
+    results = out if isinstance(out, (tuple, list)) else [out]
+    outputs = [t for t in results if isinstance(t, torch.Tensor)]
     forward = watch.peak
     inputs = [t for t in operands if t.requires_grad]
     if not inputs or not any(t.requires_grad for t in outputs):
         return Footprint(forward, 0, (), (None,) * len(operands))
     watch.uncounted |= {storage_id(t) for t in outputs}
-    arriving: list[torch.UntypedStorage | StorageWeakRef] = []
+    arriving: list[Any] = []  # the storages of the results' gradients
     try:
         with watch:
             root = _Arrival.apply(watch, arriving, *outputs)
-            found = dict(
-                zip(
-                    map(id, inputs),
-                    torch.autograd.grad(root, inputs, allow_unused=True),
-                    strict=True,
-                )
-            )
+            made = torch.autograd.grad(root, inputs, allow_unused=True)
     except (RuntimeError, NotImplementedError):
         return assumed_footprint(forward, operands, allocated)
-    places = {ref.cdata: -1 - j for j, ref in enumerate(arriving) if ref is not None}  # type: ignore[union-attr]
+    found = dict(zip(map(id, inputs), made, strict=True))
+    nbytes, gradients = _gradients(
+        [found.get(id(t)) for t in operands], arriving, watch.uncounted, allocated
+    )
+    return Footprint(forward, watch.peak - watch.before, nbytes, gradients)
+
+
+def _gradients(
+    found: Sequence[torch.Tensor | None],
+    arriving: Sequence[Any],
+    uncounted: Collection[int],
+    allocated: Rounding,
+) -> tuple[tuple[int, ...], tuple[Gradient | None, ...]]:
+    """The bytes of the storages that a backward made, and the gradient of each operand.
+
+    Args:
+        found: the gradient of each operand.
+        arriving: the storages of the results' gradients, None for a result without one.
+        uncounted: the ids of storages that existed before.
+        allocated: as for :func:`trace_footprint`.
+    """
+    places = {ref.cdata: -1 - j for j, ref in enumerate(arriving) if ref is not None}
     made: dict[int, int] = {}
     gradients: list[Gradient | None] = []
-    for t in operands:
-        g = found.get(id(t))
+    for g in found:
         if g is None:
             gradients.append(None)
             continue
-        key, nbytes, held = (
-            storage_id(g),
-            g.numel() * g.dtype.itemsize,
-            g.untyped_storage().nbytes(),
-        )
+        key, storage_bytes = storage_id(g), g.untyped_storage().nbytes()
+        nbytes = g.numel() * g.dtype.itemsize
         if key not in places:
             places[key] = len(made)
-            made[key] = allocated(held) if key not in watch.uncounted else 0
-        gradients.append(Gradient(places[key], allocated(nbytes), held >= nbytes))
-    return Footprint(forward, watch.peak - watch.before, tuple(made.values()), tuple(gradients))
+            made[key] = allocated(storage_bytes) if key not in uncounted else 0
+        gradients.append(Gradient(places[key], allocated(nbytes), storage_bytes >= nbytes))
+    return tuple(made.values()), tuple(gradients)
 
 
 def assumed_footprint(forward: int, operands: Sequence[Any], allocated: Rounding) -> Footprint:

@@ -1,5 +1,6 @@
-"""The memory of parameters' gradients during a step, as ``runtime.gradients`` and
-``runtime.gather`` have it.
+"""The memory of parameters' gradients, and of gathered parameters, during a step.
+
+The collectives are those of ``ir.parameter_collectives``, as ``runtime.parameters`` runs them.
 """
 
 from __future__ import annotations
@@ -15,173 +16,186 @@ from autopar.memory.live_memory import GRADIENTS, TRANSIENT, GradientBuffer, Liv
 
 @dataclass(frozen=True)
 class LocalParameter(ParameterSpec):
-    """One parameter on one rank. ``is_trainable``: whether the loss has a gradient for it."""
+    """One parameter on one rank.
+
+    ``is_trainable`` says whether the loss has a gradient for it.
+    """
 
     is_trainable: bool
 
     @property
-    def has_apart_pieces(self) -> bool:
-        """Whether pieces that ranks exchange lie apart in memory."""
+    def has_strided_pieces(self) -> bool:
+        """Whether the pieces that ranks exchange are not contiguous."""
         return any(self.used[axis].dim for axis in self.collectives.exchanged)
 
     @property
     def is_joined_in_place(self) -> bool:
-        """Whether gathered parts lie in memory as they do in the whole."""
+        """Whether the gathered parts, one after the other, are the whole parameter."""
         return [self.stored[axis].dim for axis in self.collectives.gathered] == [0]
 
 
 class GradientMemory:
-    """The gradients of one stage's parameters, which come ``in_order`` of first use; ``direct`` if
-    autograd has them in the parameters themselves. ``reduction_dtype``: in which ranks sum them, None for
-    that in which they are made."""
+    """Counts the gradients of one stage's parameters.
+
+    Args:
+        parameters: the parameters, in the order of first use.
+        is_direct: whether autograd adds gradients to the parameters themselves, without buckets.
+        reduction_dtype: the dtype in which ranks sum gradients; None for the dtype of each.
+    """
 
     def __init__(
-        self, in_order: Sequence[LocalParameter], direct: bool, reduction_dtype: torch.dtype | None
+        self,
+        parameters: Sequence[LocalParameter],
+        is_direct: bool,
+        reduction_dtype: torch.dtype | None,
     ) -> None:
-        self._leaves = {leaf.name: leaf for leaf in in_order}
-        self._direct, self._reduction_dtype = direct, reduction_dtype
-        self._there: dict[str, int] = {}  # what the backward has left
-        self._added: dict[
-            str, int
-        ] = {}  # the sum of microbatches, in the parameter's dtype where that is not the graph's
-        self._buckets = [] if direct else [b.parameters for b in gradient_buckets(in_order)]
-        self._bucket_of = {
-            leaf.name: i for i, bucket in enumerate(self._buckets) for leaf in bucket
-        }
-        self._flats: dict[int, int] = {}
+        self._parameters = {p.name: p for p in parameters}
+        self._is_direct, self._reduction_dtype = is_direct, reduction_dtype
+        # bytes of the gradients that backwards have left
+        self._made: dict[str, int] = {}
+        # bytes of the sums over microbatches, in the dtype of a parameter that the graph casts
+        self._summed: dict[str, int] = {}
+        self._buckets = [] if is_direct else [b.parameters for b in gradient_buckets(parameters)]
+        self._bucket_of = {p.name: i for i, bucket in enumerate(self._buckets) for p in bucket}
+        self._flat_bytes: dict[int, int] = {}  # bytes of each bucket's flat tensor
         self._missing: list[set[str]] = []
-        self._armed = False
-        self._next = 0
+        self._is_last_backward, self._next = False, 0
 
     def begin_last_backward(self) -> None:
-        """Before the last backward of a step."""
-        self._armed, self._next = True, 0
-        self._missing = [
-            {leaf.name for leaf in bucket if leaf.is_trainable} for bucket in self._buckets
-        ]
+        """The last backward of the step starts: buckets launch when their gradients are there."""
+        self._is_last_backward, self._next = True, 0
+        self._missing = [{p.name for p in bucket if p.is_trainable} for bucket in self._buckets]
 
-    def arrive(self, name: str, grad: GradientBuffer, ledger: LiveMemory) -> None:
-        """The whole gradient that a backward has for one parameter."""
-        leaf = self._leaves[name]
-        own = grad.refs == 1 and grad.dense
-        if name in self._there:
-            pass  # added in place
-        elif own:
-            self._there[name] = grad.nbytes
-            ledger.move(grad.nbytes, TRANSIENT, GRADIENTS)
-            grad = GradientBuffer(0)
+    def add_gradient(self, name: str, gradient: GradientBuffer, live: LiveMemory) -> None:
+        """A backward has the whole gradient of one parameter."""
+        parameter = self._parameters[name]
+        is_taken_over = gradient.refs == 1 and gradient.dense
+        if name in self._made:
+            pass  # autograd adds in place
+        elif is_taken_over:
+            self._made[name] = gradient.nbytes
+            live.move(gradient.nbytes, TRANSIENT, GRADIENTS)
+            gradient = GradientBuffer(0)
         else:
-            self._there[name] = leaf.leaf_bytes
-            ledger.add(GRADIENTS, leaf.leaf_bytes)
-        grad.refs -= 1
-        if not grad.refs:
-            ledger.add(TRANSIENT, -grad.nbytes)
-        place = self._bucket_of.get(name)
-        if (
-            leaf.is_cast
-            and not self._direct
-            and (place is None or not self._armed or name in self._added)
-        ):
-            self._add_up(leaf, ledger)
-        if place is not None and self._armed:
-            self._put(leaf, place, ledger)
+            self._made[name] = parameter.leaf_bytes
+            live.add(GRADIENTS, parameter.leaf_bytes)
+        gradient.refs -= 1
+        if not gradient.refs:
+            live.add(TRANSIENT, -gradient.nbytes)
+        bucket = self._bucket_of.get(name)
+        is_launching = bucket is not None and self._is_last_backward
+        if parameter.is_cast and not self._is_direct and (not is_launching or name in self._summed):
+            self._add_to_sum(parameter, live)
+        if bucket is not None and is_launching:
+            self._put_into_bucket(parameter, bucket, live)
 
-    def _add_up(self, leaf: LocalParameter, ledger: LiveMemory) -> None:
-        ledger.add_briefly(leaf.elements * leaf.stored_dtype.itemsize)
-        if leaf.name not in self._added:
-            self._added[leaf.name] = leaf.elements * leaf.stored_dtype.itemsize
-            ledger.add(GRADIENTS, self._added[leaf.name])
-        ledger.add(GRADIENTS, -self._there.pop(leaf.name))
+    def finish(self, live: LiveMemory) -> None:
+        """After the last backward: launches the last buckets and casts gradients to the parameters'
+        dtypes.
+        """
+        for place in range(self._next, len(self._buckets)):
+            self._launch(place, live)
+        for place, nbytes in self._flat_bytes.items():
+            bucket = [p for p in self._buckets[place] if p.is_trainable]
+            if bucket[0].bucket_dtype(self._reduction_dtype) != bucket[0].stored_dtype:
+                live.add(GRADIENTS, sum(p.stored_bytes for p in bucket))
+                live.add(GRADIENTS, -nbytes)
+        self._flat_bytes, self._is_last_backward = {}, False
 
-    def _put(self, leaf: LocalParameter, place: int, ledger: LiveMemory) -> None:
-        bucket = self._buckets[place]
-        if not (leaf.scatter_ranks > 1 or leaf.collectives.is_moved):
-            if place not in self._flats:
-                self._flats[place] = (
-                    sum(each.elements for each in bucket if each.is_trainable)
-                    * leaf.bucket_dtype(self._reduction_dtype).itemsize
-                )
-                ledger.add(GRADIENTS, self._flats[place])
-            self._drop(leaf.name, ledger)
-        self._missing[place].discard(leaf.name)
+    def _add_to_sum(self, parameter: LocalParameter, live: LiveMemory) -> None:
+        """Adds a microbatch's gradient to the sum in the parameter's dtype."""
+        nbytes = parameter.elements * parameter.stored_dtype.itemsize
+        live.add_briefly(nbytes)
+        if parameter.name not in self._summed:
+            self._summed[parameter.name] = nbytes
+            live.add(GRADIENTS, nbytes)
+        live.add(GRADIENTS, -self._made.pop(parameter.name))
+
+    def _put_into_bucket(self, parameter: LocalParameter, place: int, live: LiveMemory) -> None:
+        """Launches all buckets that are complete with this gradient.
+
+        A bucket that is only all-reduced collects its gradients in a flat tensor.
+        """
+        if not (parameter.scatter_ranks > 1 or parameter.collectives.is_moved):
+            if place not in self._flat_bytes:
+                elements = sum(p.elements for p in self._buckets[place] if p.is_trainable)
+                itemsize = parameter.bucket_dtype(self._reduction_dtype).itemsize
+                self._flat_bytes[place] = elements * itemsize
+                live.add(GRADIENTS, self._flat_bytes[place])
+            self._free(parameter.name, live)
+        self._missing[place].discard(parameter.name)
         while self._next < len(self._buckets) and not self._missing[self._next]:
-            self._launch(self._next, ledger)
+            self._launch(self._next, live)
             self._next += 1
 
-    def _drop(self, name: str, ledger: LiveMemory) -> None:
-        ledger.add(GRADIENTS, -self._there.pop(name, 0) - self._added.pop(name, 0))
-
-    def _launch(self, place: int, ledger: LiveMemory) -> None:
-        bucket = [leaf for leaf in self._buckets[place] if leaf.is_trainable]
-        if place in self._flats or not bucket:
+    def _launch(self, place: int, live: LiveMemory) -> None:
+        """Launches a bucket's collective, which replaces its gradients by one flat result."""
+        bucket = [p for p in self._buckets[place] if p.is_trainable]
+        if place in self._flat_bytes or not bucket:
             return
         first, ranks = bucket[0].collectives, bucket[0].scatter_ranks
         itemsize = bucket[0].bucket_dtype(self._reduction_dtype).itemsize
-        made = [self._added.get(leaf.name, self._there.get(leaf.name, 0)) for leaf in bucket]
-        parts = [leaf.elements // max(leaf.stored_elements, 1) for leaf in bucket]
+        made = [self._summed.get(p.name, self._made.get(p.name, 0)) for p in bucket]
+        parts = [p.elements // max(p.stored_elements, 1) for p in bucket]
         if first.exchanged:
-            ledger.add_briefly(_exchanging(bucket, made))
+            live.add_briefly(_exchange_bytes(bucket, made))
         joined = sum(
             nbytes if ranks > 1 else nbytes // n for nbytes, n in zip(made, parts, strict=True)
         )
         if len(bucket) == 1 and first.exchanged and not first.gathered:
-            joined = 0  # what arrived lies as it shall
-        sends = itemsize * sum(
-            leaf.elements if ranks > 1 else leaf.stored_elements for leaf in bucket
-        )
-        result = sends // ranks
-        cast = 0 if itemsize * sum(leaf.elements for leaf in bucket) == sum(made) else sends
-        ledger.add_briefly(joined + max(cast, 0) + (result if ranks > 1 else 0))
-        for leaf in bucket:
-            self._drop(leaf.name, ledger)
-        self._flats[place] = result
-        ledger.add(GRADIENTS, result)
+            joined = 0  # the exchanged gradient is the operand as it is
+        sent = itemsize * sum(p.elements if ranks > 1 else p.stored_elements for p in bucket)
+        result = sent // ranks
+        cast = 0 if itemsize * sum(p.elements for p in bucket) == sum(made) else sent
+        live.add_briefly(joined + cast + (result if ranks > 1 else 0))
+        for parameter in bucket:
+            self._free(parameter.name, live)
+        self._flat_bytes[place] = result
+        live.add(GRADIENTS, result)
 
-    def finish(self, ledger: LiveMemory) -> None:
-        """After the last backward: what is left has the parameters' dtype."""
-        for place in range(self._next, len(self._buckets)):
-            self._launch(place, ledger)
-        for place, nbytes in self._flats.items():
-            bucket = [leaf for leaf in self._buckets[place] if leaf.is_trainable]
-            whole = sum(leaf.stored_bytes for leaf in bucket)
-            if bucket[0].bucket_dtype(self._reduction_dtype) != bucket[0].stored_dtype:
-                ledger.add(GRADIENTS, whole)
-                ledger.add(GRADIENTS, -nbytes)
-        self._flats, self._armed = {}, False
+    def _free(self, name: str, live: LiveMemory) -> None:
+        live.add(GRADIENTS, -self._made.pop(name, 0) - self._summed.pop(name, 0))
 
 
-def _exchanging(bucket: Sequence[LocalParameter], made: Sequence[int]) -> int:
-    """The most bytes that exchanging pieces of tensors of so many takes: what is sent beside its
-    pieces, then what arrives beside what is put together."""
-    apart = [nbytes for nbytes, leaf in zip(made, bucket, strict=True) if leaf.has_apart_pieces]
-    return 2 * sum(made) + max(apart, default=0)
+def _exchange_bytes(bucket: Sequence[LocalParameter], made: Sequence[int]) -> int:
+    """Peak bytes of an exchange of pieces of tensors with ``made`` bytes.
 
-
-def gather_memory(in_order: Sequence[LocalParameter]) -> tuple[int, int, int]:
-    """Bytes of compute copies, and of gathered parameters, while a step runs; and the most that
-    making them takes beyond these.
+    First the operand exists beside its pieces, then the result beside the joined tensor.
     """
-    order = gather_order(in_order)
-    copies = sum(leaf.leaf_bytes for leaf in order.cast)
-    together = [bucket.parameters for bucket in order.gathered]
-    wholes = [sum(leaf.leaf_bytes for leaf in bucket) for bucket in together]
-    sent = [
-        sum(leaf.stored_elements * leaf.dtype.itemsize for leaf in bucket) for bucket in together
-    ]
-    gathered, most, now = sum(wholes), 0, 0
+    pairs = zip(made, bucket, strict=True)
+    strided = [nbytes for nbytes, parameter in pairs if parameter.has_strided_pieces]
+    return 2 * sum(made) + max(strided, default=0)
+
+
+def gather_memory(parameters: Sequence[LocalParameter]) -> tuple[int, int, int]:
+    """The memory of parameters in another form during a step.
+
+    Args:
+        parameters: the parameters, in the order of first use.
+
+    Returns:
+        Bytes of compute copies, bytes of gathered parameters, and the peak bytes beyond these while
+        they are made.
+    """
+    order = gather_order(parameters)
+    copies = sum(p.leaf_bytes for p in order.cast)
+    buckets = [bucket.parameters for bucket in order.gathered]
+    wholes = [sum(p.leaf_bytes for p in bucket) for bucket in buckets]
+    sent = [sum(p.stored_elements * p.dtype.itemsize for p in bucket) for bucket in buckets]
+    gathered, peak, now = sum(wholes), 0, 0
     for whole, part in zip(wholes, sent, strict=True):
         now += whole
-        most = max(most, now + part)
+        peak = max(peak, now + part)
     now += copies
     for bucket in (exchanged.parameters for exchanged in order.exchanged):
-        made = [leaf.leaf_bytes for leaf in bucket]
-        cast = sum(leaf.leaf_bytes for leaf in bucket if leaf.is_cast)
-        most = max(most, now + cast + _exchanging(bucket, made))
+        made = [p.leaf_bytes for p in bucket]
+        cast = sum(p.leaf_bytes for p in bucket if p.is_cast)
+        peak = max(peak, now + cast + _exchange_bytes(bucket, made))
         now, gathered = now + sum(made), gathered + sum(made)
-    most = max(most, now)
-    for bucket, whole in zip(together, wholes, strict=True):
+    peak = max(peak, now)
+    for bucket, whole in zip(buckets, wholes, strict=True):
         joined = whole if len(bucket) > 1 or not bucket[0].is_joined_in_place else 0
-        made = [leaf.leaf_bytes for leaf in bucket]
-        exchange = _exchanging(bucket, made) if bucket[0].collectives.exchanged else 0
-        most = max(most, now + joined + exchange)
-    return copies, gathered, max(0, most - gathered - copies)
+        made = [p.leaf_bytes for p in bucket]
+        exchange = _exchange_bytes(bucket, made) if bucket[0].collectives.exchanged else 0
+        peak = max(peak, now + joined + exchange)
+    return copies, gathered, max(0, peak - gathered - copies)

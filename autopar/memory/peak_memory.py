@@ -189,7 +189,7 @@ class PeakMemory:
         trained = {slot.parameter for slot in slots if slot.parameter}
         owners = {name: g for stage in self._stages[own] for name, g in stage.owners.items()}
         parameters = [
-            self._leaf(name, name in trained)
+            self._local_parameter(name, name in trained)
             for name in self._used(number)
             if self._is_parameter(name) and name not in owners
         ]
@@ -239,7 +239,7 @@ class PeakMemory:
         dtype: torch.dtype = node.meta.get("stored", node.meta["val"].dtype)
         return dtype
 
-    def _leaf(self, name: str, is_trainable: bool) -> LocalParameter:
+    def _local_parameter(self, name: str, is_trainable: bool) -> LocalParameter:
         val, plan = self._nodes[name].meta["val"], self._parameters[name]
         return LocalParameter(
             name,

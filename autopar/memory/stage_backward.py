@@ -1,8 +1,8 @@
 """The memory that is live while the backward of one microbatch runs on one stage.
 
-Autograd runs the backward of calls in the reverse order of their forward. It frees the saved tensors
-of a call and the gradients of its results when the call's backward ends. It adds up the gradients
-that a tensor gets from several readers, in place where nothing else holds the storage.
+Autograd runs the backward of calls in the reverse order of their forward. It frees the saved
+tensors of a call and the gradients of its results when the call's backward ends. It adds up the
+gradients that a tensor gets from several readers, in place where nothing else holds the storage.
 """
 
 from __future__ import annotations
@@ -10,13 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from autopar.kernel_trace.footprint import Gradient
-from autopar.memory.live_memory import (
-    ACTIVATIONS,
-    RECOMPUTED,
-    TRANSIENT,
-    GradientBuffer,
-    LiveMemory,
-)
+from autopar.memory.live_memory import TRANSIENT, GradientBuffer, LiveMemory
+from autopar.memory.saved_memory import SavedMemory
 from autopar.memory.stage_calls import StageCalls
 from autopar.memory.traced_call import GradientSlot, TracedCall, TracedStorage
 
@@ -42,9 +37,9 @@ class StageBackward:
         self._add_parameter_gradient = add_parameter_gradient
         self._gradients: dict[GradientSlot, GradientBuffer] = {}
         self._still_to_come = dict(stage.gradient_counts)
-        self._saved = _SavedMemory(stage, held)
+        self._saved = SavedMemory(stage, held)
         self._inputs_only, self._received = False, list[GradientBuffer]()
-        # gradients of results that the weights' part of a split backward needs
+        # gradients of results that the parameters' part of a split backward needs
         self._kept: dict[TracedCall, list[GradientBuffer | None]] = {}
 
     def run(self) -> int:
@@ -73,8 +68,8 @@ class StageBackward:
         self._inputs_only = False
         return self._gradients_of_inputs()
 
-    def run_weights(self, live: LiveMemory) -> None:
-        """Runs the weights' part of a split backward, which counts its memory in ``live``."""
+    def run_parameters(self, live: LiveMemory) -> None:
+        """Runs the parameters' part of a split backward, which counts its memory in ``live``."""
         self._live = live
         for call, arriving in self._kept.items():
             for gradient in arriving:
@@ -132,7 +127,7 @@ class StageBackward:
             if slices:
                 self._call_split(call, slices, arriving)
             elif self._inputs_only:
-                self._keep_for_weights(call, arriving)
+                self._keep_for_parameters(call, arriving)
                 on_path = [slot in self._stage.slots_to_inputs for slot in call.operand_slots]
                 self._call_partly(call, arriving, on_path)
             else:
@@ -158,8 +153,8 @@ class StageBackward:
         self._live.add_briefly(whole + zeros)
         self._propagate(call, arriving, [whole], [Gradient(0, whole, True)])
 
-    def _keep_for_weights(self, call: TracedCall, arriving: list[GradientBuffer | None]) -> None:
-        """Keeps the gradients of results, if some operand's gradient is left for the weights'
+    def _keep_for_parameters(self, call: TracedCall, arriving: list[GradientBuffer | None]) -> None:
+        """Keeps the gradients of results, if some operand's gradient is left for the parameters'
         part.
         """
         pairs = zip(call.footprint.gradients, call.operand_slots, strict=True)
@@ -243,58 +238,3 @@ class StageBackward:
     def _free_saved(self, call: TracedCall) -> None:
         if not self._inputs_only:
             self._saved.free(call, self._live)
-
-
-class _SavedMemory:
-    """The saved and the recomputed storages during a backward."""
-
-    def __init__(self, stage: StageCalls, held: Collection[TracedStorage]) -> None:
-        self._recomputed = stage.recomputed
-        self._missing = set(stage.saved_storages.recomputed)
-        self._readers = dict(stage.saved_storages.readers)
-        for storage in held:
-            self._readers[storage] += 1
-        self._kind = dict.fromkeys(stage.saved_storages.kept, ACTIVATIONS)
-        self._done: set[TracedCall] = set()
-
-    def recompute_for(self, call: TracedCall, live: LiveMemory) -> None:
-        """Computes again the tensors that the backward of ``call`` reads, where they are missing."""
-        found = set[TracedCall]()
-        needed = [s.call for s in call.saved] + [call] * bool(call.internal)
-        while needed:
-            missing = needed.pop()
-            if missing in self._missing and missing not in found:
-                found.add(missing)
-                needed += [s.call for s in missing.reads]
-        for missing in sorted(found, key=lambda c: c.order):
-            self._recompute(missing, live)
-
-    def free(self, call: TracedCall, live: LiveMemory) -> None:
-        """Frees the tensors that ``call`` saved, once."""
-        if call in self._done:
-            return
-        self._done.add(call)
-        for storage in call.saved:
-            self._drop(storage, live)
-        live.add(RECOMPUTED if call in self._recomputed else ACTIVATIONS, -call.internal)
-
-    def _recompute(self, call: TracedCall, live: LiveMemory) -> None:
-        self._missing.remove(call)
-        live.add_briefly(call.footprint.forward)
-        live.add(RECOMPUTED, call.internal)
-        for storage in call.made:
-            if self._readers.get(storage):
-                self._kind[storage] = RECOMPUTED
-                live.add(RECOMPUTED, storage.nbytes)
-        live.add(ACTIVATIONS, -call.cloned)
-        for storage in call.reads:
-            self._drop(storage, live)
-
-    def _drop(self, storage: TracedStorage, live: LiveMemory) -> None:
-        """One reader of the storage is done; the last one frees it."""
-        if storage not in self._readers:
-            return
-        self._readers[storage] -= 1
-        is_free = not self._readers[storage] and storage.call not in self._missing
-        if is_free and storage in self._kind:
-            live.add(self._kind[storage], -storage.nbytes)

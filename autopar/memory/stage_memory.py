@@ -73,8 +73,8 @@ class StageMemory:
     ) -> int:
         """One part of a split backward, or a whole backward.
 
-        A stage that sends no gradients back runs the whole backward in the weights' part. Returns
-        the bytes that are in transit afterwards.
+        A stage that sends no gradients back runs the whole backward in the parameters' part.
+        Returns the bytes that are in transit afterwards.
         """
         calls, is_split = self.calls, self._settings.has_split_backward
         is_whole = not is_split or not calls.slots_to_inputs
@@ -88,14 +88,14 @@ class StageMemory:
             returned = calls.returned & calls.saved_storages.kept
         backward = StageBackward(
             calls,
-            # The weights' part also simulates the inputs' part, but does not count its memory.
+            # The parameters' part also simulates the inputs' part, but does not count its memory.
             LiveMemory() if kind == WEIGHT and not is_whole else live,
-            lambda name, gradient: self.owners[name].arrive(name, gradient, live),
+            lambda name, gradient: self.owners[name].add_gradient(name, gradient, live),
             {*held, *returned},
         )
         sent = backward.run() if is_whole else backward.run_inputs()
         if kind == WEIGHT and not is_whole:
-            backward.run_weights(live)
+            backward.run_parameters(live)
         in_transit = sent if kind == BACKWARD else 0
         if kind == last_part:  # autograd frees the outputs, but the step still holds them
             live.move(sum(s.nbytes for s in returned), ACTIVATIONS, OUTPUTS)

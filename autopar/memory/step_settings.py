@@ -37,7 +37,7 @@ class StepSettings:
 
     @property
     def has_split_backward(self) -> bool:
-        """Whether the inputs' part and the weights' part of a backward are separate actions."""
+        """Whether the inputs' part and the parameters' part of a backward are separate actions."""
         return self.schedule == "zero-bubble" and self.is_looped
 
     @property

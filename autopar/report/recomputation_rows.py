@@ -102,7 +102,9 @@ def _kept_for_recomputation(found: PricedPlan) -> Iterator[Row]:
 
 
 class _Recomputation:
-    """Compares the tensors that a plan keeps with those that it would keep without recomputation."""
+    """Compares the tensors that a plan keeps with those that it would keep without
+    recomputation.
+    """
 
     def __init__(self, found: PricedPlan) -> None:
         self._found, self._costs = found, found.costs
@@ -205,7 +207,9 @@ class _Recomputation:
         return k in saved.operands or (saved.alias == k and self._keeps_result(reader))
 
     def _is_converted(self, node: fx.Node, reader: fx.Node, k: int) -> bool:
-        """Whether a conversion allocates operand ``k`` of ``reader``, which is made from ``node``."""
+        """Whether a conversion allocates operand ``k`` of ``reader``, which is made from
+        ``node``.
+        """
         problem = self._found.problem
         tensor = problem.tensors[problem.tensor_of[node]]
         source, target = self._found.choice(node).out, self._found.choice(reader).ins[k]

@@ -64,7 +64,8 @@ def _header(plan: PlanData) -> str:
         _batch(plan, facts.get("samples")),
         schedule_line(plan),
         _precision(plan),
-        f"predicted: {format_seconds(plan.step_time)} a step, {format_bytes(max(plan.peak_memory))} a device; "
+        f"predicted: {format_seconds(plan.step_time)} a step, "
+        f"{format_bytes(max(plan.peak_memory))} a device; "
         f"{_gap(plan)}",
     ]
     return "\n".join(line for raw in lines for line in textwrap.wrap(raw, WIDTH))

@@ -3,11 +3,11 @@
 ``passes/microbatch`` derives the graph of a microbatch from the graph of the whole batch by types.
 Here the whole batch is a few samples repeated ``count`` times, so every microbatch holds the same
 few samples. The model on these samples must then compute the results of one microbatch. A loss that
-is a mean over the batch is ``count`` times the microbatch's share; a loss that is a sum is the share
-itself.
+is a mean over the batch is ``count`` times the microbatch's share; a loss that is a sum is the
+share itself.
 
-Where model and graph agree, :func:`autopar.compile` is satisfied. Where they differ, the whole batch
-decides, because a model may treat batches of different sizes differently.
+Where model and graph agree, :func:`autopar.compile` is satisfied. Where they differ, the whole
+batch decides, because a model may treat batches of different sizes differently.
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ class FewSamples:
         return kwargs or (args if not isinstance(sample, torch.Tensor) else args[0])
 
     def _hoisted(self, few: Any) -> list[torch.Tensor]:
-        """One microbatch's part of the values that the prologue computes from the repeated samples."""
+        """One microbatch's part of the values that the prologue computes from the repeated
+        samples.
+        """
         if self.prologue is None:
             return []
         inputs = zip(tensors_of(self.captured, few), self._times("input"), strict=True)

@@ -1,0 +1,69 @@
+"""Counts saved tensors during a backward: when they are computed again, and when they are freed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from autopar.memory.live_memory import ACTIVATIONS, RECOMPUTED, LiveMemory
+from autopar.memory.stage_calls import StageCalls
+from autopar.memory.traced_call import TracedCall, TracedStorage
+
+
+class SavedMemory:
+    """The saved and the recomputed storages of one microbatch during its backward.
+
+    ``held`` are storages that somebody else holds, so that autograd does not free them.
+    """
+
+    def __init__(self, stage: StageCalls, held: Collection[TracedStorage]) -> None:
+        self._recomputed = stage.recomputed
+        self._missing = set(stage.saved_storages.recomputed)
+        self._readers = dict(stage.saved_storages.readers)
+        for storage in held:
+            self._readers[storage] += 1
+        self._kind = dict.fromkeys(stage.saved_storages.kept, ACTIVATIONS)
+        self._done: set[TracedCall] = set()
+
+    def recompute_for(self, call: TracedCall, live: LiveMemory) -> None:
+        """Computes again the tensors that the backward of ``call`` reads, where they are
+        missing.
+        """
+        found = set[TracedCall]()
+        needed = [s.call for s in call.saved] + [call] * bool(call.internal)
+        while needed:
+            missing = needed.pop()
+            if missing in self._missing and missing not in found:
+                found.add(missing)
+                needed += [s.call for s in missing.reads]
+        for missing in sorted(found, key=lambda c: c.order):
+            self._recompute(missing, live)
+
+    def free(self, call: TracedCall, live: LiveMemory) -> None:
+        """Frees the tensors that ``call`` saved, once."""
+        if call in self._done:
+            return
+        self._done.add(call)
+        for storage in call.saved:
+            self._drop(storage, live)
+        live.add(RECOMPUTED if call in self._recomputed else ACTIVATIONS, -call.internal)
+
+    def _recompute(self, call: TracedCall, live: LiveMemory) -> None:
+        self._missing.remove(call)
+        live.add_briefly(call.footprint.forward)
+        live.add(RECOMPUTED, call.internal)
+        for storage in call.made:
+            if self._readers.get(storage):
+                self._kind[storage] = RECOMPUTED
+                live.add(RECOMPUTED, storage.nbytes)
+        live.add(ACTIVATIONS, -call.cloned)
+        for storage in call.reads:
+            self._drop(storage, live)
+
+    def _drop(self, storage: TracedStorage, live: LiveMemory) -> None:
+        """One reader of the storage is done; the last one frees it."""
+        if storage not in self._readers:
+            return
+        self._readers[storage] -= 1
+        is_free = not self._readers[storage] and storage.call not in self._missing
+        if is_free and storage in self._kind:
+            live.add(self._kind[storage], -storage.nbytes)
