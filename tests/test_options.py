@@ -30,14 +30,16 @@ class Odd:
 
 
 JUNK: list[Any] = [
-    None, [], {}, (), "", "x", "S0", "\0", b"ab", -1, 0, 1, 1.5, True, False, math.nan, math.inf,
-    -math.inf, 10**400, 2**70, Odd(), Odd, len, [None], [[]], [1, "x"], {3: 4}, {"a": ["I"]},
-    {"body": None}, {"data": None}, {"tensor": 10**30}, {"x": 1, 3: 4},
-    {"pipeline": {"size": 1, "chunks": "x"}}, {"pipeline": {3: 4, "x": 1}}, {"tensor": {"size": 2}},
-    {"tensor": {"size": 2, "mode": []}}, {"tensor": {"size": 2, "mode": "1d", 3: 4}},
-    {"tensor": {"size": True, "mode": "2.5d"}}, {"tensor": {"size": 10**30, "mode": "2.5d"}},
-    {"body.weight": "S0 " * 10**4}, torch.float32, torch.zeros(2), torch.optim.AdamW,
-    torch.optim.LBFGS, torch.device("cpu"), range(3), {1, 2}, Path("x"), iter([]),
+    None, [], {}, (), "", "x", "S0", "\0", b"ab", -1, 0, 1, 1.5, True, False,
+    math.nan, math.inf, -math.inf, 10**400, 2**70, Odd(), Odd, len,
+    [None], [[]], [1, "x"], {3: 4}, {"a": ["I"]}, {"body": None}, {"data": None},
+    {"tensor": 10**30}, {"x": 1, 3: 4},
+    {"pipeline": {"size": 1, "chunks": "x"}}, {"pipeline": {3: 4, "x": 1}},
+    {"tensor": {"size": 2}}, {"tensor": {"size": 2, "mode": []}},
+    {"tensor": {"size": 2, "mode": "1d", 3: 4}}, {"tensor": {"size": True, "mode": "2.5d"}},
+    {"tensor": {"size": 10**30, "mode": "2.5d"}}, {"body.weight": "S0 " * 10**4},
+    torch.float32, torch.zeros(2), torch.optim.AdamW, torch.optim.LBFGS, torch.device("cpu"),
+    range(3), {1, 2}, Path("x"), iter([]),
 ]  # fmt: skip
 PLAIN = torch.zeros(4, 4)
 
@@ -190,9 +192,14 @@ def test_a_plan_says_how_it_was_asked_for(tmp_path: Path) -> None:
     )
     assert isinstance(plan, Plan)
     assert plan.options == {
-        "world_size": 2, "cluster": "cpu", "mesh": [2], "parallel": None,
-        "constraints": {"body.weight": "I"}, "optimizer": "SGD", "memory_budget": "inf",
-    }  # fmt: skip
+        "world_size": 2,
+        "cluster": "cpu",
+        "mesh": [2],
+        "parallel": None,
+        "constraints": {"body.weight": "I"},
+        "optimizer": "SGD",
+        "memory_budget": "inf",
+    }
     plan.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
     assert loaded.options == plan.options

@@ -1,4 +1,6 @@
-"""The report: its words against the plan's layouts, its sums against the plan's, and known plans."""
+"""The report: its words against the plan's layouts, its sums against the plan's, and known
+plans.
+"""
 
 from __future__ import annotations
 

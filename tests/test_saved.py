@@ -1,4 +1,6 @@
-"""Autograd keeps the tensors that the plan names: compared with real tensors, and measured in runs."""
+"""Autograd keeps the tensors that the plan names: compared with real tensors, and measured in
+runs.
+"""
 
 from __future__ import annotations
 
@@ -164,7 +166,9 @@ def measured(program: Compiled, sample: dict[str, Any]) -> float:
 
 
 def one_rank(name: str, dropout: float) -> list[tuple[float, float]]:
-    """Measured and predicted bytes with no, full and partial recomputation: the work of one rank."""
+    """Measured and predicted bytes with no, full and partial recomputation: the work of one
+    rank.
+    """
     model, sample, analysis = _analysed(name, dropout=dropout)
     names = calls(analysis)
     found = []

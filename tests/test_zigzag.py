@@ -1,5 +1,5 @@
 """Tensors whose pieces are not in the order of the dim: every conversion moves the right pieces,
-and plans of causal attention use zigzag.
+and plans of causal attention use zigzag order.
 """
 
 from __future__ import annotations
