@@ -54,6 +54,7 @@ CASES: dict[str, tuple[Any, int, str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.alone  # the solver may take five seconds of the clock for a mode nobody asked for
 @pytest.mark.parametrize("case", CASES)
 def test_a_faster_mode_is_chosen(case: str) -> None:
     """The plan equals the plan of the mode when the user names it, and is faster than plans without

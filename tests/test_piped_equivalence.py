@@ -107,7 +107,9 @@ def check(
     with (
         Double(),
         traced_once(),
-        contextlib.nullcontext() if exactly else mock.patch.object(fit, "exact", return_value=None),
+        contextlib.nullcontext()
+        if exactly
+        else mock.patch.object(fit, "solve_exactly", return_value=None),
     ):
         expected = step(copy.deepcopy(model), sample)
         plans = shared({repr(case): partial(planned, case) for case in cases})

@@ -88,7 +88,7 @@ FIXED = (0, 2, 3, 4, 5, 6)
 @pytest.fixture(scope="module", autouse=True)
 def _no_clock() -> Iterator[None]:
     """Turns off the exact search, which ends by the clock."""
-    with mock.patch.object(fit, "exact", return_value=None):
+    with mock.patch.object(fit, "solve_exactly", return_value=None):
         yield
 
 
