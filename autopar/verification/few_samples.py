@@ -34,8 +34,7 @@ from autopar.verification.one_step import eager_step, graph_step, output_name, t
 from autopar.verification.whole_batch import SampleError, check_captured, not_comparable
 
 MIN_SAMPLES = 2  # a single sample does not show that the model mixes samples
-# With fewer microbatches than this in the batch, two runs of one take longer than a step.
-MIN_COUNT = 2
+MIN_COUNT = 2  # microbatches: half of the batch costs about a step, all of it about two
 
 
 @dataclass(frozen=True)
