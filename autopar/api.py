@@ -77,6 +77,7 @@ def plan(
         cluster,
         progress,
         options,
+        keep_program=True,
     )
 
 

@@ -130,7 +130,7 @@ def searches(
 
 def plan(search: InnerSearch, samples: int) -> PricedPlan | BudgetError:
     try:
-        return OuterSearch(Given(search, samples)).run()
+        return OuterSearch(Given(search, samples)).run().plan
     except BudgetError as e:
         return e
 

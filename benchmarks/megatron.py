@@ -156,8 +156,14 @@ def searched(
 ) -> Iterator[PricedPlan]:
     """What a search finds, its graph within as large as a microbatch."""
     chosen = Options(**options)
-    found = OuterSearch(
-        InnerSearches(lambda n: traced.search_cache(n, cluster), samples, chosen, lambda _: None)
-    ).run()
+    found = (
+        OuterSearch(
+            InnerSearches(
+                lambda n: traced.search_cache(n, cluster), samples, chosen, lambda _: None
+            )
+        )
+        .run()
+        .plan
+    )
     with resized(found.analysis, samples // found.microbatches, found.analysis.rules):
         yield found

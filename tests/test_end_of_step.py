@@ -56,9 +56,7 @@ def test_a_single_bucket_has_nothing_to_hide_behind(overlap: float) -> None:
     count, each = bucket(found, cluster)
     assert count == 1
     assert end[SYNC] == pytest.approx(each)
-    assert (
-        found.end_of_step_estimate[0][SYNC] < each or overlap == 0.0
-    )  # the estimate of the search
+    assert found.end_of_step_estimate[0][SYNC] == pytest.approx(each)  # the search's estimate
 
 
 def test_all_but_the_last_bucket_hides_behind_a_long_backward() -> None:

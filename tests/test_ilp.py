@@ -125,7 +125,7 @@ def problem_of(name: str, recompute: str, ranks: int) -> Problem:
 @pytest.mark.parametrize("name", ["mlp", "mixer", "gpt2", "cnn"])
 def test_same_optimum(name: str) -> None:
     problem = problem_of(name, "none", 8)
-    solution = ReducedProblem(problem, CostWeights.of_one_stage()).solution(60.0)
+    solution = ReducedProblem(problem, CostWeights.of_one_stage()).solution()
     split = [v.choices[k].out for v, k in zip(problem.vertices, solution.chosen, strict=True)]
     assert any(t.is_shard for layout in split for t in layout), "nothing to decide"
     assert solution.value == pytest.approx(textbook(problem, CostWeights.of_one_stage()), rel=1e-6)
@@ -134,10 +134,10 @@ def test_same_optimum(name: str) -> None:
 def test_same_optimum_at_a_price_of_memory() -> None:
     """Then the optimum also depends on which results are saved and which are recomputed."""
     problem = problem_of("mlp", "auto", 2)
-    fastest = ReducedProblem(problem, CostWeights.of_one_stage()).solution(60.0)
+    fastest = ReducedProblem(problem, CostWeights.of_one_stage()).solution()
     price = fastest.value / float(fastest.cost_breakdown.nbytes(CostWeights.of_one_stage())[0])
     weights = CostWeights.of_one_stage(1, price=price / 3, flight=2.0)
-    solution = ReducedProblem(problem, weights).solution(60.0)
+    solution = ReducedProblem(problem, weights).solution()
     assert solution.cost_breakdown.recomputation[0] > 0
     assert solution.cost_breakdown.kept[0] < fastest.cost_breakdown.kept[0]
     # Both solvers stop branching at a relative gap.
@@ -146,16 +146,16 @@ def test_same_optimum_at_a_price_of_memory() -> None:
 
 def test_unsolved_configurations_are_noted_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A linear program with more columns than a limit stands for one that takes longer than
-    ``time_limit``.
+    its limit of operations.
     """
     model, sample = zoo.mlp(batch=64, dropout=0.0)
     solve, sizes = _ReducedProgram.solve, list[int]()
 
-    def limited(self: _ReducedProgram, time_limit: float) -> tuple[dict[int, int], float]:
+    def limited(self: _ReducedProgram, operations: float) -> tuple[dict[int, int], float]:
         sizes.append(self.columns)
         if self.columns > most:
             raise UnsolvedError
-        return solve(self, time_limit)
+        return solve(self, operations)
 
     def planned(**options: Any) -> autopar.Plan:
         return autopar.plan(model, sample, 8, cluster="h100-sxm", progress=False, **options)
@@ -163,18 +163,14 @@ def test_unsolved_configurations_are_noted_or_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr(_ReducedProgram, "solve", limited)
     most = 10**9
     free = planned()
-    assert not [note for note in free.notes if note.startswith("not searched")]
+    assert not [left for left in free.not_searched if "the solver reached" in left]
     most = max(sizes) - 1
     without = planned()
-    assert [
-        note
-        for note in without.notes
-        if note.startswith("not searched: ") and note.endswith("within time_limit=60 s")
-    ]
+    assert [left for left in without.not_searched if left.endswith("its limit of operations")]
     assert without.step_time >= free.step_time
     most = -1
     with pytest.raises(
         autopar.PlanError,
-        match=r"no plan was found: not searched: mesh .*; the solver found no plan for them",
+        match=r"no plan was found: the solver reached its limit of operations for .*mesh ",
     ):
         planned()

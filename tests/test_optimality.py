@@ -71,7 +71,7 @@ def problem_of(name: str, setting: str, sizes: tuple[int, ...], recompute: str) 
 
 
 def fastest_within(problem: Problem, budget: float) -> tuple[Solution, float]:
-    return MemoryPrices(problem, ONE, 60.0).fastest_within(budget)
+    return MemoryPrices(problem, ONE).fastest_within(budget)
 
 
 def nbytes(problem: Problem, chosen: tuple[int, ...], recomputed: frozenset) -> float:
@@ -160,14 +160,14 @@ def test_at_a_price_of_memory_nothing_is_cheaper(name: str, setting: str, recomp
     operands.
     """
     problem = problem_of(name, setting, (2,), recompute)
-    fastest = ReducedProblem(problem, ONE).solution(60.0)
+    fastest = ReducedProblem(problem, ONE).solution()
     for part in (0.01, 0.1, 1.0, 10.0):
         weights = CostWeights.of_one_stage(
             2,
             price=part * fastest.value / nbytes(problem, fastest.chosen, fastest.recomputed),
             flight=3.0,
         )
-        solution = ReducedProblem(problem, weights).solution(60.0)
+        solution = ReducedProblem(problem, weights).solution()
         assert brute_force.possible(problem, solution.chosen, solution.recomputed)
         assert solution.bound <= solution.value * (1 + ROUNDING)
         assert solution.bound >= solution.value * (1 - BRANCHED)
@@ -194,7 +194,7 @@ def test_nothing_that_fits_memory_is_faster(name: str, setting: str, recompute: 
         solution, gap = fastest_within(problem, budget)
         assert solution.cost_breakdown.nbytes(ONE)[0] <= budget
         search.options = Options(2, recompute=recompute, memory_budget=budget)
-        found = solve_exactly(search, configuration, search.analysis.batch.size, 60.0)
+        found = solve_exactly(search, configuration, search.analysis.batch.size, 6e10)
         assert found is not None
         assert found.gap < BRANCHED
         assert found.device_bytes()[0] <= budget

@@ -142,12 +142,12 @@ def plans(request: pytest.FixtureRequest) -> tuple[Analysis, list[Plan]]:
     space = Space(analyse(*getattr(zoo, request.param)()), (2, 2), "cpu", recompute="auto")
     shape, stages = Configuration(1, space.axes, 2), stages_of(space.analysis, 1)
     fastest, draw = (
-        ReducedProblem(space.problem, CostWeights.of_one_stage(2)).solution(60.0),
+        ReducedProblem(space.problem, CostWeights.of_one_stage(2)).solution(),
         random.Random(0),
     )
     price = fastest.value / float(fastest.cost_breakdown.nbytes(CostWeights.of_one_stage())[0])
     best = [
-        ReducedProblem(space.problem, CostWeights.of_one_stage(2, price * part)).solution(60.0)
+        ReducedProblem(space.problem, CostWeights.of_one_stage(2, price * part)).solution()
         for part in SOLVED[request.param]
     ]
     made = []
@@ -366,8 +366,11 @@ def test_header_memory_gap_and_notes(megatron: Plan) -> None:
     lines = megatron.report().splitlines()
     assert "8 devices of h100-sxm, mesh tensor 8" in lines
     assert "batch of 1 samples, not split over ranks" in lines
-    far = dataclasses.replace(megatron, gap=0.05, notes=("word " * 60,), microbatches=4)
-    assert "at most 5.00% slower" in far.report()
+    far = dataclasses.replace(
+        megatron, gap=0.2, configuration_gap=0.05, notes=("word " * 60,), microbatches=4
+    )
+    assert "at most 5.26% slower than the best plan of" in far.report()
+    assert "at most 25.00% slower than the best of" in far.report()
     bare = dataclasses.replace(far, rows={})
     assert "note: word" in bare.report()
     assert "in 4 microbatches" in bare.report()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from autopar.plan import Plan
 from autopar.profile import check_machine
 from autopar.report import add_report_rows
 from autopar.search.inner.inner_searches import InnerSearches
-from autopar.search.inner.no_plan_errors import unsolved_notes
 from autopar.search.inner.search_cache import SearchCache
 from autopar.search.outer_search import best_plan
 from autopar.search.pricing.resize import resized
@@ -32,7 +32,8 @@ from autopar.search.space.options import Options
 class Planner:
     """Makes one plan, and shows a progress bar meanwhile.
 
-    It captures the graphs that the search asks for; ``capture_seconds`` counts the time.
+    It captures the graphs that the search asks for; ``capture_seconds`` counts the time. After
+    :meth:`run`, ``write_program`` writes the program of the plan's configuration to a path.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Planner:
     ) -> None:
         self.traced, self.cluster, self.options = traced, cluster, options
         self.capture_seconds = 0.0
+        self.write_program: Callable[[str], None] | None = None
         self.bar = tqdm(desc="planning", unit=" steps", disable=not progress, leave=False)
 
     def run(self) -> Plan:
@@ -47,18 +49,24 @@ class Planner:
         samples = batch_size(self.traced.sample)
         searches = InnerSearches(self._search_cache, samples, self.options, self._step)
         with self.bar:
-            found = best_plan(searches)
+            best = best_plan(searches)
+            found = best.plan
             self._step("reporting")
             with resized(found.analysis, samples // found.microbatches, found.analysis.rules):
-                plan = add_report_rows(
-                    write_plan(found, self.cluster, self.options, searches.timings), found
-                )
-                plan = replace(
-                    plan, notes=(*plan.notes, *unsolved_notes(searches.unsolved, self.options))
+                plan = write_plan(found, self.cluster, self.options, searches.timings)
+                plan = dataclasses.replace(
+                    add_report_rows(plan, found),
+                    gap=best.gap,
+                    configuration_gap=best.configuration_gap,
+                    compared=best.compared,
+                    not_searched=best.not_searched,
                 )
                 plan = Plan.of(share_cores(plan, found, self.cluster.device.ranks_per_core))
         plan.timings["capture"] = self.capture_seconds
         plan.timings["total"] = time.perf_counter() - start
+        search, in_microbatch = searches.of_configuration(found.configuration)
+        prices = search.prices(found.configuration, in_microbatch)
+        self.write_program = partial(prices.write_program, search.budget)
         return plan
 
     def _search_cache(self, microbatches: int) -> SearchCache:
@@ -74,9 +82,18 @@ class Planner:
 
 
 def make_plan(
-    traced: TracedModel, world_size: int, cluster: Any, progress: bool, options: dict[str, Any]
+    traced: TracedModel,
+    world_size: int,
+    cluster: Any,
+    progress: bool,
+    options: dict[str, Any],
+    keep_program: bool = False,
 ) -> Plan:
-    """:func:`autopar.plan`, for a model that may be traced already."""
+    """:func:`autopar.plan`, for a model that may be traced already.
+
+    Args:
+        keep_program: whether the plan can write its problem, which takes memory.
+    """
     chosen = Options(world_size, **check_option_names(options))
     hardware = resolve_cluster(cluster, traced.model)
     hardware.check(world_size)
@@ -88,9 +105,11 @@ def make_plan(
     }
     if traced.loss_fn is not None:
         asked["loss_fn"] = traced.loss_fn
-    return dataclasses.replace(
-        Planner(traced, hardware, chosen, progress).run(), options=option_as_json(asked)
-    )
+    planner = Planner(traced, hardware, chosen, progress)
+    plan = dataclasses.replace(planner.run(), options=option_as_json(asked))
+    if keep_program and planner.write_program is not None:
+        return plan.with_program(planner.write_program)
+    return plan
 
 
 def make_plan_on_this_machine(

@@ -11,7 +11,7 @@ from autopar.errors import PlanError
 from autopar.ir.layout import Layout
 from autopar.ir.precision import COMPUTE_DTYPES, REDUCE_DTYPES
 
-VERSION = 5
+VERSION = 6
 # On a mesh with more free axes the search is exact only in neighbourhoods. Axes of a mode are not
 # free.
 EXACT_AXES = 2
@@ -93,9 +93,12 @@ class PlanData:
         parameters: by the parameter's name in the model.
         conversions: by the name of a tensor's node and by the wanted layout, the steps to it.
         seconds: the predicted step time by kind; the sum is :attr:`step_time`.
-        gap: the proven distance to the best plan of this search space, relative to the step time (0
-            is optimal). On a mesh of more than two free axes, the distance to the best plan of the
-            neighbourhood that was searched last.
+        gap: how far the step time may be from the best plan of all configurations compared, by
+            their lower bounds; as a part of the step time.
+        configuration_gap: the same for the best plan of this plan's configuration. On a mesh of
+            more than two free axes, for the best plan of the neighbourhood searched last.
+        compared: how many configurations were compared.
+        not_searched: what the search left out, as sentences for the user.
         rows: what the report shows of each block and its collectives.
         notes: sentences for the user, about operators without a rule or statistics of microbatches.
         timings: seconds that planning took, by phase.
@@ -117,6 +120,9 @@ class PlanData:
     seconds: dict[str, float]
     stages: tuple[StagePlan, ...]
     gap: float
+    configuration_gap: float = 0.0
+    compared: int = 1
+    not_searched: tuple[str, ...] = ()
     pipeline: int = 1
     schedule: str = "1f1b"
     recomputed: tuple[str, ...] = ()

@@ -26,7 +26,7 @@ from autopar.report.pipeline_tables import (
 )
 from autopar.report.timeline import draw_timeline
 
-OPTIMAL = 1e-4  # a relative gap below which a plan counts as optimal
+OPTIMAL = 0.005  # a gap below which a plan counts as optimal
 _SHOWN = 12  # collectives with a row of their own
 _SHAPE_WIDTH = 24  # columns of a shape at most
 _WHOLE = "(block)"  # the module of operators that lie directly in a block
@@ -65,8 +65,9 @@ def _header(plan: PlanData) -> str:
         schedule_line(plan),
         _precision(plan),
         f"predicted: {format_seconds(plan.step_time)} a step, "
-        f"{format_bytes(max(plan.peak_memory))} a device; "
-        f"{_gap(plan)}",
+        f"{format_bytes(max(plan.peak_memory))} a device",
+        _optimality(plan),
+        _not_searched(plan),
     ]
     return "\n".join(line for raw in lines for line in textwrap.wrap(raw, WIDTH))
 
@@ -88,17 +89,32 @@ def _batch(plan: PlanData, samples: int | None) -> str:
     )
 
 
-def _gap(plan: PlanData) -> str:
-    space = (
-        "this search space"
+def _optimality(plan: PlanData) -> str:
+    """How far the plan may be from the best of its configuration, and of all configurations."""
+    own = (
+        "its configuration"
         if len(plan.mesh_sizes) <= EXACT_AXES or plan.modes
-        else "the neighbourhood searched"
+        else "the neighbourhood searched last"
     )
+    every = f"{plan.compared:,} configurations compared" if plan.compared > 1 else "the search"
+    if max(plan.gap, plan.configuration_gap) < OPTIMAL:
+        return (
+            f"proven optimal to {_slower(plan.configuration_gap)} in {own} and to "
+            f"{_slower(plan.gap)} in {every}"
+        )
     return (
-        f"proven optimal in {space}"
-        if plan.gap < OPTIMAL
-        else f"at most {plan.gap:.2%} slower than the best plan of {space}"
+        f"at most {_slower(plan.configuration_gap)} slower than the best plan of {own}; at most "
+        f"{_slower(plan.gap)} slower than the best of {every}"
     )
+
+
+def _slower(gap: float) -> str:
+    """How much longer a step takes than the least that the gap allows."""
+    return f"{gap / (1 - gap):.2%}" if gap < 1 else "any factor"
+
+
+def _not_searched(plan: PlanData) -> str:
+    return f"not searched: {'; '.join(plan.not_searched)}" if plan.not_searched else ""
 
 
 def _times(plan: PlanData) -> str:

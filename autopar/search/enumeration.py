@@ -1,4 +1,4 @@
-"""The parallel configurations that the outer search compares."""
+"""The parallel configurations that the options leave."""
 
 from __future__ import annotations
 
@@ -6,22 +6,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from autopar.cost_model.schedule import LOOPED, SINGLE
 from autopar.errors import PlanError
 from autopar.search.inner.inner_searches import InnerSearches
 from autopar.search.inner.no_plan_errors import too_many_stages_error
 from autopar.search.space.check_schedule import check_schedule
 from autopar.search.space.configuration import Configuration
-from autopar.search.space.meshes import mode_mesh
-from autopar.search.space.modes.mode import Mode
-from autopar.search.space.modes.registry import mode_names, modes_without_keywords
-
-MOST_STAGES = 64  # ranks of a pipeline, where the user leaves its size free
-REPLICA_SAMPLES = (1, 2, 4)  # of a microbatch in a pipeline
-INTERLEAVED = "interleaved-1f1b"
-CHUNKS = (2, 4)  # of a rank, where the user leaves them free
-# Ranks along an axis of a mode that the user did not ask for. Its kernels run step by step along
-# the axis, and to price them takes as many steps.
-LONGEST_MODE_AXIS = 16
 
 Family = tuple[Configuration, ...]  # that differ in the number of microbatches alone
 
@@ -38,73 +28,49 @@ class Enumeration:
         self.failures: list[PlanError] = []
 
     def families(self) -> Iterator[Family]:
-        """Every mesh of every pipeline size, in one schedule.
+        """Every mesh of every pipeline size in every schedule, with every number of microbatches.
 
-        Without a pipeline, more microbatches only save memory. So one family has all numbers of
-        microbatches, the fewest first, and these stand for the rest. In a pipeline each number is
-        a family.
+        Without a pipeline, one family has all numbers of microbatches in rising order. More
+        microbatches of smaller kernels only save memory. So the outer search takes the next number
+        only where the one before it has to save memory. In a pipeline each number is a family.
         """
         asked, world = self.options.pipeline, self.options.world_size
-        sizes = range(1, min(world, MOST_STAGES) + 1)
-        for pipeline in [asked.size] if asked else [p for p in sizes if world % p == 0]:
-            chunks = asked.chunks if asked else None
-            chunks = chunks or (2 if self.options.schedule == INTERLEAVED and pipeline > 1 else 1)
-            schedule = self.options.schedule or (INTERLEAVED if chunks > 1 else "1f1b")
+        sizes = [p for p in range(1, world + 1) if world % p == 0]
+        for pipeline in [asked.size] if asked else sizes:
             for axes in self.options.meshes(pipeline):
-                one = Configuration(pipeline, axes, 1, chunks, schedule)
-                family = [replace(one, microbatches=m) for m in self.microbatch_counts(one)]
-                if one.stages > 1:
-                    if self._may_run_whole and not any(map(self.searches.can_split, family)):
-                        # The batch goes through the stages in one piece.
-                        family.append(replace(one, schedule="gpipe"))
-                    yield from ((configuration,) for configuration in family)
-                elif family:
-                    yield tuple(family)
+                one = Configuration(pipeline, axes, 1, schedule=self.options.schedule or "1f1b")
+                if pipeline > 1:
+                    for m in self.microbatch_counts(one):
+                        yield from ((c,) for c in self._in_schedules(replace(one, microbatches=m)))
+                    continue
+                chunks = (asked.chunks if asked else None) or 1
+                counts = self.microbatch_counts(one)
+                if family := tuple(replace(one, microbatches=m, chunks=chunks) for m in counts):
+                    yield family
 
-    @property
-    def _may_run_whole(self) -> bool:
-        return self.options.micro_batch_size is None and self.options.schedule is None
-
-    def interleaved(self, near: Configuration) -> Iterator[Configuration]:
-        """The configuration with several chunks a rank, where the options leave them free."""
+    def _in_schedules(self, near: Configuration) -> Iterator[Configuration]:
+        """A pipeline's configuration in every schedule with every number of chunks."""
         asked = self.options.pipeline.chunks if self.options.pipeline else None
-        if near.pipeline > 1 and asked is None and self.options.schedule is None:
-            yield from (replace(near, chunks=chunks, schedule=INTERLEAVED) for chunks in CHUNKS)
+        given = self.options.schedule
+        chunks = [asked] if asked else range(1, self._most_chunks(near) + 1)
+        for schedule in [given] if given else (*SINGLE, *LOOPED):
+            least = 2 if schedule == "interleaved-1f1b" else 1
+            possible = [c for c in chunks if c == 1 or schedule not in SINGLE]
+            # Where nothing is left, what was asked for leads to an error that says why.
+            for count in [c for c in possible if c >= least] or ([least] if given else []):
+                yield replace(near, schedule=schedule, chunks=asked or count)
 
-    def in_tensor_modes(self, near: Configuration) -> Iterator[Family]:
-        """Meshes of modes such as ``2d``, in no more microbatches than ``near``.
-
-        Their axes have about as many ranks together as the axes of ``near`` that may split other
-        factors than the batch: half as many to twice as many.
-        """
-        ranks = math.prod(near.sizes)
-        split = math.prod(a.size for a in near.axes if a.use != "data")
-        is_free = any(a.use == "free" for a in near.axes)
-        for size in (n for n in range(2, ranks + 1) if ranks % n == 0):
-            if is_free or split <= 2 * size <= 4 * split:
-                for name in mode_names():
-                    for mode in modes_without_keywords(name, size):
-                        if not mode.plain:
-                            yield from self._in_mode(near, mode, size)
-
-    def _in_mode(self, near: Configuration, mode: Mode, size: int) -> Iterator[Family]:
-        """``near`` with ``size`` ranks in a mode; the other ranks of a stage split samples."""
-        ranks, pipeline = math.prod(near.sizes), near.pipeline
-        data = ranks // size
-        groups = mode.groups(0, ranks * pipeline, data, pipeline, size)
-        if max(map(len, groups.values())) > LONGEST_MODE_AXIS:
-            return
+    def _most_chunks(self, near: Configuration) -> int:
+        """The stages that each pipeline rank can have at most."""
         try:
-            configuration = replace(near, axes=mode_mesh(mode, data, pipeline))
+            units = len(self.searches.of(near.microbatches).units.nodes)
         except PlanError as e:
             self.failures.append(e)
-            return
-        counts = self.microbatch_counts(configuration) if configuration.stages == 1 else []
-        fewer = [m for m in counts if m < near.microbatches]
-        yield tuple(replace(configuration, microbatches=m) for m in (*fewer, near.microbatches))
+            return 0
+        return max(units // near.pipeline, 1)
 
     def microbatch_counts(self, configuration: Configuration) -> list[int]:
-        """The numbers of microbatches that are tried, in rising order."""
+        """The numbers of microbatches that divide the batch, in rising order."""
         samples, size = self.searches.samples, self.options.micro_batch_size
         ranks = math.prod(configuration.sizes)
         degrees = [d for d in range(1, ranks + 1) if ranks % d == 0]
@@ -113,16 +79,8 @@ class Enumeration:
         if size is not None:
             return sorted({samples // (d * size) for d in degrees if samples % (d * size) == 0})
         # A microbatch of a single sample over all ranks has a price, but cannot run yet.
-        divisors = [
-            m
-            for m in (2**i for i in range(samples.bit_length()))
-            if samples % m == 0 and (m < samples or m == 1)
-        ]
-        if configuration.stages == 1:
-            return divisors
-        replica = degrees[0]
-        counts = [samples // (replica * b) for b in REPLICA_SAMPLES if samples % (replica * b) == 0]
-        return [m for m in counts if min(2, samples) <= m < max(2, samples)] or divisors[-1:]
+        most = max(samples // max(min(degrees), 2), 1)
+        return [m for m in range(1, most + 1) if samples % (m * min(degrees)) == 0] or [1]
 
     def possible(self, configurations: Sequence[Configuration]) -> Family:
         """The configurations that the schedule, the batch and the graph allow. The reasons of the

@@ -1,17 +1,18 @@
 """The outer search: which parallel configuration has the fastest plan that fits.
 
-Configurations are compared by bounds first. A configuration whose bound is above the best candidate
-cannot be better and is dropped. For the others the inner search makes a candidate: stage cuts, a
-solution of each unit, an estimated step time. The fastest candidates are then counted in full,
-until one fits.
+A configuration has a lower bound of the step time, in levels from cheap to sharp. The search always
+takes the configuration with the lowest bound and sharpens it; after the sharpest level it makes a
+candidate: stage cuts, a solution of each unit, an estimated step time. It ends when the lowest
+bound is about as high as the fastest candidate. The fastest candidates are then counted in full,
+and the fastest that fits is the plan.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from itertools import count
 from typing import NamedTuple
 
 from autopar.errors import BudgetError, PlanError
@@ -20,32 +21,37 @@ from autopar.search.ilp.linear_program import UnsolvedError
 from autopar.search.inner.candidate import Candidate
 from autopar.search.inner.inner_searches import InnerSearches
 from autopar.search.inner.no_plan_errors import no_plan_error
-from autopar.search.inner.step_bounds import compute_floor, solved_bound, unsolved_bound
-from autopar.search.result.fit import fit_to_memory, with_proven_gap
-from autopar.search.result.least_memory import first_that_fits
+from autopar.search.inner.step_bounds import Level
+from autopar.search.least_memory_search import LeastMemorySearch
+from autopar.search.neighbours import free_meshes, tensor_modes
+from autopar.search.result.best_plan import BestPlan
+from autopar.search.result.fit import fit_to_memory
 from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.space.configuration import Configuration
 
-SIMPLER = 0.99  # a more complex configuration must take at most this part of the seconds
-FITTED = 3  # candidates, the fastest first, that are counted until one fits
-# An estimate of the step time may be too high by this factor. A configuration that is slower even
-# then is not worth a candidate.
-ESTIMATE_ERROR = 1.05
-# A configuration is hopeless if its bound is above this many times the best estimate.
-HOPELESS = 2
-NEAREST = 2  # configurations around which others are tried
-MOST_LEAST = 12  # configurations whose least memory is worked out, where nothing fits
+# Of candidates whose step times differ by less than this part, the simplest is taken.
+EQUAL = 0.002
+COUNTED = 6  # candidates, the fastest first, that are counted in full
+NEIGHBOURHOODS = 4  # configurations around which others are tried
+MOST_MODE_MESHES = 8  # meshes of modes that are solved around one configuration
 
 
-class BoundedFamily(NamedTuple):
-    """A family with the estimated seconds of a step, and a lower bound of the seconds."""
+class OpenFamily(NamedTuple):
+    """A family of which the first configuration waits.
 
-    estimate: float
+    Attributes:
+        bound: seconds that no plan of the first configuration is below.
+        number: which family was opened first.
+        level: of the bound.
+    """
+
     bound: float
+    number: int
+    level: Level
     family: Family
 
 
-def best_plan(searches: InnerSearches) -> PricedPlan:
+def best_plan(searches: InnerSearches) -> BestPlan:
     """The best plan of all configurations.
 
     If no plan fits that recomputes what the search chooses, the search runs again with every block
@@ -62,10 +68,11 @@ def best_plan(searches: InnerSearches) -> PricedPlan:
         if searches.options.recompute != "auto":
             raise
         try:
-            priced = OuterSearch(searches.with_full_recomputation()).run()
+            found = OuterSearch(searches.with_full_recomputation()).run()
         except BudgetError as other:
             raise min(e, other, key=lambda e: e.least) from None
-        return with_proven_gap(searches, priced)
+        # The bounds of the second search leave out plans that recompute less.
+        return found.with_bound_of(searches)
 
 
 class OuterSearch:
@@ -74,227 +81,206 @@ class OuterSearch:
     def __init__(self, searches: InnerSearches) -> None:
         self.searches, self.options = searches, searches.options
         self.enumeration = Enumeration(searches)
-        self._candidates: list[Candidate] = []
+        self._open: list[OpenFamily] = []
+        self._numbers = count()
+        self._compared: set[Configuration] = set()
+        # The candidates, with the bounds of their configurations.
+        self._candidates: list[tuple[Candidate, float]] = []
         # Configurations that are over the budget, with about the least memory that they need.
         self._over_budget: list[tuple[float, Configuration]] = []
 
-    def run(self) -> PricedPlan:
+    def run(self) -> BestPlan:
         """The best plan; PlanError as for :func:`best_plan`."""
-        best = self._search(self.enumeration.families(), None)
-        best = self._try_interleaved(best)
-        if self._modes_are_free:
-            best = self._try_tensor_modes(best)
-        if best is None:
-            return self._least_memory_plan(MOST_LEAST)
-        others = sorted((c for c in self._candidates if c is not best), key=lambda c: c.seconds)
-        for candidate in (best, *others[: FITTED - 1]):
-            try:
-                return fit_to_memory(self.searches, candidate)
-            except UnsolvedError:
-                self.searches.unsolved.append(candidate.configuration)
-            except BudgetError:
-                pass  # the candidate needs more memory than its estimate said
-        return self._save_memory(best)
+        self._add(self.enumeration.families())
+        self._search()
+        self._search_neighbours()
+        if (found := self._fastest_that_fits()) is not None:
+            return found
+        near = self._ordered()[0].configuration if self._candidates else None
+        least = LeastMemorySearch(self.searches, self.enumeration, self._over_budget)
+        candidates = [candidate.configuration for candidate, _ in self._candidates]
+        if (plan := least.run(near, candidates)) is not None:
+            return self._best_plan(plan)
+        raise no_plan_error(
+            self.enumeration.failures, self.searches.unsolved, self.options, self.searches.samples
+        )
 
-    def _try_interleaved(self, best: Candidate | None) -> Candidate | None:
-        """Several chunks a rank hold more memory and shorten the bubble. They are tried for the
-        fastest pipelines.
+    # Configurations in the order of their bounds
+
+    def _add(self, families: Iterable[Sequence[Configuration]], most: int | None = None) -> None:
+        """Opens the families that are possible and new: the ``most`` of them that have the lowest
+        bounds without a solve, or all.
         """
-        pipelines = [c for c in self._candidates if c.configuration.pipeline > 1]
-        for candidate in sorted(pipelines, key=lambda c: c.seconds)[:NEAREST]:
-            interleaved = list(self.enumeration.interleaved(candidate.configuration))
-            best = self._better(best, self._make_candidates(self.enumeration.possible(interleaved)))
-        return best
-
-    @property
-    def _modes_are_free(self) -> bool:
-        return self.options.parallel is None and self.options.mesh is None
-
-    def _try_tensor_modes(self, best: Candidate | None) -> Candidate | None:
-        """Modes such as ``2d`` are tried around the best configuration, or where nothing fits
-        around the configurations that need least memory.
-        """
-        if best is not None:
-            near = [best.configuration]
-        else:
-            near = [c for _, c in sorted(self._over_budget, key=lambda o: o[0])[:NEAREST]]
-        families = (f for c in near for f in self.enumeration.in_tensor_modes(c))
-        return self._search(dict.fromkeys(families), best)
-
-    # Bounds first, and candidates of the families that may be better
-
-    def _search(
-        self, families: Iterable[Sequence[Configuration]], best: Candidate | None
-    ) -> Candidate | None:
-        """The best candidate of ``families`` and ``best``."""
-        waiting = sorted(self._with_floors(families), key=lambda w: w[0])
-        while waiting:
-            bounded, waiting = self._bound_families(waiting, best)
-            if not bounded:
-                break
-            for estimate, bound, family in sorted(bounded, key=lambda b: b[:2]):
-                least = max(bound, estimate / ESTIMATE_ERROR)
-                if best is None or least < self._to_beat(family[0], best):
-                    best = self._better(best, self._make_candidates(family))
-        return best
-
-    def _with_floors(
-        self, families: Iterable[Sequence[Configuration]]
-    ) -> Iterator[tuple[float, Family]]:
-        """The possible configurations of each family, with the floor of their step time."""
+        opened = []
         for family in families:
-            if possible := self.enumeration.possible(family):
-                search, samples = self.searches.of_configuration(possible[0])
-                yield compute_floor(search, possible[0], samples), possible
+            possible = self.enumeration.possible([c for c in family if c not in self._compared])
+            level = Level.FLOOR if most is None else Level.UNSOLVED
+            if possible and (bound := self._bound(possible[0], level)) is not None:
+                self._compared.update(possible)
+                opened.append(OpenFamily(bound, next(self._numbers), level, possible))
+        for each in sorted(opened)[:most]:
+            heapq.heappush(self._open, each)
 
-    def _bound_families(
-        self, waiting: list[tuple[float, Family]], best: Candidate | None
-    ) -> tuple[list[BoundedFamily], list[tuple[float, Family]]]:
-        """Bounds the families in the order of their floors, as long as the floor is below the best
-        seconds. Returns the families that may be better than ``best``, and the families that wait
-        until there is a candidate.
-        """
-        bounded: list[BoundedFamily] = []
-        # For the samples of a replica: ranks over which it is hopeless to split other factors.
-        hopeless: dict[int, float] = {}
-        limit = math.inf if best is None else best.seconds
-        for i, (floor, family) in enumerate(waiting):
-            if floor >= limit:
-                return bounded, waiting[i:] if best is None else []
-            split, samples = self._split(family[0])
-            if split >= hopeless.get(samples, math.inf):
-                continue
-            if (bounds := self._bounds(family, best)) is None:
-                continue
-            bound, estimate = bounds
-            if estimate is not None:
-                bounded.append(BoundedFamily(estimate, bound, family))
-                limit = min(limit, estimate) if best is None else limit
-            # More ranks that split the same samples' tensors send more, and compute in smaller
-            # pieces. This does not hold for modes.
-            if bound > HOPELESS * limit and family[0].mode is None:
-                hopeless[samples] = min(split, hopeless.get(samples, math.inf))
-        return bounded, []
+    def _search(self) -> None:
+        """Makes candidates until no configuration is left that may be faster."""
+        while self._open:
+            bound, number, level, family = self._open[0]
+            if bound >= self._fastest_seconds * (1 - EQUAL):
+                return
+            if self._candidates and self.searches.is_out_of_time():
+                return
+            heapq.heappop(self._open)
+            self.searches.progress(str(family[0]))
+            if level < Level.SOLVED and not self.searches.is_out_of_time():
+                sharper = self._bound(family[0], Level(level + 1))
+                if sharper is not None:
+                    entry = OpenFamily(max(bound, sharper), number, Level(level + 1), family)
+                    heapq.heappush(self._open, entry)
+                elif len(family) > 1:
+                    heapq.heappush(self._open, OpenFamily(bound, number, level, family[1:]))
+            elif self._make_candidate(family[0], bound) and len(family) > 1:
+                heapq.heappush(self._open, OpenFamily(bound, number, Level.UNSOLVED, family[1:]))
 
-    def _bounds(self, family: Family, best: Candidate | None) -> tuple[float, float | None] | None:
-        """A lower bound of a family's step time and an estimate. The estimate is None where the
-        bound shows that the family is not better than ``best``. None instead of both where the
-        family has no plan.
-        """
-        first = family[0]
-        self.searches.progress(str(first))
-        search, samples = self.searches.of_configuration(first)
-        is_unrequested = self.options.is_unrequested_mode(first.mode)
+    def _bound(self, configuration: Configuration, level: Level) -> float | None:
+        """A lower bound of the step time; None where the configuration has no plan."""
         try:
-            if is_unrequested and best is None and not self.searches.may_fit(family[-1]):
-                return None
-            bound = unsolved_bound(search, first, samples)
-            if best is None or bound < self._to_beat(first, best):
-                return solved_bound(search, first, samples)
-            return bound, None
+            is_unrequested = self.options.is_unrequested_mode(configuration.mode)
+            is_first = is_unrequested and not self._candidates
+            if level == Level.SOLVED or (level == Level.UNSOLVED and is_first):
+                least = self.searches.least_bytes(configuration)
+                if least > self.searches.of(configuration.microbatches).budget:
+                    self._over_budget.append((least, configuration))
+                    return None
+            return self.searches.step_bound(configuration, level)
         except PlanError as e:
-            if not is_unrequested and not isinstance(e, UnsolvedError):
-                raise
-            self._remember_failure(first, e)
+            self._remember_failure(configuration, e)
             return None
 
-    def _split(self, configuration: Configuration) -> tuple[int, int]:
-        """Over how many ranks a configuration splits other factors than the batch, and the samples
-        that these ranks compute together.
+    def _make_candidate(self, configuration: Configuration, bound: float) -> bool:
+        """Makes the candidate of a configuration. Returns whether more microbatches may be faster,
+        because memory is scarce.
         """
-        axes, samples = configuration.axes, self.searches.microbatch_samples(configuration)
-        replicas = math.prod(a.size for a in axes if a.use == "data")
-        return math.prod(a.size for a in axes if a.use == "tensor"), samples // replicas
+        try:
+            candidate = self.searches.candidate(configuration)
+        except BudgetError as e:
+            self._over_budget.append((e.least, configuration))
+            return True
+        except PlanError as e:
+            self._remember_failure(configuration, e)
+            return True
+        if configuration.stages == 1:
+            bound = max(bound, candidate.seconds * (1 - candidate.gap))
+        self._candidates.append((candidate, bound))
+        return len(candidate.solutions) > 1
 
-    def _make_candidates(self, family: Sequence[Configuration]) -> Iterator[Candidate]:
-        """The candidates of a family, one after the other, until one needs no memory saved."""
-        for configuration in family:
-            try:
-                candidate = self.searches.candidate(configuration)
-            except BudgetError as e:
-                self._over_budget.append((e.least, configuration))
-                continue
-            except PlanError as e:
-                self._remember_failure(configuration, e)
-                continue
-            self._candidates.append(candidate)
-            yield candidate
-            if len(candidate.solutions) == 1:
-                return
-
-    def _better(self, best: Candidate | None, candidates: Iterable[Candidate]) -> Candidate | None:
-        for candidate in candidates:
-            if best is None or candidate.seconds < self._to_beat(candidate.configuration, best):
-                best = candidate
-        return best
-
-    def _to_beat(self, configuration: Configuration, best: Candidate) -> float:
-        """The seconds below which a configuration counts as better than ``best``. A simpler
-        configuration need only be about as fast.
-        """
-        pairs = zip(_complexity(configuration), _complexity(best.configuration), strict=True)
-        differences = [a - b for a, b in pairs]
-        if max(differences) > 0:
-            return best.seconds * SIMPLER
-        return best.seconds * (1 / SIMPLER if min(differences) < 0 else 1.0)
+    @property
+    def _fastest_seconds(self) -> float:
+        return min((c.seconds for c, _ in self._candidates), default=math.inf)
 
     def _remember_failure(self, configuration: Configuration, error: PlanError) -> None:
         """Keeps the reason why a configuration has no plan. A mode that the user did not ask for
-        has a short time limit, so that an unsolved one says nothing.
+        has a low limit of operations, so that an unsolved one says nothing.
         """
         if not isinstance(error, UnsolvedError):
             self.enumeration.failures.append(error)
         elif not self.options.is_unrequested_mode(configuration.mode):
             self.searches.unsolved.append(configuration)
 
-    # Least memory, where no candidate fits
+    # Meshes around the best configurations
 
-    def _save_memory(self, best: Candidate) -> PricedPlan:
-        """The first plan that fits among plans of least memory: of the best configuration in any
-        number of microbatches, of all candidates, of modes, of all other configurations.
+    def _search_neighbours(self) -> None:
+        """Tries meshes of free axes and modes around the best configuration, as long as the best
+        configuration changes. Where nothing fits, around the configurations that need least memory.
         """
-        enumeration, near = self.enumeration, best.configuration
-        counts = enumeration.microbatch_counts(near)
-        first = enumeration.possible([replace(near, microbatches=m) for m in counts])
-        tried = dict.fromkeys((*first, *(c.configuration for c in self._candidates)))
-        rest = [
-            configuration
-            for family in enumeration.families()
-            for configuration in enumeration.possible(family)
-            if configuration not in tried
-        ]
-        most = max(configuration.microbatches for configuration in tried)
-        modes = self._least_memory_modes(replace(near, microbatches=most))
-        for order, configurations in ((0.0, tried), (0.5, modes), (1.0, rest)):
-            self._over_budget += [(order, configuration) for configuration in configurations]
-        return self._least_memory_plan(MOST_LEAST + len(modes))
+        if self.options.parallel is not None or self.options.mesh is not None:
+            return
+        searched: set[Configuration] = set()
+        for _ in range(NEIGHBOURHOODS):
+            near = [c.configuration for c in self._ordered()[:1]] or [
+                c for _, c in sorted(self._over_budget, key=lambda o: o[0])[:2]
+            ]
+            new = [c for c in near if c not in searched]
+            if not new or self.searches.is_out_of_time():
+                return
+            searched.update(new)
+            for configuration in new:
+                self._add(free_meshes(configuration))
+                self._add(tensor_modes(self.enumeration, configuration), MOST_MODE_MESHES)
+            self._search()
 
-    def _least_memory_plan(self, most: int) -> PricedPlan:
-        """The first plan that fits, among the least-memory plans of up to ``most`` configurations
-        that are over the budget.
-        """
-        nearest = sorted(self._over_budget, key=lambda o: o[0])[:most]
-        if (plan := first_that_fits(self.searches, nearest)) is not None:
-            return plan
-        failures, unsolved = self.enumeration.failures, self.searches.unsolved
-        raise no_plan_error(failures, unsolved, self.options, self.searches.samples)
+    # From candidates to the plan
 
-    def _least_memory_modes(self, near: Configuration) -> list[Configuration]:
-        """The configurations of modes that may fit, of the families with the least bound of their
-        memory.
+    def _ordered(self) -> list[Candidate]:
+        """The candidates, the best first: the simplest of those that are about as fast as the
+        fastest, then the others by their seconds.
         """
-        if not self._modes_are_free or near.stages > 1:
-            return []
-        found: list[tuple[float, Family]] = []
-        for family in self.enumeration.in_tensor_modes(near):
-            if possible := self.enumeration.possible(family):
-                with suppress(PlanError):
-                    found.append((self.searches.least_bytes(possible[-1]), possible))
-        nearest = [family for _, family in sorted(found, key=lambda f: f[0])[:NEAREST]]
-        return [c for family in nearest for c in family if self.searches.may_fit(c)]
+        equal = self._fastest_seconds * (1 + EQUAL)
+        return sorted(
+            (candidate for candidate, _ in self._candidates),
+            key=lambda c: (
+                max(c.seconds, equal),
+                _complexity(c.configuration) if c.seconds <= equal else (),
+                c.seconds,
+            ),
+        )
+
+    def _fastest_that_fits(self) -> BestPlan | None:
+        """The fastest plan among those of the fastest candidates, counted in full. A plan is about
+        as slow as its candidate or slower.
+        """
+        best: BestPlan | None = None
+        for tried, candidate in enumerate(self._ordered()):
+            enough = COUNTED if best is not None else 2 * COUNTED
+            if tried >= enough or (best is not None and self._is_slower(candidate, best)):
+                break
+            try:
+                plan = self._best_plan(fit_to_memory(self.searches, candidate))
+            except UnsolvedError:
+                self.searches.unsolved.append(candidate.configuration)
+            except BudgetError:
+                pass  # the candidate needs more memory than its estimate said
+            else:
+                faster = best is None or plan.seconds < best.seconds * (1 - EQUAL)
+                best = plan if faster else best
+        return best
+
+    def _is_slower(self, candidate: Candidate, best: BestPlan) -> bool:
+        """Whether a candidate is not worth to be counted beside ``best``."""
+        return candidate.seconds * (1 + EQUAL) >= best.seconds or self.searches.is_out_of_time()
+
+    def _lowest_bound(self) -> float:
+        """Seconds that no plan of all configurations compared is below."""
+        bounds = [bound for _, bound in self._candidates]
+        return max(min([*bounds, *(each.bound for each in self._open[:1])], default=0.0), 0.0)
+
+    def _best_plan(self, plan: PricedPlan) -> BestPlan:
+        bound, compared = self._lowest_bound(), len(self._compared)
+        return BestPlan(plan, bound, compared, tuple(self._not_searched()))
+
+    def _not_searched(self) -> Iterator[str]:
+        """What the search left out, as sentences for the user."""
+        if self.options.parallel is None and self.options.mesh is None:
+            yield (
+                "meshes whose axes may split anything, and modes of tensor parallelism, away from "
+                "the best configurations"
+            )
+        if self.searches.unsolved:
+            names = list(dict.fromkeys(map(str, self.searches.unsolved)))
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            yield f"{', '.join(names[:3])}{more}: the solver reached its limit of operations"
 
 
 def _complexity(configuration: Configuration) -> tuple[int, ...]:
     """Configurations that are simpler have smaller numbers."""
-    axes, pipeline = len(configuration.axes), configuration.pipeline
-    return axes, pipeline, configuration.chunks, configuration.mode is not None
+    pipeline, chunks = configuration.pipeline, configuration.chunks
+    is_free = any(a.use == "free" for a in configuration.axes)
+    schedule = configuration.schedule not in ("1f1b", "interleaved-1f1b")
+    return (
+        pipeline,
+        len(configuration.axes),
+        configuration.mode is not None,
+        is_free,
+        chunks,
+        schedule,
+        configuration.microbatches,
+    )

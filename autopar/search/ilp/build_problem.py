@@ -32,6 +32,7 @@ def build_problem(
     recompute: RecomputePolicy,
     stages_of: Callable[[fx.Node], Collection[int]] = lambda node: (0,),
     stages: int = 1,
+    solver: str = "highs",
 ) -> Problem:
     """The problem of choosing for every node of ``graph``.
 
@@ -43,6 +44,7 @@ def build_problem(
         recompute: the states that results may have.
         stages_of: the stages in which a node runs.
         stages: the number of stages.
+        solver: solves the problem, by its name in the options.
     """
     count = _occurrences({n: representative[n] for n in graph.nodes}, stages_of, stages)
     nodes = [n for n in graph.nodes if n in choices and representative[n] is n]
@@ -59,7 +61,8 @@ def build_problem(
         for (producer, ports), times in _occurrences(keys, stages_of, stages).items()
     ]
     place = {key: g for g, key in enumerate(dict.fromkeys(keys.values()))}
-    return Problem(vertices, tensors, vertex_of, {n: place[key] for n, key in keys.items()}, stages)
+    tensor_of = {n: place[key] for n, key in keys.items()}
+    return Problem(vertices, tensors, vertex_of, tensor_of, stages, solver)
 
 
 def _occurrences(

@@ -6,15 +6,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import highspy
 import numpy as np
 
 from autopar.errors import PlanError
 from autopar.search.ilp.problem import Port, Problem
+from autopar.search.ilp.pulp_solver import solve_with_pulp
+
+# About the multiplications and additions that one solve may take; a clock would let the plan depend
+# on the machine. A second has some 2e9 to 5e9 of them.
+SOLVE_OPERATIONS = 2e11
+# An iteration of the simplex method passes over the matrix about once. While the solver branches,
+# it asks its interrupt handler about once in so many iterations.
+_ITERATIONS_A_CALL = 50
+_LEAST_CALLS = 20  # of the interrupt handler, however large the program is
 
 _Status = highspy.HighsModelStatus
-_STOPPED = (_Status.kTimeLimit, _Status.kSolutionLimit)
+_STOPPED = (_Status.kIterationLimit, _Status.kInterrupt, _Status.kSolutionLimit)
+_FEASIBLE = int(highspy.SolutionStatus.kSolutionStatusFeasible)
 # No cost is negative, so that a program is never unbounded.
 _INFEASIBLE = (_Status.kInfeasible, _Status.kUnboundedOrInfeasible)
 
@@ -22,8 +33,10 @@ _INFEASIBLE = (_Status.kInfeasible, _Status.kUnboundedOrInfeasible)
 class UnsolvedError(PlanError):
     """The solver ended without a solution, though there may be one."""
 
-    def __init__(self, why: str = "the solver found no plan in the time it had") -> None:
-        super().__init__(f"{why}: raise time_limit")
+    def __init__(
+        self, why: str = "the solver found no plan within its limit of operations"
+    ) -> None:
+        super().__init__(why)
 
 
 @dataclass(frozen=True)
@@ -46,10 +59,15 @@ class LinearProgram:
         columns, rows: how many there are so far.
         scale: the factor by which the solver sees the objective.
         integers: the numbers of the columns that a solution must have integral.
+        solver_name: "highs", or a solver of PuLP's.
+        operations: about the multiplications and additions of all solves so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, solver_name: str = "highs") -> None:
         self.columns = self.rows = 0
+        self.solver_name = solver_name
+        self.operations = 0.0
+        self._calls = self._most_calls = 0
         self.scale = 1.0
         self.integers: list[np.ndarray] = []
         self._cost: list[np.ndarray] = []
@@ -86,14 +104,33 @@ class LinearProgram:
         )
         return row
 
-    def new_solver(self, time_limit: float) -> highspy.Highs:
-        """A solver of the program so far, without integers. ``time_limit`` is in seconds."""
+    def new_solver(self, operations: float) -> highspy.Highs:
+        """A solver of the program so far, without integers. Each solve stops after about so many
+        ``operations``.
+        """
         solver = highspy.Highs()
         solver.setOptionValue("output_flag", False)
-        solver.setOptionValue("time_limit", time_limit)
         solver.setOptionValue("threads", 2)
+        solver.cbMipInterrupt += self._interrupt
+        self.limit_solver(solver, operations)
         solver.passModel(self._highs_model())
         return solver
+
+    @property
+    def _iteration_operations(self) -> float:
+        return float(sum(len(rows) for rows, _, _ in self._entries) + self.rows + self.columns)
+
+    def limit_solver(self, solver: highspy.Highs, operations: float) -> None:
+        """Let each further solve stop after about so many ``operations``."""
+        self._limit = operations
+        iterations = int(min(operations / self._iteration_operations, 2**31 - 1))
+        solver.setOptionValue("simplex_iteration_limit", max(iterations, 1))
+        self._most_calls = max(iterations // _ITERATIONS_A_CALL, _LEAST_CALLS)
+
+    def _interrupt(self, event: Any) -> None:
+        self._calls += 1
+        if self._calls > self._most_calls:
+            event.interrupt()
 
     def require_integers(self, solver: highspy.Highs) -> None:
         """Make the columns ``integers`` integral from now on."""
@@ -102,11 +139,15 @@ class LinearProgram:
         solver.changeColsIntegrality(len(numbers), numbers, kinds)
 
     def run_solver(self, solver: highspy.Highs) -> SolverResult:
-        """Solve the program as it stands in the solver, until its time limit.
+        """Solve the program as it stands in the solver, until its limit of operations.
 
         Raises:
             UnsolvedError: the solver failed.
         """
+        if self.solver_name != "highs":
+            values, bound = solve_with_pulp(self.solver_name, solver.getLp(), self._limit)
+            return SolverResult(values, bound / self.scale)
+        self._calls = 0
         if solver.run() == highspy.HighsStatus.kError:
             # Other code in this process may have set up the threads of HiGHS otherwise.
             highspy.Highs.resetGlobalScheduler(True)
@@ -114,7 +155,11 @@ class LinearProgram:
         status, info = solver.getModelStatus(), solver.getInfo()
         solution = solver.getSolution()
         is_integral = bool(len(solver.getLp().integrality_))
-        values = np.array(solution.col_value) if solution.value_valid else None
+        iterations = max(info.simplex_iteration_count, self._calls * _ITERATIONS_A_CALL, 1)
+        self.operations += iterations * self._iteration_operations
+        # A linear program that was stopped early may have values that break its rows.
+        is_feasible = solution.value_valid and info.primal_solution_status == _FEASIBLE
+        values = np.array(solution.col_value) if is_feasible else None
         if status in _INFEASIBLE:
             return SolverResult(None, np.inf)
         if status == _Status.kOptimal:
@@ -155,7 +200,7 @@ class FlowProgram(LinearProgram):
     """
 
     def __init__(self, problem: Problem) -> None:
-        super().__init__()
+        super().__init__(problem.solver)
         self.problem = problem
         self.choices: dict[int, np.ndarray] = {}
 

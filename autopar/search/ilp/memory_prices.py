@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from autopar.search.ilp.cost_weights import CostWeights
+from autopar.search.ilp.linear_program import SOLVE_OPERATIONS
 from autopar.search.ilp.neighbourhood import Solve, solve_restricted, strategies_as_chosen
 from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.solve import ReducedProblem, Solution
@@ -39,7 +40,7 @@ class MemoryPrices:
     Attributes:
         problem: a problem of one stage.
         weights: the weights of seconds; their price is replaced.
-        time_limit: seconds for one solve.
+        operations: about the multiplications and additions that one solve may take.
         solved: the solutions so far, by price in seconds for a byte.
     """
 
@@ -47,11 +48,11 @@ class MemoryPrices:
         self,
         problem: Problem,
         weights: CostWeights,
-        time_limit: float,
+        operations: float = SOLVE_OPERATIONS,
         solve_large: SolveLarge | None = None,
         solve_once: SolveOnce | None = None,
     ) -> None:
-        self.problem, self.weights, self.time_limit = problem, weights, time_limit
+        self.problem, self.weights, self.operations = problem, weights, operations
         self.solved: dict[float, Solution] = {}
         self._solve_large = solve_large
         self._solve_once: SolveOnce = solve_once or (lambda price, solve: solve())
@@ -67,9 +68,18 @@ class MemoryPrices:
         weights = replace(self.weights, price=np.array([price]))
 
         def solve(problem: Problem) -> Solution:
-            return ReducedProblem(problem, weights).solution(self.time_limit)
+            return ReducedProblem(problem, weights).solution(self.operations)
 
         return self._solve_large(self.problem, solve) if self._solve_large else solve(self.problem)
+
+    def write_program(self, budget: float, path: str) -> None:
+        """Write the program at the lowest price tried whose solution fits ``budget`` bytes, or
+        else at the highest.
+        """
+        fitting = [price for price, s in self.solved.items() if self.nbytes(s) <= budget]
+        price = min(fitting, default=max(self.solved))
+        weights = replace(self.weights, price=np.array([price]))
+        ReducedProblem(self.problem, weights).write(path)
 
     def distinct_solutions(self, more: Iterable[Solution] = ()) -> list[Solution]:
         """The different solutions among those solved and ``more``, fastest first."""
@@ -89,7 +99,7 @@ class MemoryPrices:
             self._with_fastest_layouts = MemoryPrices(
                 self.problem,
                 self.weights,
-                self.time_limit,
+                self.operations,
                 lambda problem, solve: solve_restricted(problem, same, solve),
             )
         for price in self.solved:

@@ -111,6 +111,7 @@ class Problem:
         tensors: one for each tensor of a representative that is read.
         vertex_of, tensor_of: the number of the vertex and of the tensor of every node.
         stages: the number of pipeline stages.
+        solver: "highs", or a solver of PuLP's, by its name in the options.
     """
 
     vertices: list[Vertex]
@@ -118,6 +119,7 @@ class Problem:
     vertex_of: dict[fx.Node, int]
     tensor_of: dict[fx.Node, int] = field(default_factory=dict)
     stages: int = 1
+    solver: str = "highs"
 
     def cost_breakdown(
         self, chosen: Sequence[int], recomputed: Collection[tuple[int, Layout]] = ()

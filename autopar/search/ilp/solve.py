@@ -18,7 +18,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.search.ilp.cost_weights import CostBreakdown, CostWeights, price_bytes
-from autopar.search.ilp.linear_program import FlowProgram, SolverResult, UnsolvedError
+from autopar.search.ilp.linear_program import (
+    SOLVE_OPERATIONS,
+    FlowProgram,
+    SolverResult,
+    UnsolvedError,
+)
 from autopar.search.ilp.problem import Port, Problem, RecomputedConversions, TensorConversions
 
 
@@ -173,16 +178,25 @@ class ReducedProblem:
             np.minimum(result, leaving[o][:, None] + after.table[o], out=result)
         return result
 
-    def solve(self, time_limit: float) -> tuple[list[int], float]:
+    def write(self, path: str) -> None:
+        """Write the program with its integers, in the format that the ending of ``path`` names:
+        ".mps" or ".lp".
+        """
+        program = _ReducedProgram(self)
+        solver = program.new_solver(SOLVE_OPERATIONS)
+        program.require_integers(solver)
+        solver.writeModel(path)
+
+    def solve(self, operations: float = SOLVE_OPERATIONS) -> tuple[list[int], float]:
         """The best choice of every vertex, and a proven lower bound of its cost.
 
         Args:
-            time_limit: seconds.
+            operations: about the multiplications and additions that the solver may take.
 
         Raises:
-            UnsolvedError: no solution was found in time.
+            UnsolvedError: the solver found no solution within them.
         """
-        chosen, bound = _ReducedProgram(self).solve(time_limit)
+        chosen, bound = _ReducedProgram(self).solve(operations)
         for v, edges in reversed(self._eliminated):
             vertex, cost = self.problem.vertices[v], self.costs[v]
             for e in edges:
@@ -195,9 +209,9 @@ class ReducedProblem:
             chosen[v] = int(cost.argmin())
         return [chosen[v] for v in range(len(self.is_left))], bound
 
-    def solution(self, time_limit: float) -> Solution:
+    def solution(self, operations: float = SOLVE_OPERATIONS) -> Solution:
         """:meth:`solve`, with the recomputed conversions and the cost breakdown."""
-        chosen, bound = self.solve(time_limit)
+        chosen, bound = self.solve(operations)
         recomputed = self.problem.cheaper_to_recompute(chosen, self.weights)
         chosen = self.problem.free_unneeded_results(chosen, recomputed)
         recomputed = self.problem.needed_conversions(recomputed, chosen)
@@ -260,14 +274,14 @@ class _ReducedProgram(FlowProgram):
             self.add_entries(rows + np.arange(len(names)), columns[names], 1.0)
             self.add_entries(rows + place, flows[is_paid], -1.0)
 
-    def solve(self, time_limit: float) -> tuple[dict[int, int], float]:
+    def solve(self, operations: float) -> tuple[dict[int, int], float]:
         """The choice of each vertex that is left, and a proven lower bound of the cost."""
         if not self.columns:
             return {}, 0.0
         # The tolerances of HiGHS are absolute, 1e-7. Costs are scaled to about 1e4 in all, so that
         # a nanosecond in a second counts.
         self.scale = 1e4 / max(sum(float(c.min()) for c in self._reduced.costs), 1e-9)
-        solver = self.new_solver(time_limit)
+        solver = self.new_solver(operations)
         result = self.run_solver(solver)
         values = _solved_values(result)
         if any(((values[c] > 0.01) & (values[c] < 0.99)).any() for c in self.integers):

@@ -4,7 +4,6 @@ schedule and the memory of every device as rows.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import highspy
@@ -49,6 +48,7 @@ class TimelineProgram(StageCostProgram):
         """
         super().__init__(problem, configuration, room, _TIME_SCALE / about)
         self.scale = self.seconds_scale
+        self._values = np.zeros(0)  # of the columns, of the last solve
         self.step = self.add_columns(np.ones(1) / self.scale, limit * self.scale)
         self.add_stage_costs()
         if configuration.stages == 1:
@@ -56,19 +56,18 @@ class TimelineProgram(StageCostProgram):
         else:
             self._add_timeline()
 
-    def best(self, time_limit: float) -> tuple[Solution | None, float]:
+    def best(self, operations: float) -> tuple[Solution | None, float]:
         """The fastest solution found that fits, and seconds that no solution is below. Of equally
         fast solutions, one in which ranks do little work.
 
         Args:
-            time_limit: seconds.
+            operations: about the multiplications and additions that the solver may take.
         """
-        start = time.perf_counter()
-        solver = self.new_solver(time_limit)
+        solver = self.new_solver(operations)
         solver.setOptionValue("mip_rel_gap", _GAP)
         self.require_integers(solver)
         found, bound = self._fitting(solver)
-        left = time_limit - (time.perf_counter() - start)
+        left = operations - self.operations
         if found is not None and left > 0:
             self._prefer_little_work(solver, left)
             found = self._fitting(solver)[0] or found
@@ -82,6 +81,7 @@ class TimelineProgram(StageCostProgram):
             result = self.run_solver(solver)
             if result.values is None:
                 return None, result.bound
+            self._values = result.values
             found = self._solution(result.values)
             taken = self._rank_bytes(found.cost_breakdown)
             over = [nbytes - room for nbytes, room in zip(taken, self.room, strict=True)]
@@ -92,17 +92,18 @@ class TimelineProgram(StageCostProgram):
                 solver.changeRowBounds(row, -highspy.kHighsInf, upper)
         return None, result.bound
 
-    def _prefer_little_work(self, solver: highspy.Highs, time_limit: float) -> None:
+    def _prefer_little_work(self, solver: highspy.Highs, operations: float) -> None:
         """Hold the step time from now on, and minimise the work of all ranks."""
-        values = solver.getSolution()
-        solver.changeColBounds(self.step, 0.0, values.col_value[self.step] * (1 + _GAP / 100))
+        values = highspy.HighsSolution()
+        values.col_value, values.value_valid = self._values, True
+        solver.changeColBounds(self.step, 0.0, self._values[self.step] * (1 + _GAP / 100))
         solver.changeColCost(self.step, 0.0)
         for kind, first in self.seconds.items():
             cost = 1.0 if kind == "step" else float(self.configuration.microbatches)
             for stage in range(self.problem.stages):
                 solver.changeColCost(first + stage, cost)
         solver.setSolution(values)
-        solver.setOptionValue("time_limit", solver.getRunTime() + time_limit)
+        self.limit_solver(solver, operations)
         solver.setOptionValue("mip_rel_gap", _WORK_GAP)
 
     def _rank_bytes(self, cost: CostBreakdown) -> list[float]:

@@ -17,6 +17,7 @@ from autopar.memory.saved_tensors import SavedTensors
 from autopar.rules.analysis import Analysis
 from autopar.search.ilp.build_problem import build_problem
 from autopar.search.ilp.cost_weights import CostWeights
+from autopar.search.ilp.linear_program import SOLVE_OPERATIONS
 from autopar.search.ilp.memory_prices import MemoryPrices
 from autopar.search.ilp.neighbourhood import coarser_meshes, improve_from_centres, lift_choice
 from autopar.search.ilp.problem import Problem
@@ -30,7 +31,8 @@ from autopar.search.space.meshes import Axis
 from autopar.search.space.options import Options
 from autopar.search.space.recompute_policy import RecomputePolicy
 
-UNREQUESTED_SECONDS = 5.0  # time limit of one solve in a mode that the user did not ask for
+# Of one solve in a mode that the user did not ask for.
+UNREQUESTED_OPERATIONS = 2e10
 # Microbatches in flight of a replica's problem: so many that bytes that last count for nothing
 # beside saved activations.
 MANY_IN_FLIGHT = 1e6
@@ -69,6 +71,7 @@ class InnerSearch:
             options.recompute,
             options.optimizer,
             options.reduction_dtype,
+            options.solver,
             tuple(options.constraints.items()),
         )
         self._prices: dict[tuple, MemoryPrices] = {}
@@ -102,7 +105,13 @@ class InnerSearch:
             choices = self.choices.on_mesh(configuration.axes)
             start = self.add_time("strategies", start)
             problem = build_problem(
-                analysis.graph, self.representative, choices, analysis.rules, costs, self.recompute
+                analysis.graph,
+                self.representative,
+                choices,
+                analysis.rules,
+                costs,
+                self.recompute,
+                solver=self.options.solver,
             )
         self.add_time("costs", start)
         return problem
@@ -151,11 +160,10 @@ class InnerSearch:
         key = pipeline, configuration.axes, samples, microbatches, in_flight, replica_only
         if key not in self._prices:
             weights = CostWeights.of_one_stage(flight=in_flight)
-            weights.micro[:] = 1.0 if replica_only else equal_stages_step_ratio(configuration)
+            weights.micro[:] = 1.0 if replica_only else _equal_stages_step_ratio(configuration)
             weights.step[:] = 0.0 if replica_only else 1.0 / pipeline
-            limit = self.options.time_limit
-            if self.options.is_unrequested_mode(configuration.mode):
-                limit = min(limit, UNREQUESTED_SECONDS)
+            is_unrequested = self.options.is_unrequested_mode(configuration.mode)
+            limit = UNREQUESTED_OPERATIONS if is_unrequested else SOLVE_OPERATIONS
             depends = *key, self._option_key, limit
             self._prices[key] = MemoryPrices(
                 self.problem(configuration, samples),
@@ -199,12 +207,12 @@ class InnerSearch:
         return now
 
 
-def equal_stages_step_ratio(configuration: Configuration) -> float:
-    """How many times the seconds of one microbatch in all stages together a step takes, where all
-    stages are equal. ``configuration.least_step_ratio`` is a bound for unequal stages.
+def _equal_stages_step_ratio(configuration: Configuration) -> float:
+    """How many times the seconds of one microbatch in all stages together a step takes, with equal
+    stages of which each rank has one. ``configuration.least_step_ratio`` is a bound for unequal
+    stages.
     """
-    chunks, pipeline = configuration.chunks, configuration.pipeline
-    return (configuration.microbatches + (pipeline - 1) / chunks) / pipeline
+    return (configuration.microbatches + configuration.pipeline - 1) / configuration.pipeline
 
 
 def _is_solved_exactly(configuration: Configuration) -> bool:

@@ -5,6 +5,7 @@ of a microbatch of any size.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -12,8 +13,9 @@ from autopar.errors import PlanError
 from autopar.ir.captured import BatchDivision
 from autopar.search.inner.candidate import Candidate, best_candidate
 from autopar.search.inner.inner_search import InnerSearch
+from autopar.search.inner.partition_bound import partition_bound
 from autopar.search.inner.search_cache import SearchCache
-from autopar.search.inner.step_bounds import least_bytes
+from autopar.search.inner.step_bounds import Level, least_bytes, step_bound
 from autopar.search.space.configuration import Configuration
 from autopar.search.space.options import Options
 from autopar.search.space.user_cuts import user_cut_nodes
@@ -33,7 +35,7 @@ class InnerSearches:
         progress: is called with a few words about each step of the search.
 
     Attributes:
-        unsolved: configurations for which the solver found no plan within ``time_limit``.
+        unsolved: configurations for which the solver found no plan within its limit.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class InnerSearches:
         self.options, self.progress = options, progress
         self.timings: dict[str, float] = {}
         self.unsolved: list[Configuration] = []
+        self._deadline = time.perf_counter() + options.search_seconds
         self._searches: dict[bool, InnerSearch] = {}
         self._failed: dict[int, PlanError] = {}
 
@@ -129,6 +132,7 @@ class InnerSearches:
         options = replace(self.options, recompute="full")
         other = InnerSearches(self.search_cache_of, self.samples, options, self.progress)
         other.timings, other.unsolved = self.timings, self.unsolved
+        other._deadline = self._deadline
         return other
 
     def microbatch_samples(self, configuration: Configuration) -> int:
@@ -156,8 +160,20 @@ class InnerSearches:
         search = self.of(configuration.microbatches)
         return search, self.microbatch_samples(configuration)
 
+    def is_out_of_time(self) -> bool:
+        """Whether the ``time_limit`` of the search has passed."""
+        return time.perf_counter() > self._deadline
+
+    def step_bound(self, configuration: Configuration, level: Level) -> float:
+        """Seconds of a step that no plan of a configuration is below."""
+        search, samples = self.of_configuration(configuration)
+        bound = step_bound(search, configuration, samples, level)
+        if level < Level.SOLVED:
+            return bound
+        return max(bound, partition_bound(search, configuration, samples))
+
     def least_bytes(self, configuration: Configuration) -> float:
-        """Bytes of a device that no plan of a configuration, in equal stages, goes below."""
+        """Bytes of the fullest device that no plan of a configuration goes below."""
         search, samples = self.of_configuration(configuration)
         return least_bytes(search, configuration, samples)
 

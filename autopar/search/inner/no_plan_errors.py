@@ -1,6 +1,4 @@
-"""The errors of configurations that have no plan, and the note of configurations that were not
-solved.
-"""
+"""The errors of configurations that have no plan."""
 
 from __future__ import annotations
 
@@ -20,14 +18,14 @@ def no_plan_error(
 
     Args:
         failures: why configurations failed.
-        unsolved: configurations for which the solver had too little time.
+        unsolved: configurations for which the solver reached its limit.
         samples: of the batch.
     """
     size = options.micro_batch_size
     if unsolved:
         return PlanError(
-            f"no plan was found: {unsolved_notes(unsolved, options)[0]}. Give a higher one, or "
-            "parallel= or mesh= sizes"
+            f"no plan was found: the solver reached its limit of operations for {unsolved[0]}, and "
+            f"for {len(unsolved) - 1} other configurations. Give parallel= or mesh= sizes"
         )
     if size is None and failures:
         # The user asked for no microbatch size, so an error about one helps least.
@@ -35,8 +33,7 @@ def no_plan_error(
     if size is None:
         return PlanError(
             f"no plan was found for a batch of {samples} on {options.world_size} ranks: give "
-            "other parallel= or mesh= sizes, or a higher "
-            f"time_limit than {options.time_limit:g} s"
+            "other parallel= or mesh= sizes"
         )
     if failures and _is_about_size(failures[0]):
         return failures[0]
@@ -56,14 +53,6 @@ def no_plan_error(
 
 def _is_about_size(error: PlanError) -> bool:
     return str(error).startswith("micro_batch_size")
-
-
-def unsolved_notes(unsolved: Sequence[Configuration], options: Options) -> list[str]:
-    """The note of a plan beside which ``unsolved`` configurations have none; empty without them."""
-    names = list(dict.fromkeys(map(str, unsolved)))
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    limit = f"the solver found no plan for them within time_limit={options.time_limit:g} s"
-    return [f"not searched: {', '.join(names[:3])}{more}; {limit}"] if names else []
 
 
 def too_many_stages_error(configuration: Configuration, units: int) -> PlanError:
@@ -112,7 +101,7 @@ def over_budget_error(
     at = f" at stage {stage}" if stage is not None and configuration.stages > 1 else ""
     advice = memory_advice(kinds, options, configuration.axes)
     return BudgetError(
-        f"no plan fits the {given} of {search.budget:,.0f} bytes: the least that any needs is "
+        f"no plan fits the {given} of {search.budget:,.0f} bytes: the least found is "
         f"{needed:,.0f} bytes a device{at} ({where}), on a mesh of {mesh}{piped} in {microbatches} "
         f"microbatch{'es' * (microbatches > 1)} of {samples} sample{'s' * (samples > 1)}. "
         f"What would free most: {advice}",

@@ -88,6 +88,7 @@ class SearchCache:
         self.tracer, self.compute = OperatorTracer(cluster.device.kind), ComputeCosts(cluster, tf32)
         self.work, self.staged_graphs = LruCache[WorkByKind](), LruCache[StagedGraph]()
         self.problems, self.solutions = LruCache[Problem](), LruCache[Solution](MOST_SOLUTIONS)
+        self.floors = LruCache[float](MOST_SOLUTIONS)
         self._saved = LruCache[dict[fx.Node, SavedTensors]]()
         self._units, self._conversions = LruCache[Units](), LruCache[ConversionCosts]()
 

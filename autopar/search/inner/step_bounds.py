@@ -9,6 +9,7 @@ import time
 from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import replace
+from enum import IntEnum
 
 import numpy as np
 
@@ -16,16 +17,38 @@ from autopar.cost_model import ConversionCosts
 from autopar.memory.saved_tensors import trace_saved_tensors
 from autopar.search.ilp.cost_weights import CostBreakdown
 from autopar.search.ilp.memory_prices import MemoryPrices
-from autopar.search.inner.inner_search import InnerSearch, equal_stages_step_ratio
+from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.inner.search_cache import WorkByKind
 from autopar.search.space.configuration import Configuration, least_step_ratio
 
 # A ladder of prices of memory: the first price in steps for the whole budget, the factor from one
 # price to the next, and the number of prices.
 FIRST_PRICE, PRICE_FACTOR, PRICE_COUNT = 0.05, 3.0, 10
-# A configuration that does not fit at the highest price is estimated to take this many times as
-# long as there.
-DOES_NOT_FIT_FACTOR = 10
+
+
+class Level(IntEnum):
+    """The levels of a bound, from the cheapest to the sharpest."""
+
+    FLOOR = 0  # every kernel is split evenly over all devices, and nothing is sent
+    UNSOLVED = 1  # every operator takes its cheapest strategy on one replica
+    REPLICA = 2  # the best solution of one replica's problem, which sends no gradients
+    SOLVED = 3  # the best solution of the whole problem
+
+
+def step_bound(
+    search: InnerSearch, configuration: Configuration, samples: int, level: Level
+) -> float:
+    """Seconds of a step that no plan of a configuration is below; infinite bytes do not count.
+
+    Args:
+        samples: of one microbatch.
+    """
+    if level == Level.FLOOR:
+        return compute_floor(search, configuration, samples)
+    if level == Level.UNSOLVED:
+        prices, ratio, _ = _replica_prices(search, configuration, samples)
+        return ratio * prices.problem.lower_bound(prices.weights)
+    return solved_bound(search, configuration, samples, level == Level.REPLICA)
 
 
 def compute_floor(search: InnerSearch, configuration: Configuration, samples: int) -> float:
@@ -35,6 +58,12 @@ def compute_floor(search: InnerSearch, configuration: Configuration, samples: in
     if search.cache.kernel_timer is not None:
         return 0.0  # the cluster has no curve for some kernels
     share = samples / search.analysis.batch.size / math.prod(configuration.sizes)
+    microbatch = search.cache.floors.of(share, lambda: _least_seconds(search, share))
+    return least_step_ratio(configuration) * microbatch
+
+
+def _least_seconds(search: InnerSearch, share: float) -> float:
+    """Seconds of one microbatch where each kernel has this share of its work."""
     work = search.cache.work.of("all", lambda: _work_by_kind(search))
     microbatch = 0.0
     for (operator, kind, dtype), (flops, nbytes) in work.items():
@@ -42,7 +71,7 @@ def compute_floor(search: InnerSearch, configuration: Configuration, samples: in
             kind, dtype, flops * share, nbytes * share, operator=operator
         )
         microbatch += float(seconds.sum())
-    return least_step_ratio(configuration) * microbatch
+    return microbatch
 
 
 def _work_by_kind(search: InnerSearch) -> WorkByKind:
@@ -59,44 +88,43 @@ def _work_by_kind(search: InnerSearch) -> WorkByKind:
     return {key: np.array(amounts).T for key, amounts in by_kind.items()}
 
 
-def unsolved_bound(search: InnerSearch, configuration: Configuration, samples: int) -> float:
-    """Seconds of a step that no plan of this configuration can beat, with the problem but without a
-    solve.
-    """
-    prices, scale, _ = _replica_prices(search, configuration, samples)
-    ratio = scale * least_step_ratio(configuration) / equal_stages_step_ratio(configuration)
-    return ratio * prices.problem.lower_bound(prices.weights)
-
-
 def least_bytes(search: InnerSearch, configuration: Configuration, samples: int) -> float:
-    """Bytes of a device that no plan of this configuration, in equal stages, goes below, without a
-    solve.
+    """Bytes of the fullest device that no plan of this configuration goes below, without a solve:
+    the mean of all stages, each with the fewest microbatches in flight of any stage.
     """
-    prices = search.prices(configuration, samples)
-    nothing = np.zeros(1)
+    prices, nothing = search.prices(configuration, samples), np.zeros(1)
+    in_flight = min(configuration.microbatches_in_flight()) / configuration.chunks
     bytes_alone = replace(
-        prices.weights, micro=nothing, step=nothing, send=nothing, price=np.ones(1)
+        prices.weights,
+        micro=nothing,
+        step=nothing,
+        send=nothing,
+        price=np.ones(1),
+        flight=np.array([float(in_flight)]),
     )
     return prices.problem.lower_bound(bytes_alone) / configuration.pipeline
 
 
 def solved_bound(
-    search: InnerSearch, configuration: Configuration, samples: int
-) -> tuple[float, float]:
-    """Seconds of a step that no plan of this configuration can beat, and an estimate of the seconds
-    that its best plan takes.
+    search: InnerSearch, configuration: Configuration, samples: int, of_replica: bool
+) -> float:
+    """Seconds of a step that no plan of this configuration can beat.
 
-    On an axis that splits samples nothing else is gained. So one replica's problem is solved, with
-    the replica's share of the samples, for all numbers of replicas. Bytes that last count for
-    nothing in it.
+    Args:
+        of_replica: solve the problem of one replica, with the replica's share of the samples, for
+            all numbers of replicas. Bytes that last and seconds once a step count for nothing in
+            it.
 
     The bound is a Lagrangian relaxation of the memory budgets. At the price lambda / k for the
     memory of a stage with k microbatches in flight, a saved activation costs lambda a byte at any
     stage. The solved cost, less the price of all budgets, is a lower bound of the seconds. The
-    estimate is the time of the solution at the first price of the ladder that fits the budget.
+    prices are those of a ladder, up to the first at which the solution fits the budget.
     """
-    prices, scale, is_replica = _replica_prices(search, configuration, samples)
-    proven = scale * least_step_ratio(configuration) / equal_stages_step_ratio(configuration)
+    prices, ratio, is_replica = (
+        _replica_prices(search, configuration, samples)
+        if of_replica
+        else _whole_prices(search, configuration, samples)
+    )
     start = time.perf_counter()
     pipeline, in_flight = configuration.pipeline, float(prices.weights.flight[0])
     by_stage = configuration.microbatches_in_flight()
@@ -109,17 +137,16 @@ def solved_bound(
 
     unit = prices.at(0.0).value / search.budget / in_flight
     ladder = [0.0, *(FIRST_PRICE * unit * PRICE_FACTOR**i for i in range(PRICE_COUNT))]
-    first = 0 if fits(0.0) else bisect_left(ladder, True, lo=1, key=fits)
+    tried = [0.0]
+    if not fits(0.0):
+        bisect_left(ladder, True, lo=1, key=lambda price: tried.append(price) or fits(price))  # type: ignore[func-returns-value]
     bound = -math.inf
-    for price in (p for p in ladder if p in prices.solved):
+    for price in tried:
         solution = prices.at(price)
         lasting = price * float(solution.cost_breakdown.state[0]) if is_replica else 0.0
         bound = max(bound, solution.bound - lasting - price * in_flight * budgets)
-    fitting = prices.at(ladder[min(first, PRICE_COUNT)])
-    estimate = fitting.cost_breakdown.seconds(prices.weights)
-    estimate *= 1 if first <= PRICE_COUNT else DOES_NOT_FIT_FACTOR
     search.add_time("solve", start)
-    return proven * bound, scale * estimate
+    return ratio * bound
 
 
 def equal_stages_bytes(
@@ -138,21 +165,32 @@ def equal_stages_bytes(
     return (float(breakdown.kept[0]) * in_flight + state / replicas + gathered) / pipeline
 
 
+def _whole_prices(
+    search: InnerSearch, configuration: Configuration, samples: int
+) -> tuple[MemoryPrices, float, bool]:
+    """The solutions of a configuration's problem; the factor from their seconds to seconds that no
+    step is below; False, as they are not of one replica.
+    """
+    prices = search.prices(configuration, samples)
+    ratio = least_step_ratio(configuration) / float(prices.weights.micro[0])
+    return prices, min(ratio, 1.0), False
+
+
 def _replica_prices(
     search: InnerSearch, configuration: Configuration, samples: int
 ) -> tuple[MemoryPrices, float, bool]:
-    """The solutions that bound a configuration; the factor from their seconds to the seconds of a
-    step; and whether they are the solutions of one replica.
+    """The solutions that bound a configuration; the factor from their seconds to seconds that no
+    step is below; and whether they are the solutions of one replica.
     """
     degree, axes = _data_degree(configuration), configuration.axes
     # Constraints name the types along all axes, so a replica has no axes to be solved on.
     if degree == 1 or len(axes) == 1 or search.options.constraints:
-        return search.prices(configuration, samples), 1.0, False
+        return _whole_prices(search, configuration, samples)
     rest = tuple(a for a in axes if a.use != "data")
     replicas = search.options.world_size // math.prod(a.size for a in rest)
     replica = Configuration(replicas, rest, 1)
     prices = search.prices(replica, samples // degree, replica_only=True)
-    return prices, equal_stages_step_ratio(configuration), True
+    return prices, least_step_ratio(configuration), True
 
 
 def _data_degree(configuration: Configuration) -> int:

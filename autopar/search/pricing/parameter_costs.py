@@ -21,6 +21,7 @@ from autopar.cost_model import (
 )
 from autopar.ir.parameter_collectives import (
     BUCKET_BYTES,
+    bucket_count,
     parameter_collectives,
     shared_gradient_dtype,
 )
@@ -62,6 +63,11 @@ class ParameterCosts:
         )
         self._optimizer, self._reduction_dtype = optimizer, reduction_dtype
         self._microbatches, self._sizes, self._holders = microbatches, sizes, holders
+        # No bucket can have more bytes, and no kind of collective can have more buckets.
+        total = sum(_bucketed_bytes(n, reduction_dtype) for n in analysis.state)
+        self._bucket_bytes = min(BUCKET_BYTES, max(total, 1.0))
+        hidden = compute.overlap * (1 - 1 / bucket_count(total))
+        self._exposed = max(1 - hidden, _LEAST_EXPOSED)
 
     @property
     def pipeline_axis(self) -> int:
@@ -75,9 +81,10 @@ class ParameterCosts:
         of the gradient. Where several ranks of the pipeline hold the parameter, their sum is a term
         along :attr:`pipeline_axis`.
 
-        Collectives go in buckets, and a parameter pays its share of a full bucket. Gradients are
-        summed during the last backward, which hides a part of the seconds. Parameters are gathered
-        before the forward, where nothing hides them.
+        Collectives go in buckets, and a parameter pays its share of a full bucket, or of the one
+        bucket that all parameters fill. Gradients are summed during the last backward, which hides
+        a part of the seconds of all buckets but the last. Parameters are gathered before the
+        forward, where nothing hides them.
         """
         terms = [
             replace(t, seconds=self._bucketed_seconds(t))
@@ -91,8 +98,8 @@ class ParameterCosts:
     def _bucketed_seconds(self, term: Term) -> float:
         if term.kind == "copy":
             return term.seconds
-        bucket = max(term.nbytes, BUCKET_BYTES)
-        exposed = max(1 - self.compute.overlap, _LEAST_EXPOSED) if term.phase == "backward" else 1.0
+        bucket = max(term.nbytes, self._bucket_bytes)
+        exposed = self._exposed if term.phase == "backward" else 1.0
         axis = self._conversions.axes[term.axis]
         return exposed * float(collective_seconds(term.kind, bucket, axis)) * term.nbytes / bucket
 
@@ -157,3 +164,10 @@ class ParameterCosts:
     def _elements(self, node: fx.Node, layout: tuple) -> float:
         """Elements of one rank's chunk of a parameter."""
         return float(node.meta["val"].numel() / chunk_count(layout, self._sizes))
+
+
+def _bucketed_bytes(node: fx.Node, reduction_dtype: torch.dtype | None) -> float:
+    """The bytes that a parameter has in a bucket at most."""
+    stored = stored_dtype(node)
+    gradient = shared_gradient_dtype(stored, reduction_dtype)
+    return float(node.meta["val"].numel() * max(stored.itemsize, gradient.itemsize))

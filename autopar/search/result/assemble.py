@@ -66,7 +66,7 @@ class _Assembly:
         in_flight = np.array(configuration.microbatches_in_flight(), dtype=float)
         ones = np.ones(configuration.stages)
         weights = CostWeights(ones * configuration.microbatches, ones, ones, ones * 0.0, in_flight)
-        chosen = ReducedProblem(problem, weights).solve(search.options.time_limit)[0]
+        chosen = ReducedProblem(problem, weights).solve()[0]
         recomputed = self._recomputed_conversions(problem, chosen)
         chosen = problem.free_unneeded_results(chosen, recomputed)
         recomputed = problem.needed_conversions(recomputed, chosen)
@@ -100,6 +100,7 @@ class _Assembly:
             _DecidedRecomputation(state_of),
             lambda n: self.stage_of[n],
             configuration.stages,
+            self.search.options.solver,
         )
 
     def _solution_of_node(self) -> dict[fx.Node, int]:

@@ -34,6 +34,11 @@ def end_of_step(priced: PricedPlan) -> list[dict[str, float]]:
     return ends
 
 
+def reported_seconds(priced: PricedPlan) -> float:
+    """Seconds of a step, with the plan's buckets."""
+    return sum(priced.seconds_by_kind(end_of_step(priced)).values())
+
+
 def has_no_bucket(priced: PricedPlan, term: Term) -> bool:
     """Whether a term of gradient synchronisation goes in no bucket, so that nothing hides it."""
     return term.kind == "copy" or term.axis == priced.costs.parameters.pipeline_axis

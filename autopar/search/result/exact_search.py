@@ -8,7 +8,6 @@ other. Here every node and tensor is decided on its own, together with the cut.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
@@ -38,6 +37,9 @@ MAX_CUTS = 5_000  # cuts that get a bound
 MAX_SOLVED = 64  # cuts that get a program
 MAX_FLOWS = 10_000  # columns of a program
 MAX_ACTIONS = 256  # actions of a schedule
+# About the multiplications and additions that the solver may take for all cuts.
+EXACT_OPERATIONS = 2e9
+_OPERATIONS_A_COLUMN = 5e4  # to price and to write a program, for each of its columns
 LEAST_IMPROVEMENT = 1e-7  # the relative improvement of the step time that counts
 
 
@@ -45,7 +47,7 @@ def solve_exactly(
     search: InnerSearch,
     configuration: Configuration,
     samples: int,
-    time_limit: float,
+    operations: float = EXACT_OPERATIONS,
     best: PricedPlan | None = None,
     reserve: Sequence[float] | None = None,
     starts: Sequence[int] | None = None,
@@ -55,13 +57,13 @@ def solve_exactly(
 
     Args:
         samples: the samples of a microbatch.
-        time_limit: seconds in all.
+        operations: about the multiplications and additions that the solver may take in all.
         best: a plan that is known; it is returned where no better plan is found.
         reserve: bytes of each pipeline rank that must stay free.
         starts: the first unit of each stage, where the user fixed the cuts.
     """
     with resized(search.analysis, samples, search.analysis.rules):
-        exact = _ExactSearch(search, configuration, time_limit, best, reserve)
+        exact = _ExactSearch(search, configuration, operations, best, reserve)
         return exact.run(None if starts is None else tuple(starts))
 
 
@@ -72,14 +74,14 @@ class _ExactSearch:
         self,
         search: InnerSearch,
         configuration: Configuration,
-        time_limit: float,
+        operations: float,
         best: PricedPlan | None,
         reserve: Sequence[float] | None,
     ) -> None:
         self._search, self._configuration, self._best = search, configuration, best
         self._seconds = sum(best.seconds_by_kind().values()) if best else math.inf
         self._room = [search.budget - r for r in reserve or [0.0] * configuration.pipeline]
-        self._deadline = time.perf_counter() + time_limit
+        self._operations = operations  # that are left
 
     def run(self, cut: Cut | None) -> PricedPlan | None:
         """The best plan of the user's cut, or of all cuts where that is None."""
@@ -143,8 +145,7 @@ class _ExactSearch:
         if configuration.stages == 1:
             return np.asarray(configuration.microbatches * (forward + backward)[0])
         weights = replace(CostWeights.of_one_stage(), step=np.zeros(1))
-        time_left = self._deadline - time.perf_counter()
-        microbatch = ReducedProblem(whole, weights).solve(time_left)[1]
+        microbatch = ReducedProblem(whole, weights).solve()[1]
         schedule = schedule_seconds(
             configuration.schedule,
             configuration.pipeline,
@@ -161,7 +162,7 @@ class _ExactSearch:
         Returns:
             Seconds that no plan of the cut is below; ``bound`` where it was not solved.
         """
-        if time.perf_counter() > self._deadline:
+        if self._operations <= 0:
             return bound
         stages = self._configuration.stages
         try:
@@ -178,7 +179,8 @@ class _ExactSearch:
             about=self._seconds if self._best else 2 * bound + 1e-9,
             limit=self._seconds * (1 - LEAST_IMPROVEMENT),
         )
-        solution, least = program.best(max(self._deadline - time.perf_counter(), 0.1))
+        solution, least = program.best(self._operations)
+        self._operations -= program.operations + _OPERATIONS_A_COLUMN * program.columns
         if solution is not None:
             found = cut.priced_plan(solution, self._best.gap if self._best else 1.0)
             if (seconds := sum(found.seconds_by_kind().values())) < self._seconds:
@@ -205,6 +207,7 @@ class _CutProblem:
             search.recompute,
             self._stage_of.__getitem__,
             stages,
+            search.options.solver,
         )
 
     def priced_plan(self, solution: Solution, gap: float) -> PricedPlan:

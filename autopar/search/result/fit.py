@@ -16,12 +16,11 @@ from autopar.search.inner.step_bounds import equal_stages_bytes, solved_bound
 from autopar.search.pricing.resize import resized
 from autopar.search.result.assemble import assemble
 from autopar.search.result.counted_memory import count_memory
-from autopar.search.result.exact_search import solve_exactly
+from autopar.search.result.exact_search import EXACT_OPERATIONS, solve_exactly
 from autopar.search.result.priced_plan import PricedPlan
 
 REFITS = 6
 EXACT_TRIES = 3
-EXACT_SECONDS = 2.0  # time limit of the exact search, which solves small problems only
 
 
 def fit_to_memory(searches: InnerSearches, candidate: Candidate) -> PricedPlan:
@@ -58,12 +57,12 @@ def fit_to_memory(searches: InnerSearches, candidate: Candidate) -> PricedPlan:
     return _prove(searches, candidate, best)
 
 
-def with_proven_gap(searches: InnerSearches, priced: PricedPlan) -> PricedPlan:
+def _with_proven_gap(searches: InnerSearches, priced: PricedPlan) -> PricedPlan:
     """The plan with the gap to the bound of its configuration."""
     configuration = priced.configuration
     search, samples = searches.of_configuration(configuration)
-    bound, _ = solved_bound(search, configuration, samples)
-    return replace(priced, gap=max(0.0, 1 - bound / priced.seconds))
+    bound = solved_bound(search, configuration, samples, of_replica=False)
+    return replace(priced, gap=min(max(0.0, 1 - bound / priced.seconds), 1.0))
 
 
 def _fastest_plan(searches: InnerSearches, candidate: Candidate) -> PricedPlan | None:
@@ -121,7 +120,7 @@ def _refit(
 def _prove(searches: InnerSearches, candidate: Candidate, priced: PricedPlan) -> PricedPlan:
     """The plan with its proven gap, or the better plan of the exact search, for small problems."""
     if candidate.configuration.stages > 1:
-        priced = with_proven_gap(searches, priced)
+        priced = _with_proven_gap(searches, priced)
     elif len(candidate.solutions) == 1:
         return priced  # the gap of its candidate is proven, and there is no price of memory
     reserve = [0.0] * candidate.configuration.pipeline
@@ -138,10 +137,11 @@ def _exact_plan(
     search, samples = searches.of_configuration(configuration)
     is_cut_by_user = options.pipeline and options.pipeline.split_before
     starts = candidate.starts if is_cut_by_user else None
-    time_limit = min(EXACT_SECONDS, options.time_limit)
     bound = 0.0  # of the step time, with all of the memory
     for attempt in range(EXACT_TRIES):
-        found = solve_exactly(search, configuration, samples, time_limit, best, reserve, starts)
+        found = solve_exactly(
+            search, configuration, samples, EXACT_OPERATIONS, best, reserve, starts
+        )
         if found is None or found is best:
             return found
         bound = bound if attempt else found.seconds * (1 - found.gap)

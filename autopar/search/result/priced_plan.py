@@ -169,7 +169,7 @@ class PricedPlan:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step."""
+        """Seconds of a step, as the problem counts them."""
         return sum(self.seconds_by_kind().values())
 
     # Bytes

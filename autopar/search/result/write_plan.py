@@ -49,6 +49,7 @@ def write_plan(
         seconds=priced.seconds_by_kind(end_of_step(priced)),
         stages=tuple(_stage_plans(priced)),
         gap=priced.gap,
+        configuration_gap=priced.gap,
         pipeline=configuration.pipeline,
         schedule=configuration.schedule,
         recomputed=program.recomputed,

@@ -42,6 +42,11 @@ def data_and_tensor_mesh(data: int, tensor: int) -> tuple[Axis, ...]:
     return tuple(axes)
 
 
+def free_mesh(sizes: Sequence[int]) -> tuple[Axis, ...]:
+    """Axes that may split anything."""
+    return tuple(Axis(f"axis{i}", size) for i, size in enumerate(sizes))
+
+
 def parallel_meshes(
     parallel: Mapping[str, Any], world_size: int, pipeline: int
 ) -> list[tuple[Axis, ...]]:

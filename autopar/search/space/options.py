@@ -14,9 +14,11 @@ from autopar.errors import PlanError
 from autopar.ir.plan_data import SCHEDULES
 from autopar.ir.plan_json import LARGEST
 from autopar.ir.precision import COMPUTE_DTYPES, REDUCE_DTYPES, reduction_dtype
+from autopar.search.space.check_solver import check_solver
 from autopar.search.space.meshes import (
     Axis,
     data_and_tensor_mesh,
+    free_mesh,
     parallel_meshes,
     parallel_size,
 )
@@ -28,6 +30,9 @@ from autopar.search.space.recompute_policy import RECOMPUTE_OPTIONS
 MANY_RANKS = 16
 
 MAX_RANKS = 2**20
+
+# The time limit of a search for more than so many ranks, where none is given.
+UNLIMITED_RANKS, DEFAULT_SECONDS = 16, 60.0
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,11 @@ class Options:
             ``torch.optim.AdamW``, ``Adam`` and ``SGD`` themselves mean their names.
         constraints: layouts by pattern of a parameter's name or a module's path:
             ``{"*.mlp.up_proj.weight": "I S0"}``.
-        time_limit: seconds for one solve.
+        time_limit: seconds for the whole search. It ends then with the best plan so far, or with
+            the first plan that it finds. None: no limit up to 16 ranks, 60 s for more.
+        solver: "highs", or "pulp:NAME" for any solver that PuLP knows: "pulp:CBC",
+            "pulp:GUROBI". Limits of PuLP's solvers are seconds, so that plans may depend on the
+            machine.
         profile_missing: whether to measure on this machine the kernels for which the cluster has
             no curve. Measured times are remembered.
     """
@@ -99,8 +108,9 @@ class Options:
     reduce_dtype: str | None = None
     optimizer: str = "adamw"
     constraints: Mapping[str, str] = field(default_factory=dict)
-    time_limit: float = 60.0
+    time_limit: float | None = None
     profile_missing: bool = False
+    solver: str = "highs"
 
     def __post_init__(self) -> None:
         _check_whole("world_size", self.world_size, "the number of ranks")
@@ -121,6 +131,9 @@ class Options:
         _check_choice("recompute", self.recompute, RECOMPUTE_OPTIONS)
         if self.schedule is not None:
             _check_choice("schedule", self.schedule, SCHEDULES)
+        if not isinstance(self.solver, str):
+            raise PlanError(f'solver={self.solver!r}: give "highs" or "pulp:NAME"')
+        check_solver(self.solver)
         if not isinstance(self.profile_missing, bool):
             raise PlanError(f"profile_missing={self.profile_missing!r}: give True or False")
         if self.zero is not None and not (
@@ -134,7 +147,8 @@ class Options:
         """Check the options that are numbers with a unit."""
         if self.memory_budget is not None:
             _check_positive("memory_budget", self.memory_budget, "bytes per device")
-        _check_positive("time_limit", self.time_limit, "seconds for one solve")
+        if self.time_limit is not None:
+            _check_positive("time_limit", self.time_limit, "seconds for the whole search")
         if self.micro_batch_size is not None:
             what = "samples in a microbatch of one replica"
             _check_whole("micro_batch_size", self.micro_batch_size, what)
@@ -189,6 +203,13 @@ class Options:
         return reduction_dtype(self.precision, self.reduce_dtype)
 
     @property
+    def search_seconds(self) -> float:
+        """Seconds that the search may take."""
+        if self.time_limit is not None:
+            return self.time_limit
+        return math.inf if self.world_size <= UNLIMITED_RANKS else DEFAULT_SECONDS
+
+    @property
     def pipeline(self) -> PipelineOptions | None:
         """What the user fixed of the pipeline; None where it is free."""
         if self.parallel is not None:
@@ -221,19 +242,14 @@ class Options:
         axis with the slowest links comes first.
         """
         if self.mesh is not None:
-            return [_free_mesh(self.mesh)]
+            return [free_mesh(self.mesh)]
         if self.parallel is not None:
             return parallel_meshes(dict(self.parallel), self.world_size, pipeline)
         ranks = self.world_size // pipeline
         if ranks < MANY_RANKS and pipeline == 1:
             pairs = [(d, ranks // d) for d in range(2, ranks) if ranks % d == 0]
-            return [_free_mesh(sizes) for sizes in [(ranks,), *pairs]]
+            return [free_mesh(sizes) for sizes in [(ranks,), *pairs]]
         return [data_and_tensor_mesh(d, ranks // d) for d in range(1, ranks + 1) if ranks % d == 0]
-
-
-def _free_mesh(sizes: Sequence[int]) -> tuple[Axis, ...]:
-    """Axes that may split anything."""
-    return tuple(Axis(f"axis{i}", size) for i, size in enumerate(sizes))
 
 
 def _pipeline_options(value: Any, world_size: int) -> PipelineOptions:

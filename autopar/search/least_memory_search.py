@@ -1,0 +1,80 @@
+"""The search for a plan of least memory, where no candidate fits the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from autopar.errors import PlanError
+from autopar.search.enumeration import Enumeration, Family
+from autopar.search.inner.inner_searches import InnerSearches
+from autopar.search.neighbours import tensor_modes
+from autopar.search.result.least_memory import first_that_fits
+from autopar.search.result.priced_plan import PricedPlan
+from autopar.search.space.configuration import Configuration
+
+MOST_LEAST = 12  # configurations whose least memory is worked out
+MOST_MODES = 2  # meshes of modes
+
+
+class LeastMemorySearch:
+    """Tries plans of least memory.
+
+    Args:
+        over_budget: configurations that are over the budget, with about the least bytes that they
+            need.
+    """
+
+    def __init__(
+        self,
+        searches: InnerSearches,
+        enumeration: Enumeration,
+        over_budget: list[tuple[float, Configuration]],
+    ) -> None:
+        self.searches, self.enumeration = searches, enumeration
+        self.over_budget = over_budget
+
+    def run(
+        self, near: Configuration | None, candidates: Sequence[Configuration]
+    ) -> PricedPlan | None:
+        """The first plan that fits; None where no configuration can split the batch.
+
+        Args:
+            near: the configuration of the fastest candidate; None where there is no candidate.
+            candidates: the configurations of all candidates.
+
+        Raises:
+            BudgetError: no plan fits; of the configuration that needs least memory.
+        """
+        if near is None:
+            return self._first_that_fits(self.over_budget, MOST_LEAST)
+        counts = self.enumeration.microbatch_counts(near)
+        several = [replace(near, microbatches=m) for m in counts]
+        tried = dict.fromkeys((*self.enumeration.possible(several), *candidates))
+        most = max(configuration.microbatches for configuration in tried)
+        modes = self._modes(replace(near, microbatches=most))
+        ordered = [(0.0, c) for c in tried] + [(0.5, c) for c in modes]
+        ordered += [(max(least, 1.0), c) for least, c in self.over_budget]
+        return self._first_that_fits(ordered, MOST_LEAST + len(modes))
+
+    def _first_that_fits(
+        self, configurations: Sequence[tuple[float, Configuration]], most: int
+    ) -> PricedPlan | None:
+        """The first least-memory plan that fits, among those of ``most`` configurations."""
+        return first_that_fits(self.searches, sorted(configurations, key=lambda o: o[0])[:most])
+
+    def _modes(self, near: Configuration) -> list[Configuration]:
+        """The configurations of modes that may fit, of the families with the least bound of their
+        memory.
+        """
+        options = self.searches.options
+        if options.parallel is not None or options.mesh is not None or near.stages > 1:
+            return []
+        found: list[tuple[float, Family]] = []
+        for family in tensor_modes(self.enumeration, near):
+            if possible := self.enumeration.possible(family):
+                with suppress(PlanError):
+                    found.append((self.searches.least_bytes(possible[-1]), possible))
+        nearest = [family for _, family in sorted(found, key=lambda f: f[0])[:MOST_MODES]]
+        return [c for family in nearest for c in family if self.searches.may_fit(c)]

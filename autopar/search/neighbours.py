@@ -1,0 +1,79 @@
+"""Configurations around a good one that the enumeration leaves out: meshes whose axes may split
+anything, and the modes of tensor parallelism. A problem on such a mesh has many more layouts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from autopar.errors import PlanError
+from autopar.search.enumeration import Enumeration, Family
+from autopar.search.space.configuration import Configuration
+from autopar.search.space.meshes import free_mesh, mode_mesh
+from autopar.search.space.modes.mode import Mode
+from autopar.search.space.modes.registry import mode_names, modes_without_keywords
+
+# The number of ranks of a stage up to which meshes of three free axes are tried: around every
+# configuration, and around one whose axes are free or of a mode.
+MOST_RANKS_ON_THREE_AXES, MOST_WHERE_FREE_AXES_PAY = 8, 16
+# Ranks along an axis of a mode that the user did not ask for. Its kernels run step by step along
+# the axis, and to price them takes as many steps.
+LONGEST_MODE_AXIS = 16
+
+
+def free_meshes(near: Configuration) -> Iterator[Family]:
+    """``near`` on meshes of free axes: one axis; two axes, of which one is as long as the longest
+    axis of ``near``, half or twice as long; in small stages three axes.
+    """
+    ranks = math.prod(near.sizes)
+    pays = near.mode is not None or all(a.use == "free" for a in near.axes)
+    pairs = [(a, ranks // a) for a in range(2, ranks) if ranks % a == 0]
+    sizes = [(ranks,), *(pair for pair in pairs if any(s in _close(near) for s in pair))]
+    if ranks <= (MOST_WHERE_FREE_AXES_PAY if pays else MOST_RANKS_ON_THREE_AXES):
+        sizes += [(a, b, c // b) for a, c in pairs for b in range(2, c) if c % b == 0]
+    for each in sizes if ranks > 1 else ():
+        yield (replace(near, axes=free_mesh(each)),)
+
+
+def _close(near: Configuration) -> set[int]:
+    """The lengths of the longest axis of ``near``, half and twice of it."""
+    longest = max(near.sizes)
+    return {longest, 2 * longest, longest // 2}
+
+
+def tensor_modes(enumeration: Enumeration, near: Configuration) -> Iterator[Family]:
+    """Meshes of modes such as ``2d``, in no more microbatches than ``near``.
+
+    Their axes have about as many ranks together as the axes of ``near`` that may split other
+    factors than the batch: half as many to twice as many.
+    """
+    ranks = math.prod(near.sizes)
+    split = math.prod(a.size for a in near.axes if a.use != "data")
+    is_free = any(a.use == "free" for a in near.axes)
+    for size in (n for n in range(2, ranks + 1) if ranks % n == 0):
+        if is_free or split <= 2 * size <= 4 * split:
+            for name in mode_names():
+                for mode in modes_without_keywords(name, size):
+                    if not mode.plain:
+                        yield from _in_mode(enumeration, near, mode, size)
+
+
+def _in_mode(
+    enumeration: Enumeration, near: Configuration, mode: Mode, size: int
+) -> Iterator[Family]:
+    """``near`` with ``size`` ranks in a mode; the other ranks of a stage split samples."""
+    ranks, pipeline = math.prod(near.sizes), near.pipeline
+    data = ranks // size
+    groups = mode.groups(0, ranks * pipeline, data, pipeline, size)
+    if max(map(len, groups.values())) > LONGEST_MODE_AXIS:
+        return
+    try:
+        configuration = replace(near, axes=mode_mesh(mode, data, pipeline))
+    except PlanError as e:
+        enumeration.failures.append(e)
+        return
+    counts = enumeration.microbatch_counts(configuration) if configuration.stages == 1 else []
+    fewer = [m for m in counts if m < near.microbatches]
+    yield tuple(replace(configuration, microbatches=m) for m in (*fewer, near.microbatches))
