@@ -25,6 +25,7 @@ from torch import nn
 import autopar
 from autopar import CaptureError, Plan, PlanError, RunError
 from autopar.errors import BudgetError
+from autopar.formatting.table import format_bytes
 from autopar.ir.layout import I, S
 
 BATCH = 8
@@ -350,8 +351,8 @@ def test_a_budget_that_nothing_fits() -> None:
     assert "no plan fits the memory_budget of 1,000 bytes" in message
     assert f"least found is {caught.value.least:,.0f} bytes a device" in message
     advice = message[message.index("What would free most") :]
-    assert f"zero=2, about {5 * parameters * 3 / 4:,.0f}" in advice
-    assert f'optimizer="sgd", if you train with it, {3 * parameters:,.0f}' in advice
+    assert f"zero=2, about {format_bytes(5 * parameters * 3 / 4)}" in advice
+    assert f'optimizer="sgd", if you train with it, {format_bytes(3 * parameters)}' in advice
     assert "world_size=8" in advice
     assert "leaving out parallel=" in advice
 

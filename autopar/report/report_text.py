@@ -96,15 +96,14 @@ def _optimality(plan: PlanData) -> str:
         if len(plan.mesh_sizes) <= EXACT_AXES or plan.modes
         else "the neighbourhood searched last"
     )
-    every = f"{plan.compared:,} configurations compared" if plan.compared > 1 else "the search"
     if max(plan.gap, plan.configuration_gap) < OPTIMAL:
         return (
             f"proven optimal to {_slower(plan.configuration_gap)} in {own} and to "
-            f"{_slower(plan.gap)} in {every}"
+            f"{_slower(plan.gap)} among the {plan.compared:,} compared"
         )
     return (
-        f"at most {_slower(plan.configuration_gap)} slower than the best plan of {own}; at most "
-        f"{_slower(plan.gap)} slower than the best of {every}"
+        f"at most {_slower(plan.configuration_gap)} slower than the best plan of {own}, "
+        f"{_slower(plan.gap)} than the best of the {plan.compared:,} compared"
     )
 
 

@@ -78,9 +78,8 @@ class Enumeration:
             degrees = [math.prod(a.size for a in configuration.axes if a.use == "data")]
         if size is not None:
             return sorted({samples // (d * size) for d in degrees if samples % (d * size) == 0})
-        # A microbatch of a single sample over all ranks has a price, but cannot run yet.
-        most = max(samples // max(min(degrees), 2), 1)
-        return [m for m in range(1, most + 1) if samples % (m * min(degrees)) == 0] or [1]
+        counts = range(1, samples // min(degrees) + 1)
+        return [m for m in counts if samples % (m * min(degrees)) == 0] or [1]
 
     def possible(self, configurations: Sequence[Configuration]) -> Family:
         """The configurations that the schedule, the batch and the graph allow. The reasons of the

@@ -14,7 +14,9 @@ from autopar.search.result.least_memory import first_that_fits
 from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.space.configuration import Configuration
 
-MOST_LEAST = 12  # configurations whose least memory is worked out
+# Configurations whose least memory is worked out; where bounds show that nothing fits, only to say
+# about how much is needed.
+MOST_LEAST, MOST_WHERE_NOTHING_FITS = 12, 2
 MOST_MODES = 2  # meshes of modes
 
 
@@ -36,19 +38,21 @@ class LeastMemorySearch:
         self.over_budget = over_budget
 
     def run(
-        self, near: Configuration | None, candidates: Sequence[Configuration]
+        self, near: Configuration | None, candidates: Sequence[Configuration], may_fit: bool
     ) -> PricedPlan | None:
         """The first plan that fits; None where no configuration can split the batch.
 
         Args:
             near: the configuration of the fastest candidate; None where there is no candidate.
             candidates: the configurations of all candidates.
+            may_fit: whether bounds leave any configuration that may fit.
 
         Raises:
             BudgetError: no plan fits; of the configuration that needs least memory.
         """
         if near is None:
-            return self._first_that_fits(self.over_budget, MOST_LEAST)
+            most = MOST_LEAST if may_fit else MOST_WHERE_NOTHING_FITS
+            return self._first_that_fits(self.over_budget, most)
         counts = self.enumeration.microbatch_counts(near)
         several = [replace(near, microbatches=m) for m in counts]
         tried = dict.fromkeys((*self.enumeration.possible(several), *candidates))
@@ -61,8 +65,14 @@ class LeastMemorySearch:
     def _first_that_fits(
         self, configurations: Sequence[tuple[float, Configuration]], most: int
     ) -> PricedPlan | None:
-        """The first least-memory plan that fits, among those of ``most`` configurations."""
-        return first_that_fits(self.searches, sorted(configurations, key=lambda o: o[0])[:most])
+        """The first least-memory plan that fits, among those of ``most`` configurations: those
+        with the fewest bytes, together with one copy of the largest tensor.
+        """
+
+        def nbytes(found: tuple[float, Configuration]) -> float:
+            return found[0] + self.searches.largest_tensor_bytes(found[1])
+
+        return first_that_fits(self.searches, sorted(configurations, key=nbytes)[:most])
 
     def _modes(self, near: Configuration) -> list[Configuration]:
         """The configurations of modes that may fit, of the families with the least bound of their

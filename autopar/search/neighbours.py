@@ -15,9 +15,8 @@ from autopar.search.space.meshes import free_mesh, mode_mesh
 from autopar.search.space.modes.mode import Mode
 from autopar.search.space.modes.registry import mode_names, modes_without_keywords
 
-# The number of ranks of a stage up to which meshes of three free axes are tried: around every
-# configuration, and around one whose axes are free or of a mode.
-MOST_RANKS_ON_THREE_AXES, MOST_WHERE_FREE_AXES_PAY = 8, 16
+# The number of ranks of a stage up to which meshes of three free axes are tried.
+MOST_RANKS_ON_THREE_AXES = 8
 # Ranks along an axis of a mode that the user did not ask for. Its kernels run step by step along
 # the axis, and to price them takes as many steps.
 LONGEST_MODE_AXIS = 16
@@ -28,10 +27,9 @@ def free_meshes(near: Configuration) -> Iterator[Family]:
     axis of ``near``, half or twice as long; in small stages three axes.
     """
     ranks = math.prod(near.sizes)
-    pays = near.mode is not None or all(a.use == "free" for a in near.axes)
     pairs = [(a, ranks // a) for a in range(2, ranks) if ranks % a == 0]
     sizes = [(ranks,), *(pair for pair in pairs if any(s in _close(near) for s in pair))]
-    if ranks <= (MOST_WHERE_FREE_AXES_PAY if pays else MOST_RANKS_ON_THREE_AXES):
+    if ranks <= MOST_RANKS_ON_THREE_AXES:
         sizes += [(a, b, c // b) for a, c in pairs for b in range(2, c) if c % b == 0]
     for each in sizes if ranks > 1 else ():
         yield (replace(near, axes=free_mesh(each)),)

@@ -62,10 +62,11 @@ def best_plan(searches: InnerSearches) -> BestPlan:
         BudgetError: no plan fits; with the least memory that was found.
         PlanError: no configuration has a plan; of the configuration that comes nearest.
     """
+    search = OuterSearch(searches)
     try:
-        return OuterSearch(searches).run()
+        return search.run()
     except BudgetError as e:
-        if searches.options.recompute != "auto":
+        if searches.options.recompute != "auto" or not search.may_fit:
             raise
         try:
             found = OuterSearch(searches.with_full_recomputation()).run()
@@ -76,11 +77,16 @@ def best_plan(searches: InnerSearches) -> BestPlan:
 
 
 class OuterSearch:
-    """Finds the best plan over all configurations that the options leave."""
+    """Finds the best plan over all configurations that the options leave.
+
+    Attributes:
+        may_fit: whether any configuration needs no more than the budget by the bound of its bytes.
+    """
 
     def __init__(self, searches: InnerSearches) -> None:
         self.searches, self.options = searches, searches.options
         self.enumeration = Enumeration(searches)
+        self.may_fit = False
         self._open: list[OpenFamily] = []
         self._numbers = count()
         self._compared: set[Configuration] = set()
@@ -97,9 +103,12 @@ class OuterSearch:
         if (found := self._fastest_that_fits()) is not None:
             return found
         near = self._ordered()[0].configuration if self._candidates else None
-        least = LeastMemorySearch(self.searches, self.enumeration, self._over_budget)
+        # Where nothing fits by any bound, whole blocks are recomputed to say how much is needed.
+        is_only_told = not self.may_fit and self.options.recompute == "auto"
+        searches = self.searches.with_full_recomputation() if is_only_told else self.searches
+        least = LeastMemorySearch(searches, self.enumeration, self._over_budget)
         candidates = [candidate.configuration for candidate, _ in self._candidates]
-        if (plan := least.run(near, candidates)) is not None:
+        if (plan := least.run(near, candidates, self.may_fit)) is not None:
             return self._best_plan(plan)
         raise no_plan_error(
             self.enumeration.failures, self.searches.unsolved, self.options, self.searches.samples
@@ -144,9 +153,7 @@ class OuterSearch:
     def _bound(self, configuration: Configuration, level: Level) -> float | None:
         """A lower bound of the step time; None where the configuration has no plan."""
         try:
-            is_unrequested = self.options.is_unrequested_mode(configuration.mode)
-            is_first = is_unrequested and not self._candidates
-            if level == Level.SOLVED or (level == Level.UNSOLVED and is_first):
+            if level == Level.UNSOLVED:
                 least = self.searches.least_bytes(configuration)
                 if least > self.searches.of(configuration.microbatches).budget:
                     self._over_budget.append((least, configuration))
@@ -160,6 +167,7 @@ class OuterSearch:
         """Makes the candidate of a configuration. Returns whether more microbatches may be faster,
         because memory is scarce.
         """
+        self.may_fit = True
         try:
             candidate = self.searches.candidate(configuration)
         except BudgetError as e:
@@ -195,6 +203,7 @@ class OuterSearch:
         if self.options.parallel is not None or self.options.mesh is not None:
             return
         searched: set[Configuration] = set()
+        has_tried_modes = False
         for _ in range(NEIGHBOURHOODS):
             near = [c.configuration for c in self._ordered()[:1]] or [
                 c for _, c in sorted(self._over_budget, key=lambda o: o[0])[:2]
@@ -204,8 +213,13 @@ class OuterSearch:
                 return
             searched.update(new)
             for configuration in new:
-                self._add(free_meshes(configuration))
-                self._add(tensor_modes(self.enumeration, configuration), MOST_MODE_MESHES)
+                if self._candidates:  # free axes save no memory
+                    self._add(free_meshes(configuration))
+                # Around free axes, modes of all sizes are tried; once is enough.
+                if not (has_tried_modes and _is_free(configuration)):
+                    modes = tensor_modes(self.enumeration, configuration)
+                    self._add(modes, MOST_MODE_MESHES)
+                    has_tried_modes = True
             self._search()
 
     # From candidates to the plan
@@ -270,16 +284,19 @@ class OuterSearch:
             yield f"{', '.join(names[:3])}{more}: the solver reached its limit of operations"
 
 
+def _is_free(configuration: Configuration) -> bool:
+    return any(a.use == "free" for a in configuration.axes)
+
+
 def _complexity(configuration: Configuration) -> tuple[int, ...]:
     """Configurations that are simpler have smaller numbers."""
     pipeline, chunks = configuration.pipeline, configuration.chunks
-    is_free = any(a.use == "free" for a in configuration.axes)
     schedule = configuration.schedule not in ("1f1b", "interleaved-1f1b")
     return (
         pipeline,
         len(configuration.axes),
         configuration.mode is not None,
-        is_free,
+        _is_free(configuration),
         chunks,
         schedule,
         configuration.microbatches,

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import torch
+
 from autopar.errors import PlanError
 from autopar.ir.captured import BatchDivision
 from autopar.search.inner.candidate import Candidate, best_candidate
@@ -176,6 +178,17 @@ class InnerSearches:
         """Bytes of the fullest device that no plan of a configuration goes below."""
         search, samples = self.of_configuration(configuration)
         return least_bytes(search, configuration, samples)
+
+    def largest_tensor_bytes(self, configuration: Configuration) -> float:
+        """Bytes of the largest result of a call in one microbatch, split over all ranks of a
+        stage.
+        """
+        search, samples = self.of_configuration(configuration)
+        calls = [n for n in search.nodes if n.op == "call_function"]
+        tensors = [n.meta["val"] for n in calls if isinstance(n.meta["val"], torch.Tensor)]
+        largest = max(float(t.numel() * t.element_size()) for t in tensors)
+        share = samples / search.analysis.batch.size
+        return largest * share / math.prod(configuration.sizes)
 
     def may_fit(self, configuration: Configuration) -> bool:
         """Whether a plan of the configuration may fit the budget."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from autopar.formatting.table import format_bytes
 from autopar.search.space.meshes import Axis
 from autopar.search.space.options import Options
 
@@ -13,7 +14,7 @@ _TEMPORARY = ("inputs", "activations", "transient", "outputs", "recomputed", "co
 
 
 def memory_advice(kinds: Mapping[str, float], options: Options, axes: Sequence[Axis]) -> str:
-    """The options that would free memory, with about the bytes that each frees, most first.
+    """The three options that would free most memory, with about how much each frees.
 
     Args:
         kinds: the bytes of a device, by kind, of the plan that needs least.
@@ -34,5 +35,6 @@ def memory_advice(kinds: Mapping[str, float], options: Options, axes: Sequence[A
     if kinds.get("optimizer"):
         found.append((kinds["optimizer"], 'optimizer="sgd", if you train with it,'))
     fixed = [f"{name}=" for name in ("parallel", "mesh", "constraints") if getattr(options, name)]
-    ways = [f"{what} {nbytes:,.0f}" for nbytes, what in sorted(found, reverse=True)]
+    most = sorted(found, reverse=True)[:3]
+    ways = [f"{option} {format_bytes(nbytes)}" for nbytes, option in most]
     return "; ".join(ways + [f"or leaving out {' and '.join(fixed)}"] * bool(fixed))

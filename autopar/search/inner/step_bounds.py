@@ -90,17 +90,20 @@ def _work_by_kind(search: InnerSearch) -> WorkByKind:
 
 def least_bytes(search: InnerSearch, configuration: Configuration, samples: int) -> float:
     """Bytes of the fullest device that no plan of this configuration goes below, without a solve:
-    the mean of all stages, each with the fewest microbatches in flight of any stage.
+    the mean of all stages of one replica, each with the fewest microbatches in flight of any
+    stage, where replicas share evenly what lasts.
     """
-    prices, nothing = search.prices(configuration, samples), np.zeros(1)
-    in_flight = min(configuration.microbatches_in_flight()) / configuration.chunks
+    prices, _, is_replica = _replica_prices(search, configuration, samples)
+    share = _data_degree(configuration) if is_replica and search.options.zero != 0 else 1
+    in_flight = float(min(configuration.microbatches_in_flight()))
+    nothing = np.zeros(1)
     bytes_alone = replace(
         prices.weights,
         micro=nothing,
         step=nothing,
         send=nothing,
-        price=np.ones(1),
-        flight=np.array([float(in_flight)]),
+        price=np.array([1 / share]),
+        flight=np.array([in_flight * share]),
     )
     return prices.problem.lower_bound(bytes_alone) / configuration.pipeline
 

@@ -64,6 +64,11 @@ def least_step_ratio(configuration: Configuration) -> float:
     the first microbatch has passed the ranks before it, and the step ends when the gradients of
     the last microbatch have passed them, too. The slowest rank is fastest where
     w_r = (1 - 1/m) w_(r-1).
+
+    In every schedule one microbatch passes all stages, forward and backward. The zero-bubble
+    schedule may leave half of the last backward for later.
     """
     m, p = configuration.microbatches, configuration.pipeline
-    return 1 / (1 - (1 - 1 / m) ** p) if configuration.schedule in SINGLE else m / p
+    if configuration.schedule in SINGLE:
+        return 1 / (1 - (1 - 1 / m) ** p)
+    return max(m / p, 0.5 if configuration.schedule == "zero-bubble" else 1.0)

@@ -1,0 +1,99 @@
+"""Bounds of the step time hold: no cut of random units into stages is below them."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import zoo
+
+import autopar
+from autopar.cost_model import schedule_seconds
+from autopar.errors import PlanError
+from autopar.search.inner import partition_bound as module
+from autopar.search.space.check_schedule import check_schedule
+from autopar.search.space.configuration import Configuration, least_step_ratio
+from autopar.search.space.meshes import data_and_tensor_mesh
+
+SCHEDULES = [
+    (schedule, chunks)
+    for schedule in ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble")
+    for chunks in (1, 2)
+    if (schedule in ("gpipe", "1f1b") and chunks == 1)
+    or (schedule == "interleaved-1f1b" and chunks == 2)
+    or schedule == "zero-bubble"
+]
+
+
+def configurations() -> list[Configuration]:
+    found = []
+    for (schedule, chunks), pipeline, microbatches in itertools.product(
+        SCHEDULES, (2, 3), (1, 2, 3, 4, 6)
+    ):
+        try:
+            check_schedule(schedule, pipeline, chunks, microbatches)
+        except PlanError:
+            continue
+        axes = data_and_tensor_mesh(1, 1)
+        found.append(Configuration(pipeline, axes, microbatches, chunks, schedule))
+    return found
+
+
+@pytest.mark.parametrize("configuration", configurations(), ids=lambda c: f"{c.schedule} {c}")
+def test_no_cut_is_faster_than_the_bounds(
+    configuration: Configuration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(configuration.microbatches)
+    search: Any = SimpleNamespace(problem=lambda configuration, samples: None)
+    closest = 0.0
+    for _ in range(6):
+        forward, backward = rng.random(7) ** 3, rng.random(7) ** 3
+        monkeypatch.setattr(
+            module, "_least_unit_seconds", lambda *_, times=(forward, backward): times
+        )
+        bound = max(
+            module.partition_bound(search, configuration, 1),
+            least_step_ratio(configuration) * float((forward + backward).sum()),
+        )
+        least = min(
+            step_seconds(configuration, (0, *cut, 7), forward, backward)
+            for cut in itertools.combinations(range(1, 7), configuration.stages - 1)
+        )
+        assert bound <= least * (1 + 1e-9)
+        closest = max(closest, bound / least)
+    assert closest > 0.5
+
+
+def step_seconds(
+    configuration: Configuration, cut: tuple[int, ...], forward: np.ndarray, backward: np.ndarray
+) -> float:
+    """The simulated step of one cut."""
+    ranges = list(itertools.pairwise(cut))
+    return float(
+        schedule_seconds(
+            configuration.schedule,
+            configuration.pipeline,
+            configuration.chunks,
+            configuration.microbatches,
+            [float(forward[a:b].sum()) for a, b in ranges],
+            [float(backward[a:b].sum()) for a, b in ranges],
+        )
+    )
+
+
+@pytest.mark.parametrize("world_size", [4, 6])
+def test_more_time_leads_to_no_slower_plan(world_size: int) -> None:
+    """Every limit leads to a plan, and a longer limit to no slower one."""
+    model, sample = zoo.gpt2(batch=12, dropout=0.0)
+    options: dict[str, Any] = dict(cluster="cpu", progress=False)
+    limits: list[float | None] = [1e-3, 0.5, None]
+    plans = [
+        autopar.plan(model, sample, world_size, time_limit=limit, **options) for limit in limits
+    ]
+    for shorter, longer in itertools.pairwise(plans):
+        assert longer.step_time <= shorter.step_time * 1.002
+    assert all(0 <= plan.configuration_gap <= plan.gap <= 1 for plan in plans)
+    assert plans[0].gap >= plans[-1].gap
