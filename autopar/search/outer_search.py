@@ -216,7 +216,7 @@ class OuterSearch:
                 if self._candidates:  # free axes save no memory
                     self._add(free_meshes(configuration))
                 # Around free axes, modes of all sizes are tried; once is enough.
-                if not (has_tried_modes and _is_free(configuration)):
+                if not (has_tried_modes and configuration.has_free_axes):
                     modes = tensor_modes(self.enumeration, configuration)
                     self._add(modes, MOST_MODE_MESHES)
                     has_tried_modes = True
@@ -233,7 +233,7 @@ class OuterSearch:
             (candidate for candidate, _ in self._candidates),
             key=lambda c: (
                 max(c.seconds, equal),
-                _complexity(c.configuration) if c.seconds <= equal else (),
+                c.configuration.complexity if c.seconds <= equal else (),
                 c.seconds,
             ),
         )
@@ -282,22 +282,3 @@ class OuterSearch:
             names = list(dict.fromkeys(map(str, self.searches.unsolved)))
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             yield f"{', '.join(names[:3])}{more}: the solver reached its limit of operations"
-
-
-def _is_free(configuration: Configuration) -> bool:
-    return any(a.use == "free" for a in configuration.axes)
-
-
-def _complexity(configuration: Configuration) -> tuple[int, ...]:
-    """Configurations that are simpler have smaller numbers."""
-    pipeline, chunks = configuration.pipeline, configuration.chunks
-    schedule = configuration.schedule not in ("1f1b", "interleaved-1f1b")
-    return (
-        pipeline,
-        len(configuration.axes),
-        configuration.mode is not None,
-        _is_free(configuration),
-        chunks,
-        schedule,
-        configuration.microbatches,
-    )

@@ -41,6 +41,24 @@ class Configuration:
         """The mode that the mesh must use; None where it need not use any."""
         return next((a.mode for a in self.axes if a.mode is not None and a.is_required), None)
 
+    @property
+    def has_free_axes(self) -> bool:
+        """Whether an axis of the mesh may split anything."""
+        return any(a.use == "free" for a in self.axes)
+
+    @property
+    def complexity(self) -> tuple[int, ...]:
+        """Simpler configurations have smaller numbers."""
+        return (
+            self.pipeline,
+            len(self.axes),
+            self.mode is not None,
+            self.has_free_axes,
+            self.chunks,
+            self.schedule not in ("1f1b", "interleaved-1f1b"),
+            self.microbatches,
+        )
+
     def microbatches_in_flight(self) -> tuple[int, ...]:
         """The most microbatches in flight in each stage. One stage runs microbatches one by one."""
         if self.stages == 1:

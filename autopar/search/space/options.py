@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral, Real
+from numbers import Integral
 from types import NoneType
 from typing import Any
 
 from autopar.cost_model.memory import optimizer_name
 from autopar.errors import PlanError
 from autopar.ir.plan_data import SCHEDULES
-from autopar.ir.plan_json import LARGEST
 from autopar.ir.precision import COMPUTE_DTYPES, REDUCE_DTYPES, reduction_dtype
 from autopar.search.space.check_solver import check_solver
 from autopar.search.space.meshes import (
@@ -23,6 +22,7 @@ from autopar.search.space.meshes import (
     parallel_size,
 )
 from autopar.search.space.modes.mode import Mode
+from autopar.search.space.option_checks import check_choice, check_positive, check_whole
 from autopar.search.space.recompute_policy import RECOMPUTE_OPTIONS
 
 # The number of ranks of a stage from which on the search tries only meshes whose axes have a use:
@@ -113,7 +113,7 @@ class Options:
     solver: str = "highs"
 
     def __post_init__(self) -> None:
-        _check_whole("world_size", self.world_size, "the number of ranks")
+        check_whole("world_size", self.world_size, "the number of ranks")
         if self.world_size > MAX_RANKS:
             raise PlanError(
                 f"world_size={self.world_size}: plans are made for up to {MAX_RANKS:,} ranks"
@@ -127,10 +127,10 @@ class Options:
         """Check the options that take one of a few values."""
         for name, known in (("precision", COMPUTE_DTYPES), ("reduce_dtype", REDUCE_DTYPES)):
             if getattr(self, name) is not None:
-                _check_choice(name, getattr(self, name), known, ", or leave it out")
-        _check_choice("recompute", self.recompute, RECOMPUTE_OPTIONS)
+                check_choice(name, getattr(self, name), known, ", or leave it out")
+        check_choice("recompute", self.recompute, RECOMPUTE_OPTIONS)
         if self.schedule is not None:
-            _check_choice("schedule", self.schedule, SCHEDULES)
+            check_choice("schedule", self.schedule, SCHEDULES)
         if not isinstance(self.solver, str):
             raise PlanError(f'solver={self.solver!r}: give "highs" or "pulp:NAME"')
         check_solver(self.solver)
@@ -146,12 +146,12 @@ class Options:
     def _check_quantities(self) -> None:
         """Check the options that are numbers with a unit."""
         if self.memory_budget is not None:
-            _check_positive("memory_budget", self.memory_budget, "bytes per device")
+            check_positive("memory_budget", self.memory_budget, "bytes per device")
         if self.time_limit is not None:
-            _check_positive("time_limit", self.time_limit, "seconds for the whole search")
+            check_positive("time_limit", self.time_limit, "seconds for the whole search")
         if self.micro_batch_size is not None:
             what = "samples in a microbatch of one replica"
-            _check_whole("micro_batch_size", self.micro_batch_size, what)
+            check_whole("micro_batch_size", self.micro_batch_size, what)
 
     def _check_containers(self) -> None:
         """Check ``mesh``, ``parallel`` and ``constraints``, as far as no model is needed."""
@@ -161,7 +161,7 @@ class Options:
                 f"mesh=({self.world_size},)"
             )
         for size in self.mesh or ():
-            _check_whole("mesh", size, "the ranks along an axis")
+            check_whole("mesh", size, "the ranks along an axis")
         for name, example in (
             ("parallel", "dict(data=2)"),
             ("constraints", '{"*.mlp.up_proj.weight": "I S0"}'),
@@ -267,7 +267,7 @@ def _pipeline_options(value: Any, world_size: int) -> PipelineOptions:
         )
     chunks = given.get("chunks")
     if chunks is not None:
-        _check_whole("parallel['pipeline']['chunks']", chunks, "stages on each pipeline rank")
+        check_whole("parallel['pipeline']['chunks']", chunks, "stages on each pipeline rank")
     cuts = given.get("split_before", ())
     if (
         isinstance(cuts, str)
@@ -284,19 +284,3 @@ def _pipeline_options(value: Any, world_size: int) -> PipelineOptions:
             f"{chunks or 1} chunks) need {stages - 1}"
         )
     return PipelineOptions(size, chunks or (1 if cuts else None), tuple(cuts))
-
-
-def _check_choice(name: str, value: Any, known: Collection[str], otherwise: str = "") -> None:
-    if not isinstance(value, str) or value not in known:
-        raise PlanError(f"{name}={value!r}: give one of {', '.join(known)}{otherwise}")
-
-
-def _check_whole(name: str, value: Any, meaning: str) -> None:
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
-        raise PlanError(f"{name}={value!r}: {meaning}, a whole number of at least 1")
-
-
-def _check_positive(name: str, value: Any, meaning: str) -> None:
-    number = isinstance(value, Real) and not isinstance(value, bool)
-    if not number or not value > 0 or LARGEST**2 < value < math.inf:
-        raise PlanError(f"{name}={value!r}: {meaning}, a number above 0")
