@@ -78,6 +78,8 @@ def t5(layers: int, width: int, batch: int, length: int) -> Model:
         d_kv=64,
         vocab_size=8192,
         dropout_rate=0.0,
+        decoder_start_token_id=0,
+        pad_token_id=0,
         use_cache=False,
     )
     with torch.device("meta"):
