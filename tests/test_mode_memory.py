@@ -81,6 +81,7 @@ def test_a_ring_holds_a_sequence_that_one_rank_does_not(ranks: Pools) -> None:
             cluster="cpu",
             memory_budget=budget,
             recompute="none",
+            micro_batch_size=BATCH,
             progress=False,
         )
     ring: dict[str, Any] = dict(

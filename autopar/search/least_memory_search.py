@@ -16,7 +16,7 @@ from autopar.search.space.configuration import Configuration
 
 # Configurations whose least memory is worked out; where bounds show that nothing fits, only to say
 # about how much is needed.
-MOST_LEAST, MOST_WHERE_NOTHING_FITS = 12, 2
+MOST_LEAST, MOST_WHERE_NOTHING_FITS = 12, 4
 MOST_MODES = 2  # meshes of modes
 
 

@@ -2,9 +2,9 @@
 
 A configuration has a lower bound of the step time, in levels from cheap to sharp. The search always
 takes the configuration with the lowest bound and sharpens it; after the sharpest level it makes a
-candidate: stage cuts, a solution of each unit, an estimated step time. It ends when the lowest
-bound is about as high as the fastest candidate. The fastest candidates are then counted in full,
-and the fastest that fits is the plan.
+candidate: stage cuts, a solution of each unit, an estimated step time. A candidate that may be the
+fastest is counted in full. The search ends when the lowest bound is about as high as the fastest
+plan that fits.
 """
 
 from __future__ import annotations
@@ -21,17 +21,15 @@ from autopar.search.ilp.linear_program import UnsolvedError
 from autopar.search.inner.candidate import Candidate
 from autopar.search.inner.inner_searches import InnerSearches
 from autopar.search.inner.no_plan_errors import no_plan_error
-from autopar.search.inner.step_bounds import Level
+from autopar.search.inner.step_bounds import Level, StepBound
 from autopar.search.least_memory_search import LeastMemorySearch
 from autopar.search.neighbours import free_meshes, tensor_modes
 from autopar.search.result.best_plan import BestPlan
-from autopar.search.result.fit import fit_to_memory
+from autopar.search.result.fitting_plans import FittingPlans
 from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.space.configuration import Configuration
 
-# Of candidates whose step times differ by less than this part, the simplest is taken.
-EQUAL = 0.002
-COUNTED = 6  # candidates, the fastest first, that are counted in full
+MOST_FIRST = 3  # candidates that are made before the clock counts, until one fits
 NEIGHBOURHOODS = 4  # configurations around which others are tried
 MOST_MODE_MESHES = 8  # meshes of modes that are solved around one configuration
 
@@ -40,11 +38,13 @@ class OpenFamily(NamedTuple):
     """A family of which the first configuration waits.
 
     Attributes:
+        estimate: about the seconds of the best plan of the first configuration.
         bound: seconds that no plan of the first configuration is below.
         number: which family was opened first.
         level: of the bound.
     """
 
+    estimate: float
     bound: float
     number: int
     level: Level
@@ -92,27 +92,41 @@ class OuterSearch:
         self._compared: set[Configuration] = set()
         # The candidates, with the bounds of their configurations.
         self._candidates: list[tuple[Candidate, float]] = []
+        self._fitting = FittingPlans(searches)
         # Configurations that are over the budget, with about the least memory that they need.
         self._over_budget: list[tuple[float, Configuration]] = []
 
     def run(self) -> BestPlan:
         """The best plan; PlanError as for :func:`best_plan`."""
         self._add(self.enumeration.families())
+        if math.isfinite(self.options.search_seconds):
+            self._make_first_candidates()
         self._search()
         self._search_neighbours()
-        if (found := self._fastest_that_fits()) is not None:
-            return found
-        near = self._ordered()[0].configuration if self._candidates else None
-        # Where nothing fits by any bound, whole blocks are recomputed to say how much is needed.
-        is_only_told = not self.may_fit and self.options.recompute == "auto"
-        searches = self.searches.with_full_recomputation() if is_only_told else self.searches
-        least = LeastMemorySearch(searches, self.enumeration, self._over_budget)
-        candidates = [candidate.configuration for candidate, _ in self._candidates]
-        if (plan := least.run(near, candidates, self.may_fit)) is not None:
-            return self._best_plan(plan)
+        if self._fitting.plans:
+            return self._best_plan(self._fitting.proven())
+        if (least := self._least_memory_plan()) is not None:
+            return self._best_plan(least)
         raise no_plan_error(
             self.enumeration.failures, self.searches.unsolved, self.options, self.searches.samples
         )
+
+    def _least_memory_plan(self) -> PricedPlan | None:
+        """The plan that fits of those that need least memory; BudgetError where none fits."""
+        every = [self.searches]
+        if not self.may_fit and self.options.recompute == "auto":
+            # Nothing fits. With whole blocks recomputed, perhaps less memory is needed.
+            every.append(self.searches.with_full_recomputation())
+        near = self._near()[0] if self._candidates else None
+        candidates = [candidate.configuration for candidate, _ in self._candidates]
+        errors: list[BudgetError] = []
+        for searches in every:
+            search = LeastMemorySearch(searches, self.enumeration, self._over_budget)
+            try:
+                return search.run(near, candidates, self.may_fit)
+            except BudgetError as e:
+                errors.append(e)
+        raise min(errors, key=lambda e: e.least)
 
     # Configurations in the order of their bounds
 
@@ -124,34 +138,48 @@ class OuterSearch:
         for family in families:
             possible = self.enumeration.possible([c for c in family if c not in self._compared])
             level = Level.FLOOR if most is None else Level.UNSOLVED
-            if possible and (bound := self._bound(possible[0], level)) is not None:
+            if possible and (found := self._bound(possible[0], level)) is not None:
                 self._compared.update(possible)
-                opened.append(OpenFamily(bound, next(self._numbers), level, possible))
+                number = next(self._numbers)
+                opened.append(OpenFamily(found.estimate, found.bound, number, level, possible))
         for each in sorted(opened)[:most]:
             heapq.heappush(self._open, each)
 
     def _search(self) -> None:
         """Makes candidates until no configuration is left that may be faster."""
-        while self._open:
-            bound, number, level, family = self._open[0]
-            if bound >= self._fastest_seconds * (1 - EQUAL):
-                return
-            if self._candidates and self.searches.is_out_of_time():
-                return
-            heapq.heappop(self._open)
-            self.searches.progress(str(family[0]))
-            if level < Level.SOLVED and not self.searches.is_out_of_time():
-                sharper = self._bound(family[0], Level(level + 1))
-                if sharper is not None:
-                    entry = OpenFamily(max(bound, sharper), number, Level(level + 1), family)
-                    heapq.heappush(self._open, entry)
-                elif len(family) > 1:
-                    heapq.heappush(self._open, OpenFamily(bound, number, level, family[1:]))
-            elif self._make_candidate(family[0], bound) and len(family) > 1:
-                heapq.heappush(self._open, OpenFamily(bound, number, Level.UNSOLVED, family[1:]))
+        while self._open and not self._ends_early():
+            each = heapq.heappop(self._open)
+            first, others = each.family[0], each.family[1:]
+            if not self._fitting.may_be_faster(each.bound):
+                continue
+            self.searches.progress(str(first))
+            if each.level == Level.SOLVED or self.searches.is_out_of_time():
+                if self._make_candidate(first, each.bound) and others:
+                    self._push(each, Level.UNSOLVED, others)
+            elif (found := self._bound(first, Level(each.level + 1))) is not None:
+                bound = max(each.bound, found.bound)
+                estimate = max(each.estimate, found.estimate)
+                level = Level(each.level + 1)
+                entry = each._replace(estimate=estimate, bound=bound, level=level)
+                heapq.heappush(self._open, entry)
+            elif others:
+                self._push(each, each.level, others)
 
-    def _bound(self, configuration: Configuration, level: Level) -> float | None:
-        """A lower bound of the step time; None where the configuration has no plan."""
+    def _push(self, each: OpenFamily, level: Level, others: Family) -> None:
+        """The other configurations of a family wait with the bound of the first."""
+        heapq.heappush(self._open, each._replace(level=level, family=others))
+
+    def _make_first_candidates(self) -> None:
+        """Makes the first candidate that fits, whatever the time limit, so that more time leads to
+        no slower plan.
+        """
+        for entry in sorted(self._open)[:MOST_FIRST]:
+            self._make_candidate(entry.family[0], entry.bound)
+            if self._fitting.plans:
+                return
+
+    def _bound(self, configuration: Configuration, level: Level) -> StepBound | None:
+        """A bound and an estimate of the step time; None where the configuration has no plan."""
         try:
             if level == Level.UNSOLVED:
                 least = self.searches.least_bytes(configuration)
@@ -179,11 +207,14 @@ class OuterSearch:
         if configuration.stages == 1:
             bound = max(bound, candidate.seconds * (1 - candidate.gap))
         self._candidates.append((candidate, bound))
+        self._fitting.count(candidate)
         return len(candidate.solutions) > 1
 
-    @property
-    def _fastest_seconds(self) -> float:
-        return min((c.seconds for c, _ in self._candidates), default=math.inf)
+    def _ends_early(self) -> bool:
+        """Whether the time is over, or candidates never fit."""
+        if self._fitting.plans:
+            return self.searches.is_out_of_time()
+        return self._fitting.never_fit
 
     def _remember_failure(self, configuration: Configuration, error: PlanError) -> None:
         """Keeps the reason why a configuration has no plan. A mode that the user did not ask for
@@ -205,10 +236,7 @@ class OuterSearch:
         searched: set[Configuration] = set()
         has_tried_modes = False
         for _ in range(NEIGHBOURHOODS):
-            near = [c.configuration for c in self._ordered()[:1]] or [
-                c for _, c in sorted(self._over_budget, key=lambda o: o[0])[:2]
-            ]
-            new = [c for c in near if c not in searched]
+            new = [c for c in self._near() if c not in searched]
             if not new or self.searches.is_out_of_time():
                 return
             searched.update(new)
@@ -222,50 +250,20 @@ class OuterSearch:
                     has_tried_modes = True
             self._search()
 
-    # From candidates to the plan
+    def _near(self) -> list[Configuration]:
+        """The best configuration so far, or else those that need least memory."""
+        if self._fitting.plans:
+            return [self._fitting.chosen().candidate.configuration]
+        if self._candidates:
+            return [min((c for c, _ in self._candidates), key=lambda c: c.seconds).configuration]
+        return [c for _, c in sorted(self._over_budget, key=lambda o: o[0])[:2]]
 
-    def _ordered(self) -> list[Candidate]:
-        """The candidates, the best first: the simplest of those that are about as fast as the
-        fastest, then the others by their seconds.
-        """
-        equal = self._fastest_seconds * (1 + EQUAL)
-        return sorted(
-            (candidate for candidate, _ in self._candidates),
-            key=lambda c: (
-                max(c.seconds, equal),
-                c.configuration.complexity if c.seconds <= equal else (),
-                c.seconds,
-            ),
-        )
-
-    def _fastest_that_fits(self) -> BestPlan | None:
-        """The fastest plan among those of the fastest candidates, counted in full. A plan is about
-        as slow as its candidate or slower.
-        """
-        best: BestPlan | None = None
-        for tried, candidate in enumerate(self._ordered()):
-            enough = COUNTED if best is not None else 2 * COUNTED
-            if tried >= enough or (best is not None and self._is_slower(candidate, best)):
-                break
-            try:
-                plan = self._best_plan(fit_to_memory(self.searches, candidate))
-            except UnsolvedError:
-                self.searches.unsolved.append(candidate.configuration)
-            except BudgetError:
-                pass  # the candidate needs more memory than its estimate said
-            else:
-                faster = best is None or plan.seconds < best.seconds * (1 - EQUAL)
-                best = plan if faster else best
-        return best
-
-    def _is_slower(self, candidate: Candidate, best: BestPlan) -> bool:
-        """Whether a candidate is not worth to be counted beside ``best``."""
-        return candidate.seconds * (1 + EQUAL) >= best.seconds or self.searches.is_out_of_time()
+    # What the plan says of itself
 
     def _lowest_bound(self) -> float:
         """Seconds that no plan of all configurations compared is below."""
         bounds = [bound for _, bound in self._candidates]
-        return max(min([*bounds, *(each.bound for each in self._open[:1])], default=0.0), 0.0)
+        return max(min([*bounds, *(each.bound for each in self._open)], default=0.0), 0.0)
 
     def _best_plan(self, plan: PricedPlan) -> BestPlan:
         bound, compared = self._lowest_bound(), len(self._compared)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+import numpy as np
 import torch.fx as fx
 
 from autopar.cost_model import Cluster, ConversionCosts
@@ -75,6 +76,8 @@ class InnerSearch:
             tuple(options.constraints.items()),
         )
         self._prices: dict[tuple, MemoryPrices] = {}
+        # The least seconds of each unit, forward and backward, by the identity of the problem.
+        self.unit_seconds: dict[int, tuple[Problem, tuple[np.ndarray, np.ndarray]]] = {}
         self.add_time("blocks", start)
 
     @property

@@ -15,9 +15,8 @@ from autopar.errors import PlanError
 from autopar.ir.captured import BatchDivision
 from autopar.search.inner.candidate import Candidate, best_candidate
 from autopar.search.inner.inner_search import InnerSearch
-from autopar.search.inner.partition_bound import partition_bound
 from autopar.search.inner.search_cache import SearchCache
-from autopar.search.inner.step_bounds import Level, least_bytes, step_bound
+from autopar.search.inner.step_bounds import Level, StepBound, least_bytes, step_bound
 from autopar.search.space.configuration import Configuration
 from autopar.search.space.options import Options
 from autopar.search.space.user_cuts import user_cut_nodes
@@ -166,13 +165,10 @@ class InnerSearches:
         """Whether the ``time_limit`` of the search has passed."""
         return time.perf_counter() > self._deadline
 
-    def step_bound(self, configuration: Configuration, level: Level) -> float:
-        """Seconds of a step that no plan of a configuration is below."""
+    def step_bound(self, configuration: Configuration, level: Level) -> StepBound:
+        """:func:`step_bound` of a configuration."""
         search, samples = self.of_configuration(configuration)
-        bound = step_bound(search, configuration, samples, level)
-        if level < Level.SOLVED:
-            return bound
-        return max(bound, partition_bound(search, configuration, samples))
+        return step_bound(search, configuration, samples, level)
 
     def least_bytes(self, configuration: Configuration) -> float:
         """Bytes of the fullest device that no plan of a configuration goes below."""

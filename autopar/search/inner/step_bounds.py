@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import replace
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,12 +19,20 @@ from autopar.memory.saved_tensors import trace_saved_tensors
 from autopar.search.ilp.cost_weights import CostBreakdown
 from autopar.search.ilp.memory_prices import MemoryPrices
 from autopar.search.inner.inner_search import InnerSearch
+from autopar.search.inner.partition_bound import partition_bound
 from autopar.search.inner.search_cache import WorkByKind
-from autopar.search.space.configuration import Configuration, least_step_ratio
+from autopar.search.space.configuration import (
+    Configuration,
+    estimated_step_ratio,
+    least_step_ratio,
+)
 
 # A ladder of prices of memory: the first price in steps for the whole budget, the factor from one
 # price to the next, and the number of prices.
 FIRST_PRICE, PRICE_FACTOR, PRICE_COUNT = 0.05, 3.0, 10
+# A configuration that does not fit at the highest price is estimated to take this many times as
+# long as there.
+DOES_NOT_FIT_FACTOR = 10
 
 
 class Level(IntEnum):
@@ -35,20 +44,34 @@ class Level(IntEnum):
     SOLVED = 3  # the best solution of the whole problem
 
 
+class StepBound(NamedTuple):
+    """Seconds of a step that no plan of a configuration is below, and about the seconds that its
+    best plan takes.
+    """
+
+    bound: float
+    estimate: float
+
+
 def step_bound(
     search: InnerSearch, configuration: Configuration, samples: int, level: Level
-) -> float:
-    """Seconds of a step that no plan of a configuration is below; infinite bytes do not count.
+) -> StepBound:
+    """The bound of a configuration at a level, and its estimate.
 
     Args:
         samples: of one microbatch.
     """
+    ratio = estimated_step_ratio(configuration) / least_step_ratio(configuration)
     if level == Level.FLOOR:
-        return compute_floor(search, configuration, samples)
+        floor = compute_floor(search, configuration, samples)
+        return StepBound(floor, ratio * floor)
+    prices, least_ratio, _ = _replica_prices(search, configuration, samples)
+    of_cuts = partition_bound(search, configuration, prices.problem)
     if level == Level.UNSOLVED:
-        prices, ratio, _ = _replica_prices(search, configuration, samples)
-        return ratio * prices.problem.lower_bound(prices.weights)
-    return solved_bound(search, configuration, samples, level == Level.REPLICA)
+        bound = least_ratio * prices.problem.lower_bound(prices.weights)
+        return StepBound(max(bound, of_cuts), max(ratio * bound, of_cuts))
+    bound, estimate = solved_bound(search, configuration, samples, level == Level.REPLICA)
+    return StepBound(max(bound, of_cuts), max(ratio * estimate, of_cuts))
 
 
 def compute_floor(search: InnerSearch, configuration: Configuration, samples: int) -> float:
@@ -110,8 +133,9 @@ def least_bytes(search: InnerSearch, configuration: Configuration, samples: int)
 
 def solved_bound(
     search: InnerSearch, configuration: Configuration, samples: int, of_replica: bool
-) -> float:
-    """Seconds of a step that no plan of this configuration can beat.
+) -> StepBound:
+    """Seconds of a step that no plan of this configuration can beat. The estimate is of the
+    solution at the first price that fits the budget, with the same ratio of a step to a microbatch.
 
     Args:
         of_replica: solve the problem of one replica, with the replica's share of the samples, for
@@ -140,16 +164,17 @@ def solved_bound(
 
     unit = prices.at(0.0).value / search.budget / in_flight
     ladder = [0.0, *(FIRST_PRICE * unit * PRICE_FACTOR**i for i in range(PRICE_COUNT))]
-    tried = [0.0]
-    if not fits(0.0):
-        bisect_left(ladder, True, lo=1, key=lambda price: tried.append(price) or fits(price))  # type: ignore[func-returns-value]
+    first = 0 if fits(0.0) else bisect_left(ladder, True, lo=1, key=fits)
     bound = -math.inf
-    for price in tried:
+    for price in (p for p in ladder if p in prices.solved):
         solution = prices.at(price)
         lasting = price * float(solution.cost_breakdown.state[0]) if is_replica else 0.0
         bound = max(bound, solution.bound - lasting - price * in_flight * budgets)
+    fitting = prices.at(ladder[min(first, PRICE_COUNT)])
+    seconds = fitting.cost_breakdown.seconds(prices.weights)
+    seconds *= 1 if first <= PRICE_COUNT else DOES_NOT_FIT_FACTOR
     search.add_time("solve", start)
-    return ratio * bound
+    return StepBound(ratio * bound, ratio * seconds)
 
 
 def equal_stages_bytes(

@@ -54,6 +54,6 @@ class BestPlan:
         """The plan with no bound of all configurations, and with the bound of its configuration in
         ``searches``.
         """
-        bound = searches.step_bound(self.plan.configuration, Level.SOLVED)
+        bound = searches.step_bound(self.plan.configuration, Level.SOLVED).bound
         plan = replace(self.plan, gap=min(max(0.0, 1 - bound / self.plan.seconds), 1.0))
         return replace(self, plan=plan, bound=0.0)

@@ -1,5 +1,5 @@
 """From a candidate to a plan that fits the memory: the candidate is assembled, and its memory is
-counted. Where that is too much, the next candidate has less room.
+counted. Where that is too much, the next candidate has less room. Then the plan is proven.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from autopar.errors import BudgetError
 from autopar.search.inner.candidate import Candidate
 from autopar.search.inner.inner_searches import ESTIMATE_MARGIN, InnerSearches
 from autopar.search.inner.no_plan_errors import over_budget_error
-from autopar.search.inner.step_bounds import equal_stages_bytes, solved_bound
+from autopar.search.inner.step_bounds import Level, equal_stages_bytes, step_bound
 from autopar.search.pricing.resize import resized
 from autopar.search.result.assemble import assemble
 from autopar.search.result.counted_memory import count_memory
@@ -35,7 +35,7 @@ def fit_to_memory(searches: InnerSearches, candidate: Candidate) -> PricedPlan:
     """
     is_mixed = len(candidate.solutions) > 1
     if is_mixed and (fastest := _fastest_plan(searches, candidate)) is not None:
-        return _prove(searches, candidate, fastest)
+        return fastest
     configuration = candidate.configuration
     reserve = [0.0] * configuration.pipeline
     best: PricedPlan | None = None
@@ -54,14 +54,14 @@ def fit_to_memory(searches: InnerSearches, candidate: Candidate) -> PricedPlan:
     if best is None:
         assert failure is not None
         raise failure
-    return _prove(searches, candidate, best)
+    return best
 
 
 def _with_proven_gap(searches: InnerSearches, priced: PricedPlan) -> PricedPlan:
     """The plan with the gap to the bound of its configuration."""
     configuration = priced.configuration
     search, samples = searches.of_configuration(configuration)
-    bound = solved_bound(search, configuration, samples, of_replica=False)
+    bound = step_bound(search, configuration, samples, Level.SOLVED).bound
     return replace(priced, gap=min(max(0.0, 1 - bound / priced.seconds), 1.0))
 
 
@@ -117,7 +117,7 @@ def _refit(
     raise over_budget_error(search, configuration, samples, kinds)
 
 
-def _prove(searches: InnerSearches, candidate: Candidate, priced: PricedPlan) -> PricedPlan:
+def prove(searches: InnerSearches, candidate: Candidate, priced: PricedPlan) -> PricedPlan:
     """The plan with its proven gap, or the better plan of the exact search, for small problems."""
     if candidate.configuration.stages > 1:
         priced = _with_proven_gap(searches, priced)

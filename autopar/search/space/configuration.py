@@ -90,3 +90,15 @@ def least_step_ratio(configuration: Configuration) -> float:
     if configuration.schedule in SINGLE:
         return 1 / (1 - (1 - 1 / m) ** p)
     return max(m / p, 0.5 if configuration.schedule == "zero-bubble" else 1.0)
+
+
+def estimated_step_ratio(configuration: Configuration) -> float:
+    """About the step time as a multiple of the time of one microbatch in all stages together, with
+    equal stages. A warm-up and a drain take p - 1 times a stage's chunk; the zero-bubble schedule
+    fills two thirds of them, where there are enough microbatches, and otherwise one third.
+    """
+    m, p, chunks = configuration.microbatches, configuration.pipeline, configuration.chunks
+    waiting = 1.0
+    if configuration.schedule == "zero-bubble":
+        waiting = 1 / 3 if m >= 2 * p else 2 / 3
+    return max((m + waiting * (p - 1) / chunks) / p, least_step_ratio(configuration))

@@ -1,0 +1,93 @@
+"""The plans that fit the memory, of the candidates that may be the fastest."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from autopar.errors import BudgetError
+from autopar.search.ilp.linear_program import UnsolvedError
+from autopar.search.inner.candidate import Candidate
+from autopar.search.inner.inner_searches import InnerSearches
+from autopar.search.result.end_of_step import reported_seconds
+from autopar.search.result.fit import fit_to_memory, prove
+from autopar.search.result.priced_plan import PricedPlan
+
+# Of plans whose step times differ by less than this part, the simplest is taken.
+EQUAL = 0.002
+MOST_COUNTED = 40  # candidates that are counted in full
+MOST_TOO_LARGE = 12  # of them that do not fit, where none fits
+# Plans that are proven: the chosen one, and pipelines that take at most so many times as long.
+MOST_PROVEN, NEARLY_AS_FAST = 4, 1.15
+
+
+class FittingPlan(NamedTuple):
+    """A plan with its candidate, and its seconds as the report has them."""
+
+    seconds: float
+    candidate: Candidate
+    plan: PricedPlan
+
+
+class FittingPlans:
+    """Counts candidates in full, and keeps the plans that fit.
+
+    Attributes:
+        plans: the plans that fit so far.
+        counted: how many candidates were counted.
+    """
+
+    def __init__(self, searches: InnerSearches) -> None:
+        self.searches = searches
+        self.plans: list[FittingPlan] = []
+        self.counted = 0
+
+    def may_be_faster(self, seconds: float) -> bool:
+        """Whether seconds without the overhead of every step may be those of a faster plan."""
+        if not self.plans:
+            return True
+        fastest = min(self.plans, key=lambda p: p.seconds)
+        return seconds + fastest.plan.costs.compute.overhead < fastest.seconds * (1 - EQUAL)
+
+    @property
+    def never_fit(self) -> bool:
+        """Whether so many candidates have not fitted that no more need be tried."""
+        return not self.plans and self.counted >= MOST_TOO_LARGE
+
+    def count(self, candidate: Candidate) -> None:
+        """Counts a candidate in full if it may be faster, and keeps its plan if that fits."""
+        if self.counted >= MOST_COUNTED or not self.may_be_faster(candidate.seconds):
+            return
+        self.counted += 1
+        try:
+            plan = fit_to_memory(self.searches, candidate)
+        except UnsolvedError:
+            self.searches.unsolved.append(candidate.configuration)
+        except BudgetError:
+            pass  # the candidate needs more memory than its estimate said
+        else:
+            self.plans.append(FittingPlan(reported_seconds(plan), candidate, plan))
+
+    def chosen(self) -> FittingPlan:
+        """The simplest of the plans that are about as fast as the fastest."""
+        equal = min(found.seconds for found in self.plans) * (1 + EQUAL)
+        fast = [found for found in self.plans if found.seconds <= equal]
+        return min(fast, key=lambda found: (found.candidate.configuration.complexity, found[0]))
+
+    def proven(self) -> PricedPlan:
+        """The chosen plan with its proven gap. Of a small pipeline the exact search may find a
+        faster plan, so pipelines that are nearly as fast are proven, too.
+        """
+        chosen = self.chosen()
+        near = [
+            found
+            for found in sorted(self.plans, key=lambda p: p.seconds)
+            if found is not chosen
+            and found.candidate.configuration.stages > 1
+            and found.seconds < chosen.seconds * NEARLY_AS_FAST
+        ]
+        found = []
+        for each in (chosen, *near[: MOST_PROVEN - 1]):
+            plan = prove(self.searches, each.candidate, each.plan)
+            found.append(FittingPlan(reported_seconds(plan), each.candidate, plan))
+        self.plans = found
+        return self.chosen().plan
