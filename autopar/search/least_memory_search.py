@@ -66,13 +66,19 @@ class LeastMemorySearch:
         self, configurations: Sequence[tuple[float, Configuration]], most: int
     ) -> PricedPlan | None:
         """The first least-memory plan that fits, among those of ``most`` configurations: those
-        with the fewest bytes, together with one copy of the largest tensor.
+        with the fewest bytes, together with one copy of the largest tensor, and then with the
+        fewest microbatches in flight.
         """
 
-        def nbytes(found: tuple[float, Configuration]) -> float:
-            return found[0] + self.searches.largest_tensor_bytes(found[1])
+        def order(found: tuple[float, Configuration]) -> tuple[float, float]:
+            least, configuration = found
+            in_flight = configuration.microbatches_in_flight()
+            ranks = range(configuration.pipeline)
+            fullest = max(sum(in_flight[rank :: configuration.pipeline]) for rank in ranks)
+            largest = self.searches.largest_tensor_bytes(configuration)
+            return least + largest, fullest / configuration.chunks
 
-        return first_that_fits(self.searches, sorted(configurations, key=nbytes)[:most])
+        return first_that_fits(self.searches, sorted(configurations, key=order)[:most])
 
     def _modes(self, near: Configuration) -> list[Configuration]:
         """The configurations of modes that may fit, of the families with the least bound of their
