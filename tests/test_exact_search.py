@@ -184,7 +184,7 @@ def test_nothing_that_fits_is_faster(
             most * (1 + 1e-6),
         ):
             search.options = dataclasses.replace(search.options, memory_budget=float(budget))
-            found = solve_exactly(search, configuration, search.analysis.batch.size, 6e10)
+            found = solve_exactly(search, configuration, search.analysis.batch.size, 1e15)
             assert found is not None
             assert max(found.device_bytes()) <= budget
             assert brute_force.possible(
@@ -205,7 +205,7 @@ def test_nothing_that_fits_is_faster(
         search.options = dataclasses.replace(
             search.options, memory_budget=float(least) * (1 - 1e-3)
         )
-        assert solve_exactly(search, configuration, search.analysis.batch.size, 6e10) is None
+        assert solve_exactly(search, configuration, search.analysis.batch.size, 1e15) is None
     assert len(used) > 1 or recompute == "none"  # cuts, strategies or saved results differ
 
 
@@ -221,11 +221,11 @@ def test_a_known_plan_is_returned_unless_a_better_one_is_found() -> None:
     configuration = Configuration(2, (Axis("data", 1, "data"),), 4)
     first = assemble(search, best_candidate(search, configuration, 16))
     known = sum(first.seconds_by_kind().values())
-    found = solve_exactly(search, configuration, 16, 6e10, first)
+    found = solve_exactly(search, configuration, 16, 1e15, first)
     assert found is not None
     assert sum(found.seconds_by_kind().values()) <= known
     assert not any(found.solution.cost_breakdown.recomputation)
-    again = solve_exactly(search, configuration, 16, 6e10, found)
+    again = solve_exactly(search, configuration, 16, 1e15, found)
     assert again is found
     assert again.gap < 1e-6
     out_of_time = solve_exactly(search, configuration, 16, 0.0, first)
@@ -236,7 +236,7 @@ def test_a_cut_of_the_user_is_kept() -> None:
     search = search_of("deep", 1, "auto", 2)
     configuration = Configuration(2, (Axis("data", 1, "data"),), 2)
     for cut in cuts(search, 2):
-        found = solve_exactly(search, configuration, search.analysis.batch.size, 6e10, starts=cut)
+        found = solve_exactly(search, configuration, search.analysis.batch.size, 1e15, starts=cut)
         assert found is not None
         first = next(
             n

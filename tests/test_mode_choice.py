@@ -64,7 +64,7 @@ def test_a_faster_mode_is_chosen(case: str) -> None:
     options: dict[str, Any] = dict(cluster=cluster, progress=False)
     free = autopar.plan(model, sample, ranks, **options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("autopar.search.outer_search.free_meshes", lambda near: ())
+        patch.setattr("autopar.search.outer_search.free_meshes", lambda *near: ())
         found = autopar.plan(model, sample, ranks, **options)
     assert free.step_time <= found.step_time * (1 + EQUAL)
     named = autopar.plan(model, sample, ranks, parallel=parallel, **options)
@@ -76,7 +76,7 @@ def test_a_faster_mode_is_chosen(case: str) -> None:
         named.conversions,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("autopar.search.outer_search.free_meshes", lambda near: ())
+        patch.setattr("autopar.search.outer_search.free_meshes", lambda *near: ())
         patch.setattr("autopar.search.neighbours.mode_names", lambda: ())
         plain = autopar.plan(model, sample, ranks, **options)
     assert not plain.modes
@@ -104,7 +104,7 @@ def test_a_mode_that_fits_is_chosen() -> None:
     named = autopar.plan(model, sample, 4, parallel=dict(tensor=dict(size=4, mode="2d")), **TIGHT)
     assert found.step_time == pytest.approx(named.step_time, rel=1e-6)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("autopar.search.outer_search.free_meshes", lambda near: ())
+        patch.setattr("autopar.search.outer_search.free_meshes", lambda *near: ())
         patch.setattr("autopar.search.neighbours.mode_names", lambda: ())
         with pytest.raises(BudgetError):
             autopar.plan(model, sample, 4, **TIGHT)

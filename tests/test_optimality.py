@@ -194,7 +194,7 @@ def test_nothing_that_fits_memory_is_faster(name: str, setting: str, recompute: 
         solution, gap = fastest_within(problem, budget)
         assert solution.cost_breakdown.nbytes(ONE)[0] <= budget
         search.options = Options(2, recompute=recompute, memory_budget=budget)
-        found = solve_exactly(search, configuration, search.analysis.batch.size, 6e10)
+        found = solve_exactly(search, configuration, search.analysis.batch.size, 1e15)
         assert found is not None
         assert found.gap < BRANCHED
         assert found.device_bytes()[0] <= budget

@@ -22,14 +22,15 @@ MOST_RANKS_ON_THREE_AXES = 8
 LONGEST_MODE_AXIS = 16
 
 
-def free_meshes(near: Configuration) -> Iterator[Family]:
+def free_meshes(near: Configuration, is_memory_ample: bool) -> Iterator[Family]:
     """``near`` on meshes of free axes: one axis; two axes, of which one is as long as the longest
-    axis of ``near``, half or twice as long; in small stages three axes.
+    axis of ``near``, half or twice as long; in small stages three axes, if no memory need be saved:
+    their problem takes too long to be solved at many prices of memory.
     """
     ranks = math.prod(near.sizes)
     pairs = [(a, ranks // a) for a in range(2, ranks) if ranks % a == 0]
     sizes = [(ranks,), *(pair for pair in pairs if any(s in _close(near) for s in pair))]
-    if ranks <= MOST_RANKS_ON_THREE_AXES:
+    if is_memory_ample and ranks <= MOST_RANKS_ON_THREE_AXES:
         sizes += [(a, b, c // b) for a, c in pairs for b in range(2, c) if c % b == 0]
     for each in sizes if ranks > 1 else ():
         yield (replace(near, axes=free_mesh(each)),)

@@ -241,8 +241,9 @@ class OuterSearch:
                 return
             searched.update(new)
             for configuration in new:
-                if self._candidates:  # free axes save no memory
-                    self._add(free_meshes(configuration))
+                if self._fitting.plans:  # free axes save no memory
+                    best = self._fitting.chosen().candidate
+                    self._add(free_meshes(configuration, len(best.solutions) == 1))
                 # Around free axes, modes of all sizes are tried; once is enough.
                 if not (has_tried_modes and configuration.has_free_axes):
                     modes = tensor_modes(self.enumeration, configuration)

@@ -19,8 +19,8 @@ from autopar.search.ilp.pulp_solver import solve_with_pulp
 # on the machine. A second has some 2e9 to 5e9 of them.
 SOLVE_OPERATIONS = 2e11
 # An iteration of the simplex method passes over the matrix about once. While the solver branches,
-# it asks its interrupt handler about once in so many iterations.
-_ITERATIONS_A_CALL = 50
+# it asks its interrupt handler now and then, about once in the time of so many iterations.
+_ITERATIONS_A_CALL = 10_000
 _LEAST_CALLS = 20  # of the interrupt handler, however large the program is
 
 _Status = highspy.HighsModelStatus

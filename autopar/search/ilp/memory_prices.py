@@ -19,6 +19,8 @@ from autopar.search.ilp.solve import ReducedProblem, Solution
 
 SMALL_GAP = 1e-3  # relative gap at which the bisection ends
 MAX_BISECTIONS = 10
+# A problem with more pairs of labels takes seconds for one price: few prices are tried.
+LARGE, MAX_LARGE_BISECTIONS = 30_000, 2
 
 # (problem, solve) -> solution: solves a problem that is too large by way of smaller ones
 SolveLarge = Callable[[Problem, Solve], Solution]
@@ -133,7 +135,8 @@ class MemoryPrices:
         if self.nbytes(first) <= budget:
             return first, self.gap(first, budget)
         lower, upper = self._price_interval(first, budget)
-        for _ in range(bisections or MAX_BISECTIONS):
+        most = MAX_LARGE_BISECTIONS if self.problem.label_pair_count > LARGE else MAX_BISECTIONS
+        for _ in range(min(bisections or most, most)):
             if self.gap(self.best(budget), budget) < SMALL_GAP:
                 break
             middle = (lower + upper) / 2 if lower else upper / 8

@@ -121,6 +121,15 @@ class Problem:
     stages: int = 1
     solver: str = "highs"
 
+    @property
+    def label_pair_count(self) -> int:
+        """The pairs of labels of all edges: about the columns of a program."""
+        return sum(
+            len(self.vertices[tensor.producer].out_labels) * len(self.vertices[v].in_labels[p])
+            for tensor in self.tensors
+            for v, p in tensor.ports
+        )
+
     def cost_breakdown(
         self, chosen: Sequence[int], recomputed: Collection[tuple[int, Layout]] = ()
     ) -> CostBreakdown:

@@ -38,8 +38,8 @@ MAX_SOLVED = 64  # cuts that get a program
 MAX_FLOWS = 10_000  # columns of a program
 MAX_ACTIONS = 256  # actions of a schedule
 # About the multiplications and additions that the solver may take for all cuts.
-EXACT_OPERATIONS = 2e9
-_OPERATIONS_A_COLUMN = 5e4  # to price and to write a program, for each of its columns
+EXACT_OPERATIONS = 4e11
+_OPERATIONS_A_COLUMN = 1e7  # to price and to write a program, for each of its columns
 LEAST_IMPROVEMENT = 1e-7  # the relative improvement of the step time that counts
 
 
