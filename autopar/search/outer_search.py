@@ -1,10 +1,10 @@
 """The outer search: which parallel configuration has the fastest plan that fits.
 
-A configuration has a lower bound of the step time, in levels from cheap to sharp. The search always
-takes the configuration with the lowest bound and sharpens it; after the sharpest level it makes a
-candidate: stage cuts, a solution of each unit, an estimated step time. A candidate that may be the
-fastest is counted in full. The search ends when the lowest bound is about as high as the fastest
-plan that fits.
+A configuration has a lower bound of the step time and an estimate, in levels from cheap to sharp.
+The search always takes the configuration with the lowest estimate and sharpens both; after the
+sharpest level it makes a candidate: stage cuts, a solution of each unit, an estimated step time. A
+candidate that may be the fastest is counted in full. A configuration is dropped when its bound is
+about as high as the fastest plan that fits. The search ends when none is left.
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ class OuterSearch:
         # The candidates, with the bounds of their configurations.
         self._candidates: list[tuple[Candidate, float]] = []
         self._fitting = FittingPlans(searches)
+        self._dropped = math.inf  # the lowest bound of a configuration that was dropped by it
         # Configurations that are over the budget, with about the least memory that they need.
         self._over_budget: list[tuple[float, Configuration]] = []
 
@@ -139,10 +140,10 @@ class OuterSearch:
             possible = self.enumeration.possible([c for c in family if c not in self._compared])
             level = Level.FLOOR if most is None else Level.UNSOLVED
             if possible and (found := self._bound(possible[0], level)) is not None:
-                self._compared.update(possible)
                 number = next(self._numbers)
                 opened.append(OpenFamily(found.estimate, found.bound, number, level, possible))
         for each in sorted(opened)[:most]:
+            self._compared.update(each.family)
             heapq.heappush(self._open, each)
 
     def _search(self) -> None:
@@ -151,6 +152,7 @@ class OuterSearch:
             each = heapq.heappop(self._open)
             first, others = each.family[0], each.family[1:]
             if not self._fitting.may_be_faster(each.bound):
+                self._dropped = min(self._dropped, each.bound)
                 continue
             self.searches.progress(str(first))
             if each.level == Level.SOLVED or self.searches.is_out_of_time():
@@ -264,7 +266,8 @@ class OuterSearch:
     def _lowest_bound(self) -> float:
         """Seconds that no plan of all configurations compared is below."""
         bounds = [bound for _, bound in self._candidates]
-        return max(min([*bounds, *(each.bound for each in self._open)], default=0.0), 0.0)
+        waiting = [each.bound for each in self._open]
+        return max(min([*bounds, *waiting, self._dropped]), 0.0) if bounds else 0.0
 
     def _best_plan(self, plan: PricedPlan) -> BestPlan:
         bound, compared = self._lowest_bound(), len(self._compared)
