@@ -90,10 +90,11 @@ class OuterSearch:
         self._open: list[OpenFamily] = []
         self._numbers = count()
         self._compared: set[Configuration] = set()
-        # The candidates, with the bounds of their configurations.
-        self._candidates: list[tuple[Candidate, float]] = []
+        self._candidates: list[Candidate] = []
+        # The sharpest bounds of configurations with a candidate, without a plan found that fits,
+        # and of those that were dropped by their bound.
+        self._bounds: dict[Configuration, float] = {}
         self._fitting = FittingPlans(searches)
-        self._dropped = math.inf  # the lowest bound of a configuration that was dropped by it
         # Configurations that are over the budget, with about the least memory that they need.
         self._over_budget: list[tuple[float, Configuration]] = []
 
@@ -119,7 +120,7 @@ class OuterSearch:
             # Nothing fits. With whole blocks recomputed, perhaps less memory is needed.
             every.append(self.searches.with_full_recomputation())
         near = self._near()[0] if self._candidates else None
-        candidates = [candidate.configuration for candidate, _ in self._candidates]
+        candidates = [candidate.configuration for candidate in self._candidates]
         errors: list[BudgetError] = []
         for searches in every:
             search = LeastMemorySearch(searches, self.enumeration, self._over_budget)
@@ -152,7 +153,7 @@ class OuterSearch:
             each = heapq.heappop(self._open)
             first, others = each.family[0], each.family[1:]
             if not self._fitting.may_be_faster(each.bound):
-                self._dropped = min(self._dropped, each.bound)
+                self._keep_bound(first, each.bound)
                 continue
             self.searches.progress(str(first))
             if each.level == Level.SOLVED or self.searches.is_out_of_time():
@@ -201,6 +202,8 @@ class OuterSearch:
         try:
             candidate = self.searches.candidate(configuration)
         except BudgetError as e:
+            # No plan was found that fits, which is no proof that there is none.
+            self._keep_bound(configuration, bound)
             self._over_budget.append((e.least, configuration))
             return True
         except PlanError as e:
@@ -208,9 +211,13 @@ class OuterSearch:
             return True
         if configuration.stages == 1:
             bound = max(bound, candidate.seconds * (1 - candidate.gap))
-        self._candidates.append((candidate, bound))
+        self._keep_bound(configuration, bound)
+        self._candidates.append(candidate)
         self._fitting.count(candidate)
         return len(candidate.solutions) > 1
+
+    def _keep_bound(self, configuration: Configuration, bound: float) -> None:
+        self._bounds[configuration] = max(bound, self._bounds.get(configuration, 0.0))
 
     def _ends_early(self) -> bool:
         """Whether the time is over, or candidates never fit."""
@@ -258,16 +265,15 @@ class OuterSearch:
         if self._fitting.plans:
             return [self._fitting.chosen().candidate.configuration]
         if self._candidates:
-            return [min((c for c, _ in self._candidates), key=lambda c: c.seconds).configuration]
+            return [min(self._candidates, key=lambda c: c.seconds).configuration]
         return [c for _, c in sorted(self._over_budget, key=lambda o: o[0])[:2]]
 
     # What the plan says of itself
 
     def _lowest_bound(self) -> float:
         """Seconds that no plan of all configurations compared is below."""
-        bounds = [bound for _, bound in self._candidates]
-        waiting = [each.bound for each in self._open]
-        return max(min([*bounds, *waiting, self._dropped]), 0.0) if bounds else 0.0
+        waiting = (each.bound for each in self._open)
+        return max(min((*self._bounds.values(), *waiting), default=0.0), 0.0)
 
     def _best_plan(self, plan: PricedPlan) -> BestPlan:
         bound, compared = self._lowest_bound(), len(self._compared)
