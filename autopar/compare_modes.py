@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 from tqdm import tqdm
 
-from autopar.cost_model import Cluster
-from autopar.cost_model.collectives import COLLECTIVE_KINDS, received_bytes
+from autopar.cost_model import Cluster, received_bytes
+from autopar.cost_model.links import COLLECTIVE_KINDS
 from autopar.errors import AutoparError, BudgetError, PlanError
 from autopar.formatting.table import WIDTH, format_bytes, format_seconds, table, truncate
 from autopar.frontend.planner import check_option_names, make_plan, resolve_cluster
@@ -159,7 +159,7 @@ def compare_modes(
         _entry(traced, world_size, hardware, each, options)
         for each in tqdm(asked, "modes", disable=not progress, leave=False)
     ]
-    return Modes(tuple(entries), options.get("memory_budget") or hardware.device.memory)
+    return Modes(tuple(entries), options.get("memory_budget") or hardware.usable_memory)
 
 
 def _tensors(ranks: int, data: int | None) -> list[dict[str, Any]]:

@@ -33,7 +33,7 @@ from autopar.search.result.priced_plan import PricedPlan
 
 FITTED = slice(None, None, 3)  # of the single-node runs, in the order of the file
 VALIDATION = Path(__file__).parent / "validation"
-RUNS = Path(__file__).with_name("a100-megatron-deepspeed.json")  # written by fit_a100.py
+RUNS = "a100-sxm:megatron-deepspeed"  # figures that fit_a100.py fitted
 MULTI_NODE = 800e9 / 8  # B/s of a node's NICs in the multi-node runs
 SELENE = (  # parameters, heads, hidden, layers, tensor, pipeline, GPUs, batch, TFLOP/s a GPU
     ("1.7B", 24, 2304, 24, 1, 1, 32, 512, 137),

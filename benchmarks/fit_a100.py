@@ -3,9 +3,9 @@ single-node runs.
 
     python benchmarks/fit_a100.py --write
 
-writes the preset ``a100-sxm`` and, with what is that software's and not the device's (the time
-between two launches, a step's overhead, nothing of the gradients' sum hidden since it did not go in
-buckets), ``benchmarks/a100-megatron-deepspeed.json``.
+writes the preset ``a100-sxm``: its hardware, and the software "megatron-deepspeed" (the time
+between two launches and a step's overhead; nothing of the gradients' sum is hidden, since that
+software sends it in one piece). The software "eager" stays as it is.
 
 Every third run, in the order of the file, is used: rows 0, 3, 6, ... Nothing else that
 ``accuracy.py`` scores is: what the runs leave open stays at the value that is known from elsewhere
@@ -15,6 +15,7 @@ Every third run, in the order of the file, is used: rows 0, 3, 6, ... Nothing el
 from __future__ import annotations
 
 import argparse
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -35,7 +36,9 @@ from autopar.cost_model import (
     point_to_point,
     schedule_seconds,
 )
+from autopar.cost_model.cluster_data import as_data
 from autopar.cost_model.device import Tile
+from autopar.formatting.files import write_json
 from autopar.frontend.traced_model import TracedModel
 from autopar.search.result.cost_items import FORWARD, STEP, cost_items
 from autopar.search.result.priced_plan import PricedPlan
@@ -50,7 +53,7 @@ TILES = (
     Tile(64, 64),
 )  # cuBLAS chooses between many sizes: what is left over is as if all were small
 VALIDATION = Path(__file__).parent / "validation"
-RUNS = Path(__file__).with_name("a100-megatron-deepspeed.json")
+SOFTWARE = "megatron-deepspeed"
 PRESET = Path(__file__).parent.parent / "cost_model" / "clusters" / "a100-sxm.json"
 # name: (value, standard deviation of its logarithm, where the value is from)
 PRIOR = {
@@ -83,16 +86,21 @@ def cluster_of(base: Cluster, values: dict[str, float]) -> Cluster:
         "elementwise": ((1e6, values["memory"]),),
     }
     device = replace(base.device, tiles=TILES, inner=values["inner"], efficiency=curves)
-    device = replace(device, launch=values["launch"], overhead=values["overhead"], overlap=0.0)
+    software = replace(
+        base.software,
+        name=SOFTWARE,
+        launch=values["launch"],
+        overhead=values["overhead"],
+        overlap=0.0,
+    )
     nvlink = replace(
         base.links[0],
         startup=values["startup"],
         latency=values["latency"],
         efficiency=values["nvlink"],
     )
-    return replace(
-        base, device=device, links=(nvlink, replace(base.links[1], startup=values["startup"]))
-    )
+    links = (nvlink, replace(base.links[1], startup=values["startup"]))
+    return replace(base, device=device, software=software, links=links)
 
 
 class Repriced:
@@ -254,7 +262,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--write", action="store_true", help="write both files")
+    parser.add_argument("--write", action="store_true", help="write the preset")
     arguments = parser.parse_args()
     base = Cluster.load("a100-sxm")
     groups = list(by_model(runs(VALIDATION / "vtrain_a100_single_node.csv")[::3]))
@@ -279,33 +287,30 @@ def main() -> None:
 
 
 def write(base: Cluster, values: dict[str, float]) -> None:
-    """Both files, with where each figure is from."""
+    """Writes the preset, with where each figure is from."""
     source = "benchmarks/fit_a100.py: rows 0, 3, 6, ... of vTrain's single-node runs"
-    names = (
+    fitted_names = (
         "device.tiles",
         "device.inner",
         "device.efficiency.matmul",
         "device.efficiency.elementwise",
-    )
-    links = (
         "links.nvlink.startup",
         "links.nvlink.latency",
         "links.nvlink.efficiency",
         "links.network.startup",
+        f"software.{SOFTWARE}.launch",
+        f"software.{SOFTWARE}.overhead",
     )
-    sources = {**base.sources, **dict.fromkeys((*names, *links), source)}
-    run = replace(
-        cluster_of(base, values),
-        sources={**sources, "device.launch": source, "device.overhead": source},
+    before = json.loads(PRESET.read_text(encoding="utf-8"))
+    fitted_cluster = as_data(cluster_of(base, values))
+    sources = {**before["sources"], **dict.fromkeys(fitted_names, source)}
+    software = {**before["software"], **fitted_cluster["software"]}
+    write_json(
+        PRESET,
+        {**before, **fitted_cluster, "name": before["name"], "software": software}
+        | {"sources": sources},
+        indent=2,
     )
-    own = replace(
-        run.device,
-        launch=base.device.launch,
-        overhead=base.device.overhead,
-        overlap=base.device.overlap,
-    )
-    replace(run, device=own, sources=sources).save(PRESET)
-    replace(run, name="a100-megatron-deepspeed").save(RUNS)
 
 
 if __name__ == "__main__":

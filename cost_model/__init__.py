@@ -1,12 +1,12 @@
 """What does a plan cost? Seconds and bytes on a cluster, from formulas and the cluster's figures.
 
-Nothing in this folder runs on a device. Reading order: ``device`` and ``cluster`` hold the figures
-of a machine, ``calibrate`` corrects them with a measured run. ``compute`` prices a kernel,
-``collectives`` a collective, ``memory`` parameters and their optimizer. ``conversion_steps``,
-``layout_graph`` and ``conversion`` price the change of a tensor's layout. ``schedule`` gives the
-order of a pipeline's actions, ``timeline`` is the result of a simulation, ``rank_orders`` and
-``simulate`` compute it, ``shared_cores`` does so for ranks that share CPU cores, and
-``plan_timeline`` simulates a plan.
+Nothing in this folder runs on a device. Reading order: ``device``, ``links``, ``software`` and
+``cluster`` hold the figures of a machine, ``cluster_data`` reads and writes them, ``calibrate``
+corrects them with a measured run. ``compute`` prices a kernel, ``collectives`` a collective,
+``memory`` parameters and their optimizer. ``conversion_steps``, ``layout_graph`` and ``conversion``
+price the change of a tensor's layout. ``schedule`` gives the order of a pipeline's actions,
+``timeline`` is the result of a simulation, ``rank_orders`` and ``simulate`` compute it,
+``shared_cores`` does so for ranks that share CPU cores, and ``plan_timeline`` simulates a plan.
 """
 
 from autopar.cost_model.cluster import Cluster
@@ -20,7 +20,8 @@ from autopar.cost_model.collectives import (
 from autopar.cost_model.compute import ComputeCosts
 from autopar.cost_model.conversion import ConversionCosts
 from autopar.cost_model.conversion_steps import Term
-from autopar.cost_model.device import Device, Level
+from autopar.cost_model.device import Device
+from autopar.cost_model.links import CollectiveFigures, Level
 from autopar.cost_model.memory import (
     ParameterMemory,
     allocated_bytes,
@@ -30,18 +31,21 @@ from autopar.cost_model.memory import (
 from autopar.cost_model.schedule import Action, actions, in_flight
 from autopar.cost_model.shared_cores import ends_on_shared_cores
 from autopar.cost_model.simulate import schedule_seconds, simulate, simulate_schedule
+from autopar.cost_model.software import Software
 from autopar.cost_model.timeline import Event, Timeline
 
 __all__ = [
     "Action",
     "AxisLinks",
     "Cluster",
+    "CollectiveFigures",
     "ComputeCosts",
     "ConversionCosts",
     "Device",
     "Event",
     "Level",
     "ParameterMemory",
+    "Software",
     "Term",
     "Timeline",
     "actions",

@@ -1,10 +1,10 @@
 """Corrects a cluster's figures with the measured seconds of a run.
 
 All kernels get one factor ``x``, all links another factor ``y``, and the rest of the step becomes
-the device's overhead. The predicted step has ``C`` seconds of compute, of which collectives inside
-kernels spend ``K`` on links, and ``V`` seconds of conversions and gradient synchronisation, of
-which ``L`` are on links and the rest are copies, which are kernels. With the measured seconds ``c``
-and ``v``, the factors solve ``(C - K) x + K y = c`` and ``(V - L) x + L y = v``.
+the software's overhead. The predicted step has ``C`` seconds of compute, of which collectives
+inside kernels spend ``K`` on links, and ``V`` seconds of conversions and gradient synchronisation,
+of which ``L`` are on links and the rest are copies, which are kernels. With the measured seconds
+``c`` and ``v``, the factors solve ``(C - K) x + K y = c`` and ``(V - L) x + L y = v``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from autopar.cost_model.device import MAX_EFFICIENCY, Device, Level
+from autopar.cost_model.device import MAX_EFFICIENCY, Device
+from autopar.cost_model.links import CollectiveFigures, Level
 from autopar.errors import PlanError
 
 if TYPE_CHECKING:
@@ -62,9 +63,9 @@ def calibrated(cluster: Cluster, compared: ComparedStep, name: str) -> Cluster:
         )
         raise PlanError(f"{named}: give the cluster that the plan was made for")
     kernels, links, how = _factors(compared)
-    device = cluster.device
+    software = cluster.software
     # The prediction counts the overhead as a part of the optimizer's seconds.
-    optimizer = compared.predicted["optimizer"] - device.overhead
+    optimizer = compared.predicted["optimizer"] - software.overhead
     measured = compared.measured["optimizer"] + compared.measured["other"]
     overhead = max(0.0, measured - kernels * optimizer)
     run = f"a run of {compared.steps} steps on {compared.world_size} devices"
@@ -72,12 +73,13 @@ def calibrated(cluster: Cluster, compared: ComparedStep, name: str) -> Cluster:
         f"kernels take {kernels:.3g} times as long, links {links:.3g} times{how}, overhead "
         f"is {overhead:.3g} s instead of "
     )
-    source = f"{cluster.name} calibrated by {run}: {changes}{device.overhead:.3g} s"
+    source = f"{cluster.name} calibrated by {run}: {changes}{software.overhead:.3g} s"
     before = cluster.sources.get("")
     return replace(
         cluster,
         name=name,
-        device=_device(device, kernels, overhead),
+        device=_device(cluster.device, kernels),
+        software=replace(software, launch=software.launch * kernels, overhead=overhead),
         links=tuple(_level(level, links) for level in cluster.links),
         sources={**cluster.sources, "": f"{source}; before: {before}" if before else source},
     )
@@ -111,7 +113,7 @@ def _factors(compared: ComparedStep) -> tuple[float, float, str]:
     return found / compute, taken / sent, " (with their copies)"
 
 
-def _device(device: Device, factor: float, overhead: float) -> Device:
+def _device(device: Device, factor: float) -> Device:
     if factor < 1 / MAX_SPEEDUP:
         raise PlanError(
             f"kernels took {factor:.2g} of the time that was predicted for {device.name!r} (at "
@@ -122,19 +124,25 @@ def _device(device: Device, factor: float, overhead: float) -> Device:
         name: tuple((work, min(value / factor, MAX_EFFICIENCY)) for work, value in curve)
         for name, curve in device.efficiency.items()
     }
-    return replace(device, efficiency=curves, launch=device.launch * factor, overhead=overhead)
+    return replace(device, efficiency=curves)
 
 
 def _level(level: Level, factor: float) -> Level:
-    efficiency = level.efficiency / factor
-    beyond = max(efficiency, 1.0)  # an efficiency above 1 raises the bandwidth instead
+    fastest = max(level.efficiency, *(c.efficiency for c in level.collectives.values()), 0.0)
+    beyond = max(fastest / factor, 1.0)  # an efficiency above 1 raises the bandwidth instead
     return replace(
         level,
         latency=level.latency * factor,
         startup=level.startup * factor,
-        efficiency=min(efficiency, 1.0),
+        efficiency=level.efficiency / factor / beyond,
         bandwidth=level.bandwidth * beyond,
         by_ranks={ranks: bandwidth * beyond for ranks, bandwidth in level.by_ranks.items()},
+        collectives={
+            kind: CollectiveFigures(
+                c.startup * factor, c.latency * factor, c.efficiency / factor / beyond
+            )
+            for kind, c in level.collectives.items()
+        },
         measured={
             kind: {
                 ranks: tuple((n, seconds * factor) for n, seconds in curve)

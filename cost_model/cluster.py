@@ -1,7 +1,7 @@
-"""A cluster: the speed and the memory of one device, and the links between devices.
+"""A cluster: the speed and the memory of one device, the links between devices, and the software.
 
 A cluster is read from a JSON file. Presets lie in ``clusters/``; every figure there names its
-source. ``schema`` is the version of the file format.
+source.
 """
 
 from __future__ import annotations
@@ -10,22 +10,23 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from autopar.cost_model.calibrate import ComparedStep, calibrated
-from autopar.cost_model.device import Device, Level, Tile
+from autopar.cost_model.cluster_data import as_data, cluster_fields
+from autopar.cost_model.device import Device
+from autopar.cost_model.links import Level
+from autopar.cost_model.software import Software
 from autopar.errors import PlanError
 from autopar.formatting.files import write_json
 
-SCHEMA = 2
 _PRESETS = Path(__file__).parent / "clusters"
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices of one kind and their links, fastest level first.
+    """Devices of one kind, the software that runs on them, and their links, fastest level first.
 
     ``sources`` gives the source of each figure. ``machine`` describes the machine that a profile
     measured; it is empty for a preset.
@@ -33,6 +34,7 @@ class Cluster:
 
     name: str
     device: Device
+    software: Software
     links: tuple[Level, ...]
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
     machine: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -42,6 +44,11 @@ class Cluster:
             raise PlanError(
                 f"cluster {self.name!r} has no links: give at least one level, with size null for "
                 "any number of devices"
+            )
+        if self.usable_memory <= 0:
+            raise PlanError(
+                f"cluster {self.name!r}: software.{self.software.name}.reserve is "
+                f"{self.software.reserve} bytes of a device's {self.device.memory}: give less"
             )
         inner = 1
         for position, level in enumerate(self.links):
@@ -63,6 +70,11 @@ class Cluster:
     def capacity(self) -> float:
         """The number of devices; infinity where the last level has no size."""
         return math.inf if self.links[-1].size is None else self.links[-1].size
+
+    @property
+    def usable_memory(self) -> int:
+        """Bytes of a device's memory that are left for tensors."""
+        return self.device.memory - self.software.reserve
 
     def check(self, world_size: int) -> None:
         """Raises PlanError where the cluster has fewer than ``world_size`` devices."""
@@ -122,13 +134,23 @@ class Cluster:
         return tuple(sorted(path.stem for path in _PRESETS.glob("*.json")))
 
     @classmethod
-    def load(cls, name_or_path: str | os.PathLike[str]) -> Cluster:
+    def load(cls, name_or_path: str | os.PathLike[str], software: str | None = None) -> Cluster:
         """Read the cluster of a preset's name or of a ``.json`` file's path.
 
+        Args:
+            name_or_path: "a100-sxm", for example, or a path. "a100-sxm:megatron-deepspeed" also
+                names the software.
+            software: the program that runs on the devices, one of those that the file describes;
+                by default the first, which is "eager" (PyTorch without a compiler) in each preset.
+
         Raises:
-            PlanError: there is no such preset or file, the file has another schema, or a field is
-                missing, unknown or out of range.
+            PlanError: there is no such preset, file or software, the file has another schema, or a
+                field is missing, unknown or out of range.
         """
+        if isinstance(name_or_path, str) and software is None:
+            preset, colon, named = name_or_path.partition(":")
+            if colon and preset in cls.presets():
+                name_or_path, software = preset, named
         try:
             path = Path(os.fsdecode(name_or_path))
             exists = path.exists()
@@ -154,74 +176,10 @@ class Cluster:
         except (ValueError, RecursionError) as error:
             raise PlanError(f"the cluster file {path} is not JSON: {error}") from error
         try:
-            return cls._from_data(data)
+            return cls(**cluster_fields(data, software))
         except PlanError as error:
             raise PlanError(f"cluster file {path}: {error}") from error
 
-    @classmethod
-    def _from_data(cls, data: Any) -> Cluster:
-        if not isinstance(data, dict):
-            raise PlanError(
-                "expected an object with schema, name, device and links, found "
-                f"{type(data).__name__}"
-            )
-        found = data.get("schema")
-        if found != SCHEMA:
-            renew = (
-                "measure it again with: python -m autopar profile -o FILE (under torchrun for "
-                "several ranks)"
-            )
-            raise PlanError(f"its schema is {found!r}, this version reads {SCHEMA}: {renew}")
-        values = _checked(cls, "", {key: value for key, value in data.items() if key != "schema"})
-        given = dict(_checked(Device, "device.", values["device"]))
-        tiles = [
-            Tile(**_checked(Tile, f"device.tiles[{i}].", tile))
-            for i, tile in enumerate(given.pop("tiles", ()))
-        ]
-        curves = {name: _points(curve) for name, curve in given.pop("efficiency").items()}
-        device = Device(**given, efficiency=curves, tiles=tuple(tiles))
-        if not isinstance(values["links"], list):
-            raise PlanError(
-                f"links is {type(values['links']).__name__}: give a list of levels, fastest first"
-            )
-        links = tuple(
-            _level(_checked(Level, f"links[{i}].", level))
-            for i, level in enumerate(values["links"])
-        )
-        return cls(
-            values["name"], device, links, values.get("sources", {}), values.get("machine", {})
-        )
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file that :meth:`load` reads. Where writing fails, ``path`` stays unchanged."""
-        write_json(path, {"schema": SCHEMA, **asdict(self)}, indent=2)
-
-
-def _checked(cls: type, prefix: str, data: Any) -> dict[str, Any]:
-    """``data``, after a check that its keys are fields of the dataclass ``cls``."""
-    if not isinstance(data, dict):
-        raise PlanError(f"{prefix.rstrip('.')} is {type(data).__name__}: give an object")
-    known = {f.name: f.default is MISSING and f.default_factory is MISSING for f in fields(cls)}
-    missing = [prefix + name for name, required in known.items() if required and name not in data]
-    if missing:
-        raise PlanError(f"missing {', '.join(missing)}")
-    unknown = [prefix + name for name in data if name not in known]
-    if unknown:
-        raise PlanError(f"unknown {', '.join(unknown)}; the fields are {', '.join(known)}")
-    return data
-
-
-def _level(data: dict[str, Any]) -> Level:
-    curves = {
-        kind: {ranks: _points(c) for ranks, c in by_ranks.items()}
-        for kind, by_ranks in data.get("measured", {}).items()
-    }
-    return Level(**{**data, "measured": curves})
-
-
-def _points(data: Any) -> Any:
-    return (
-        tuple(map(tuple, data))
-        if isinstance(data, list) and all(isinstance(point, list) for point in data)
-        else data
-    )
+        write_json(path, as_data(self), indent=2)

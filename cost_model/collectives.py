@@ -1,9 +1,19 @@
 """Seconds of a collective along one mesh axis, from the latency and the bandwidth of the links.
 
-Groups that use one link at the same time share its bandwidth. The ring and tree formulas are those
-of Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH"
-(2005). A collective along an axis that crosses levels runs level by level: an all-gather first runs
-over the network, between the ranks with the same place in each node, then inside each node.
+The formulas are those of the algorithms that NCCL runs:
+
+- all-gather, reduce-scatter, broadcast: one ring through all ranks of the group. A step between
+  nodes takes the latency of the network, the other steps that of the links in a node.
+- all-reduce: two such rings (reduce-scatter, then all-gather), or between nodes of GPUs a double
+  binary tree, whichever is faster. In a node the tree is a chain.
+- all-to-all: each pair of ranks exchanges its part.
+
+A ring and a tree keep all levels of links busy at the same time, so the slowest level decides the
+bandwidth. Groups that use one link at the same time share its bandwidth. Sources: Thakur,
+Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), for
+the ring; NCCL's ``src/graph/tuning.cc`` for the latencies of its rings and trees. NCCL can also
+reduce inside switches (NVLS, SHARP), which the formulas leave out: ``Level.measured`` takes
+precedence over them.
 """
 
 from __future__ import annotations
@@ -17,17 +27,10 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.device import Curve, Level
+from autopar.cost_model.device import Curve
+from autopar.cost_model.links import SEND, CollectiveFigures, Level
 
 FloatArray = npt.NDArray[np.float64]
-COLLECTIVE_KINDS = (
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "broadcast",
-    "shift",
-)
 
 
 @dataclass(frozen=True)
@@ -37,30 +40,51 @@ class Hop:
     level: str
     ways: int
     inner: int
+    has_tree: bool  # whether an all-reduce may run over these units as a binary tree
     latency: float  # seconds for one message
-    bandwidth: float  # B/s into one unit, for one group
+    bandwidth: float  # B/s into one unit, for one group, if all of the line rate were reached
+    efficiency: float = 1.0  # the part of the bandwidth that collectives reach
     startup: float = 0.0  # seconds before the first message
-    # points (bytes, seconds) for each kind of collective that was measured
+    # the figures of the kinds of collectives that have their own
+    collectives: Mapping[str, CollectiveFigures] = field(default_factory=dict, hash=False)
+    # points (bytes, seconds) for each kind of collective that was measured on these ranks
     measured: Mapping[str, Curve] = field(default_factory=dict, hash=False)
+
+    def figures(self, kind: str) -> CollectiveFigures:
+        """The start-up, the latency and the efficiency of one kind of collective."""
+        own = self.collectives.get(kind)
+        return own or CollectiveFigures(self.startup, self.latency, self.efficiency)
+
+    def rate(self, kind: str = "") -> float:
+        """B/s into one unit that one kind of collective reaches."""
+        return self.bandwidth * self.figures(kind).efficiency
 
 
 @dataclass(frozen=True)
 class AxisLinks:
-    """The links that one mesh axis crosses, fastest hop first; an axis of size 1 has no hops."""
+    """The links that one mesh axis crosses, fastest hop first; an axis of size 1 has no hops.
+
+    ``wait``: seconds for which a collective waits until the last of the ranks has arrived.
+    """
 
     size: int
     hops: tuple[Hop, ...]
+    wait: float = 0.0
 
     @property
     def bandwidth(self) -> float:
         """Bytes per second that one rank receives in a long all-gather; infinity at size 1."""
-        per_byte = sum((hop.ways - 1) / hop.ways / hop.bandwidth for hop in self.hops)
-        return (self.size - 1) / self.size / per_byte if self.hops else math.inf
+        return min((hop.rate("all_gather") for hop in self.hops), default=math.inf)
 
     @property
     def latency(self) -> float:
         """Seconds of an all-gather of zero bytes."""
         return collective_seconds("all_gather", 0.0, self)
+
+    @property
+    def measured(self) -> Mapping[str, Curve]:
+        """The measured points of this axis by kind of collective."""
+        return self.hops[-1].measured if self.hops else {}
 
 
 def axis_links(sizes: Sequence[int], cluster: Cluster) -> tuple[AxisLinks, ...]:
@@ -76,23 +100,24 @@ def axis_links(sizes: Sequence[int], cluster: Cluster) -> tuple[AxisLinks, ...]:
         PlanError: the cluster has fewer devices than the mesh.
     """
     cluster.check(math.prod(sizes))
-    return tuple(_axis(sizes, position, cluster.links) for position in range(len(sizes)))
+    return tuple(_axis(sizes, position, cluster) for position in range(len(sizes)))
 
 
-def _axis(sizes: Sequence[int], position: int, links: tuple[Level, ...]) -> AxisLinks:
+def _axis(sizes: Sequence[int], position: int, cluster: Cluster) -> AxisLinks:
     n, stride = sizes[position], math.prod(sizes[position + 1 :])
     ranks = np.arange(math.prod(sizes)).reshape(-1, n, stride)  # [:, :, j] holds a group in a row
     hops: list[Hop] = []
     units, unit_size, inner = n, 1, 1
-    for level in links:
+    for number, level in enumerate(cluster.links):
         outer = 1 if level.size is None else _units(ranks // level.size)
         ways = -(-units // outer)
         if ways > 1:
-            hops.append(
-                _hop(level, ways, inner, _sharing(ranks // unit_size) if level.shared else 1)
-            )
+            groups = _sharing(ranks // unit_size) if level.shared else 1
+            has_tree = number > 0 and cluster.device.kind == "cuda"  # gloo has none
+            hops.append(_hop(level, ways, inner, groups, has_tree))
         units, unit_size, inner = outer, level.size or unit_size, inner * ways
-    return AxisLinks(n, tuple(hops))
+    # the largest of n normal deviations, for large n
+    return AxisLinks(n, tuple(hops), cluster.software.jitter * math.sqrt(2 * math.log(n)))
 
 
 def _units(unit: npt.NDArray[np.int64]) -> int:
@@ -112,20 +137,22 @@ def _sharing(unit: npt.NDArray[np.int64]) -> int:
     return int(np.bincount(unit[first & leaves]).max(initial=1))
 
 
-def _hop(level: Level, ways: int, inner: int, groups: int) -> Hop:
-    bandwidth = level.by_ranks.get(str(ways), level.bandwidth) * level.efficiency
+def _hop(level: Level, ways: int, inner: int, groups: int, has_tree: bool) -> Hop:
+    bandwidth = level.by_ranks.get(str(ways), level.bandwidth)
+    ranks = str(ways) if inner == 1 else f"{ways}x{inner}"
     measured = {
-        kind: by_ranks[str(ways)]
-        for kind, by_ranks in level.measured.items()
-        if inner == 1 and str(ways) in by_ranks
+        kind: by_ranks[ranks] for kind, by_ranks in level.measured.items() if ranks in by_ranks
     }
     return Hop(
         level.name,
         ways,
         inner,
+        has_tree,
         level.latency,
         bandwidth / groups if level.shared else bandwidth * inner,
+        level.efficiency,
         level.startup,
+        level.collectives,
         measured,
     )
 
@@ -140,24 +167,25 @@ def collective_seconds(
     """Seconds of one collective.
 
     Args:
-        kind: one of KINDS.
+        kind: one of COLLECTIVE_KINDS.
         nbytes: bytes of the tensor that is whole along this axis and local along the other axes:
             the result of an all-gather, the operand of a reduce-scatter. A number or an array.
         axis: the mesh axis along which the collective runs.
     """
     amount = np.asarray(nbytes, dtype=np.float64)
-    measured = axis.hops[0].measured if len(axis.hops) == 1 else {}
-    if kind == "shift" and {"send", "all_to_all"} <= measured.keys():
+    measured = axis.measured
+    if kind == "shift" and {SEND, "all_to_all"} <= measured.keys():
         total = np.maximum(
-            _between(measured["send"], amount), _between(measured["all_to_all"], amount)
+            _between(measured[SEND], amount), _between(measured["all_to_all"], amount)
         )
     elif kind in measured:
         total = _between(measured[kind], amount)
-    else:
+    elif axis.hops:
         # One kernel runs the collective on all levels, so the start-up counts once.
-        total = np.full_like(amount, max((hop.startup for hop in axis.hops), default=0.0))
-        for hop in axis.hops:
-            total = total + _FORMULAS[kind](amount, hop, axis.size)
+        startup = max(hop.figures(kind).startup for hop in axis.hops)
+        total = startup + axis.wait + _FORMULAS[kind](amount, axis, kind)
+    else:
+        total = np.zeros_like(amount)
     return total if isinstance(nbytes, np.ndarray) else float(total)
 
 
@@ -172,47 +200,73 @@ def _between(points: Curve, nbytes: FloatArray) -> FloatArray:
     return seconds * np.maximum(nbytes / points[-1][0], 1.0)
 
 
-def _gather(nbytes: FloatArray, hop: Hop, n: int) -> FloatArray:
-    """The faster of a ring (n-1 short steps) and a tree (log2 n steps that move all bytes)."""
-    ring = (hop.ways - 1) * hop.latency + (hop.ways - 1) / hop.ways * nbytes / hop.bandwidth
-    tree = math.ceil(math.log2(hop.ways)) * hop.latency + nbytes / hop.bandwidth
-    return np.minimum(ring, tree)
+def _ring_latency(axis: AxisLinks, kind: str) -> float:
+    """Seconds of the n - 1 steps of a ring, which passes each unit of each hop once."""
+    total, outer = 0.0, 1
+    for hop in reversed(axis.hops):
+        total += outer * (hop.ways - 1) * hop.figures(kind).latency
+        outer *= hop.ways
+    return total
 
 
-def _all_reduce(nbytes: FloatArray, hop: Hop, n: int) -> FloatArray:
-    return 2 * _gather(nbytes, hop, n)
-
-
-def _all_to_all(nbytes: FloatArray, hop: Hop, n: int) -> FloatArray:
-    """The faster of a pairwise exchange and Bruck's algorithm (log2 n steps of half of the data).
-
-    Running an all-to-all level by level saves no bytes.
+def _tree_latency(axis: AxisLinks, kind: str) -> float:
+    """Seconds of the steps from the leaves to the root: a chain in a node, a binary tree between
+    nodes.
     """
-    # seconds to move the bytes that the ranks of one unit hold together
-    unit = nbytes / n * hop.inner / hop.bandwidth
-    steps = math.ceil(math.log2(hop.ways))
-    pairwise = (hop.ways - 1) * hop.latency + unit * hop.inner * (hop.ways - 1) / n
-    bruck = steps * hop.latency + unit * hop.inner * hop.ways / n * steps / 2
-    return np.minimum(pairwise, bruck)
+    return sum(
+        (math.ceil(math.log2(hop.ways)) if hop.has_tree else hop.ways - 1)
+        * hop.figures(kind).latency
+        for hop in axis.hops
+    )
 
 
-def _broadcast(nbytes: FloatArray, hop: Hop, n: int) -> FloatArray:
-    return math.ceil(math.log2(hop.ways)) * hop.latency + nbytes / hop.bandwidth
+def _ring(nbytes: FloatArray, axis: AxisLinks, kind: str) -> FloatArray:
+    """n - 1 steps, in each of which every rank sends one n-th of the bytes to its neighbour."""
+    slowest = min(hop.rate(kind) for hop in axis.hops)
+    return _ring_latency(axis, kind) + (axis.size - 1) / axis.size * nbytes / slowest
 
 
-def _shift(nbytes: FloatArray, hop: Hop, n: int) -> FloatArray:
+def _all_reduce(nbytes: FloatArray, axis: AxisLinks, kind: str) -> FloatArray:
+    ring = 2 * _ring(nbytes, axis, kind)
+    if not any(hop.has_tree for hop in axis.hops):
+        return ring
+    slowest = min(hop.rate(kind) for hop in axis.hops)
+    return np.minimum(ring, 2 * (_tree_latency(axis, kind) + nbytes / slowest))
+
+
+def _all_to_all(nbytes: FloatArray, axis: AxisLinks, kind: str) -> FloatArray:
+    """Each rank exchanges its parts with all others, over all levels of links at the same time."""
+    latency = sum((hop.ways - 1) * hop.figures(kind).latency for hop in axis.hops)
+    taken = [  # the ranks of one unit hold inner / n of the bytes and send most of them away
+        nbytes * (hop.inner / axis.size) * (hop.inner * (hop.ways - 1) / axis.size) / hop.rate(kind)
+        for hop in axis.hops
+    ]
+    return latency + np.maximum.reduce(taken)
+
+
+def _broadcast(nbytes: FloatArray, axis: AxisLinks, kind: str) -> FloatArray:
+    """A ring along which each rank forwards pieces while it receives the next ones."""
+    return _ring_latency(axis, kind) + nbytes / min(hop.rate(kind) for hop in axis.hops)
+
+
+def _shift(nbytes: FloatArray, axis: AxisLinks, kind: str) -> FloatArray:
     """An all-to-all in which each rank receives ``nbytes`` from its neighbours only.
 
     ``collective_seconds`` lets a shift take no less than a measured all-to-all of that size,
     because gloo also sends the empty messages.
     """
-    return hop.latency + nbytes * hop.inner / hop.bandwidth
+    return np.maximum.reduce([_message(nbytes, hop, kind) for hop in axis.hops])
+
+
+def _message(nbytes: FloatArray, hop: Hop, kind: str) -> FloatArray:
+    """Seconds of a message of each group from one unit to the next: one rank of each unit sends."""
+    return hop.figures(kind).latency + nbytes * hop.inner / hop.rate(kind)
 
 
 _FORMULAS = {
     "all_reduce": _all_reduce,
-    "all_gather": _gather,
-    "reduce_scatter": _gather,
+    "all_gather": _ring,
+    "reduce_scatter": _ring,
     "all_to_all": _all_to_all,
     "broadcast": _broadcast,
     "shift": _shift,
@@ -223,10 +277,11 @@ def point_to_point(nbytes: float, axis: AxisLinks) -> float:
     """Seconds to send ``nbytes`` to the next rank along ``axis``, over the slowest link between two
     neighbours.
     """
-    if len(axis.hops) == 1 and "send" in axis.hops[0].measured:
-        return float(_between(axis.hops[0].measured["send"], np.asarray(nbytes)))
+    if SEND in axis.measured:
+        return float(_between(axis.measured[SEND], np.asarray(nbytes)))
+    amount = np.asarray(nbytes, dtype=np.float64)
     return max(
-        (hop.startup + hop.latency + nbytes * hop.inner / hop.bandwidth for hop in axis.hops),
+        (hop.figures(SEND).startup + float(_message(amount, hop, SEND)) for hop in axis.hops),
         default=0.0,
     )
 

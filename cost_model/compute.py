@@ -25,12 +25,12 @@ class ComputeCosts:
     """
 
     def __init__(self, cluster: Cluster, tf32: bool = False) -> None:
-        self._device, self._tf32 = cluster.device, tf32
+        self._device, self._software, self._tf32 = cluster.device, cluster.software, tf32
 
     @property
     def overhead(self) -> float:
         """Seconds of a training step outside its kernels."""
-        return self._device.overhead
+        return self._software.overhead
 
     @property
     def device_kind(self) -> str:
@@ -40,7 +40,7 @@ class ComputeCosts:
     @property
     def overlap(self) -> float:
         """The part of a collective's seconds that overlapping computation hides, 0 to 1."""
-        return self._device.overlap
+        return self._software.overlap
 
     def peak(
         self, kind: str, dtype: str, work: FloatArray | float, operator: str = ""
@@ -98,9 +98,9 @@ class ComputeCosts:
                 )
             taken = np.maximum(taken, work / rate)
         return (
-            np.maximum(taken, self._device.launch)
+            np.maximum(taken, self._software.launch)
             if self._device.kind == "cuda"
-            else taken + self._device.launch
+            else taken + self._software.launch
         )
 
     def optimizer_seconds(self, nbytes: float) -> float:

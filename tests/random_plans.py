@@ -23,14 +23,17 @@ from torch import nn
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import autopar
-from autopar.cost_model.cluster import Level
+from autopar.cost_model import Level
 from autopar.errors import AutoparError, PlanError
 from autopar.search.ilp.cost_weights import CostWeights
 from autopar.search.ilp.vertex import Vertex
 
 TOLERANCE = 1e-9
 FREE = autopar.Cluster(
-    "free", autopar.Cluster.load("cpu").device, (Level("links", None, latency=0.0, bandwidth=1e18),)
+    "free",
+    autopar.Cluster.load("cpu").device,
+    autopar.Cluster.load("cpu").software,
+    (Level("links", None, latency=0.0, bandwidth=1e18),),
 )
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble")
 

@@ -24,6 +24,8 @@ def figures(cluster: Cluster) -> set[str]:
         }
     told = ("name", "kind", *["ranks_per_core"] * (cluster.device.ranks_per_core == 1))
     paths |= {f"device.{name}" for name in device if name not in told}
+    software = [name for name in asdict(cluster.software) if name != "name"]
+    paths |= {f"software.{cluster.software.name}.{name}" for name in software}
     for level in cluster.links:
         paths |= {
             f"links.{level.name}.{name}"
@@ -31,7 +33,7 @@ def figures(cluster: Cluster) -> set[str]:
         }
         paths |= {
             f"links.{level.name}.{name}"
-            for name in ("by_ranks", "measured")
+            for name in ("by_ranks", "collectives", "measured")
             if getattr(level, name)
         }
     return paths
@@ -40,8 +42,28 @@ def figures(cluster: Cluster) -> set[str]:
 @pytest.mark.parametrize("name", PRESETS)
 def test_each_figure_of_a_preset_has_a_source(name: str) -> None:
     cluster = Cluster.load(name)
-    assert cluster.name == name
+    assert (cluster.name, cluster.software.name) == (name, "eager")
     assert set(cluster.sources) == figures(cluster)
+
+
+def test_the_software_is_a_part_of_a_cluster_apart_from_the_hardware() -> None:
+    """One file, one hardware, several programs; the name of the cluster says which."""
+    eager = Cluster.load("a100-sxm")
+    megatron = Cluster.load("a100-sxm", software="megatron-deepspeed")
+    assert megatron == Cluster.load("a100-sxm:megatron-deepspeed")
+    assert (megatron.device, megatron.links) == (eager.device, eager.links)
+    assert megatron.software.launch > eager.software.launch
+    assert megatron.name == "a100-sxm:megatron-deepspeed"
+    assert set(megatron.sources) == figures(megatron)
+    with pytest.raises(PlanError, match="software='lightning': this cluster describes eager, mega"):
+        Cluster.load("a100-sxm", software="lightning")
+
+
+def test_the_reserve_is_no_memory_for_tensors() -> None:
+    a100 = Cluster.load("a100-sxm")
+    assert a100.usable_memory == 80 * 10**9 == a100.device.memory - a100.software.reserve
+    with pytest.raises(PlanError, match=r"reserve is .* of a device's 85899345920: give less"):
+        replace(a100, software=replace(a100.software, reserve=a100.device.memory))
 
 
 def test_presets_are_those_of_the_datasheets() -> None:
@@ -76,7 +98,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "cluster.json"
     cluster = Cluster.load("cpu")
     cluster.save(path)
-    broken = replace(cluster, sources={"device.launch": object()})  # type: ignore[dict-item]
+    broken = replace(cluster, sources={"device.memory": object()})  # type: ignore[dict-item]
     with pytest.raises(TypeError):
         broken.save(path)
     assert Cluster.load(path) == cluster
@@ -86,14 +108,25 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d.update(schema=0), "schema is 0, this version reads 2"),
+        (lambda d: d.update(schema=0), "schema is 0, this version reads 3"),
         (lambda d: d.pop("schema"), "schema is None"),
         (lambda d: d["device"].pop("memory_bandwidth"), "missing device.memory_bandwidth"),
         (lambda d: d["links"][0].pop("latency"), r"missing links\[0\].latency"),
         (lambda d: d["device"].update(speed=1), "unknown device.speed"),
         (lambda d: d["device"].update(memory="80 GB"), "device.memory is '80 GB'"),
         (lambda d: d["device"].update(kind="gpu"), "device.kind is 'gpu': give cpu or cuda"),
-        (lambda d: d["device"].update(overlap=1.5), "device.overlap is 1.5"),
+        (lambda d: d["software"]["eager"].update(overlap=1.5), "software.eager.overlap is 1.5"),
+        (lambda d: d["software"]["eager"].pop("launch"), "missing software.eager.launch"),
+        (lambda d: d["software"]["eager"].update(speed=1), "unknown software.eager.speed"),
+        (lambda d: d.update(software={}), "figures of at least one software stack"),
+        (
+            lambda d: d["links"][0].update(measured={"gossip": {}}),
+            "links.loopback gives figures of 'gossip'",
+        ),
+        (
+            lambda d: d["links"][0].update(collectives={"all_gather": {"startup": 1.0}}),
+            r"missing links\[0\].collectives.all_gather.latency",
+        ),
         (
             lambda d: d["device"]["efficiency"].pop("matmul"),
             "give points for matmul and elementwise at least",

@@ -16,7 +16,8 @@ from autopar.cost_model import (
     point_to_point,
     received_bytes,
 )
-from autopar.cost_model.collectives import COLLECTIVE_KINDS, AxisLinks, Hop
+from autopar.cost_model.collectives import AxisLinks, Hop
+from autopar.cost_model.links import COLLECTIVE_KINDS, CollectiveFigures
 from autopar.errors import PlanError
 
 GB = 1e9
@@ -27,7 +28,14 @@ NIC = 200e9 * A100.links[1].efficiency
 LATENCY, NETWORK_LATENCY = (level.latency for level in A100.links)
 
 
-def test_all_reduce_in_a_node_is_a_ring_when_long() -> None:
+def hop(level: int, ways: int, inner: int, groups: int = 1) -> Hop:
+    """A hop of the A100 preset without start-up."""
+    found = A100.links[level]
+    rate = found.bandwidth / groups if found.shared else found.bandwidth * inner
+    return Hop(found.name, ways, inner, level > 0, found.latency, rate, found.efficiency)
+
+
+def test_collectives_in_a_node_are_rings() -> None:
     (axis,) = axis_links((8,), A100)
     assert collective_seconds("all_reduce", GB, axis) == pytest.approx(
         2 * 7 * LATENCY + 2 * 7 / 8 * GB / NVLINK
@@ -35,15 +43,10 @@ def test_all_reduce_in_a_node_is_a_ring_when_long() -> None:
     assert collective_seconds("reduce_scatter", GB, axis) == pytest.approx(
         7 * LATENCY + 7 / 8 * GB / NVLINK
     )
+    assert collective_seconds("all_reduce", 8.0, axis) == pytest.approx(2 * 7 * LATENCY, rel=1e-3)
+    assert collective_seconds("broadcast", GB, axis) == pytest.approx(7 * LATENCY + GB / NVLINK)
     assert axis.bandwidth == pytest.approx(NVLINK)
-
-
-def test_short_messages_take_log_steps() -> None:
-    (axis,) = axis_links((8,), A100)
-    assert collective_seconds("all_reduce", 8.0, axis) == pytest.approx(2 * 3 * LATENCY, rel=1e-3)
-    assert collective_seconds("all_to_all", 8.0, axis) == pytest.approx(3 * LATENCY, rel=1e-3)
-    assert collective_seconds("broadcast", GB, axis) == pytest.approx(3 * LATENCY + GB / NVLINK)
-    assert axis.latency == pytest.approx(3 * LATENCY)
+    assert axis.latency == pytest.approx(7 * LATENCY)
 
 
 def test_all_to_all_in_a_node() -> None:
@@ -55,41 +58,115 @@ def test_all_to_all_in_a_node() -> None:
 
 def test_an_axis_between_nodes_shares_the_nics() -> None:
     slow, fast = axis_links((4, 8), A100)  # 8 groups, each with one rank in every node
-    assert slow.hops == (Hop("network", 4, 1, NETWORK_LATENCY, NIC / 8),)
-    assert fast.hops == (Hop("nvlink", 8, 1, LATENCY, NVLINK),)
+    assert slow.hops == (hop(1, 4, 1, groups=8),)
+    assert fast.hops == (hop(0, 8, 1),)
     assert collective_seconds("all_gather", GB, slow) == pytest.approx(
         3 * NETWORK_LATENCY + 3 / 4 * GB / (NIC / 8)
     )
 
 
 def test_contention_goes_with_the_groups_that_live_in_a_node() -> None:
-    prices = [
+    prices = [  # 8 ranks a node in 8 groups, however far apart
         collective_seconds("all_gather", GB, axis_links((4, stride), A100)[0])
         for stride in (8, 16, 32)
     ]
-    assert prices == pytest.approx([prices[0]] * 3)  # 8 ranks a node in 8 groups, however far apart
-    assert [hop.level for hop in axis_links((2, 4, 2), A100)[1].hops] == ["nvlink"]
+    assert prices == pytest.approx([prices[0]] * 3)
+    assert [found.level for found in axis_links((2, 4, 2), A100)[1].hops] == ["nvlink"]
 
 
-def test_an_axis_over_two_levels_runs_level_by_level() -> None:
+def test_a_ring_over_nodes_keeps_both_levels_busy() -> None:
+    """Of the 31 steps of a ring over 4 nodes of 8, three in a row cross the network for each piece;
+    every link carries 31 of 32 pieces, so the slower level decides.
+    """
     (axis,) = axis_links((32,), A100)
-    assert axis.hops == (
-        Hop("nvlink", 8, 1, LATENCY, NVLINK),
-        Hop("network", 4, 8, NETWORK_LATENCY, NIC),
+    assert axis.hops == (hop(0, 8, 1), hop(1, 4, 8))
+    ring = 28 * LATENCY + 3 * NETWORK_LATENCY + 31 / 32 * GB / min(NVLINK, NIC)
+    assert collective_seconds("all_gather", GB, axis) == pytest.approx(ring)
+    tree = 7 * LATENCY + 2 * NETWORK_LATENCY + GB / min(NVLINK, NIC)
+    assert collective_seconds("all_reduce", GB, axis) == pytest.approx(2 * min(ring, tree))
+    assert collective_seconds("all_reduce", 8.0, axis) == pytest.approx(
+        2 * (7 * LATENCY + 2 * NETWORK_LATENCY), rel=1e-3
     )
-    inside, between = 7 * LATENCY + 7 / 8 * GB / NVLINK, 3 * NETWORK_LATENCY + 3 / 4 * GB / NIC
-    assert collective_seconds("all_gather", GB, axis) == pytest.approx(inside + between)
-    assert collective_seconds("all_reduce", GB, axis) == pytest.approx(2 * (inside + between))
     middle = axis_links((8, 4), A100)[0]  # 2 ranks a node, in 4 groups
-    assert middle.hops == (
-        Hop("nvlink", 2, 1, LATENCY, NVLINK),
-        Hop("network", 4, 2, NETWORK_LATENCY, NIC / 4),
+    assert middle.hops == (hop(0, 2, 1), hop(1, 4, 2, groups=4))
+
+
+def test_a_reduce_scatter_over_thousands_of_nodes_takes_the_latency_of_its_ring() -> None:
+    """NCCL has no tree for a reduce-scatter: 25 MiB over one rank of each of 2,048 nodes take 2,047
+    steps. An all-reduce may take the tree.
+    """
+    (axis, _) = axis_links((2048, 8), A100)
+    steps = 2047 * NETWORK_LATENCY
+    assert steps == pytest.approx(0.016, rel=0.03)
+    assert collective_seconds("reduce_scatter", 25 * 2**20, axis) == pytest.approx(
+        steps + 2047 / 2048 * 25 * 2**20 / (NIC / 8)
+    )
+    assert collective_seconds("all_reduce", 25 * 2**20, axis) == pytest.approx(
+        2 * (11 * NETWORK_LATENCY + 25 * 2**20 / (NIC / 8))
+    )
+
+
+def test_a_long_all_reduce_over_nodes_reaches_the_bandwidth_of_the_slower_level() -> None:
+    """Bus bandwidth, 2 (n - 1) / n bytes a second, of 8 GiB over 8 nodes of 8 H100s."""
+    (axis,) = axis_links((64,), Cluster.load("h100-sxm"))
+    seconds = collective_seconds("all_reduce", 8 * 2.0**30, axis)
+    assert 2 * 63 / 64 * 8 * 2.0**30 / seconds == pytest.approx(340e9, rel=0.03)
+
+
+def test_an_oversubscribed_network_is_a_level_of_its_own() -> None:
+    """Racks of 4 nodes whose uplinks carry half of what the nodes' NICs do."""
+    network, rack = replace(A100.links[1], size=32), 4 * A100.links[1].bandwidth
+    spine = replace(A100.links[1], name="spine", size=None, bandwidth=rack / 2)
+    (plain,) = (axis for axis in axis_links((128, 1), A100)[:1])
+    (slow,) = (
+        axis
+        for axis in axis_links((128, 1), replace(A100, links=(A100.links[0], network, spine)))[:1]
+    )
+    assert plain.bandwidth == pytest.approx(min(NVLINK, NIC))
+    assert slow.bandwidth == pytest.approx(min(NVLINK, NIC, 2 * NIC))
+    across = [
+        axis_links((4, 32), replace(A100, links=links))[0].bandwidth
+        for links in (
+            (A100.links[0], network, replace(spine, bandwidth=rack)),
+            (A100.links[0], network, spine),
+        )
+    ]
+    assert across[0] / across[1] == pytest.approx(2)
+
+
+def test_jitter_grows_with_the_ranks() -> None:
+    shaky = replace(A100, software=replace(A100.software, jitter=1e-5))
+    more = [
+        collective_seconds("all_gather", GB, axis_links((n,), shaky)[0])
+        - collective_seconds("all_gather", GB, axis_links((n,), A100)[0])
+        for n in (2, 8, 64)
+    ]
+    assert more == pytest.approx([1e-5 * math.sqrt(2 * math.log(n)) for n in (2, 8, 64)])
+
+
+def test_a_kind_of_collective_may_have_figures_of_its_own() -> None:
+    own = {"all_gather": CollectiveFigures(startup=23e-6, latency=9e-6, efficiency=0.5)}
+    level = replace(A100.links[0], collectives=own)
+    (axis,), (plain,) = axis_links((8,), replace(A100, links=(level,))), axis_links((8,), A100)
+    assert collective_seconds("all_gather", GB, axis) == pytest.approx(
+        23e-6 + 7 * 9e-6 + 7 / 8 * GB / 150e9
+    )
+    assert collective_seconds("all_reduce", GB, axis) == collective_seconds("all_reduce", GB, plain)
+
+
+def test_a_table_over_nodes_comes_before_the_formulas() -> None:
+    curve = {"all_reduce": {"4x8": ((1e4, 1e-4), (1e6, 1e-3))}}
+    links = (A100.links[0], replace(A100.links[1], measured=curve))
+    (axis,), (other,) = (axis_links((n,), replace(A100, links=links)) for n in (32, 16))
+    assert collective_seconds("all_reduce", 1e5, axis) == pytest.approx(10**-3.5)
+    assert collective_seconds("all_reduce", 1e5, other) == collective_seconds(
+        "all_reduce", 1e5, axis_links((16,), A100)[0]
     )
 
 
 def test_ranks_that_straddle_nodes() -> None:
     outer, inner = axis_links((4, 6), A100)  # the second group of 6 holds devices 6 to 11
-    assert [hop.level for hop in inner.hops] == ["nvlink", "network"]
+    assert [found.level for found in inner.hops] == ["nvlink", "network"]
     assert outer.hops[-1].level == "network"
 
 
@@ -97,10 +174,10 @@ def test_ranks_that_straddle_nodes() -> None:
     "sizes", [(32,), (4, 8), (8, 4), (2, 16), (16, 2), (4, 4, 2), (2, 8, 2), (64, 1)]
 )
 @pytest.mark.parametrize("kind", ["all_gather", "all_to_all"])
-def test_no_node_receives_more_than_its_nics_carry(sizes: tuple[int, ...], kind: str) -> None:
-    """Counts the bytes that each node must receive, rank by rank. Fewer seconds than these bytes
-    over the NIC's bandwidth are impossible. Without latency and with free links inside nodes, the
-    seconds are exactly that.
+def test_the_nics_carry_what_the_algorithm_sends(sizes: tuple[int, ...], kind: str) -> None:
+    """Counts the bytes that pass into each node, message by message: in a ring from each rank to
+    the next, in an all-to-all between all pairs. Without latency and with free links inside nodes,
+    the seconds are these bytes over the NICs' bandwidth.
     """
     free = replace(
         A100,
@@ -115,11 +192,14 @@ def test_no_node_receives_more_than_its_nics_carry(sizes: tuple[int, ...], kind:
         )
         into = np.zeros(math.prod(sizes) // 8)
         for group in ranks:
-            nodes = group // 8
-            for node in np.unique(nodes):
-                here, n = int((nodes == node).sum()), len(group)
-                away = n - here
-                into[node] += away * GB / n if kind == "all_gather" else here * away * GB / n**2
+            n, nodes = len(group), group // 8
+            if kind == "all_gather":
+                for node in nodes[nodes != np.roll(nodes, 1)]:
+                    into[node] += (n - 1) * GB / n
+            else:
+                for node in np.unique(nodes):
+                    here = int((nodes == node).sum())
+                    into[node] += here * (n - here) * GB / n**2
         assert collective_seconds(kind, GB, axis) == pytest.approx(into.max() / NIC, rel=1e-9)
 
 
@@ -155,12 +235,12 @@ def test_three_levels() -> None:
         ),
     )
     (axis,) = axis_links((128,), pods)
-    assert [(hop.level, hop.ways, hop.inner) for hop in axis.hops] == [
+    assert [(found.level, found.ways, found.inner) for found in axis.hops] == [
         ("nvlink", 8, 1),
         ("network", 4, 8),
         ("spine", 4, 32),
     ]
-    assert axis_links((4, 32), pods)[0].hops == (Hop("spine", 4, 1, 2e-5, 400e9 / 32),)
+    assert axis_links((4, 32), pods)[0].hops == (Hop("spine", 4, 1, True, 2e-5, 400e9 / 32),)
 
 
 def test_too_few_devices() -> None:

@@ -16,7 +16,7 @@ from equivalence import traced_once
 
 import autopar
 from autopar import Cluster, Comparison, Plan, cli
-from autopar.cost_model import simulate_schedule
+from autopar.cost_model import CollectiveFigures, simulate_schedule
 from autopar.cost_model.device import MAX_EFFICIENCY
 from autopar.errors import PlanError
 from autopar.runtime.measure.compare import compare
@@ -142,15 +142,16 @@ def changed(cluster: Cluster, kernels: float, links: float, overhead: float) -> 
         cluster.device,
         peak={dtype: rate / kernels for dtype, rate in cluster.device.peak.items()},
         memory_bandwidth=cluster.device.memory_bandwidth / kernels,
-        launch=cluster.device.launch * kernels,
-        overhead=overhead,
+    )
+    software = replace(
+        cluster.software, launch=cluster.software.launch * kernels, overhead=overhead
     )
     slower = [
         replace(level, latency=level.latency * links, bandwidth=level.bandwidth / links)
         for level in cluster.links
     ]
     levels = [replace(level, startup=level.startup * links) for level in slower]
-    return replace(cluster, device=device, links=tuple(levels))
+    return replace(cluster, device=device, software=software, links=tuple(levels))
 
 
 @pytest.mark.parametrize("name", ["cpu", pytest.param("a100-sxm", marks=pytest.mark.slow)])
@@ -214,8 +215,12 @@ def test_links_that_turn_out_faster_than_assumed() -> None:
     cluster = Cluster.load("cpu")
     (level,) = cluster.links
     measured = {"all_reduce": {"2": ((10.0, 1e-4), (1e6, 1e-2))}}
+    own = {"all_gather": CollectiveFigures(startup=1e-5, latency=4e-6, efficiency=0.4)}
     cluster = replace(
-        cluster, links=(replace(level, efficiency=0.8, by_ranks={"2": 2e9}, measured=measured),)
+        cluster,
+        links=(
+            replace(level, efficiency=0.8, by_ranks={"2": 2e9}, collectives=own, measured=measured),
+        ),
     )
     seen = SimpleNamespace(
         cluster="cpu",
@@ -236,6 +241,10 @@ def test_links_that_turn_out_faster_than_assumed() -> None:
     assert found.latency == pytest.approx(level.latency / factor)
     assert found.efficiency == 1.0
     assert found.efficiency * found.bandwidth == pytest.approx(0.8 * level.bandwidth * factor)
+    gather = found.collectives["all_gather"]
+    assert [gather.startup, gather.latency, gather.efficiency] == pytest.approx(
+        [1e-5 / factor, 4e-6 / factor, 0.5]
+    )
     assert found.by_ranks["2"] == pytest.approx(0.8 * 2e9 * factor)
     assert found.measured["all_reduce"]["2"][1] == (1e6, pytest.approx(1e-2 / factor))
 
@@ -295,7 +304,8 @@ def test_the_command_writes_a_cluster_file(
         )
         == 0
     )
-    assert Cluster.load(tmp_path / "new.json").device.launch == pytest.approx(written.device.launch)
+    again = Cluster.load(tmp_path / "new.json")
+    assert again.software.launch == pytest.approx(written.software.launch)
     assert "before: cpu calibrated by a run" in Cluster.load(tmp_path / "new.json").sources[""]
     with pytest.raises(SystemExit):
         cli.main(["profile", "--cluster", "cpu"])

@@ -24,11 +24,14 @@ from autopar.errors import PlanError
 A100 = Cluster.load("a100-sxm")
 COMPUTE = ComputeCosts(A100)
 DEVICE = A100.device
+LAUNCH = A100.software.launch
 
 
 def on(**figures: object) -> ComputeCosts:
-    """A device with other figures."""
-    return ComputeCosts(replace(A100, device=replace(DEVICE, **figures)))  # type: ignore[arg-type]
+    """A device with other figures, whose kernels start at once."""
+    at_once = replace(A100.software, launch=0.0)
+    device = replace(DEVICE, **figures)  # type: ignore[arg-type]
+    return ComputeCosts(replace(A100, device=device, software=at_once))
 
 
 def test_a_large_matmul_runs_at_the_efficiency_of_its_dtype() -> None:
@@ -42,9 +45,7 @@ def test_a_large_matmul_runs_at_the_efficiency_of_its_dtype() -> None:
 
 
 def test_a_curve_is_straight_between_its_points_and_level_outside() -> None:
-    compute = on(
-        efficiency={"matmul": ((1e6, 0.1), (1e8, 0.4)), "elementwise": ((1.0, 0.5),)}, launch=0.0
-    )
+    compute = on(efficiency={"matmul": ((1e6, 0.1), (1e8, 0.4)), "elementwise": ((1.0, 0.5),)})
     found = [
         work / float(compute.seconds("matmul", "float16", work, 0.0)) / 312e12
         for work in (1e5, 1e6, 1e7, 1e8, 1e9)
@@ -59,7 +60,7 @@ def test_one_wave_takes_as_long_as_any_part_of_it() -> None:
     """Tiles of 128 x 128 on 108 multiprocessors: 1 to 108 tiles take the same time, 109 tiles take
     twice that.
     """
-    compute = on(tiles=(Tile(128, 128),), inner=0.0, launch=0.0)
+    compute = on(tiles=(Tile(128, 128),), inner=0.0)
 
     def taken(tiles: int) -> float:
         return float(
@@ -79,7 +80,7 @@ def test_one_wave_takes_as_long_as_any_part_of_it() -> None:
 
 
 def test_a_short_inner_dim_runs_at_a_part_of_the_rate() -> None:
-    compute = on(tiles=(), inner=64.0, launch=0.0)
+    compute = on(tiles=(), inner=64.0)
     shape = (1, 4096, 4096, 64)
     half = float(compute.seconds("matmul", "float16", 2.0 * 4096 * 4096 * 64, 0.0, shape))
     assert half == pytest.approx(
@@ -108,13 +109,13 @@ def test_what_moves_memory_is_bound_by_it() -> None:
 
 
 def test_a_gpu_is_launched_ahead_and_a_cpu_is_not() -> None:
-    assert COMPUTE.seconds("elementwise", "int64", 0.0, 40.0) == DEVICE.launch
+    assert COMPUTE.seconds("elementwise", "int64", 0.0, 40.0) == LAUNCH
     cpu = Cluster.load("cpu")
-    alone = ComputeCosts(replace(cpu, device=replace(cpu.device, launch=0.0))).seconds(
+    alone = ComputeCosts(replace(cpu, software=replace(cpu.software, launch=0.0))).seconds(
         "elementwise", "float32", 0.0, 1e6
     )
     assert ComputeCosts(cpu).seconds("elementwise", "float32", 0.0, 1e6) == pytest.approx(
-        float(alone) + cpu.device.launch
+        float(alone) + cpu.software.launch
     )
 
 

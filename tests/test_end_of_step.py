@@ -22,9 +22,9 @@ def ends(
     hidden: int, overlap: float, overhead: float = 0.0, network: float = 1.0
 ) -> tuple[dict[str, float], PricedPlan, Cluster]:
     """The step end of two replicas, whose links are ``network`` times as fast."""
-    device = replace(A100.device, overlap=overlap, overhead=overhead)
+    software = replace(A100.software, overlap=overlap, overhead=overhead)
     links = tuple(replace(level, bandwidth=level.bandwidth * network) for level in A100.links)
-    cluster = replace(A100, device=device, links=links)
+    cluster = replace(A100, software=software, links=links)
     traced = TracedModel(gpt(hidden, 4, 2, 32, 512), batch(8, 32), None)
     asked = configuration(1, 1, 2, 4) | dict(recompute="none", precision=None)
     with searched(traced, 8, cluster, **asked) as found:
@@ -80,7 +80,7 @@ def test_what_takes_longer_than_the_backward_is_waited_for() -> None:
 
 
 def test_a_plan_says_so_and_its_rows_add_up() -> None:
-    cluster = replace(A100, device=replace(A100.device, overhead=1.0))
+    cluster = replace(A100, software=replace(A100.software, overhead=1.0))
     parallel = dict(data=2, pipeline=dict(size=2, chunks=1))
     options = configuration(1, 2, 2, 2) | dict(recompute="none", precision=None, parallel=parallel)
     plan = autopar.plan(

@@ -15,7 +15,7 @@ from equivalence import TOLERANCE, Outcome, check
 from pool import Pools
 
 import autopar
-from autopar.cost_model.cluster import Level
+from autopar.cost_model import Level, Software
 
 # Slow at arithmetic and quick to start and send: even tiny models are worth splitting.
 _CPU = autopar.Cluster.load("cpu")
@@ -24,11 +24,15 @@ _SLOW = dataclasses.replace(
     _CPU.device,
     peak=dict.fromkeys(_CPU.device.peak, 1e9),
     memory_bandwidth=1e9,
-    launch=0.0,
     efficiency=_IDEAL,
 )
-FAST = autopar.Cluster("fast", _SLOW, (Level("links", None, latency=1e-7, bandwidth=2e10),))
-FREE = autopar.Cluster("free", _SLOW, (Level("links", None, latency=0.0, bandwidth=1e18),))
+_AT_ONCE = Software("at once", launch=0.0)
+FAST = autopar.Cluster(
+    "fast", _SLOW, _AT_ONCE, (Level("links", None, latency=1e-7, bandwidth=2e10),)
+)
+FREE = autopar.Cluster(
+    "free", _SLOW, _AT_ONCE, (Level("links", None, latency=0.0, bandwidth=1e18),)
+)
 
 # The end of the residual stream, [batch, sequence, features].
 STREAMS = {

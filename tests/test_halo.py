@@ -257,7 +257,7 @@ def test_patches_are_the_plain_operator() -> None:
 
 def test_what_neighbours_send_takes_no_less_than_an_all_to_all() -> None:
     """Empty messages are sent as well."""
-    hop = Hop("links", 4, 1, latency=1e-6, bandwidth=1e9)
+    hop = Hop("links", 4, 1, False, latency=1e-6, bandwidth=1e9)
     assert collective_seconds("shift", 1e6, AxisLinks(4, (hop,))) == pytest.approx(1e-6 + 1e-3)
     measured = AxisLinks(
         4,

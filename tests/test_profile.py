@@ -237,7 +237,7 @@ def test_ranks_measure_their_collectives(ranks: Pools, tmp_path: Path) -> None:
         "all_to_all",
         "send",
     }
-    assert 0 <= mine.device.overlap <= 1
+    assert 0 <= mine.software.overlap <= 1
     (axis,) = axis_links((2,), mine)
     assert (
         min(taken) / 3 < collective_seconds("all_reduce", float(1 << 16), axis) < 3 * max(taken)
@@ -263,7 +263,7 @@ def test_a_profile_of_another_machine(tmp_path: Path) -> None:
     (tmp_path / "old.json").write_text(json.dumps(data | {"schema": 1}))
     with pytest.raises(
         PlanError,
-        match="its schema is 1, this version reads 2: measure it again with: python -m autopar "
+        match="its schema is 1, this version reads 3: measure it again with: python -m autopar "
         "profile -o",
     ):
         Cluster.load(tmp_path / "old.json")

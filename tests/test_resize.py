@@ -11,6 +11,7 @@ import torch
 import zoo
 
 from autopar.cost_model import Cluster
+from autopar.frontend.traced_model import TracedModel
 from autopar.rules import Rule
 from autopar.rules.analysis import Analysis
 from autopar.search.ilp.problem import Problem
@@ -38,10 +39,19 @@ def problem_of(analysis: Analysis, samples: int, ranks: int) -> Problem:
     ("size", "samples"), [(4, 16), pytest.param(16, 4, marks=pytest.mark.slow)]
 )
 def test_costs_are_those_of_a_captured_batch(name: str, size: int, samples: int) -> None:
-    found, expected = (
-        problem_of(captured(name, size), samples, 2),
-        problem_of(captured(name, samples), samples, 2),
-    )
+    found, expected = captured(name, size), captured(name, samples)
+    assert_equal_problems(problem_of(found, samples, 2), problem_of(expected, samples, 2))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_microbatch_of_one_sample_stands_for_larger_ones(name: str) -> None:
+    """In a graph of one sample no dim of the batch can be cut; in the resized graph it can."""
+    traced = TracedModel(*getattr(zoo, name)(batch=8), None)
+    (one, _), (four, _) = traced.analyse(8), traced.analyse(2)
+    assert_equal_problems(problem_of(one, 4, 2), problem_of(four, 4, 2))
+
+
+def assert_equal_problems(found: Problem, expected: Problem) -> None:
     assert len(found.vertices) == len(expected.vertices)
     for v, w in zip(found.vertices, expected.vertices, strict=True):
         assert v.node.name == w.node.name

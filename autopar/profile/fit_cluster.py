@@ -14,7 +14,9 @@ import torch
 
 from autopar.cost_model import Cluster
 from autopar.cost_model.compute import ARITHMETIC
-from autopar.cost_model.device import MAX_EFFICIENCY, Curve, Device, Level
+from autopar.cost_model.device import MAX_EFFICIENCY, Curve, Device
+from autopar.cost_model.links import Level
+from autopar.cost_model.software import Software
 from autopar.profile.timing import Timing
 
 # A kernel's least seconds, relative to an empty call whose seconds are subtracted from its own.
@@ -62,21 +64,32 @@ def fit_cluster(
         peak=peak,
         memory_bandwidth=bandwidth,
         memory=_memory(device, ranks),
-        launch=found[LAUNCH].seconds,
         efficiency=_curves(points, peak, bandwidth),
         kind=device.type,
-        overlap=found[HIDDEN].seconds if ranks > 1 else 0.0,
         ranks_per_core=ranks_per_core,
     )
-    return Cluster(
-        name, described, (_level(found, ranks),), {"": "measured by autopar profile"}, machine
+    software = Software(
+        "eager",
+        launch=found[LAUNCH].seconds,
+        overlap=found[HIDDEN].seconds if ranks > 1 else 0.0,
+        reserve=_reserve(device),
     )
+    sources = {"": "measured by autopar profile"}
+    return Cluster(name, described, software, (_level(found, ranks),), sources, machine)
 
 
 def _memory(device: torch.device, ranks: int) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
+
+
+def _reserve(device: torch.device) -> int:
+    """Bytes of a GPU that this process uses beside its tensors."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return max(total - free - torch.cuda.memory_reserved(device), 0)
 
 
 def _peaks(points: Points) -> dict[str, float]:

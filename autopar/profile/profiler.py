@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from autopar.cost_model.cluster import SCHEMA, Cluster
+from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.cluster_data import SCHEMA
 from autopar.errors import RunError
 from autopar.formatting.files import write_json
 from autopar.profile import measurements

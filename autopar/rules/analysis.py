@@ -5,7 +5,7 @@ dims that carry the batch.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -181,12 +181,7 @@ class Batch:
         inputs: list[fx.Node],
         division: BatchDivision | None = None,
     ) -> None:
-        links: nx.utils.UnionFind = nx.utils.UnionFind()
-        # For each call, the first dim of an operand or of the result that begins with a factor.
-        self._factor_dims: dict[fx.Node, dict[str, TensorDim]] = {}
-        for node in graph.nodes:
-            if (rule := rules.get(node)) is not None:
-                self._factor_dims[node] = _link_dims(links, node, rule)
+        self._rules = rules  # those of the size that the graph has now
         if division is not None:
             # The size is read off an input, because the graph may be resized.
             cut = ((n, n.meta["time"]) for n in inputs)
@@ -199,6 +194,10 @@ class Batch:
                 if n.op != "output" and n.meta["time"].is_shard
             }
             return
+        links: nx.utils.UnionFind = nx.utils.UnionFind()
+        for node in graph.nodes:
+            if (rule := rules.get(node)) is not None:
+                _link_dims(links, node, rule)
         heads = [(n, n.meta["val"].shape[0]) for n in inputs if len(n.meta["val"].shape)]
         self.size = int(Counter(size for _, size in heads).most_common(1)[0][0]) if heads else 1
         roots = {links[(n, 0)] for n, size in heads if size == self.size}
@@ -215,23 +214,22 @@ class Batch:
 
     def factors(self, node: fx.Node) -> frozenset[str]:
         """The factors of ``node``'s rule that carry the batch."""
-        dims = self._factor_dims.get(node, {})
-        return frozenset(f for f, place in dims.items() if place in self._batch_dims)
+        if (rule := self._rules.get(node)) is None:
+            return frozenset()
+        return frozenset(f for f, place in _factor_dims(node, rule) if place in self._batch_dims)
 
 
-def _link_dims(links: nx.utils.UnionFind, node: fx.Node, rule: Rule) -> dict[str, TensorDim]:
-    """Link the dims of operands and result that begin with the same factor; returns the first of
-    these dims for each factor.
-    """
-    found: dict[str, TensorDim] = {}
+def _link_dims(links: nx.utils.UnionFind, node: fx.Node, rule: Rule) -> None:
+    """Link the dims of operands and result that begin with the same factor."""
+    first: dict[str, TensorDim] = {}
+    for factor, place in _factor_dims(node, rule):
+        links.union(first.setdefault(factor, place), place)
+
+
+def _factor_dims(node: fx.Node, rule: Rule) -> Iterator[tuple[str, TensorDim]]:
+    """The dims of operands and result that have factors, each with the factor it begins with."""
     tensors = [*(n for n, _ in operands(node)), node]
     for tensor, dims in zip(tensors, [*rule.operands, rule.output], strict=True):
         for d, factors in enumerate(dims):
             if factors:
-                place = (tensor, d)
-                first = found.setdefault(factors[0], place)
-                if first is place:
-                    links[place]  # adds the dim
-                else:
-                    links.union(first, place)
-    return found
+                yield factors[0], (tensor, d)

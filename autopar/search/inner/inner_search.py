@@ -83,7 +83,7 @@ class InnerSearch:
     @property
     def budget(self) -> float:
         """Bytes of a device that a plan may use."""
-        return self.options.memory_budget or self.cluster.device.memory
+        return self.options.memory_budget or self.cluster.usable_memory
 
     def problem(self, configuration: Configuration, samples: int) -> Problem:
         """Sharding and recomputation on the mesh of ``configuration``, for a microbatch of
