@@ -29,9 +29,9 @@ def captured(name: str, batch: int) -> Analysis:
     return small_graphs.analyse(*getattr(zoo, name)(batch=batch))
 
 
-def problem_of(analysis: Analysis, samples: int, ranks: int) -> Problem:
+def problem_of(analysis: Analysis, samples: int, ranks: int, use: str = "free") -> Problem:
     search = InnerSearch(analysis, Cluster.load("cpu"), Options(ranks, recompute="auto"))
-    return search.problem(Configuration(1, (Axis("axis0", ranks),), 1), samples)
+    return search.problem(Configuration(1, (Axis("axis0", ranks, use),), 1), samples)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -43,12 +43,13 @@ def test_costs_are_those_of_a_captured_batch(name: str, size: int, samples: int)
     assert_equal_problems(problem_of(found, samples, 2), problem_of(expected, samples, 2))
 
 
+@pytest.mark.parametrize("use", ["free", "data"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_microbatch_of_one_sample_stands_for_larger_ones(name: str) -> None:
+def test_a_microbatch_of_one_sample_stands_for_larger_ones(name: str, use: str) -> None:
     """In a graph of one sample no dim of the batch can be cut; in the resized graph it can."""
     traced = TracedModel(*getattr(zoo, name)(batch=8), None)
     (one, _), (four, _) = traced.analyse(8), traced.analyse(2)
-    assert_equal_problems(problem_of(one, 4, 2), problem_of(four, 4, 2))
+    assert_equal_problems(problem_of(one, 4, 2, use), problem_of(four, 4, 2, use))
 
 
 def assert_equal_problems(found: Problem, expected: Problem) -> None:
