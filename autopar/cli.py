@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cluster = (
             _calibrated(given)
             if given.calibrate
-            else Cluster.measure(given.output, device=given.device, progress=given.progress)
+            else Cluster.measure(given.output, given.device, given.progress, given.seconds)
         )
     except AutoparError as error:
         print(f"autopar: {error}", file=sys.stderr)
@@ -61,6 +61,12 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     )
     profile.add_argument(
         "--device", choices=("cpu", "cuda"), help="what to measure; a GPU where there is one"
+    )
+    profile.add_argument(
+        "--seconds",
+        type=float,
+        default=115.0,
+        help="the time to measure for (115); less leaves out large operands, then other dtypes",
     )
     profile.add_argument(
         "--no-progress", dest="progress", action="store_false", help="show no progress bar"

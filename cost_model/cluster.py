@@ -96,13 +96,21 @@ class Cluster:
         path: str | os.PathLike[str] = "cluster.json",
         device: str | None = None,
         progress: bool = True,
+        seconds: float = 115.0,
     ) -> Cluster:
         """Measure this machine and write its figures to ``path``: kernels in several sizes and
         dtypes, memory, collectives.
 
         Call it in each rank under torchrun: all ranks then compute at the same time, as in
-        training. In a single process it measures one device. It takes less than two minutes. A
-        profile that was interrupted continues where it stopped.
+        training. In a single process it measures one device. A profile that was interrupted
+        continues where it stopped.
+
+        Args:
+            path: the file to write.
+            device: "cpu" or "cuda"; None takes the GPU where there is one.
+            progress: whether to show a progress bar.
+            seconds: the time to measure for, approximately. In less than a minute on a CPU the
+                profile leaves out large operands and other dtypes than float32.
 
         Raises:
             RunError: there is no such device.
@@ -110,7 +118,7 @@ class Cluster:
 
         from autopar.profile import measure_cluster
 
-        return measure_cluster(Path(path), device, progress)
+        return measure_cluster(Path(path), device, progress, seconds)
 
     def calibrated(self, comparison: ComparedStep, name: str | None = None) -> Cluster:
         """This cluster with the speeds that :meth:`Compiled.compare` measured in a run.

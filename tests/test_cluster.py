@@ -46,6 +46,28 @@ def test_each_figure_of_a_preset_has_a_source(name: str) -> None:
     assert set(cluster.sources) == figures(cluster)
 
 
+def test_a_figure_that_is_said_to_be_another_presets_is() -> None:
+    """Sources that begin with "as in the NAME preset" are true."""
+    found = 0
+    for name in PRESETS:
+        cluster = Cluster.load(name)
+        for path, source in cluster.sources.items():
+            if source.startswith("as in the "):
+                other = Cluster.load(source.split()[3])
+                assert figure(cluster, path) == figure(other, path), (name, path)
+                found += 1
+    assert found
+
+
+def figure(cluster: Cluster, path: str) -> object:
+    """The figure of a cluster that a path such as "links.nvlink.latency" names."""
+    part, name, *rest = path.split(".")
+    if part == "links":
+        return next(getattr(level, rest[0]) for level in cluster.links if level.name == name)
+    value = getattr(cluster.device, name)
+    return value[rest[0]] if rest else value
+
+
 def test_the_software_is_a_part_of_a_cluster_apart_from_the_hardware() -> None:
     """One file, one hardware, several programs; the name of the cluster says which."""
     eager = Cluster.load("a100-sxm")

@@ -34,7 +34,7 @@ from autopar.profile import (
     timing,
 )
 from autopar.profile.fit_cluster import _mean
-from autopar.profile.kernel_probes import probe_launches
+from autopar.profile.kernel_probes import probe_launches, probe_sizes
 from autopar.profile.machine import machine
 from autopar.profile.missing_kernels import MissingKernels
 from autopar.profile.timing import COLD, Timing, pool_timings, replay, time_call
@@ -45,7 +45,7 @@ CPU = torch.device("cpu")
 aten = torch.ops.aten
 
 
-def few(device_type: str, dtype: torch.dtype) -> Iterator[KernelLaunch]:
+def few(device_type: str, dtype: torch.dtype, size: int) -> Iterator[KernelLaunch]:
     """Some of the kernels that a profile measures."""
     autograd = OperatorTracer(device_type)
     for rows in (64, 512):
@@ -67,6 +67,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _quick(monkeypatch: Any) -> None:
     monkeypatch.setattr(measurements, "probe_launches", few)
+    monkeypatch.setattr(measurements, "probe_sizes", lambda device, dtype: (1 << 12,))
     monkeypatch.setattr(measurements, "LARGE", 1 << 20)
     monkeypatch.setattr(measurements, "UPDATED", (1 << 6, 1 << 10, 1 << 14))
     monkeypatch.setattr(measurements, "MESSAGES", (1 << 10, 1 << 16))
@@ -85,7 +86,8 @@ def test_noted_calls_run_on_real_tensors() -> None:
     shapes.
     """
     seen: dict[str, int] = {}
-    for launch in probe_launches("cpu", torch.float32):
+    sizes = probe_sizes("cpu", torch.float32)
+    for launch in (each for n in sizes for each in probe_launches("cpu", torch.float32, n)):
         if launch.nbytes < 1e6 and seen.setdefault(launch.operator, launch.nbytes) == launch.nbytes:
             assert launch.call is not None
             noted, real = (
@@ -110,7 +112,7 @@ def test_noted_calls_run_on_real_tensors() -> None:
 @pytest.mark.usefixtures("quick")
 def test_a_profile_of_one_device(tmp_path: Path) -> None:
     path = tmp_path / "here.json"
-    cluster = measure_cluster(path, "cpu", progress=False)
+    cluster = measure_cluster(path, "cpu", False, 115.0)
     assert [p.name for p in tmp_path.iterdir()] == ["here.json"]
     assert Cluster.load(path) == cluster
     assert cluster.machine["torch"] == torch.__version__
@@ -137,6 +139,18 @@ def test_a_profile_of_one_device(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("quick")
+def test_a_short_profile_leaves_out_what_is_needed_least(tmp_path: Path) -> None:
+    path = tmp_path / "here.json"
+    short = measure_cluster(path, "cpu", False, 1e-3)
+    assert {"mm.float32", "gelu.float32", "matmul"} <= set(short.device.efficiency)
+    assert not [name for name in short.device.efficiency if "bfloat16" in name]
+    plan = autopar.plan(*zoo.mlp(), 1, cluster=path, progress=False)
+    assert plan.step_time > 0
+    with pytest.raises(RunError, match=r"seconds=0: give the time to measure for, above 0"):
+        measure_cluster(path, "cpu", False, 0)
+
+
+@pytest.mark.usefixtures("quick")
 def test_a_profile_that_was_interrupted_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,15 +166,14 @@ def test_a_profile_that_was_interrupted_goes_on(
 
     monkeypatch.setattr(measurements, "time_call", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        measure_cluster(path, "cpu", progress=False)
+        measure_cluster(path, "cpu", False, 115.0)
     assert [p.name for p in tmp_path.iterdir()] == ["here.json.part"]
     before = json.loads((tmp_path / "here.json.part").read_text())["measured"]
     assert len(before) == 5
-    jobs = profiler.ROUNDS * len(
-        list(profiler.Profiler(path, CPU, progress=False).measurements.jobs())
-    )
+    names = {job.name for job in profiler.Profiler(path, CPU, False).measurements.jobs()}
+    jobs = profiler.ROUNDS * len(names)
     calls = 100
-    measure_cluster(path, "cpu", progress=False)
+    measure_cluster(path, "cpu", False, 115.0)
     assert calls == 100 + jobs - 5
     assert [p.name for p in tmp_path.iterdir()] == ["here.json"]
 
@@ -170,7 +183,7 @@ def test_a_profile_that_was_interrupted_goes_on(
     "left",
     [
         "no JSON",
-        json.dumps({"schema": 2, "machine": {"device": "another"}, "measured": {"call": [1, 0]}}),
+        json.dumps({"schema": 3, "machine": {"device": "another"}, "measured": {"call": [1, 0]}}),
     ],
 )
 def test_what_is_left_of_another_profile_is_not_used(left: str, tmp_path: Path) -> None:
@@ -189,7 +202,7 @@ def test_noise_is_told_and_the_median_kept(tmp_path: Path, monkeypatch: pytest.M
         NoisyMeasurement,
         match=r"measurements are noisy .*: 80 %.* the medians were kept. Measure again",
     ):
-        cluster = measure_cluster(tmp_path / "here.json", "cpu", progress=False)
+        cluster = measure_cluster(tmp_path / "here.json", "cpu", False, 115.0)
     assert cluster.device.memory_bandwidth == pytest.approx(2 * (1 << 20) / 1e-3)
 
 
@@ -203,7 +216,7 @@ def test_a_kernel_that_does_not_run_here_has_no_curve(
         return replay(call, device)
 
     monkeypatch.setattr(measurements, "replay", absent)
-    cluster = measure_cluster(tmp_path / "here.json", "cpu", progress=False)
+    cluster = measure_cluster(tmp_path / "here.json", "cpu", False, 115.0)
     assert not [name for name in cluster.device.efficiency if "gelu" in name]
     assert "mm.float32" in cluster.device.efficiency
 
@@ -221,7 +234,7 @@ def _measure_together(folder: str) -> tuple[Cluster, list[float]]:
     reduce()
     with pytest.MonkeyPatch.context() as monkeypatch:
         _quick(monkeypatch)
-        cluster = measure_cluster(Path(folder) / "two.json", "cpu", progress=False)
+        cluster = measure_cluster(Path(folder) / "two.json", "cpu", False, 115.0)
     reduce()
     return cluster, taken
 
@@ -279,7 +292,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         assert cli.main(["profile", "-o", str(path), "--device", "cuda"]) == 1
         assert "rank 0 of this machine has no GPU of its own: 0 are here" in capsys.readouterr().err
         with pytest.raises(RunError):
-            measure_cluster(path, "cuda", progress=False)
+            measure_cluster(path, "cuda", False, 115.0)
 
 
 def test_what_no_curve_covers_is_measured_once(

@@ -25,18 +25,21 @@ WIDTH = 512  # the size of a normalised dim
 MIN_ROWS = 256  # the least rows of a linear layer's input
 
 
-def probe_launches(device_type: str, dtype: torch.dtype) -> Iterator[KernelLaunch]:
-    """The kernels to measure for one dtype."""
-    tracer = OperatorTracer(device_type)
+def probe_sizes(device_type: str, dtype: torch.dtype) -> tuple[int, ...]:
+    """Elements of the tensors to measure the kernels of one dtype on, in rising order."""
     # On a CPU other dtypes than float32 matter little, so they get fewer sizes.
     few = device_type == "cpu" and dtype is not torch.float32
-    for size in SIZES[device_type][1::3] if few else SIZES[device_type]:
-        for trace in _traces(tracer, size, dtype):
-            yield from (
-                n
-                for n in (*trace.forward, *trace.backward)
-                if n.call is not None and n.flops < MAX_FLOPS[device_type]
-            )
+    return SIZES[device_type][1::3] if few else SIZES[device_type]
+
+
+def probe_launches(device_type: str, dtype: torch.dtype, size: int) -> Iterator[KernelLaunch]:
+    """The kernels to measure for one dtype, on tensors of about ``size`` elements."""
+    for trace in _traces(OperatorTracer(device_type), size, dtype):
+        yield from (
+            n
+            for n in (*trace.forward, *trace.backward)
+            if n.call is not None and n.flops < MAX_FLOPS[device_type]
+        )
 
 
 def _traces(tracer: OperatorTracer, size: int, dtype: torch.dtype) -> Iterator[OperatorTrace]:

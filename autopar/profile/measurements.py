@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from autopar.cost_model.compute import ARITHMETIC
 from autopar.kernel_trace.kernel_launches import KernelLaunch
 from autopar.profile.collective_probes import COLLECTIVES, probe_collective
 from autopar.profile.fit_cluster import CALL, HIDDEN, KERNEL, LAUNCH, MEMORY, MESSAGE
-from autopar.profile.kernel_probes import probe_launches
+from autopar.profile.kernel_probes import probe_launches, probe_sizes
 from autopar.profile.rank_group import RankGroup
 from autopar.profile.timing import Timing, cycle_operands, replay, seconds_per_call, time_call
 
@@ -30,7 +30,16 @@ SIDE = {"cpu": 640, "cuda": 4096}
 UPDATED = (1 << 6, 1 << 14, 1 << 18)  # elements of each of PARAMETERS that an optimizer updates
 PARAMETERS = 16
 LARGE = 1 << 26  # bytes that no cache holds
+NEEDED_SIZES = 2  # how many sizes of float32 operands and of messages each profile measures
 Measure = Callable[[], Timing]
+
+
+class Job(NamedTuple):
+    """One measurement; ``is_needed``: no profile leaves it out."""
+
+    name: str
+    measure: Measure
+    is_needed: bool
 
 
 class Measurements:
@@ -46,33 +55,52 @@ class Measurements:
         self._device, self._ranks, self._ranks_per_core = device, ranks, ranks_per_core
         self._groups: dict[int, dist.ProcessGroup] = {}
 
-    def jobs(self) -> Iterator[tuple[str, Measure]]:
-        """The name of each measurement, and the function that measures."""
+    def jobs(self) -> list[Job]:
+        """The measurements, the most needed first: float32 before other dtypes, small operands
+        before large ones.
+        """
         tiny, large = (torch.ones(n // 4, device=self._device) for n in (16, LARGE))
-        yield CALL, lambda: self._time_call(lambda: tiny.add(1.0))
-        yield LAUNCH, self._launch
-        yield MEMORY, lambda: self._time_call(lambda: large.add_(1.0))
-        for elements in UPDATED:
-            work = optimizer_traffic(4 * elements, "adamw")
-            name = KERNEL.format(operator="optimizer", dtype="float32", kind="optimizer", work=work)
-            yield name, partial(self._optimizer, elements)
-        half = [torch.float16] if self._device.type == "cuda" else []
-        for dtype in (torch.float32, torch.bfloat16, *half):
-            for name, launch in self._kernels(dtype).items():
-                yield name, partial(self._kernel, launch)
+        jobs = [
+            Job(CALL, lambda: self._time_call(lambda: tiny.add(1.0)), True),
+            Job(LAUNCH, self._launch, True),
+            Job(MEMORY, lambda: self._time_call(lambda: large.add_(1.0)), True),
+        ]
         size = self._ranks.size
         for ranks in (n for n in range(2, size + 1) if size % n == 0):
             self._groups[ranks] = dist.new_subgroups(ranks)[0]
-            for kind, nbytes in product(COLLECTIVES, MESSAGES):
-                name = MESSAGE.format(kind=kind, ranks=ranks, nbytes=nbytes)
-                yield name, partial(self._collective, kind, nbytes, ranks)
         if size > 1:
-            yield HIDDEN, self._hidden
+            jobs.append(Job(HIDDEN, self._hidden, True))
+        sizes = self._sizes(torch.float32)
+        for number in range(max(map(len, (sizes, UPDATED, MESSAGES)))):
+            at, needed = slice(number, number + 1), number < NEEDED_SIZES
+            for n in sizes[at]:
+                jobs += [Job(*job, needed) for job in self._kernel_jobs(torch.float32, n)]
+            jobs += [self._optimizer_job(elements, needed) for elements in UPDATED[at]]
+            for nbytes, ranks, kind in product(MESSAGES[at], self._groups, COLLECTIVES):
+                name = MESSAGE.format(kind=kind, ranks=ranks, nbytes=nbytes)
+                jobs.append(Job(name, partial(self._collective, kind, nbytes, ranks), needed))
+        for dtype in (torch.bfloat16, *([torch.float16] if self._device.type == "cuda" else ())):
+            for n in self._sizes(dtype):
+                jobs += [Job(*job, False) for job in self._kernel_jobs(dtype, n)]
+        return jobs
 
-    def _kernels(self, dtype: torch.dtype) -> dict[str, KernelLaunch]:
-        """The kernels of one dtype, by the name of their measurement."""
+    def _sizes(self, dtype: torch.dtype) -> tuple[int, ...]:
+        return probe_sizes(self._device.type, dtype)
+
+    def _kernel_jobs(self, dtype: torch.dtype, size: int) -> list[tuple[str, Measure]]:
+        """The kernels of one dtype on tensors of about ``size`` elements."""
+        named = self._kernels(dtype, size).items()
+        return [(name, partial(self._kernel, launch)) for name, launch in named]
+
+    def _optimizer_job(self, elements: int, is_needed: bool) -> Job:
+        work = optimizer_traffic(4 * elements, "adamw")
+        name = KERNEL.format(operator="optimizer", dtype="float32", kind="optimizer", work=work)
+        return Job(name, partial(self._optimizer, elements), is_needed)
+
+    def _kernels(self, dtype: torch.dtype, size: int) -> dict[str, KernelLaunch]:
+        """The kernels of one dtype and size, by the name of their measurement."""
         found = {}
-        for launch in probe_launches(self._device.type, dtype):
+        for launch in probe_launches(self._device.type, dtype, size):
             work = launch.flops if launch.kind in ARITHMETIC else launch.nbytes
             name = str(dtype).removeprefix("torch.")
             found[

@@ -33,11 +33,12 @@ from autopar.profile.timing import Timing, pool_timings
 NOISY = 0.5  # measurements with a larger spread get a warning
 # All measurements run this many times, because other load on the machine comes and goes.
 ROUNDS = 3
-LIMIT = 115.0  # seconds: no round starts that would end later
 
 
-def measure_cluster(path: Path, device: str | None, progress: bool) -> Cluster:
+def measure_cluster(path: Path, device: str | None, progress: bool, seconds: float) -> Cluster:
     """See :meth:`Cluster.measure`."""
+    if not seconds > 0:
+        raise RunError(f"seconds={seconds!r}: give the time to measure for, above 0")
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if kind == "cuda" and torch.cuda.device_count() <= local:
@@ -52,7 +53,7 @@ def measure_cluster(path: Path, device: str | None, progress: bool) -> Cluster:
     if own:
         dist.init_process_group("nccl" if kind == "cuda" else "gloo")
     try:
-        return Profiler(path, place, progress).run()
+        return Profiler(path, place, progress, seconds).run()
     finally:
         if own:
             dist.destroy_process_group()
@@ -63,10 +64,17 @@ class NoisyMeasurement(UserWarning):
 
 
 class Profiler:
-    """One profile of this machine, which is written to ``path``."""
+    """One profile of this machine, which is written to ``path``.
 
-    def __init__(self, path: Path, device: torch.device, progress: bool = True) -> None:
+    It measures everything as often as ``seconds`` allow, up to ROUNDS times. Where they do not
+    allow one round, it leaves out what is needed least.
+    """
+
+    def __init__(
+        self, path: Path, device: torch.device, progress: bool = True, seconds: float = 115.0
+    ) -> None:
         self.device, self.progress, self.ranks = device, progress, RankGroup()
+        self.seconds = seconds
         has_affinity = hasattr(os, "sched_getaffinity")
         cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
         is_cpu = device.type == "cpu"
@@ -78,17 +86,18 @@ class Profiler:
 
     def run(self) -> Cluster:
         """Measures the cluster and writes it. Returns the cluster."""
-        jobs, rounds = list(self.measurements.jobs()), defaultdict[str, list[Timing]](list)
+        jobs, rounds = self.measurements.jobs(), defaultdict[str, list[Timing]](list)
         start = time.perf_counter()
         disabled = not self.progress or self.ranks.rank > 0
         bar = tqdm(total=ROUNDS * len(jobs), desc="profiling", disable=disabled)
         with bar, torch.no_grad():
             for number in range(1, ROUNDS + 1):
-                for name, measure in jobs:
+                for name, measure, is_needed in jobs:
+                    if not is_needed and self._elapsed(start) > self.seconds:
+                        break
                     rounds[name].append(self._measured(f"{name}, round {number}", measure, bar))
                     bar.update()
-                elapsed = max(self.ranks.gather(time.perf_counter() - start))
-                if elapsed * (number + 1) / number > LIMIT:
+                if self._elapsed(start) * (number + 1) / number > self.seconds:
                     bar.total = bar.n
                     break
         found = {name: pool_timings(timings) for name, timings in rounds.items()}
@@ -105,6 +114,10 @@ class Profiler:
             cluster.save(self.path)
             self.part.unlink(missing_ok=True)
         return cluster
+
+    def _elapsed(self, start: float) -> float:
+        """Seconds since ``start`` on rank 0, the same number on every rank."""
+        return self.ranks.from_first(time.perf_counter() - start)
 
     def _measured(self, key: str, measure: Measure, bar: tqdm) -> Timing:
         """The saved timing, or a new timing, which is saved."""
