@@ -13,7 +13,9 @@ import json
 import os
 import socket
 import sys
+import tempfile
 import time
+import warnings
 from pathlib import Path
 
 import torch
@@ -25,6 +27,7 @@ from tqdm import tqdm
 import autopar
 
 Batch = dict[str, torch.Tensor]
+PROFILE_SECONDS = 10
 MEASURED = 6  # steps after which what the plan predicted can be compared with what was measured
 
 
@@ -49,8 +52,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-3, help="AdamW's learning rate")
     parser.add_argument(
         "--cluster",
-        default="cpu" if not torch.cuda.is_available() else "h100-sxm",
-        help="what to plan for",
+        help="what to plan for, a preset or a file; by default this machine, which is measured for "
+        f"{PROFILE_SECONDS} seconds",
     )
     parser.add_argument(
         "--parallel",
@@ -191,6 +194,16 @@ def train(
     return losses, time.perf_counter() - start
 
 
+def measured_machine(device: torch.device) -> autopar.Cluster:
+    """The speed of this machine with all ranks at work. A longer profile is more exact: python -m
+    autopar profile.
+    """
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*measurements are noisy")  # few readings are
+        path = Path(folder) / "this-machine.json"
+        return autopar.Cluster.measure(path, device.type, seconds=PROFILE_SECONDS)
+
+
 def save(compiled: autopar.Compiled, folder: Path, rank: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if rank == 0:
@@ -223,16 +236,15 @@ def work(options: argparse.Namespace, text: torch.Tensor) -> None:
         torch.cuda.set_device(device)
     data = batches(text, options, device)
 
+    cluster = options.cluster or measured_machine(device)
     if rank == 0:
-        print(
-            f"\nPlanning {options.model} for {world_size} ranks of cluster {options.cluster!r}",
-            flush=True,
-        )
+        named = options.cluster or "this machine"
+        print(f"\nPlanning {options.model} for {world_size} ranks of {named}", flush=True)
     compiled = autopar.compile(
         build(options, device),
         data[0],
         world_size,
-        cluster=options.cluster,
+        cluster=cluster,
         parallel=options.parallel,
     )
     if rank == 0:

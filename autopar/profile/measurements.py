@@ -23,14 +23,14 @@ from autopar.profile.timing import Timing, cycle_operands, replay, seconds_per_c
 BUDGET = 0.013  # seconds to measure one kernel of one size in a round
 MESSAGE_BUDGET = 0.08  # seconds to measure one collective of one size in a round
 CALLS = (4, 15)  # the fewest and the most calls of a collective in a round
-MESSAGES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 26)  # bytes
+MESSAGES = (1 << 10, 1 << 23, 1 << 17, 1 << 20, 1 << 14, 1 << 26)  # bytes, the most needed first
 CHAIN = 50  # tiny kernels in a chain that measures the launch
 # the side of a square product that takes some milliseconds on one CPU core, or on a GPU
 SIDE = {"cpu": 640, "cuda": 4096}
-UPDATED = (1 << 6, 1 << 14, 1 << 18)  # elements of each of PARAMETERS that an optimizer updates
+UPDATED = (1 << 14, 1 << 6, 1 << 18)  # elements of each of PARAMETERS that an optimizer updates
 PARAMETERS = 16
 LARGE = 1 << 26  # bytes that no cache holds
-NEEDED_SIZES = 2  # how many sizes of float32 operands and of messages each profile measures
+NEEDED_SIZES, NEEDED_MESSAGES = 2, 3  # of float32 operands and of messages, in each profile
 Measure = Callable[[], Timing]
 
 
@@ -49,15 +49,19 @@ class Measurements:
         device: the device.
         ranks: all ranks, which measure at the same time.
         ranks_per_core: the ranks that share one CPU core.
+        is_short: whether each collective runs as few times as possible.
     """
 
-    def __init__(self, device: torch.device, ranks: RankGroup, ranks_per_core: float) -> None:
+    def __init__(
+        self, device: torch.device, ranks: RankGroup, ranks_per_core: float, is_short: bool
+    ) -> None:
+        self._most_calls = CALLS[0] if is_short else CALLS[1]
         self._device, self._ranks, self._ranks_per_core = device, ranks, ranks_per_core
         self._groups: dict[int, dist.ProcessGroup] = {}
 
     def jobs(self) -> list[Job]:
-        """The measurements, the most needed first: float32 before other dtypes, small operands
-        before large ones.
+        """The measurements, the most needed first: float32 before other dtypes, common sizes before
+        rare ones.
         """
         tiny, large = (torch.ones(n // 4, device=self._device) for n in (16, LARGE))
         jobs = [
@@ -78,7 +82,8 @@ class Measurements:
             jobs += [self._optimizer_job(elements, needed) for elements in UPDATED[at]]
             for nbytes, ranks, kind in product(MESSAGES[at], self._groups, COLLECTIVES):
                 name = MESSAGE.format(kind=kind, ranks=ranks, nbytes=nbytes)
-                jobs.append(Job(name, partial(self._collective, kind, nbytes, ranks), needed))
+                measure = partial(self._collective, kind, nbytes, ranks)
+                jobs.append(Job(name, measure, number < NEEDED_MESSAGES))
         for dtype in (torch.bfloat16, *([torch.float16] if self._device.type == "cuda" else ())):
             for n in self._sizes(dtype):
                 jobs += [Job(*job, False) for job in self._kernel_jobs(dtype, n)]
@@ -172,7 +177,7 @@ class Measurements:
 
         both()
         once = max(self._ranks.gather(seconds_per_call(both, 1, self._device)))
-        times = min(max(round(MESSAGE_BUDGET / once), CALLS[0]), CALLS[1])
+        times = min(max(round(MESSAGE_BUDGET / once), CALLS[0]), self._most_calls)
         alone = self._at_once(work, times, is_kernel=True)
         together = self._at_once(both, times)
         least = self._at_once(call, CALLS[0])

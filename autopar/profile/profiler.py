@@ -33,6 +33,7 @@ from autopar.profile.timing import Timing, pool_timings
 NOISY = 0.5  # measurements with a larger spread get a warning
 # All measurements run this many times, because other load on the machine comes and goes.
 ROUNDS = 3
+SHORT = 30.0  # seconds: a shorter profile runs each collective fewer times
 
 
 def measure_cluster(path: Path, device: str | None, progress: bool, seconds: float) -> Cluster:
@@ -51,7 +52,14 @@ def measure_cluster(path: Path, device: str | None, progress: bool, seconds: flo
         torch.cuda.set_device(place)
     own = not dist.is_initialized() and "RANK" in os.environ
     if own:
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+        # Keys of its own in the store, so that the program can start another group afterwards.
+        store, rank, size = next(dist.rendezvous("env://"))
+        dist.init_process_group(
+            "nccl" if kind == "cuda" else "gloo",
+            store=dist.PrefixStore("autopar-profile", store),
+            rank=rank,
+            world_size=size,
+        )
     try:
         return Profiler(path, place, progress, seconds).run()
     finally:
@@ -79,7 +87,9 @@ class Profiler:
         cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
         is_cpu = device.type == "cpu"
         self.ranks_per_core = max(1.0, self.ranks.size / cores) if is_cpu else 1.0
-        self.measurements = Measurements(device, self.ranks, self.ranks_per_core)
+        self.measurements = Measurements(
+            device, self.ranks, self.ranks_per_core, is_short=seconds < SHORT
+        )
         self.machine = machine(device, self.ranks.backend, self.ranks.size)
         self.path, self.part = path, path.with_suffix(path.suffix + ".part")
         self.done = self._resumed()
