@@ -160,11 +160,12 @@ def vtrain(folder: Path) -> None:
 
 
 def nccl(folder: Path) -> None:
-    rows = []
+    rows, sizes = [], list[float]()
     for (gpu, ranks), points in all_reduces(folder / "nccl_all_reduce_single_node.csv").items():
         axis = axis_links((ranks,), Cluster.load({"a100": "a100-sxm", "v100": "v100-sxm2"}[gpu]))[0]
         predicted = [collective_seconds("all_reduce", nbytes, axis) for nbytes, _ in points]
         rows.append((gpu, ranks, len(points), *errors(predicted, [s for _, s in points])))
+        sizes += [abs(p / s - 1) for p, (_, s) in zip(predicted, points, strict=True)]
     print(
         tabulate(
             rows,
@@ -180,6 +181,7 @@ def nccl(folder: Path) -> None:
             disable_numparse=True,
         )
     )
+    print(f"mean error {100 * statistics.mean(sizes):.1f} %")
 
 
 def layer(folder: Path) -> None:
