@@ -75,7 +75,7 @@ class Measurements:
         if size > 1:
             jobs.append(Job(HIDDEN, self._hidden, True))
         sizes = self._sizes(torch.float32)
-        for number in range(max(map(len, (sizes, UPDATED, MESSAGES)))):
+        for number in range(max(len(sizes), len(UPDATED), len(MESSAGES))):
             at, needed = slice(number, number + 1), number < NEEDED_SIZES
             for n in sizes[at]:
                 jobs += [Job(*job, needed) for job in self._kernel_jobs(torch.float32, n)]
