@@ -23,11 +23,22 @@ from autopar.profile.timing import Timing, cycle_operands, replay, seconds_per_c
 BUDGET = 0.013  # seconds to measure one kernel of one size in a round
 MESSAGE_BUDGET = 0.08  # seconds to measure one collective of one size in a round
 CALLS = (4, 15)  # the fewest and the most calls of a collective in a round
-MESSAGES = (1 << 10, 1 << 23, 1 << 17, 1 << 20, 1 << 14, 1 << 26)  # bytes, the most needed first
+MESSAGES: tuple[int, ...] = (
+    1 << 10,
+    1 << 23,
+    1 << 17,
+    1 << 20,
+    1 << 14,
+    1 << 26,
+)  # bytes, the most needed first
 CHAIN = 50  # tiny kernels in a chain that measures the launch
 # the side of a square product that takes some milliseconds on one CPU core, or on a GPU
 SIDE = {"cpu": 640, "cuda": 4096}
-UPDATED = (1 << 14, 1 << 6, 1 << 18)  # elements of each of PARAMETERS that an optimizer updates
+UPDATED: tuple[int, ...] = (
+    1 << 14,
+    1 << 6,
+    1 << 18,
+)  # elements of each of PARAMETERS that an optimizer updates
 PARAMETERS = 16
 LARGE = 1 << 26  # bytes that no cache holds
 NEEDED_SIZES, NEEDED_MESSAGES = 2, 3  # of float32 operands and of messages, in each profile
