@@ -10,13 +10,14 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from autopar.cost_model.calibrate import ComparedStep, calibrated
 from autopar.cost_model.cluster_data import as_data, cluster_fields
 from autopar.cost_model.device import Device
 from autopar.cost_model.links import Level
+from autopar.cost_model.measurements_table import with_measured_kernels
 from autopar.cost_model.software import Software
 from autopar.errors import PlanError
 from autopar.formatting.files import write_json
@@ -119,6 +120,29 @@ class Cluster:
         from autopar.profile import measure_cluster
 
         return measure_cluster(Path(path), device, progress, seconds)
+
+    def from_measurements(
+        self, table: str | os.PathLike[str], name: str, dtype: str = "bfloat16"
+    ) -> Cluster:
+        """This cluster with the rates of measured kernels, for example those of another project.
+
+        Products and attention of the measured sizes take the measured time. The others take the
+        rate of the nearest sizes. Memory-bound kernels, links and software stay as they are.
+
+        Args:
+            table: a CSV file with the columns ``kernel``, ``shape`` and ``TFLOP/s`` or ``share of N
+                TFLOP/s``; the format is that of ``cost_model/measurements_table.py``.
+            name: the name of the new cluster.
+            dtype: the dtype of the measured kernels.
+
+        Raises:
+            PlanError: the file cannot be read, or a row says no kernel that is known.
+        """
+        device = with_measured_kernels(self.device, table, dtype)
+        curves = set(device.efficiency) - set(self.device.efficiency)
+        found = ("device.products", *(f"device.efficiency.{curve}" for curve in sorted(curves)))
+        sources = {**self.sources, **dict.fromkeys(found, f"measured: {Path(table).name}")}
+        return replace(self, name=name, device=device, sources=sources)
 
     def calibrated(self, comparison: ComparedStep, name: str | None = None) -> Cluster:
         """This cluster with the speeds that :meth:`Compiled.compare` measured in a run.

@@ -12,6 +12,7 @@ from typing import Any
 
 from autopar.cost_model.device import Device, Tile
 from autopar.cost_model.links import CollectiveFigures, Level
+from autopar.cost_model.products import Product
 from autopar.cost_model.software import Software
 from autopar.errors import PlanError
 
@@ -92,13 +93,17 @@ def _device(data: Any) -> Device:
         Tile(**_checked(Tile, f"device.tiles[{i}].", tile))
         for i, tile in enumerate(given.pop("tiles", ()))
     ]
+    products = [
+        Product(**_checked(Product, f"device.products[{i}].", product))
+        for i, product in enumerate(given.pop("products", ()))
+    ]
     efficiency = given.pop("efficiency")
     curves = (
         {name: _points(curve) for name, curve in efficiency.items()}
         if isinstance(efficiency, Mapping)
         else efficiency
     )
-    return Device(**given, efficiency=curves, tiles=tuple(tiles))
+    return Device(**given, efficiency=curves, tiles=tuple(tiles), products=tuple(products))
 
 
 def _level(prefix: str, data: Any) -> Level:

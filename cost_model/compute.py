@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.device import KERNEL_KINDS, Curve, Device
+from autopar.cost_model.products import ProductRates
 
 FloatArray = npt.NDArray[np.float64]
 ARITHMETIC = KERNEL_KINDS[:3]  # kinds whose work counts in FLOPs; other kinds count bytes
@@ -26,6 +27,8 @@ class ComputeCosts:
 
     def __init__(self, cluster: Cluster, tf32: bool = False) -> None:
         self._device, self._software, self._tf32 = cluster.device, cluster.software, tf32
+        products = cluster.device.products
+        self._products = ProductRates(products) if products else None
 
     @property
     def overhead(self) -> float:
@@ -50,13 +53,20 @@ class ComputeCosts:
         ``work`` counts FLOPs and the rate FLOP/s for kinds in ARITHMETIC, bytes and B/s for other
         kinds. A dtype that has no peak of its own (integers) uses the peak of float32.
         """
-        name = dtype.removeprefix("torch.")
         if kind in ARITHMETIC:
-            name = "tf32" if self._tf32 and name == "float32" else name
-            return self._device.peak.get(name, self._device.peak["float32"]) * _at(
-                self._curve(kind, name, operator), work
-            )
-        return self._device.memory_bandwidth * _at(self._curve(kind, name, operator), work)
+            curve = self._curve(kind, self._rate_name(dtype), operator)
+            return self._flops_per_second(dtype) * _at(curve, work)
+        curve = self._curve(kind, dtype.removeprefix("torch."), operator)
+        return self._device.memory_bandwidth * _at(curve, work)
+
+    def _rate_name(self, dtype: str) -> str:
+        """The name of the peak that products of this dtype have."""
+        name = dtype.removeprefix("torch.")
+        return "tf32" if self._tf32 and name == "float32" else name
+
+    def _flops_per_second(self, dtype: str) -> float:
+        """The peak of this dtype."""
+        return self._device.peak.get(self._rate_name(dtype), self._device.peak["float32"])
 
     def seconds(
         self,
@@ -80,7 +90,8 @@ class ComputeCosts:
             nbytes: bytes read and written.
             operator: the name of the kernel, which may have an efficiency curve of its own.
             product: for a matmul: the number of products in the batch, the rows and the columns of
-                a result, and the summands of one element.
+                a result, and the summands of one element. Without it the product takes the best
+                rate that its shape could give.
         """
         moved = np.asarray(nbytes, dtype=np.float64)
         taken = moved / self.peak(
@@ -92,10 +103,12 @@ class ComputeCosts:
         if kind in ARITHMETIC:
             work = np.asarray(flops, dtype=np.float64)
             rate = self.peak(kind, dtype, work, operator)
-            if product is not None:
-                rate = rate * tile_utilisation(
-                    self._device, *(np.asarray(n, dtype=np.float64) for n in product)
-                )
+            sizes = [np.asarray(n, dtype=np.float64) for n in product or ()]
+            if kind == "matmul" and self._products is not None:
+                share = self._products.share(*sizes) if sizes else self._products.largest
+                rate = self._flops_per_second(dtype) * np.asarray(share)
+            elif sizes:
+                rate = rate * tile_utilisation(self._device, *sizes)
             taken = np.maximum(taken, work / rate)
         return (
             np.maximum(taken, self._software.launch)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.cost_model.checks import check_curve, check_positive
+from autopar.cost_model.products import Product
 from autopar.errors import PlanError
 
 DTYPES = ("float32", "tf32", "bfloat16", "float16", "float64")
@@ -57,6 +58,8 @@ class Device:
         units: multiprocessors that work on the tiles of a product at the same time.
         tiles: the tile sizes of matrix products; empty where tiling does not affect the speed.
         inner: summands of each element at which a product reaches half of its rate.
+        products: the rates of measured matrix products. Where there are any, they take the place
+            of ``tiles``, ``inner`` and the efficiency of products.
         ranks_per_core: ranks that shared one core, all busy, while the kernels were measured.
     """
 
@@ -69,6 +72,7 @@ class Device:
     units: int = 1
     tiles: tuple[Tile, ...] = ()
     inner: float = 0.0
+    products: tuple[Product, ...] = ()
     ranks_per_core: float = 1.0
 
     def __post_init__(self) -> None:

@@ -10,13 +10,15 @@ import pytest
 from autopar.cost_model import Cluster, Level
 from autopar.errors import PlanError
 
-PRESETS = ("a100-sxm", "cpu", "h100-sxm", "h200-sxm", "p100", "v100-sxm2")
+PRESETS = ("a100-sxm", "b200-sxm", "cpu", "h100-sxm", "h200-sxm", "p100", "v100-sxm2")
 
 
 def figures(cluster: Cluster) -> set[str]:
     """The path of each number in a cluster."""
     device = asdict(cluster.device)
     paths = {f"device.{name}.{key}" for name in ("peak", "efficiency") for key in device.pop(name)}
+    if not cluster.device.products:
+        device.pop("products")
     if not cluster.device.tiles:
         paths -= {"device.tiles"}
         device = {
@@ -64,6 +66,8 @@ def figure(cluster: Cluster, path: str) -> object:
     part, name, *rest = path.split(".")
     if part == "links":
         return next(getattr(level, rest[0]) for level in cluster.links if level.name == name)
+    if part == "software":
+        return getattr(cluster.software, rest[0])
     value = getattr(cluster.device, name)
     return value[rest[0]] if rest else value
 
@@ -97,6 +101,7 @@ def test_presets_are_those_of_the_datasheets() -> None:
     assert [level.bandwidth for level in h100.links] == [450e9, 8 * 400e9 / 8]
     assert a100.capacity == math.inf
     assert [Cluster.load(name).device.kind for name in PRESETS] == [
+        "cuda",
         "cuda",
         "cpu",
         "cuda",
@@ -195,7 +200,7 @@ def test_a_bad_file_is_told_what_is_wrong(change, message: str, tmp_path: Path) 
 
 def test_unknown_names_and_files(tmp_path: Path) -> None:
     with pytest.raises(
-        PlanError, match="no cluster 'h100': the presets are a100-sxm, cpu, h100-sxm"
+        PlanError, match="no cluster 'h100': the presets are a100-sxm, b200-sxm, cpu, h100-sxm"
     ):
         Cluster.load("h100")
     with pytest.raises(PlanError, match="No such file"):
