@@ -319,7 +319,17 @@ def main() -> None:
         kinds = ", ".join(f"{kind} {1e3 * s:.0f}" for kind, s in plan.seconds.items())
         seconds = (f"{1e3 * plan.step_time:.0f}", f"{1e3 * run.seconds:.0f}", f"{off[-1]:+.1f}")
         rows.append((run.tensor, run.pipeline, run.data, *seconds, *gib, kinds))
-    headers = ("tensor", "pipeline", "data", "predicted ms", "measured ms", "error %", "GiB", "measured", "of it, ms")
+    headers = (
+        "tensor",
+        "pipeline",
+        "data",
+        "predicted ms",
+        "measured ms",
+        "error %",
+        "GiB",
+        "measured",
+        "of it, ms",
+    )
     print(tabulate(rows, headers, disable_numparse=True))
     print(f"mean error {statistics.mean(map(abs, off)):.1f} %; fitted: nothing")
 
