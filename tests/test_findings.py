@@ -12,7 +12,7 @@ import torch
 import transformers as hf
 
 import autopar
-from autopar.ir.layout import Layout, parse_layout
+from autopar.ir.layout import Layout, parse_layout, parse_type
 from autopar.ir.plan_data import NodePlan
 from autopar.plan import Plan
 
@@ -121,10 +121,9 @@ def test_a_free_mesh_also_splits_every_weight(megatron: tuple[Made, str, Plan]) 
 def test_a_small_model_with_a_large_batch_is_data_parallel(cluster: str) -> None:
     plan = planned(gpt2(hidden=768, vocabulary=50304, batch=256, sequence=512), cluster)
     assert plan.data_degree == WORLD
-    assert plan.mesh == {"data": WORLD}
-    assert used(plan, ".c_fc.weight") | used(plan, ".c_proj.weight") | used(
-        plan, ".c_attn.weight"
-    ) == {parse_layout("R")}
+    assert all(axis.startswith("data") for axis in plan.mesh)  # one, or two of fewer steps
+    found = used(plan, ".c_fc.weight") | used(plan, ".c_proj.weight") | used(plan, ".c_attn.weight")
+    assert all(t == parse_type("R") for layout in found for t in layout)
 
 
 @pytest.mark.parametrize("cluster", ["h100-sxm", "a100-sxm"])

@@ -116,7 +116,7 @@ def problem_of(name: str, recompute: str, ranks: int) -> Problem:
     analysis = Analysis(canonicalise(capture(model, sample)))
     cpu = Cluster.load("cpu")
     quick = replace(
-        cpu, links=tuple(replace(link, latency=1e-6, bandwidth=1e10) for link in cpu.links)
+        cpu, links=tuple(replace(link, latency=1e-7, bandwidth=1e10) for link in cpu.links)
     )
     search = InnerSearch(analysis, quick, Options(ranks, recompute=recompute))
     return search.problem(Configuration(1, (Axis("axis0", ranks),), 1), 64)

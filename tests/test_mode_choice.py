@@ -50,7 +50,7 @@ def _long_llama() -> tuple[torch.nn.Module, dict[str, Any]]:
 
 
 CASES: dict[str, tuple[Any, int, str, dict[str, Any]]] = {
-    "rings": (_long_llama, 16, "h100-sxm", dict(tensor=dict(size=16, mode="sequence"))),
+    "rings": (_long_llama, 16, "v100-sxm2", dict(tensor=dict(size=16, mode="sequence"))),
 }
 
 
