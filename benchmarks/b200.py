@@ -163,7 +163,19 @@ class Run:
 def runs() -> list[Run]:
     with (VALIDATION / "b200_runs.csv").open(newline="") as file:
         rows = list(csv.reader(file))[1:]
-    return [Run(*map(int, row[1:7]), float(row[7]) / 1e3, float(row[8])) for row in rows]
+    return [
+        Run(
+            layers=int(row[1]),
+            tensor=int(row[2]),
+            pipeline=int(row[3]),
+            data=int(row[4]),
+            sequence=int(row[5]),
+            microbatches=int(row[6]),
+            seconds=float(row[7]) / 1e3,
+            gib=float(row[8]),
+        )
+        for row in rows
+    ]
 
 
 class Fused(torch.autograd.Function):

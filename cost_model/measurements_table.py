@@ -103,7 +103,7 @@ def _rows(path: Path) -> list[tuple[int, str, Mapping[str, int], float]]:
     (column,) = found
     share = _SHARE.fullmatch(column)
     unit = 1e12 * (float(share[1]) if share else 1.0)
-    rows = []
+    rows: list[tuple[int, str, Mapping[str, int], float]] = []
     for line, row in enumerate(lines, 2):
         known = (*_SIZES, *_ATTENTION)
         if row["kernel"] not in known:
