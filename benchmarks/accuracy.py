@@ -17,6 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
 from here import RANKS, everything
 from megatron import batch, configuration, gpt, options, searched
 from megatron_memory import FIGURE, row
@@ -299,6 +301,48 @@ def throughput(folder: Path) -> None:
     )
 
 
+def torchtitan(folder: Path) -> None:
+    """torchtitan's published Llama-3-8B on 8 H100s with 96 GB at 2.4 TB/s: FSDP, a batch of 2 a
+    GPU, sequences of 8192, selective recomputation, eager. What to recompute is the planner's
+    choice here, in the memory that torchtitan took.
+    """
+    tokens_a_second, gib = 5762, 82.4
+    h100 = Cluster.load("h100-sxm")
+    device = replace(h100.device, memory_bandwidth=2.4e12, memory=96 * 10**9)
+    config = transformers.LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=8192,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+        tokens = torch.zeros(16, 8192, dtype=torch.long)
+    plan = autopar.plan(
+        model,
+        {"input_ids": tokens, "labels": tokens},
+        8,
+        cluster=replace(h100, name="h100-96gb", device=device),
+        parallel={"data": 8},
+        micro_batch_size=2,
+        zero=3,
+        precision="bf16",
+        recompute="auto",
+        memory_budget=gib * 2**30,
+        progress=False,
+    )
+    found = tokens.numel() / 8 / plan.step_time
+    print(
+        f"torchtitan, Llama-3-8B on 8 H100s (h100-sxm with 2.4 TB/s, eager): {found:.0f} tokens a "
+        f"second and GPU in {max(plan.peak_memory) / 2**30:.1f} GiB, measured {tokens_a_second} in "
+        f"{gib}: error {100 * (found / tokens_a_second - 1):+.1f} %; fitted: nothing"
+    )
+
+
 def memory(folder: Path) -> None:
     """Megatron-LM's 22B and 530B, arXiv 2205.05198 figure 1."""
     rows, off = [], []
@@ -389,6 +433,7 @@ PUBLISHED = {
     "layer": layer,
     "throughput": throughput,
     "memory": memory,
+    "torchtitan": torchtitan,
 }
 
 
