@@ -1,7 +1,7 @@
 """A cluster as JSON data. ``schema`` is the version of the format.
 
-The file describes one kind of device, its links, and the figures of each software stack. A cluster
-in memory has one software stack.
+The file describes one kind of device, its links, and the figures of each software. A cluster
+in memory has one software.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def cluster_fields(data: Any, software: str | None) -> dict[str, Any]:
 
     Args:
         data: what the file holds.
-        software: the name of one of its software stacks; None takes the first.
+        software: the name of one of its software; None takes the first.
 
     Raises:
         PlanError: another schema, or a field is missing, unknown or out of range.
@@ -74,11 +74,11 @@ def as_data(cluster: Any) -> dict[str, Any]:
 
 
 def _software(data: Any, name: str | None) -> tuple[Software, bool]:
-    """The software stack that ``name`` names, and whether it is the first."""
+    """The software that ``name`` names, and whether it is the first."""
     if not isinstance(data, dict) or not data:
         raise PlanError(
             f"software is {data!r:.100}: give an object with the figures of at least one software "
-            "stack by name"
+            "by name"
         )
     chosen = next(iter(data)) if name is None else name
     if chosen not in data:

@@ -14,7 +14,7 @@ from autopar.cost_model.checks import check_fraction, check_positive
 
 @dataclass(frozen=True)
 class Software:
-    """The figures of one software stack on one kind of device.
+    """The figures of one software on one kind of device.
 
     Attributes:
         name: for example "eager" (PyTorch without a compiler).

@@ -145,7 +145,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
         (lambda d: d["software"]["eager"].update(overlap=1.5), "software.eager.overlap is 1.5"),
         (lambda d: d["software"]["eager"].pop("launch"), "missing software.eager.launch"),
         (lambda d: d["software"]["eager"].update(speed=1), "unknown software.eager.speed"),
-        (lambda d: d.update(software={}), "figures of at least one software stack"),
+        (lambda d: d.update(software={}), "figures of at least one software by name"),
         (
             lambda d: d["links"][0].update(measured={"gossip": {}}),
             "links.loopback gives figures of 'gossip'",
