@@ -98,6 +98,14 @@ def _check_plan(plan: autopar.Plan, parallel: Mapping[str, Any]) -> None:
     assert mode in {row[6] for row in plan.rows["blocks"]}
 
 
+@pytest.mark.parametrize("label", ["1d, pipeline", "2d, pipeline", "sequence, both, pipeline"])
+def test_a_mode_holds_in_microbatches_of_one_sample(label: str) -> None:
+    options: dict[str, Any] = dict(cluster="cpu", micro_batch_size=1, progress=False)
+    plan = autopar.plan(*zoo.vit16(), 8, parallel=EIGHT[label], **options)
+    assert plan.microbatches == 8
+    _check_plan(plan, EIGHT[label])
+
+
 @pytest.mark.parametrize("name", ["gpt2"])
 def test_four_ranks_are_one_device(ranks: Pools, name: str) -> None:
     _run(ranks, 4, name, {label: FOUR[label] for label in QUICK})

@@ -50,6 +50,7 @@ def test_a_microbatch_of_one_sample_stands_for_larger_ones(name: str, use: str) 
     traced = TracedModel(*getattr(zoo, name)(batch=8), None)
     (one, _), (four, _) = traced.analyse(8), traced.analyse(2)
     assert_equal_problems(problem_of(one, 4, 2, use), problem_of(four, 4, 2, use))
+    assert_equal_problems(problem_of(four, 1, 2, use), problem_of(one, 1, 2, use))
 
 
 def assert_equal_problems(found: Problem, expected: Problem) -> None:

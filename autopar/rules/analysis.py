@@ -212,9 +212,19 @@ class Batch:
         dims = range(len(node.meta["val"].shape)) if hasattr(node.meta.get("val"), "shape") else ()
         return next((d for d in dims if self.is_batch_dim(node, d)), None)
 
+    def has_samples(self, node: fx.Node) -> bool:
+        """Whether an operand or the result of a call has a dim that carries the batch."""
+        if self.size > 1 or self._rules.get(node) is None:
+            return bool(self.factors(node))
+        tensors = [*(n for n, _ in operands(node)), node]
+        return any(self.dim(tensor) is not None for tensor in tensors)
+
     def factors(self, node: fx.Node) -> frozenset[str]:
-        """The factors of ``node``'s rule that carry the batch."""
-        if (rule := self._rules.get(node)) is None:
+        """The factors of ``node``'s rule that carry the batch; none where it is one sample.
+
+        A dim of one sample has no factor, so that a dim of samples x tokens begins with the tokens.
+        """
+        if self.size == 1 or (rule := self._rules.get(node)) is None:
             return frozenset()
         return frozenset(f for f, place in _factor_dims(node, rule) if place in self._batch_dims)
 

@@ -167,6 +167,7 @@ class NodeChoices:
             self._analysis.batch.factors(node),
             frozenset(parameters),
             node in self._analysis.differentiable,
+            self._analysis.batch.has_samples(node),
         )
 
     def _is_parameter(self, node: fx.Node) -> bool:

@@ -28,9 +28,10 @@ class Operation:
     Attributes:
         name: the operator's name, such as "aten.linear".
         rule: the operator's factor rule; None where it has none.
-        batch: the factors of the rule that are samples.
+        batch: the factors of the rule that are samples; empty in a microbatch of one sample.
         parameters: the numbers of the operands that are parameters of the model, or views of them.
         trains: whether the result has a gradient.
+        has_samples: whether an operand or the result has a dim of samples.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Operation:
     batch: frozenset[str]
     parameters: frozenset[int]
     trains: bool
+    has_samples: bool
 
     @property
     def weight(self) -> int | None:
@@ -66,13 +68,13 @@ class Operation:
             bool(self.parameters)
             and self.rule is not None
             and self.rule.kind == "view"
-            and not self.batch
+            and not self.has_samples
         )
 
     @property
     def is_activation(self) -> bool:
         """Whether the result depends on samples and has a gradient."""
-        return self.trains and bool(self.batch)
+        return self.trains and self.has_samples
 
 
 class Mode:
