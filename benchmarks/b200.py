@@ -14,6 +14,7 @@ import argparse
 import csv
 import statistics
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -204,19 +205,23 @@ class SwiGlu(Fused):
     """``gate``, ``up``."""
 
 
-@autopar.register_rule(f"{__name__}.RmsNorm")
-def rms_norm(call: Any) -> Any:
-    return call.rule("~s b h, ~h -> s b h", whole="h")
+RULES = {  # by class: the formula, and the factor that must not be split
+    RmsNorm: ("~s b h, ~h -> s b h", "h"),
+    Rope: ("... -> ...", ""),
+    SwiGlu: ("~..., ... -> ...", ""),
+}
 
 
-@autopar.register_rule(f"{__name__}.Rope")
-def rope(call: Any) -> Any:
-    return call.rule("... -> ...")
+@cache
+def register_rules() -> None:
+    """Make the sharding rules of the fused kernels known."""
+    for kernel, (formula, whole) in RULES.items():
+        rule = partial(_rule, formula, whole)
+        autopar.register_rule(f"{__name__}.{kernel.__name__}")(rule)
 
 
-@autopar.register_rule(f"{__name__}.SwiGlu")
-def swiglu(call: Any) -> Any:
-    return call.rule("~..., ... -> ...")
+def _rule(formula: str, whole: str, call: Any) -> Any:
+    return call.rule(formula, whole=whole)
 
 
 class Norm(nn.Module):
@@ -307,6 +312,7 @@ def constraints(has_data: bool) -> dict[str, str]:
 
 
 def predicted(run: Run, on: Cluster) -> autopar.Plan:
+    register_rules()
     with torch.device("meta"):
         model = Llama(run.layers)
         tokens = torch.zeros(run.data * run.microbatches, run.sequence, dtype=torch.long)

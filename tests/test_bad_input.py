@@ -170,12 +170,12 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
         dict(paralel=dict(data=4)),
         r"unknown option paralel: the options are parallel, mesh, memory_budget",
     ),
-    (dict(cluster="h200"), r"no cluster 'h200': the presets are a100-sxm, cpu, h100-sxm"),
+    (dict(cluster="h200"), r"no cluster 'h200': the presets are a100-sxm, b200-sxm, cpu"),
     (
         dict(cluster="/nowhere/mine.json"),
         r"cannot read the cluster file /nowhere/mine.json: No such file",
     ),
-    (dict(cluster=3), r"cluster=3: give one of a100-sxm, cpu"),
+    (dict(cluster=3), r"cluster=3: give one of a100-sxm, b200-sxm, cpu"),
 ]
 
 
@@ -317,8 +317,8 @@ def test_a_meta_model_and_no_cluster() -> None:
     model, sample = zoo.mlp()
     with pytest.raises(
         PlanError,
-        match="the model is on meta: say what it will train on, cluster= one of a100-sxm, cpu, "
-        "h100-sxm",
+        match="the model is on meta: say what it will train on, cluster= one of a100-sxm, "
+        "b200-sxm, cpu, h100-sxm",
     ):
         autopar.plan(model.to("meta"), sample, 4, progress=False)
 
