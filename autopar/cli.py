@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autopar.cost_model import Cluster
+from autopar.cost_model.cluster import PROFILE_SECONDS
 from autopar.errors import AutoparError, PlanError
 from autopar.runtime.measure.comparison import Comparison
 
@@ -65,8 +66,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     profile.add_argument(
         "--seconds",
         type=float,
-        default=115.0,
-        help="the time to measure for (115); less leaves out large operands, then other dtypes",
+        default=PROFILE_SECONDS,
+        help=f"the time to measure for ({PROFILE_SECONDS:.0f}); less leaves out large operands, "
+        "then other dtypes",
     )
     profile.add_argument(
         "--no-progress", dest="progress", action="store_false", help="show no progress bar"
@@ -88,7 +90,8 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
 def _calibrated(given: argparse.Namespace) -> Cluster:
     """Corrects a cluster with a saved comparison, and writes it."""
     comparison = Comparison.load(given.calibrate)
-    if given.cluster is None and comparison.cluster not in Cluster.presets():
+    preset = comparison.cluster.partition(":")[0]  # before the name of the software
+    if given.cluster is None and preset not in Cluster.presets():
         known = f"the plan was for cluster {comparison.cluster!r}, which is no preset"
         raise PlanError(
             f"{known}: give its file with --cluster, such as --cluster {comparison.cluster}.json"

@@ -17,12 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from here import RANKS, everything
 from megatron import batch, configuration, gpt, options, searched
 from megatron_memory import FIGURE, row
 from published import Run, all_reduces, by_model, runs
+from regret_cases import llama
 from scipy.stats import kendalltau
 from tabulate import tabulate
 from tqdm import tqdm
@@ -309,22 +308,10 @@ def torchtitan(folder: Path) -> None:
     tokens_a_second, gib = 5762, 82.4
     h100 = Cluster.load("h100-sxm")
     device = replace(h100.device, memory_bandwidth=2.4e12, memory=96 * 10**9)
-    config = transformers.LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=128256,
-        max_position_embeddings=8192,
-        use_cache=False,
-    )
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config)
-        tokens = torch.zeros(16, 8192, dtype=torch.long)
+    model, sample = llama(32, 4096, 16, 8192, inner=14336, vocabulary=128256)
     plan = autopar.plan(
         model,
-        {"input_ids": tokens, "labels": tokens},
+        sample,
         8,
         cluster=replace(h100, name="h100-96gb", device=device),
         parallel={"data": 8},
@@ -335,7 +322,7 @@ def torchtitan(folder: Path) -> None:
         memory_budget=gib * 2**30,
         progress=False,
     )
-    found = tokens.numel() / 8 / plan.step_time
+    found = sample["input_ids"].numel() / 8 / plan.step_time
     print(
         f"torchtitan, Llama-3-8B on 8 H100s (h100-sxm with 2.4 TB/s, eager): {found:.0f} tokens a "
         f"second and GPU in {max(plan.peak_memory) / 2**30:.1f} GiB, measured {tokens_a_second} in "

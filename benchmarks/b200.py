@@ -1,150 +1,24 @@
-"""A node of 8 B200s: the preset ``b200-sxm`` from measured kernels and collectives, and four
-measured runs beside its predictions.
-
-    python benchmarks/b200.py            # predicted and measured seconds of the runs
-    python benchmarks/b200.py --write    # writes the preset
-
-The kernels are those of ``validation/b200_kernels.csv``, through ``Cluster.from_measurements``. The
-other figures are of the folder's README. Nothing is fitted to the runs.
+"""Four measured runs of Megatron-LM with Transformer Engine on 8 B200s, beside the predictions of
+the preset ``b200-sxm`` (``b200_preset.py``). Nothing is fitted to the runs.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
 import statistics
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from b200_preset import GIB, SOFTWARE, VALIDATION
 from tabulate import tabulate
 from torch import nn
 from tqdm import tqdm
 
 import autopar
-from autopar.cost_model import Cluster, CollectiveFigures, Device, Level
-from autopar.cost_model.cluster_data import as_data
-from autopar.formatting.files import write_json
-
-VALIDATION = Path(__file__).parent / "validation"
-SOFTWARE = "megatron-te"
-PRESET = Path(__file__).parent.parent / "cost_model" / "clusters" / "b200-sxm.json"
-GIB = 2.0**30
-NVLINK = 900 * GIB  # B/s of which a collective reaches a share
-PEAK = 2250e12
-NOMINAL, REACHED, EACH = 8e12, 0.666, 3e-5  # of memory-bound kernels: B/s, share, seconds each
-CROSS_ENTROPY = 0.28  # the share of a fused cross entropy
-# collective: share of NVLINK, seconds before the first step, seconds of a step
-COLLECTIVES = {
-    "all_reduce": (0.742, 22.2e-6, 5.5e-6),
-    "all_gather": (0.674, 23.1e-6, 9.2e-6),
-    "reduce_scatter": (0.673, 25.6e-6, 8.0e-6),
-}
-ALL_TO_ALL, ALL_TO_ALL_STEP = 0.597, 7.3e-6
-ALL_TO_ALL_STARTUP = {2: 51e-6, 4: 19e-6, 8: 0.0}
-MESSAGE, MESSAGE_SECONDS = 1.45, 16e-6
-FACTS = "benchmarks/validation/README.md: measured on one node of 8 B200s"
-ASSUMED = "assumption, to be replaced by a profile of the machine"
-AS_H100 = f"as in the h100-sxm preset; {ASSUMED}"
-HGX = "NVIDIA HGX B200 datasheet, dense, one GPU"
-
-
-def memory_curve(share: float) -> tuple[tuple[float, float], ...]:
-    """The part of the nominal bandwidth that a memory-bound kernel of some bytes reaches."""
-    sizes = [2.0**n for n in range(10, 40)]
-    return tuple((n, float(f"{n / (EACH + n / (share * NOMINAL)) / NOMINAL:.4g}")) for n in sizes)
-
-
-def measured_messages() -> dict[str, dict[str, Any]]:
-    """Seconds of all-to-alls and of messages by ranks."""
-    found: dict[str, dict[str, Any]] = {"all_to_all": {}, "send": {}}
-    sizes = [2.0**n for n in range(10, 36)]
-    for ranks, startup in ALL_TO_ALL_STARTUP.items():
-        # bytes are those of the whole tensor, of which a rank holds and sends a part
-        rate = ALL_TO_ALL * NVLINK * ranks**2 / (ranks - 1)
-        found["all_to_all"][str(ranks)] = tuple(
-            (n, startup + (ranks - 1) * ALL_TO_ALL_STEP + n / rate) for n in sizes
-        )
-        found["send"][str(ranks)] = tuple(
-            (n, MESSAGE_SECONDS + n / (MESSAGE * NVLINK)) for n in sizes
-        )
-    return found
-
-
-def without_kernels() -> Cluster:
-    """The cluster without measured products and attention."""
-    h100 = Cluster.load("h100-sxm")
-    curve, entropy = memory_curve(REACHED), memory_curve(CROSS_ENTROPY)
-    device = Device(
-        "NVIDIA B200-SXM-180GB",
-        {"float32": 75e12, "tf32": 1125e12, "bfloat16": PEAK, "float16": PEAK, "float64": 37e12},
-        NOMINAL,
-        180 * 10**9,
-        {
-            "matmul": ((1e9, 0.5),),
-            "conv": ((1e9, 0.5),),
-            "elementwise": curve,
-            "_log_softmax": entropy,
-            "_log_softmax_backward_data": entropy,
-        },
-    )
-    share, startup, step = COLLECTIVES["all_reduce"]
-    others = {
-        kind: CollectiveFigures(startup, step, share)
-        for kind, (share, startup, step) in COLLECTIVES.items()
-        if kind != "all_reduce"
-    }
-    nvlink = Level(
-        "nvlink",
-        8,
-        step,
-        NVLINK,
-        share,
-        startup=startup,
-        collectives=others,
-        measured=measured_messages(),
-    )
-    network = replace(h100.links[1], startup=startup)
-    sources = {f"device.peak.{name}": HGX for name in device.peak}
-    sources |= {
-        f"device.efficiency.{name}": FACTS for name in device.efficiency if name != "matmul"
-    }
-    sources |= {f"links.nvlink.{name}": FACTS for name in ("latency", "bandwidth", "efficiency")}
-    sources |= {f"links.nvlink.{name}": FACTS for name in ("startup", "collectives", "measured")}
-    sources |= {
-        "device.memory": FACTS,
-        "device.memory_bandwidth": f"{FACTS}; nominal",
-        "device.efficiency.matmul": "replaced by the measured products",
-        "device.efficiency.conv": f"{ASSUMED}: 3 x 3 convolutions in half precision",
-        "links.nvlink.size": "NVIDIA DGX and HGX: 8 devices a node",
-        "links.network.size": h100.sources["links.network.size"],
-        "links.network.startup": "as inside a node: NCCL launches one kernel",
-    }
-    sources |= {f"links.network.{name}": AS_H100 for name in ("latency", "bandwidth", "efficiency")}
-    return Cluster("b200-sxm", device, h100.software, (nvlink, network), sources)
-
-
-def preset() -> dict[str, Any]:
-    """The contents of the preset's file: the hardware, eager PyTorch, and Megatron-LM with
-    Transformer Engine, which does not hide the sum of the gradients unless asked to.
-    """
-    base = without_kernels()
-    megatron = replace(base.software, name=SOFTWARE, overlap=0.0)
-    known = base.from_measurements(VALIDATION / "b200_kernels.csv", base.name)
-    data, other = as_data(known), as_data(replace(known, software=megatron))
-    data["software"] |= other["software"]
-    for name in ("launch", "overhead", "jitter", "reserve", "overlap"):
-        for software in ("eager", SOFTWARE):
-            data["sources"][f"software.{software}.{name}"] = AS_H100
-    unhidden = f"{ASSUMED}: Megatron-LM sums gradients after the backward unless asked to overlap"
-    data["sources"][f"software.{SOFTWARE}.overlap"] = unhidden
-    return data
-
-
-# -- the model of the runs -------------------------------------------------------------------------
+from autopar.cost_model import Cluster
 
 
 @dataclass(frozen=True)
@@ -194,15 +68,15 @@ class Fused(torch.autograd.Function):
 
 
 class RmsNorm(Fused):
-    """``x``, ``weight``."""
+    """``x`` and ``weight``."""
 
 
 class Rope(Fused):
-    """``x``: queries or keys; the angles are small."""
+    """``x``: queries or keys. The angles are small, so they are not counted."""
 
 
 class SwiGlu(Fused):
-    """``gate``, ``up``."""
+    """``gate`` and ``up``."""
 
 
 RULES = {  # by class: the formula, and the factor that must not be split
@@ -321,35 +195,24 @@ def predicted(run: Run, on: Cluster) -> autopar.Plan:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--write", action="store_true", help="write the preset")
-    if parser.parse_args().write:
-        write_json(PRESET, preset(), indent=2)
-        return
     on = Cluster.load("b200-sxm", software=SOFTWARE)
-    rows, off = [], []
+    rows: list[tuple[Any, ...]] = []
+    seconds, memory = [], []
     for run in tqdm(runs(), desc="planning"):
         plan = predicted(run, on)
-        off.append(100 * (plan.step_time / run.seconds - 1))
-        gib = (f"{max(plan.peak_memory) / GIB:.1f}", f"{run.gib:.1f}")
+        gib = max(plan.peak_memory) / GIB
+        seconds.append(100 * (plan.step_time / run.seconds - 1))
+        memory.append(100 * (gib / run.gib - 1))
         kinds = ", ".join(f"{kind} {1e3 * s:.0f}" for kind, s in plan.seconds.items())
-        seconds = (f"{1e3 * plan.step_time:.0f}", f"{1e3 * run.seconds:.0f}", f"{off[-1]:+.1f}")
-        rows.append((run.tensor, run.pipeline, run.data, *seconds, *gib, kinds))
-    headers = (
-        "tensor",
-        "pipeline",
-        "data",
-        "predicted ms",
-        "measured ms",
-        "error %",
-        "GiB",
-        "measured",
-        "of it, ms",
-    )
+        times = (f"{1e3 * plan.step_time:.0f}", f"{1e3 * run.seconds:.0f}", f"{seconds[-1]:+.1f}")
+        nbytes = (f"{gib:.1f}", f"{run.gib:.1f}", f"{memory[-1]:+.1f}")
+        rows.append((run.tensor, run.pipeline, run.data, *times, *nbytes, kinds))
+    beside = ("measured", "error %")
+    units = ("ms: predicted", *beside, "GiB: predicted", *beside, "of it, ms")
+    headers = ("tensor", "pipeline", "data", *units)
     print(tabulate(rows, headers, disable_numparse=True))
-    print(f"mean error {statistics.mean(map(abs, off)):.1f} %; fitted: nothing")
+    for kind, off in (("step time", seconds), ("peak memory", memory)):
+        print(f"{kind}: mean error {statistics.mean(map(abs, off)):.1f} %; fitted: nothing")
 
 
 if __name__ == "__main__":

@@ -51,7 +51,14 @@ def gpt2(layers: int, width: int, batch: int, length: int) -> Model:
         return transformers.GPT2LMHeadModel(config), _ids(batch, length)
 
 
-def llama(layers: int, width: int, batch: int, length: int, inner: int | None = None) -> Model:
+def llama(
+    layers: int,
+    width: int,
+    batch: int,
+    length: int,
+    inner: int | None = None,
+    vocabulary: int = 32_000,
+) -> Model:
     """A Llama with one key and value head for four heads."""
     heads = width // 128
     config = transformers.LlamaConfig(
@@ -60,7 +67,7 @@ def llama(layers: int, width: int, batch: int, length: int, inner: int | None = 
         intermediate_size=inner or 11 * width // 4,
         num_attention_heads=heads,
         num_key_value_heads=max(heads // 4, 1),
-        vocab_size=32_000,
+        vocab_size=vocabulary,
         max_position_embeddings=length,
         use_cache=False,
     )

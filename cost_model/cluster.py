@@ -22,6 +22,7 @@ from autopar.cost_model.software import Software
 from autopar.errors import PlanError
 from autopar.formatting.files import write_json
 
+PROFILE_SECONDS = 115.0  # the time that a profile takes by default
 _PRESETS = Path(__file__).parent / "clusters"
 
 
@@ -97,7 +98,7 @@ class Cluster:
         path: str | os.PathLike[str] = "cluster.json",
         device: str | None = None,
         progress: bool = True,
-        seconds: float = 115.0,
+        seconds: float = PROFILE_SECONDS,
     ) -> Cluster:
         """Measure this machine and write its figures to ``path``: kernels in several sizes and
         dtypes, memory, collectives.
@@ -126,8 +127,9 @@ class Cluster:
     ) -> Cluster:
         """This cluster with the rates of measured kernels, for example those of another project.
 
-        Products and attention of the measured sizes take the measured time. The others take the
-        rate of the nearest sizes. Memory-bound kernels, links and software stay as they are.
+        Products and attention of the measured sizes have the measured rate, the mean where a size
+        was measured several times. The others have rates between those of the nearest sizes.
+        Memory-bound kernels, links and software stay as they are.
 
         Args:
             table: a CSV file with the columns ``kernel``, ``shape`` and ``TFLOP/s`` or ``share of N

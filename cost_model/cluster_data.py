@@ -48,7 +48,7 @@ def cluster_fields(data: Any, software: str | None) -> dict[str, Any]:
     chosen, is_default = _software(given["software"], software)
     sources = {
         path: source
-        for path, source in given.get("sources", {}).items()
+        for path, source in _object("sources", given.get("sources", {})).items()
         if not path.startswith("software.") or path.startswith(f"software.{chosen.name}.")
     }
     if not isinstance(given["links"], list):
@@ -109,12 +109,12 @@ def _device(data: Any) -> Device:
 def _level(prefix: str, data: Any) -> Level:
     given = _checked(Level, prefix, data)
     curves = {
-        kind: {ranks: _points(c) for ranks, c in by_ranks.items()}
-        for kind, by_ranks in given.get("measured", {}).items()
+        kind: {ranks: _points(c) for ranks, c in _object(f"{prefix}measured", by_ranks).items()}
+        for kind, by_ranks in _object(f"{prefix}measured", given.get("measured", {})).items()
     }
     figures = {
         kind: CollectiveFigures(**_checked(CollectiveFigures, f"{prefix}collectives.{kind}.", each))
-        for kind, each in given.get("collectives", {}).items()
+        for kind, each in _object(f"{prefix}collectives", given.get("collectives", {})).items()
     }
     return Level(**{**given, "measured": curves, "collectives": figures})
 
@@ -133,14 +133,20 @@ def _checked(cls: type, prefix: str, data: Any, given: tuple[str, ...] = ()) -> 
 
 def _check_names(prefix: str, data: Any, known: Mapping[str, bool]) -> dict[str, Any]:
     """``data``, after a check of its keys; ``known`` says of each whether it is required."""
-    if not isinstance(data, dict):
-        raise PlanError(f"{prefix.rstrip('.')} is {type(data).__name__}: give an object")
+    _object(prefix.rstrip("."), data)
     missing = [prefix + name for name, required in known.items() if required and name not in data]
     if missing:
         raise PlanError(f"missing {', '.join(missing)}")
     unknown = [prefix + name for name in data if name not in known]
     if unknown:
         raise PlanError(f"unknown {', '.join(unknown)}; the fields are {', '.join(known)}")
+    return data
+
+
+def _object(name: str, data: Any) -> dict[str, Any]:
+    """``data``, after a check that it is an object of JSON."""
+    if not isinstance(data, dict):
+        raise PlanError(f"{name} is {type(data).__name__}: give an object")
     return data
 
 

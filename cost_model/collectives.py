@@ -11,9 +11,9 @@ The formulas are those of the algorithms that NCCL runs:
 A ring and a tree keep all levels of links busy at the same time, so the slowest level decides the
 bandwidth. Groups that use one link at the same time share its bandwidth. Sources: Thakur,
 Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), for
-the ring; NCCL's ``src/graph/tuning.cc`` for the latencies of its rings and trees. NCCL can also
-reduce inside switches (NVLS, SHARP), which the formulas leave out: ``Level.measured`` takes
-precedence over them.
+the ring; NCCL's ``src/graph/tuning.cc`` for how the latencies of a ring and a tree add up. NCCL can
+also reduce inside switches (NVLS, SHARP) and gather along trees (PAT), which the formulas leave
+out: ``Level.measured`` takes precedence over them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import overload
 
 import numpy as np
@@ -52,10 +53,14 @@ class Hop:
 
     def figures(self, kind: str) -> CollectiveFigures:
         """The start-up, the latency and the efficiency of one kind of collective."""
-        own = self.collectives.get(kind)
-        return own or CollectiveFigures(self.startup, self.latency, self.efficiency)
+        return self.collectives.get(kind, self._common)
 
-    def rate(self, kind: str = "") -> float:
+    @cached_property
+    def _common(self) -> CollectiveFigures:
+        """The figures of the kinds of collectives that have none of their own."""
+        return CollectiveFigures(self.startup, self.latency, self.efficiency)
+
+    def rate(self, kind: str) -> float:
         """B/s into one unit that one kind of collective reaches."""
         return self.bandwidth * self.figures(kind).efficiency
 
@@ -74,7 +79,11 @@ class AxisLinks:
     @property
     def bandwidth(self) -> float:
         """Bytes per second that one rank receives in a long all-gather; infinity at size 1."""
-        return min((hop.rate("all_gather") for hop in self.hops), default=math.inf)
+        return self.rate("all_gather")
+
+    def rate(self, kind: str) -> float:
+        """Bytes per second of the slowest hop; infinity at size 1."""
+        return min((hop.rate(kind) for hop in self.hops), default=math.inf)
 
     @property
     def latency(self) -> float:
@@ -222,16 +231,14 @@ def _tree_latency(axis: AxisLinks, kind: str) -> float:
 
 def _ring(nbytes: FloatArray, axis: AxisLinks, kind: str) -> FloatArray:
     """n - 1 steps, in each of which every rank sends one n-th of the bytes to its neighbour."""
-    slowest = min(hop.rate(kind) for hop in axis.hops)
-    return _ring_latency(axis, kind) + (axis.size - 1) / axis.size * nbytes / slowest
+    return _ring_latency(axis, kind) + (axis.size - 1) / axis.size * nbytes / axis.rate(kind)
 
 
 def _all_reduce(nbytes: FloatArray, axis: AxisLinks, kind: str) -> FloatArray:
     ring = 2 * _ring(nbytes, axis, kind)
     if not any(hop.has_tree for hop in axis.hops):
         return ring
-    slowest = min(hop.rate(kind) for hop in axis.hops)
-    return np.minimum(ring, 2 * (_tree_latency(axis, kind) + nbytes / slowest))
+    return np.minimum(ring, 2 * (_tree_latency(axis, kind) + nbytes / axis.rate(kind)))
 
 
 def _all_to_all(nbytes: FloatArray, axis: AxisLinks, kind: str) -> FloatArray:
@@ -246,7 +253,7 @@ def _all_to_all(nbytes: FloatArray, axis: AxisLinks, kind: str) -> FloatArray:
 
 def _broadcast(nbytes: FloatArray, axis: AxisLinks, kind: str) -> FloatArray:
     """A ring along which each rank forwards pieces while it receives the next ones."""
-    return _ring_latency(axis, kind) + nbytes / min(hop.rate(kind) for hop in axis.hops)
+    return _ring_latency(axis, kind) + nbytes / axis.rate(kind)
 
 
 def _shift(nbytes: FloatArray, axis: AxisLinks, kind: str) -> FloatArray:

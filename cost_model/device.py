@@ -59,7 +59,8 @@ class Device:
         tiles: the tile sizes of matrix products; empty where tiling does not affect the speed.
         inner: summands of each element at which a product reaches half of its rate.
         products: the rates of measured matrix products. Where there are any, they take the place
-            of ``tiles``, ``inner`` and the efficiency of products.
+            of ``tiles``, ``inner`` and the efficiency of products, for each dtype: a product is
+            taken to reach the same share of the peak in another dtype.
         ranks_per_core: ranks that shared one core, all busy, while the kernels were measured.
     """
 

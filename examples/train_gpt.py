@@ -76,7 +76,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--save",
         type=Path,
-        help="folder for the plan, its comparison with the run, and a torch.distributed.checkpoint",
+        help="folder for the plan, its cluster, its comparison with the run, and a "
+        "torch.distributed.checkpoint",
     )
     options = parser.parse_args()
     for name in ("ranks", "steps", "layers", "hidden", "batch", "sequence"):
@@ -204,10 +205,11 @@ def measured_machine(device: torch.device) -> autopar.Cluster:
         return autopar.Cluster.measure(path, device.type, seconds=PROFILE_SECONDS)
 
 
-def save(compiled: autopar.Compiled, folder: Path, rank: int) -> None:
+def save(compiled: autopar.Compiled, cluster: autopar.Cluster, folder: Path, rank: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if rank == 0:
         compiled.plan.save(folder / "plan.json")
+        cluster.save(folder / "cluster.json")
     dcp.save({"model": compiled.state_dict()}, checkpoint_id=folder / "checkpoint")
 
 
@@ -236,7 +238,7 @@ def work(options: argparse.Namespace, text: torch.Tensor) -> None:
         torch.cuda.set_device(device)
     data = batches(text, options, device)
 
-    cluster = options.cluster or measured_machine(device)
+    cluster = autopar.Cluster.load(options.cluster) if options.cluster else measured_machine(device)
     if rank == 0:
         named = options.cluster or "this machine"
         print(f"\nPlanning {options.model} for {world_size} ranks of {named}", flush=True)
@@ -252,7 +254,7 @@ def work(options: argparse.Namespace, text: torch.Tensor) -> None:
     losses, seconds = train(compiled, data, options.lr, f"{world_size} ranks", quiet=rank != 0)
     comparison = compiled.compare(data[0]) if options.steps >= MEASURED else None  # on every rank
     if options.save:
-        save(compiled, options.save, rank)
+        save(compiled, cluster, options.save, rank)
     dist.barrier()
     if rank != 0:
         return

@@ -185,6 +185,9 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
         (lambda d: d.update(links=[]), "no links"),
         (lambda d: d.update(links={}), "links is dict"),
         (lambda d: d.update(device=[]), "device is list"),
+        (lambda d: d.update(sources=[]), "sources is list: give an object"),
+        (lambda d: d["links"][0].update(measured=[]), r"links\[0\].measured is list: give"),
+        (lambda d: d["links"][0].update(collectives=[]), r"links\[0\].collectives is list"),
     ],
 )
 def test_a_bad_file_is_told_what_is_wrong(change, message: str, tmp_path: Path) -> None:

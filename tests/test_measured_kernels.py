@@ -7,6 +7,7 @@ import statistics
 from pathlib import Path
 
 import b200
+import b200_preset
 import numpy as np
 import pytest
 
@@ -90,13 +91,15 @@ def test_a_table_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_the_preset_is_made_of_the_table_alone() -> None:
-    assert json.loads(b200.PRESET.read_text()) == json.loads(json.dumps(b200.preset()))
+    assert json.loads(b200_preset.PRESET.read_text()) == json.loads(
+        json.dumps(b200_preset.preset())
+    )
 
 
 @pytest.mark.slow
 def test_measured_runs_are_predicted() -> None:
     """Four runs that nothing was fitted to: the mean error of the step is at most 5 %."""
-    on = Cluster.load("b200-sxm", software=b200.SOFTWARE)
+    on = Cluster.load("b200-sxm", software=b200_preset.SOFTWARE)
     off = [abs(b200.predicted(run, on).step_time / run.seconds - 1) for run in b200.runs()]
     assert len(off) == 4
     assert statistics.mean(off) < 0.05

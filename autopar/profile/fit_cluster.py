@@ -85,7 +85,9 @@ def _memory(device: torch.device, ranks: int) -> int:
 
 
 def _reserve(device: torch.device) -> int:
-    """Bytes of a GPU that this process uses beside its tensors."""
+    """Bytes of a GPU in use beside this process's tensors: contexts, communication buffers, and the
+    memory of other processes.
+    """
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)

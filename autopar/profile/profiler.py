@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.cluster import PROFILE_SECONDS, Cluster
 from autopar.cost_model.cluster_data import SCHEMA
 from autopar.errors import RunError
 from autopar.formatting.files import write_json
@@ -79,7 +79,11 @@ class Profiler:
     """
 
     def __init__(
-        self, path: Path, device: torch.device, progress: bool = True, seconds: float = 115.0
+        self,
+        path: Path,
+        device: torch.device,
+        progress: bool = True,
+        seconds: float = PROFILE_SECONDS,
     ) -> None:
         self.device, self.progress, self.ranks = device, progress, RankGroup()
         self.seconds = seconds
