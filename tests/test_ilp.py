@@ -17,10 +17,14 @@ from autopar.capture.capture_graph import capture
 from autopar.cost_model import Cluster
 from autopar.passes.canonical.canonicalise import canonicalise
 from autopar.rules.analysis import Analysis
+from autopar.search.ilp import solve
+from autopar.search.ilp.cost_table import vertex_costs
 from autopar.search.ilp.cost_weights import CostWeights
 from autopar.search.ilp.linear_program import UnsolvedError
 from autopar.search.ilp.problem import Problem
-from autopar.search.ilp.solve import ReducedProblem, _ReducedProgram
+from autopar.search.ilp.pruning import find_optimum, message_bounds
+from autopar.search.ilp.restrict import restrict_choices
+from autopar.search.ilp.solve import ReducedProblem, best_solution
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.space.configuration import Configuration
 from autopar.search.space.meshes import Axis
@@ -122,10 +126,43 @@ def problem_of(name: str, recompute: str, ranks: int) -> Problem:
     return search.problem(Configuration(1, (Axis("axis0", ranks),), 1), 64)
 
 
+@pytest.mark.parametrize("price", [0.0, 1e-10, 1e-8])
+@pytest.mark.parametrize("name", ["mlp", "gpt2", "t5"])
+def test_eliminations_find_the_optimum_of_the_program(name: str, price: float) -> None:
+    """Bounds and eliminations against HiGHS, which solves the whole program."""
+    problem, weights = problem_of(name, "auto", 4), CostWeights.of_one_stage(1, price)
+    found = find_optimum(problem, weights)
+    assert found.is_exact
+    _, bound = ReducedProblem(problem, weights).solve()
+    assert found.cost == pytest.approx(bound, rel=1e-6)
+    recomputed = problem.cheaper_to_recompute(found.chosen, weights)
+    cost = problem.cost_breakdown(found.chosen, recomputed).cost(weights)
+    assert cost == pytest.approx(found.cost, rel=1e-9)
+
+
+@pytest.mark.parametrize("price", [0.0, 1e-9])
+def test_what_leaves_is_in_no_better_solution(price: float) -> None:
+    """Each choice's bound is at most the cost of the best solution with this choice."""
+    whole, weights = problem_of("mlp", "auto", 4), CostWeights.of_one_stage(1, price)
+    finite = [np.flatnonzero(np.isfinite(costs)) for costs in vertex_costs(whole, weights)]
+    problem = restrict_choices(whole, finite)
+    _, bounds = message_bounds(problem, weights)
+    for v in (0, len(bounds) // 2, len(bounds) - 1):
+        for k, bound in enumerate(bounds[v]):
+            numbers = [np.arange(len(w.choices)) for w in problem.vertices]
+            numbers[v] = np.array([k])
+            only = restrict_choices(problem, numbers)
+            try:
+                least = best_solution(only, weights).value
+            except UnsolvedError:
+                continue  # no solution has this choice
+            assert bound <= least * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("name", ["mlp", "mixer", "gpt2", "cnn"])
 def test_same_optimum(name: str) -> None:
     problem = problem_of(name, "none", 8)
-    solution = ReducedProblem(problem, CostWeights.of_one_stage()).solution()
+    solution = best_solution(problem, CostWeights.of_one_stage())
     split = [v.choices[k].out for v, k in zip(problem.vertices, solution.chosen, strict=True)]
     assert any(t.is_shard for layout in split for t in layout), "nothing to decide"
     assert solution.value == pytest.approx(textbook(problem, CostWeights.of_one_stage()), rel=1e-6)
@@ -134,10 +171,10 @@ def test_same_optimum(name: str) -> None:
 def test_same_optimum_at_a_price_of_memory() -> None:
     """Then the optimum also depends on which results are saved and which are recomputed."""
     problem = problem_of("mlp", "auto", 2)
-    fastest = ReducedProblem(problem, CostWeights.of_one_stage()).solution()
+    fastest = best_solution(problem, CostWeights.of_one_stage())
     price = fastest.value / float(fastest.cost_breakdown.nbytes(CostWeights.of_one_stage())[0])
     weights = CostWeights.of_one_stage(1, price=price / 3, flight=2.0)
-    solution = ReducedProblem(problem, weights).solution()
+    solution = best_solution(problem, weights)
     assert solution.cost_breakdown.recomputation[0] > 0
     assert solution.cost_breakdown.kept[0] < fastest.cost_breakdown.kept[0]
     # Both solvers stop branching at a relative gap.
@@ -145,22 +182,22 @@ def test_same_optimum_at_a_price_of_memory() -> None:
 
 
 def test_unsolved_configurations_are_noted_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A linear program with more columns than a limit stands for one that takes longer than
-    its limit of operations.
+    """A problem with more pairs of labels than a limit stands for one that takes longer than its
+    limit of operations.
     """
     model, sample = zoo.mlp(batch=64, dropout=0.0)
-    solve, sizes = _ReducedProgram.solve, list[int]()
+    choose, sizes = solve.best_choices, list[int]()
 
-    def limited(self: _ReducedProgram, operations: float) -> tuple[dict[int, int], float]:
-        sizes.append(self.columns)
-        if self.columns > most:
+    def limited(problem: Problem, *rest: Any) -> tuple[list[int], float]:
+        sizes.append(problem.label_pair_count)
+        if sizes[-1] > most:
             raise UnsolvedError
-        return solve(self, operations)
+        return choose(problem, *rest)
 
     def planned(**options: Any) -> autopar.Plan:
         return autopar.plan(model, sample, 8, cluster="h100-sxm", progress=False, **options)
 
-    monkeypatch.setattr(_ReducedProgram, "solve", limited)
+    monkeypatch.setattr(solve, "best_choices", limited)
     most = 10**9
     free = planned()
     assert not [left for left in free.not_searched if "the solver reached" in left]

@@ -19,7 +19,7 @@ from autopar.search.ilp.cost_weights import CostWeights
 from autopar.search.ilp.memory_prices import DoesNotFitError, MemoryPrices
 from autopar.search.ilp.neighbourhood import restrict_choices
 from autopar.search.ilp.problem import Problem
-from autopar.search.ilp.solve import ReducedProblem, Solution
+from autopar.search.ilp.solve import Solution, best_solution
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.result.exact_search import solve_exactly
 from autopar.search.space.configuration import Configuration
@@ -160,14 +160,14 @@ def test_at_a_price_of_memory_nothing_is_cheaper(name: str, setting: str, recomp
     operands.
     """
     problem = problem_of(name, setting, (2,), recompute)
-    fastest = ReducedProblem(problem, ONE).solution()
+    fastest = best_solution(problem, ONE)
     for part in (0.01, 0.1, 1.0, 10.0):
         weights = CostWeights.of_one_stage(
             2,
             price=part * fastest.value / nbytes(problem, fastest.chosen, fastest.recomputed),
             flight=3.0,
         )
-        solution = ReducedProblem(problem, weights).solution()
+        solution = best_solution(problem, weights)
         assert brute_force.possible(problem, solution.chosen, solution.recomputed)
         assert solution.bound <= solution.value * (1 + ROUNDING)
         assert solution.bound >= solution.value * (1 - BRANCHED)

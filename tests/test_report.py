@@ -30,7 +30,7 @@ from autopar.report import add_report_rows
 from autopar.rules.analysis import Analysis
 from autopar.search.ilp.cost_weights import CostWeights
 from autopar.search.ilp.problem import Problem
-from autopar.search.ilp.solve import ReducedProblem, Solution
+from autopar.search.ilp.solve import Solution, best_solution
 from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.result.staged_graph import stages_of
 from autopar.search.result.write_plan import write_plan
@@ -142,12 +142,12 @@ def plans(request: pytest.FixtureRequest) -> tuple[Analysis, list[Plan]]:
     space = Space(analyse(*getattr(zoo, request.param)()), (2, 2), "cpu", recompute="auto")
     shape, stages = Configuration(1, space.axes, 2), stages_of(space.analysis, 1)
     fastest, draw = (
-        ReducedProblem(space.problem, CostWeights.of_one_stage(2)).solution(),
+        best_solution(space.problem, CostWeights.of_one_stage(2)),
         random.Random(0),
     )
     price = fastest.value / float(fastest.cost_breakdown.nbytes(CostWeights.of_one_stage())[0])
     best = [
-        ReducedProblem(space.problem, CostWeights.of_one_stage(2, price * part)).solution()
+        best_solution(space.problem, CostWeights.of_one_stage(2, price * part))
         for part in SOLVED[request.param]
     ]
     made = []

@@ -1,5 +1,8 @@
 """The ILP of one stage: layouts flow along every edge of the problem.
 
+With the solver "highs", bounds and eliminations come first (``pruning``), and nearly always find
+the optimum. What they leave undecided is solved as a program.
+
 Each edge carries one unit of flow from a label that its producer makes to a label that its reader
 wants; the flow out of each end is the choice that is taken there. A conversion that several readers
 want is one variable, paid once. The linear program is solved first, and its solution is nearly
@@ -13,6 +16,7 @@ part of the costs of its neighbours, by min-plus products.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +29,8 @@ from autopar.search.ilp.linear_program import (
     UnsolvedError,
 )
 from autopar.search.ilp.problem import Port, Problem, RecomputedConversions, TensorConversions
+from autopar.search.ilp.pruning import find_optimum
+from autopar.search.ilp.restrict import restrict_choices
 
 
 @dataclass(frozen=True)
@@ -209,15 +215,53 @@ class ReducedProblem:
             chosen[v] = int(cost.argmin())
         return [chosen[v] for v in range(len(self.is_left))], bound
 
-    def solution(self, operations: float = SOLVE_OPERATIONS) -> Solution:
-        """:meth:`solve`, with the recomputed conversions and the cost breakdown."""
-        chosen, bound = self.solve(operations)
-        recomputed = self.problem.cheaper_to_recompute(chosen, self.weights)
-        chosen = self.problem.free_unneeded_results(chosen, recomputed)
-        recomputed = self.problem.needed_conversions(recomputed, chosen)
-        cost_breakdown = self.problem.cost_breakdown(chosen, recomputed)
-        cost = cost_breakdown.cost(self.weights)
-        return Solution(tuple(chosen), recomputed, cost_breakdown, cost, bound)
+
+def best_choices(
+    problem: Problem, weights: CostWeights, operations: float = SOLVE_OPERATIONS
+) -> tuple[list[int], float]:
+    """The best choice of every vertex, and a cost that no choices are below.
+
+    Args:
+        operations: about the multiplications and additions that the solver may take.
+
+    Raises:
+        UnsolvedError: the solver found no solution within them.
+    """
+    if problem.solver != "highs":
+        return ReducedProblem(problem, weights).solve(operations)
+    found = find_optimum(problem, weights)
+    if found.is_exact:
+        return found.chosen, found.bound
+    left = restrict_choices(problem, found.numbers)
+    try:
+        numbers, bound = ReducedProblem(left, weights).solve(operations)
+    except UnsolvedError:
+        if not found.chosen:
+            raise
+        return found.chosen, found.bound
+    chosen = [int(n[k]) for n, k in zip(found.numbers, numbers, strict=True)]
+    # A better solution has only choices that are left, so the bound holds for all.
+    bound = max(found.bound, min(bound, found.cost))
+    is_better = not found.chosen or _cost(problem, weights, chosen) < found.cost
+    return (chosen if is_better else found.chosen), bound
+
+
+def _cost(problem: Problem, weights: CostWeights, chosen: Sequence[int]) -> float:
+    recomputed = problem.cheaper_to_recompute(chosen, weights)
+    return problem.cost_breakdown(chosen, recomputed).cost(weights)
+
+
+def best_solution(
+    problem: Problem, weights: CostWeights, operations: float = SOLVE_OPERATIONS
+) -> Solution:
+    """:func:`best_choices`, with the recomputed conversions and the cost breakdown."""
+    chosen, bound = best_choices(problem, weights, operations)
+    recomputed = problem.cheaper_to_recompute(chosen, weights)
+    chosen = problem.free_unneeded_results(chosen, recomputed)
+    recomputed = problem.needed_conversions(recomputed, chosen)
+    cost_breakdown = problem.cost_breakdown(chosen, recomputed)
+    cost = cost_breakdown.cost(weights)
+    return Solution(tuple(chosen), recomputed, cost_breakdown, cost, bound)
 
 
 def _can_eliminate(ins: list[_Edge], outs: list[_Edge]) -> bool:

@@ -20,7 +20,7 @@ from autopar.rules.analysis import Analysis
 from autopar.search.ilp.build_problem import build_problem
 from autopar.search.ilp.cost_weights import CostWeights
 from autopar.search.ilp.problem import Problem
-from autopar.search.ilp.solve import ReducedProblem, Solution
+from autopar.search.ilp.solve import Solution, best_choices
 from autopar.search.ilp.timeline_program import TimelineProgram
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.pipeline.units import rank_without_parameter
@@ -145,7 +145,7 @@ class _ExactSearch:
         if configuration.stages == 1:
             return np.asarray(configuration.microbatches * (forward + backward)[0])
         weights = replace(CostWeights.of_one_stage(), step=np.zeros(1))
-        microbatch = ReducedProblem(whole, weights).solve()[1]
+        microbatch = best_choices(whole, weights)[1]
         schedule = schedule_seconds(
             configuration.schedule,
             configuration.pipeline,
