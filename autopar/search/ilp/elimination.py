@@ -21,7 +21,7 @@ import numpy as np
 from autopar.search.ilp.cost_table import Classes, CostTable, first_choices, joint_classes
 
 # The additions of one step and the entries of its table, at most: a second has about 5e8 additions.
-MOST_ADDITIONS, MOST_ENTRIES = 1e8, 1e7
+MOST_ADDITIONS, MOST_ENTRIES = 3e7, 1e7
 
 
 class TooWideError(Exception):
@@ -36,16 +36,11 @@ class _Step:
         vertex: the number of the vertex.
         tables: the numbers of the tables with the vertex; those of earlier steps follow the given
             ones.
-        own: the joint classes of the choices of the vertex, [choice].
-        sums: the costs of all tables and of the cheapest choice of each class, [class of the first
-            neighbour, ..., class of the vertex].
         result: the table over the neighbours.
     """
 
     vertex: int
     tables: tuple[int, ...]
-    own: np.ndarray
-    sums: np.ndarray
     result: CostTable
 
 
@@ -78,8 +73,7 @@ class Elimination:
         prices = {v: self._additions(v) for v in self._of_vertex}
         while prices:
             v = min(prices, key=lambda v: (prices[v], v))
-            if prices.pop(v) > MOST_ADDITIONS:
-                raise TooWideError
+            del prices[v]
             step = self._eliminate(v)
             for neighbour in step.result.classes:
                 prices[neighbour] = self._additions(neighbour)
@@ -93,15 +87,22 @@ class Elimination:
         return {u: joint_classes(each) for u, each in partitions.items()}
 
     def _additions(self, v: int) -> float:
-        """About the additions that the elimination of a vertex takes."""
-        return math.prod(float(classes.max() + 1) for classes in self._scope(v).values())
+        """At most about so many additions the elimination of a vertex takes."""
+        counts: dict[int, int] = {v: 1}
+        for number in self._of_vertex[v]:
+            table = self.tables[number]
+            for u, count in zip(table.classes, table.costs.shape, strict=True):
+                counts[u] = counts.get(u, 1) * count
+        # No vertex has more classes than choices.
+        return math.prod(min(float(n), len(self.costs[u])) for u, n in counts.items())
 
     def _eliminate(self, v: int) -> _Step:
         scope, numbers = self._scope(v), tuple(sorted(self._of_vertex[v]))
         own = scope.pop(v, np.zeros(len(self.costs[v]), dtype=np.int64))
         dims = [*scope, v]
         first = {u: first_choices(classes) for u, classes in (*scope.items(), (v, own))}
-        if math.prod(len(first[u]) for u in scope) > MOST_ENTRIES:
+        entries = math.prod(float(len(first[u])) for u in scope)
+        if entries > MOST_ENTRIES or entries * len(first[v]) > MOST_ADDITIONS:
             raise TooWideError
         sums = _least_of_classes(self.costs[v], own, len(first[v]))
         for number in numbers:
@@ -109,7 +110,7 @@ class Elimination:
         sums = np.broadcast_to(sums, [len(first[u]) for u in dims])
         result = CostTable(scope, sums.min(axis=-1))
         self._replace(v, numbers, result)
-        self.steps.append(_Step(v, numbers, own, sums, result))
+        self.steps.append(_Step(v, numbers, result))
         return self.steps[-1]
 
     def _replace(self, v: int, numbers: Sequence[int], result: CostTable) -> None:
@@ -125,8 +126,14 @@ class Elimination:
         """The choice of each vertex at the least cost."""
         chosen = [0] * len(self.costs)
         for step in reversed(self.steps):
-            at = tuple(int(c[chosen[u]]) for u, c in step.result.classes.items())
-            cost = _with_neighbours(step, at, self.costs[step.vertex])
+            cost = self.costs[step.vertex]
+            for number in step.tables:
+                table = self.tables[number]
+                at = tuple(
+                    slice(None) if u == step.vertex else int(classes[chosen[u]])
+                    for u, classes in table.classes.items()
+                )
+                cost = cost + table.costs[at][table.classes[step.vertex]]
             chosen[step.vertex] = int(cost.argmin())
         return chosen
 
@@ -148,10 +155,3 @@ def _aligned(table: CostTable, dims: Sequence[int], first: dict[int, np.ndarray]
     present = [u in table.classes for u in dims]
     sizes = iter(np.transpose(costs, order).shape)
     return np.transpose(costs, order).reshape([next(sizes) if p else 1 for p in present])
-
-
-def _with_neighbours(step: _Step, at: tuple[int, ...], costs: np.ndarray) -> np.ndarray:
-    """The cost of each choice of the vertex, [choice], where the neighbours have classes ``at``."""
-    least = _least_of_classes(costs, step.own, step.sums.shape[-1])
-    tables = np.where(np.isfinite(least), step.sums[at] - np.where(np.isfinite(least), least, 0), 0)
-    return costs + tables[step.own]
