@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from autopar.runtime.communication.all_ranks import run_on_all_ranks
 from autopar.runtime.measure.live_bytes import LiveBytes
 
 if TYPE_CHECKING:
@@ -52,7 +53,10 @@ def step_peak_bytes(
     model: nn.Module, mesh: Mesh, loss_of: Callable[[Any], torch.Tensor], batch: Any
 ) -> int:
     """The peak bytes of a step on the CPU: lasting bytes (parameters, buffers, optimizer state and
-    ``batch``), and those that forward and backward take. ``loss_of(output)`` is the loss.
+    ``batch``), and those that forward and backward take. ``loss_of(output)`` is the loss. All ranks
+    call it.
+
+    Raises what the step raised on this rank, and :class:`RunError` if it failed on another rank.
     """
     args, kwargs = (
         ((), batch)
@@ -65,7 +69,10 @@ def step_peak_bytes(
         loss.backward()
         loss.item()  # waits for the sum over ranks
 
-    with _unchanged(model, mesh), mesh.recorder.paused():
-        taken = peak_bytes(step)
-    given = [t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)]
-    return mesh.recorder.lasting_bytes([*model.parameters(), *model.buffers(), *given]) + taken
+    def measured() -> int:
+        with _unchanged(model, mesh), mesh.recorder.paused():
+            taken = peak_bytes(step)
+        given = [t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)]
+        return mesh.recorder.lasting_bytes([*model.parameters(), *model.buffers(), *given]) + taken
+
+    return run_on_all_ranks("a step for its memory", measured)

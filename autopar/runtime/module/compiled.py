@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from autopar.errors import RunError
-from autopar.runtime.communication.all_ranks import run_on_all_ranks
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.communication.replicas import check_replicas
 from autopar.runtime.dtensors.sharding import redistributed_like
@@ -230,10 +229,7 @@ class Compiled(nn.Module):
 
         peak = None
         if sample is not None and self._mesh.device.type == "cpu":
-            peak = run_on_all_ranks(
-                "a step for its memory",
-                lambda: step_peak_bytes(self, self._mesh, self._output_structure.loss_of, sample),
-            )
+            peak = step_peak_bytes(self, self._mesh, self._output_structure.loss_of, sample)
         return compare_ranks(self._plan, self._mesh, peak)
 
     def print_program(self) -> None:
