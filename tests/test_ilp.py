@@ -4,6 +4,7 @@ as a mixed-integer program with PuLP.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -15,13 +16,14 @@ import zoo
 import autopar
 from autopar.capture.capture_graph import capture
 from autopar.cost_model import Cluster
+from autopar.ir.layout import Layout
 from autopar.passes.canonical.canonicalise import canonicalise
 from autopar.rules.analysis import Analysis
 from autopar.search.ilp import solve
 from autopar.search.ilp.cost_table import vertex_costs
 from autopar.search.ilp.cost_weights import CostWeights
 from autopar.search.ilp.linear_program import UnsolvedError
-from autopar.search.ilp.problem import Problem
+from autopar.search.ilp.problem import Problem, TensorConversions
 from autopar.search.ilp.pruning import find_optimum, message_bounds
 from autopar.search.ilp.restrict import restrict_choices
 from autopar.search.ilp.solve import ReducedProblem, best_solution
@@ -40,79 +42,93 @@ def textbook(problem: Problem, weights: CostWeights) -> float:
     a tensor in the layout in which it is made needs the result of the producer. Bytes count at the
     price of memory.
     """
-    program = pulp.LpProblem("sharding", pulp.LpMinimize)
-    vertices, second, byte = (
-        problem.vertices,
-        float(weights.micro[0]),
-        float(weights.price[0] * weights.flight[0]),
-    )
-    x = [
-        [program.add_variable(f"x_{v}_{k}", cat="Binary") for k in range(len(vertex.choices))]
-        for v, vertex in enumerate(vertices)
-    ]
-    cost = []
-    for v, own in zip(vertices, x, strict=True):
-        program += pulp.lpSum(own) == 1
-        each = (
-            second * (v.forward + v.backward)
-            + weights.step[0] * v.step
-            + byte * v.kept
-            + weights.price[0] * v.state
-        )
-        cost += [float(v.count[0] * c) * b for c, b in zip(each, own, strict=True)]
+    found = _Textbook(problem, weights)
+    for g, tensor in enumerate(problem.tensors):
+        for s, t in itertools.product(tensor.sources.items(), tensor.targets.items()):
+            found.add_conversion(g, tensor, s, t)
+    scale = 1e4 / sum(float(v.cost(weights).min()) for v in problem.vertices)
+    program = found.program
+    program.setObjective(scale * pulp.lpSum(found.cost))
+    assert program.solve(pulp.HiGHS(msg=False, timeLimit=120, gapRel=1e-7)) == pulp.LpStatusOptimal
+    return float(pulp.value(program.objective)) / scale
 
-    def wanting(v: int, p: int, layout: object, needed: bool) -> pulp.LpAffineExpression:
+
+class _Textbook:
+    """The variables and rows of ``textbook``."""
+
+    def __init__(self, problem: Problem, weights: CostWeights) -> None:
+        self.program = pulp.LpProblem("sharding", pulp.LpMinimize)
+        self.vertices, self.second = problem.vertices, float(weights.micro[0])
+        self.byte = float(weights.price[0] * weights.flight[0])
+        self.x = [
+            [
+                self.program.add_variable(f"x_{v}_{k}", cat="Binary")
+                for k in range(len(vertex.choices))
+            ]
+            for v, vertex in enumerate(self.vertices)
+        ]
+        self.cost = []
+        for v, own in zip(self.vertices, self.x, strict=True):
+            self.program += pulp.lpSum(own) == 1
+            each = (
+                self.second * (v.forward + v.backward)
+                + weights.step[0] * v.step
+                + self.byte * v.kept
+                + weights.price[0] * v.state
+            )
+            self.cost += [float(v.count[0] * c) * b for c, b in zip(each, own, strict=True)]
+
+    def wanting(self, v: int, p: int, layout: object, needed: bool) -> pulp.LpAffineExpression:
         """Whether vertex ``v`` wants a layout of operand ``p``, and if ``needed``, also needs it
         in the backward.
         """
-        labels = [vertices[v].in_labels[p][i] for i in vertices[v].in_label_of[p]]
+        vertex = self.vertices[v]
+        labels = [vertex.in_labels[p][i] for i in vertex.in_label_of[p]]
         return pulp.lpSum(
             b
-            for b, (wanted, need) in zip(x[v], labels, strict=True)
+            for b, (wanted, need) in zip(self.x[v], labels, strict=True)
             if wanted == layout and (need or not needed)
         )
 
-    def making(v: int, layout: object, available: bool) -> pulp.LpAffineExpression:
-        labels = [vertices[v].out_labels[i] for i in vertices[v].out_label_of]
+    def making(self, v: int, layout: object, available: bool) -> pulp.LpAffineExpression:
+        labels = [self.vertices[v].out_labels[i] for i in self.vertices[v].out_label_of]
         return pulp.lpSum(
             b
-            for b, (made, is_available) in zip(x[v], labels, strict=True)
+            for b, (made, is_available) in zip(self.x[v], labels, strict=True)
             if made == layout and (is_available or not available)
         )
 
-    for g, tensor in enumerate(problem.tensors):
-        times = float(tensor.count[0])
-        for (source, s), (target, t) in (
-            (a, b) for a in tensor.sources.items() for b in tensor.targets.items()
-        ):
-            made, available = (
-                making(tensor.producer, source, False),
-                making(tensor.producer, source, True),
-            )
-            price = times * second * float(tensor.seconds[s, t])
-            paid, saved, recomputed = (
-                program.add_variable(f"{kind}_{g}_{s}_{t}", lowBound=0)
-                for kind in ("paid", "saved", "recomputed")
-            )
-            recomputed.cat = "Binary"
-            cost += [price * paid, times * byte * float(tensor.nbytes[t]) * saved]
-            if np.isfinite(tensor.recompute_seconds[s, t]):
-                cost.append(times * second * float(tensor.recompute_seconds[s, t]) * recomputed)
-                program += recomputed <= available  # recomputation reads the tensor
+    def add_conversion(
+        self,
+        g: int,
+        tensor: TensorConversions,
+        made_in: tuple[Layout, int],
+        wanted_in: tuple[Layout, int],
+    ) -> None:
+        """The conversion of tensor ``g`` from one layout to another, each with its number."""
+        (source, s), (target, t), times = made_in, wanted_in, float(tensor.count[0])
+        made, available = (self.making(tensor.producer, source, must) for must in (False, True))
+        price = times * self.second * float(tensor.seconds[s, t])
+        paid, saved, recomputed = (
+            self.program.add_variable(f"{kind}_{g}_{s}_{t}", lowBound=0)
+            for kind in ("paid", "saved", "recomputed")
+        )
+        recomputed.cat = "Binary"
+        self.cost += [price * paid, times * self.byte * float(tensor.nbytes[t]) * saved]
+        if np.isfinite(tensor.recompute_seconds[s, t]):
+            again = times * self.second * float(tensor.recompute_seconds[s, t])
+            self.cost.append(again * recomputed)
+            self.program += recomputed <= available  # recomputation reads the tensor
+        else:
+            self.program += recomputed == 0
+        for v, p in tensor.ports:
+            needed = self.wanting(v, p, target, True)
+            if price > 0:
+                self.program += paid >= made + self.wanting(v, p, target, False) - 1
+            if tensor.moves[s, t]:
+                self.program += saved + recomputed >= made + needed - 1
             else:
-                program += recomputed == 0
-            for v, p in tensor.ports:
-                needed = wanting(v, p, target, True)
-                if price > 0:
-                    program += paid >= made + wanting(v, p, target, False) - 1
-                if tensor.moves[s, t]:
-                    program += saved + recomputed >= made + needed - 1
-                else:
-                    program += available >= made + needed - 1
-    scale = 1e4 / sum(float(v.cost(weights).min()) for v in vertices)
-    program.setObjective(scale * pulp.lpSum(cost))
-    assert program.solve(pulp.HiGHS(msg=False, timeLimit=120, gapRel=1e-7)) == pulp.LpStatusOptimal
-    return float(pulp.value(program.objective)) / scale
+                self.program += available >= made + needed - 1
 
 
 def problem_of(name: str, recompute: str, ranks: int) -> Problem:

@@ -9,6 +9,7 @@ import itertools
 import math
 
 import brute_force
+import letter_graphs
 import numpy as np
 import pytest
 import small_graphs
@@ -36,11 +37,11 @@ SETTINGS = {
         torch.bfloat16,
     ),
 }
-NAMES = [*small_graphs.GRAPHS, "repeated blocks"]
+NAMES = [*letter_graphs.GRAPHS, "repeated blocks"]
 CASES = [
     *itertools.product(NAMES, SETTINGS, [(2,)], ["none"]),
     *itertools.product(NAMES, ["large batch"], [(2,)], ["auto"]),
-    *itertools.product(small_graphs.GRAPHS, ("large batch", "large model"), [(2, 2)], ["none"]),
+    *itertools.product(letter_graphs.GRAPHS, ("large batch", "large model"), [(2, 2)], ["none"]),
 ]
 ROUNDING = 1e-9
 BRANCHED = 1e-4  # relative gap at which a branching solve ends
@@ -54,9 +55,9 @@ def search_of(
 ) -> tuple[InnerSearch, Configuration]:
     cluster, letters, dtype = SETTINGS[setting]
     model = (
-        small_graphs.Repeated(letters, dtype)
+        letter_graphs.Repeated(letters, dtype)
         if name == "repeated blocks"
-        else small_graphs.Small(name, letters, dtype)
+        else letter_graphs.Small(name, letters, dtype)
     )
     analysis = small_graphs.analyse(model, model.sample)
     options = Options(math.prod(sizes), recompute=recompute, optimizer=optimizer)
