@@ -41,12 +41,13 @@ class EdgeCosts:
         time: of the conversion; the ports that want one layout pay it together.
         in_backward: of the result in the backward; the ports that need one layout there pay it
             together. Infinite where two labels do not go together.
-        targets: the number of the layout of each label wanted.
+        sources, targets: the number of the layout of each label made, and of each label wanted.
         needed: whether each label wanted must be available in the backward.
     """
 
     time: np.ndarray
     in_backward: np.ndarray
+    sources: np.ndarray
     targets: np.ndarray
     needed: np.ndarray
 
@@ -78,6 +79,7 @@ def edge_costs(
     return EdgeCosts(
         weight.micro * pairs.seconds,
         np.where(pairs.needed, in_backward, 0.0),
+        pairs.sources[:, 0],
         pairs.targets[0],
         pairs.needed[0],
     )

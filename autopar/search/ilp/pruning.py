@@ -147,3 +147,9 @@ def message_bounds(problem: Problem, weights: CostWeights) -> tuple[float, list[
         if gain < LEAST_GAIN * best:
             break
     return best, bounds
+
+
+def solution_cost(problem: Problem, weights: CostWeights, chosen: Sequence[int]) -> float:
+    """What a choice for each vertex costs."""
+    recomputed = problem.cheaper_to_recompute(chosen, weights)
+    return problem.cost_breakdown(chosen, recomputed).cost(weights)
