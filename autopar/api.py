@@ -135,6 +135,7 @@ def compile(
         None if device.type == "meta" else device,
         pipeline=plan.pipeline,
         modes=plan.modes,
+        pipeline_place=plan.pipeline_place,
     )
     lowered = lower(analysis, plan, prologue, mesh.device, evaluation_mode)
     notes = [*notes, *_check_types(analysis, lowered, mesh)]

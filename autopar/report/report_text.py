@@ -17,7 +17,7 @@ from autopar.formatting.table import (
     table,
     truncate,
 )
-from autopar.ir.plan_data import EXACT_AXES, PlanData
+from autopar.ir.plan_data import EXACT_AXES, PIPELINE, PlanData
 from autopar.report.pipeline_tables import (
     rank_table,
     recomputation_table,
@@ -54,13 +54,10 @@ def report_text(plan: PlanData) -> str:
 
 def _header(plan: PlanData) -> str:
     facts = {str(name): value for name, value in plan.rows.get("model", [])}
-    axes = " x ".join(f"{name} {size}" for name, size in plan.mesh.items())
-    mesh = f"{axes} (slowest links first)" if len(plan.mesh) > 1 else axes
-    where = f"pipeline {plan.pipeline} x mesh {mesh}" if len(plan.stages) > 1 else f"mesh {mesh}"
     lines = [
         f"Plan for graph {plan.fingerprint}"
         + (f", {format_count(facts['parameters'])} parameters" if "parameters" in facts else ""),
-        f"{plan.world_size} device{'s' * (plan.world_size > 1)} of {plan.cluster}, {where}",
+        f"{plan.world_size} device{'s' * (plan.world_size > 1)} of {plan.cluster}, {_mesh(plan)}",
         _batch(plan, facts.get("samples")),
         schedule_line(plan),
         _precision(plan),
@@ -70,6 +67,17 @@ def _header(plan: PlanData) -> str:
         _not_searched(plan),
     ]
     return "\n".join(line for raw in lines for line in textwrap.wrap(raw, WIDTH))
+
+
+def _mesh(plan: PlanData) -> str:
+    """The mesh and the pipeline, in the order of the placement."""
+    sizes = plan.mesh | {PIPELINE: plan.pipeline}
+    names = plan.placement if plan.pipeline_place else plan.mesh_names
+    mesh = "mesh " + " x ".join(f"{name} {sizes[name]}" for name in names)
+    if len(names) > 1:
+        mesh += " (slowest links first)"
+    is_outside = len(plan.stages) > 1 and not plan.pipeline_place
+    return f"pipeline {plan.pipeline} x {mesh}" if is_outside else mesh
 
 
 def _precision(plan: PlanData) -> str:

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,10 +14,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.errors import RunError
+from autopar.ir.plan_data import PIPELINE
 from autopar.runtime.communication.random_streams import RandomStreams
 from autopar.runtime.measure.step_recorder import StepRecorder
 
-PIPELINE = "pipeline"  # the axis's name
+Item = TypeVar("Item")
 
 _MESHES: WeakKeyDictionary[dist.ProcessGroup, dict[tuple, DeviceMesh]] = WeakKeyDictionary()
 _GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
@@ -31,12 +33,14 @@ class Mesh:
     ``"cpu"`` or ``"cuda"`` (by default cuda where the default group runs NCCL, else cpu);
     ``device_mesh``, a named torch mesh over part of the world, to use instead of a new one over the
     whole world; ``pipeline``, the ranks along a pipeline: the world is then that many meshes, and
-    this is the mesh of this rank; ``modes``, the axes of each mode of tensor parallelism, by its
-    name. Raises :class:`RunError` when the sizes do not multiply to the number of ranks.
+    this is the mesh of this rank; ``pipeline_place``, how many axes cross slower links than the
+    pipeline; ``modes``, the axes of each mode of tensor parallelism, by its name. Raises
+    :class:`RunError` when the sizes do not multiply to the number of ranks.
 
-    Attributes: ``world``, the torch mesh of all ranks, whose first axis is the pipeline if there is
-        one; ``coordinate``, this rank's place along each axis; ``pipeline_rank``, its place along
-        the pipeline; ``random_streams`` and ``recorder`` of the program that runs on the mesh.
+    Attributes: ``world``, the torch mesh of all ranks, in which a pipeline is an axis at
+        ``pipeline_place``; ``coordinate``, this rank's place along each axis; ``pipeline_rank``,
+        its place along the pipeline; ``random_streams`` and ``recorder`` of the program that runs
+        on the mesh.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class Mesh:
         device_mesh: DeviceMesh | None = None,
         pipeline: int = 1,
         modes: Mapping[str, Sequence[str]] | None = None,
+        pipeline_place: int = 0,
     ) -> None:
         self.sizes, self.names = tuple(sizes), tuple(names)
         if len(self.sizes) != len(self.names):
@@ -55,10 +60,13 @@ class Mesh:
                 f"{len(self.names)}: {self.names}"
             )
         self.pipeline, self.pipeline_rank = pipeline, 0
+        self.pipeline_place = pipeline_place
         self._modes = {name: tuple(axes) for name, axes in (modes or {}).items()}
         if pipeline > 1:
             self.world = _over_the_world(
-                (pipeline, *self.sizes), (PIPELINE, *self.names), _device_type(device)
+                self.with_pipeline(self.sizes, pipeline),
+                self.with_pipeline(self.names, PIPELINE),
+                _device_type(device),
             )
             self.pipeline_rank = self.world.get_local_rank(PIPELINE)
             device_mesh = self.world[self.names]
@@ -101,6 +109,11 @@ class Mesh:
             + ", ".join(f"{name}={size}" for name, size in zip(self.names, self.sizes, strict=True))
             + ")"
         )
+
+    def with_pipeline(self, of_axes: Iterable[Item], of_pipeline: Item) -> tuple[Item, ...]:
+        """A value for each axis of ``world``, from those of the mesh axes and of the pipeline."""
+        items = list(of_axes)
+        return (*items[: self.pipeline_place], of_pipeline, *items[self.pipeline_place :])
 
     @property
     def size(self) -> int:
@@ -187,10 +200,9 @@ class Mesh:
         """The ranks that differ from this one along the pipeline and ``axes`` only. All ranks must
         make the same call.
         """
-        wide = tuple(self.names[axis] for axis in sorted(axes) if self.sizes[axis] > 1)
-        group = (
-            self.world[(PIPELINE, *wide)]._flatten() if wide else self.world[PIPELINE]
-        ).get_group()
+        wide = {self.names[axis] for axis in axes if self.sizes[axis] > 1}
+        names = tuple(n for n in self.world.mesh_dim_names or () if n in wide or n == PIPELINE)
+        group = (self.world[names]._flatten() if wide else self.world[PIPELINE]).get_group()
         inherit_timeout(group)
         return group
 
@@ -204,18 +216,15 @@ class Mesh:
         world = dist.group.WORLD
         assert world is not None
         known = _GROUPS.setdefault(world, {})
-        for place in range(self.size):
-            members = tuple(rank * self.size + place for rank in ranks)
-            if members not in known:
+        found = None
+        of_stages = self.world.mesh.movedim(self.pipeline_place, 0).reshape(self.pipeline, -1)
+        for place in of_stages[list(ranks)].T.tolist():
+            if (members := tuple(place)) not in known:
                 known[members] = dist.new_group(list(members))
                 if dist.get_rank() in members:
                     inherit_timeout(known[members])
-        mine = dist.get_rank() % self.size
-        return (
-            known[tuple(rank * self.size + mine for rank in ranks)]
-            if self.pipeline_rank in ranks
-            else None
-        )
+            found = known[members] if dist.get_rank() in members else found
+        return found
 
     def index(self, axes: Iterable[int]) -> int:
         """This rank's place in ``axes_group(axes)``. It is the number of the chunk that the rank

@@ -188,7 +188,8 @@ class RankStages:
             sent = output.to(torch.uint8).contiguous()
             dist.broadcast(sent, group=mesh.pipeline_group(), group_src=self._makers[i])
             output, along = sent.bool(), Replicate()
-        return DTensor.from_local(output, mesh.world, [along, *placed], run_check=False)
+        placements = mesh.with_pipeline(placed, along)
+        return DTensor.from_local(output, mesh.world, placements, run_check=False)
 
 
 @dataclasses.dataclass

@@ -164,7 +164,7 @@ def _partition(
     )
     if configuration.stages > 1:
         received = received_bytes(units, problem, solutions[0])
-        links = search.cache.conversions(configuration.sizes, pipeline).pipeline
+        links = search.cache.links(configuration).pipeline
         partition.has_parameter = units.has_parameter
         partition.received_bytes = received
         partition.receive_seconds = np.array(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -91,8 +92,8 @@ class InnerSearch:
         """
         key = (
             self._option_key,
-            configuration.pipeline,
             configuration.axes,
+            self.cache.links(configuration).axes,
             samples,
             # Gradients of several microbatches accumulate, which takes memory.
             configuration.microbatches > 1,
@@ -102,7 +103,7 @@ class InnerSearch:
     def _build(self, configuration: Configuration, samples: int) -> Problem:
         start, analysis, cache = time.perf_counter(), self.analysis, self.cache
         with resized(analysis, samples, self.nodes):
-            conversions = cache.conversions(configuration.sizes, configuration.pipeline)
+            conversions = cache.conversions(configuration)
             saved = cache.saved(samples)
             costs = self.costs(analysis, saved, conversions, configuration.microbatches)
             choices = self.choices.on_mesh(configuration.axes)
@@ -160,7 +161,8 @@ class InnerSearch:
         in_flight = 1.0 if pipeline == 1 else float(min(pipeline, microbatches))
         if replica_only:
             in_flight = MANY_IN_FLIGHT
-        key = pipeline, configuration.axes, samples, microbatches, in_flight, replica_only
+        links = self.cache.links(configuration).axes
+        key = pipeline, configuration.axes, links, samples, microbatches, in_flight, replica_only
         if key not in self._prices:
             weights = CostWeights.of_one_stage(flight=in_flight)
             weights.micro[:] = 1.0 if replica_only else _equal_stages_step_ratio(configuration)
@@ -197,7 +199,7 @@ class InnerSearch:
         centres = []
         for merged, axis_of in coarser_meshes(configuration.sizes):
             axes = tuple(Axis(f"axis{i}", n) for i, n in enumerate(merged))
-            coarse = Configuration(configuration.pipeline, axes, configuration.microbatches)
+            coarse = replace(configuration, axes=axes, chunks=1, schedule="1f1b", place=0)
             centre = self.prices(coarse, samples).at(0.0)
             chosen = zip(self.problem(coarse, samples).vertices, centre.chosen, strict=True)
             centres.append([lift_choice(v.choices[k], axis_of) for v, k in chosen])

@@ -15,7 +15,14 @@ from typing import Generic, TypeVar
 import numpy as np
 import torch.fx as fx
 
-from autopar.cost_model import Cluster, ComputeCosts, ConversionCosts
+from autopar.cost_model import (
+    Cluster,
+    ComputeCosts,
+    ConversionCosts,
+    MeshLinks,
+    fastest_links,
+    placed_links,
+)
 from autopar.kernel_trace.operator_trace import OperatorTracer
 from autopar.memory.saved_tensors import SavedTensors, trace_saved_tensors
 from autopar.rules.analysis import Analysis
@@ -23,6 +30,7 @@ from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.solve import Solution
 from autopar.search.pipeline.units import Units, split_into_units
 from autopar.search.pricing.kernel_seconds import KernelTimer
+from autopar.search.space.configuration import Configuration
 from autopar.search.space.repeated_blocks import block_representatives
 
 MOST_VALUES = 32  # of each kind: a value of a large graph may take megabytes
@@ -91,6 +99,7 @@ class SearchCache:
         self.floors = LruCache[float](MOST_SOLUTIONS)
         self._saved = LruCache[dict[fx.Node, SavedTensors]]()
         self._units, self._conversions = LruCache[Units](), LruCache[ConversionCosts]()
+        self._links = LruCache[MeshLinks](MOST_SOLUTIONS)
 
     def saved(self, samples: int) -> dict[fx.Node, SavedTensors]:
         """What autograd saves of the representatives. The graph must have the shapes of a
@@ -116,11 +125,29 @@ class SearchCache:
             tuple(user_cuts), lambda: split_into_units(analysis, analysis.duplicated, user_cuts)
         )
 
-    def conversions(self, sizes: Sequence[int], stages: int) -> ConversionCosts:
-        """Conversions on a mesh of ``sizes``; ``stages`` such meshes share the cluster's links."""
-        return self._conversions.of(
-            (tuple(sizes), stages), lambda: ConversionCosts(sizes, self.cluster, stages)
+    def links(self, configuration: Configuration) -> MeshLinks:
+        """The links of a configuration; of an open one the fastest that any placement gives."""
+        sizes, pipeline, place = (
+            configuration.sizes,
+            configuration.pipeline,
+            configuration.place,
         )
+        return self._links.of(
+            (sizes, pipeline, place),
+            lambda: (
+                fastest_links(sizes, self.cluster, pipeline)
+                if place is None
+                else placed_links(sizes, self.cluster, pipeline, place)
+            ),
+        )
+
+    def conversions(self, configuration: Configuration) -> ConversionCosts:
+        """Conversions on the mesh of a configuration."""
+        sizes, links = configuration.sizes, self.links(configuration)
+        of_axes = self._conversions.of(
+            (sizes, links.axes), lambda: ConversionCosts(sizes, self.cluster, links=links)
+        )
+        return of_axes.with_pipeline(links.pipeline)
 
 
 def representatives(analysis: Analysis) -> dict[fx.Node, fx.Node]:

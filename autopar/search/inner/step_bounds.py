@@ -216,7 +216,7 @@ def _replica_prices(
         return _whole_prices(search, configuration, samples)
     rest = tuple(a for a in axes if a.use != "data")
     replicas = search.options.world_size // math.prod(a.size for a in rest)
-    replica = Configuration(replicas, rest, 1)
+    replica = Configuration(replicas, rest, 1, place=None)
     prices = search.prices(replica, samples // degree, replica_only=True)
     return prices, least_step_ratio(configuration), True
 

@@ -49,6 +49,8 @@ def first_that_fits(
         searches.progress(f"saving memory, {configuration}")
         if not searches.can_split(configuration):
             continue
+        if configuration.place is None:  # no placement needs more memory than another
+            configuration = searches.placements(configuration)[0]
         search, samples = searches.of_configuration(configuration)
         with resized(search.analysis, samples, search.analysis.rules):
             starts = searches.user_starts(search)

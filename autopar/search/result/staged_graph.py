@@ -81,7 +81,7 @@ def staged_costs(
 ) -> Costs:
     """:func:`costs_of_stages`, where saved tensors and stages are known."""
     pipeline = configuration.pipeline
-    conversions = search.cache.conversions(configuration.sizes, pipeline)
+    conversions = search.cache.conversions(configuration)
     holders = {n: len({stage % pipeline for stage in stage_of[n]}) for n in analysis.state}
     return search.costs(analysis, saved_tensors, conversions, configuration.microbatches, holders)
 

@@ -51,6 +51,7 @@ def write_plan(
         gap=priced.gap,
         configuration_gap=priced.gap,
         pipeline=configuration.pipeline,
+        pipeline_place=configuration.place or 0,
         schedule=configuration.schedule,
         recomputed=program.recomputed,
         precision=options.precision,

@@ -19,6 +19,9 @@ class Configuration:
         microbatches: the number of microbatches of a step.
         chunks: the number of stages that each pipeline rank runs.
         schedule: the name of the pipeline schedule.
+        place: the number of axes that cross slower links than the pipeline. None where the
+            placement is open: bounds of the configuration then hold for every order of the axes and
+            the pipeline, and no candidate can be made of it.
     """
 
     pipeline: int
@@ -26,6 +29,7 @@ class Configuration:
     microbatches: int
     chunks: int = 1
     schedule: str = "1f1b"
+    place: int | None = 0
 
     @property
     def stages(self) -> int:
@@ -56,6 +60,8 @@ class Configuration:
             self.has_free_axes,
             self.chunks,
             self.schedule not in ("1f1b", "interleaved-1f1b"),
+            bool(self.place),
+            len(self.axes) > 1 and self.axes[-1].use == "data",
             self.microbatches,
         )
 
@@ -68,6 +74,8 @@ class Configuration:
     def __str__(self) -> str:
         mesh = " x ".join(str(a.size) for a in self.axes)
         pipeline = f"pipeline {self.pipeline} of " if self.pipeline > 1 else ""
+        if self.pipeline > 1 and self.place:
+            pipeline = f"pipeline {self.pipeline} at place {self.place} of "
         return (
             f"{pipeline}mesh {mesh}, {self.microbatches} microbatch{'es' * (self.microbatches > 1)}"
         )
