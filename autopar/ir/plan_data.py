@@ -151,6 +151,22 @@ class PlanData:
 
     def _misfits(self) -> Iterator[str]:
         """What does not fit together, as sentences for the user."""
+        yield from self._misfits_of_mesh()
+        if not self.stages or len(self.stages) % self.pipeline:
+            yield (
+                f"{len(self.stages)} stages are no multiple of the pipeline's {self.pipeline} ranks"
+            )
+        if self.schedule not in SCHEDULES:
+            yield f"schedule {self.schedule!r} is none of {', '.join(SCHEDULES)}"
+        for what, value, known in (
+            ("precision", self.precision, COMPUTE_DTYPES),
+            ("reduce_dtype", self.reduce_dtype, REDUCE_DTYPES),
+        ):
+            if value is not None and value not in known:
+                yield f"{what} {value!r} is none of {', '.join(known)}"
+        yield from self._misfits_of_layouts()
+
+    def _misfits_of_mesh(self) -> Iterator[str]:
         axes = len(self.mesh_sizes)
         if (
             self.pipeline * math.prod(self.mesh_sizes) != self.world_size
@@ -178,19 +194,6 @@ class PlanData:
             or (self.pipeline > 1 and PIPELINE in self.mesh_names)
         ):
             yield f"mesh_names {self.mesh_names}: each axis needs a name of its own"
-        if not self.stages or len(self.stages) % self.pipeline:
-            yield (
-                f"{len(self.stages)} stages are no multiple of the pipeline's {self.pipeline} ranks"
-            )
-        if self.schedule not in SCHEDULES:
-            yield f"schedule {self.schedule!r} is none of {', '.join(SCHEDULES)}"
-        for what, value, known in (
-            ("precision", self.precision, COMPUTE_DTYPES),
-            ("reduce_dtype", self.reduce_dtype, REDUCE_DTYPES),
-        ):
-            if value is not None and value not in known:
-                yield f"{what} {value!r} is none of {', '.join(known)}"
-        yield from self._misfits_of_layouts()
 
     def _misfits_of_layouts(self) -> Iterator[str]:
         axes = len(self.mesh_sizes)

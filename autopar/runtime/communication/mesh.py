@@ -83,9 +83,14 @@ class Mesh:
         self.recorder = StepRecorder(self.device)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         if pipeline > 1:
-            # Stages need different groups, and all ranks must take part in making each of them.
-            for axes in _sets_of_several([axis for axis, n in enumerate(self.sizes) if n > 1]):
-                self.axes_group(axes)
+            self._make_all_groups()
+
+    def _make_all_groups(self) -> None:
+        """Makes the groups of all sets of axes. Stages need different groups, and all ranks must
+        take part in making each of them.
+        """
+        for axes in _sets_of_several([axis for axis, n in enumerate(self.sizes) if n > 1]):
+            self.axes_group(axes)
 
     @classmethod
     def of(cls, device_mesh: DeviceMesh) -> Mesh:
