@@ -136,6 +136,7 @@ def compile(
         pipeline=plan.pipeline,
         modes=plan.modes,
         pipeline_place=plan.pipeline_place,
+        pipeline_order=plan.pipeline_order,
     )
     lowered = lower(analysis, plan, prologue, mesh.device, evaluation_mode)
     notes = [*notes, *_check_types(analysis, lowered, mesh)]
