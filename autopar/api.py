@@ -144,6 +144,7 @@ def _mesh_of_plan(plan: Plan, device: torch.device) -> Mesh:
         pipeline=plan.pipeline,
         modes=plan.modes,
         pipeline_place=plan.pipeline_place,
+        pipeline_order=plan.pipeline_order,
     )
 
 

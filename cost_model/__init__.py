@@ -14,6 +14,7 @@ from autopar.cost_model.axis_links import AxisLinks, axis_links
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import collective_seconds, point_to_point, received_bytes
 from autopar.cost_model.compute import ComputeCosts
+from autopar.cost_model.compute_of_kinds import Pace, compute_costs
 from autopar.cost_model.conversion import ConversionCosts
 from autopar.cost_model.conversion_steps import Term
 from autopar.cost_model.device import Device
@@ -42,6 +43,7 @@ __all__ = [
     "Event",
     "Level",
     "MeshLinks",
+    "Pace",
     "ParameterMemory",
     "Software",
     "Term",
@@ -49,6 +51,7 @@ __all__ = [
     "actions",
     "allocated_bytes",
     "axis_links",
+    "compute_costs",
     "fastest_links",
     "in_flight",
     "ends_on_shared_cores",

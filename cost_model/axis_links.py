@@ -55,14 +55,16 @@ class AxisLinks:
 
     Attributes:
         wait: seconds for which a collective waits until the last of the ranks has arrived.
-        alternatives: the links of an axis whose stride is still open, instead of hops. Each
-            collective then takes the seconds of the fastest.
+        alternatives: the links of an axis whose stride is still open, or that crosses links of
+            several kinds, instead of hops. Each collective then takes the seconds of the fastest.
+        is_slowest: whether it takes the seconds of the slowest alternative instead.
     """
 
     size: int
     hops: tuple[Hop, ...]
     wait: float = 0.0
     alternatives: tuple[AxisLinks, ...] = ()
+    is_slowest: bool = False
 
     @property
     def bandwidth(self) -> float:

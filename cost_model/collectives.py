@@ -48,7 +48,8 @@ def collective_seconds(
     """
     if axis.alternatives:
         each = np.array([collective_seconds(kind, nbytes, links) for links in axis.alternatives])
-        return each.min(axis=0) if isinstance(nbytes, np.ndarray) else float(each.min())
+        picked = each.max(axis=0) if axis.is_slowest else each.min(axis=0)
+        return picked if isinstance(nbytes, np.ndarray) else float(picked)
     amount = np.asarray(nbytes, dtype=np.float64)
     measured = axis.measured
     if kind == "shift" and {SEND, "all_to_all"} <= measured.keys():
@@ -153,7 +154,8 @@ def point_to_point(nbytes: float, axis: AxisLinks) -> float:
     neighbours.
     """
     if axis.alternatives:
-        return min(point_to_point(nbytes, links) for links in axis.alternatives)
+        pick = max if axis.is_slowest else min
+        return pick(point_to_point(nbytes, links) for links in axis.alternatives)
     if SEND in axis.measured:
         return float(_between(axis.measured[SEND], np.asarray(nbytes)))
     amount = np.asarray(nbytes, dtype=np.float64)

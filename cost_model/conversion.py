@@ -45,6 +45,7 @@ class ConversionCosts:
             such mesh.
         links: the links of the axes and of the pipeline; by default those of stages that lie one
             after the other.
+        compute: the seconds of copies; by default those of the cluster.
     """
 
     def __init__(
@@ -53,11 +54,12 @@ class ConversionCosts:
         cluster: Cluster,
         stages: int = 1,
         links: MeshLinks | None = None,
+        compute: ComputeCosts | None = None,
     ) -> None:
         self.sizes = tuple(sizes)
         links = links or placed_links(sizes, cluster, stages)
         self.pipeline, self.axes = links.pipeline, list(links.axes)
-        self._steps = StepCosts(sizes, self.axes, ComputeCosts(cluster))
+        self._steps = StepCosts(sizes, self.axes, compute or ComputeCosts(cluster))
         self._graphs: dict[tuple[tuple[int, ...], int, bool, int], list[LayoutGraph]] = defaultdict(
             list
         )

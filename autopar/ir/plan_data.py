@@ -82,6 +82,10 @@ class PlanData:
         pipeline_place: the number of mesh axes that cross slower links than the pipeline. Ranks are
             numbered row-major in the order of :attr:`placement`. At place 0 the first
             ``prod(mesh_sizes)`` ranks are pipeline rank 0.
+        device_kinds: where devices are of several kinds, the cluster of each pipeline rank's; else
+            empty.
+        pipeline_order: where the kinds follow each other in another order than the ranks, for each
+            pipeline rank the number of its block of ``prod(mesh_sizes)`` ranks; else empty.
         schedule: the order of microbatches in the pipeline: one of SCHEDULES.
         stages: the parts of the model, in its order: ``pipeline`` x chunks of them.
         recomputed: what the backward computes again instead of saving it: names of nodes, and of
@@ -128,6 +132,8 @@ class PlanData:
     not_searched: tuple[str, ...] = ()
     pipeline: int = 1
     pipeline_place: int = 0
+    device_kinds: tuple[str, ...] = ()
+    pipeline_order: tuple[int, ...] = ()
     schedule: str = "1f1b"
     recomputed: tuple[str, ...] = ()
     precision: str | None = None
@@ -183,6 +189,14 @@ class PlanData:
                 f"a size below 1: pipeline {self.pipeline}, mesh {self.mesh_sizes}, "
                 f"{self.microbatches} microbatches"
             )
+        blocks = list(range(self.pipeline))
+        if self.pipeline_order and (self.pipeline_place or sorted(self.pipeline_order) != blocks):
+            yield (
+                f"pipeline_order {self.pipeline_order} with pipeline_place {self.pipeline_place} "
+                f"is no order of {self.pipeline} pipeline ranks"
+            )
+        if self.device_kinds and len(self.device_kinds) != self.pipeline:
+            yield f"device_kinds {self.device_kinds}: give one for each of {self.pipeline} ranks"
         if self.pipeline_place > (axes if self.pipeline > 1 else 0):
             yield (
                 f"pipeline_place {self.pipeline_place} is none of a pipeline of {self.pipeline} "

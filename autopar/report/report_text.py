@@ -58,6 +58,7 @@ def _header(plan: PlanData) -> str:
         f"Plan for graph {plan.fingerprint}"
         + (f", {format_count(facts['parameters'])} parameters" if "parameters" in facts else ""),
         f"{plan.world_size} device{'s' * (plan.world_size > 1)} of {plan.cluster}, {_mesh(plan)}",
+        _kinds(plan),
         _batch(plan, facts.get("samples")),
         schedule_line(plan),
         _precision(plan),
@@ -78,6 +79,17 @@ def _mesh(plan: PlanData) -> str:
         mesh += " (slowest links first)"
     is_outside = len(plan.stages) > 1 and not plan.pipeline_place
     return f"pipeline {plan.pipeline} x {mesh}" if is_outside else mesh
+
+
+def _kinds(plan: PlanData) -> str:
+    """The kind of devices, and the ranks, of each pipeline rank; "" where all are of one kind."""
+    blocks = plan.pipeline_order or range(plan.pipeline)
+    size = plan.world_size // plan.pipeline
+    each = [
+        f"{rank}: {kind} (ranks {block * size} to {(block + 1) * size - 1})"
+        for rank, (kind, block) in enumerate(zip(plan.device_kinds, blocks, strict=False))
+    ]
+    return f"devices of pipeline rank {'; '.join(each)}" if each else ""
 
 
 def _precision(plan: PlanData) -> str:

@@ -14,6 +14,7 @@ from autopar.search.inner.no_plan_errors import too_many_stages_error
 from autopar.search.inner.step_bounds import Level
 from autopar.search.space.check_schedule import check_schedule
 from autopar.search.space.configuration import Configuration
+from autopar.search.space.placements import check_kinds
 
 Family = tuple[Configuration, ...]  # that differ in the number of microbatches alone
 
@@ -119,6 +120,8 @@ class Enumeration:
         pipeline, microbatches = configuration.pipeline, configuration.microbatches
         check_schedule(configuration.schedule, pipeline, configuration.chunks, microbatches)
         self.searches.microbatch_samples(configuration)
+        if pipeline > 1:
+            check_kinds(configuration, self.searches.of(microbatches).cluster)
         # Without a pipeline the search may never need the graph of a microbatch.
         if self.options.micro_batch_size is not None or configuration.stages > 1:
             self.searches.check_split(configuration)

@@ -165,7 +165,9 @@ class OuterSearch:
             self.enumeration.failures.append(e)
             return
         for c in placed:
-            family = tuple(replace(f, axes=c.axes, place=c.place) for f in each.family)
+            family = tuple(
+                replace(f, axes=c.axes, place=c.place, kinds=c.kinds) for f in each.family
+            )
             entry = each._replace(number=next(self._numbers), family=family)
             heapq.heappush(self._open, entry)
 
@@ -187,7 +189,8 @@ class OuterSearch:
         try:
             if level == Level.UNSOLVED:
                 least = self.searches.least_bytes(configuration)
-                if least > self.searches.of(configuration.microbatches).budget:
+                search = self.searches.of(configuration.microbatches)
+                if least > search.budget(configuration):
                     self._over_budget.append((least, configuration))
                     return None
             return self.searches.step_bound(configuration, level)
@@ -248,7 +251,7 @@ class OuterSearch:
         searched: set[Configuration] = set()
         has_tried_modes = False
         for _ in range(NEIGHBOURHOODS):
-            near = [replace(c, place=None) for c in self._near()]
+            near = [replace(c, place=None, kinds=()) for c in self._near()]
             new = [c for c in near if c not in searched]
             if not new or self.searches.is_out_of_time():
                 return

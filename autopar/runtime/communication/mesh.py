@@ -11,16 +11,16 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import RunError
 from autopar.ir.plan_data import PIPELINE
 from autopar.runtime.communication.random_streams import RandomStreams
+from autopar.runtime.communication.world_mesh import device_type_of, world_mesh
 from autopar.runtime.measure.step_recorder import StepRecorder
 
 Item = TypeVar("Item")
 
-_MESHES: WeakKeyDictionary[dist.ProcessGroup, dict[tuple, DeviceMesh]] = WeakKeyDictionary()
 _GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
     WeakKeyDictionary()
 )
@@ -34,8 +34,9 @@ class Mesh:
     ``device_mesh``, a named torch mesh over part of the world, to use instead of a new one over the
     whole world; ``pipeline``, the ranks along a pipeline: the world is then that many meshes, and
     this is the mesh of this rank; ``pipeline_place``, how many axes cross slower links than the
-    pipeline; ``modes``, the axes of each mode of tensor parallelism, by its name. Raises
-    :class:`RunError` when the sizes do not multiply to the number of ranks.
+    pipeline; ``pipeline_order``, for each pipeline rank the number of its block of ranks, if not
+    that of the pipeline rank; ``modes``, the axes of each mode of tensor parallelism, by its name.
+    Raises :class:`RunError` when the sizes do not multiply to the number of ranks.
 
     Attributes: ``world``, the torch mesh of all ranks, in which a pipeline is an axis at
         ``pipeline_place``; ``coordinate``, this rank's place along each axis; ``pipeline_rank``,
@@ -52,6 +53,7 @@ class Mesh:
         pipeline: int = 1,
         modes: Mapping[str, Sequence[str]] | None = None,
         pipeline_place: int = 0,
+        pipeline_order: Sequence[int] = (),
     ) -> None:
         self.sizes, self.names = tuple(sizes), tuple(names)
         if len(self.sizes) != len(self.names):
@@ -63,15 +65,16 @@ class Mesh:
         self.pipeline_place = pipeline_place
         self._modes = {name: tuple(axes) for name, axes in (modes or {}).items()}
         if pipeline > 1:
-            self.world = _over_the_world(
+            self.world = world_mesh(
                 self.with_pipeline(self.sizes, pipeline),
                 self.with_pipeline(self.names, PIPELINE),
-                _device_type(device),
+                device_type_of(device),
+                tuple(pipeline_order),
             )
             self.pipeline_rank = self.world.get_local_rank(PIPELINE)
             device_mesh = self.world[self.names]
         elif device_mesh is None:
-            device_mesh = _over_the_world(self.sizes, self.names, _device_type(device))
+            device_mesh = world_mesh(self.sizes, self.names, device_type_of(device))
         if pipeline == 1:
             self.world = device_mesh
         self.device_mesh = device_mesh
@@ -211,6 +214,13 @@ class Mesh:
         inherit_timeout(group)
         return group
 
+    def rank_of_stage(self, stage: int) -> int:
+        """The rank of the world that runs ``stage`` at this rank's place in the mesh; stages count
+        on after the last, and before the first.
+        """
+        ranks: list[int] = self.world[PIPELINE].mesh.tolist()
+        return ranks[stage % self.pipeline]
+
     def stage_replicas_group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         """The ranks at this rank's place in the meshes of the pipeline's ``ranks``; None if this
         rank's own mesh is not among them. They hold the same parts of a parameter that stages
@@ -248,36 +258,6 @@ class Mesh:
 def _sets_of_several(axes: Sequence[int]) -> list[tuple[int, ...]]:
     """All sets of two or more of ``axes``."""
     return [found for count in range(2, len(axes) + 1) for found in combinations(axes, count)]
-
-
-def _device_type(device: torch.device | str | None) -> str:
-    if device is not None:
-        return torch.device(device).type
-    on_gpu = dist.is_initialized() and "nccl" in dist.get_backend() and torch.cuda.is_available()
-    return "cuda" if on_gpu else "cpu"
-
-
-def _over_the_world(sizes: tuple[int, ...], names: tuple[str, ...], device_type: str) -> DeviceMesh:
-    if not dist.is_initialized():
-        raise RunError(
-            "there is no process group: start the script with torchrun and call "
-            "torch.distributed.init_process_group first"
-        )
-    if math.prod(sizes) != dist.get_world_size():
-        raise RunError(
-            f"the mesh {sizes} has {math.prod(sizes)} ranks but {dist.get_world_size()} processes "
-            "are running: "
-            f"start {math.prod(sizes)} processes, or plan for world_size={dist.get_world_size()}"
-        )
-    # One mesh for each shape, for as long as the default group lives: DTensor caches its results by
-    # mesh, and takes equal meshes for one.
-    world = dist.group.WORLD
-    assert world is not None
-    known = _MESHES.setdefault(world, {})
-    key = (device_type, sizes, names)
-    if key not in known:
-        known[key] = init_device_mesh(device_type, sizes or (1,), mesh_dim_names=names or ("rank",))
-    return known[key]
 
 
 def inherit_timeout(group: dist.ProcessGroup) -> None:

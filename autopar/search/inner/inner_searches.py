@@ -19,7 +19,7 @@ from autopar.search.inner.search_cache import SearchCache
 from autopar.search.inner.step_bounds import Level, StepBound, least_bytes, step_bound
 from autopar.search.space.configuration import Configuration
 from autopar.search.space.options import Options
-from autopar.search.space.placements import placements
+from autopar.search.space.placements import kind_orders, placements
 from autopar.search.space.user_cuts import user_cut_nodes
 
 Progress = Callable[[str], None]
@@ -170,7 +170,10 @@ class InnerSearches:
         Raises:
             PlanError: the option ``placement`` leaves none.
         """
-        links_of = self.of(configuration.microbatches).cache.links
+        cache = self.of(configuration.microbatches).cache
+        if len(cache.cluster.kinds) > 1 and configuration.pipeline > 1:
+            return kind_orders(configuration, cache.cluster, self.options)
+        links_of = cache.links
         kept: list[Configuration] = []
         for placed in placements(configuration, self.options):
             own = links_of(placed)
@@ -208,7 +211,7 @@ class InnerSearches:
     def may_fit(self, configuration: Configuration) -> bool:
         """Whether a plan of the configuration may fit the budget."""
         search = self.of(configuration.microbatches)
-        return self.least_bytes(configuration) <= ESTIMATE_MARGIN * search.budget
+        return self.least_bytes(configuration) <= ESTIMATE_MARGIN * search.budget(configuration)
 
     def candidate(
         self,

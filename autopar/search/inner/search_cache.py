@@ -7,6 +7,7 @@ cluster and its key alone.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -16,13 +17,15 @@ import numpy as np
 import torch.fx as fx
 
 from autopar.cost_model import (
+    AxisLinks,
     Cluster,
     ComputeCosts,
     ConversionCosts,
     MeshLinks,
-    fastest_links,
-    placed_links,
+    Pace,
+    compute_costs,
 )
+from autopar.cost_model.mesh_links import configuration_links, link_between_groups
 from autopar.kernel_trace.operator_trace import OperatorTracer
 from autopar.memory.saved_tensors import SavedTensors, trace_saved_tensors
 from autopar.rules.analysis import Analysis
@@ -93,7 +96,8 @@ class SearchCache:
         self.analysis, self.cluster, self.kernel_timer = analysis, cluster, kernel_timer
         self.representative = representatives(analysis)
         self.nodes = [n for n in analysis.graph.nodes if self.representative[n] is n]
-        self.tracer, self.compute = OperatorTracer(cluster.device.kind), ComputeCosts(cluster, tf32)
+        self.tracer, self.tf32 = OperatorTracer(cluster.device.kind), tf32
+        self._compute = LruCache[ComputeCosts]()
         self.work, self.staged_graphs = LruCache[WorkByKind](), LruCache[StagedGraph]()
         self.problems, self.solutions = LruCache[Problem](), LruCache[Solution](MOST_SOLUTIONS)
         self.floors = LruCache[float](MOST_SOLUTIONS)
@@ -125,27 +129,46 @@ class SearchCache:
             tuple(user_cuts), lambda: split_into_units(analysis, analysis.duplicated, user_cuts)
         )
 
-    def links(self, configuration: Configuration) -> MeshLinks:
+    def pace(self, configuration: Configuration) -> Pace:
+        """Whose seconds a configuration's problem has. Bounds of a pipeline hold for each order of
+        the kinds of devices; without a pipeline all devices work in step.
+        """
+        if len(self.cluster.kinds) == 1:
+            return 0
+        return "slowest" if configuration.pipeline == 1 else "fastest"
+
+    def compute_of(self, pace: Pace) -> ComputeCosts:
+        """Seconds of local work."""
+        return self._compute.of(pace, lambda: compute_costs(self.cluster, pace, self.tf32))
+
+    def links(self, configuration: Configuration, pace: Pace | None = None) -> MeshLinks:
         """The links of a configuration; of an open one the fastest that any placement gives."""
-        sizes, pipeline, place = (
-            configuration.sizes,
-            configuration.pipeline,
-            configuration.place,
-        )
+        pace = self.pace(configuration) if pace is None else pace
+        sizes, pipeline, place = configuration.sizes, configuration.pipeline, configuration.place
         return self._links.of(
-            (sizes, pipeline, place),
-            lambda: (
-                fastest_links(sizes, self.cluster, pipeline)
-                if place is None
-                else placed_links(sizes, self.cluster, pipeline, place)
-            ),
+            (sizes, pipeline, place, pace),
+            lambda: configuration_links(self.cluster, sizes, pipeline, place, pace),
         )
 
-    def conversions(self, configuration: Configuration) -> ConversionCosts:
+    def stage_links(self, configuration: Configuration, stage: int) -> AxisLinks:
+        """The links over which a stage receives from the stage before it."""
+        if not configuration.kinds:
+            return self.links(configuration).pipeline
+        kind, before = configuration.kind_of(stage), configuration.kind_of(stage - 1)
+        if kind != before:
+            return link_between_groups(math.prod(configuration.sizes), self.cluster)
+        return self.links(configuration, kind).pipeline
+
+    def conversions(
+        self, configuration: Configuration, pace: Pace | None = None
+    ) -> ConversionCosts:
         """Conversions on the mesh of a configuration."""
-        sizes, links = configuration.sizes, self.links(configuration)
+        pace = self.pace(configuration) if pace is None else pace
+        sizes, links = configuration.sizes, self.links(configuration, pace)
+        compute = self.compute_of(pace)
         of_axes = self._conversions.of(
-            (sizes, links.axes), lambda: ConversionCosts(sizes, self.cluster, links=links)
+            (sizes, links.axes, pace),
+            lambda: ConversionCosts(sizes, self.cluster, links=links, compute=compute),
         )
         return of_axes.with_pipeline(links.pipeline)
 

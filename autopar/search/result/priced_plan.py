@@ -83,8 +83,8 @@ class PricedPlan:
         pays its share of a full bucket. ``optimizer`` contains everything after the gradients.
         """
         kinds = [dict.fromkeys((SYNC, OPTIMIZER), 0.0) for _ in range(self.problem.stages)]
-        parameters = self.costs.parameters
         for node, counts, strategy in self.parameter_choices():
+            parameters = self.costs.of(node).parameters
             sync = sum(t.seconds for t in parameters.synchronisation_terms(node, strategy))
             update = parameters.optimizer_seconds(node, strategy)
             for stage, count in enumerate(counts):
@@ -95,7 +95,9 @@ class PricedPlan:
             for stage, of_stage in enumerate(kinds):
                 if nbytes := self._output_bytes(stage):
                     of_stage[OPTIMIZER] += float(
-                        self.costs.compute.seconds("copy", "", 0.0, 2 * nbytes, operator="cat")
+                        self.costs.of_stage(stage).compute.seconds(
+                            "copy", "", 0.0, 2 * nbytes, operator="cat"
+                        )
                     )
         return kinds
 

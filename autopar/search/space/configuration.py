@@ -22,6 +22,8 @@ class Configuration:
         place: the number of axes that cross slower links than the pipeline. None where the
             placement is open: bounds of the configuration then hold for every order of the axes and
             the pipeline, and no candidate can be made of it.
+        kinds: on a cluster of several kinds of devices, the number of the kind of each pipeline
+            rank; empty where the placement is open, without a pipeline, and on other clusters.
     """
 
     pipeline: int
@@ -30,6 +32,7 @@ class Configuration:
     chunks: int = 1
     schedule: str = "1f1b"
     place: int | None = 0
+    kinds: tuple[int, ...] = ()
 
     @property
     def stages(self) -> int:
@@ -61,9 +64,14 @@ class Configuration:
             self.chunks,
             self.schedule not in ("1f1b", "interleaved-1f1b"),
             bool(self.place),
+            self.kinds != tuple(sorted(self.kinds)),
             len(self.axes) > 1 and self.axes[-1].use == "data",
             self.microbatches,
         )
+
+    def kind_of(self, stage: int) -> int:
+        """The number of the kind of devices that a stage runs on."""
+        return self.kinds[stage % self.pipeline] if self.kinds else 0
 
     def microbatches_in_flight(self) -> tuple[int, ...]:
         """The most microbatches in flight in each stage. One stage runs microbatches one by one."""

@@ -4,9 +4,12 @@ the slowest links to the fastest.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from autopar.cost_model import Cluster
 from autopar.errors import PlanError
 from autopar.ir.plan_data import PIPELINE
 from autopar.search.space.configuration import Configuration
@@ -34,6 +37,39 @@ def placements(configuration: Configuration, options: Options) -> list[Configura
     if not kept:
         raise _placement_error(configuration, options.placement, is_fixed)
     return kept[:1]
+
+
+def check_kinds(configuration: Configuration, cluster: Cluster) -> None:
+    """Raises PlanError where a stage of a pipeline would have devices of several kinds."""
+    ranks = math.prod(configuration.sizes)
+    for kind, count in cluster.parts if configuration.pipeline > 1 else ():
+        if count % ranks:
+            raise PlanError(
+                f"a pipeline of {configuration.pipeline} has stages of {ranks} devices, which do "
+                f"not divide the {count} of {kind.name!r}: a stage's devices are of one kind"
+            )
+
+
+def kind_orders(
+    configuration: Configuration, cluster: Cluster, options: Options
+) -> list[Configuration]:
+    """The configurations that place an open one on a cluster of several kinds of devices: each
+    pipeline rank lies in the devices of one kind, and the kinds follow each other in any order.
+
+    Raises:
+        PlanError: the option ``placement`` has the pipeline elsewhere than over the slowest links.
+    """
+    ranks = math.prod(configuration.sizes)
+    places = [c for c in placements(configuration, options) if c.place == 0]
+    if not places:
+        raise PlanError(
+            f"placement={options.placement}: where devices are of several kinds, the pipeline "
+            f"crosses the slowest links, so that each stage has one kind: give {PIPELINE!r} first"
+        )
+    counts = [count // ranks for _, count in cluster.parts]
+    orders = itertools.permutations(range(len(counts)))
+    kinds = [tuple(k for k in order for _ in range(counts[k])) for order in orders]
+    return [replace(c, kinds=each) for c in places for each in kinds]
 
 
 def _orders(axes: tuple[Axis, ...]) -> list[tuple[Axis, ...]]:
