@@ -56,13 +56,8 @@ class Mesh:
         pipeline_order: Sequence[int] = (),
     ) -> None:
         self.sizes, self.names = tuple(sizes), tuple(names)
-        if len(self.sizes) != len(self.names):
-            raise RunError(
-                f"a mesh of sizes {self.sizes} needs {len(self.sizes)} axis names, not "
-                f"{len(self.names)}: {self.names}"
-            )
-        self.pipeline, self.pipeline_rank = pipeline, 0
-        self.pipeline_place = pipeline_place
+        _check_names(self.sizes, self.names)
+        self.pipeline, self.pipeline_rank, self.pipeline_place = pipeline, 0, pipeline_place
         self._modes = {name: tuple(axes) for name, axes in (modes or {}).items()}
         if pipeline > 1:
             self.world = world_mesh(
@@ -268,6 +263,13 @@ def inherit_timeout(group: dist.ProcessGroup) -> None:
         options = getattr(dist.group.WORLD._get_backend(device), "options", None)  # type: ignore[union-attr]
         if options is not None and hasattr(options, "_timeout"):
             group._get_backend(device)._set_default_timeout(options._timeout)
+
+
+def _check_names(sizes: tuple[int, ...], names: tuple[str, ...]) -> None:
+    if len(sizes) != len(names):
+        raise RunError(
+            f"a mesh of sizes {sizes} needs {len(sizes)} axis names, not {len(names)}: {names}"
+        )
 
 
 def _local_device(device_type: str) -> torch.device:
