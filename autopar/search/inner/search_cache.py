@@ -28,6 +28,7 @@ from autopar.cost_model import (
 from autopar.cost_model.mesh_links import configuration_links, link_between_groups
 from autopar.kernel_trace.operator_trace import OperatorTracer
 from autopar.memory.saved_tensors import SavedTensors, trace_saved_tensors
+from autopar.memory.staged_calls import StagedCalls
 from autopar.rules.analysis import Analysis
 from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.solve import Solution
@@ -69,12 +70,14 @@ class StagedGraph:
         stage_of: the stages in which each node runs, or is held.
         representative: for each node the node that stands for it in equal blocks.
         saved: what autograd saves of each node.
+        calls: the calls of each stage, and which of them repeat.
     """
 
     analysis: Analysis
     stage_of: dict[fx.Node, tuple[int, ...]]
     representative: dict[fx.Node, fx.Node]
     saved: dict[fx.Node, SavedTensors]
+    calls: StagedCalls
 
 
 class SearchCache:

@@ -73,7 +73,16 @@ class _Assembly:
         breakdown = problem.cost_breakdown(chosen, recomputed)
         solution = Solution(tuple(chosen), recomputed, breakdown)
         gap = self.candidate.gap
-        return PricedPlan(analysis, configuration, problem, costs, solution, gap, self.stage_of)
+        return PricedPlan(
+            analysis,
+            configuration,
+            problem,
+            costs,
+            solution,
+            gap,
+            self.stage_of,
+            self.staged.calls,
+        )
 
     def _problem(self, costs: Costs) -> Problem:
         """The problem of the cut graph. Nodes of the searched graph have the choices that the

@@ -13,6 +13,7 @@ import numpy as np
 import torch.fx as fx
 
 from autopar.cost_model import Timeline, simulate_schedule
+from autopar.memory.staged_calls import StagedCalls
 from autopar.rules.analysis import Analysis
 from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.solve import Solution
@@ -33,6 +34,8 @@ class PricedPlan:
         analysis: of the graph, cut into the configuration's stages.
         gap: how far the step time may be from the optimum, relative to it.
         stage_of: the stages in which each node runs, or holds its tensor.
+        calls: the calls of the graph, with those that may stand for others where memory is
+            counted. None to count every call.
         counted_saved_bytes: by stage: bytes that autograd saves in one microbatch, counted storage
             by storage. None before the count.
         counted_bytes: by stage and kind: peak bytes, counted storage by storage. None before the
@@ -46,6 +49,7 @@ class PricedPlan:
     solution: Solution
     gap: float
     stage_of: dict[fx.Node, tuple[int, ...]]
+    calls: StagedCalls | None = None
     counted_saved_bytes: list[float] | None = None
     counted_bytes: list[dict[str, float]] | None = None
 

@@ -8,6 +8,7 @@ import torch.fx as fx
 
 from autopar.cost_model import AxisLinks, ConversionCosts, Pace
 from autopar.memory.saved_tensors import SavedTensors, trace_saved_tensors
+from autopar.memory.staged_calls import StagedCalls
 from autopar.passes.lowering.cut_stages import cut_stages
 from autopar.rules.analysis import Analysis
 from autopar.runtime.kernels.graph_kernels import send
@@ -25,11 +26,13 @@ def staged_graph(search: InnerSearch, starts: Sequence[int]) -> StagedGraph:
 
 def _cut_graph(search: InnerSearch, starts: Sequence[int]) -> StagedGraph:
     analysis = cut_at_units(search, starts)
+    representative = representatives(analysis)
     return StagedGraph(
         analysis,
         stages_of(analysis, len(starts)),
-        representatives(analysis),
+        representative,
         _saved_tensors(search, analysis),
+        StagedCalls(analysis, len(starts), representative),
     )
 
 
