@@ -138,7 +138,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         dict(paralel=dict(data=4)),
-        r"unknown option paralel: the options are parallel, mesh, memory_budget",
+        r"unknown option paralel: the options are parallel, mesh, placement, memory_budget",
     ),
     (dict(cluster="h200"), r"no cluster 'h200': the presets are a100-sxm, b200-sxm, cpu"),
     (

@@ -24,7 +24,7 @@ def _damaged(text: str) -> list[tuple[str, str]]:
         ('{"name": "cpu"}', "is no plan: it has no version"),
         (
             json.dumps({**data, "version": 99}),
-            "has plan version 99, this autopar reads 6: plan again",
+            "has plan version 99, this autopar reads 7: plan again",
         ),
         (
             json.dumps({k: v for k, v in data.items() if k != "nodes"}),

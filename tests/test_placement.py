@@ -11,9 +11,9 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import letter_graphs
 import numpy as np
 import pytest
-import small_graphs
 import torch
 
 import autopar
@@ -91,8 +91,8 @@ def test_no_placement_has_faster_links_than_the_fastest() -> None:
 
 
 @functools.cache
-def _model() -> small_graphs.Repeated:
-    return small_graphs.Repeated(SIZES, torch.bfloat16)
+def _model() -> letter_graphs.Repeated:
+    return letter_graphs.Repeated(SIZES, torch.bfloat16)
 
 
 def _plans(options: list[dict[str, Any]]) -> list[autopar.Plan]:

@@ -5,6 +5,7 @@ than the tensor axis, compute what one device computes.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import autopar
+from autopar.cost_model import Level
 from autopar.runtime.communication.mesh import Mesh
 
 TOLERANCE = 1e-9
@@ -84,6 +86,57 @@ def test_equals_one_device(ranks: Pools, case: str) -> None:
         assert errors < (TOLERANCE, ""), case
         assert list(plan.placement) == [n for n in options["placement"] if n in groups]
     assert outcomes[0][2] == groups
+
+
+def check_mixed(options: dict[str, Any], slow_first: bool) -> tuple[Any, autopar.Plan, list[int]]:
+    """The worst error on two kinds of devices with two ranks each, the plan, and the ranks of rank
+    0's pipeline.
+    """
+    _clear_sharding_prop_cache()
+    cpu = autopar.Cluster.load("cpu")
+    device = cpu.device
+    peak = {dtype: 3 * rate for dtype, rate in device.peak.items()}
+    fast = replace(cpu, name="fast", device=replace(device, peak=peak))
+    kinds = {cpu: 2, fast: 2} if slow_first else {fast: 2, cpu: 2}
+    cluster = autopar.Cluster.join(kinds, Level("between", None, 1e-4, 1e9))
+    model, sample = zoo.gpt2(dtype=torch.float64, batch=8, layers=4)
+    with Double(), traced_once():
+        expected = step(copy.deepcopy(model), sample)
+        compiled = autopar.compile(model, sample, 4, progress=False, cluster=cluster, **options)
+        mine = step(compiled, sample)
+        errors = worst(differences(mine, own(expected, mine)))
+    return errors, compiled.plan, compiled.mesh.world["pipeline"].mesh.tolist()
+
+
+@pytest.mark.parametrize("slow_first", [False, True])
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("zero-bubble", 2)])
+def test_two_kinds_of_devices_equal_one(
+    ranks: Pools, schedule: str, chunks: int, slow_first: bool
+) -> None:
+    options = dict(
+        parallel=dict(data=2, pipeline=dict(size=2, chunks=chunks)),
+        schedule=schedule,
+        micro_batch_size=1,
+    )
+    outcomes = ranks(4).run(check_mixed, options, slow_first)
+    plan, pipeline = outcomes[0][1:]
+    assert max(errors for errors, *_ in outcomes) < (TOLERANCE, "")
+    assert set(plan.device_kinds) == {"cpu", "fast"}
+    is_in_order = plan.device_kinds[0] == ("cpu" if slow_first else "fast")
+    assert plan.pipeline_order == (() if is_in_order else (1, 0))
+    assert pipeline == ([0, 2] if is_in_order else [2, 0])
+
+
+def _order() -> list[int]:
+    """The ranks of a pipeline that begins with the second half of the ranks."""
+    mesh = Mesh((2,), ("data",), "cpu", pipeline=2, pipeline_order=(1, 0))
+    assert mesh.rank_of_stage(mesh.pipeline_rank) == torch.distributed.get_rank()
+    assert mesh.ranks("data") in ([0, 1], [2, 3])
+    return [mesh.pipeline_rank, *mesh.coordinate]
+
+
+def test_an_order_of_the_pipeline(ranks: Pools) -> None:
+    assert ranks(4).run(_order) == [[1, 0], [1, 1], [0, 0], [0, 1]]
 
 
 def _groups() -> dict[str, Any]:

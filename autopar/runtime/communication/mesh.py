@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.errors import RunError
 from autopar.ir.plan_data import PIPELINE
 from autopar.runtime.communication.random_streams import RandomStreams
-from autopar.runtime.communication.world_mesh import device_type_of, world_mesh
+from autopar.runtime.communication.world_mesh import device_type_of, place_along, world_mesh
 from autopar.runtime.measure.step_recorder import StepRecorder
 
 Item = TypeVar("Item")
@@ -66,7 +66,7 @@ class Mesh:
                 device_type_of(device),
                 tuple(pipeline_order),
             )
-            self.pipeline_rank = self.world.get_local_rank(PIPELINE)
+            self.pipeline_rank = place_along(self.world, PIPELINE)
             device_mesh = self.world[self.names]
         elif device_mesh is None:
             device_mesh = world_mesh(self.sizes, self.names, device_type_of(device))

@@ -52,3 +52,13 @@ def world_mesh(
     elif key not in known:
         known[key] = init_device_mesh(device_type, sizes or (1,), mesh_dim_names=names or ("rank",))
     return known[key]
+
+
+def place_along(mesh: DeviceMesh, axis: str) -> int:
+    """This rank's place along an axis. torch's ``get_local_rank`` is the rank in the axis's group,
+    whose ranks torch sorts.
+    """
+    coordinate, names = mesh.get_coordinate(), mesh.mesh_dim_names
+    assert coordinate is not None
+    assert names is not None
+    return coordinate[names.index(axis)]

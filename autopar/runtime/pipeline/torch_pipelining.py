@@ -145,12 +145,16 @@ class _Stage(PipelineStage):
         )
         self._boundary, self._microbatches = boundary, microbatches
         self._forward, self._on_last_backward = forward, on_last_backward
-        self._group, self._recorder = group, mesh.recorder
+        self._group, self._mesh, self._recorder = group, mesh, mesh.recorder
         self._previous, self._next = (mesh.rank_of_stage(index + step) for step in (-1, 1))
         # A group numbers its ranks in rising order, which need not be that of the pipeline.
         self.group_rank = mesh.pipeline_rank
         self.set_returned(())
         self.clear_runtime_states()
+
+    def _resolve_peer_global_rank(self, stage_idx: int) -> int:
+        """torch warms up the links to other stages, and asks for their ranks."""
+        return self._mesh.rank_of_stage(stage_idx)
 
     def set_returned(self, returned: Collection[BoundaryTensor]) -> None:
         """From now on a gradient comes back for these tensors alone."""

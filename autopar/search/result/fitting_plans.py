@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import NamedTuple
 
-from autopar.errors import BudgetError
+from autopar.errors import BudgetError, PlanError
 from autopar.search.ilp.linear_program import UnsolvedError
 from autopar.search.inner.candidate import Candidate
 from autopar.search.inner.inner_searches import InnerSearches
 from autopar.search.result.end_of_step import reported_seconds
 from autopar.search.result.fit import fit_to_memory, prove
+from autopar.search.result.least_memory import first_that_fits
 from autopar.search.result.priced_plan import PricedPlan
 
 # Of plans whose step times differ by less than this part, the simplest is taken.
 EQUAL = 0.002
 MOST_COUNTED = 40  # candidates that are counted in full
+MOST_RETRIED = 4  # candidates that did not fit, of which the plan of least memory is tried
 MOST_TOO_LARGE = 12  # of them that do not fit, where none fits
 # Plans that are proven: the chosen one, and pipelines that take at most so many times as long.
 MOST_PROVEN, NEARLY_AS_FAST = 4, 1.15
@@ -40,6 +43,7 @@ class FittingPlans:
         self.searches = searches
         self.plans: list[FittingPlan] = []
         self.counted = 0
+        self._too_large: list[Candidate] = []
 
     def may_be_faster(self, seconds: float) -> bool:
         """Whether seconds without the overhead of every step may be those of a faster plan."""
@@ -63,7 +67,7 @@ class FittingPlans:
         except UnsolvedError:
             self.searches.unsolved.append(candidate.configuration)
         except BudgetError:
-            pass  # the candidate needs more memory than its estimate said
+            self._too_large.append(candidate)  # it needs more memory than its estimate said
         else:
             self.plans.append(FittingPlan(reported_seconds(plan), candidate, plan))
 
@@ -77,6 +81,7 @@ class FittingPlans:
         """The chosen plan with its proven gap. Of a small pipeline the exact search may find a
         faster plan, so pipelines that are nearly as fast are proven, too.
         """
+        self._retry_too_large()
         chosen = self.chosen()
         near = [
             found
@@ -91,3 +96,14 @@ class FittingPlans:
             found.append(FittingPlan(reported_seconds(plan), each.candidate, plan))
         self.plans = found
         return self.chosen().plan
+
+    def _retry_too_large(self) -> None:
+        """Counts the plans of least memory of candidates that did not fit, where they may be faster
+        than the plans that fit.
+        """
+        for candidate in sorted(self._too_large, key=lambda c: c.seconds)[:MOST_RETRIED]:
+            if self.may_be_faster(candidate.seconds):
+                with suppress(PlanError):
+                    plan = first_that_fits(self.searches, [(0.0, candidate.configuration)])
+                    if plan is not None:
+                        self.plans.append(FittingPlan(reported_seconds(plan), candidate, plan))
