@@ -132,7 +132,7 @@ class LayerTracer:
         kwargs: dict[str, Any],
     ) -> Any:
         """What a layer returns; its forward runs if the layer cannot be repeated."""
-        with self._recorder.pausing():
+        with self._looking():
             call = _Call.of(tracer, layer, args, kwargs) if is_readable(layer) else None
             kind = self._kind_of(layer, call.key) if call is not None else None
         if call is None or kind is None or not kind.is_usable:
@@ -142,6 +142,12 @@ class LayerTracer:
         assert kind.results is not None
         self._recorder.add(layer, kind.reads)
         return self._repeat(kind.numbers, kind.results, call)
+
+    @contextmanager
+    def _looking(self) -> Iterator[None]:
+        """Within, reading attributes of modules and tensors is neither recorded nor traced."""
+        with self._recorder.pausing(), torch._C.DisableTorchFunction():
+            yield
 
     def _kind_of(self, layer: nn.Module, key: Any) -> _Kind:
         known = self._kinds.setdefault(key, [])
@@ -160,7 +166,7 @@ class LayerTracer:
         call.mark(self._operators.enter.default, number, call.tensors)
         with self._recorder.recording(layer) as reads:
             made = forward()
-        with self._recorder.pausing():
+        with self._looking():
             results = call.results(made)
             new = [t for t in pytree.tree_leaves(made) if isinstance(t, torch.Tensor)]
             is_alike = not kind.numbers or (reads, results) == (kind.reads, kind.results)

@@ -102,6 +102,7 @@ class TimeTypes:
         self.inexact_operators: list[fx.Node] = []
         self.forced_hoists: list[fx.Node] = []
         self._costs: dict[TypedNode, int] = {}
+        self._options_of: dict[tuple[int, tuple[Type, ...]], tuple[tuple[Option, int], ...]] = {}
         self._depth = 0
         self._hoistable = _hoistable(analysis)
         for node in analysis.graph.nodes:
@@ -184,17 +185,27 @@ class TimeTypes:
             return Derivation("hoisted"), HOIST_COST
         return derivation, cost
 
-    def options(self, node: fx.Node, wanted: Type | None = None) -> Iterator[tuple[Option, int]]:
+    def options(self, node: fx.Node, wanted: Type | None = None) -> Sequence[tuple[Option, int]]:
         """The options to compute a node for a microbatch, given the inferred types of its operands
         and the type ``wanted``; each with the largest number of chunks of its split dim (0: any).
         """
         rule = self.analysis.rules.get(node)
         if rule is None:
-            return
+            return ()
+        types = (*(self.inferred[t] for t, _ in operands(node)), wanted or R)
+        if node.target in _SUMS or node.target is aten.cat.default:
+            return tuple(self._options(node, rule, types))  # these read arguments of the node
+        # Equal calls share a rule.
+        if (key := (id(rule), types)) not in self._options_of:
+            self._options_of[key] = tuple(self._options(node, rule, types))
+        return self._options_of[key]
+
+    def _options(
+        self, node: fx.Node, rule: Rule, types: Sequence[Type]
+    ) -> Iterator[tuple[Option, int]]:
         yield from ((option, 0) for option in rule.unsplit() if option.out is not I)
         yield from _adding_number(node)
-        yield from _concatenating(node, [self.inferred[t] for t, _ in operands(node)])
-        types = [*(self.inferred[t] for t, _ in operands(node)), wanted or R]
+        yield from _concatenating(node, types[:-1])
         splits = {
             s: None
             for t, dims in zip(types, (*rule.operands, rule.output), strict=True)
