@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -158,25 +158,27 @@ class Comparison:
         if type(a) in (dict, OrderedDict):
             return same(list(a), list(b)) and all(map(same, a.values(), b.values()))
         if isinstance(a, FunctionType):
-            return a.__code__ is b.__code__ and a.__globals__ is b.__globals__ and same(
-                _captured(a), _captured(b)
+            return (
+                a.__code__ is b.__code__
+                and a.__globals__ is b.__globals__
+                and same(_captured(a), _captured(b))
             )
         if isinstance(a, MethodType):
             return a.__func__ is b.__func__ and same(a.__self__, b.__self__)
         if isinstance(a, partial):
             return same((a.func, a.args, a.keywords), (b.func, b.args, b.keywords))
-        is_plain = type(a).__flags__ & _HEAP_TYPE and type(a).__basicsize__ == _PLAIN_SIZE
-        return bool(is_plain) and same(vars(a), vars(b))
-
-
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that Python code defines
+        return _is_plain(a) and same(vars(a), vars(b))
 
 
 class _Plain:
-    """An object whose attributes are its whole state has the size of this one."""
+    pass
 
 
-_PLAIN_SIZE = _Plain.__basicsize__
+def _is_plain(value: Any) -> bool:
+    """Whether the attributes of an object are its whole state."""
+    kind = type(value)
+    is_python_class = kind.__flags__ & 1 << 9 and kind.__basicsize__ == _Plain.__basicsize__
+    return kind is SimpleNamespace or bool(is_python_class)
 
 
 def _captured(function: FunctionType) -> tuple[Any, ...]:

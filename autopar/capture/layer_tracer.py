@@ -24,22 +24,11 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import (
     _AttrProxy,
     _ModuleStackTracer,
-    disable_proxy_modes_tracing,
     get_proxy_mode,
-    get_proxy_slot,
-    track_tensor_tree,
 )
-from torch.utils import _pytree as pytree
 
-from autopar.capture.layer_reads import (
-    SIMPLE,
-    Comparison,
-    Read,
-    ReadRecorder,
-    identity,
-    is_readable,
-    tensor_kind,
-)
+from autopar.capture.layer_call import LayerCall, Results
+from autopar.capture.layer_reads import Comparison, Read, ReadRecorder, identity, is_readable
 from autopar.capture.module_state import StateWatch
 
 NAMESPACE = "autopar_layers"
@@ -51,6 +40,7 @@ _SCHEMAS = (
 )
 _FEWEST = 3  # layers of a kind; two are traced
 _TRACED = 2
+_MOST_KINDS = 16  # of layers with equal arguments; further layers are compared with none
 
 
 @dataclass
@@ -59,6 +49,7 @@ class _Kind:
 
     Attributes:
         layer: the first of them.
+        state: the state of this layer before its forward ran.
         reads: what the forward reads of the layer.
         results: a template of what the layer returns.
         numbers: the numbers of the traced calls.
@@ -66,23 +57,11 @@ class _Kind:
     """
 
     layer: nn.Module
+    state: StateWatch
     reads: set[Read] = field(default_factory=set)
-    results: _Results | None = None
+    results: Results | None = None
     numbers: list[int] = field(default_factory=list)
     is_usable: bool = True
-
-
-@dataclass(frozen=True)
-class _Results:
-    """What a layer returns.
-
-    Attributes:
-        spec: its structure.
-        leaves: for each leaf the number of the operand that it is, a new tensor's kind, or a value.
-    """
-
-    spec: pytree.TreeSpec
-    leaves: tuple[tuple[str, Any], ...]
 
 
 class LayerTracer:
@@ -104,7 +83,7 @@ class LayerTracer:
         original = _ModuleStackTracer.call_module
 
         def call_module(tracer: Any, m: Any, forward: Any, args: Any, kwargs: Any) -> Any:
-            layer = m.get_base() if isinstance(m, _AttrProxy) else m
+            layer = m.get_base() if isinstance(m, _AttrProxy) else m  # type: ignore[attr-defined]
             if identity(layer) not in self._layers or _active_tracer() is not tracer:
                 return original(tracer, m, forward, args, kwargs)
 
@@ -133,15 +112,15 @@ class LayerTracer:
     ) -> Any:
         """What a layer returns; its forward runs if the layer cannot be repeated."""
         with self._looking():
-            call = _Call.of(tracer, layer, args, kwargs) if is_readable(layer) else None
-            kind = self._kind_of(layer, call.key) if call is not None else None
+            call = LayerCall.of(tracer, layer, args, kwargs) if is_readable(layer) else None
+            kind = self._kind_of(layer, call) if call is not None else None
         if call is None or kind is None or not kind.is_usable:
             return forward(*args, **kwargs)
         if len(kind.numbers) < _TRACED:
-            return self._trace(kind, call, layer, lambda: forward(*args, **kwargs))
+            return self._trace(kind, call, lambda: forward(*args, **kwargs))
         assert kind.results is not None
         self._recorder.add(layer, kind.reads)
-        return self._repeat(kind.numbers, kind.results, call)
+        return call.repeat(self._operators.repeat.default, kind.numbers, kind.results)
 
     @contextmanager
     def _looking(self) -> Iterator[None]:
@@ -149,133 +128,38 @@ class LayerTracer:
         with self._recorder.pausing(), torch._C.DisableTorchFunction():
             yield
 
-    def _kind_of(self, layer: nn.Module, key: Any) -> _Kind:
-        known = self._kinds.setdefault(key, [])
-        kind = next((k for k in known if Comparison(k.layer, layer).is_equal(k.reads)), None)
-        if kind is None:
-            known.append(kind := _Kind(layer))
+    def _kind_of(self, layer: nn.Module, call: LayerCall) -> _Kind | None:
+        """The kind of a layer, which may be new; None where too many kinds are known."""
+        known = self._kinds.setdefault(call.key, [])
+        for kind in known:
+            if Comparison(kind.layer, layer).is_equal(kind.reads):
+                # The model's code may change what layers read between their calls.
+                kind.is_usable &= kind.state.is_unchanged()
+                return kind
+        if len(known) == _MOST_KINDS:
+            return None
+        known.append(kind := _Kind(layer, StateWatch(layer)))
         return kind
 
-    def _trace(
-        self, kind: _Kind, call: _Call, layer: nn.Module, forward: Callable[[], Any]
-    ) -> Any:
-        """Runs the forward between two marks in the graph."""
+    def _trace(self, kind: _Kind, call: LayerCall, forward: Callable[[], Any]) -> Any:
+        """Runs the forward of a layer between two marks in the graph."""
         number, self._count = self._count, self._count + 1
-        with self._recorder.pausing():
-            watch = StateWatch(layer)
+        with self._looking():
+            watch = StateWatch(call.layer)
         call.mark(self._operators.enter.default, number, call.tensors)
-        with self._recorder.recording(layer) as reads:
+        with self._recorder.recording(call.layer) as reads:
             made = forward()
         with self._looking():
             results = call.results(made)
-            new = [t for t in pytree.tree_leaves(made) if isinstance(t, torch.Tensor)]
             is_alike = not kind.numbers or (reads, results) == (kind.reads, kind.results)
             kind.is_usable = (
                 results is not None and is_alike and watch.is_unchanged() and call.is_unchanged()
             )
         if results is not None:
-            tensors = [t for t, (what, _) in zip(new, _of_tensors(results), strict=True) if what == "new"]
-            call.mark(self._operators.leave.default, number, tensors)
+            call.mark(self._operators.leave.default, number, results.new_tensors(made))
         kind.reads, kind.results = reads, results
         kind.numbers.append(number)
         return made
-
-    def _repeat(self, numbers: list[int], results: _Results, call: _Call) -> Any:
-        """Writes one call in place of a layer; returns tensors like those of the traced layers."""
-        with disable_proxy_modes_tracing():
-            made = [_tensor_like(kind) for what, kind in results.leaves if what == "new"]
-        proxy = call.proxy(self._operators.repeat.default, *numbers, call.tensors)
-        track_tensor_tree(made, proxy, constant=None, tracer=call.tracer)
-        rest = iter(made)
-        leaves = [
-            next(rest) if what == "new" else call.tensors[value] if what == "operand" else value
-            for what, value in results.leaves
-        ]
-        return pytree.tree_unflatten(leaves, results.spec)
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A call of a layer.
-
-    Attributes:
-        tracer: torch's tracer.
-        tensors: the tensors among the arguments, then the layer's parameters and buffers.
-        key: all that layers of one kind have in common besides what the forward reads of them.
-        arguments: the arguments, as one structure.
-        leaves: the leaves of the arguments before the call.
-    """
-
-    tracer: Any
-    tensors: list[torch.Tensor]
-    key: Any
-    arguments: Any
-    leaves: list[Any]
-
-    @staticmethod
-    def of(tracer: Any, layer: nn.Module, args: Any, kwargs: Any) -> _Call | None:
-        """The call; None if its arguments cannot be compared with those of another call."""
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        values = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
-        if not all(isinstance(value, SIMPLE) for value in values):
-            return None
-        state = dict((*layer.named_parameters(), *layer.named_buffers()))
-        tensors = [*given, *state.values()]
-        if any(get_proxy_slot(t, tracer, None) is None for t in tensors):
-            return None
-        key = (
-            type(layer),
-            spec,
-            tuple(state),
-            tuple(None if isinstance(v, torch.Tensor) else (type(v), repr(v)) for v in leaves),
-            tuple(tensor_kind(t) for t in tensors),
-            _places([id(t) for t in tensors]),
-            _places([_storage(t) for t in tensors]),
-            _state_of_torch(),
-        )
-        return _Call(tracer, tensors, key, (args, kwargs), leaves)
-
-    def is_unchanged(self) -> bool:
-        """Whether the arguments hold what they held before the call."""
-        leaves = pytree.tree_leaves(self.arguments)
-        return len(leaves) == len(self.leaves) and all(
-            a is b for a, b in zip(leaves, self.leaves, strict=True)
-        )
-
-    def results(self, made: Any) -> _Results | None:
-        """A template of the results; None if other results cannot be made like them."""
-        leaves, spec = pytree.tree_flatten(made)
-        operands = {id(t): i for i, t in reversed(list(enumerate(self.tensors)))}
-        taken = {_storage(t) for t in self.tensors}
-        found: list[tuple[str, Any]] = []
-        for leaf in leaves:
-            if not isinstance(leaf, torch.Tensor):
-                if not isinstance(leaf, SIMPLE):
-                    return None
-                found.append(("value", leaf))
-            elif id(leaf) in operands:
-                found.append(("operand", operands[id(leaf)]))
-            else:
-                kind = tensor_kind(leaf)
-                is_traced = get_proxy_slot(leaf, self.tracer, None) is not None
-                if not is_traced or _storage(leaf) in taken or not _can_be_made(kind):
-                    return None
-                taken.add(_storage(leaf))
-                found.append(("new", kind))
-        return _Results(spec, tuple(found))
-
-    def proxy(self, target: Any, *args: Any) -> Any:
-        *numbers, tensors = args
-        proxies = [get_proxy_slot(t, self.tracer).proxy for t in tensors]  # type: ignore[attr-defined]
-        return self.tracer.create_proxy("call_function", target, (*numbers, proxies), {})
-
-    def mark(self, target: Any, number: int, tensors: list[torch.Tensor]) -> None:
-        self.proxy(target, number, tensors).node.meta["val"] = None
-
-
-def _of_tensors(results: _Results) -> list[tuple[str, Any]]:
-    return [leaf for leaf in results.leaves if leaf[0] != "value"]
 
 
 def _siblings(model: nn.Module) -> Iterator[nn.Module]:
@@ -290,42 +174,3 @@ def _siblings(model: nn.Module) -> Iterator[nn.Module]:
 def _active_tracer() -> Any:
     mode = get_proxy_mode()
     return mode.tracer if mode is not None else None
-
-
-def _tensor_like(kind: Any) -> torch.Tensor:
-    """A tensor of this kind, no leaf if it requires a gradient."""
-    _, shape, stride, (dtype, device, _, _), requires_grad = kind
-    made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-    if not requires_grad:
-        return made
-    return torch.empty_strided(shape, stride, dtype=dtype, device=device, requires_grad=True).clone(
-        memory_format=torch.preserve_format
-    )
-
-
-def _can_be_made(kind: Any) -> bool:
-    with disable_proxy_modes_tracing():
-        return bool(tensor_kind(_tensor_like(kind)) == kind)
-
-
-def _storage(t: torch.Tensor) -> int:
-    return t.untyped_storage()._cdata
-
-
-def _places(keys: list[int]) -> tuple[int, ...]:
-    """For each key the place where it is met first."""
-    first: dict[int, int] = {}
-    return tuple(first.setdefault(key, i) for i, key in enumerate(keys))
-
-
-def _state_of_torch() -> tuple[Any, ...]:
-    """The state of torch that a forward may read."""
-    devices = ("cpu", "cuda")
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.get_default_dtype(),
-        *((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices),
-        *map(id, torch.overrides._get_current_function_mode_stack()),
-        *map(id, torch.utils._python_dispatch._get_current_dispatch_mode_stack()),
-    )

@@ -142,16 +142,25 @@ class StateWatch:
         owners = [holder for _, holder in _holders(module)] + [*classes, *files]
         self._before = [(owner, _named(owner)) for owner in owners]
         self._contents = [
-            (value, copy.copy(value))
-            for _, held in self._before
-            for value in held.values()
-            if type(value) in (*_CONTAINERS, OrderedDict)
+            (value, copy.copy(value)) for _, held in self._before for value in _containers(held)
         ]
 
     def is_unchanged(self) -> bool:
         return all(_are_same(_named(owner), held) for owner, held in self._before) and all(
             _are_same(now, before) for now, before in self._contents
         )
+
+
+def _containers(holder: dict[str, Any]) -> Iterator[Any]:
+    """The containers among values, and those that they hold."""
+    left, seen = list(holder.values()), set[int]()
+    while left and len(seen) < _MAX_OBJECTS:
+        value = left.pop()
+        if type(value) in (*_CONTAINERS, OrderedDict, tuple) and id(value) not in seen:
+            seen.add(id(value))
+            left += value.values() if isinstance(value, dict) else value
+            if type(value) is not tuple:
+                yield value
 
 
 def _named(owner: Any) -> dict[str, Any]:

@@ -30,7 +30,6 @@ from autopar.search.result.share_cores import share_cores
 from autopar.search.result.write_plan import write_plan
 from autopar.search.space.options import Options
 
-
 _NEW_OBJECTS = 20_000  # after which the garbage collector looks for garbage among them
 
 

@@ -81,7 +81,7 @@ class _Writer:
         self.layers: dict[int, _Layer] = {}
         self._written = written_memory(self.graph.nodes)
         self._shared: set[int] = set()  # the memory that layers have in common
-        self._entries = {n: i for n, i in captured.placeholders.items()}
+        self._entries = dict(captured.placeholders)
         self._state = dict(captured.state)
         self._own: dict[int, list[fx.Node]] = {}  # constants of one layer, by its number
 
@@ -100,7 +100,8 @@ class _Writer:
     def write(self, call: fx.Node) -> None:
         """Write the nodes of one repeated layer."""
         first, second, operands = call.args
-        assert isinstance(first, int) and isinstance(second, int)
+        assert isinstance(first, int)
+        assert isinstance(second, int)
         if second not in self.layers:
             self._compare(first, second)
         layer = self.layers[second]
@@ -126,7 +127,7 @@ class _Writer:
         entry = self._entries[node]
         with self.graph.inserting_after(node):
             copy = self.graph.placeholder(node.name)
-        copy.meta = {**node.meta, "module": module}
+        copy.meta = dict(node.meta)
         target = f"{entry.target} in {module}"
         self._entries[copy] = GraphInput(copy.name, entry.kind, target)
         self._state[target] = self._state[entry.target]
