@@ -129,17 +129,23 @@ def compile(
     plan = plan or made
     check_same_on_all_ranks(repr(dataclasses.replace(plan, timings={}, options={})), "the plan")
     analysis, prologue = _graph_of_plan(traced, plan)
-    mesh = Mesh(
+    mesh = _mesh_of_plan(plan, device)
+    lowered = lower(analysis, plan, prologue, mesh.device, evaluation_mode)
+    notes = [*notes, *_check_types(analysis, lowered, mesh)]
+    noted = dataclasses.replace(plan, notes=(*plan.notes, *notes)) if notes else plan
+    return Compiled(analysis.captured, noted, lowered, mesh, model=model)
+
+
+def _mesh_of_plan(plan: Plan, device: torch.device) -> Mesh:
+    return Mesh(
         plan.mesh_sizes,
         plan.mesh_names,
         None if device.type == "meta" else device,
         pipeline=plan.pipeline,
         modes=plan.modes,
+        pipeline_place=plan.pipeline_place,
+        pipeline_order=plan.pipeline_order,
     )
-    lowered = lower(analysis, plan, prologue, mesh.device, evaluation_mode)
-    notes = [*notes, *_check_types(analysis, lowered, mesh)]
-    noted = dataclasses.replace(plan, notes=(*plan.notes, *notes)) if notes else plan
-    return Compiled(analysis.captured, noted, lowered, mesh, model=model)
 
 
 def _graph_of_plan(traced: TracedModel, plan: Plan) -> tuple[Analysis, fx.Graph | None]:

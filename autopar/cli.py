@@ -53,12 +53,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         description=Cluster.measure.__doc__,
     )
     profile.formatter_class = argparse.RawDescriptionHelpFormatter
+    default = Path("cluster.json")
     profile.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        default=Path("cluster.json"),
-        help="the file to write (cluster.json)",
+        "-o", "--output", type=Path, default=default, help=f"the file to write ({default})"
     )
     profile.add_argument(
         "--device", choices=("cpu", "cuda"), help="what to measure; a GPU where there is one"

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,31 +23,20 @@ from pathlib import Path
 import numpy as np
 from megatron import batch, gpt, options, searched
 from published import Run, by_model, runs
+from repriced import Repriced
 from scipy.optimize import least_squares
 from tabulate import tabulate
 from tqdm import tqdm
 
-from autopar.cost_model import (
-    Cluster,
-    ComputeCosts,
-    axis_links,
-    collective_seconds,
-    point_to_point,
-    schedule_seconds,
-)
+from autopar.cost_model import Cluster
 from autopar.cost_model.cluster_data import as_data
 from autopar.cost_model.device import Tile
 from autopar.formatting.files import write_json
 from autopar.frontend.traced_model import TracedModel
-from autopar.search.result.cost_items import FORWARD, STEP, cost_items
 from autopar.search.result.priced_plan import PricedPlan
-from autopar.search.space.configuration import Configuration
 
 # what a run may differ from the model and count in full; beyond this it counts less (soft L1)
 NOISE = 0.08
-# that Adam moves for an element: float32 parameter, gradient and two moments are read, all but the
-# gradient written; and the cast
-BYTES = 34.0
 TILES = (
     Tile(64, 64),
 )  # cuBLAS chooses between many sizes: what is left over is as if all were small
@@ -101,122 +89,6 @@ def cluster_of(base: Cluster, values: dict[str, float]) -> Cluster:
     )
     links = (nvlink, replace(base.links[1], startup=values["startup"]))
     return replace(base, device=device, software=software, links=links)
-
-
-class Repriced:
-    """Plans whose seconds under other figures are wanted often: kernels and collectives as
-    arrays.
-    """
-
-    def __init__(self, found: Iterable[tuple[Run, PricedPlan]]) -> None:
-        """``found`` is read one by one, each within ``resized`` to its microbatch."""
-        self.runs: list[Run] = []
-        self.configurations: list[Configuration] = []
-        self.kernels: dict[tuple[str, str, bool], list[tuple[float, ...]]] = defaultdict(list)
-        self.sent: list[list[tuple[int, int, float, str, float, int]]] = []
-        self.elements: list[list[float]] = []
-        self.shared: list[list[tuple[list[int], float]]] = []
-        for i, (run, f) in enumerate(found):
-            self.runs.append(run)
-            self.configurations.append(f.configuration)
-            self.sent.append([])
-            stored = np.zeros(f.configuration.stages)
-            shared = []
-            for item in cost_items(f):
-                if item.term is not None and item.term.axis == f.costs.parameters.pipeline_axis:
-                    shared.append(
-                        ([stage for stage, count in enumerate(item.count) if count], item.nbytes)
-                    )
-                for stage, count in enumerate(item.count):
-                    if count and item.phase != STEP:
-                        late = int(item.phase != FORWARD)
-                        if item.term is None:
-                            row = (
-                                i,
-                                stage,
-                                late,
-                                count,
-                                item.flops,
-                                item.nbytes,
-                                *(item.product or ()),
-                            )
-                            self.kernels[item.kind, item.dtype, item.product is not None].append(
-                                row
-                            )
-                        elif item.term.kind != "copy":
-                            self.sent[i].append(
-                                (
-                                    stage,
-                                    late,
-                                    count,
-                                    item.term.kind,
-                                    item.term.nbytes,
-                                    item.term.axis,
-                                )
-                            )
-            for v, k in zip(f.problem.vertices, f.solution.chosen, strict=True):
-                if v.node.op == "placeholder" and f.costs.is_differentiable(v.node):
-                    stored += (
-                        v.count
-                        * f.costs.local_bytes(v.node, [v.choices[k].out])[0]
-                        / v.node.meta["val"].dtype.itemsize
-                    )
-            self.elements.append(stored.tolist())
-            self.shared.append(shared)
-        self.tables = {key: np.array(rows) for key, rows in self.kernels.items()}
-
-    def seconds(self, cluster: Cluster) -> np.ndarray:
-        """Of a step of each run."""
-        compute = ComputeCosts(cluster)
-        busy = np.zeros((len(self.runs), max(s.stages for s in self.configurations), 2))
-        for (kind, dtype, product), rows in self.tables.items():
-            taken = compute.seconds(
-                kind, dtype, rows[:, 4], rows[:, 5], list(rows[:, 6:].T) if product else None
-            )
-            np.add.at(busy, tuple(rows[:, :3].T.astype(int)), taken * rows[:, 3])
-        found = {
-            sizes: axis_links(sizes, cluster)
-            for sizes in {(s.pipeline, *s.sizes) for s in self.configurations}
-        }
-        return np.array(
-            [
-                self._step(i, busy[i], compute, found[(s.pipeline, *s.sizes)])
-                for i, s in enumerate(self.configurations)
-            ]
-        )
-
-    def _step(self, i: int, busy: np.ndarray, compute: ComputeCosts, links: Sequence) -> float:
-        run, configuration = self.runs[i], self.configurations[i]
-        for stage, late, count, kind, nbytes, axis in self.sent[i]:
-            busy[stage, late] += count * collective_seconds(kind, nbytes, links[1 + axis])
-        forward, backward = busy[: configuration.stages].T[:, :, None]
-        send = point_to_point(2.0 * run.microbatch * run.sequence * run.hidden, links[0])
-        ends = []
-        for elements in self.elements[i]:
-            end = compute.optimizer_seconds(elements * BYTES) + compute.overhead
-            ends.append(
-                end
-                + (
-                    collective_seconds("all_reduce", 2 * elements, links[1])
-                    if run.data > 1
-                    else 0.0
-                )
-            )
-        for stages, nbytes in self.shared[i]:
-            for stage in stages:
-                ends[stage] += (
-                    2 * (len(stages) - 1) * point_to_point(nbytes / len(stages), links[0])
-                )
-        span = schedule_seconds(
-            configuration.schedule,
-            configuration.pipeline,
-            1,
-            configuration.microbatches,
-            forward,
-            backward,
-            send=np.full_like(forward, send),
-        )
-        return float(span[0]) + max(ends)
 
 
 def priced(groups: Iterable[Sequence[Run]], cluster: Cluster) -> Iterator[tuple[Run, PricedPlan]]:

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from step_time import build, inputs
+from step_models import build, inputs
 from tabulate import tabulate
 from tqdm import tqdm
 

@@ -184,13 +184,7 @@ def run(case: Case, cluster: Cluster, ranks: int) -> dict[str, Any]:
         optimizer.zero_grad()
         loss.item()
 
-    taken = []
-    for _ in range(WARM + STEPS):
-        dist.barrier()
-        start = time.perf_counter()
-        step()
-        dist.barrier()
-        taken.append(time.perf_counter() - start)
+    seconds = _median_seconds(step)
     lasting = [*compiled.parameters(), *compiled.buffers(), *sample.values()]
     lasting += [t for state in optimizer.state.values() for t in state.values() if t.ndim]
     each = ranks // compiled.plan.pipeline
@@ -207,9 +201,21 @@ def run(case: Case, cluster: Cluster, ranks: int) -> dict[str, Any]:
         plan=case.name,
         ranks=ranks,
         predicted=compiled.plan.step_time,
-        measured=statistics.median(taken[WARM:]),
+        measured=seconds,
     )
     return found | dict(predicted_bytes=worst[0], measured_bytes=worst[1])
+
+
+def _median_seconds(step: Callable[[], None]) -> float:
+    """Of a step on all ranks, once it is warm."""
+    taken = []
+    for _ in range(WARM + STEPS):
+        dist.barrier()
+        start = time.perf_counter()
+        step()
+        dist.barrier()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[WARM:])
 
 
 def _loss(out: Any) -> torch.Tensor:

@@ -20,7 +20,7 @@ from planning import build
 from tabulate import tabulate
 from tqdm import tqdm
 
-from autopar.cost_model import Cluster
+from autopar.cost_model import Cluster, Pace
 from autopar.errors import BudgetError
 from autopar.frontend.traced_model import TracedModel
 from autopar.rules.analysis import Analysis
@@ -83,9 +83,11 @@ class Sharded(InnerSearch):
         super().__init__(free.analysis, free.cluster, options)
         self._free = free
 
-    def problem(self, shape: Configuration, samples: int) -> Problem:
+    def problem(
+        self, configuration: Configuration, samples: int, pace: Pace | None = None
+    ) -> Problem:
         return self.cache.problems.of(
-            (shape.pipeline, shape.axes, samples), lambda: self._sharded(shape, samples)
+            (configuration, samples), lambda: self._sharded(configuration, samples)
         )
 
     def _sharded(self, shape: Configuration, samples: int) -> Problem:

@@ -107,7 +107,7 @@ def planned(model: Published, sequence_parallel: bool) -> Plan:
         peak = peak_memory_of_plan(cut, plan, "fused-adam", OperatorTracer("cuda"))
     stages = [
         dataclasses.replace(s, kept=k, nbytes=n)
-        for s, k, n in zip(plan.stages, peak.saved_bytes, peak.by_kind(), strict=True)
+        for s, k, n in zip(plan.stages, peak.saved_bytes, peak.by_kind, strict=True)
     ]
     return dataclasses.replace(plan, stages=tuple(stages))
 

@@ -23,19 +23,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from step_time import (
-    Step,
-    backward_of,
-    build,
-    compare,
-    inputs,
-    launch,
-    one_thread_a_rank,
-    take_turns,
-    timed,
-)
+from local_ranks import launch, one_thread_a_rank
+from step_models import build, inputs
+from step_time import backward_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch_tensor import ByHand
+from turns import Step, compare, take_turns, timed
 
 import autopar
 from autopar.formatting.table import format_seconds, table

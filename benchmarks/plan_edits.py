@@ -20,6 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+import edited_plans  # type: ignore[import-not-found]
 import edits  # type: ignore[import-not-found]
 from pool import Pools, RankError  # type: ignore[import-not-found]
 from tabulate import tabulate
@@ -43,8 +44,8 @@ AT_ONCE = 12  # plans that one call of the ranks runs
 
 def outcomes(kind: str, count: int, ranks: Pools) -> Counter[str]:
     """How many of ``count`` edits ended how."""
-    model, sample = edits.make(edits.KINDS[kind][0])
-    plan, traced = edits.plan(kind), TracedModel(model, sample, None)
+    model, sample = edited_plans.make(edited_plans.KINDS[kind][0])
+    plan, traced = edited_plans.plan(kind), TracedModel(model, sample, None)
     with tempfile.TemporaryDirectory() as folder:
         plan.save(Path(folder) / "plan.json")
         text = (Path(folder) / "plan.json").read_text()
@@ -52,17 +53,17 @@ def outcomes(kind: str, count: int, ranks: Pools) -> Counter[str]:
     left: dict[str, tuple[list[int], Plan]] = {}
     for number in tqdm(range(count), kind, leave=False):
         try:
-            result = edits.refused(edits.edited(text, f"{kind} {number}"), traced)
+            result = edited_plans.refused(edits.edited(text, f"{kind} {number}"), traced)
         except Exception as e:  # what this looks for
             print(f"{kind} {number} crashed: {type(e).__name__}: {e}")
             found["crashed"] += 1
             continue
         if not isinstance(result, Plan):
             found[type(result).__name__] += 1
-        elif edits.program(result) == edits.program(plan):
+        elif edited_plans.program(result) == edited_plans.program(plan):
             found["same program"] += 1
         else:
-            left.setdefault(edits.program(result), ([], result))[0].append(number)
+            left.setdefault(edited_plans.program(result), ([], result))[0].append(number)
     for (numbers, _), outcome in zip(
         left.values(), _ran(kind, [p for _, p in left.values()], ranks), strict=True
     ):
@@ -87,8 +88,8 @@ def _ran(kind: str, plans: list[Plan], ranks: Pools) -> Iterator[str]:
 
 def _on_ranks(kind: str, plans: list[Plan], ranks: Pools) -> list[str]:
     """The worst that a rank says of each."""
-    everywhere = ranks(edits.KINDS[kind][1]).run(
-        edits.run, kind, plans, timeout=30 + 5 * len(plans)
+    everywhere = ranks(edited_plans.KINDS[kind][1]).run(
+        edited_plans.run, kind, plans, timeout=30 + 5 * len(plans)
     )
     return [
         max(each, key=lambda said: (said != "right", said))
@@ -99,7 +100,9 @@ def _on_ranks(kind: str, plans: list[Plan], ranks: Pools) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--edits", type=int, default=250, help="of each kind of plan")
-    parser.add_argument("--kinds", nargs="+", default=list(edits.KINDS), choices=list(edits.KINDS))
+    parser.add_argument(
+        "--kinds", nargs="+", default=list(edited_plans.KINDS), choices=list(edited_plans.KINDS)
+    )
     given = parser.parse_args()
     ranks, rows = Pools(), {}
     try:

@@ -182,52 +182,33 @@ def table(rows: list[dict]) -> str:
     headers = [
         "model",
         *(f"{phase} s" for phase in phases),
-        "plan() s",
-        "peak GiB",
-        "target",
-        "found",
-        "step ms",
-        "device GiB",
-        "gap",
-        "peer",
+        *("plan() s", "peak GiB", "target", "found", "step ms", "device GiB", "gap", "peer"),
     ]
-    cells = []
-    for row in rows:
-        text = row["row"]
-        target, peer = (
-            (WHOLE[text][2][3], "")
-            if text in WHOLE
-            else (TARGET.get(parse_row(text), ""), PEER.get(parse_row(text), ""))
-        )
-        if "error" in row:
-            cells.append(
-                (text, *[""] * len(phases), row["error"], "", target, "", "", "", "", peer)
-            )
-            continue
-        times = [f"{row['timings'].get(phase, math.nan):.2f}" for phase in phases]
-        shape = (
-            f"{row['shape']}, {row['microbatches']} microbatches"
-            if row["microbatches"] > 1
-            else row["shape"]
-        )
-        found = (
-            shape,
-            f"{1e3 * row['step_time']:.1f}",
-            f"{row['memory'] / 2**30:.1f}",
-            f"{row['gap']:.2%}",
-        )
-        cells.append(
-            (
-                text,
-                *times,
-                f"{row['seconds']:.1f}",
-                f"{row['peak'] / 2**30:.2f}",
-                target,
-                *found,
-                peer,
-            )
-        )
-    return tabulate(cells, headers=headers, disable_numparse=True)
+    return tabulate([cells(row, phases) for row in rows], headers=headers, disable_numparse=True)
+
+
+def cells(row: dict, phases: list[str]) -> tuple[str, ...]:
+    """One row of the table."""
+    text = row["row"]
+    if text in WHOLE:
+        target, peer = WHOLE[text][2][3], ""
+    else:
+        target, peer = TARGET.get(parse_row(text), ""), PEER.get(parse_row(text), "")
+    if "error" in row:
+        return (text, *[""] * len(phases), row["error"], "", target, *[""] * 4, peer)
+    several = f", {row['microbatches']} microbatches" if row["microbatches"] > 1 else ""
+    return (
+        text,
+        *(f"{row['timings'].get(phase, math.nan):.2f}" for phase in phases),
+        f"{row['seconds']:.1f}",
+        f"{row['peak'] / 2**30:.2f}",
+        target,
+        row["shape"] + several,
+        f"{1e3 * row['step_time']:.1f}",
+        f"{row['memory'] / 2**30:.1f}",
+        f"{row['gap']:.2%}",
+        peer,
+    )
 
 
 def main() -> None:

@@ -107,23 +107,24 @@ def main() -> None:
         if args.show:
             for seed in todo:
                 print(seed, program(seed)[0])
-        for outcome in tqdm(
-            run(todo, ranks),
-            total=len(todo),
-            desc=f"{ranks} ranks",
-            disable=not sys.stderr.isatty(),
-        ):
+        hidden = not sys.stderr.isatty()
+        for outcome in tqdm(run(todo, ranks), f"{ranks} ranks", len(todo), disable=hidden):
             done[outcome.seed] = outcome
-            if args.out:
-                with args.out.open("a") as file:
-                    file.write(json.dumps(dataclasses.asdict(outcome)) + "\n")
-            if outcome.kind in ("wrong", "crashed"):
-                print(
-                    f"seed {outcome.seed} on {ranks} ranks, {outcome.options}: {outcome.kind}: "
-                    f"{outcome.detail}",
-                    flush=True,
-                )
+            _note(outcome, args.out)
     report([o for seed, o in sorted(done.items()) if not args.ranks or o.ranks == args.ranks])
+
+
+def _note(outcome: Outcome, log: Path | None) -> None:
+    """Writes an outcome to the log, and prints a bad one."""
+    if log:
+        with log.open("a") as file:
+            file.write(json.dumps(dataclasses.asdict(outcome)) + "\n")
+    if outcome.kind in ("wrong", "crashed"):
+        print(
+            f"seed {outcome.seed} on {outcome.ranks} ranks, {outcome.options}: {outcome.kind}: "
+            f"{outcome.detail}",
+            flush=True,
+        )
 
 
 def report(outcomes: Sequence[Outcome]) -> None:

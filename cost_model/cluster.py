@@ -6,15 +6,22 @@ source.
 
 from __future__ import annotations
 
-import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from autopar.cost_model.calibrate import ComparedStep, calibrated
-from autopar.cost_model.cluster_data import as_data, cluster_fields
+from autopar.cost_model.cluster_data import (
+    as_data,
+    cluster_fields,
+    is_joined,
+    joined_fields,
+)
+from autopar.cost_model.cluster_files import cluster_of_file
+from autopar.cost_model.cluster_parts import check_link, check_parts
 from autopar.cost_model.device import Device
 from autopar.cost_model.links import Level
 from autopar.cost_model.measurements_table import with_measured_kernels
@@ -28,10 +35,16 @@ _PRESETS = Path(__file__).parent / "clusters"
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices of one kind, the software that runs on them, and their links, fastest level first.
+    """Devices of one kind, the software that runs on them, and their links, fastest level first; or
+    groups of devices of different kinds, as :meth:`join` makes them.
 
-    ``sources`` gives the source of each figure. ``machine`` describes the machine that a profile
-    measured; it is empty for a preset.
+    Attributes:
+        sources: the source of each figure.
+        machine: the machine that a profile measured; empty for a preset.
+        parts: the cluster of each group, and how many of its devices there are; empty where all
+            devices are of one kind. Device, software and links are then those of the first group,
+            and prices take those of ``parts``.
+        link: the links between groups.
     """
 
     name: str
@@ -40,8 +53,12 @@ class Cluster:
     links: tuple[Level, ...]
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
     machine: Mapping[str, str] = field(default_factory=dict, compare=False)
+    parts: tuple[tuple[Cluster, int], ...] = ()
+    link: Level | None = None
 
     def __post_init__(self) -> None:
+        if self.parts:
+            check_parts(self.parts)
         if not self.links:
             raise PlanError(
                 f"cluster {self.name!r} has no links: give at least one level, with size null for "
@@ -71,15 +88,31 @@ class Cluster:
     @property
     def capacity(self) -> float:
         """The number of devices; infinity where the last level has no size."""
+        if self.parts:
+            return sum(count for _, count in self.parts)
         return math.inf if self.links[-1].size is None else self.links[-1].size
 
     @property
+    def kinds(self) -> tuple[Cluster, ...]:
+        """The cluster of each kind of devices; this one where all devices are alike."""
+        return tuple(cluster for cluster, _ in self.parts) or (self,)
+
+    @property
     def usable_memory(self) -> int:
-        """Bytes of a device's memory that are left for tensors."""
+        """Bytes of a device's memory that are left for tensors; of the smallest memory."""
+        if self.parts:
+            return min(cluster.usable_memory for cluster in self.kinds)
         return self.device.memory - self.software.reserve
 
     def check(self, world_size: int) -> None:
-        """Raises PlanError where the cluster has fewer than ``world_size`` devices."""
+        """Raises PlanError where the cluster has fewer than ``world_size`` devices, or where it is
+        joined and has more.
+        """
+        if self.parts and world_size != self.capacity:
+            raise PlanError(
+                f"world_size={world_size}: cluster {self.name!r} has {self.capacity} devices, and "
+                "a plan for a joined cluster takes all: join as many as you use"
+            )
         if world_size > self.capacity:
             asked = f"world_size={world_size} needs {world_size} devices"
             more = (
@@ -140,6 +173,7 @@ class Cluster:
         Raises:
             PlanError: the file cannot be read, or a row says no kernel that is known.
         """
+        self._refuse_if_joined("give the measurements to one of its groups")
         device = with_measured_kernels(self.device, table, dtype)
         curves = set(device.efficiency) - set(self.device.efficiency)
         found = ("device.products", *(f"device.efficiency.{curve}" for curve in sorted(curves)))
@@ -160,7 +194,12 @@ class Cluster:
             PlanError: the comparison is with another cluster, or with a machine that is much
                 faster than this cluster.
         """
+        self._refuse_if_joined("calibrate its groups, each by a run of its own")
         return calibrated(self, comparison, name or f"{self.name}-calibrated")
+
+    def _refuse_if_joined(self, instead: str) -> None:
+        if self.parts:
+            raise PlanError(f"cluster {self.name!r} has several kinds of devices: {instead}")
 
     @staticmethod
     def presets() -> tuple[str, ...]:
@@ -181,38 +220,59 @@ class Cluster:
             PlanError: there is no such preset, file or software, the file has another schema, or a
                 field is missing, unknown or out of range.
         """
-        if isinstance(name_or_path, str) and software is None:
-            preset, colon, named = name_or_path.partition(":")
-            if colon and preset in cls.presets():
-                name_or_path, software = preset, named
-        try:
-            path = Path(os.fsdecode(name_or_path))
-            exists = path.exists()
-        except (TypeError, ValueError) as error:
-            known = ", ".join(cls.presets())
-            raise PlanError(
-                f"cluster={name_or_path!r:.100}: give one of {known}, or a cluster file's path"
-            ) from error
-        if path.suffix != ".json" and len(path.parts) == 1 and not exists:
-            if path.name not in cls.presets():
-                raise PlanError(
-                    f"no cluster {path.name!r}: the presets are {', '.join(cls.presets())}; or "
-                    "give the path of a cluster's .json file"
-                )
-            path = _PRESETS / f"{path.name}.json"
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise PlanError(
-                f"cannot read the cluster file {path}: {error.strerror}; the presets are "
-                f"{', '.join(cls.presets())}"
-            ) from error
-        except (ValueError, RecursionError) as error:
-            raise PlanError(f"the cluster file {path} is not JSON: {error}") from error
-        try:
+        return cluster_of_file(name_or_path, software, _PRESETS, cls._of_data)
+
+    @classmethod
+    def _of_data(cls, data: Any, software: str | None) -> Cluster:
+        """The cluster of a file's contents."""
+        if not is_joined(data):
             return cls(**cluster_fields(data, software))
-        except PlanError as error:
-            raise PlanError(f"cluster file {path}: {error}") from error
+        name, parts, link = joined_fields(data)
+        read = (cls.load if isinstance(each, str) else cls._of_data for each, _ in parts)
+        clusters = [make(each, software) for make, (each, _) in zip(read, parts, strict=True)]
+        return cls._joined([(c, n) for c, (_, n) in zip(clusters, parts, strict=True)], link, name)
+
+    @classmethod
+    def join(
+        cls,
+        devices: Mapping[str | os.PathLike[str] | Cluster, int],
+        link: Level,
+        name: str | None = None,
+    ) -> Cluster:
+        """One cluster of two or three groups of devices of different kinds.
+
+        The ranks of a group follow those of the group before it. Each stage of a pipeline lies in
+        one group and gets layers by what its devices do. Without a pipeline each operator takes as
+        long as on the slowest kind, and the smallest memory counts.
+
+        Args:
+            devices: how many devices of each cluster: ``{"h100-sxm": 8, "a100-sxm": 8}``. The keys
+                are what :meth:`load` takes, or clusters.
+            link: the links between groups. Where the level is shared, its bandwidth is that of all
+                links of one group.
+            name: the name of the cluster; by default "8 h100-sxm + 8 a100-sxm".
+
+        Raises:
+            PlanError: there are fewer groups than two or more than three, a number of devices does
+                not fill the nodes of its cluster, or the devices are of different types.
+        """
+        if not isinstance(devices, Mapping):
+            raise PlanError(
+                f"Cluster.join({devices!r:.100}): give the number of devices of each cluster, for "
+                'example {"h100-sxm": 8, "a100-sxm": 8}'
+            )
+        loaded = [each if isinstance(each, Cluster) else cls.load(each) for each in devices]
+        return cls._joined(list(zip(loaded, devices.values(), strict=True)), link, name)
+
+    @classmethod
+    def _joined(
+        cls, parts: Sequence[tuple[Cluster, int]], link: Level, name: str | None
+    ) -> Cluster:
+        check_parts(parts)
+        check_link(link)
+        first, _ = parts[0]
+        name = name or " + ".join(f"{count} {cluster.name}" for cluster, count in parts)
+        return cls(name, first.device, first.software, first.links, parts=tuple(parts), link=link)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file that :meth:`load` reads. Where writing fails, ``path`` stays unchanged."""

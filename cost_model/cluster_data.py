@@ -1,12 +1,12 @@
 """A cluster as JSON data. ``schema`` is the version of the format.
 
-The file describes one kind of device, its links, and the figures of each software. A cluster
-in memory has one software.
+The file describes one kind of device, its links, and the figures of each software; or the clusters
+of several kinds (``parts``) and the link between them. A cluster in memory has one software.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, fields
 from typing import Any
 
@@ -31,20 +31,7 @@ def cluster_fields(data: Any, software: str | None) -> dict[str, Any]:
     Raises:
         PlanError: another schema, or a field is missing, unknown or out of range.
     """
-    if not isinstance(data, dict):
-        raise PlanError(
-            "expected an object with schema, name, device, software and links, found "
-            f"{type(data).__name__}"
-        )
-    found = data.get("schema")
-    if found != SCHEMA:
-        renew = (
-            "measure it again with: python -m autopar profile -o FILE (under torchrun for "
-            "several ranks)"
-        )
-        raise PlanError(f"its schema is {found!r}, this version reads {SCHEMA}: {renew}")
-    given = {key: value for key, value in data.items() if key != "schema"}
-    _check_names("", given, dict.fromkeys(_REQUIRED, True) | dict.fromkeys(_OPTIONAL, False))
+    given = _given(data, _REQUIRED, _OPTIONAL)
     chosen, is_default = _software(given["software"], software)
     sources = {
         path: source
@@ -65,9 +52,54 @@ def cluster_fields(data: Any, software: str | None) -> dict[str, Any]:
     }
 
 
+def is_joined(data: Any) -> bool:
+    """Whether the contents of a file describe a cluster of several kinds of devices."""
+    return isinstance(data, dict) and "parts" in data
+
+
+def joined_fields(data: Any) -> tuple[str | None, list[tuple[Any, Any]], Level]:
+    """The name of a cluster of several kinds; for each kind its preset, path or file contents, and
+    its number of devices; and the link between them.
+
+    Raises:
+        PlanError: another schema, or a field is missing or unknown.
+    """
+    given = _given(data, ("parts", "link"), ("name",))
+    if not isinstance(given["parts"], list):
+        raise PlanError(f"parts is {type(given['parts']).__name__}: give a list of groups")
+    parts = [
+        _check_names(f"parts[{i}].", part, dict(cluster=True, devices=True))
+        for i, part in enumerate(given["parts"])
+    ]
+    link = _level("link.", {"size": None, **_object("link", given["link"])})
+    return given.get("name"), [(part["cluster"], part["devices"]) for part in parts], link
+
+
+def _given(data: Any, required: Sequence[str], optional: Sequence[str]) -> dict[str, Any]:
+    """The fields of a file's contents, after a check of their names and of the schema."""
+    if not isinstance(data, dict):
+        raise PlanError(
+            f"expected an object with schema, {', '.join(required[:-1])} and {required[-1]}, found "
+            f"{type(data).__name__}"
+        )
+    if (found := data.get("schema")) != SCHEMA:
+        renew = (
+            "measure it again with: python -m autopar profile -o FILE (under torchrun for "
+            "several ranks)"
+        )
+        raise PlanError(f"its schema is {found!r}, this version reads {SCHEMA}: {renew}")
+    given = {key: value for key, value in data.items() if key != "schema"}
+    return _check_names("", given, dict.fromkeys(required, True) | dict.fromkeys(optional, False))
+
+
 def as_data(cluster: Any) -> dict[str, Any]:
     """The contents of a cluster's file."""
+    if cluster.parts:
+        parts = [{"cluster": as_data(part), "devices": count} for part, count in cluster.parts]
+        link = asdict(cluster.link)
+        return {"schema": SCHEMA, "name": cluster.name, "parts": parts, "link": link}
     figures = asdict(cluster)
+    del figures["parts"], figures["link"]
     software = figures.pop("software")
     data = {"schema": SCHEMA, "name": figures.pop("name"), "device": figures.pop("device")}
     return data | {"software": {software.pop("name"): software}} | figures

@@ -19,151 +19,16 @@ out: ``Level.measured`` takes precedence over them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
 from typing import overload
 
 import numpy as np
 import numpy.typing as npt
 
-from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.axis_links import AxisLinks, Hop
 from autopar.cost_model.device import Curve
-from autopar.cost_model.links import SEND, CollectiveFigures, Level
+from autopar.cost_model.links import SEND
 
 FloatArray = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Hop:
-    """The part of a mesh axis on one level of links: it joins ``ways`` units of ``inner`` ranks."""
-
-    level: str
-    ways: int
-    inner: int
-    has_tree: bool  # whether an all-reduce may run over these units as a binary tree
-    latency: float  # seconds for one message
-    bandwidth: float  # B/s into one unit, for one group, if all of the line rate were reached
-    efficiency: float = 1.0  # the part of the bandwidth that collectives reach
-    startup: float = 0.0  # seconds before the first message
-    # the figures of the kinds of collectives that have their own
-    collectives: Mapping[str, CollectiveFigures] = field(default_factory=dict, hash=False)
-    # points (bytes, seconds) for each kind of collective that was measured on these ranks
-    measured: Mapping[str, Curve] = field(default_factory=dict, hash=False)
-
-    def figures(self, kind: str) -> CollectiveFigures:
-        """The start-up, the latency and the efficiency of one kind of collective."""
-        return self.collectives.get(kind, self._common)
-
-    @cached_property
-    def _common(self) -> CollectiveFigures:
-        """The figures of the kinds of collectives that have none of their own."""
-        return CollectiveFigures(self.startup, self.latency, self.efficiency)
-
-    def rate(self, kind: str) -> float:
-        """B/s into one unit that one kind of collective reaches."""
-        return self.bandwidth * self.figures(kind).efficiency
-
-
-@dataclass(frozen=True)
-class AxisLinks:
-    """The links that one mesh axis crosses, fastest hop first; an axis of size 1 has no hops.
-
-    ``wait``: seconds for which a collective waits until the last of the ranks has arrived.
-    """
-
-    size: int
-    hops: tuple[Hop, ...]
-    wait: float = 0.0
-
-    @property
-    def bandwidth(self) -> float:
-        """Bytes per second that one rank receives in a long all-gather; infinity at size 1."""
-        return self.rate("all_gather")
-
-    def rate(self, kind: str) -> float:
-        """Bytes per second of the slowest hop; infinity at size 1."""
-        return min((hop.rate(kind) for hop in self.hops), default=math.inf)
-
-    @property
-    def latency(self) -> float:
-        """Seconds of an all-gather of zero bytes."""
-        return collective_seconds("all_gather", 0.0, self)
-
-    @property
-    def measured(self) -> Mapping[str, Curve]:
-        """The measured points of this axis by kind of collective."""
-        return self.hops[-1].measured if self.hops else {}
-
-
-def axis_links(sizes: Sequence[int], cluster: Cluster) -> tuple[AxisLinks, ...]:
-    """The links of each axis of a mesh on a cluster.
-
-    Args:
-        sizes: axis sizes, slowest links first. Ranks are numbered row-major, so the ranks of the
-            last axis are neighbours. For a mesh inside a pipeline stage, put the number of stages
-            first and drop the first axis of the result: stages share the links of a node.
-        cluster: gives the links.
-
-    Raises:
-        PlanError: the cluster has fewer devices than the mesh.
-    """
-    cluster.check(math.prod(sizes))
-    return tuple(_axis(sizes, position, cluster) for position in range(len(sizes)))
-
-
-def _axis(sizes: Sequence[int], position: int, cluster: Cluster) -> AxisLinks:
-    n, stride = sizes[position], math.prod(sizes[position + 1 :])
-    ranks = np.arange(math.prod(sizes)).reshape(-1, n, stride)  # [:, :, j] holds a group in a row
-    hops: list[Hop] = []
-    units, unit_size, inner = n, 1, 1
-    for number, level in enumerate(cluster.links):
-        outer = 1 if level.size is None else _units(ranks // level.size)
-        ways = -(-units // outer)
-        if ways > 1:
-            groups = _sharing(ranks // unit_size) if level.shared else 1
-            has_tree = number > 0 and cluster.device.kind == "cuda"  # gloo has none
-            hops.append(_hop(level, ways, inner, groups, has_tree))
-        units, unit_size, inner = outer, level.size or unit_size, inner * ways
-    # the largest of n normal deviations, for large n
-    return AxisLinks(n, tuple(hops), cluster.software.jitter * math.sqrt(2 * math.log(n)))
-
-
-def _units(unit: npt.NDArray[np.int64]) -> int:
-    """The number of units that the most scattered group of ranks touches.
-
-    ``unit`` [block, rank of the group, group] holds unit numbers, which never fall along a group.
-    """
-    return 1 + int((np.diff(unit, axis=1) != 0).sum(axis=1).max())
-
-
-def _sharing(unit: npt.NDArray[np.int64]) -> int:
-    """The number of groups that share the busiest unit's link; ``unit`` as for :func:`_units`."""
-    leaves = unit[:, :1] != unit[:, -1:]
-    first = np.concatenate(
-        [np.ones_like(unit[:, :1], dtype=bool), np.diff(unit, axis=1) != 0], axis=1
-    )
-    return int(np.bincount(unit[first & leaves]).max(initial=1))
-
-
-def _hop(level: Level, ways: int, inner: int, groups: int, has_tree: bool) -> Hop:
-    bandwidth = level.by_ranks.get(str(ways), level.bandwidth)
-    ranks = str(ways) if inner == 1 else f"{ways}x{inner}"
-    measured = {
-        kind: by_ranks[ranks] for kind, by_ranks in level.measured.items() if ranks in by_ranks
-    }
-    return Hop(
-        level.name,
-        ways,
-        inner,
-        has_tree,
-        level.latency,
-        bandwidth / groups if level.shared else bandwidth * inner,
-        level.efficiency,
-        level.startup,
-        level.collectives,
-        measured,
-    )
 
 
 @overload
@@ -181,6 +46,10 @@ def collective_seconds(
             the result of an all-gather, the operand of a reduce-scatter. A number or an array.
         axis: the mesh axis along which the collective runs.
     """
+    if axis.alternatives:
+        each = np.array([collective_seconds(kind, nbytes, links) for links in axis.alternatives])
+        picked = each.max(axis=0) if axis.is_slowest else each.min(axis=0)
+        return picked if isinstance(nbytes, np.ndarray) else float(picked)
     amount = np.asarray(nbytes, dtype=np.float64)
     measured = axis.measured
     if kind == "shift" and {SEND, "all_to_all"} <= measured.keys():
@@ -284,6 +153,9 @@ def point_to_point(nbytes: float, axis: AxisLinks) -> float:
     """Seconds to send ``nbytes`` to the next rank along ``axis``, over the slowest link between two
     neighbours.
     """
+    if axis.alternatives:
+        pick = max if axis.is_slowest else min
+        return pick(point_to_point(nbytes, links) for links in axis.alternatives)
     if SEND in axis.measured:
         return float(_between(axis.measured[SEND], np.asarray(nbytes)))
     amount = np.asarray(nbytes, dtype=np.float64)

@@ -102,19 +102,23 @@ class ComputeCosts:
         )
         if kind in ARITHMETIC:
             work = np.asarray(flops, dtype=np.float64)
-            rate = self.peak(kind, dtype, work, operator)
             sizes = [np.asarray(n, dtype=np.float64) for n in product or ()]
-            if kind == "matmul" and self._products is not None:
-                share = self._products.share(*sizes) if sizes else self._products.largest
-                rate = self._flops_per_second(dtype) * np.asarray(share)
-            elif sizes:
-                rate = rate * tile_utilisation(self._device, *sizes)
-            taken = np.maximum(taken, work / rate)
+            taken = np.maximum(taken, work / self._rate(kind, dtype, work, sizes, operator))
         return (
             np.maximum(taken, self._software.launch)
             if self._device.kind == "cuda"
             else taken + self._software.launch
         )
+
+    def _rate(
+        self, kind: str, dtype: str, work: FloatArray, sizes: Sequence[FloatArray], operator: str
+    ) -> FloatArray:
+        """FLOP/s of a kernel; ``sizes`` of a product, as for :meth:`seconds`."""
+        if kind == "matmul" and self._products is not None:
+            share = self._products.share(*sizes) if sizes else self._products.largest
+            return self._flops_per_second(dtype) * np.asarray(share)
+        rate = self.peak(kind, dtype, work, operator)
+        return rate * tile_utilisation(self._device, *sizes) if sizes else rate
 
     def optimizer_seconds(self, nbytes: float) -> float:
         """Seconds that an optimizer takes to move ``nbytes`` in total, as

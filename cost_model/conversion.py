@@ -6,17 +6,20 @@ tensor are solved together, because a search asks for nearly all of them.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from autopar.cost_model.axis_links import AxisLinks
 from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.collectives import FloatArray, axis_links
+from autopar.cost_model.collectives import FloatArray
 from autopar.cost_model.compute import ComputeCosts
 from autopar.cost_model.conversion_steps import StepCosts, Term, leading_dims
 from autopar.cost_model.layout_graph import LayoutGraph, neighbours
+from autopar.cost_model.mesh_links import MeshLinks, placed_links
 from autopar.ir.layout import I, Layout, P, R, S, Type, is_legal
 
 # Seconds that each step costs in addition, so that of several equally cheap paths the shortest wins
@@ -40,12 +43,23 @@ class ConversionCosts:
         cluster: gives the links, and the memory bandwidth for copies.
         stages: the number of pipeline stages that share the cluster's links. Each stage has one
             such mesh.
+        links: the links of the axes and of the pipeline; by default those of stages that lie one
+            after the other.
+        compute: the seconds of copies; by default those of the cluster.
     """
 
-    def __init__(self, sizes: Sequence[int], cluster: Cluster, stages: int = 1) -> None:
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        cluster: Cluster,
+        stages: int = 1,
+        links: MeshLinks | None = None,
+        compute: ComputeCosts | None = None,
+    ) -> None:
         self.sizes = tuple(sizes)
-        self.pipeline, *self.axes = axis_links((stages, *sizes), cluster)
-        self._steps = StepCosts(sizes, self.axes, ComputeCosts(cluster))
+        links = links or placed_links(sizes, cluster, stages)
+        self.pipeline, self.axes = links.pipeline, list(links.axes)
+        self._steps = StepCosts(sizes, self.axes, compute or ComputeCosts(cluster))
         self._graphs: dict[tuple[tuple[int, ...], int, bool, int], list[LayoutGraph]] = defaultdict(
             list
         )
@@ -55,6 +69,12 @@ class ConversionCosts:
         self._known: dict[
             tuple[tuple[int, ...], int, bool, Layout, Layout, int | None], list[Term]
         ] = {}
+
+    def with_pipeline(self, links: AxisLinks) -> ConversionCosts:
+        """The same conversions in a pipeline whose stages have these links between them."""
+        other = copy.copy(self)
+        other.pipeline = links
+        return other
 
     def matrix(
         self,

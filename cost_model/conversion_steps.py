@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.cost_model.collectives import AxisLinks, FloatArray, collective_seconds
+from autopar.cost_model.axis_links import AxisLinks
+from autopar.cost_model.collectives import FloatArray, collective_seconds
 from autopar.cost_model.compute import ComputeCosts
 from autopar.ir.layout import Layout, P, Type
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import sys
 import tempfile
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from local_launch import launch, on_this_rank
 from tabulate import tabulate
 from tqdm import tqdm
 
@@ -28,6 +28,14 @@ import autopar
 
 Batch = dict[str, torch.Tensor]
 PROFILE_SECONDS = 10
+COUNTS = {  # options with their default and meaning
+    "ranks": (4, "local ranks to start; under torchrun, torchrun decides"),
+    "steps": (250, "optimizer steps"),
+    "layers": (4, "transformer blocks"),
+    "hidden": (128, "hidden dim; heads are 32 wide"),
+    "batch": (16, "sequences in the global batch"),
+    "sequence": (128, "bytes in a sequence"),
+}
 MEASURED = 6  # steps after which what the plan predicted can be compared with what was measured
 
 
@@ -35,20 +43,11 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        default=4,
-        help="local ranks to start; under torchrun, torchrun decides",
-    )
+    for name, (default, meaning) in COUNTS.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=meaning)
     parser.add_argument(
         "--model", choices=("llama", "gpt2"), default="llama", help="transformers class to train"
     )
-    parser.add_argument("--steps", type=int, default=250, help="optimiser steps")
-    parser.add_argument("--layers", type=int, default=4, help="transformer blocks")
-    parser.add_argument("--hidden", type=int, default=128, help="hidden dim; heads are 32 wide")
-    parser.add_argument("--batch", type=int, default=16, help="sequences in the global batch")
-    parser.add_argument("--sequence", type=int, default=128, help="bytes in a sequence")
     parser.add_argument("--lr", type=float, default=1e-3, help="AdamW's learning rate")
     parser.add_argument(
         "--cluster",
@@ -61,12 +60,8 @@ def arguments() -> argparse.Namespace:
         help="what to fix of the plan, as JSON: "
         """'{"data": 2, "tensor": {"size": 2, "mode": "1d"}}'""",
     )
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "float64", "bfloat16"),
-        default="float32",
-        help="of the parameters",
-    )
+    dtypes = ("float32", "float64", "bfloat16")
+    parser.add_argument("--dtype", choices=dtypes, default="float32", help="of the parameters")
     parser.add_argument(
         "--text",
         type=Path,
@@ -80,40 +75,10 @@ def arguments() -> argparse.Namespace:
         "torch.distributed.checkpoint",
     )
     options = parser.parse_args()
-    for name in ("ranks", "steps", "layers", "hidden", "batch", "sequence"):
+    for name in COUNTS:
         if getattr(options, name) < 1:
             parser.error(f"--{name} is {getattr(options, name)}; it must be at least 1")
     return options
-
-
-def launch(ranks: int) -> None:
-    """Run this script again on ``ranks`` local ranks, as torchrun does, over the loopback
-    interface.
-    """
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main as torchrun
-
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
-    if loopback:
-        os.environ.setdefault(
-            "GLOO_SOCKET_IFNAME", loopback[0]
-        )  # a machine's own name need not resolve
-    try:
-        torchrun(
-            [
-                "--standalone",
-                "--local-addr=127.0.0.1",
-                f"--nproc-per-node={ranks}",
-                __file__,
-                *sys.argv[1:],
-            ]
-        )
-    except ChildFailedError as error:
-        sys.exit(
-            f"a rank ended with exit code {error.get_first_failure()[1].exitcode}; the reason is "
-            "above"
-        )
 
 
 def build(options: argparse.Namespace, device: torch.device) -> torch.nn.Module:
@@ -242,13 +207,8 @@ def work(options: argparse.Namespace, text: torch.Tensor) -> None:
     if rank == 0:
         named = options.cluster or "this machine"
         print(f"\nPlanning {options.model} for {world_size} ranks of {named}", flush=True)
-    compiled = autopar.compile(
-        build(options, device),
-        data[0],
-        world_size,
-        cluster=cluster,
-        parallel=options.parallel,
-    )
+    asked = dict(cluster=cluster, parallel=options.parallel)
+    compiled = autopar.compile(build(options, device), data[0], world_size, **asked)
     if rank == 0:
         print(f"\n{compiled.plan.report().strip()}\n", flush=True)
     losses, seconds = train(compiled, data, options.lr, f"{world_size} ranks", quiet=rank != 0)
@@ -259,12 +219,22 @@ def work(options: argparse.Namespace, text: torch.Tensor) -> None:
     if rank != 0:
         return
 
-    alone, seconds_alone = train(build(options, device), data, options.lr, "1 process", quiet=False)
+    alone = train(build(options, device), data, options.lr, "1 process", quiet=False)
+    tell({f"{world_size} ranks": (losses, seconds), "1 process": alone}, options.dtype)
+    if comparison is not None:
+        print(f"\n{comparison}")
+        if options.save:
+            comparison.save(options.save / "comparison.json")
+    if options.save:
+        names = ", ".join(sorted(path.name for path in options.save.iterdir()))
+        print(f"saved in {options.save}: {names}")
+
+
+def tell(runs: dict[str, tuple[list[float], float]], dtype: str) -> None:
+    """Prints both runs, each with its losses and seconds, and how far they differ."""
+    (losses, _), (alone, _) = runs.values()
     print(f"\n{compare(losses, alone)}\n")
-    for name, run, took in (
-        (f"{world_size} ranks", losses, seconds),
-        ("1 process", alone, seconds_alone),
-    ):
+    for name, (run, took) in runs.items():
         print(f"{name}: loss {run[0]:.4f} -> {run[-1]:.4f} in {len(run)} steps, {took:.0f} s")
     differences = [abs(a - b) for a, b in zip(losses, alone, strict=True)]
     print(
@@ -272,18 +242,9 @@ def work(options: argparse.Namespace, text: torch.Tensor) -> None:
         f"{max(differences):.1e}"
     )
     print(
-        f"(it starts as {options.dtype} rounding, since sums run in another order, and training "
+        f"(it starts as {dtype} rounding, since sums run in another order, and training "
         "amplifies it)"
     )
-    if comparison is not None:
-        print(f"\n{comparison}")
-        if options.save:
-            comparison.save(options.save / "comparison.json")
-    if options.save:
-        print(
-            f"saved in {options.save}: "
-            f"{', '.join(sorted(path.name for path in options.save.iterdir()))}"
-        )
 
 
 def main() -> None:
@@ -295,18 +256,10 @@ def main() -> None:
             f"{options.sequence}: give another file or folder"
         )
     if "RANK" not in os.environ:
-        launch(options.ranks)
+        launch(options.ranks, "")
         return
-    try:
+    with on_this_rank():
         work(options, text)
-    except autopar.AutoparError as error:
-        quiet = os.environ["RANK"] != "0" and not isinstance(
-            error, autopar.RunError
-        )  # planning fails on all ranks alike
-        sys.exit(1 if quiet else f"rank {os.environ['RANK']}: {type(error).__name__}: {error}")
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -13,10 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
-import json
 import os
-import socket
 import statistics
 import sys
 import time
@@ -25,21 +22,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from curves import Chart, svg
-from tabulate import tabulate
+from local_launch import launch, on_this_rank
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
+from vit_results import ALONE, MODES, Run, picture, summary
 
 import autopar
 
-MODES: dict[str, dict[str, Any]] = {
-    "1d": dict(size=4),
-    "2d": dict(size=4),
-    "2.5d": dict(size=8, depth=2),
-    "3d": dict(size=8),
-}
-ALONE = "one device"
-FIRST = 20  # steps in which rounding has not been amplified much by training
 CLASSES, TEST_IMAGES = 10, 360
 
 
@@ -51,25 +40,6 @@ class Digits:
     train_labels: torch.Tensor
     test: torch.Tensor
     test_labels: torch.Tensor
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """Of one training: the loss of each step, the test accuracy after each epoch, and the median
-    seconds of a step.
-    """
-
-    losses: list[float]
-    accuracies: list[float]
-    seconds: float
-
-    def save(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(dataclasses.asdict(self)))
-
-    @staticmethod
-    def load(path: Path) -> Run:
-        return Run(**json.loads(path.read_text()))
 
 
 def arguments() -> argparse.Namespace:
@@ -84,18 +54,16 @@ def arguments() -> argparse.Namespace:
         help="modes to run; 1d and 2d take 4 ranks, the others 8",
     )
     parser.add_argument("--epochs", type=int, default=6, help="times through the training images")
-    parser.add_argument(
-        "--batch", type=int, default=64, help="images in the global batch, a multiple of 8"
-    )
+    batch = "images in the global batch, a multiple of 8"
+    parser.add_argument("--batch", type=int, default=64, help=batch)
     parser.add_argument(
         "--layers",
         type=int,
         default=4,
         help="transformer blocks; 12 make it a ViT-Tiny, and each step three times as long",
     )
-    parser.add_argument(
-        "--lr", type=float, default=5e-4, help="AdamW's learning rate at the end of the warmup"
-    )
+    rate = "AdamW's learning rate at the end of the warmup"
+    parser.add_argument("--lr", type=float, default=5e-4, help=rate)
     parser.add_argument(
         "--out",
         type=Path,
@@ -205,39 +173,6 @@ def accuracy(model: torch.nn.Module, data: Digits, batch: int) -> float:
     return float((torch.cat(found)[:images] == data.test_labels).double().mean())
 
 
-def launch(mode: str) -> None:
-    """Run this script again for one mode on local ranks, as torchrun does, over the loopback
-    interface.
-    """
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main as torchrun
-
-    ranks = MODES[mode]["size"]
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
-    if loopback:
-        os.environ.setdefault(
-            "GLOO_SOCKET_IFNAME", loopback[0]
-        )  # a machine's own name need not resolve
-    try:
-        torchrun(
-            [
-                "--standalone",
-                "--local-addr=127.0.0.1",
-                f"--nproc-per-node={ranks}",
-                __file__,
-                *sys.argv[1:],
-                "--modes",
-                mode,
-            ]
-        )
-    except ChildFailedError as error:
-        sys.exit(
-            f"mode {mode}: a rank ended with exit code {error.get_first_failure()[1].exitcode}; "
-            "the reason is above"
-        )
-
-
 def distributed(mode: str, options: argparse.Namespace) -> Run:
     """The same training in one mode; to be called on each of its ranks."""
     data, ranks = digits(), MODES[mode]["size"]
@@ -251,69 +186,12 @@ def distributed(mode: str, options: argparse.Namespace) -> Run:
     return train(compiled, data, options, f"{mode} on {ranks} ranks", quiet=dist.get_rank() != 0)
 
 
-def differences(run: Run, alone: Run) -> list[float]:
-    return [abs(a - b) for a, b in zip(run.losses, alone.losses, strict=True)]
-
-
-def summary(runs: dict[str, Run]) -> str:
-    """Each mode beside one device."""
-    rows = []
-    for name, run in runs.items():
-        apart = differences(run, runs[ALONE])
-        compared = ("", "") if name == ALONE else (f"{max(apart[:FIRST]):.1e}", f"{max(apart):.1e}")
-        rows.append(
-            (
-                name,
-                MODES.get(name, dict(size=1))["size"],
-                f"{run.accuracies[-1]:.3f}",
-                *compared,
-                f"{run.seconds:.3f}",
-            )
-        )
-    heads = (
-        "mode",
-        "ranks",
-        "test accuracy",
-        f"loss difference, {FIRST} steps",
-        "at any step",
-        "seconds a step",
-    )
-    return tabulate(rows, heads, "simple", disable_numparse=True, colalign=("left", *["right"] * 5))
-
-
-def picture(runs: dict[str, Run], epochs: int) -> str:
-    """Accuracy and loss of all runs, and how far each mode's loss has been from one device's."""
-    accuracies = {name: run.accuracies for name, run in runs.items()}
-    losses = {name: run.losses for name, run in runs.items()}
-    apart = {
-        name: list(itertools.accumulate(differences(run, runs[ALONE]), max))
-        for name, run in runs.items()
-        if name != ALONE
-    }
-    charts = [
-        Chart("test accuracy", "epoch", epochs, accuracies),
-        Chart("training loss", "epoch", epochs, losses),
-    ]
-    return svg(
-        [
-            *charts,
-            Chart(
-                "largest difference from one device's loss so far",
-                "epoch",
-                epochs,
-                apart,
-                logarithmic=True,
-            ),
-        ]
-    )
-
-
 def everything(options: argparse.Namespace) -> None:
     """All runs, the table and the picture."""
     runs = {ALONE: train(network(options.layers), digits(), options, ALONE, quiet=False)}
     runs[ALONE].save(options.out / "alone.json")
     for mode in options.modes:
-        launch(mode)
+        launch(MODES[mode]["size"], f"mode {mode}: ", "--modes", mode)
         runs[mode] = Run.load(options.out / f"{mode}.json")
     drawing = options.out / "curves.svg"
     drawing.write_text(picture(runs, options.epochs), encoding="utf-8")
@@ -329,19 +207,11 @@ def main() -> None:
     if "RANK" not in os.environ:
         everything(options)
         return
-    try:
+    with on_this_rank():
         run = distributed(options.modes[0], options)
         if os.environ["RANK"] == "0":
             run.save(options.out / f"{options.modes[0]}.json")
         dist.barrier()
-    except autopar.AutoparError as error:
-        quiet = os.environ["RANK"] != "0" and not isinstance(
-            error, autopar.RunError
-        )  # planning fails on all ranks alike
-        sys.exit(1 if quiet else f"rank {os.environ['RANK']}: {type(error).__name__}: {error}")
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -13,23 +13,20 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
+from brute_force_tensors import Bound, Price, Seen, TensorPrices, unbeaten
 
 from autopar.ir.layout import Layout
 from autopar.search.ilp.cost_weights import CostWeights
 from autopar.search.ilp.problem import Problem, RecomputedConversions, TensorConversions
-from autopar.search.ilp.vertex import Label, Vertex
+from autopar.search.ilp.vertex import Vertex
 
-Price = tuple[float, float]  # cost, and bytes of the budget
 # Cost, bytes, and the cost if each assigned reader paid an equal part of shared conversions.
 Priced = tuple[float, float, float]
-# What later vertices see of a tensor: its label once it is made, and the labels that readers want.
-Seen = tuple[int | None, frozenset[Label]]
 # The tensors that have assigned and unassigned vertices, by number.
 State = tuple[tuple[int, Seen], ...]
-LARGEST = 3_000_000  # the most elements in the table of a bound
 
 
 def cheapest(
@@ -130,167 +127,11 @@ def order(problem: Problem) -> list[int]:
     return list(found | dict.fromkeys(range(len(problem.vertices))))
 
 
-class _Tensor:
-    """The conversions of one tensor, with their costs by label."""
-
-    def __init__(
-        self,
-        problem: Problem,
-        tensor: TensorConversions,
-        weights: CostWeights,
-        choices: Sequence[Sequence[int]],
-        with_bytes: bool,
-    ) -> None:
-        self.tensor, self.producer, self.ports, self.with_bytes = (
-            tensor,
-            tensor.producer,
-            tensor.ports,
-            with_bytes,
-        )
-        self.made = problem.vertices[tensor.producer].out_labels
-        self.wanted = {(v, p): problem.vertices[v].in_labels[p] for v, p in tensor.ports}
-        self.second = float(tensor.count[0] * weights.micro[0])
-        self.byte = float(tensor.count[0] * weights.flight[0])
-        self.price = float(weights.price[0])
-        self._known: dict[tuple[int, Label], list[Price]] = {}
-        self.parts = {
-            port: np.array(
-                [
-                    [min([c for c, _ in self.ways(s, t)], default=math.inf) for t in labels]
-                    for s in range(len(self.made))
-                ]
-            )
-            / len(tensor.ports)
-            for port, labels in self.wanted.items()
-        }
-
-        used = {
-            int(problem.vertices[self.producer].out_label_of[k]) for k in choices[self.producer]
-        }
-        layouts = {layout for labels in self.wanted.values() for layout, _ in labels}
-        # Without a price of memory, the needs of the backward make no difference.
-        self.matters = any(
-            self.ways(s, (layout, True)) != self.ways(s, (layout, False))
-            for s in used
-            for layout in layouts
-        )
-
-    def ways(self, made: int, wanted: Label) -> list[Price]:
-        """The possible prices of a conversion; if the backward needs the result, with saving or
-        recomputing it.
-        """
-        if (made, wanted) not in self._known:
-            tensor, (layout, there) = self.tensor, self.made[made]
-            s, t = tensor.sources[layout], tensor.targets[wanted[0]]
-            seconds, found = self.second * float(tensor.seconds[s, t]), []
-            if not wanted[1] or (there and not tensor.moves[s, t]):
-                found.append((seconds, 0.0))
-            elif tensor.moves[s, t]:
-                nbytes = self.byte * float(tensor.nbytes[t])
-                if math.isfinite(nbytes):
-                    found.append((seconds + self.price * nbytes, nbytes))
-                if there and math.isfinite(tensor.recompute_seconds[s, t]):
-                    found.append(
-                        (seconds + self.second * float(tensor.recompute_seconds[s, t]), 0.0)
-                    )
-            self._known[made, wanted] = _best(found) if self.with_bytes else sorted(found)[:1]
-        return self._known[made, wanted]
-
-    def prices(self, seen: Seen) -> list[Price]:
-        """The prices of a tensor's conversions: one conversion to each wanted layout, saved or
-        recomputed if a reader needs it in the backward.
-        """
-        made, wanted = seen
-        assert made is not None
-        each = [self.ways(made, label) for label in wanted]
-        return _best(
-            [(sum(c for c, _ in one), sum(b for _, b in one)) for one in itertools.product(*each)]
-        )
-
-    def part(self, seen: Seen, v: int, k: int, vertex: Vertex) -> float:
-        """The part of the conversions' cost that choice ``k`` of vertex ``v`` pays."""
-        made = seen[0]
-        return (
-            0.0
-            if made is None
-            else sum(
-                float(self.parts[p][made, vertex.in_label_of[p[1]][k]])
-                for p in self.ports
-                if p[0] == v
-            )
-        )
-
-    def with_choice(self, seen: Seen, v: int, k: int, vertex: Vertex) -> Seen:
-        """What later vertices see of the tensor after vertex ``v`` takes choice ``k``."""
-        made, wanted = int(vertex.out_label_of[k]) if v == self.producer else seen[0], dict(seen[1])
-        for port in self.ports:
-            if port[0] == v:
-                layout, need = vertex.in_labels[port[1]][vertex.in_label_of[port[1]][k]]
-                wanted[layout] = wanted.get(layout, False) or (need and self.matters)
-        return made, frozenset(wanted.items())
-
-
-class _Bound:
-    """A lower bound on the cost of the vertices that are not assigned yet, as a table over the
-    labels of the tensors ``axes`` that are made.
-    """
-
-    def __init__(self, axes: tuple[int, ...], table: np.ndarray) -> None:
-        self.axes, self.table = axes, table
-
-    def __call__(self, seen: dict[int, Seen]) -> float:
-        return float(self.table[tuple(seen[g][0] for g in self.axes)])  # type: ignore[misc]
-
-    def before(
-        self,
-        vertex: Vertex,
-        v: int,
-        costs: np.ndarray,
-        choices: list[int],
-        tensors: Sequence[_Tensor],
-    ) -> _Bound:
-        """The bound if ``v`` is not assigned yet, either."""
-        ports = [(g, p) for g, tensor in enumerate(tensors) for p in tensor.ports if p[0] == v]
-        makes = [g for g in self.axes if tensors[g].producer == v]
-        after = self._smaller({g for g, _ in ports}, set(makes), tensors)
-        axes = tuple(sorted(({g for g, _ in ports} | set(after.axes)) - set(makes)))
-        result = np.full([len(tensors[g].made) for g in axes], np.inf)
-        for k in choices:
-            s = int(vertex.out_label_of[k])
-            rest = after.table[tuple(s if g in makes else slice(None) for g in after.axes)]
-            left = [g for g in after.axes if g not in makes]
-            total = rest.reshape([len(tensors[g].made) if g in left else 1 for g in axes]) + float(
-                costs[k]
-            )
-            for g, p in ports:
-                part = tensors[g].parts[p][:, int(vertex.in_label_of[p[1]][k])]
-                total = total + part.reshape([-1 if other == g else 1 for other in axes])
-            np.minimum(result, total, out=result)
-        return _Bound(axes, result)
-
-    def _smaller(self, ports: set[int], makes: set[int], tensors: Sequence[_Tensor]) -> _Bound:
-        """A weaker bound, if the next table would be too large: tensors that ``v`` does not read
-        take their best label.
-        """
-        bound = self
-        while (
-            math.prod(len(tensors[g].made) for g in ports | set(bound.axes) - makes) > LARGEST
-            and set(bound.axes) - makes - ports
-        ):
-            g = max(set(bound.axes) - makes - ports, key=lambda g: len(tensors[g].made))
-            place = bound.axes.index(g)
-            bound = _Bound(
-                bound.axes[:place] + bound.axes[place + 1 :], bound.table.min(axis=place)
-            )
-        return bound
-
-
 class _Walk:
     def __init__(self, problem: Problem, weights: CostWeights, limit: float, budget: float) -> None:
         assert problem.stages == 1
         self.vertices, self.limit, self.budget = problem.vertices, limit, budget
         self.order = order(problem)
-        place = {v: i for i, v in enumerate(self.order)}
         with_bytes = budget < math.inf
         self.nbytes = [
             float(v.count[0]) * (v.state + weights.flight[0] * v.kept) for v in self.vertices
@@ -310,11 +151,19 @@ class _Walk:
             for v, c, n in zip(self.vertices, self.costs, self.nbytes, strict=True)
         ]
         self.tensors = [
-            _Tensor(problem, g, weights, self.choices, with_bytes) for g in problem.tensors
+            TensorPrices(problem, g, weights, self.choices, with_bytes) for g in problem.tensors
         ]
+        # A tensor of tied blocks may be wanted before it is made. There is no bound then.
+        forward = self._note_readers()
+        self._note_bounds(self.tensors if forward else ())
+
+    def _note_readers(self) -> bool:
+        """Notes the tensors of each vertex and the last vertex of each tensor. Returns whether each
+        tensor is made before all its readers.
+        """
+        place = {v: i for i, v in enumerate(self.order)}
         self.touched: dict[int, list[int]] = defaultdict(list)
         self.last: list[int] = []
-        # A tensor of tied blocks may be wanted before it is made. There is no bound then.
         forward = True
         for g, tensor in enumerate(self.tensors):
             readers = {v for v, _ in tensor.ports}
@@ -322,19 +171,16 @@ class _Walk:
             forward &= all(place[tensor.producer] < place[v] for v in readers)
             for v in {tensor.producer, *readers}:
                 self.touched[v].append(g)
+        return forward
+
+    def _note_bounds(self, tensors: Sequence[TensorPrices]) -> None:
         self.least = [0.0]  # the fewest bytes that the later vertices need, from the last one on
-        self.bounds = [_Bound((), np.zeros(()))]
+        self.bounds = [Bound((), np.zeros(()))]
         for v in reversed(self.order):
             self.least.insert(0, self.least[0] + float(min(self.nbytes[v])))
             self.bounds.insert(
                 0,
-                self.bounds[0].before(
-                    self.vertices[v],
-                    v,
-                    self.costs[v],
-                    self.choices[v],
-                    self.tensors if forward else (),
-                ),
+                self.bounds[0].before(self.vertices[v], v, self.costs[v], self.choices[v], tensors),
             )
 
     def run(self) -> float:
@@ -343,7 +189,7 @@ class _Walk:
             following: dict[State, list[Priced]] = defaultdict(list)
             for state, prices in states.items():
                 self._extend(following, dict(state), prices, place, v)
-            states = {state: _best(prices) for state, prices in following.items()}
+            states = {state: unbeaten(prices) for state, prices in following.items()}
         return min((prices[0][0] for prices in states.values()), default=self.limit)
 
     def _extend(
@@ -402,12 +248,3 @@ def _distinct(vertex: Vertex, costs: np.ndarray, nbytes: np.ndarray) -> list[int
     for k, c in enumerate(vertex.choices):
         alike[c.ins, c.out].append(k)
     return [k for ks in alike.values() for k in ks if not any(better(other, k) for other in ks)]
-
-
-def _best(prices: Iterable[tuple]) -> list:
-    """The prices that no other beats in both cost and bytes."""
-    best: list[tuple] = []
-    for price in sorted(prices):
-        if not best or price[1] < best[-1][1]:
-            best.append(price)
-    return best

@@ -4,6 +4,7 @@ on its own.
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -214,22 +215,10 @@ def build(
     _clear_sharding_prop_cache()  # it holds meshes of earlier tests, whose groups are gone
     sizes, data, tensor, parameters = CASES[case]
     model = Network(seed) if model is None else model
-    degree = 1
-    for axis in data:
-        degree *= sizes[axis]
     layouts = {
         name: ParameterPlan(*(parse_layout(text) for text in pair))
         for name, pair in parameters.items()
     }
-    plan = SimpleNamespace(
-        mesh_sizes=sizes,
-        microbatches=microbatches,
-        data_degree=degree,
-        parameters=layouts,
-        world_size=4,
-        precision=None,
-        reduce_dtype=None,
-    )
     cut: Layout = parse_layout(
         " ".join("S0" if axis in data else "I" for axis in range(len(sizes)))
     )
@@ -252,7 +241,26 @@ def build(
     )
     sample = {name: tensor[: BATCH // microbatches] for name, tensor in batch().items()}
     mesh = Mesh(sizes, ("a", "b")[: len(sizes)], device="cpu")
+    plan = _plan(sizes, data, layouts, microbatches)
     return Compiled(captured(model, sample), plan, lowered, mesh, model=model)  # type: ignore[arg-type]
+
+
+def _plan(
+    sizes: tuple[int, ...],
+    data: tuple[int, ...],
+    layouts: dict[str, ParameterPlan],
+    microbatches: int,
+) -> SimpleNamespace:
+    """What the runtime reads of a plan; ``data`` are the axes that split the batch."""
+    return SimpleNamespace(
+        mesh_sizes=sizes,
+        microbatches=microbatches,
+        data_degree=math.prod(sizes[axis] for axis in data),
+        parameters=layouts,
+        world_size=4,
+        precision=None,
+        reduce_dtype=None,
+    )
 
 
 def full(tensor: torch.Tensor | None) -> torch.Tensor | None:

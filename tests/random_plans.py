@@ -15,12 +15,12 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import torch
 import torch.distributed as dist
-from equivalence import Step, differences, full, own, vanishing, worst
-from random_programs import Batch, program
+from equivalence import Step, differences, own, vanishing, worst
+from random_programs import program
 from torch import nn
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from user_habits import Habits, trained
 
 import autopar
 from autopar.cost_model import Level
@@ -72,27 +72,7 @@ def options(seed: int, ranks: int, samples: int, normalises: bool) -> dict[str, 
     chosen: dict[str, Any] = {}
     data = pipeline = 1
     if ranks > 1:
-        data, tensor, pipeline = numbers.choice(
-            [grid for grid in _grids(ranks) if not grid[0] or samples % grid[0] == 0]
-        )
-        if data == 0:
-            chosen["mesh"], data = (
-                numbers.choice([(ranks,), (2, ranks // 2)] if ranks > 2 else [(ranks,)]),
-                1,
-            )
-        elif numbers.random() < 0.9:
-            chosen["parallel"] = dict(data=data, pipeline=pipeline)
-            if tensor > 1:
-                chosen["parallel"]["tensor"] = dict(
-                    size=tensor,
-                    mode=numbers.choice(("1d", "1d", "1d", "2d" if tensor == 4 else "sequence")),
-                )
-            if pipeline > 1 and numbers.random() < 0.6:
-                chosen["schedule"] = numbers.choice(SCHEDULES)
-                if chosen["schedule"] in ("interleaved-1f1b", "zero-bubble"):
-                    chosen["parallel"]["pipeline"] = dict(
-                        size=pipeline, chunks=2 if chosen["schedule"][0] == "i" else 1
-                    )
+        data, pipeline = _draw_grid(numbers, chosen, ranks, samples)
         if data > 1 and numbers.random() < 0.5:
             chosen["zero"] = numbers.choice((0, 1, 2, 3))
     parts = [
@@ -115,6 +95,29 @@ def options(seed: int, ranks: int, samples: int, normalises: bool) -> dict[str, 
     if numbers.random() < 0.3:
         chosen["recompute"] = numbers.choice(("none", "full"))
     return chosen
+
+
+def _draw_grid(
+    numbers: random.Random, chosen: dict[str, Any], ranks: int, samples: int
+) -> tuple[int, int]:
+    """Chooses the sizes of parallelism and the schedule. Returns the data and pipeline sizes."""
+    data, tensor, pipeline = numbers.choice(
+        [grid for grid in _grids(ranks) if not grid[0] or samples % grid[0] == 0]
+    )
+    if data == 0:
+        meshes = [(ranks,), (2, ranks // 2)] if ranks > 2 else [(ranks,)]
+        chosen["mesh"], data = numbers.choice(meshes), 1
+    elif numbers.random() < 0.9:
+        chosen["parallel"] = dict(data=data, pipeline=pipeline)
+        if tensor > 1:
+            mode = numbers.choice(("1d", "1d", "1d", "2d" if tensor == 4 else "sequence"))
+            chosen["parallel"]["tensor"] = dict(size=tensor, mode=mode)
+        if pipeline > 1 and numbers.random() < 0.6:
+            chosen["schedule"] = numbers.choice(SCHEDULES)
+            if chosen["schedule"] in ("interleaved-1f1b", "zero-bubble"):
+                chunks = 2 if chosen["schedule"][0] == "i" else 1
+                chosen["parallel"]["pipeline"] = dict(size=pipeline, chunks=chunks)
+    return data, pipeline
 
 
 def draws(seed: int, ranks: int, samples: int, normalises: bool) -> Iterator[dict[str, Any]]:
@@ -252,70 +255,3 @@ def _worst(found: Step, expected: Step) -> tuple[float, str]:
         return worst(differences(found, own(expected, found), vanishing(expected)))
     except AssertionError as e:
         return float("inf"), str(e)
-
-
-@dataclass(frozen=True)
-class Habits:
-    """What a user does in the loop beside the usual."""
-
-    # a second loss, of an output; where the batch is cut, its gradient cannot arrive, and the
-    # backward raises
-    second: bool
-    unfreeze: bool  # all parameters are trained from the second step on
-    inputs: bool  # the gradient of the input is wanted
-    accumulate: bool  # gradients are not cleared after the first step
-    scale: float  # of the loss before its backward
-
-    @staticmethod
-    def of(seed: int, whole: bool) -> Habits:
-        """``whole``: the batch goes through the model in one piece."""
-        numbers = random.Random(f"habits {seed}")
-        second, unfreeze, inputs, accumulate = (
-            numbers.random() < share for share in (0.06, 0.3, 0.06, 0.1)
-        )
-        return Habits(
-            second and whole, unfreeze, inputs, accumulate, 0.5 if numbers.random() < 0.1 else 1.0
-        )
-
-
-def trained(model: nn.Module, batches: Sequence[Batch], habits: Habits) -> list[Step]:
-    """A step of SGD on each batch: what each computed."""
-    trainable = list(model.parameters())
-    optimizer = torch.optim.SGD(trainable, lr=0.05) if trainable else None  # a stage may have none
-    found = []
-    for batch in batches:
-        found.append(_step(model, batch, habits))
-        if optimizer is not None:
-            optimizer.step()
-        if not habits.accumulate:
-            model.zero_grad()
-        if habits.unfreeze:
-            model.requires_grad_(True)
-    return found
-
-
-def _step(model: nn.Module, batch: Batch, habits: Habits) -> Step:
-    batch = dict(batch)
-    if habits.inputs and batch["x"].is_floating_point():
-        batch["x"] = batch["x"].clone().requires_grad_()
-    output = model(**batch)
-    outputs = {"loss": output} if isinstance(output, torch.Tensor) else output
-    total = outputs["loss"] * habits.scale
-    if habits.second and "hidden" in outputs:
-        total = total + full(outputs["hidden"]).square().mean()
-    total.backward()
-    tensors = {
-        name: full(value).detach()
-        for name, value in outputs.items()
-        if isinstance(value, torch.Tensor)
-    }
-    named = {
-        name: value.long() if value.dtype == torch.bool else value
-        for name, value in tensors.items()
-    }
-    gradients = {
-        n: None if p.grad is None else full(p.grad).clone() for n, p in model.named_parameters()
-    }
-    if batch["x"].requires_grad:
-        gradients["the input x"] = batch["x"].grad
-    return Step(named, gradients, {n: full(b).clone() for n, b in model.named_buffers()})

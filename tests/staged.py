@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import zoo
-from equivalence import Double, differences, own, shared, step, traced_once, worst
+from equivalence import Double, Step, differences, own, shared, step, traced_once, worst
 from torch import nn
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -138,23 +138,20 @@ def check(name: str, cases: Sequence[Case]) -> list[tuple[tuple[float, str], int
             plans = shared(jobs)
             for case in its:
                 try:
-                    one = plans[alone(case)]
-                    captured = (
-                        tracing.TracedModel(model, sample, None)
-                        .analyse(one.microbatches)[0]
-                        .captured
-                    )
-                    starts = even_starts(captured, case.pipeline * case.chunks)
-                    plan = cut_plan(one, captured, starts, case.pipeline, case.schedule)
-                    compiled = autopar.compile(model, sample, world, plan=plan)
-                    found = step(compiled, sample)
+                    found, microbatches = _stepped(model, sample, case, plans[alone(case)])
                 except Exception as e:
                     raise AssertionError(f"{name}, {case}: {e}") from e
-                results.append(
-                    (
-                        worst(differences(found, own(expected, found))),
-                        plan.microbatches,
-                        list(found.gradients),
-                    )
-                )
+                error = worst(differences(found, own(expected, found)))
+                results.append((error, microbatches, list(found.gradients)))
     return results
+
+
+def _stepped(
+    model: nn.Module, sample: dict[str, Any], case: Case, one: autopar.Plan
+) -> tuple[Step, int]:
+    """A step in stages that each use the mesh plan ``one``, and the number of microbatches."""
+    captured = tracing.TracedModel(model, sample, None).analyse(one.microbatches)[0].captured
+    starts = even_starts(captured, case.pipeline * case.chunks)
+    plan = cut_plan(one, captured, starts, case.pipeline, case.schedule)
+    compiled = autopar.compile(model, sample, dist.get_world_size(), plan=plan)
+    return step(compiled, sample), plan.microbatches

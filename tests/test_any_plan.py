@@ -9,6 +9,7 @@ import dataclasses
 import math
 
 import pytest
+import search_space
 import small_graphs
 import torch
 import torch.distributed as dist
@@ -40,7 +41,7 @@ def errors(
     if microbatches > 1:
         captured, prologue = derive_microbatch(analysis, microbatches)
         analysis = Analysis(captured)
-    space = small_graphs.Space(analysis, sizes)
+    space = search_space.Space(analysis, sizes)
     mesh = Mesh(sizes, tuple("ab"[: len(sizes)]), "cpu")
     found = {}
     for seed in seeds:
@@ -104,7 +105,7 @@ def noise(seed: int) -> tuple[list[float], float]:
         torch.manual_seed(0)
         model, x = Noisy().double(), small_graphs._floats(4, 3, 6, 6)
     analysis = small_graphs.analyse(model, x)
-    space = small_graphs.Space(analysis, (2,))
+    space = search_space.Space(analysis, (2,))
     plan = space.plan(space.random(seed))
     torch.manual_seed(dist.get_rank())
     lowered = lower(analysis, plan)

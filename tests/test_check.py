@@ -12,6 +12,7 @@ import equivalence
 import pytest
 import torch
 import torch.nn.functional as F
+from checked_models import Net, checked, made
 from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
@@ -19,49 +20,6 @@ import autopar
 from autopar.errors import CaptureError, RunError
 from autopar.frontend.traced_model import TracedModel
 from autopar.ir.captured import CapturedModel
-from autopar.verification.differences import Difference
-from autopar.verification.whole_batch import check_captured
-
-
-class Net(nn.Module):
-    """Statistics, dropout and a buffer that counts; ``between`` adds the rest."""
-
-    def __init__(
-        self,
-        between: Callable[[Net, torch.Tensor], torch.Tensor] = lambda net, h: h,
-        p: float = 0.0,
-    ) -> None:
-        super().__init__()
-        self.body, self.norm, self.head = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6)
-        self.drop = nn.Dropout(p)
-        self.register_buffer("calls", torch.zeros(()))
-        self.register_buffer("table", torch.linspace(-1, 1, 6))
-        self.counter, self.seen, self.cache = 0, [], None
-        self.between = between
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        self.calls += 1
-        h = self.between(self, self.norm(F.gelu(self.body(x))))
-        y = self.head(self.drop(h))
-        return {"loss": y.square().mean(), "y": y}
-
-
-def made(
-    between: Callable[[Net, torch.Tensor], torch.Tensor] = lambda net, h: h, p: float = 0.0
-) -> tuple[Net, torch.Tensor]:
-    torch.manual_seed(0)
-    return Net(between, p).double(), torch.randn(8, 6, dtype=torch.float64)
-
-
-def checked(
-    model: nn.Module,
-    x: torch.Tensor,
-    change: Callable[[CapturedModel], None] = lambda captured: None,
-) -> list[Difference]:
-    """The comparison of a model and its graph, after a change of the graph."""
-    captured = TracedModel(model, x, None).whole
-    change(captured)
-    return check_captured(captured, model, x, None)
 
 
 def test_everything_is_compared_and_the_model_is_as_it_was() -> None:
@@ -141,74 +99,6 @@ def test_a_difference_names_the_first_module_or_the_gradients() -> None:
         checked(model, x, replaced(function, aten.alias.default))
 
 
-def counts(net: Net, h: torch.Tensor) -> torch.Tensor:
-    net.counter += 1
-    return h * net.counter
-
-
-def appends(net: Net, h: torch.Tensor) -> torch.Tensor:
-    net.seen.append(float(h.shape[0]))
-    return h
-
-
-class Schedule:
-    """An object that is no module and returns the number of its calls."""
-
-    def __init__(self) -> None:
-        self.calls, self.by_kind = 0, {"all": 0}
-
-    def __call__(self) -> int:
-        self.calls += 1
-        return self.calls
-
-
-def counts_in_an_object(net: Net, h: torch.Tensor) -> torch.Tensor:
-    return h * net.schedules[0]()
-
-
-def counts_in_a_dict(net: Net, h: torch.Tensor) -> torch.Tensor:
-    net.schedules[0].by_kind["all"] += 1
-    return h
-
-
-def hooks_itself(net: Net, h: torch.Tensor) -> torch.Tensor:
-    """Adds hooks in its forward, as models of transformers do to return inner tensors."""
-    if not hasattr(net, "hooked"):
-        net.hooked = net.head.register_forward_hook(lambda module, args, output: output + 1)
-    return h
-
-
-def caches(net: Net, h: torch.Tensor) -> torch.Tensor:
-    if net.cache is None:
-        net.cache = h.shape[1]
-    return h * net.cache
-
-
-def test_python_state_that_changes_from_call_to_call_is_refused_by_name() -> None:
-    held = (
-        (counts_in_an_object, r"schedules\[0\].calls"),
-        (counts_in_a_dict, r"schedules\[0\].by_kind"),
-    )
-    for between, name in ((counts, "counter"), (appends, "seen"), *held):
-        model, x = made(between)
-        model.schedules = [Schedule()]
-        with pytest.raises(
-            CaptureError, match=rf"the forward changes {name} from call to call.*buffer"
-        ):
-            autopar.compile(model, x, 1, progress=False)
-        assert (model.counter, model.seen, vars(model.schedules[0])) == (
-            0,
-            [],
-            {"calls": 0, "by_kind": {"all": 0}},
-        )  # as it was
-        autopar.compile(model, x, 1, progress=False, verify=False)
-    checked(*made(caches))
-    model, x = made(hooks_itself)
-    checked(model, x)
-    assert not hasattr(model, "hooked")
-    assert not model.head._forward_hooks
-
-
 def test_not_a_number_equals_not_a_number() -> None:
     found = checked(*made(lambda net, h: h * torch.where(net.table > 0.9, torch.nan, 1.0)))
     assert all(d.error == 0 or d.error < 1e-12 for d in found)
@@ -265,15 +155,6 @@ def test_captured_right(name: str) -> None:
     assert equivalence.worst(errors)[0] < 1e-9
 
 
-def test_a_cumulative_average_of_statistics_is_refused_with_the_reason() -> None:
-    model, x = made()
-    model.norm = nn.BatchNorm1d(6, momentum=None).double()
-    with pytest.raises(
-        CaptureError, match=r"in module norm \(BatchNorm1d\).*momentum=None.*give it a momentum"
-    ):
-        TracedModel(model, x, None).whole  # noqa: B018
-
-
 def test_a_sample_that_the_model_fails_on_is_noted() -> None:
     model, sample = nn.Linear(4, 3), {"input": torch.randn(4, 4), "labels": torch.full((4,), 7)}
 
@@ -285,19 +166,6 @@ def test_a_sample_that_the_model_fails_on_is_noted() -> None:
         "the model fails on the sample, IndexError: Target 7 is out of bounds" in note
         for note in compiled.plan.notes
     )
-
-
-def remembers(net: Net, h: torch.Tensor) -> torch.Tensor:
-    last, net.cache = net.cache, h.detach()
-    return h if last is None else h + last
-
-
-def test_a_tensor_that_the_next_call_reads_is_refused_by_name() -> None:
-    model, x = made(remembers)
-    with pytest.raises(
-        CaptureError, match="what the forward computes depends on cache, which it changes"
-    ):
-        autopar.compile(model, x, 1, progress=False)
 
 
 class Doubling(nn.Module):

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import edited_plans
 import edits
 import pytest
 import torch.distributed as dist
@@ -23,7 +24,7 @@ EDITS = 12  # of each kind; benchmarks/plan_edits.py has thousands
 
 @pytest.fixture(scope="module", params=["data", "tensor", "zero", "pipeline"])
 def planned(request: pytest.FixtureRequest) -> tuple[str, Plan]:
-    return request.param, edits.plan(request.param)
+    return request.param, edited_plans.plan(request.param)
 
 
 def test_edited_files_are_refused_or_right(
@@ -34,13 +35,15 @@ def test_edited_files_are_refused_or_right(
     plan.save(tmp_path / "plan.json")
     text, traced = (
         (tmp_path / "plan.json").read_text(),
-        TracedModel(*edits.make(edits.KINDS[kind][0]), None),
+        TracedModel(*edited_plans.make(edited_plans.KINDS[kind][0]), None),
     )
-    assert edits.refused(text, traced) == plan
-    found = [edits.refused(edits.edited(text, f"{kind} {seed}"), traced) for seed in range(EDITS)]
-    left = {edits.program(f): f for f in found if isinstance(f, Plan)}
+    assert edited_plans.refused(text, traced) == plan
+    found = [
+        edited_plans.refused(edits.edited(text, f"{kind} {seed}"), traced) for seed in range(EDITS)
+    ]
+    left = {edited_plans.program(f): f for f in found if isinstance(f, Plan)}
     assert len(found) - EDITS / 2 < sum(isinstance(f, PlanError) for f in found)
-    for outcomes in ranks(2).run(edits.run, kind, [plan, *left.values()]):
+    for outcomes in ranks(2).run(edited_plans.run, kind, [plan, *left.values()]):
         assert set(outcomes) == {"right"}
 
 
@@ -74,7 +77,7 @@ WRONG: list[tuple[Any, str]] = [
     ),
     (
         lambda p: kept(p, "norm.running_mean", I, S(0)),
-        "batch_norm.* in module 'norm' at .*edits.py:",
+        "batch_norm.* in module 'norm' at .*edited_plans.py:",
     ),
     (
         lambda p: dict(parameters={**p.parameters, "more": ParameterPlan((I,), (I,))}),
@@ -86,7 +89,7 @@ WRONG: list[tuple[Any, str]] = [
     ),
     (
         lambda p: node(p, "conv2d", factors=("nothing",)),
-        r"conv2d.* in module 'first' at .*edits.py:\d+ .*split along nothing",
+        r"conv2d.* in module 'first' at .*edited_plans.py:\d+ .*split along nothing",
     ),
     (lambda p: node(p, "conv2d", kernels=("summa",)), r"conv2d.* in module 'first' .*kernel summa"),
     (lambda p: node(p, "conv2d", out=(I,)), "conv2d.* cannot run as .* -> I"),
@@ -120,7 +123,7 @@ def test_what_a_plan_may_not_say(number: int, data_parallel: tuple[Plan, TracedM
 
 @pytest.fixture(scope="module")
 def data_parallel() -> tuple[Plan, TracedModel]:
-    return edits.plan("data"), TracedModel(*edits.make("convolutions"), None)
+    return edited_plans.plan("data"), TracedModel(*edited_plans.make("convolutions"), None)
 
 
 MISFITS: list[tuple[dict[str, Any], str]] = [
@@ -149,7 +152,7 @@ def test_parts_that_do_not_fit(
 
 
 def _objects() -> None:
-    made, (model, sample) = edits.plan("data"), edits.make("convolutions")
+    made, (model, sample) = edited_plans.plan("data"), edited_plans.make("convolutions")
     for plan, message in [
         ("plan.json", "plan='plan.json': give an autopar.Plan; Plan.load reads one from a file"),
         ({"nodes": {}}, "give an autopar.Plan"),

@@ -89,6 +89,39 @@ def check(model: nn.Module, expected: nn.Module, what: str) -> None:
         )
 
 
+def _refuses_whole_state_dicts(compiled: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for options in (
+        StateDictOptions(full_state_dict=True),
+        StateDictOptions(full_state_dict=True, cpu_offload=True),
+    ):
+        with pytest.raises(RunError, match="dcp_to_torch_save"):
+            get_state_dict(compiled, optimizer, options=options)
+        with pytest.raises(RunError, match="dcp_to_torch_save"):
+            get_model_state_dict(compiled, options=options)
+
+
+def _saved_again(path: str, to: str) -> None:
+    """A program without a pipeline reads a checkpoint, and writes another for a pipeline."""
+    model = built(False)
+    optimizer = optimizer_of(model)
+    model_state, state = get_state_dict(model, optimizer, options=FLAT)
+    dcp.load({"model": model_state, "optimizer": state}, checkpoint_id=path)
+    dcp.save({"model": model_state, "optimizer": state}, checkpoint_id=to)
+
+
+def _by_number(start: dict[str, Any], plain: str, straight: nn.Module) -> None:
+    """The state dict of an optimizer that has stepped, without torch's functions."""
+    compiled = built(pipelined=True)
+    optimizer = optimizer_of(compiled)
+    steps(compiled, optimizer, range(1))
+    compiled.load_state_dict(_after_two(start))
+    state = {"optimizer": optimizer.state_dict()}
+    dcp.load(state, checkpoint_id=plain)
+    optimizer.load_state_dict(state["optimizer"])
+    steps(compiled, optimizer, range(2, 4))
+    check(compiled, straight, "by number")
+
+
 def _by_name(first: str, second: str, plain: str) -> None:
     straight = Layers()
     ahead = optimizer_of(straight)
@@ -104,15 +137,7 @@ def _by_name(first: str, second: str, plain: str) -> None:
     dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=plain)
     saved = dcp.FileSystemReader(plain).read_metadata().state_dict_metadata
     assert {f"optimizer.state.{n}.exp_avg" for n, _ in straight.named_parameters()} <= set(saved)
-    for options in (
-        StateDictOptions(full_state_dict=True),
-        StateDictOptions(full_state_dict=True, cpu_offload=True),
-    ):
-        with pytest.raises(RunError, match="dcp_to_torch_save"):
-            get_state_dict(compiled, optimizer, options=options)
-        with pytest.raises(RunError, match="dcp_to_torch_save"):
-            get_model_state_dict(compiled, options=options)
-
+    _refuses_whole_state_dicts(compiled, optimizer)
     steps(straight, ahead, range(2, 4))
     for pipelined, path in ((True, first), (False, first), (True, second)):
         restored = built(pipelined)
@@ -124,24 +149,11 @@ def _by_name(first: str, second: str, plain: str) -> None:
         )
         steps(restored, fresh, range(2, 4))
         check(restored, straight, f"by name, pipelined: {pipelined}")
-        if not pipelined:  # saves for a pipeline again
-            again, new = built(False), None
-            new = optimizer_of(again)
-            model_state, state = get_state_dict(again, new, options=FLAT)
-            dcp.load({"model": model_state, "optimizer": state}, checkpoint_id=first)
-            dcp.save({"model": model_state, "optimizer": state}, checkpoint_id=second)
+        if not pipelined:
+            _saved_again(first, second)
 
-    # The state dict of an optimizer that has stepped, without torch's functions.
-    compiled = built(pipelined=True)
-    optimizer = optimizer_of(compiled)
-    steps(compiled, optimizer, range(1))
-    compiled.load_state_dict(_after_two(start))
-    state = {"optimizer": optimizer.state_dict()}
-    dcp.load(state, checkpoint_id=plain)
-    optimizer.load_state_dict(state["optimizer"])
-    steps(compiled, optimizer, range(2, 4))
-    check(compiled, straight, "by number")
-    del compiled, optimizer, restored, fresh, state, model_state, again, new
+    del compiled, optimizer, restored, fresh, state, model_state
+    _by_number(start, plain, straight)
     gc.collect()
     # The programs are gone, and torch's functions are as they were.
     assert torchs._verify_options.__module__ == torchs.__name__

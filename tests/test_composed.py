@@ -8,6 +8,7 @@ from collections import Counter
 from typing import Any
 
 import torch
+import torch.fx as fx
 import zoo
 from pool import Pools
 from small_graphs import analyse
@@ -22,6 +23,7 @@ from autopar.kernel_trace.operator_trace import OperatorTracer
 from autopar.kernel_trace.tensor_spec import contiguous_spec
 from autopar.memory.local_operator import trace_kernel
 from autopar.memory.saved_tensors import trace_saved_tensors
+from autopar.rules.analysis import Analysis
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.kernels import graph_kernels
 from autopar.search.pricing.costs import Costs
@@ -91,17 +93,27 @@ def test_a_batch_norm_of_two_ranks(ranks: Pools) -> None:
             assert passes(launches) == Counter(
                 {name: count for name, count in names.items() if name in PASSES}
             )
+    _check_price(analysis, node, split, answer.backward)
+
+
+def _check_price(
+    analysis: Analysis, node: fx.Node, split: Strategy, backward: tuple[KernelLaunch, ...]
+) -> None:
+    """The backward costs its launches and one all-reduce."""
     cluster = Cluster.load("cpu")
     held = trace_saved_tensors(
         analysis.graph.nodes, analysis.differentiable, "cpu", rules=analysis.rules
     )
     costs = Costs(analysis, held, ConversionCosts((2,), cluster), ComputeCosts(cluster), "adamw")
     prices = costs.node_costs(node, analysis.rules[node], [split])
+    kernels = ComputeCosts(cluster)
     by_hand = sum(
-        float(ComputeCosts(cluster).seconds(n.kind, "float32", 0.0, n.nbytes, operator=n.operator))
-        for n in answer.backward
+        float(kernels.seconds(n.kind, "float32", 0.0, n.nbytes, operator=n.operator))
+        for n in backward
         if not n.sends
-    ) + collective_seconds("all_reduce", 2 * 4.0 * shape[1], ConversionCosts((2,), cluster).axes[0])
+    )
+    sums = 2 * 4.0 * node.meta["val"].shape[1]  # bytes of two sums for each channel
+    by_hand += collective_seconds("all_reduce", sums, ConversionCosts((2,), cluster).axes[0])
     assert prices.backward[0] == by_hand
     alone = costs.node_costs(
         node, analysis.rules[node], [Strategy(((I,),) * 5, (I,), (None,), (None,))]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from edits import Language, make
+from edited_plans import Language, make
 from torch import nn
 
 import autopar

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from equivalence import traced_once
 from frontier import Frontier, Row, peak_bytes, rank_correlation
-from step_time import build, inputs
+from step_models import build, inputs
 
 from autopar.frontend import traced_model as tracing
 

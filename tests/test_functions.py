@@ -14,123 +14,16 @@ import equivalence
 import pytest
 import torch
 import torch.nn.functional as F
+from autograd_functions import Cube, Net, Noisy, Reverse, Setup, Several, reverse
 from pool import Pools
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import autopar
-from autopar.capture.capture_graph import capture
 from autopar.capture.function_operator import FunctionOperator
-from autopar.errors import CaptureError, PlanError
+from autopar.errors import PlanError
 from autopar.frontend.traced_model import TracedModel
 from autopar.rules import OperatorCall, Rule, register_rule, registry
 from autopar.runtime.kernels import graph_kernels
-
-
-class Reverse(torch.autograd.Function):
-    """The identity, whose gradient is reversed and scaled: domain-adversarial training (arXiv
-    1409.7495).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, scale: float) -> torch.Tensor:
-        ctx.scale = scale
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return -ctx.scale * grad, None
-
-
-reverse = Reverse.apply  # bound before anything is traced, as its users write
-
-
-class Several(torch.autograd.Function):
-    """Two results and an index, which has no gradient. Gradients that nobody needs are not
-    computed.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, more: list[torch.Tensor], kind: str
-    ) -> Any:
-        ctx.save_for_backward(x, weight)
-        best = x.argmax(-1)
-        noted = x.detach() * 2  # is_floating_point, and not differentiable
-        ctx.mark_non_differentiable(best, noted)
-        return x * weight + more[0] * more[1], x.sin() if kind == "sin" else x.cos(), best, noted
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, first: torch.Tensor, second: torch.Tensor, *rest: Any) -> Any:
-        x, weight = ctx.saved_tensors
-        dx = 3 * first * weight - second if ctx.needs_input_grad[0] else None
-        dw = 5 * (first * x).sum(0) if ctx.needs_input_grad[1] else None
-        return dx, dw, None, None
-
-
-class Setup(torch.autograd.Function):
-    """The newer form of a Function, with keyword defaults."""
-
-    @staticmethod
-    def forward(x: torch.Tensor, power: int = 2) -> torch.Tensor:
-        return x**power
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        ctx.save_for_backward(inputs[0])
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return 7 * grad * ctx.saved_tensors[0], None
-
-
-class Noisy(torch.autograd.Function):
-    """Draws random numbers in its forward. Every rank has the whole operator, so every rank must
-    draw the same numbers.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.rand_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return 2 * grad
-
-
-@torch.library.custom_op("autopar_tests::cube", mutates_args=())
-def cube(x: torch.Tensor) -> torch.Tensor:
-    return x**3
-
-
-cube.register_fake(torch.empty_like)
-
-
-class Cube(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return cube(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return 11 * grad * ctx.saved_tensors[0]
-
-
-class Net(nn.Module):
-    """A body, the function ``between`` on its features, and a head."""
-
-    def __init__(self, between: Callable[[Net, torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.body, self.head, self.other = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1)
-        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 8))
-        self.between = between
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        h = self.body(x).tanh()
-        y = self.head(self.between(self, h))
-        return {"loss": y.square().mean() + self.other(h).abs().mean(), "y": y}
 
 
 def reversed_twice(net: Net, h: torch.Tensor) -> torch.Tensor:
@@ -173,7 +66,7 @@ def test_a_function_keeps_its_own_backward(between: str) -> None:
         if isinstance(n.target, FunctionOperator)
     ]
     assert calls
-    assert all(n.meta["source"].startswith("tests/test_functions.py:") for n in calls)
+    assert all(n.meta["source"].startswith("tests/autograd_functions.py:") for n in calls)
 
 
 def everywhere() -> dict[str, float]:
@@ -209,10 +102,10 @@ def test_functions_under_every_kind_of_plan(ranks: Pools) -> None:
 def test_without_a_rule_it_runs_whole_and_is_not_cut_into_microbatches() -> None:
     model, sample = made("reversed_twice")
     plan = autopar.plan(model, sample, 2, parallel=dict(data=2), progress=False)
-    assert any("test_functions.Reverse has no sharding rule" in note for note in plan.notes)
+    assert any("autograd_functions.Reverse has no sharding rule" in note for note in plan.notes)
     with pytest.raises(
         PlanError,
-        match=r"Reverse in module .* at tests/test_functions.py:\d+ has no rule.*register_rule",
+        match=r"Reverse in module .* at tests/autograd_functions.py:\d+ has no rule.*register_rule",
     ):
         autopar.compile(model, sample, 1, micro_batch_size=2, progress=False)
 
@@ -221,7 +114,7 @@ def test_a_rule_splits_a_function() -> None:
     model, sample = made("reversed_twice")
     with mock.patch.dict(registry._MAKERS):
 
-        @register_rule("test_functions.Reverse")
+        @register_rule("autograd_functions.Reverse")
         def pointwise(call: OperatorCall) -> Rule:
             assert call["scale"] in (0.5, 2.0)
             return call.rule("b f -> b f")
@@ -280,84 +173,3 @@ def test_both_forms_of_checkpoint_are_plain_code() -> None:
         return run
 
     assert traced(between(True)) == traced(between(False)) == traced(between(None))
-
-
-class Dirty(Reverse):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, scale: float) -> torch.Tensor:
-        ctx.mark_dirty(x)
-        return x.mul_(scale)
-
-
-class Closed(Reverse):
-    model: Net
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, scale: float) -> torch.Tensor:
-        return x * Closed.model.scale
-
-
-def view_written_to(net: Net, h: torch.Tensor) -> torch.Tensor:
-    y = h * 1
-    z = Reverse.apply(y, 2.0)
-    y.add_(1)
-    return z
-
-
-def closed(net: Net, h: torch.Tensor) -> torch.Tensor:
-    Closed.model = net
-    return Closed.apply(h, 2.0)
-
-
-def hook(name: str) -> Callable[[Net, torch.Tensor], torch.Tensor]:
-    def between(net: Net, h: torch.Tensor) -> torch.Tensor:
-        getattr(h, name)(*[] if name == "retain_grad" else [lambda g: -g])
-        return h
-
-    return between
-
-
-def module_hook(net: Net, h: torch.Tensor) -> torch.Tensor:
-    net.head.register_full_backward_hook(lambda module, into, out: (into[0] * 2,))
-    return h
-
-
-class Quantised(torch.autograd.graph.saved_tensors_hooks):
-    def __init__(self) -> None:
-        super().__init__(lambda t: t.half(), lambda t: t.float())
-
-
-def quantised(net: Net, h: torch.Tensor) -> torch.Tensor:
-    with Quantised():
-        return h * h.sin()
-
-
-def penalty(net: Net, h: torch.Tensor) -> torch.Tensor:
-    (grad,) = torch.autograd.grad(net.head(h).sigmoid().sum(), h, create_graph=True)
-    return h + grad.norm(dim=1, keepdim=True)
-
-
-REFUSED = {
-    "writes to its operands": lambda net, h: Dirty.apply(h, 2.0),
-    r"given a Net, which.*give it tensors as arguments of their own": lambda net, h: Reverse.apply(
-        h, net
-    ),
-    "reads a tensor of the model that is not among its arguments": closed,
-    "returns a view of its operand, and": view_written_to,
-    "under a transform of torch.func": lambda net, h: torch.func.vmap(Setup.apply)(h),
-    "register_hook in the forward.*write a torch.autograd.Function": hook("register_hook"),
-    "retain_grad in the forward": hook("retain_grad"),
-    "a module has a backward hook": module_hook,
-    "saved_tensors_hooks": quantised,
-    "is under a transform of torch.func": lambda net, h: torch.func.vmap(
-        lambda row: row * row.softmax(0)
-    )(h),
-    "torch.autograd.grad in the forward": penalty,
-    "backward.. in the forward": lambda net, h: (h.sum().backward(), h)[1],
-}
-
-
-@pytest.mark.parametrize("problem", REFUSED)
-def test_what_a_graph_cannot_hold_is_refused_with_its_line(problem: str) -> None:
-    with pytest.raises(CaptureError, match=rf"at tests/test_functions.py:\d+.*{problem}"):
-        capture(Net(REFUSED[problem]), torch.randn(8, 8))

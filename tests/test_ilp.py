@@ -4,6 +4,7 @@ as a mixed-integer program with PuLP.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -15,12 +16,18 @@ import zoo
 import autopar
 from autopar.capture.capture_graph import capture
 from autopar.cost_model import Cluster
+from autopar.ir.layout import Layout
 from autopar.passes.canonical.canonicalise import canonicalise
 from autopar.rules.analysis import Analysis
+from autopar.search.ilp import solve
+from autopar.search.ilp.cost_table import vertex_costs
 from autopar.search.ilp.cost_weights import CostWeights
 from autopar.search.ilp.linear_program import UnsolvedError
-from autopar.search.ilp.problem import Problem
-from autopar.search.ilp.solve import ReducedProblem, _ReducedProgram
+from autopar.search.ilp.problem import Problem, TensorConversions
+from autopar.search.ilp.pruning import find_optimum, message_bounds
+from autopar.search.ilp.reduced_problem import ReducedProblem
+from autopar.search.ilp.restrict import restrict_choices
+from autopar.search.ilp.solve import best_solution
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.space.configuration import Configuration
 from autopar.search.space.meshes import Axis
@@ -36,79 +43,93 @@ def textbook(problem: Problem, weights: CostWeights) -> float:
     a tensor in the layout in which it is made needs the result of the producer. Bytes count at the
     price of memory.
     """
-    program = pulp.LpProblem("sharding", pulp.LpMinimize)
-    vertices, second, byte = (
-        problem.vertices,
-        float(weights.micro[0]),
-        float(weights.price[0] * weights.flight[0]),
-    )
-    x = [
-        [program.add_variable(f"x_{v}_{k}", cat="Binary") for k in range(len(vertex.choices))]
-        for v, vertex in enumerate(vertices)
-    ]
-    cost = []
-    for v, own in zip(vertices, x, strict=True):
-        program += pulp.lpSum(own) == 1
-        each = (
-            second * (v.forward + v.backward)
-            + weights.step[0] * v.step
-            + byte * v.kept
-            + weights.price[0] * v.state
-        )
-        cost += [float(v.count[0] * c) * b for c, b in zip(each, own, strict=True)]
+    found = _Textbook(problem, weights)
+    for g, tensor in enumerate(problem.tensors):
+        for s, t in itertools.product(tensor.sources.items(), tensor.targets.items()):
+            found.add_conversion(g, tensor, s, t)
+    scale = 1e4 / sum(float(v.cost(weights).min()) for v in problem.vertices)
+    program = found.program
+    program.setObjective(scale * pulp.lpSum(found.cost))
+    assert program.solve(pulp.HiGHS(msg=False, timeLimit=120, gapRel=1e-7)) == pulp.LpStatusOptimal
+    return float(pulp.value(program.objective)) / scale
 
-    def wanting(v: int, p: int, layout: object, needed: bool) -> pulp.LpAffineExpression:
+
+class _Textbook:
+    """The variables and rows of ``textbook``."""
+
+    def __init__(self, problem: Problem, weights: CostWeights) -> None:
+        self.program = pulp.LpProblem("sharding", pulp.LpMinimize)
+        self.vertices, self.second = problem.vertices, float(weights.micro[0])
+        self.byte = float(weights.price[0] * weights.flight[0])
+        self.x = [
+            [
+                self.program.add_variable(f"x_{v}_{k}", cat="Binary")
+                for k in range(len(vertex.choices))
+            ]
+            for v, vertex in enumerate(self.vertices)
+        ]
+        self.cost = []
+        for v, own in zip(self.vertices, self.x, strict=True):
+            self.program += pulp.lpSum(own) == 1
+            each = (
+                self.second * (v.forward + v.backward)
+                + weights.step[0] * v.step
+                + self.byte * v.kept
+                + weights.price[0] * v.state
+            )
+            self.cost += [float(v.count[0] * c) * b for c, b in zip(each, own, strict=True)]
+
+    def wanting(self, v: int, p: int, layout: object, needed: bool) -> pulp.LpAffineExpression:
         """Whether vertex ``v`` wants a layout of operand ``p``, and if ``needed``, also needs it
         in the backward.
         """
-        labels = [vertices[v].in_labels[p][i] for i in vertices[v].in_label_of[p]]
+        vertex = self.vertices[v]
+        labels = [vertex.in_labels[p][i] for i in vertex.in_label_of[p]]
         return pulp.lpSum(
             b
-            for b, (wanted, need) in zip(x[v], labels, strict=True)
+            for b, (wanted, need) in zip(self.x[v], labels, strict=True)
             if wanted == layout and (need or not needed)
         )
 
-    def making(v: int, layout: object, available: bool) -> pulp.LpAffineExpression:
-        labels = [vertices[v].out_labels[i] for i in vertices[v].out_label_of]
+    def making(self, v: int, layout: object, available: bool) -> pulp.LpAffineExpression:
+        labels = [self.vertices[v].out_labels[i] for i in self.vertices[v].out_label_of]
         return pulp.lpSum(
             b
-            for b, (made, is_available) in zip(x[v], labels, strict=True)
+            for b, (made, is_available) in zip(self.x[v], labels, strict=True)
             if made == layout and (is_available or not available)
         )
 
-    for g, tensor in enumerate(problem.tensors):
-        times = float(tensor.count[0])
-        for (source, s), (target, t) in (
-            (a, b) for a in tensor.sources.items() for b in tensor.targets.items()
-        ):
-            made, available = (
-                making(tensor.producer, source, False),
-                making(tensor.producer, source, True),
-            )
-            price = times * second * float(tensor.seconds[s, t])
-            paid, saved, recomputed = (
-                program.add_variable(f"{kind}_{g}_{s}_{t}", lowBound=0)
-                for kind in ("paid", "saved", "recomputed")
-            )
-            recomputed.cat = "Binary"
-            cost += [price * paid, times * byte * float(tensor.nbytes[t]) * saved]
-            if np.isfinite(tensor.recompute_seconds[s, t]):
-                cost.append(times * second * float(tensor.recompute_seconds[s, t]) * recomputed)
-                program += recomputed <= available  # recomputation reads the tensor
+    def add_conversion(
+        self,
+        g: int,
+        tensor: TensorConversions,
+        made_in: tuple[Layout, int],
+        wanted_in: tuple[Layout, int],
+    ) -> None:
+        """The conversion of tensor ``g`` from one layout to another, each with its number."""
+        (source, s), (target, t), times = made_in, wanted_in, float(tensor.count[0])
+        made, available = (self.making(tensor.producer, source, must) for must in (False, True))
+        price = times * self.second * float(tensor.seconds[s, t])
+        paid, saved, recomputed = (
+            self.program.add_variable(f"{kind}_{g}_{s}_{t}", lowBound=0)
+            for kind in ("paid", "saved", "recomputed")
+        )
+        recomputed.cat = "Binary"
+        self.cost += [price * paid, times * self.byte * float(tensor.nbytes[t]) * saved]
+        if np.isfinite(tensor.recompute_seconds[s, t]):
+            again = times * self.second * float(tensor.recompute_seconds[s, t])
+            self.cost.append(again * recomputed)
+            self.program += recomputed <= available  # recomputation reads the tensor
+        else:
+            self.program += recomputed == 0
+        for v, p in tensor.ports:
+            needed = self.wanting(v, p, target, True)
+            if price > 0:
+                self.program += paid >= made + self.wanting(v, p, target, False) - 1
+            if tensor.moves[s, t]:
+                self.program += saved + recomputed >= made + needed - 1
             else:
-                program += recomputed == 0
-            for v, p in tensor.ports:
-                needed = wanting(v, p, target, True)
-                if price > 0:
-                    program += paid >= made + wanting(v, p, target, False) - 1
-                if tensor.moves[s, t]:
-                    program += saved + recomputed >= made + needed - 1
-                else:
-                    program += available >= made + needed - 1
-    scale = 1e4 / sum(float(v.cost(weights).min()) for v in vertices)
-    program.setObjective(scale * pulp.lpSum(cost))
-    assert program.solve(pulp.HiGHS(msg=False, timeLimit=120, gapRel=1e-7)) == pulp.LpStatusOptimal
-    return float(pulp.value(program.objective)) / scale
+                self.program += available >= made + needed - 1
 
 
 def problem_of(name: str, recompute: str, ranks: int) -> Problem:
@@ -122,10 +143,43 @@ def problem_of(name: str, recompute: str, ranks: int) -> Problem:
     return search.problem(Configuration(1, (Axis("axis0", ranks),), 1), 64)
 
 
+@pytest.mark.parametrize("price", [0.0, 1e-10, 1e-8])
+@pytest.mark.parametrize("name", ["mlp", "gpt2", "t5"])
+def test_eliminations_find_the_optimum_of_the_program(name: str, price: float) -> None:
+    """Bounds and eliminations against HiGHS, which solves the whole program."""
+    problem, weights = problem_of(name, "auto", 4), CostWeights.of_one_stage(1, price)
+    found = find_optimum(problem, weights)
+    assert found.is_exact
+    _, bound = ReducedProblem(problem, weights).solve()
+    assert found.cost == pytest.approx(bound, rel=1e-6)
+    recomputed = problem.cheaper_to_recompute(found.chosen, weights)
+    cost = problem.cost_breakdown(found.chosen, recomputed).cost(weights)
+    assert cost == pytest.approx(found.cost, rel=1e-9)
+
+
+@pytest.mark.parametrize("price", [0.0, 1e-9])
+def test_what_leaves_is_in_no_better_solution(price: float) -> None:
+    """Each choice's bound is at most the cost of the best solution with this choice."""
+    whole, weights = problem_of("mlp", "auto", 4), CostWeights.of_one_stage(1, price)
+    finite = [np.flatnonzero(np.isfinite(costs)) for costs in vertex_costs(whole, weights)]
+    problem = restrict_choices(whole, finite)
+    _, bounds = message_bounds(problem, weights)
+    for v in (0, len(bounds) // 2, len(bounds) - 1):
+        for k, bound in enumerate(bounds[v]):
+            numbers = [np.arange(len(w.choices)) for w in problem.vertices]
+            numbers[v] = np.array([k])
+            only = restrict_choices(problem, numbers)
+            try:
+                least = best_solution(only, weights).value
+            except UnsolvedError:
+                continue  # no solution has this choice
+            assert bound <= least * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("name", ["mlp", "mixer", "gpt2", "cnn"])
 def test_same_optimum(name: str) -> None:
     problem = problem_of(name, "none", 8)
-    solution = ReducedProblem(problem, CostWeights.of_one_stage()).solution()
+    solution = best_solution(problem, CostWeights.of_one_stage())
     split = [v.choices[k].out for v, k in zip(problem.vertices, solution.chosen, strict=True)]
     assert any(t.is_shard for layout in split for t in layout), "nothing to decide"
     assert solution.value == pytest.approx(textbook(problem, CostWeights.of_one_stage()), rel=1e-6)
@@ -134,10 +188,10 @@ def test_same_optimum(name: str) -> None:
 def test_same_optimum_at_a_price_of_memory() -> None:
     """Then the optimum also depends on which results are saved and which are recomputed."""
     problem = problem_of("mlp", "auto", 2)
-    fastest = ReducedProblem(problem, CostWeights.of_one_stage()).solution()
+    fastest = best_solution(problem, CostWeights.of_one_stage())
     price = fastest.value / float(fastest.cost_breakdown.nbytes(CostWeights.of_one_stage())[0])
     weights = CostWeights.of_one_stage(1, price=price / 3, flight=2.0)
-    solution = ReducedProblem(problem, weights).solution()
+    solution = best_solution(problem, weights)
     assert solution.cost_breakdown.recomputation[0] > 0
     assert solution.cost_breakdown.kept[0] < fastest.cost_breakdown.kept[0]
     # Both solvers stop branching at a relative gap.
@@ -145,22 +199,22 @@ def test_same_optimum_at_a_price_of_memory() -> None:
 
 
 def test_unsolved_configurations_are_noted_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A linear program with more columns than a limit stands for one that takes longer than
-    its limit of operations.
+    """A problem with more pairs of labels than a limit stands for one that takes longer than its
+    limit of operations.
     """
     model, sample = zoo.mlp(batch=64, dropout=0.0)
-    solve, sizes = _ReducedProgram.solve, list[int]()
+    choose, sizes = solve.best_choices, list[int]()
 
-    def limited(self: _ReducedProgram, operations: float) -> tuple[dict[int, int], float]:
-        sizes.append(self.columns)
-        if self.columns > most:
+    def limited(problem: Problem, *rest: Any) -> tuple[list[int], float]:
+        sizes.append(problem.label_pair_count)
+        if sizes[-1] > most:
             raise UnsolvedError
-        return solve(self, operations)
+        return choose(problem, *rest)
 
     def planned(**options: Any) -> autopar.Plan:
         return autopar.plan(model, sample, 8, cluster="h100-sxm", progress=False, **options)
 
-    monkeypatch.setattr(_ReducedProgram, "solve", limited)
+    monkeypatch.setattr(solve, "best_choices", limited)
     most = 10**9
     free = planned()
     assert not [left for left in free.not_searched if "the solver reached" in left]

@@ -36,18 +36,22 @@ BY_RULE = (
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_slice_of_torchs_operators_is_what_eager_computes() -> None:
-    import operators  # here, as torch's table takes seconds to make
+    from operator_cases import SPLIT, UNSPLIT, cases  # here: torch's table takes seconds to make
+    from operator_checks import check
 
     checked: set[str] = set()
     names = SLICE.split()
     found = {
-        name: operators.check(cases[0], checked)
-        for name, cases in operators.cases(names, 1)
+        name: check(of_operator[0], checked)
+        for name, of_operator in cases(names, 1)
         if name in names
     }
     assert found.keys() == set(names)
-    assert {status for status, _ in found.values()} == {operators.SPLIT, operators.UNSPLIT}, found
-    split = {name for name, (status, _) in found.items() if status == operators.SPLIT}
+    assert {status for status, _ in found.values()} == {
+        SPLIT,
+        UNSPLIT,
+    }, found
+    split = {name for name, (status, _) in found.items() if status == SPLIT}
     assert set(BY_RULE.split()) <= split, found
     assert "to_sparse" not in split
 

@@ -9,6 +9,7 @@ import itertools
 import math
 
 import brute_force
+import letter_graphs
 import numpy as np
 import pytest
 import small_graphs
@@ -19,7 +20,7 @@ from autopar.search.ilp.cost_weights import CostWeights
 from autopar.search.ilp.memory_prices import DoesNotFitError, MemoryPrices
 from autopar.search.ilp.neighbourhood import restrict_choices
 from autopar.search.ilp.problem import Problem
-from autopar.search.ilp.solve import ReducedProblem, Solution
+from autopar.search.ilp.solve import Solution, best_solution
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.result.exact_search import solve_exactly
 from autopar.search.space.configuration import Configuration
@@ -36,11 +37,11 @@ SETTINGS = {
         torch.bfloat16,
     ),
 }
-NAMES = [*small_graphs.GRAPHS, "repeated blocks"]
+NAMES = [*letter_graphs.GRAPHS, "repeated blocks"]
 CASES = [
     *itertools.product(NAMES, SETTINGS, [(2,)], ["none"]),
     *itertools.product(NAMES, ["large batch"], [(2,)], ["auto"]),
-    *itertools.product(small_graphs.GRAPHS, ("large batch", "large model"), [(2, 2)], ["none"]),
+    *itertools.product(letter_graphs.GRAPHS, ("large batch", "large model"), [(2, 2)], ["none"]),
 ]
 ROUNDING = 1e-9
 BRANCHED = 1e-4  # relative gap at which a branching solve ends
@@ -54,9 +55,9 @@ def search_of(
 ) -> tuple[InnerSearch, Configuration]:
     cluster, letters, dtype = SETTINGS[setting]
     model = (
-        small_graphs.Repeated(letters, dtype)
+        letter_graphs.Repeated(letters, dtype)
         if name == "repeated blocks"
-        else small_graphs.Small(name, letters, dtype)
+        else letter_graphs.Small(name, letters, dtype)
     )
     analysis = small_graphs.analyse(model, model.sample)
     options = Options(math.prod(sizes), recompute=recompute, optimizer=optimizer)
@@ -160,14 +161,14 @@ def test_at_a_price_of_memory_nothing_is_cheaper(name: str, setting: str, recomp
     operands.
     """
     problem = problem_of(name, setting, (2,), recompute)
-    fastest = ReducedProblem(problem, ONE).solution()
+    fastest = best_solution(problem, ONE)
     for part in (0.01, 0.1, 1.0, 10.0):
         weights = CostWeights.of_one_stage(
             2,
             price=part * fastest.value / nbytes(problem, fastest.chosen, fastest.recomputed),
             flight=3.0,
         )
-        solution = ReducedProblem(problem, weights).solution()
+        solution = best_solution(problem, weights)
         assert brute_force.possible(problem, solution.chosen, solution.recomputed)
         assert solution.bound <= solution.value * (1 + ROUNDING)
         assert solution.bound >= solution.value * (1 - BRANCHED)

@@ -118,21 +118,25 @@ def _every(case: str) -> dict[str, str]:
             model = copy.deepcopy(start)
             _train(name, model)
             _train(name, compiled)
-        moved = 0.0
-        for n, p in compiled.named_parameters():
-            expected = model.get_parameter(n).detach()
-            atol = TOLERANCE * float(expected.abs().max())
-            torch.testing.assert_close(
-                full(p).detach(),
-                expected,
-                rtol=TOLERANCE,
-                atol=atol,
-                msg=lambda m, k=name: f"{case}, {k}: {m}",
-            )
-            moved = max(moved, float((expected - start.get_parameter(n).detach()).abs().max()))
-        assert moved > 1e-5, f"{case}, {name}"
+        assert _moved(compiled, model, start, f"{case}, {name}") > 1e-5, f"{case}, {name}"
         found[name] = "yes"
     return found
+
+
+def _moved(compiled: nn.Module, model: nn.Module, start: nn.Module, label: str) -> float:
+    """How far the parameters went from ``start``; they must be those of ``model``."""
+    moved = 0.0
+    for n, p in compiled.named_parameters():
+        expected = model.get_parameter(n).detach()
+        torch.testing.assert_close(
+            full(p).detach(),
+            expected,
+            rtol=TOLERANCE,
+            atol=TOLERANCE * float(expected.abs().max()),
+            msg=lambda m: f"{label}: {m}",
+        )
+        moved = max(moved, float((expected - start.get_parameter(n).detach()).abs().max()))
+    return moved
 
 
 @pytest.mark.parametrize("case", ["zero", "1d", "pipeline"])

@@ -16,6 +16,7 @@ from pool import Pools
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.utils.hooks import RemovableHandle
 
 import autopar
 from autopar.errors import RunError
@@ -221,6 +222,12 @@ def _hooks(name: str, model: nn.Module, compiled: nn.Module) -> None:
     assert sorted(calls["compiled"]) == sorted(c for c in calls["model"] if c.split()[0] in own), (
         name
     )
+    _hooks_of_some(compiled, handles)
+    _steps_in_the_backward(name, model, compiled)
+
+
+def _hooks_of_some(compiled: nn.Module, handles: list[RemovableHandle]) -> None:
+    """``torch.autograd.grad`` refuses while a parameter has hooks; all of them are removed."""
     with pytest.raises(RuntimeError, match="not have been used"):
         torch.autograd.grad(compiled(**sample())["loss"], list(compiled.parameters()))
     for handle in handles[2:]:
@@ -233,7 +240,6 @@ def _hooks(name: str, model: nn.Module, compiled: nn.Module) -> None:
             )
     for handle in handles:
         handle.remove()
-    _steps_in_the_backward(name, model, compiled)
 
 
 def _steps_in_the_backward(name: str, model: nn.Module, compiled: nn.Module) -> None:

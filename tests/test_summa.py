@@ -5,11 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_checks import Tensors, compare, draw, make_mesh
 from pool import Pools
-from test_kernels import Tensors, compare, draw, make_mesh
 
 from autopar.runtime.communication.collectives import redistribute
 from autopar.runtime.kernels.summa import summa_linear
+
+
+def _operands(t: Tensors, trains: tuple[bool, bool]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The input and the weight, detached where they do not train."""
+    x, w = t["x"], t["w"]
+    assert x is not None
+    assert w is not None
+    return x if trains[0] else x.detach(), w if trains[1] else w.detach()
 
 
 def _check(
@@ -28,12 +36,7 @@ def _check(
         return redistribute(redistribute(t, mesh, column, "I", on_column), mesh, row, "I", on_row)
 
     def split(t: Tensors) -> torch.Tensor:
-        x, w, b = t["x"], t["w"], t["b"]
-        assert x is not None
-        assert w is not None
-        x, w = (
-            leaf if train else leaf.detach() for leaf, train in zip((x, w), trains, strict=True)
-        )
+        (x, w), b = _operands(t, trains), t["b"]
         y = summa_linear(
             cut(x, "S0", f"S{last}"),
             cut(w, "S1", "S0"),
@@ -45,11 +48,7 @@ def _check(
         return redistribute(redistribute(y, mesh, row, f"S{last}", "I"), mesh, column, "S0", "I")
 
     def whole(t: Tensors) -> torch.Tensor:
-        x, w = (
-            leaf if train else leaf.detach()
-            for leaf, train in zip((t["x"], t["w"]), trains, strict=True)
-        )  # type: ignore[union-attr]
-        return F.linear(x, w, t["b"])
+        return F.linear(*_operands(t, trains), t["b"])
 
     found: Tensors = {
         "x": draw(*shape),

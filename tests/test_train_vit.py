@@ -20,7 +20,9 @@ pytest.importorskip("transformers")
 pytest.importorskip("sklearn")
 
 import train_vit
-from train_vit import ALONE, FIRST, MODES, TEST_IMAGES, Run
+import vit_results
+from train_vit import TEST_IMAGES
+from vit_results import ALONE, FIRST, MODES, Run
 
 SMALL = argparse.Namespace(layers=2, epochs=4, batch=64, lr=1e-3)
 
@@ -51,7 +53,7 @@ def test_a_mode_learns_what_one_device_does(ranks: Pools, alone: Run, mode: str)
     run = runs[0]
     assert all(other.losses == run.losses and other.accuracies == run.accuracies for other in runs)
     rounding = torch.finfo(torch.float32).eps * max(alone.losses)
-    assert max(train_vit.differences(run, alone)[:FIRST]) <= FIRST * rounding
+    assert max(vit_results.differences(run, alone)[:FIRST]) <= FIRST * rounding
     right = alone.accuracies[-1]
     assert abs(run.accuracies[-1] - right) <= 3 * math.sqrt(right * (1 - right) / TEST_IMAGES)
     assert run.accuracies[-1] > 0.8
@@ -71,8 +73,8 @@ def test_the_example_runs(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     runs = {ALONE: Run.load(tmp_path / "alone.json"), "1d": Run.load(tmp_path / "1d.json")}
-    assert train_vit.summary(runs) in done.stdout
-    assert (tmp_path / "curves.svg").read_text(encoding="utf-8") == train_vit.picture(runs, 1)
+    assert vit_results.summary(runs) in done.stdout
+    assert (tmp_path / "curves.svg").read_text(encoding="utf-8") == vit_results.picture(runs, 1)
 
 
 def test_the_picture_shows_every_run() -> None:
@@ -80,7 +82,7 @@ def test_the_picture_shows_every_run() -> None:
         name: Run([2.0, 1.0, 0.5, 0.25 + i / 1e6], [0.5, 1.0], 0.1)
         for i, name in enumerate([ALONE, *MODES])
     }
-    drawn = ElementTree.fromstring(train_vit.picture(runs, 2))
+    drawn = ElementTree.fromstring(vit_results.picture(runs, 2))
     texts = [text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
     assert set(runs) <= set(texts)
     lines = [

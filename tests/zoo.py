@@ -5,14 +5,24 @@ be split are divisible by 4.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import transformers as hf
 from torch import nn
+from zoo_modules import (
+    Attention,
+    Block,
+    Classifier,
+    Fused,
+    Mean,
+    Mix,
+    Patches,
+    Regressor,
+    Tokens,
+    Unet,
+)
 
 from autopar.ir.captured import CapturedModel
 
@@ -192,36 +202,6 @@ def t5(batch: int, dropout: float, layers: int = 2) -> Made:
     return hf.T5ForConditionalGeneration(config), _text(batch)
 
 
-class _Block(nn.Module):
-    def __init__(self, channels: int, out: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(channels, out, 3, stride, 1, bias=False)
-        self.norm1 = nn.BatchNorm2d(out)
-        self.conv2 = nn.Conv2d(out, out, 3, 1, 1, bias=False)
-        self.norm2 = nn.BatchNorm2d(out)
-        self.relu = nn.ReLU(inplace=True)
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or channels != out:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out)
-            )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.norm2(self.conv2(self.relu(self.norm1(self.conv1(x)))))
-        y += self.shortcut(x)
-        return self.relu(y)
-
-
-class _Classifier(nn.Module):
-    def __init__(self, body: nn.Module, head: nn.Module) -> None:
-        super().__init__()
-        self.body, self.head = body, head
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        logits = self.head(self.body(x))
-        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
-
-
 @_seeded
 def cnn(batch: int, dropout: float, layers: int = 1) -> Made:
     stem = [
@@ -231,186 +211,56 @@ def cnn(batch: int, dropout: float, layers: int = 1) -> Made:
         nn.MaxPool2d(3, 2, 1),
     ]
     body = nn.Sequential(
-        *stem, *(_Block(8, 8, 1) for _ in range(layers)), _Block(8, 16, 2), nn.AdaptiveAvgPool2d(1)
+        *stem, *(Block(8, 8, 1) for _ in range(layers)), Block(8, 16, 2), nn.AdaptiveAvgPool2d(1)
     )
-    return _Classifier(
+    return Classifier(
         body, nn.Sequential(nn.Flatten(), nn.Dropout(dropout), nn.Linear(16, CLASSES))
     ), _images(batch)
-
-
-class _Mix(nn.Module):
-    def __init__(self, tokens: int, width: int, dropout: float) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.tokens = nn.Sequential(
-            nn.Linear(tokens, 32), nn.GELU(), nn.Dropout(dropout), nn.Linear(32, tokens)
-        )
-        self.channels = nn.Sequential(
-            nn.Linear(width, 64), nn.GELU(), nn.Dropout(dropout), nn.Linear(64, width)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.tokens(self.norm1(x).transpose(1, 2)).transpose(1, 2)
-        return x + self.channels(self.norm2(x))
-
-
-class _Patches(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.embed = nn.Conv2d(3, width, 4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.embed(x).flatten(2).transpose(1, 2)
-
-
-class _Mean(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.mean(1)
 
 
 @_seeded
 def mixer(batch: int, dropout: float, layers: int = 2) -> Made:
     body = nn.Sequential(
-        _Patches(32), *(_Mix(16, 32, dropout) for _ in range(layers)), nn.LayerNorm(32), _Mean()
+        Patches(32), *(Mix(16, 32, dropout) for _ in range(layers)), nn.LayerNorm(32), Mean()
     )
-    return _Classifier(body, nn.Linear(32, CLASSES)), _images(batch)
-
-
-class _Unet(nn.Module):
-    """Skip connections from the encoder to the decoder."""
-
-    def __init__(self, width: int, levels: int, dropout: float) -> None:
-        super().__init__()
-        sizes = [width * 2**i for i in range(levels + 1)]
-        self.enter = nn.Conv2d(3, width, 3, 1, 1)
-        self.down = nn.ModuleList(self._block(a, b, dropout) for a, b in itertools.pairwise(sizes))
-        self.up = nn.ModuleList(
-            self._block(b + a, a, dropout) for a, b in reversed(list(itertools.pairwise(sizes)))
-        )
-        self.leave = nn.Conv2d(width, 3, 1)
-
-    @staticmethod
-    def _block(channels: int, out: int, dropout: float) -> nn.Module:
-        return nn.Sequential(
-            nn.Conv2d(channels, out, 3, 1, 1), nn.GroupNorm(4, out), nn.SiLU(), nn.Dropout(dropout)
-        )
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
-        h = self.enter(x)
-        skips = []
-        for block in self.down:
-            skips.append(h)
-            h = block(F.max_pool2d(h, 2))
-        for block in self.up:
-            h = block(torch.cat((F.interpolate(h, scale_factor=2.0), skips.pop()), 1))
-        prediction = self.leave(h)
-        return {"loss": F.mse_loss(prediction, y), "prediction": prediction}
+    return Classifier(body, nn.Linear(32, CLASSES)), _images(batch)
 
 
 @_seeded
 def unet(batch: int, dropout: float, layers: int = 2) -> Made:
-    return _Unet(8, layers, dropout), {
+    return Unet(8, layers, dropout), {
         "x": torch.randn(batch, 3, 16, 16),
         "y": torch.randn(batch, 3, 16, 16),
     }
 
 
-class _Regressor(nn.Module):
-    def __init__(self, body: nn.Module) -> None:
-        super().__init__()
-        self.body = body
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
-        prediction = self.body(x)
-        return {"loss": F.mse_loss(prediction, y), "prediction": prediction}
-
-
 @_seeded
 def mlp(batch: int, dropout: float, layers: int = 2) -> Made:
     hidden = [m for _ in range(layers) for m in (nn.Linear(32, 32), nn.GELU(), nn.Dropout(dropout))]
-    return _Regressor(nn.Sequential(*hidden, nn.Linear(32, 16))), {
+    return Regressor(nn.Sequential(*hidden, nn.Linear(32, 16))), {
         "x": torch.randn(batch, 32),
         "y": torch.randn(batch, 16),
     }
 
 
-class _Tokens(nn.Module):
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.up, self.norm, self.down = (
-            nn.Linear(width, hidden),
-            nn.LayerNorm(hidden),
-            nn.Linear(hidden, width),
-        )
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
-        prediction = self.down(self.norm(F.gelu(self.up(x))))
-        return {"loss": F.mse_loss(prediction, y), "prediction": prediction}
-
-
 @_seeded
 def wide(batch: int, dropout: float, width: int = 1024, hidden: int = 8192) -> Made:
     """Two large linear layers with a layer norm between them, on 8 tokens a sample."""
-    return _Tokens(width, hidden), {
+    return Tokens(width, hidden), {
         "x": torch.randn(batch, 8, width),
         "y": torch.randn(batch, 8, width),
     }
 
 
-class _Fused(nn.Module):
-    """A block with one weight for query, key and value, as in timm, and one weight for gate and up,
-    as in Phi-3.
-    """
-
-    def __init__(self, width: int, heads: int, hidden: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm, self.qkv, self.out = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 3 * width),
-            nn.Linear(width, width),
-        )
-        self.gate_up, self.down = (
-            nn.Linear(width, 2 * hidden, bias=False),
-            nn.Linear(hidden, width, bias=False),
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        b, s, w = x.shape
-        q, k, v = (
-            self.qkv(self.norm(x))
-            .reshape(b, s, 3, self.heads, w // self.heads)
-            .permute(2, 0, 3, 1, 4)
-            .unbind(0)
-        )
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, s, w))
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return x + self.down(up * F.silu(gate))
-
-
 @_seeded
 def fused(batch: int, dropout: float, layers: int = 2) -> Made:
-    body = nn.Sequential(*(_Fused(32, 4, 48) for _ in range(layers)), nn.Linear(32, 16))
-    return _Regressor(body), {"x": torch.randn(batch, 8, 32), "y": torch.randn(batch, 8, 16)}
-
-
-class _Attention(nn.Module):
-    """Causal attention over a long sequence."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.ModuleList(nn.Linear(32, 32) for _ in range(3)), nn.Linear(32, 32)
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        q, k, v = (layer(x).unflatten(2, (4, -1)).transpose(1, 2) for layer in self.qkv)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        made = self.out(y.transpose(1, 2).flatten(2))
-        return {"loss": made.square().mean(), "made": made}
+    body = nn.Sequential(*(Fused(32, 4, 48) for _ in range(layers)), nn.Linear(32, 16))
+    return Regressor(body), {"x": torch.randn(batch, 8, 32), "y": torch.randn(batch, 8, 16)}
 
 
 @_seeded
 def causal(batch: int, dropout: float, length: int = 128) -> Made:
-    return _Attention(), {"x": torch.randn(batch, length, 32)}
+    return Attention(), {"x": torch.randn(batch, length, 32)}
 
 
 MODELS: dict[str, Callable[..., Made]] = {

@@ -74,7 +74,8 @@ class Planner:
         plan.timings["total"] = time.perf_counter() - start
         search, in_microbatch = searches.of_configuration(found.configuration)
         prices = search.prices(found.configuration, in_microbatch)
-        self.write_program = partial(prices.write_program, search.budget)
+        budget = search.budget(found.configuration)
+        self.write_program = partial(prices.write_program, budget)
         return plan
 
     def _search_cache(self, microbatches: int) -> SearchCache:

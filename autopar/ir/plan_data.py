@@ -11,7 +11,8 @@ from autopar.errors import PlanError
 from autopar.ir.layout import Layout
 from autopar.ir.precision import COMPUTE_DTYPES, REDUCE_DTYPES
 
-VERSION = 6
+VERSION = 7
+PIPELINE = "pipeline"  # the name of the pipeline beside the names of mesh axes
 # On a mesh with more free axes the search is exact only in neighbourhoods. Axes of a mode are not
 # free.
 EXACT_AXES = 2
@@ -76,9 +77,15 @@ class PlanData:
     Attributes:
         fingerprint: a hash of the captured graph. A plan compiles only the graph that it was made
             for.
-        mesh_sizes, mesh_names: the axes of one stage's mesh, slowest links first. Pipeline ranks
-            count slowest: the first ``prod(mesh_sizes)`` ranks are pipeline rank 0.
+        mesh_sizes, mesh_names: the axes of one stage's mesh, slowest links first.
         pipeline: the number of ranks along the pipeline.
+        pipeline_place: the number of mesh axes that cross slower links than the pipeline. Ranks are
+            numbered row-major in the order of :attr:`placement`. At place 0 the first
+            ``prod(mesh_sizes)`` ranks are pipeline rank 0.
+        device_kinds: where devices are of several kinds, the cluster of each pipeline rank's; else
+            empty.
+        pipeline_order: where the kinds follow each other in another order than the ranks, for each
+            pipeline rank the number of its block of ``prod(mesh_sizes)`` ranks; else empty.
         schedule: the order of microbatches in the pipeline: one of SCHEDULES.
         stages: the parts of the model, in its order: ``pipeline`` x chunks of them.
         recomputed: what the backward computes again instead of saving it: names of nodes, and of
@@ -124,6 +131,9 @@ class PlanData:
     compared: int = 1
     not_searched: tuple[str, ...] = ()
     pipeline: int = 1
+    pipeline_place: int = 0
+    device_kinds: tuple[str, ...] = ()
+    pipeline_order: tuple[int, ...] = ()
     schedule: str = "1f1b"
     recomputed: tuple[str, ...] = ()
     precision: str | None = None
@@ -147,6 +157,22 @@ class PlanData:
 
     def _misfits(self) -> Iterator[str]:
         """What does not fit together, as sentences for the user."""
+        yield from self._misfits_of_mesh()
+        if not self.stages or len(self.stages) % self.pipeline:
+            yield (
+                f"{len(self.stages)} stages are no multiple of the pipeline's {self.pipeline} ranks"
+            )
+        if self.schedule not in SCHEDULES:
+            yield f"schedule {self.schedule!r} is none of {', '.join(SCHEDULES)}"
+        for what, value, known in (
+            ("precision", self.precision, COMPUTE_DTYPES),
+            ("reduce_dtype", self.reduce_dtype, REDUCE_DTYPES),
+        ):
+            if value is not None and value not in known:
+                yield f"{what} {value!r} is none of {', '.join(known)}"
+        yield from self._misfits_of_layouts()
+
+    def _misfits_of_mesh(self) -> Iterator[str]:
         axes = len(self.mesh_sizes)
         if (
             self.pipeline * math.prod(self.mesh_sizes) != self.world_size
@@ -163,25 +189,25 @@ class PlanData:
                 f"a size below 1: pipeline {self.pipeline}, mesh {self.mesh_sizes}, "
                 f"{self.microbatches} microbatches"
             )
+        blocks = list(range(self.pipeline))
+        if self.pipeline_order and (self.pipeline_place or sorted(self.pipeline_order) != blocks):
+            yield (
+                f"pipeline_order {self.pipeline_order} with pipeline_place {self.pipeline_place} "
+                f"is no order of {self.pipeline} pipeline ranks"
+            )
+        if self.device_kinds and len(self.device_kinds) != self.pipeline:
+            yield f"device_kinds {self.device_kinds}: give one for each of {self.pipeline} ranks"
+        if self.pipeline_place > (axes if self.pipeline > 1 else 0):
+            yield (
+                f"pipeline_place {self.pipeline_place} is none of a pipeline of {self.pipeline} "
+                f"with {axes} mesh axes"
+            )
         if (
             len(set(self.mesh_names)) != axes
             or "" in self.mesh_names
-            or (self.pipeline > 1 and "pipeline" in self.mesh_names)
+            or (self.pipeline > 1 and PIPELINE in self.mesh_names)
         ):
             yield f"mesh_names {self.mesh_names}: each axis needs a name of its own"
-        if not self.stages or len(self.stages) % self.pipeline:
-            yield (
-                f"{len(self.stages)} stages are no multiple of the pipeline's {self.pipeline} ranks"
-            )
-        if self.schedule not in SCHEDULES:
-            yield f"schedule {self.schedule!r} is none of {', '.join(SCHEDULES)}"
-        for what, value, known in (
-            ("precision", self.precision, COMPUTE_DTYPES),
-            ("reduce_dtype", self.reduce_dtype, REDUCE_DTYPES),
-        ):
-            if value is not None and value not in known:
-                yield f"{what} {value!r} is none of {', '.join(known)}"
-        yield from self._misfits_of_layouts()
 
     def _misfits_of_layouts(self) -> Iterator[str]:
         axes = len(self.mesh_sizes)
@@ -223,6 +249,15 @@ class PlanData:
     def nbytes(self) -> dict[str, float]:
         """Predicted peak bytes by kind, for the device that needs most."""
         return max(self.memory, key=lambda device: sum(device.values()))
+
+    @property
+    def placement(self) -> tuple[str, ...]:
+        """The names of the mesh axes, and of a pipeline, from the slowest links to the fastest."""
+        before, after = (
+            self.mesh_names[: self.pipeline_place],
+            self.mesh_names[self.pipeline_place :],
+        )
+        return (*before, *[PIPELINE] * (self.pipeline > 1), *after)
 
     @property
     def mesh(self) -> dict[str, int]:

@@ -20,11 +20,15 @@ from autopar.ir.plan_data import ConversionStep, NodePlan
 from autopar.kernel_trace.fake_mesh import FakeMesh
 from autopar.kernel_trace.operator_trace import OperatorTrace, OperatorTracer
 from autopar.kernel_trace.tensor_spec import TensorSpec, contiguous_spec, with_grad
+from autopar.memory.folding import Folding
 from autopar.memory.local_operator import LocalOperators
+from autopar.memory.staged_calls import StagedCalls, stage_of
 from autopar.memory.traced_call import GradientSlot, StageInput, TracedCall, TracedStorage
 from autopar.rules.analysis import Analysis
 from autopar.runtime.communication.collectives import redistribute
 from autopar.runtime.kernels.graph_kernels import send
+
+_SLICE = torch.ops.aten.slice.Tensor
 
 
 class _Tensor(NamedTuple):
@@ -45,9 +49,6 @@ class CallTrace:
         outputs: the storages of the tensors that the program returns, the loss first; None for a
             parameter or an input.
         loss: where the backward starts.
-        uses: pairs (stage, name) of the parameters and buffers that stages use, in the order of
-            first use.
-        inputs: pairs (stage, placeholder) of the inputs that stages read.
 
     Args:
         analysis: the analysis of the graph of one microbatch. In a graph that is cut into stages,
@@ -57,6 +58,7 @@ class CallTrace:
         tracer: traces calls for the device type where the program will run.
         reduction_dtype: the dtype in which ranks sum gradients of parameters; None for the dtype
             of each gradient.
+        folding: which calls are traced; by default all.
     """
 
     def __init__(
@@ -67,8 +69,10 @@ class CallTrace:
         sizes: Sequence[int],
         tracer: OperatorTracer,
         reduction_dtype: torch.dtype | None = None,
+        folding: Folding | None = None,
     ) -> None:
         self._analysis, self._nodes, self._conversions = analysis, nodes, conversions
+        self._folding = folding or Folding.of_every_call(StagedCalls.of_single_nodes(analysis))
         self._tracer, self._reduction_dtype = tracer, reduction_dtype
         self._mesh = FakeMesh(tuple(sizes))
         self._operators = LocalOperators(analysis, nodes, sizes, tracer)
@@ -80,45 +84,46 @@ class CallTrace:
         self._chains: dict[float, list[TracedCall]] = {}
         self._call_of: dict[fx.Node, TracedCall] = {}
         self._place = {node: place for place, node in enumerate(analysis.graph.nodes)}
-        self._written = _written_state(analysis)
         self.calls: list[TracedCall] = []
         self.arrivals: list[StageInput] = []
-        self.uses: dict[tuple[int | None, str], None] = {}
-        self.inputs: set[tuple[int | None, fx.Node]] = set()
         for node, place in self._place.items():
-            self._visit(node, place)
+            if node.op == "call_function" and self._folding.is_traced(node):
+                self._visit(node, place)
         self._insert_conversions()
         self._join_slices()
         returned = analysis.outputs[: analysis.captured.out_spec.num_leaves]
         others = [n for n in returned if isinstance(n, fx.Node) and n is not analysis.loss]
-        self.outputs = [self._storages[n][0] for n in (analysis.loss, *others)]
+        self.outputs = [self._storages.get(n, (None,))[0] for n in (analysis.loss, *others)]
         self.loss = self._slots[analysis.loss][0]
 
     def _visit(self, node: fx.Node, place: int) -> None:
-        if node.op == "placeholder":
-            val, grad = node.meta["val"], node in self._analysis.differentiable
-            is_tensor = isinstance(val, torch.Tensor)
-            shape = self._operators.local_shape(node) if is_tensor else ()
-            self._values[node] = contiguous_spec(shape, val.dtype, grad) if is_tensor else val
-            self._storages[node] = (None,)
-            self._slots[node] = (
-                GradientSlot(parameter=self._analysis.state[node].target) if grad else None,
-            )
-        elif node.target is operator.getitem:
-            source: fx.Node = node.args[0]  # type: ignore[assignment]
+        if node.target is operator.getitem:
+            source = self._folding.traced(node.args[0])  # type: ignore[arg-type]
             index: int = node.args[1]  # type: ignore[assignment]
             self._values[node] = self._values[source][index]
             self._storages[node] = (self._storages[source][index],)
             self._slots[node] = (self._slots[source][index],)
         elif node.target is send:
             self._send(node, place)
-        elif node.op == "call_function":
+        else:
             self._call(node, place)
+
+    def _visit_input(self, node: fx.Node) -> None:
+        """Notes a parameter, a buffer or an input of the program at its first use."""
+        val, grad = node.meta["val"], node in self._analysis.differentiable
+        is_tensor = isinstance(val, torch.Tensor)
+        shape = self._operators.local_shape(node) if is_tensor else ()
+        self._values[node] = contiguous_spec(shape, val.dtype, grad) if is_tensor else val
+        self._storages[node] = (None,)
+        self._slots[node] = (
+            GradientSlot(parameter=self._analysis.state[node].target) if grad else None,
+        )
 
     def _call(self, node: fx.Node, place: int) -> None:
         differentiable = self._analysis.differentiable
         chosen, rule = self._nodes[node.name], self._analysis.rules.get(node)
-        call = self._call_of[node] = TracedCall(node.name, (place, 0), _stage_of(node))
+        call = TracedCall(node.name, (place, 0), stage_of(node), self._folding.block(node))
+        self._call_of[node] = call
         specs: list[Any] = []
         storages = []
         for k, (operand, _) in enumerate(operands(node)):
@@ -129,7 +134,7 @@ class CallTrace:
             storages.append(tensor.storage)
             has_gradient = specs[-1] is not tensor.value or node in differentiable
             call.operand_slots.append(tensor.slot if has_gradient else None)
-            if operand in self._written or (rule is not None and k in rule.writes):
+            if operand in self._folding.calls.written or (rule is not None and k in rule.writes):
                 call.cloned += self._allocated_bytes(tensor.value)
         trace = self._operators.trace(node, specs)
         made = [
@@ -148,23 +153,22 @@ class CallTrace:
         value, sent, source, _ = self._operand(
             node.all_input_nodes[0], self._nodes[node.name].ins[0], node
         )
-        receive = TracedCall(node.name, (place, 0), _stage_of(node))
+        receive = TracedCall(node.name, (place, 0), stage_of(node), self._folding.block(node))
         arrived = TracedStorage(self._allocated_bytes(value), receive)
         slot = GradientSlot(receive) if value.grad else None
         self._values[node] = contiguous_spec(value.shape, value.dtype, value.grad)
         self._storages[node], self._slots[node] = (arrived,), (slot,)
         self.arrivals.append(
-            StageInput(_stage_of(node) or 0, sent, arrived, source if value.grad else None, slot)
+            StageInput(stage_of(node) or 0, sent, arrived, source if value.grad else None, slot)
         )
 
     def _operand(self, node: fx.Node, wanted: Layout, reader: fx.Node) -> _Tensor:
         """The result of ``node`` in the layout that ``reader`` wants."""
+        node = self._folding.traced(node)
+        if node.op == "placeholder" and node not in self._values:
+            self._visit_input(node)
         layout = self._nodes[node.name].out
         storages, slots = self._storages[node], self._slots[node]
-        if node in self._analysis.state:
-            self.uses[_stage_of(reader), self._analysis.state[node].target] = None
-        elif node.op == "placeholder":
-            self.inputs.add((_stage_of(reader), node))
         if wanted == layout or not isinstance(self._values[node], TensorSpec):
             is_single = len(storages) == 1
             return _Tensor(
@@ -224,8 +228,9 @@ class CallTrace:
         else:
             place = self._place[reader] - 0.5 if is_input else self._place[node]
         chain = self._chains.setdefault(place, [])
+        block = self._folding.block(reader if is_input else node)
         name = f"{node.name} -> {format_layout(layout)}"
-        call = TracedCall(name, (place, 0), _stage_of(node), is_read=False)
+        call = TracedCall(name, (place, 0), stage_of(node), block, is_read=False)
         if before is not None:
             chain.insert(chain.index(before) + 1, call)
             before.later.append(call)
@@ -245,8 +250,13 @@ class CallTrace:
 
         These are slices of one tensor that read it in the same layout.
         """
-        for node in self._analysis.graph.nodes:
+        sources = dict.fromkeys(
+            n for node in self._call_of if node.target is _SLICE for n in node.all_input_nodes
+        )
+        for node in sources:
             for slices in slices_of(node) if node.op == "call_function" else ():
+                if any(each not in self._call_of for each in slices):
+                    continue  # slices in several stages, or in several blocks
                 calls = [self._call_of[each] for each in slices]
                 layouts = {self._nodes[each.name].ins[0] for each in slices}
                 if len(layouts) == 1 and len({call.stage for call in calls}) == 1:
@@ -255,17 +265,6 @@ class CallTrace:
 
     def _allocated_bytes(self, value: TensorSpec) -> int:
         return self._tracer.allocated_bytes(math.prod(value.shape) * value.dtype.itemsize)
-
-
-def _stage_of(node: fx.Node) -> int | None:
-    return node.meta.get("stage", 0) if node.op == "call_function" else None
-
-
-def _written_state(analysis: Analysis) -> set[fx.Node]:
-    """The placeholders of buffers to which the program writes a new value."""
-    updates = analysis.captured.updates
-    placeholders = {i.target: n for n, i in analysis.state.items()}
-    return {placeholders[target] for target in updates if target in placeholders}
 
 
 def _complete(

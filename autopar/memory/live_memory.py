@@ -43,6 +43,17 @@ class LiveMemory:
         self.now[source] -= nbytes
         self.now[target] += nbytes
 
+    def add_part(self, part: LiveMemory) -> None:
+        """What happens next is what ``part`` counted, from no bytes on."""
+        if self.total + part.peak > self.peak:
+            self.peak = self.total + part.peak
+            self.at_peak = dict(self.now)
+            for kind, nbytes in part.at_peak.items():
+                self.at_peak[kind] = self.at_peak.get(kind, 0) + nbytes
+        for kind, nbytes in part.now.items():
+            self.now[kind] += nbytes
+        self.total += part.total
+
     def _note_peak(self, more: int) -> None:
         self.peak = self.total + more
         self.at_peak = {**self.now, TRANSIENT: self.now[TRANSIENT] + more}

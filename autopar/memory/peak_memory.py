@@ -13,23 +13,25 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
 
-import torch
-
-from autopar.cost_model.memory import allocated_bytes, optimizer_temporaries, parameter_memory
+from autopar.cost_model.memory import allocated_bytes, optimizer_temporaries
 from autopar.cost_model.schedule import BACKWARD, FORWARD, Action
-from autopar.ir.layout import local_shape
-from autopar.ir.plan_data import ParameterPlan, PlanData
+from autopar.ir.plan_data import PlanData
 from autopar.ir.precision import dtype_of
 from autopar.kernel_trace.operator_trace import OperatorTracer
 from autopar.memory.call_trace import CallTrace
-from autopar.memory.gradient_memory import GradientMemory, LocalParameter, gather_memory
+from autopar.memory.folding import Folding, Program
+from autopar.memory.gradient_memory import GradientMemory, gather_memory
 from autopar.memory.live_memory import ACTIVATIONS, OUTPUTS, TRANSIENT, LiveMemory
+from autopar.memory.local_parameters import LocalParameters
+from autopar.memory.parameter_places import ParameterPlaces
 from autopar.memory.saved_activations import SavedActivations
 from autopar.memory.schedule_walk import ActionMemory, ScheduleWalk
 from autopar.memory.stage_calls import StageCalls
+from autopar.memory.stage_logs import StageLogs
 from autopar.memory.stage_memory import StageMemory
+from autopar.memory.staged_calls import StagedCalls
+from autopar.memory.steady_state import NotSteadyError
 from autopar.memory.step_settings import StepSettings
 from autopar.rules.analysis import Analysis
 
@@ -37,52 +39,112 @@ from autopar.rules.analysis import Analysis
 class PeakMemory:
     """The peak memory of each pipeline rank of a program.
 
+    Attributes:
+        saved_bytes: by stage: the bytes that one microbatch keeps between its forward and its
+            backward.
+        by_kind: by stage: its part of its rank's peak, bytes by kind.
+        folding: which calls were traced.
+
     Args:
         analysis: the analysis of the graph of one microbatch, cut into the plan's stages.
-        trace: the program of the plan on one rank.
+        program: the plan, or the fields of it that make the program.
         sizes: the mesh's axis sizes, inside one stage.
-        parameters, recomputed: as in a plan.
         settings: how the program runs.
+        tracer: traces calls for the device type where the program will run.
+        calls: the calls of the graph, with those that may stand for others; by default, every call
+            is traced.
     """
 
     def __init__(
         self,
         analysis: Analysis,
-        trace: CallTrace,
+        program: Program,
         sizes: tuple[int, ...],
-        parameters: Mapping[str, ParameterPlan],
-        recomputed: Collection[str],
         settings: StepSettings,
+        tracer: OperatorTracer,
+        calls: StagedCalls | None = None,
     ) -> None:
-        self._analysis, self._trace, self._sizes = analysis, trace, sizes
-        self._parameters, self._settings = parameters, settings
+        self._analysis, self._settings, self._tracer = analysis, settings, tracer
+        self._program, self._sizes = program, sizes
         self._allocated = allocated_bytes if settings.device_type == "cuda" else int
-        self._is_direct = math.prod(sizes) == settings.microbatches == settings.stages == 1
-        self._nodes = {state.target: node for node, state in analysis.state.items()}
-        saved = SavedActivations(trace)
-        calls = saved.recomputed_calls(recomputed)
-        stages = [
-            StageCalls(trace, saved, number, calls, self._picked_bytes(number))
-            for number in range(settings.stages)
-        ]
-        self._stages: list[StageMemory] = []
-        for number in range(settings.stages):
-            self._stages.append(self._stage(number, stages))
+        self._calls = calls or StagedCalls.of_single_nodes(analysis)
+        self._local = LocalParameters(analysis, self._calls, program.parameters, sizes, settings)
+        try:
+            self._count(Folding(self._calls, program))
+        except NotSteadyError:
+            self._count(Folding.of_every_call(self._calls))
 
-    @property
-    def saved_bytes(self) -> list[float]:
-        """By stage: the bytes that one microbatch keeps between its forward and its backward."""
-        return [float(stage.calls.saved_storages.nbytes) for stage in self._stages]
-
-    def by_kind(self) -> list[dict[str, float]]:
-        """By stage: its part of its rank's peak, bytes by kind."""
-        found: list[dict[str, float]] = [{} for _ in self._stages]
+    def _count(self, folding: Folding) -> None:
+        """Counts the stages and then the ranks."""
+        self.folding = folding
+        logs, self._stages = self._traced_stages(folding), list[StageMemory]()
+        for number in range(self._settings.stages):
+            self._stages.append(self._stage(number, logs, folding))
+        self.saved_bytes = [float(stage.saved_bytes) for stage in self._stages]
+        self.by_kind: list[dict[str, float]] = [{} for _ in self._stages]
         settings, early = self._settings, self._settings.early_messages()
         for rank, order in enumerate(settings.orders()):
             own = range(rank, settings.stages, settings.pipeline)
             for stage, kinds in self._walk(own, order, early[rank]).items():
-                found[stage] = {kind: float(n) for kind, n in kinds.items() if n}
+                self.by_kind[stage] = {kind: float(n) for kind, n in kinds.items() if n}
+
+    # The stages
+
+    def _traced_stages(self, folding: Folding) -> dict[int, StageLogs]:
+        program, settings = self._program, self._settings
+        trace = CallTrace(
+            self._analysis,
+            program.nodes,
+            program.conversions,
+            self._sizes,
+            self._tracer,
+            settings.reduction_dtype,
+            folding,
+        )
+        saved = SavedActivations(trace)
+        recomputed = saved.recomputed_calls(program.recomputed)
+        found = {}
+        for stage in sorted(set(folding.like)):
+            calls = StageCalls(trace, saved, stage, recomputed, self._picked_bytes(stage))
+            found[stage] = StageLogs(calls, settings, ParameterPlaces(folding, stage))
         return found
+
+    def _stage(self, number: int, logs: dict[int, StageLogs], folding: Folding) -> StageMemory:
+        own = slice(number % self._settings.pipeline, None, self._settings.pipeline)
+        trained = {
+            name
+            for stage in range(self._settings.stages)[own]
+            for name in logs[folding.like[stage]].trained(stage)
+        }
+        owners = {name: g for stage in self._stages[own] for name, g in stage.owners.items()}
+        parameters = [
+            self._local.parameter(name, name in trained)
+            for name in self._local.used(number)
+            if self._local.is_parameter(name) and name not in owners
+        ]
+        is_direct = (
+            math.prod(self._sizes) == self._settings.microbatches == self._settings.stages == 1
+        )
+        gradients = GradientMemory(parameters, is_direct, self._settings.reduction_dtype)
+        owners |= {parameter.name: gradients for parameter in parameters}
+        like = logs[folding.like[number]]
+        return StageMemory(number, like, self._settings, folding, parameters, gradients, owners)
+
+    def _picked_bytes(self, stage: int) -> int:
+        """Bytes of the copies of a microbatch's samples of the batch.
+
+        With data parallelism the samples of a microbatch are not contiguous in the batch, because
+        each rank's part of the batch has some of them. Then the step copies them.
+        """
+        if self._settings.microbatches == 1 or self._settings.data_degree == 1:
+            return 0
+        nodes = {
+            node
+            for at, node in self._calls.inputs
+            if at in (stage, None) and self._analysis.batch.dim(node) is not None
+        }
+        tensors = [node.meta["val"] for node in nodes]
+        return sum(self._allocated(t.numel() * t.dtype.itemsize) for t in tensors)
 
     # The step of a rank
 
@@ -129,18 +191,10 @@ class PeakMemory:
 
     def _add_permanent(self, stage: int, own: range, walk: ScheduleWalk) -> None:
         """Adds parameters, buffers, the optimizer's state and the batch."""
-        seen = {name for other in own if other < stage for name in self._used(other)}
-        for name in self._used(stage):
+        seen = {name for other in own if other < stage for name in self._local.used(other)}
+        for name in self._local.used(stage):
             if name not in seen:
-                node, plan = self._nodes[name], self._parameters[name]
-                elements = math.prod(local_shape(node.meta["val"].shape, plan.stored, self._sizes))
-                memory = parameter_memory(
-                    elements,
-                    self._stored(name).itemsize,
-                    self._settings.optimizer,
-                    node in self._analysis.differentiable,
-                    self._allocated,
-                )
+                memory = self._local.memory(name)
                 walk.add_permanent(stage, "parameters", memory.parameters)
                 walk.add_permanent(stage, "optimizer", memory.optimizer)
         if stage == own[0]:
@@ -173,7 +227,7 @@ class PeakMemory:
             stage.gradients.finish(live)
             walk.run_action(number, ActionMemory.of(live))
         parameters = [p for stage in stages.values() for p in stage.parameters]
-        shared = sum(p.stored_bytes for p in parameters if self._is_shared(p.name))
+        shared = sum(p.stored_bytes for p in parameters if self._local.is_shared(p.name))
         walk.run_action(own[0], ActionMemory.temporary(TRANSIENT, shared))
         walk.close()
         sizes = [p.stored_bytes for p in parameters if p.is_trainable]
@@ -181,80 +235,13 @@ class PeakMemory:
         nbytes = optimizer_temporaries(sizes, self._settings.optimizer, together)
         walk.run_action(own[0], ActionMemory.temporary("optimizer", nbytes))
 
-    # The stages
-
-    def _stage(self, number: int, stages: Sequence[StageCalls]) -> StageMemory:
-        own = slice(number % self._settings.pipeline, None, self._settings.pipeline)
-        slots = [slot for stage in stages[own] for slot in stage.gradient_counts]
-        trained = {slot.parameter for slot in slots if slot.parameter}
-        owners = {name: g for stage in self._stages[own] for name, g in stage.owners.items()}
-        parameters = [
-            self._local_parameter(name, name in trained)
-            for name in self._used(number)
-            if self._is_parameter(name) and name not in owners
-        ]
-        gradients = GradientMemory(parameters, self._is_direct, self._settings.reduction_dtype)
-        owners |= {parameter.name: gradients for parameter in parameters}
-        return StageMemory(stages[number], self._settings, parameters, gradients, owners)
-
-    def _picked_bytes(self, stage: int) -> int:
-        """Bytes of the copies of a microbatch's samples of the batch.
-
-        With data parallelism the samples of a microbatch are not contiguous in the batch, because
-        each rank's part of the batch has some of them. Then the step copies them.
-        """
-        if self._settings.microbatches == 1 or self._settings.data_degree == 1:
-            return 0
-        nodes = {
-            node
-            for at, node in self._trace.inputs
-            if at in (stage, None) and self._analysis.batch.dim(node) is not None
-        }
-        tensors = [node.meta["val"] for node in nodes]
-        return sum(self._allocated(t.numel() * t.dtype.itemsize) for t in tensors)
-
-    def _used(self, stage: int) -> list[str]:
-        """The names of the parameters and buffers of a stage, in the order of first use.
-
-        The first stage also has those that no stage uses.
-        """
-        uses = self._trace.uses
-        used = [name for at, name in uses if at == stage]
-        shared = [name for at, name in uses if at is None and name not in used]
-        elsewhere = {name for _, name in uses}
-        unused = [name for name in self._nodes if name not in elsewhere] if stage == 0 else []
-        return used + shared + unused
-
-    def _is_shared(self, name: str) -> bool:
-        """Whether several ranks of the pipeline have the parameter."""
-        stages = [at for at, used in self._trace.uses if used == name and at is not None]
-        return len({stage % self._settings.pipeline for stage in stages}) > 1
-
-    def _is_parameter(self, name: str) -> bool:
-        return self._analysis.state[self._nodes[name]].kind == "parameter"
-
-    def _stored(self, name: str) -> torch.dtype:
-        """The dtype of the parameter between steps."""
-        node = self._nodes[name]
-        dtype: torch.dtype = node.meta.get("stored", node.meta["val"].dtype)
-        return dtype
-
-    def _local_parameter(self, name: str, is_trainable: bool) -> LocalParameter:
-        val, plan = self._nodes[name].meta["val"], self._parameters[name]
-        return LocalParameter(
-            name,
-            tuple(val.shape),
-            plan.stored,
-            plan.used,
-            self._sizes,
-            self._stored(name),
-            val.dtype,
-            is_trainable,
-        )
-
 
 def peak_memory_of_plan(
-    analysis: Analysis, plan: PlanData, optimizer: str, tracer: OperatorTracer
+    analysis: Analysis,
+    plan: PlanData,
+    optimizer: str,
+    tracer: OperatorTracer,
+    calls: StagedCalls | None = None,
 ) -> PeakMemory:
     """The peak memory of a plan.
 
@@ -263,11 +250,16 @@ def peak_memory_of_plan(
         plan: the plan.
         optimizer: the optimizer's name.
         tracer: traces calls for the device type where the program will run.
+        calls: as for :class:`PeakMemory`.
     """
-    reduction_dtype = dtype_of(plan.reduce_dtype)
-    trace = CallTrace(
-        analysis, plan.nodes, plan.conversions, plan.mesh_sizes, tracer, reduction_dtype
+    settings = StepSettings(
+        plan.pipeline,
+        len(plan.stages),
+        plan.schedule,
+        plan.microbatches,
+        plan.data_degree,
+        optimizer,
+        dtype_of(plan.reduce_dtype),
+        tracer.device_type,
     )
-    numbers = plan.pipeline, len(plan.stages), plan.schedule, plan.microbatches, plan.data_degree
-    settings = StepSettings(*numbers, optimizer, reduction_dtype, tracer.device_type)
-    return PeakMemory(analysis, trace, plan.mesh_sizes, plan.parameters, plan.recomputed, settings)
+    return PeakMemory(analysis, plan, plan.mesh_sizes, settings, tracer, calls)

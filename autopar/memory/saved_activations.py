@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from autopar.memory.call_trace import CallTrace
+from autopar.memory.folding import TracedBlock
 from autopar.memory.traced_call import TracedCall, TracedStorage
 
 
@@ -41,7 +43,8 @@ class SavedActivations:
         found, needed = SavedStorages(), list[TracedStorage]()
         for call in calls:
             is_recomputed = call in recomputed
-            found.internal += 0 if is_recomputed else call.internal
+            if call.internal and not is_recomputed:
+                found.internal[call] = call.internal
             for storage in call.saved:
                 found.add_reader(storage)
                 needed.append(storage)
@@ -71,18 +74,29 @@ class SavedStorages:
         recomputed: the calls that it computes again in the backward.
         readers: the number of calls that wait for each storage: calls whose backward reads the
             storage, and recomputed calls that read it.
-        internal: bytes of further saved tensors.
+        internal: bytes of further saved tensors, by the call that saves them.
     """
 
     kept: set[TracedStorage] = field(default_factory=set)
     recomputed: set[TracedCall] = field(default_factory=set)
     readers: dict[TracedStorage, int] = field(default_factory=dict)
-    internal: int = 0
+    internal: dict[TracedCall, int] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         cloned = sum(call.cloned for call in self.recomputed)
-        return self.internal + sum(storage.nbytes for storage in self.kept) + cloned
+        return sum(self.internal.values()) + sum(storage.nbytes for storage in self.kept) + cloned
+
+    def bytes_by_block(self) -> Counter[TracedBlock | None]:
+        """The bytes of each block of a run; of other calls under None."""
+        found: Counter[TracedBlock | None] = Counter()
+        for call, nbytes in self.internal.items():
+            found[call.block] += nbytes
+        for storage in self.kept:
+            found[storage.call.block] += storage.nbytes
+        for call in self.recomputed:
+            found[call.block] += call.cloned
+        return found
 
     def add_reader(self, storage: TracedStorage) -> None:
         self.readers[storage] = self.readers.get(storage, 0) + 1

@@ -7,10 +7,11 @@ gradients that a tensor gets from several readers, in place where nothing else h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 from autopar.kernel_trace.footprint import Gradient
-from autopar.memory.live_memory import TRANSIENT, GradientBuffer, LiveMemory
+from autopar.memory.live_memory import TRANSIENT, GradientBuffer
+from autopar.memory.memory_log import MemoryLog
 from autopar.memory.saved_memory import SavedMemory
 from autopar.memory.stage_calls import StageCalls
 from autopar.memory.traced_call import GradientSlot, TracedCall, TracedStorage
@@ -21,20 +22,17 @@ class StageBackward:
 
     Args:
         stage: the calls of the stage.
-        live: counts the memory.
-        add_parameter_gradient: takes the name and the gradient of a parameter.
+        live: logs the memory.
         held: storages that somebody else holds, so that autograd does not free them.
     """
 
     def __init__(
         self,
         stage: StageCalls,
-        live: LiveMemory,
-        add_parameter_gradient: Callable[[str, GradientBuffer], None],
+        live: MemoryLog,
         held: Collection[TracedStorage],
     ) -> None:
         self._stage, self._live = stage, live
-        self._add_parameter_gradient = add_parameter_gradient
         self._gradients: dict[GradientSlot, GradientBuffer] = {}
         self._still_to_come = dict(stage.gradient_counts)
         self._saved = SavedMemory(stage, held)
@@ -50,6 +48,7 @@ class StageBackward:
         received = self._begin()
         for call in reversed(self._stage.calls):
             self._call(call)
+        self._live.enter(None)
         nbytes = self._gradients_of_inputs()
         for gradient in received:
             self._release(gradient)
@@ -66,12 +65,14 @@ class StageBackward:
             if any(slot in self._stage.slots_to_inputs for slot in call.result_slots):
                 self._call(call)
         self._inputs_only = False
+        self._live.enter(None)
         return self._gradients_of_inputs()
 
-    def run_parameters(self, live: LiveMemory) -> None:
-        """Runs the parameters' part of a split backward, which counts its memory in ``live``."""
+    def run_parameters(self, live: MemoryLog) -> None:
+        """Runs the parameters' part of a split backward, which logs its memory in ``live``."""
         self._live = live
         for call, arriving in self._kept.items():
+            live.enter(call.block)
             for gradient in arriving:
                 if gradient is not None:
                     gradient.refs += 1
@@ -82,9 +83,11 @@ class StageBackward:
             if call not in self._kept:
                 self._call(call)
         for call, arriving in self._kept.items():
+            live.enter(call.block)
             self._free_saved(call)
             for kept in filter(None, arriving):
                 self._release(kept)
+        live.enter(None)
         for gradient in self._received:
             self._release(gradient)
 
@@ -117,6 +120,7 @@ class StageBackward:
         slices = self._stage.joined_slices(call)
         if slices and call is not slices[0]:
             return
+        self._live.enter(call.block)
         self._saved.recompute_for(call, self._live)
         arriving = [
             self._gradients.pop(slot, None)
@@ -228,7 +232,7 @@ class StageBackward:
             self._release(gradient)
         self._still_to_come[slot] -= 1
         if not self._still_to_come[slot] and slot.parameter:
-            self._add_parameter_gradient(slot.parameter, self._gradients.pop(slot))
+            self._live.add_gradient(slot.parameter, self._gradients.pop(slot))
 
     def _release(self, gradient: GradientBuffer) -> None:
         gradient.refs -= 1

@@ -6,7 +6,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from autopar.memory.call_trace import CallTrace
-from autopar.memory.live_memory import ACTIVATIONS, TRANSIENT, LiveMemory
+from autopar.memory.folding import LIKE_OTHERS, TRACED_BLOCKS, Run, TracedBlock
+from autopar.memory.live_memory import ACTIVATIONS, TRANSIENT
+from autopar.memory.memory_log import MemoryLog
 from autopar.memory.saved_activations import SavedActivations
 from autopar.memory.traced_call import GradientSlot, StageInput, TracedCall, TracedStorage
 
@@ -72,6 +74,15 @@ class StageCalls:
         """The storages of the outputs that the stage makes."""
         return {storage for storage in self.outputs if storage is not None}
 
+    def saved_bytes(self, runs: Sequence[Run]) -> int:
+        """The bytes that the stage keeps for the backward, or a stage like it with these runs."""
+        blocks = self.saved_storages.bytes_by_block()
+        more = (
+            (run.blocks - TRACED_BLOCKS) * blocks[TracedBlock(number, LIKE_OTHERS)]
+            for number, run in enumerate(runs)
+        )
+        return sum(blocks.values()) + sum(more)
+
     def receives(self, forward: bool) -> int:
         """The bytes that it receives before a forward, or before a backward."""
         return sum(
@@ -80,8 +91,8 @@ class StageCalls:
             if forward or a.source is not None
         )
 
-    def forward(self, live: LiveMemory, keeps_outputs: bool) -> None:
-        """Counts the memory of one forward.
+    def forward(self, live: MemoryLog, keeps_outputs: bool) -> None:
+        """Logs the memory of one forward.
 
         At the end, ``live`` holds the saved activations, the tensors to send, and with
         ``keeps_outputs`` the outputs.
@@ -122,9 +133,7 @@ class StageCalls:
 class _Forward:
     """One forward of a stage: a storage is live from its call until its last reader, or longer."""
 
-    def __init__(
-        self, stage: StageCalls, live: LiveMemory, reads: dict[TracedStorage, int]
-    ) -> None:
+    def __init__(self, stage: StageCalls, live: MemoryLog, reads: dict[TracedStorage, int]) -> None:
         self._stage, self._live, self._kept = stage, live, stage.saved_storages.kept
         self._reads, self._transient = dict(reads), set[TracedStorage]()
 
@@ -138,7 +147,9 @@ class _Forward:
             self._hold(arrival.storage)  # an argument lives until the program returns
             self._allocate(arrival.storage)
         for call in stage.calls:
+            live.enter(call.block)
             self._call(call)
+        live.enter(None)
         for arrival in stage.arrivals:
             self._release(arrival.storage)
         live.add(TRANSIENT, -picked_bytes)

@@ -6,7 +6,15 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.cost_model.schedule import BACKWARD, FORWARD, LOOPED, Action, actions, early_messages
+from autopar.cost_model.schedule import (
+    BACKWARD,
+    FORWARD,
+    LOOPED,
+    WEIGHT,
+    Action,
+    actions,
+    early_messages,
+)
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,11 @@ class StepSettings:
     def has_split_backward(self) -> bool:
         """Whether the inputs' part and the parameters' part of a backward are separate actions."""
         return self.schedule == "zero-bubble" and self.is_looped
+
+    @property
+    def last_part(self) -> str:
+        """The kind of action that ends a backward."""
+        return WEIGHT if self.has_split_backward else BACKWARD
 
     @property
     def collects_outputs(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from autopar.kernel_trace.footprint import Footprint
+from autopar.memory.folding import TracedBlock
 
 
 @dataclass(eq=False)
@@ -34,6 +35,7 @@ class TracedCall:
         name: the name of the node; of a conversion, the node and the layout after it.
         order: the place of the node in the graph, then the number among its conversions.
         stage: the pipeline stage; None if each stage makes the call for itself.
+        block: the block that it is part of, in a run of equal blocks; None outside.
         reads: the storages of its operands, without parameters, buffers and inputs, which exist
             during the whole step.
         saved: the storages of operands and results that its backward reads.
@@ -52,6 +54,7 @@ class TracedCall:
     name: str
     order: tuple[float, int]
     stage: int | None
+    block: TracedBlock | None = None
     reads: list[TracedStorage] = field(default_factory=list)
     saved: list[TracedStorage] = field(default_factory=list)
     internal: int = 0

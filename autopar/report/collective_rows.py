@@ -87,7 +87,7 @@ def _kernels(found: PricedPlan, of_vertex: Mapping[int, Sequence[fx.Node]]) -> _
         if not isinstance(choice, ParameterStrategy):
             is_recomputed = v.states[found.solution.chosen[i]] == RECOMPUTED
             rule = found.analysis.rules.get(v.node)
-            for term in found.costs.kernels.terms(v.node, rule, choice):
+            for term in found.costs.of(v.node).kernels.terms(v.node, rule, choice):
                 inside = replace(term, phase="kernel")
                 yield "compute", of_vertex[i], inside, found.microbatches
                 if is_recomputed and term.phase == "forward":
@@ -124,7 +124,7 @@ def _synchronisation(found: PricedPlan, of_vertex: Mapping[int, Sequence[fx.Node
         (of_vertex[i], t)
         for i, node, c in choices
         if isinstance(c, ParameterStrategy)
-        for t in found.costs.parameters.synchronisation_terms(node, c)
+        for t in found.costs.of(node).parameters.synchronisation_terms(node, c)
     ]
     alone = sum(len(nodes) * term.seconds for nodes, term in terms if has_no_bucket(found, term))
     estimated, exposed = (
@@ -152,8 +152,8 @@ def _path_terms(found: PricedPlan, node: fx.Node, source: Layout, target: Layout
     """The terms of a conversion, and the fixed cost of its steps as a copy of zero bytes."""
     if source == target or not isinstance(node.meta["val"], torch.Tensor):
         return []
-    steps = len(found.costs.conversions.path(node, source, target))
+    steps = len(found.costs.of(node).conversions.path(node, source, target))
     return [
-        *found.costs.conversions.terms(node, source, target),
+        *found.costs.of(node).conversions.terms(node, source, target),
         Term("copy", -1, 0.0, steps * STEP_SECONDS, "forward"),
     ]

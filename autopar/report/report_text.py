@@ -12,21 +12,19 @@ from autopar.formatting.table import (
     WIDTH,
     Cells,
     format_bytes,
-    format_count,
     format_seconds,
     table,
     truncate,
 )
-from autopar.ir.plan_data import EXACT_AXES, PlanData
+from autopar.ir.plan_data import PlanData
 from autopar.report.pipeline_tables import (
     rank_table,
     recomputation_table,
-    schedule_line,
     stage_table,
 )
+from autopar.report.report_header import header
 from autopar.report.timeline import draw_timeline
 
-OPTIMAL = 0.005  # a gap below which a plan counts as optimal
 _SHOWN = 12  # collectives with a row of their own
 _SHAPE_WIDTH = 24  # columns of a shape at most
 _WHOLE = "(block)"  # the module of operators that lie directly in a block
@@ -40,7 +38,7 @@ def report_text(plan: PlanData) -> str:
         else [_memory(plan)]
     )
     parts = [
-        _header(plan),
+        header(plan),
         _times(plan),
         *pipelined,
         recomputation_table(plan),
@@ -50,70 +48,6 @@ def report_text(plan: PlanData) -> str:
         _planning(plan),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _header(plan: PlanData) -> str:
-    facts = {str(name): value for name, value in plan.rows.get("model", [])}
-    axes = " x ".join(f"{name} {size}" for name, size in plan.mesh.items())
-    mesh = f"{axes} (slowest links first)" if len(plan.mesh) > 1 else axes
-    where = f"pipeline {plan.pipeline} x mesh {mesh}" if len(plan.stages) > 1 else f"mesh {mesh}"
-    lines = [
-        f"Plan for graph {plan.fingerprint}"
-        + (f", {format_count(facts['parameters'])} parameters" if "parameters" in facts else ""),
-        f"{plan.world_size} device{'s' * (plan.world_size > 1)} of {plan.cluster}, {where}",
-        _batch(plan, facts.get("samples")),
-        schedule_line(plan),
-        _precision(plan),
-        f"predicted: {format_seconds(plan.step_time)} a step, "
-        f"{format_bytes(max(plan.peak_memory))} a device",
-        _optimality(plan),
-        _not_searched(plan),
-    ]
-    return "\n".join(line for raw in lines for line in textwrap.wrap(raw, WIDTH))
-
-
-def _precision(plan: PlanData) -> str:
-    computed = f"computed in {plan.precision}" if plan.precision else ""
-    summed = f"gradients summed over ranks in {plan.reduce_dtype}" if plan.reduce_dtype else ""
-    return ", ".join(part for part in (computed, summed) if part)
-
-
-def _batch(plan: PlanData, samples: int | None) -> str:
-    whole = f"batch of {samples} samples" if samples else "batch"
-    split = (
-        f"split over {plan.data_degree} ranks" if plan.data_degree > 1 else "not split over ranks"
-    )
-    each = f" of {samples // (plan.data_degree * plan.microbatches)}" if samples else ""
-    return f"{whole}, {split}" + (
-        f", in {plan.microbatches} microbatches{each}" if plan.microbatches > 1 else ""
-    )
-
-
-def _optimality(plan: PlanData) -> str:
-    """How far the plan may be from the best of its configuration, and of all configurations."""
-    own = (
-        "its configuration"
-        if len(plan.mesh_sizes) <= EXACT_AXES or plan.modes
-        else "the neighbourhood searched last"
-    )
-    if max(plan.gap, plan.configuration_gap) < OPTIMAL:
-        return (
-            f"proven optimal to {_slower(plan.configuration_gap)} in {own} and to "
-            f"{_slower(plan.gap)} among the {plan.compared:,} compared"
-        )
-    return (
-        f"at most {_slower(plan.configuration_gap)} slower than the best plan of {own}, "
-        f"{_slower(plan.gap)} than the best of the {plan.compared:,} compared"
-    )
-
-
-def _slower(gap: float) -> str:
-    """How much longer a step takes than the least that the gap allows."""
-    return f"{gap / (1 - gap):.2%}" if gap < 1 else "any factor"
-
-
-def _not_searched(plan: PlanData) -> str:
-    return f"not searched: {'; '.join(plan.not_searched)}" if plan.not_searched else ""
 
 
 def _times(plan: PlanData) -> str:

@@ -5,15 +5,35 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from autopar.cost_model.schedule import LOOPED, SINGLE
 from autopar.errors import PlanError
 from autopar.search.inner.inner_searches import InnerSearches
 from autopar.search.inner.no_plan_errors import too_many_stages_error
+from autopar.search.inner.step_bounds import Level
 from autopar.search.space.check_schedule import check_schedule
 from autopar.search.space.configuration import Configuration
+from autopar.search.space.placements import check_kinds
 
 Family = tuple[Configuration, ...]  # that differ in the number of microbatches alone
+
+
+class OpenFamily(NamedTuple):
+    """A family of which the first configuration waits.
+
+    Attributes:
+        estimate: about the seconds of the best plan of the first configuration.
+        bound: seconds that no plan of the first configuration is below.
+        number: which family was opened first.
+        level: of the bound.
+    """
+
+    estimate: float
+    bound: float
+    number: int
+    level: Level
+    family: Family
 
 
 class Enumeration:
@@ -30,15 +50,17 @@ class Enumeration:
     def families(self) -> Iterator[Family]:
         """Every mesh of every pipeline size in every schedule, with every number of microbatches.
 
-        Without a pipeline, one family has all numbers of microbatches in rising order. More
-        microbatches of smaller kernels only save memory. So the outer search takes the next number
-        only where the one before it has to save memory. In a pipeline each number is a family.
+        Their placements are open. Without a pipeline, one family has all numbers of microbatches in
+        rising order. More microbatches of smaller kernels only save memory. So the outer search
+        takes the next number only where the one before it has to save memory. In a pipeline each
+        number is a family.
         """
         asked, world = self.options.pipeline, self.options.world_size
         sizes = [p for p in range(1, world + 1) if world % p == 0]
         for pipeline in [asked.size] if asked else sizes:
             for axes in self.options.meshes(pipeline):
-                one = Configuration(pipeline, axes, 1, schedule=self.options.schedule or "1f1b")
+                schedule = self.options.schedule or "1f1b"
+                one = Configuration(pipeline, axes, 1, schedule=schedule, place=None)
                 if pipeline > 1:
                     for m in self.microbatch_counts(one):
                         yield from ((c,) for c in self._in_schedules(replace(one, microbatches=m)))
@@ -98,6 +120,8 @@ class Enumeration:
         pipeline, microbatches = configuration.pipeline, configuration.microbatches
         check_schedule(configuration.schedule, pipeline, configuration.chunks, microbatches)
         self.searches.microbatch_samples(configuration)
+        if pipeline > 1:
+            check_kinds(configuration, self.searches.of(microbatches).cluster)
         # Without a pipeline the search may never need the graph of a microbatch.
         if self.options.micro_batch_size is not None or configuration.stages > 1:
             self.searches.check_split(configuration)

@@ -33,7 +33,7 @@ def free_meshes(near: Configuration, is_memory_ample: bool) -> Iterator[Family]:
     if is_memory_ample and ranks <= MOST_RANKS_ON_THREE_AXES:
         sizes += [(a, b, c // b) for a, c in pairs for b in range(2, c) if c % b == 0]
     for each in sizes if ranks > 1 else ():
-        yield (replace(near, axes=free_mesh(each)),)
+        yield (replace(near, axes=free_mesh(each), place=None, kinds=()),)
 
 
 def _close(near: Configuration) -> set[int]:
@@ -69,7 +69,8 @@ def _in_mode(
     if max(map(len, groups.values())) > LONGEST_MODE_AXIS:
         return
     try:
-        configuration = replace(near, axes=mode_mesh(mode, data, pipeline))
+        axes = mode_mesh(mode, data, pipeline)
+        configuration = replace(near, axes=axes, place=None, kinds=())
     except PlanError as e:
         enumeration.failures.append(e)
         return

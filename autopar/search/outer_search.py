@@ -5,6 +5,10 @@ The search always takes the configuration with the lowest estimate and sharpens 
 sharpest level it makes a candidate: stage cuts, a solution of each unit, an estimated step time. A
 candidate that may be the fastest is counted in full. A configuration is dropped when its bound is
 about as high as the fastest plan that fits. The search ends when none is left.
+
+The placement of a configuration is open until its bound is that of one replica: until then each
+axis has the fastest links of any placement. Then the configuration stands in the queue once for
+each placement.
 """
 
 from __future__ import annotations
@@ -12,11 +16,11 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import count
-from typing import NamedTuple
 
 from autopar.errors import BudgetError, PlanError
-from autopar.search.enumeration import Enumeration, Family
+from autopar.search.enumeration import Enumeration, Family, OpenFamily
 from autopar.search.ilp.linear_program import UnsolvedError
 from autopar.search.inner.candidate import Candidate
 from autopar.search.inner.inner_searches import InnerSearches
@@ -32,23 +36,6 @@ from autopar.search.space.configuration import Configuration
 MOST_FIRST = 3  # candidates that are made before the clock counts, until one fits
 NEIGHBOURHOODS = 4  # configurations around which others are tried
 MOST_MODE_MESHES = 8  # meshes of modes that are solved around one configuration
-
-
-class OpenFamily(NamedTuple):
-    """A family of which the first configuration waits.
-
-    Attributes:
-        estimate: about the seconds of the best plan of the first configuration.
-        bound: seconds that no plan of the first configuration is below.
-        number: which family was opened first.
-        level: of the bound.
-    """
-
-    estimate: float
-    bound: float
-    number: int
-    level: Level
-    family: Family
 
 
 def best_plan(searches: InnerSearches) -> BestPlan:
@@ -159,6 +146,8 @@ class OuterSearch:
             if each.level == Level.SOLVED or self.searches.is_out_of_time():
                 if self._make_candidate(first, each.bound) and others:
                     self._push(each, Level.UNSOLVED, others)
+            elif each.level == Level.REPLICA and first.place is None:
+                self._place(each)
             elif (found := self._bound(first, Level(each.level + 1))) is not None:
                 bound = max(each.bound, found.bound)
                 estimate = max(each.estimate, found.estimate)
@@ -167,6 +156,20 @@ class OuterSearch:
                 heapq.heappush(self._open, entry)
             elif others:
                 self._push(each, each.level, others)
+
+    def _place(self, each: OpenFamily) -> None:
+        """Opens the placements of a family; its bound so far holds for all of them."""
+        try:
+            placed = self.searches.placements(each.family[0])
+        except PlanError as e:
+            self.enumeration.failures.append(e)
+            return
+        for c in placed:
+            family = tuple(
+                replace(f, axes=c.axes, place=c.place, kinds=c.kinds) for f in each.family
+            )
+            entry = each._replace(number=next(self._numbers), family=family)
+            heapq.heappush(self._open, entry)
 
     def _push(self, each: OpenFamily, level: Level, others: Family) -> None:
         """The other configurations of a family wait with the bound of the first."""
@@ -186,7 +189,8 @@ class OuterSearch:
         try:
             if level == Level.UNSOLVED:
                 least = self.searches.least_bytes(configuration)
-                if least > self.searches.of(configuration.microbatches).budget:
+                search = self.searches.of(configuration.microbatches)
+                if least > search.budget(configuration):
                     self._over_budget.append((least, configuration))
                     return None
             return self.searches.step_bound(configuration, level)
@@ -200,6 +204,8 @@ class OuterSearch:
         """
         self.may_fit = True
         try:
+            if configuration.place is None:  # the time is over
+                configuration = self.searches.placements(configuration)[0]
             candidate = self.searches.candidate(configuration)
         except BudgetError as e:
             # No plan was found that fits, which is no proof that there is none.
@@ -245,12 +251,14 @@ class OuterSearch:
         searched: set[Configuration] = set()
         has_tried_modes = False
         for _ in range(NEIGHBOURHOODS):
-            new = [c for c in self._near() if c not in searched]
+            near = [replace(c, place=None, kinds=()) for c in self._near()]
+            new = [c for c in near if c not in searched]
             if not new or self.searches.is_out_of_time():
                 return
             searched.update(new)
             for configuration in new:
-                if self._fitting.plans:  # free axes save no memory
+                if self._fitting.plans and self.options.placement is None:
+                    # Free axes save no memory, and have no names to order them by.
                     best = self._fitting.chosen().candidate
                     self._add(free_meshes(configuration, len(best.solutions) == 1))
                 # Around free axes, modes of all sizes are tried; once is enough.

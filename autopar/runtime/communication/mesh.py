@@ -6,19 +6,21 @@ import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import RunError
+from autopar.ir.plan_data import PIPELINE
 from autopar.runtime.communication.random_streams import RandomStreams
+from autopar.runtime.communication.world_mesh import device_type_of, world_mesh
 from autopar.runtime.measure.step_recorder import StepRecorder
 
-PIPELINE = "pipeline"  # the axis's name
+Item = TypeVar("Item")
 
-_MESHES: WeakKeyDictionary[dist.ProcessGroup, dict[tuple, DeviceMesh]] = WeakKeyDictionary()
 _GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
     WeakKeyDictionary()
 )
@@ -31,12 +33,15 @@ class Mesh:
     ``"cpu"`` or ``"cuda"`` (by default cuda where the default group runs NCCL, else cpu);
     ``device_mesh``, a named torch mesh over part of the world, to use instead of a new one over the
     whole world; ``pipeline``, the ranks along a pipeline: the world is then that many meshes, and
-    this is the mesh of this rank; ``modes``, the axes of each mode of tensor parallelism, by its
-    name. Raises :class:`RunError` when the sizes do not multiply to the number of ranks.
+    this is the mesh of this rank; ``pipeline_place``, how many axes cross slower links than the
+    pipeline; ``pipeline_order``, for each pipeline rank the number of its block of ranks, if not
+    that of the pipeline rank; ``modes``, the axes of each mode of tensor parallelism, by its name.
+    Raises :class:`RunError` when the sizes do not multiply to the number of ranks.
 
-    Attributes: ``world``, the torch mesh of all ranks, whose first axis is the pipeline if there is
-        one; ``coordinate``, this rank's place along each axis; ``pipeline_rank``, its place along
-        the pipeline; ``random_streams`` and ``recorder`` of the program that runs on the mesh.
+    Attributes: ``world``, the torch mesh of all ranks, in which a pipeline is an axis at
+        ``pipeline_place``; ``coordinate``, this rank's place along each axis; ``pipeline_rank``,
+        its place along the pipeline; ``random_streams`` and ``recorder`` of the program that runs
+        on the mesh.
     """
 
     def __init__(
@@ -47,23 +52,24 @@ class Mesh:
         device_mesh: DeviceMesh | None = None,
         pipeline: int = 1,
         modes: Mapping[str, Sequence[str]] | None = None,
+        pipeline_place: int = 0,
+        pipeline_order: Sequence[int] = (),
     ) -> None:
         self.sizes, self.names = tuple(sizes), tuple(names)
-        if len(self.sizes) != len(self.names):
-            raise RunError(
-                f"a mesh of sizes {self.sizes} needs {len(self.sizes)} axis names, not "
-                f"{len(self.names)}: {self.names}"
-            )
-        self.pipeline, self.pipeline_rank = pipeline, 0
+        _check_names(self.sizes, self.names)
+        self.pipeline, self.pipeline_rank, self.pipeline_place = pipeline, 0, pipeline_place
         self._modes = {name: tuple(axes) for name, axes in (modes or {}).items()}
         if pipeline > 1:
-            self.world = _over_the_world(
-                (pipeline, *self.sizes), (PIPELINE, *self.names), _device_type(device)
+            self.world = world_mesh(
+                self.with_pipeline(self.sizes, pipeline),
+                self.with_pipeline(self.names, PIPELINE),
+                device_type_of(device),
+                tuple(pipeline_order),
             )
             self.pipeline_rank = self.world.get_local_rank(PIPELINE)
             device_mesh = self.world[self.names]
         elif device_mesh is None:
-            device_mesh = _over_the_world(self.sizes, self.names, _device_type(device))
+            device_mesh = world_mesh(self.sizes, self.names, device_type_of(device))
         if pipeline == 1:
             self.world = device_mesh
         self.device_mesh = device_mesh
@@ -75,9 +81,14 @@ class Mesh:
         self.recorder = StepRecorder(self.device)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         if pipeline > 1:
-            # Stages need different groups, and all ranks must take part in making each of them.
-            for axes in _sets_of_several([axis for axis, n in enumerate(self.sizes) if n > 1]):
-                self.axes_group(axes)
+            self._make_all_groups()
+
+    def _make_all_groups(self) -> None:
+        """Makes the groups of all sets of axes. Stages need different groups, and all ranks must
+        take part in making each of them.
+        """
+        for axes in _sets_of_several([axis for axis, n in enumerate(self.sizes) if n > 1]):
+            self.axes_group(axes)
 
     @classmethod
     def of(cls, device_mesh: DeviceMesh) -> Mesh:
@@ -101,6 +112,11 @@ class Mesh:
             + ", ".join(f"{name}={size}" for name, size in zip(self.names, self.sizes, strict=True))
             + ")"
         )
+
+    def with_pipeline(self, of_axes: Iterable[Item], of_pipeline: Item) -> tuple[Item, ...]:
+        """A value for each axis of ``world``, from those of the mesh axes and of the pipeline."""
+        items = list(of_axes)
+        return (*items[: self.pipeline_place], of_pipeline, *items[self.pipeline_place :])
 
     @property
     def size(self) -> int:
@@ -187,12 +203,18 @@ class Mesh:
         """The ranks that differ from this one along the pipeline and ``axes`` only. All ranks must
         make the same call.
         """
-        wide = tuple(self.names[axis] for axis in sorted(axes) if self.sizes[axis] > 1)
-        group = (
-            self.world[(PIPELINE, *wide)]._flatten() if wide else self.world[PIPELINE]
-        ).get_group()
+        wide = {self.names[axis] for axis in axes if self.sizes[axis] > 1}
+        names = tuple(n for n in self.world.mesh_dim_names or () if n in wide or n == PIPELINE)
+        group = (self.world[names]._flatten() if wide else self.world[PIPELINE]).get_group()
         inherit_timeout(group)
         return group
+
+    def rank_of_stage(self, stage: int) -> int:
+        """The rank of the world that runs ``stage`` at this rank's place in the mesh; stages count
+        on after the last, and before the first.
+        """
+        ranks: list[int] = self.world[PIPELINE].mesh.tolist()
+        return ranks[stage % self.pipeline]
 
     def stage_replicas_group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         """The ranks at this rank's place in the meshes of the pipeline's ``ranks``; None if this
@@ -204,18 +226,15 @@ class Mesh:
         world = dist.group.WORLD
         assert world is not None
         known = _GROUPS.setdefault(world, {})
-        for place in range(self.size):
-            members = tuple(rank * self.size + place for rank in ranks)
-            if members not in known:
+        found = None
+        of_stages = self.world.mesh.movedim(self.pipeline_place, 0).reshape(self.pipeline, -1)
+        for place in of_stages[list(ranks)].T.tolist():
+            if (members := tuple(place)) not in known:
                 known[members] = dist.new_group(list(members))
                 if dist.get_rank() in members:
                     inherit_timeout(known[members])
-        mine = dist.get_rank() % self.size
-        return (
-            known[tuple(rank * self.size + mine for rank in ranks)]
-            if self.pipeline_rank in ranks
-            else None
-        )
+            found = known[members] if dist.get_rank() in members else found
+        return found
 
     def index(self, axes: Iterable[int]) -> int:
         """This rank's place in ``axes_group(axes)``. It is the number of the chunk that the rank
@@ -236,36 +255,6 @@ def _sets_of_several(axes: Sequence[int]) -> list[tuple[int, ...]]:
     return [found for count in range(2, len(axes) + 1) for found in combinations(axes, count)]
 
 
-def _device_type(device: torch.device | str | None) -> str:
-    if device is not None:
-        return torch.device(device).type
-    on_gpu = dist.is_initialized() and "nccl" in dist.get_backend() and torch.cuda.is_available()
-    return "cuda" if on_gpu else "cpu"
-
-
-def _over_the_world(sizes: tuple[int, ...], names: tuple[str, ...], device_type: str) -> DeviceMesh:
-    if not dist.is_initialized():
-        raise RunError(
-            "there is no process group: start the script with torchrun and call "
-            "torch.distributed.init_process_group first"
-        )
-    if math.prod(sizes) != dist.get_world_size():
-        raise RunError(
-            f"the mesh {sizes} has {math.prod(sizes)} ranks but {dist.get_world_size()} processes "
-            "are running: "
-            f"start {math.prod(sizes)} processes, or plan for world_size={dist.get_world_size()}"
-        )
-    # One mesh for each shape, for as long as the default group lives: DTensor caches its results by
-    # mesh, and takes equal meshes for one.
-    world = dist.group.WORLD
-    assert world is not None
-    known = _MESHES.setdefault(world, {})
-    key = (device_type, sizes, names)
-    if key not in known:
-        known[key] = init_device_mesh(device_type, sizes or (1,), mesh_dim_names=names or ("rank",))
-    return known[key]
-
-
 def inherit_timeout(group: dist.ProcessGroup) -> None:
     """Gives ``group`` the timeout that the user gave the default group. torch gives new groups 10
     or 30 minutes whatever the default group has.
@@ -274,6 +263,13 @@ def inherit_timeout(group: dist.ProcessGroup) -> None:
         options = getattr(dist.group.WORLD._get_backend(device), "options", None)  # type: ignore[union-attr]
         if options is not None and hasattr(options, "_timeout"):
             group._get_backend(device)._set_default_timeout(options._timeout)
+
+
+def _check_names(sizes: tuple[int, ...], names: tuple[str, ...]) -> None:
+    if len(sizes) != len(names):
+        raise RunError(
+            f"a mesh of sizes {sizes} needs {len(sizes)} axis names, not {len(names)}: {names}"
+        )
 
 
 def _local_device(device_type: str) -> torch.device:

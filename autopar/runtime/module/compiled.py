@@ -1,6 +1,4 @@
-"""The compiled module: a lowered program and its parameters, called, trained and saved like the
-model that was compiled.
-"""
+"""The compiled module: a lowered program, called, trained and saved like the model itself."""
 
 from __future__ import annotations
 
@@ -8,6 +6,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -218,22 +217,20 @@ class Compiled(nn.Module):
     def compare(self, sample: Any = None) -> Comparison:
         """The plan's predictions beside the measurements of the steps so far, by kind, stage and
         device; the same on every rank. All ranks must call it, after six or more calls of an
-        ordinary training loop. The running step does not count.
+        ordinary training loop. The running step does not count. Raises :class:`RunError`, on every
+        rank, if a rank has seen too few steps.
 
         On a GPU the memory is the most that torch's allocator held in a step. On a CPU it is
         measured only if a ``sample`` is given (a batch, in the form of the sample input): in one
         more forward and backward, which leave no trace.
-
-        Raises :class:`RunError`, on every rank, if a rank has seen too few steps.
         """
         from autopar.runtime.measure.compare import compare_ranks
 
         peak = None
         if sample is not None and self._mesh.device.type == "cpu":
-            peak = run_on_all_ranks(
-                "a step for its memory",
-                lambda: step_peak_bytes(self, self._mesh, self._output_structure.loss_of, sample),
-            )
+            loss_of = self._output_structure.loss_of
+            step = partial(step_peak_bytes, self, self._mesh, loss_of, sample)
+            peak = run_on_all_ranks("a step for its memory", step)
         return compare_ranks(self._plan, self._mesh, peak)
 
     def print_program(self) -> None:

@@ -146,9 +146,9 @@ class _Stage(PipelineStage):
         self._boundary, self._microbatches = boundary, microbatches
         self._forward, self._on_last_backward = forward, on_last_backward
         self._group, self._recorder = group, mesh.recorder
-        self._previous, self._next = (
-            dist.get_global_rank(group, (index + step) % group.size()) for step in (-1, 1)
-        )
+        self._previous, self._next = (mesh.rank_of_stage(index + step) for step in (-1, 1))
+        # A group numbers its ranks in rising order, which need not be that of the pipeline.
+        self.group_rank = mesh.pipeline_rank
         self.set_returned(())
         self.clear_runtime_states()
 

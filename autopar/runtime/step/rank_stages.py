@@ -186,9 +186,11 @@ class RankStages:
         along: Partial | Replicate = Partial()
         if output.dtype == torch.bool:  # without a sum
             sent = output.to(torch.uint8).contiguous()
-            dist.broadcast(sent, group=mesh.pipeline_group(), group_src=self._makers[i])
+            source = mesh.rank_of_stage(self._makers[i])
+            dist.broadcast(sent, source, group=mesh.pipeline_group())
             output, along = sent.bool(), Replicate()
-        return DTensor.from_local(output, mesh.world, [along, *placed], run_check=False)
+        placements = mesh.with_pipeline(placed, along)
+        return DTensor.from_local(output, mesh.world, placements, run_check=False)
 
 
 @dataclasses.dataclass

@@ -99,7 +99,7 @@ def _vertex(
     recompute: RecomputePolicy,
 ) -> Vertex:
     """The vertex of a node: every choice with every state that the node's result may have."""
-    prices, saved = costs.node_costs(node, rule, choices), costs.saved(node)
+    prices, saved = costs.of(node).node_costs(node, rule, choices), costs.saved(node)
     has_memory = node.op == "call_function" and saved.alias is None
     rows = list(product(range(len(choices)), _states(node, saved, recompute)))
     which, state = np.array([k for k, _ in rows]), np.array([s for _, s in rows])
@@ -152,7 +152,8 @@ def _tensor(
     targets = list(
         dict.fromkeys(layout for v, p in ports for layout, _ in vertices[v].in_labels[p])
     )
-    seconds = costs.conversions.seconds(node, sources, targets)
+    conversions = costs.of(node).conversions
+    seconds = conversions.seconds(node, sources, targets)
     may_save, may_recompute = recompute.conversions(node, [vertices[v].node for v, _ in ports])
     return TensorConversions(
         producer,
@@ -161,7 +162,7 @@ def _tensor(
         {layout: i for i, layout in enumerate(sources)},
         {layout: i for i, layout in enumerate(targets)},
         seconds,
-        costs.conversions.seconds(node, sources, targets, backward=False)
+        conversions.seconds(node, sources, targets, backward=False)
         if may_recompute
         else np.full_like(seconds, np.inf),
         np.array([[_moves(s, t) for t in targets] for s in sources]),

@@ -15,7 +15,8 @@ from autopar.search.ilp.cost_weights import CostWeights
 from autopar.search.ilp.linear_program import SOLVE_OPERATIONS
 from autopar.search.ilp.neighbourhood import Solve, solve_restricted, strategies_as_chosen
 from autopar.search.ilp.problem import Problem
-from autopar.search.ilp.solve import ReducedProblem, Solution
+from autopar.search.ilp.reduced_problem import ReducedProblem
+from autopar.search.ilp.solve import Solution, best_solution
 
 SMALL_GAP = 1e-3  # relative gap at which the bisection ends
 MAX_BISECTIONS = 10
@@ -70,7 +71,7 @@ class MemoryPrices:
         weights = replace(self.weights, price=np.array([price]))
 
         def solve(problem: Problem) -> Solution:
-            return ReducedProblem(problem, weights).solution(self.operations)
+            return best_solution(problem, weights, self.operations)
 
         return self._solve_large(self.problem, solve) if self._solve_large else solve(self.problem)
 

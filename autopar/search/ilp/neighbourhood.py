@@ -14,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from autopar.search.ilp.problem import Problem
+from autopar.search.ilp.restrict import restrict_choices
 from autopar.search.ilp.solve import Solution
 from autopar.search.space.strategies import Choice, ParameterStrategy
 
@@ -63,12 +64,6 @@ def neighbours(problem: Problem, centres: Sequence[Sequence[tuple]]) -> list[np.
         )
         found.append(np.flatnonzero(mask) if mask.any() else np.arange(len(keys)))
     return found
-
-
-def restrict_choices(problem: Problem, numbers: Sequence[np.ndarray]) -> Problem:
-    """The problem with only the choices of these numbers, for each vertex."""
-    vertices = [v.with_choices(left) for v, left in zip(problem.vertices, numbers, strict=True)]
-    return replace(problem, vertices=vertices)
 
 
 def strategies_as_chosen(problem: Problem, chosen: Sequence[int]) -> list[np.ndarray]:

@@ -5,7 +5,7 @@ solution that each unit takes, and the estimated step time.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,47 +78,92 @@ def best_candidate(
         BudgetError: nothing fits the memory; with the least memory that would be enough.
         PlanError: a pipeline rank would have no parameter, or there are fewer units than stages.
     """
-    prices = search.prices(configuration, samples)
-    room = [
-        UNLIMITED if unlimited else search.budget - r
-        for r in reserve or [0.0] * configuration.pipeline
-    ]
-    gap = _solve_within(search, configuration, samples, room)
+    reserved = reserve or [0.0] * configuration.pipeline
+    budgets = search.budgets(configuration)
+    room = [UNLIMITED if unlimited else b - r for b, r in zip(budgets, reserved, strict=True)]
+    prices = _prices_by_kind(search, configuration, samples)
+    gap = _solve_within(search, configuration, samples, prices, room)
     start = time.perf_counter()
     solutions = _solutions(search, configuration, prices, room, same_layouts, unlimited)
-    partition = _partition(search, configuration, prices.problem, solutions, room)
+    partition = _partition(search, configuration, prices, solutions, room)
     starts, chosen = _cut_stages(search, configuration, samples, partition, starts)
     microbatches, schedule = configuration.microbatches, configuration.schedule
     seconds = partition.step_seconds(starts, chosen, microbatches, schedule)
     search.add_time("stages", start)
     numbers = tuple(int(solution) for solution in chosen)
-    return Candidate(
-        configuration, prices.problem, tuple(solutions), tuple(starts), numbers, seconds, gap
-    )
+    problem = next(iter(prices.values())).problem
+    return Candidate(configuration, problem, tuple(solutions), tuple(starts), numbers, seconds, gap)
+
+
+def _prices_by_kind(
+    search: InnerSearch, configuration: Configuration, samples: int
+) -> dict[int, MemoryPrices]:
+    """The solutions at prices of memory on each kind of devices that a stage runs on, by the number
+    of the kind. Their problems differ in seconds alone.
+    """
+    if not configuration.kinds:
+        return {0: search.prices(configuration, samples)}
+    kinds = sorted(set(configuration.kinds))
+    return {kind: search.prices(configuration, samples, pace=kind) for kind in kinds}
 
 
 def _solve_within(
-    search: InnerSearch, configuration: Configuration, samples: int, room: Sequence[float]
+    search: InnerSearch,
+    configuration: Configuration,
+    samples: int,
+    prices: Mapping[int, MemoryPrices],
+    room: Sequence[float],
 ) -> float:
-    """Solves at prices of memory until a solution fits the ``room`` of all ranks together; returns
-    the gap of that solution.
+    """Solves at prices of memory until a solution fits the ``room`` of all ranks together, on each
+    kind of devices as if all were of that kind; returns the largest gap of these solutions. A kind
+    on which nothing fits may still run a small stage.
     """
     start = time.perf_counter()
-    pipeline = configuration.pipeline
-    prices = search.prices(configuration, samples)
-    try:
-        solves = PIPELINE_SOLVES if configuration.stages > 1 else None
-        return prices.fastest_within(min(room) * pipeline, solves)[1]
-    except DoesNotFitError as e:
-        needed = e.nbytes / pipeline
-        state = float(e.least.cost_breakdown.state[0]) / pipeline
-        kinds = {"parameters, gradients and optimizer": state, "activations": needed - state}
-        raise over_budget_error(search, configuration, samples, kinds) from None
-    finally:
-        search.add_time("solve", start)
+    pipeline, solves = (
+        configuration.pipeline,
+        None if configuration.stages == 1 else PIPELINE_SOLVES,
+    )
+    gaps, failures = [], list[DoesNotFitError]()
+    for kind, of_kind in prices.items():
+        least = min(r for rank, r in enumerate(room) if configuration.kind_of(rank) == kind)
+        try:
+            gaps.append(of_kind.fastest_within(least * pipeline, solves)[1])
+        except DoesNotFitError as e:
+            failures.append(e)
+    search.add_time("solve", start)
+    if gaps:
+        return max(gaps)
+    nearest = min(failures, key=lambda failure: failure.nbytes)
+    needed = nearest.nbytes / pipeline
+    state = float(nearest.least.cost_breakdown.state[0]) / pipeline
+    kinds = {"parameters, gradients and optimizer": state, "activations": needed - state}
+    raise over_budget_error(search, configuration, samples, kinds)
 
 
 def _solutions(
+    search: InnerSearch,
+    configuration: Configuration,
+    prices: Mapping[int, MemoryPrices],
+    room: Sequence[float],
+    same_layouts: bool,
+    unlimited: bool,
+) -> list[Solution]:
+    """The different solutions that units may take, the fastest on the first kind of devices
+    first.
+    """
+    first = next(iter(prices.values()))
+    if same_layouts:
+        prices = {0: first}
+    found: dict[tuple, Solution] = {}
+    for of_kind in prices.values():
+        for solution in _solutions_on(
+            search, configuration, of_kind, room, same_layouts, unlimited
+        ):
+            found.setdefault((solution.chosen, solution.recomputed), solution)
+    return list(found.values())
+
+
+def _solutions_on(
     search: InnerSearch,
     configuration: Configuration,
     prices: MemoryPrices,
@@ -126,13 +171,14 @@ def _solutions(
     same_layouts: bool,
     unlimited: bool,
 ) -> list[Solution]:
-    """The different solutions that units may take, the fastest first."""
+    """The different solutions of one kind of devices, the fastest first."""
     fastest = prices.at(0.0)
     nbytes = equal_stages_bytes(configuration, fastest.cost_breakdown, 1)
     if configuration.stages > 1 and nbytes > NEARLY_FULL * min(room):
         # All stages may fit on average where the fullest one does not. Solutions at low prices
         # save memory there, which is cheaper than to move the cut.
-        unit = FIRST_PRICE * fastest.value / search.budget / float(prices.weights.flight[0])
+        budget, in_flight = search.budget(configuration), float(prices.weights.flight[0])
+        unit = FIRST_PRICE * fastest.value / budget / in_flight
         for power in (0, 1, 2):
             prices.at(unit * PRICE_FACTOR**power)
     if unlimited:
@@ -146,30 +192,35 @@ def _solutions(
 def _partition(
     search: InnerSearch,
     configuration: Configuration,
-    problem: Problem,
+    prices: Mapping[int, MemoryPrices],
     solutions: Sequence[Solution],
     room: Sequence[float],
 ) -> StagePartition:
     """The stages of a configuration, whose units take any of ``solutions``."""
     pipeline, units = configuration.pipeline, search.units
-    table = UnitCostTable(problem, units, one_stage=configuration.stages == 1)
+    is_one_stage = configuration.stages == 1
+    costs = {
+        kind: UnitCostTable(each.problem, units, one_stage=is_one_stage).of(solutions)
+        for kind, each in prices.items()
+    }
     in_flight = np.array(configuration.microbatches_in_flight(), dtype=float)
     budgets = []
     for stage, of_stage in enumerate(in_flight):
         # The chunks of a rank share its memory in proportion to their microbatches in flight.
         rank = stage % pipeline
         budgets.append(room[rank] * of_stage / in_flight[rank::pipeline].sum())
-    partition = StagePartition(
-        table.of(solutions), budgets, configuration.microbatches_in_flight(), pipeline
-    )
+    of_stages = [costs[configuration.kind_of(stage)] for stage in range(configuration.stages)]
+    partition = StagePartition(of_stages, budgets, configuration.microbatches_in_flight(), pipeline)
     if configuration.stages > 1:
-        received = received_bytes(units, problem, solutions[0])
-        links = search.cache.conversions(configuration.sizes, pipeline).pipeline
+        received = received_bytes(units, next(iter(prices.values())).problem, solutions[0])
+        links = [search.cache.stage_links(configuration, s) for s in range(configuration.stages)]
+        seconds = {
+            link: [point_to_point(nbytes, link) if nbytes else 0.0 for nbytes in received]
+            for link in dict.fromkeys(links)
+        }
         partition.has_parameter = units.has_parameter
         partition.received_bytes = received
-        partition.receive_seconds = np.array(
-            [point_to_point(nbytes, links) if nbytes else 0.0 for nbytes in received]
-        )
+        partition.receive_seconds = np.array([seconds[link] for link in links])
     return partition
 
 

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch.fx as fx
 
-from autopar.cost_model import Cluster, ConversionCosts
+from autopar.cost_model import Cluster, ComputeCosts, ConversionCosts, Pace
 from autopar.ir.plan_data import EXACT_AXES
 from autopar.ir.precision import dtype_of
 from autopar.memory.saved_tensors import SavedTensors
@@ -62,7 +63,7 @@ class InnerSearch:
         start = time.perf_counter()
         self.cache = cache or SearchCache(analysis, cluster)
         self.representative, self.nodes = self.cache.representative, self.cache.nodes
-        self.tracer, self.compute = self.cache.tracer, self.cache.compute
+        self.tracer = self.cache.tracer
         self.choices = NodeChoices(analysis, self.representative, options)
         self.units = self.cache.units(user_cuts)
         self.recompute = RecomputePolicy(options.recompute)
@@ -80,31 +81,46 @@ class InnerSearch:
         self.unit_seconds: dict[int, tuple[Problem, tuple[np.ndarray, np.ndarray]]] = {}
         self.add_time("blocks", start)
 
-    @property
-    def budget(self) -> float:
-        """Bytes of a device that a plan may use."""
-        return self.options.memory_budget or self.cluster.usable_memory
+    def budget(self, configuration: Configuration) -> float:
+        """Bytes that a plan may use, of the device that may use most."""
+        return max(self.budgets(configuration))
 
-    def problem(self, configuration: Configuration, samples: int) -> Problem:
+    def budgets(self, configuration: Configuration) -> list[float]:
+        """Bytes that a plan may use of a device of each pipeline rank."""
+        given, pipeline = self.options.memory_budget, configuration.pipeline
+        memory = [kind.usable_memory for kind in self.cluster.kinds]
+        if given is not None or pipeline == 1:
+            return [given or min(memory)] * pipeline
+        kinds = configuration.kinds or [memory.index(max(memory))] * pipeline
+        return [float(memory[kind]) for kind in kinds]
+
+    def problem(
+        self, configuration: Configuration, samples: int, pace: Pace | None = None
+    ) -> Problem:
         """Sharding and recomputation on the mesh of ``configuration``, for a microbatch of
         ``samples``.
+
+        Args:
+            pace: whose seconds it has, where those are not the configuration's own.
         """
+        pace = self.cache.pace(configuration) if pace is None else pace
         key = (
             self._option_key,
-            configuration.pipeline,
+            pace,
             configuration.axes,
+            self.cache.links(configuration, pace).axes,
             samples,
             # Gradients of several microbatches accumulate, which takes memory.
             configuration.microbatches > 1,
         )
-        return self.cache.problems.of(key, lambda: self._build(configuration, samples))
+        return self.cache.problems.of(key, lambda: self._build(configuration, samples, pace))
 
-    def _build(self, configuration: Configuration, samples: int) -> Problem:
+    def _build(self, configuration: Configuration, samples: int, pace: Pace) -> Problem:
         start, analysis, cache = time.perf_counter(), self.analysis, self.cache
         with resized(analysis, samples, self.nodes):
-            conversions = cache.conversions(configuration.sizes, configuration.pipeline)
-            saved = cache.saved(samples)
-            costs = self.costs(analysis, saved, conversions, configuration.microbatches)
+            conversions = cache.conversions(configuration, pace)
+            saved, compute = cache.saved(samples), cache.compute_of(pace)
+            costs = self.costs(analysis, saved, conversions, compute, configuration.microbatches)
             choices = self.choices.on_mesh(configuration.axes)
             start = self.add_time("strategies", start)
             problem = build_problem(
@@ -124,6 +140,7 @@ class InnerSearch:
         analysis: Analysis,
         saved: Mapping[fx.Node, SavedTensors],
         conversions: ConversionCosts,
+        compute: ComputeCosts,
         microbatches: int,
         holders: Mapping[fx.Node, int] | None = None,
     ) -> Costs:
@@ -137,7 +154,7 @@ class InnerSearch:
             analysis,
             saved,
             conversions,
-            self.compute,
+            compute,
             self.options.optimizer,
             reduction_dtype=dtype_of(self.options.reduction_dtype),
             microbatches=microbatches,
@@ -147,7 +164,11 @@ class InnerSearch:
         )
 
     def prices(
-        self, configuration: Configuration, samples: int, replica_only: bool = False
+        self,
+        configuration: Configuration,
+        samples: int,
+        replica_only: bool = False,
+        pace: Pace | None = None,
     ) -> MemoryPrices:
         """The solutions of a configuration's problem at prices of memory, for all schedules.
 
@@ -155,12 +176,16 @@ class InnerSearch:
             samples: of one microbatch.
             replica_only: the problem of one microbatch alone: once-a-step seconds and bytes that
                 last count for nothing.
+            pace: as for :meth:`problem`.
         """
+        pace = self.cache.pace(configuration) if pace is None else pace
         pipeline, microbatches = configuration.pipeline, configuration.microbatches
         in_flight = 1.0 if pipeline == 1 else float(min(pipeline, microbatches))
         if replica_only:
             in_flight = MANY_IN_FLIGHT
-        key = pipeline, configuration.axes, samples, microbatches, in_flight, replica_only
+        links = self.cache.links(configuration, pace).axes
+        of_mesh = pace, configuration.axes, links
+        key = (*of_mesh, pipeline, samples, microbatches, in_flight, replica_only)
         if key not in self._prices:
             weights = CostWeights.of_one_stage(flight=in_flight)
             weights.micro[:] = 1.0 if replica_only else _equal_stages_step_ratio(configuration)
@@ -169,12 +194,12 @@ class InnerSearch:
             limit = UNREQUESTED_OPERATIONS if is_unrequested else SOLVE_OPERATIONS
             depends = *key, self._option_key, limit
             self._prices[key] = MemoryPrices(
-                self.problem(configuration, samples),
+                self.problem(configuration, samples, pace),
                 weights,
                 limit,
                 None
                 if _is_solved_exactly(configuration)
-                else partial(self._solve_from_coarser, configuration, samples),
+                else partial(self._solve_from_coarser, configuration, samples, pace),
                 partial(self._cached_solution, depends),
             )
         return self._prices[key]
@@ -188,6 +213,7 @@ class InnerSearch:
         self,
         configuration: Configuration,
         samples: int,
+        pace: Pace,
         problem: Problem,
         solve: Callable[[Problem], Solution],
     ) -> Solution:
@@ -197,9 +223,9 @@ class InnerSearch:
         centres = []
         for merged, axis_of in coarser_meshes(configuration.sizes):
             axes = tuple(Axis(f"axis{i}", n) for i, n in enumerate(merged))
-            coarse = Configuration(configuration.pipeline, axes, configuration.microbatches)
-            centre = self.prices(coarse, samples).at(0.0)
-            chosen = zip(self.problem(coarse, samples).vertices, centre.chosen, strict=True)
+            coarse = replace(configuration, axes=axes, chunks=1, schedule="1f1b", place=0)
+            prices = self.prices(coarse, samples, pace=pace)
+            chosen = zip(prices.problem.vertices, prices.at(0.0).chosen, strict=True)
             centres.append([lift_choice(v.choices[k], axis_of) for v, k in chosen])
         return improve_from_centres(problem, centres, solve)
 

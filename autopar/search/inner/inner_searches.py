@@ -19,6 +19,7 @@ from autopar.search.inner.search_cache import SearchCache
 from autopar.search.inner.step_bounds import Level, StepBound, least_bytes, step_bound
 from autopar.search.space.configuration import Configuration
 from autopar.search.space.options import Options
+from autopar.search.space.placements import kind_orders, placements
 from autopar.search.space.user_cuts import user_cut_nodes
 
 Progress = Callable[[str], None]
@@ -161,6 +162,27 @@ class InnerSearches:
         search = self.of(configuration.microbatches)
         return search, self.microbatch_samples(configuration)
 
+    def placements(self, configuration: Configuration) -> list[Configuration]:
+        """The placements of an open configuration, without a place of the pipeline at which no link
+        is faster than at another place. Each order of the axes stays: of two axes that split one
+        dim the first is major, so that orders have different strategies.
+
+        Raises:
+            PlanError: the option ``placement`` leaves none.
+        """
+        cache = self.of(configuration.microbatches).cache
+        if len(cache.cluster.kinds) > 1 and configuration.pipeline > 1:
+            return kind_orders(configuration, cache.cluster, self.options)
+        links_of = cache.links
+        kept: list[Configuration] = []
+        for placed in placements(configuration, self.options):
+            own = links_of(placed)
+            rivals = [c for c in kept if c.axes == placed.axes]
+            if not any(links_of(c).are_no_slower(own) for c in rivals):
+                slower = [c for c in rivals if own.are_no_slower(links_of(c))]
+                kept = [*(c for c in kept if c not in slower), placed]
+        return kept
+
     def is_out_of_time(self) -> bool:
         """Whether the ``time_limit`` of the search has passed."""
         return time.perf_counter() > self._deadline
@@ -189,7 +211,7 @@ class InnerSearches:
     def may_fit(self, configuration: Configuration) -> bool:
         """Whether a plan of the configuration may fit the budget."""
         search = self.of(configuration.microbatches)
-        return self.least_bytes(configuration) <= ESTIMATE_MARGIN * search.budget
+        return self.least_bytes(configuration) <= ESTIMATE_MARGIN * search.budget(configuration)
 
     def candidate(
         self,

@@ -7,6 +7,7 @@ cluster and its key alone.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -15,14 +16,25 @@ from typing import Generic, TypeVar
 import numpy as np
 import torch.fx as fx
 
-from autopar.cost_model import Cluster, ComputeCosts, ConversionCosts
+from autopar.cost_model import (
+    AxisLinks,
+    Cluster,
+    ComputeCosts,
+    ConversionCosts,
+    MeshLinks,
+    Pace,
+    compute_costs,
+)
+from autopar.cost_model.mesh_links import configuration_links, link_between_groups
 from autopar.kernel_trace.operator_trace import OperatorTracer
 from autopar.memory.saved_tensors import SavedTensors, trace_saved_tensors
+from autopar.memory.staged_calls import StagedCalls
 from autopar.rules.analysis import Analysis
 from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.solve import Solution
 from autopar.search.pipeline.units import Units, split_into_units
 from autopar.search.pricing.kernel_seconds import KernelTimer
+from autopar.search.space.configuration import Configuration
 from autopar.search.space.repeated_blocks import block_representatives
 
 MOST_VALUES = 32  # of each kind: a value of a large graph may take megabytes
@@ -58,12 +70,14 @@ class StagedGraph:
         stage_of: the stages in which each node runs, or is held.
         representative: for each node the node that stands for it in equal blocks.
         saved: what autograd saves of each node.
+        calls: the calls of each stage, and which of them repeat.
     """
 
     analysis: Analysis
     stage_of: dict[fx.Node, tuple[int, ...]]
     representative: dict[fx.Node, fx.Node]
     saved: dict[fx.Node, SavedTensors]
+    calls: StagedCalls
 
 
 class SearchCache:
@@ -85,12 +99,14 @@ class SearchCache:
         self.analysis, self.cluster, self.kernel_timer = analysis, cluster, kernel_timer
         self.representative = representatives(analysis)
         self.nodes = [n for n in analysis.graph.nodes if self.representative[n] is n]
-        self.tracer, self.compute = OperatorTracer(cluster.device.kind), ComputeCosts(cluster, tf32)
+        self.tracer, self.tf32 = OperatorTracer(cluster.device.kind), tf32
+        self._compute = LruCache[ComputeCosts]()
         self.work, self.staged_graphs = LruCache[WorkByKind](), LruCache[StagedGraph]()
         self.problems, self.solutions = LruCache[Problem](), LruCache[Solution](MOST_SOLUTIONS)
         self.floors = LruCache[float](MOST_SOLUTIONS)
         self._saved = LruCache[dict[fx.Node, SavedTensors]]()
         self._units, self._conversions = LruCache[Units](), LruCache[ConversionCosts]()
+        self._links = LruCache[MeshLinks](MOST_SOLUTIONS)
 
     def saved(self, samples: int) -> dict[fx.Node, SavedTensors]:
         """What autograd saves of the representatives. The graph must have the shapes of a
@@ -116,11 +132,48 @@ class SearchCache:
             tuple(user_cuts), lambda: split_into_units(analysis, analysis.duplicated, user_cuts)
         )
 
-    def conversions(self, sizes: Sequence[int], stages: int) -> ConversionCosts:
-        """Conversions on a mesh of ``sizes``; ``stages`` such meshes share the cluster's links."""
-        return self._conversions.of(
-            (tuple(sizes), stages), lambda: ConversionCosts(sizes, self.cluster, stages)
+    def pace(self, configuration: Configuration) -> Pace:
+        """Whose seconds a configuration's problem has. Bounds of a pipeline hold for each order of
+        the kinds of devices; without a pipeline all devices work in step.
+        """
+        if len(self.cluster.kinds) == 1:
+            return 0
+        return "slowest" if configuration.pipeline == 1 else "fastest"
+
+    def compute_of(self, pace: Pace) -> ComputeCosts:
+        """Seconds of local work."""
+        return self._compute.of(pace, lambda: compute_costs(self.cluster, pace, self.tf32))
+
+    def links(self, configuration: Configuration, pace: Pace | None = None) -> MeshLinks:
+        """The links of a configuration; of an open one the fastest that any placement gives."""
+        pace = self.pace(configuration) if pace is None else pace
+        sizes, pipeline, place = configuration.sizes, configuration.pipeline, configuration.place
+        return self._links.of(
+            (sizes, pipeline, place, pace),
+            lambda: configuration_links(self.cluster, sizes, pipeline, place, pace),
         )
+
+    def stage_links(self, configuration: Configuration, stage: int) -> AxisLinks:
+        """The links over which a stage receives from the stage before it."""
+        if not configuration.kinds:
+            return self.links(configuration).pipeline
+        kind, before = configuration.kind_of(stage), configuration.kind_of(stage - 1)
+        if kind != before:
+            return link_between_groups(math.prod(configuration.sizes), self.cluster)
+        return self.links(configuration, kind).pipeline
+
+    def conversions(
+        self, configuration: Configuration, pace: Pace | None = None
+    ) -> ConversionCosts:
+        """Conversions on the mesh of a configuration."""
+        pace = self.pace(configuration) if pace is None else pace
+        sizes, links = configuration.sizes, self.links(configuration, pace)
+        compute = self.compute_of(pace)
+        of_axes = self._conversions.of(
+            (sizes, links.axes, pace),
+            lambda: ConversionCosts(sizes, self.cluster, links=links, compute=compute),
+        )
+        return of_axes.with_pipeline(links.pipeline)
 
 
 def representatives(analysis: Analysis) -> dict[fx.Node, fx.Node]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.cost_model import ConversionCosts
+from autopar.cost_model import ComputeCosts, ConversionCosts
 from autopar.memory.saved_tensors import trace_saved_tensors
 from autopar.search.ilp.cost_weights import CostBreakdown
 from autopar.search.ilp.memory_prices import MemoryPrices
@@ -81,18 +81,19 @@ def compute_floor(search: InnerSearch, configuration: Configuration, samples: in
     if search.cache.kernel_timer is not None:
         return 0.0  # the cluster has no curve for some kernels
     share = samples / search.analysis.batch.size / math.prod(configuration.sizes)
-    microbatch = search.cache.floors.of(share, lambda: _least_seconds(search, share))
+    compute = search.cache.compute_of(pace := search.cache.pace(configuration))
+    microbatch = search.cache.floors.of(
+        (share, pace), lambda: _least_seconds(search, share, compute)
+    )
     return least_step_ratio(configuration) * microbatch
 
 
-def _least_seconds(search: InnerSearch, share: float) -> float:
+def _least_seconds(search: InnerSearch, share: float, compute: ComputeCosts) -> float:
     """Seconds of one microbatch where each kernel has this share of its work."""
     work = search.cache.work.of("all", lambda: _work_by_kind(search))
     microbatch = 0.0
     for (operator, kind, dtype), (flops, nbytes) in work.items():
-        seconds = search.compute.seconds(
-            kind, dtype, flops * share, nbytes * share, operator=operator
-        )
+        seconds = compute.seconds(kind, dtype, flops * share, nbytes * share, operator=operator)
         microbatch += float(seconds.sum())
     return microbatch
 
@@ -104,7 +105,8 @@ def _work_by_kind(search: InnerSearch) -> WorkByKind:
     tensors = trace_saved_tensors(
         nodes, analysis.differentiable, cluster.device.kind, search.tracer
     )
-    kernels = search.costs(analysis, tensors, ConversionCosts((), cluster), 1).kernels
+    alone = ConversionCosts((), cluster.kinds[0])
+    kernels = search.costs(analysis, tensors, alone, search.cache.compute_of(0), 1).kernels
     by_kind: dict[tuple[str, str, str], list[tuple[float, float]]] = defaultdict(list)
     for work in (w for n in nodes for w in kernels.work(n)):
         by_kind[work.operator, work.kind, work.dtype].append((work.flops, work.nbytes))
@@ -155,14 +157,15 @@ def solved_bound(
     start = time.perf_counter()
     pipeline, in_flight = configuration.pipeline, float(prices.weights.flight[0])
     by_stage = configuration.microbatches_in_flight()
-    budgets = search.budget * sum(1.0 / min(by_stage[r::pipeline]) for r in range(pipeline))
+    budget = search.budget(configuration)
+    budgets = budget * sum(1.0 / min(by_stage[r::pipeline]) for r in range(pipeline))
     replicas = _data_degree(configuration) if is_replica else 1
 
     def fits(price: float) -> bool:
         breakdown = prices.at(price).cost_breakdown
-        return equal_stages_bytes(configuration, breakdown, replicas) <= search.budget
+        return equal_stages_bytes(configuration, breakdown, replicas) <= budget
 
-    unit = prices.at(0.0).value / search.budget / in_flight
+    unit = prices.at(0.0).value / budget / in_flight
     ladder = [0.0, *(FIRST_PRICE * unit * PRICE_FACTOR**i for i in range(PRICE_COUNT))]
     first = 0 if fits(0.0) else bisect_left(ladder, True, lo=1, key=fits)
     bound = -math.inf
@@ -216,7 +219,7 @@ def _replica_prices(
         return _whole_prices(search, configuration, samples)
     rest = tuple(a for a in axes if a.use != "data")
     replicas = search.options.world_size // math.prod(a.size for a in rest)
-    replica = Configuration(replicas, rest, 1)
+    replica = Configuration(replicas, rest, 1, place=None)
     prices = search.prices(replica, samples // degree, replica_only=True)
     return prices, least_step_ratio(configuration), True
 

@@ -31,7 +31,7 @@ class StagePartition:
     """The stages of one pipeline, each within its memory.
 
     Args:
-        costs: of the units.
+        costs: of the units on the devices of each stage; one for all stages where they are alike.
         budgets: bytes of each stage.
         in_flight: microbatches in flight at each stage.
         pipeline: ranks; stage i is on rank i % pipeline.
@@ -39,33 +39,45 @@ class StagePartition:
     Attributes:
         received_bytes: [unit]: bytes that a stage receives in each microbatch, and holds, if it
             begins with this unit.
-        receive_seconds: [unit]: seconds of receiving these bytes.
+        receive_seconds: [unit] or [stage, unit]: seconds of receiving these bytes.
         has_parameter: [unit]: whether it reads a parameter.
     """
 
     def __init__(
         self,
-        costs: UnitCosts,
+        costs: UnitCosts | Sequence[UnitCosts],
         budgets: Sequence[float],
         in_flight: Sequence[float],
         pipeline: int,
     ) -> None:
-        self.costs, self.budgets, self.in_flight, self.pipeline = (
-            costs,
-            budgets,
-            in_flight,
-            pipeline,
-        )
-        self.units = costs.seconds.shape[1]
+        self.budgets, self.in_flight, self.pipeline = budgets, in_flight, pipeline
+        self.costs = [costs] * len(budgets) if isinstance(costs, UnitCosts) else list(costs)
+        self.units = self.costs[0].seconds.shape[1]
         self.received_bytes = self.receive_seconds = np.zeros(self.units)
         self.has_parameter: Sequence[bool] = (True,) * self.units
         self._prices = self._memory_prices()
-        self._sums: dict[float, tuple[np.ndarray, np.ndarray]] = {}
+        self._sums: dict[tuple[int, float], tuple[np.ndarray, np.ndarray]] = {}
 
     def _memory_prices(self) -> np.ndarray:
         """Prices of memory, in seconds a byte, at which some unit changes its best solution."""
-        nbytes, seconds = self.costs.nbytes(max(self.in_flight)), self.costs.seconds
-        unit_class = self.costs.unit_class
+        slopes = set().union(*(self._slopes(costs) for costs in self._different_costs()))
+        prices = ordered = sorted(slopes)
+        if len(ordered) > _MOST_PRICES:
+            places = np.linspace(0, len(ordered) - 1, _MOST_PRICES)
+            prices = [ordered[int(i)] for i in places]
+        return np.array([0.0, *(p * (1 + 1e-9) for p in prices), max(ordered, default=1.0) * 1e6])
+
+    def _different_costs(self) -> list[UnitCosts]:
+        """The costs of each kind of devices."""
+        return list({id(costs): costs for costs in self.costs}.values())
+
+    def _slopes(self, costs: UnitCosts) -> set[float]:
+        """For each two solutions of a unit, the seconds that a byte costs that one saves."""
+        nbytes, seconds, unit_class = (
+            costs.nbytes(max(self.in_flight)),
+            costs.seconds,
+            costs.unit_class,
+        )
         slopes = set()
         for unit in {int(np.argmax(unit_class == c)) for c in set(unit_class.tolist())}:
             for i in range(len(seconds)):
@@ -74,18 +86,16 @@ class StagePartition:
                 slopes |= {
                     float(c / s) for c, s in zip(cost, saved, strict=True) if s > 0 and c > 0
                 }
-        prices = ordered = sorted(slopes)
-        if len(ordered) > _MOST_PRICES:
-            places = np.linspace(0, len(ordered) - 1, _MOST_PRICES)
-            prices = [ordered[int(i)] for i in places]
-        return np.array([0.0, *(p * (1 + 1e-9) for p in prices), max(ordered, default=1.0) * 1e6])
+        return slopes
 
-    def _prefix_sums(self, in_flight: float) -> tuple[np.ndarray, np.ndarray]:
+    def _prefix_sums(self, stage: int) -> tuple[np.ndarray, np.ndarray]:
         """[price, unit]: seconds and bytes of all units before, each in its best solution at the
         price.
         """
-        if in_flight not in self._sums:
-            seconds, nbytes = self.costs.seconds, self.costs.nbytes(in_flight)
+        costs, in_flight = self.costs[stage], self.in_flight[stage]
+        key = id(costs), in_flight
+        if key not in self._sums:
+            seconds, nbytes = costs.seconds, costs.nbytes(in_flight)
             units = np.arange(self.units)
             best = [(seconds + price * nbytes).argmin(axis=0) for price in self._prices]
             zero = np.zeros((len(self._prices), 1))
@@ -95,8 +105,8 @@ class StagePartition:
                 )
                 for each in (seconds, nbytes)
             )
-            self._sums[in_flight] = seconds_sum, bytes_sum
-        return self._sums[in_flight]
+            self._sums[key] = seconds_sum, bytes_sum
+        return self._sums[key]
 
     def seconds(self, stage: int, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """Seconds of one microbatch, for ranges of units [start, end) on a stage; infinite where no
@@ -105,7 +115,7 @@ class StagePartition:
         The lowest price at which a range fits, and the price below it, bracket the best mixture of
         solutions. Its seconds are interpolated between them.
         """
-        seconds_sum, bytes_sum = self._prefix_sums(self.in_flight[stage])
+        seconds_sum, bytes_sum = self._prefix_sums(stage)
         seconds = seconds_sum[:, ends] - seconds_sum[:, starts]
         nbytes = bytes_sum[:, ends] - bytes_sum[:, starts]
         room = self._room(stage, starts)
@@ -125,7 +135,7 @@ class StagePartition:
         in_flight = self.in_flight[stage]
         room: np.ndarray = (
             self.budgets[stage]
-            - float((self.costs.duplicated["kept"] * in_flight).min())
+            - float((self.costs[stage].duplicated["kept"] * in_flight).min())
             - in_flight * self.received_bytes[start]
         )
         return room
@@ -182,10 +192,15 @@ class StagePartition:
                 float(self.seconds(i, np.array([a]), np.array([b]))[0])
                 for i, (a, b) in enumerate(self.ranges(starts))
             ]
-            messages = 2 * float(self.receive_seconds[list(starts)].sum())
+            messages = 2 * float(self._received_seconds(starts).sum())
             found.append((self._pipeline_seconds(times, microbatches) + messages, starts))
         seconds, starts = min(found)
         return starts, seconds
+
+    def _received_seconds(self, starts: Sequence[int]) -> np.ndarray:
+        """[stage]: seconds of receiving what each stage reads of the stages before."""
+        each = np.broadcast_to(self.receive_seconds, (len(self.costs), self.units))
+        return each[np.arange(len(starts)), list(starts)]
 
     def _pipeline_seconds(self, times: Sequence[float], microbatches: int) -> float:
         """Seconds of all microbatches, from the seconds of each stage for one."""
@@ -199,15 +214,19 @@ class StagePartition:
         self, starts: Sequence[int], chosen: np.ndarray, microbatches: int, schedule: str
     ) -> float:
         """Seconds of a step where unit ``u`` takes solution ``chosen[u]``."""
-        units, costs = np.arange(self.units), self.costs
-        forward, backward, step = (
-            table[chosen, units] for table in (costs.forward, costs.backward, costs.step)
-        )
-        ranges = self.ranges(starts)
-        duplicated = float(costs.duplicated["forward"].min())
-        stage_forward = [float(forward[a:b].sum()) + duplicated for a, b in ranges]
-        stage_backward = [float(backward[a:b].sum()) for a, b in ranges]
-        stage_step = [float(step[a:b].sum()) for a, b in ranges]
+        units, ranges = np.arange(self.units), self.ranges(starts)
+        stages = list(zip(self.costs, ranges, strict=True))
+
+        def stage_seconds(kind: str) -> list[float]:
+            return [
+                float(getattr(costs, kind)[chosen, units][a:b].sum()) for costs, (a, b) in stages
+            ]
+
+        stage_backward, stage_step = stage_seconds("backward"), stage_seconds("step")
+        stage_forward = [
+            seconds + float(costs.duplicated["forward"].min())
+            for seconds, costs in zip(stage_seconds("forward"), self.costs, strict=True)
+        ]
         end = max(sum(stage_step[r :: self.pipeline]) for r in range(self.pipeline))
         if len(ranges) == 1:
             return microbatches * (stage_forward[0] + stage_backward[0]) + end
@@ -218,7 +237,7 @@ class StagePartition:
             microbatches,
             stage_forward,
             stage_backward,
-            send=[*self.receive_seconds[list(starts[1:])], 0.0],
+            send=[*self._received_seconds(starts)[1:], 0.0],
         )
         return float(makespan) + end
 
@@ -230,9 +249,10 @@ class StagePartition:
         stages = []
         for stage, (a, b) in enumerate(pairwise(cuts)):
             in_flight = self.in_flight[stage]
-            best, units = self.costs.nbytes(in_flight)[:, a:b].argmin(axis=0), np.arange(b - a)
-            state = self.costs.state[:, a:b][best, units].sum()
-            kept = self.costs.kept[:, a:b][best, units].sum() * in_flight
+            costs, units = self.costs[stage], np.arange(b - a)
+            best = costs.nbytes(in_flight)[:, a:b].argmin(axis=0)
+            state = costs.state[:, a:b][best, units].sum()
+            kept = costs.kept[:, a:b][best, units].sum() * in_flight
             kept += self.received_bytes[a] * in_flight
             stages.append((state + kept - self.budgets[stage], stage, float(state), float(kept)))
         _, stage, state, kept = max(stages)
@@ -246,7 +266,8 @@ class StagePartition:
         """The ranges of units that may be a stage."""
         count = len(self.budgets)
         each = self.units / count
-        longest = self.units if count <= 2 or self.units <= 24 else math.ceil(3 * each) + 4
+        is_small = count <= 2 or self.units <= 24 or len(self._different_costs()) > 1
+        longest = self.units if is_small else math.ceil(3 * each) + 4
         starts = np.arange(stage, self.units - (count - stage - 1))
         starts = starts[:1] if stage == 0 else starts
         lengths = np.arange(1, longest + 1)
@@ -254,7 +275,8 @@ class StagePartition:
         b = a + b
         keep = (b <= self.units - (count - stage - 1)) & ((b == self.units) | (stage < count - 1))
         a, b = a[keep], b[keep]
-        return UnitRanges(a, b, self.seconds(stage, a, b), 2 * self.receive_seconds[a])
+        received = np.broadcast_to(self.receive_seconds, (count, self.units))[stage]
+        return UnitRanges(a, b, self.seconds(stage, a, b), 2 * received[a])
 
     def solutions(self, starts: Sequence[int]) -> np.ndarray | None:
         """[unit]: the solution that it takes, so that each stage is fast within its memory; None
@@ -262,10 +284,11 @@ class StagePartition:
         """
         chosen = np.zeros(self.units, dtype=int)
         for stage, (a, b) in enumerate(self.ranges(starts)):
+            costs = self.costs[stage]
             of_stage = choose_solutions(
-                self.costs.seconds[:, a:b],
-                self.costs.nbytes(self.in_flight[stage])[:, a:b],
-                self.costs.unit_class[a:b],
+                costs.seconds[:, a:b],
+                costs.nbytes(self.in_flight[stage])[:, a:b],
+                costs.unit_class[a:b],
                 float(self._room(stage, a)),
             )
             if of_stage is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -83,6 +84,8 @@ class Costs:
     ) -> None:
         self.analysis, self.compute, self.sizes = analysis, compute, conversions.sizes
         self.optimizer, self.reduction_dtype = optimizer, reduction_dtype
+        self._stages: tuple[Costs, ...] = ()
+        self._stage_of: Mapping[fx.Node, Sequence[int]] = {}
         tracer = tracer or OperatorTracer(compute.device_kind)
         self.conversions = NodeConversionCosts(analysis, conversions, reduction_dtype)
         self.kernels = KernelCosts(analysis, saved, conversions, compute, kernel_timer, tracer)
@@ -96,6 +99,32 @@ class Costs:
             self.sizes,
             holders or {},
         )
+
+    def by_stage(self, each: Sequence[Costs], stage_of: Mapping[fx.Node, Sequence[int]]) -> Costs:
+        """These costs, of which :meth:`of` and :meth:`of_stage` give those of each stage.
+
+        Args:
+            each: by stage.
+            stage_of: the stages in which each node runs, or is held.
+        """
+        other = copy.copy(self)
+        other._stages, other._stage_of = tuple(each), stage_of
+        return other
+
+    def of(self, node: fx.Node) -> Costs:
+        """The costs of a node: those on the devices of its stage, of the last stage that holds
+        it.
+        """
+        return self._stages[self._stage_of[node][-1]] if self._stages else self
+
+    def of_stage(self, stage: int) -> Costs:
+        """The costs on the devices of a stage."""
+        return self._stages[stage] if self._stages else self
+
+    @property
+    def overhead(self) -> float:
+        """Seconds of a step outside kernels, on the devices that need fewest."""
+        return min(each.compute.overhead for each in self._stages or (self,))
 
     def is_differentiable(self, node: fx.Node) -> bool:
         return node in self.analysis.differentiable

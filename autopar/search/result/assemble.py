@@ -15,7 +15,7 @@ from autopar.runtime.kernels.graph_kernels import send
 from autopar.search.ilp.build_problem import build_problem
 from autopar.search.ilp.cost_weights import CostWeights
 from autopar.search.ilp.problem import Problem
-from autopar.search.ilp.solve import ReducedProblem, Solution
+from autopar.search.ilp.solve import Solution, best_choices
 from autopar.search.inner.candidate import Candidate
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.pricing.costs import Costs
@@ -66,14 +66,23 @@ class _Assembly:
         in_flight = np.array(configuration.microbatches_in_flight(), dtype=float)
         ones = np.ones(configuration.stages)
         weights = CostWeights(ones * configuration.microbatches, ones, ones, ones * 0.0, in_flight)
-        chosen = ReducedProblem(problem, weights).solve()[0]
+        chosen = best_choices(problem, weights)[0]
         recomputed = self._recomputed_conversions(problem, chosen)
         chosen = problem.free_unneeded_results(chosen, recomputed)
         recomputed = problem.needed_conversions(recomputed, chosen)
         breakdown = problem.cost_breakdown(chosen, recomputed)
         solution = Solution(tuple(chosen), recomputed, breakdown)
         gap = self.candidate.gap
-        return PricedPlan(analysis, configuration, problem, costs, solution, gap, self.stage_of)
+        return PricedPlan(
+            analysis,
+            configuration,
+            problem,
+            costs,
+            solution,
+            gap,
+            self.stage_of,
+            self.staged.calls,
+        )
 
     def _problem(self, costs: Costs) -> Problem:
         """The problem of the cut graph. Nodes of the searched graph have the choices that the

@@ -47,7 +47,7 @@ class BestPlan:
 
     def _gap(self, bound: float) -> float:
         """The gap to a bound of the problem, which leaves out the overhead of every step."""
-        bound += self.plan.costs.compute.overhead
+        bound += self.plan.costs.overhead
         return min(max(0.0, 1 - bound / self.seconds), 1.0)
 
     def with_bound_of(self, searches: InnerSearches) -> BestPlan:

@@ -59,7 +59,7 @@ def _conversions(
     paths: dict[str, dict[str, tuple[ConversionStep, ...]]] = {}
     for tensor, layouts in _wanted_layouts(priced.analysis, nodes).items():
         for layout in layouts:
-            steps = priced.costs.conversions.path(tensor, nodes[tensor.name].out, layout)
+            steps = priced.costs.of(tensor).conversions.path(tensor, nodes[tensor.name].out, layout)
             paths.setdefault(tensor.name, {})[format_layout(layout)] = tuple(
                 (axis, repr(source), repr(target)) for axis, source, target in steps
             )

@@ -65,7 +65,7 @@ def cost_items(priced: PricedPlan) -> Iterator[CostItem]:
         source = problem.made(tensor, solution.chosen)[0]
         for target in problem.wanted(tensor, solution.chosen):
             recomputed = (number, target) in solution.recomputed
-            for term in priced.costs.conversions.terms(node, source, target):
+            for term in priced.costs.of(node).conversions.terms(node, source, target):
                 for phase in _phases(term.phase, recomputed):
                     yield _collective(node, phase, count, term)
 
@@ -73,7 +73,7 @@ def cost_items(priced: PricedPlan) -> Iterator[CostItem]:
 def _parameter_items(
     priced: PricedPlan, node: fx.Node, strategy: ParameterStrategy, count: tuple[float, ...]
 ) -> Iterator[CostItem]:
-    parameters = priced.costs.parameters
+    parameters = priced.costs.of(node).parameters
     for term in parameters.synchronisation_terms(node, strategy):
         yield _collective(node, STEP, count, term)
     if add := parameters.accumulation(node, strategy):
@@ -89,7 +89,7 @@ def _kernel_items(
     count: tuple[float, ...],
     recomputed: bool,
 ) -> Iterator[CostItem]:
-    costs, rule = priced.costs, priced.analysis.rules.get(node)
+    costs, rule = priced.costs.of(node), priced.analysis.rules.get(node)
     trace = costs.kernels.composed_trace(node, rule, strategy)
     if trace is not None:
         # One rank's kernels were traced: they need no share.

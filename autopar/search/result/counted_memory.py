@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.kernel_trace.operator_trace import OperatorTracer
-from autopar.memory.call_trace import CallTrace
-from autopar.memory.peak_memory import PeakMemory, StepSettings
+from autopar.memory.peak_memory import PeakMemory
+from autopar.memory.step_settings import StepSettings
 from autopar.search.plan_check.data_degree import data_degree
 from autopar.search.result.chosen_program import chosen_program
 from autopar.search.result.priced_plan import PricedPlan
@@ -20,9 +20,6 @@ def count_memory(priced: PricedPlan, tracer: OperatorTracer) -> PricedPlan:
     """
     analysis, configuration, costs = priced.analysis, priced.configuration, priced.costs
     program, sizes = chosen_program(priced), configuration.sizes
-    trace = CallTrace(
-        analysis, program.nodes, program.conversions, sizes, tracer, costs.reduction_dtype
-    )
     settings = StepSettings(
         configuration.pipeline,
         configuration.stages,
@@ -33,5 +30,5 @@ def count_memory(priced: PricedPlan, tracer: OperatorTracer) -> PricedPlan:
         costs.reduction_dtype,
         tracer.device_type,
     )
-    peak = PeakMemory(analysis, trace, sizes, program.parameters, program.recomputed, settings)
-    return replace(priced, counted_saved_bytes=peak.saved_bytes, counted_bytes=peak.by_kind())
+    peak = PeakMemory(analysis, program, sizes, settings, tracer, priced.calls)
+    return replace(priced, counted_saved_bytes=peak.saved_bytes, counted_bytes=peak.by_kind)

@@ -30,7 +30,7 @@ def end_of_step(priced: PricedPlan) -> list[dict[str, float]]:
         exposed = _exposed_seconds(priced, stages)
         for stage in stages:
             ends[stage][SYNC] = exposed * estimate[stage][SYNC] / shares if shares else 0.0
-        ends[rank][OPTIMIZER] += priced.costs.compute.overhead
+        ends[rank][OPTIMIZER] += priced.costs.of_stage(rank).compute.overhead
     return ends
 
 
@@ -46,7 +46,7 @@ def has_no_bucket(priced: PricedPlan, term: Term) -> bool:
 
 def _exposed_seconds(priced: PricedPlan, stages: range) -> float:
     """Seconds that a rank with these stages waits for its parameters and gradients."""
-    costs = priced.costs
+    costs = priced.costs.of_stage(stages[0])
     nbytes: dict[tuple[str, str, int], float] = defaultdict(float)
     no_bucket = 0.0
     for node, counts, strategy in priced.parameter_choices():

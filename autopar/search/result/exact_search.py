@@ -14,19 +14,25 @@ from itertools import combinations
 
 import numpy as np
 
-from autopar.cost_model import schedule_seconds
+from autopar.cost_model import Pace, schedule_seconds
 from autopar.errors import PlanError
 from autopar.rules.analysis import Analysis
 from autopar.search.ilp.build_problem import build_problem
 from autopar.search.ilp.cost_weights import CostWeights
 from autopar.search.ilp.problem import Problem
-from autopar.search.ilp.solve import ReducedProblem, Solution
+from autopar.search.ilp.solve import Solution, best_choices
 from autopar.search.ilp.timeline_program import TimelineProgram
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.pipeline.units import rank_without_parameter
+from autopar.search.pricing.costs import Costs
 from autopar.search.pricing.resize import resized
 from autopar.search.result.priced_plan import PricedPlan
-from autopar.search.result.staged_graph import costs_of_stages, cut_at_units, stages_of
+from autopar.search.result.staged_graph import (
+    costs_at_pace,
+    costs_of_stages,
+    cut_at_units,
+    stages_of,
+)
 from autopar.search.space.choices.node_choices import NodeChoices
 from autopar.search.space.configuration import Configuration, least_step_ratio
 
@@ -80,8 +86,11 @@ class _ExactSearch:
     ) -> None:
         self._search, self._configuration, self._best = search, configuration, best
         self._seconds = sum(best.seconds_by_kind().values()) if best else math.inf
-        self._room = [search.budget - r for r in reserve or [0.0] * configuration.pipeline]
+        reserved = reserve or [0.0] * configuration.pipeline
+        budgets = search.budgets(configuration)
+        self._room = [budget - r for budget, r in zip(budgets, reserved, strict=True)]
         self._operations = operations  # that are left
+        self._wholes: dict[Pace, Problem] = {}
 
     def run(self, cut: Cut | None) -> PricedPlan | None:
         """The best plan of the user's cut, or of all cuts where that is None."""
@@ -130,22 +139,16 @@ class _ExactSearch:
         whose nodes are all at their fastest, and a step of equal stages of the best solution
         without cuts.
         """
-        configuration, units = self._configuration, self._search.units.nodes
-        whole = _CutProblem(self._search, configuration, self._search.analysis, 1).problem
-
-        def stage_seconds(kind: str) -> np.ndarray:
-            """[stage, cut]: the least seconds of each stage, of one kind."""
-            least = [float(getattr(v, kind).min()) for v in whole.vertices]
-            of_units = (sum(least[whole.vertex_of[n]] for n in unit) for unit in units)
-            before = np.cumsum([0.0, *of_units])
-            ends = np.array([[*cut, len(units)] for cut in cuts]).T
-            return before[ends[1:]] - before[ends[:-1]]
-
-        forward, backward = stage_seconds("forward"), stage_seconds("backward")
+        configuration = self._configuration
+        whole = self._whole(self._search.cache.pace(configuration))
+        forward, backward = (
+            self._stage_seconds("forward", cuts),
+            self._stage_seconds("backward", cuts),
+        )
         if configuration.stages == 1:
             return np.asarray(configuration.microbatches * (forward + backward)[0])
         weights = replace(CostWeights.of_one_stage(), step=np.zeros(1))
-        microbatch = ReducedProblem(whole, weights).solve()[1]
+        microbatch = best_choices(whole, weights)[1]
         schedule = schedule_seconds(
             configuration.schedule,
             configuration.pipeline,
@@ -155,6 +158,33 @@ class _ExactSearch:
             backward,
         )
         return np.maximum(schedule, microbatch * least_step_ratio(configuration))
+
+    def _whole(self, pace: Pace) -> Problem:
+        """The problem of the graph without cuts, at a pace."""
+        if pace not in self._wholes:
+            search, configuration = self._search, self._configuration
+            costs = costs_at_pace(search, configuration, search.analysis, pace)
+            self._wholes[pace] = _CutProblem(
+                search, configuration, search.analysis, 1, costs
+            ).problem
+        return self._wholes[pace]
+
+    def _stage_seconds(self, kind: str, cuts: Sequence[Cut]) -> np.ndarray:
+        """[stage, cut]: the least seconds of each stage; ``kind`` is "forward" or "backward"."""
+        configuration, units = self._configuration, self._search.units.nodes
+        before: dict[Pace, np.ndarray] = {}
+        ends = np.array([[*cut, len(units)] for cut in cuts]).T
+        rows = []
+        for stage in range(configuration.stages):
+            own: Pace = configuration.kind_of(stage)
+            pace = own if configuration.kinds else self._search.cache.pace(configuration)
+            if pace not in before:
+                whole = self._whole(pace)
+                least = [float(getattr(v, kind).min()) for v in whole.vertices]
+                of_units = (sum(least[whole.vertex_of[n]] for n in unit) for unit in units)
+                before[pace] = np.cumsum([0.0, *of_units])
+            rows.append(before[pace][ends[stage + 1]] - before[pace][ends[stage]])
+        return np.array(rows)
 
     def _solve(self, starts: Cut, bound: float) -> float:
         """Solve one cut, and keep its plan if that is the best so far.
@@ -192,11 +222,16 @@ class _CutProblem:
     """The problem of a cut graph, every node and tensor decided on its own."""
 
     def __init__(
-        self, search: InnerSearch, configuration: Configuration, analysis: Analysis, stages: int
+        self,
+        search: InnerSearch,
+        configuration: Configuration,
+        analysis: Analysis,
+        stages: int,
+        costs: Costs | None = None,
     ) -> None:
         self._configuration, self._analysis = configuration, analysis
         self._stage_of = stages_of(analysis, stages)
-        self._costs = costs_of_stages(search, configuration, analysis)
+        self._costs = costs or costs_of_stages(search, configuration, analysis)
         own = {n: n for n in analysis.graph.nodes}
         self.problem = build_problem(
             analysis.graph,

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from autopar.errors import BudgetError
 from autopar.search.inner.candidate import Candidate
+from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.inner.inner_searches import ESTIMATE_MARGIN, InnerSearches
 from autopar.search.inner.no_plan_errors import over_budget_error
 from autopar.search.inner.step_bounds import Level, equal_stages_bytes, step_bound
@@ -72,10 +73,18 @@ def _fastest_plan(searches: InnerSearches, candidate: Candidate) -> PricedPlan |
     configuration = candidate.configuration
     search = searches.of(configuration.microbatches)
     fastest = candidate.solutions[0].cost_breakdown
-    if equal_stages_bytes(configuration, fastest, 1) > ESTIMATE_MARGIN * search.budget:
+    if equal_stages_bytes(configuration, fastest, 1) > ESTIMATE_MARGIN * search.budget(
+        configuration
+    ):
         return None
     priced = _count(searches, searches.candidate(configuration, unlimited=True))
-    return priced if max(priced.device_bytes()) <= search.budget else None
+    return priced if max(_over(search, priced)) <= 0 else None
+
+
+def _over(search: InnerSearch, priced: PricedPlan) -> list[float]:
+    """Bytes that each pipeline rank's device is above its budget."""
+    budgets = search.budgets(priced.configuration)
+    return [n - budget for n, budget in zip(priced.device_bytes(), budgets, strict=True)]
 
 
 def _count(searches: InnerSearches, candidate: Candidate) -> PricedPlan:
@@ -104,7 +113,7 @@ def _refit(
     search, samples = searches.of_configuration(configuration)
     for refit in range(REFITS):
         priced = _count(searches, candidate)
-        over = [nbytes - search.budget for nbytes in priced.device_bytes()]
+        over = _over(search, priced)
         if max(over) <= 0:
             return priced
         reserve[:] = [r + max(0.0, o) * (1 + refit / 8) for r, o in zip(reserve, over, strict=True)]
@@ -148,7 +157,7 @@ def _exact_plan(
         with resized(search.analysis, samples, search.analysis.rules):
             found = replace(found, gap=max(0.0, 1 - bound / found.seconds))
             found = count_memory(found, search.tracer)
-            over = [nbytes - search.budget for nbytes in found.device_bytes()]
+            over = _over(search, found)
         if max(over) <= 0:
             return found if best is None or found.seconds < best.seconds else best
         reserve = [r + max(0.0, o) for r, o in zip(reserve, over, strict=True)]

@@ -46,7 +46,7 @@ class FittingPlans:
         if not self.plans:
             return True
         fastest = min(self.plans, key=lambda p: p.seconds)
-        return seconds + fastest.plan.costs.compute.overhead < fastest.seconds * (1 - EQUAL)
+        return seconds + fastest.plan.costs.overhead < fastest.seconds * (1 - EQUAL)
 
     @property
     def never_fit(self) -> bool:

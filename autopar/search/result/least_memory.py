@@ -49,12 +49,14 @@ def first_that_fits(
         searches.progress(f"saving memory, {configuration}")
         if not searches.can_split(configuration):
             continue
+        if configuration.place is None:  # no placement needs more memory than another
+            configuration = searches.placements(configuration)[0]
         search, samples = searches.of_configuration(configuration)
         with resized(search.analysis, samples, search.analysis.rules):
             starts = searches.user_starts(search)
             priced = least_memory_plan(search, configuration, samples, starts)
-            rank, kinds = _fullest_rank(priced)
-        if sum(kinds.values()) <= search.budget:
+            rank, kinds = _fullest_rank(search, priced)
+        if sum(kinds.values()) <= search.budgets(configuration)[rank]:
             return priced
         errors.append(over_budget_error(search, configuration, samples, kinds, rank))
     if errors:
@@ -87,7 +89,7 @@ def least_memory_plan(
         if (key := (solution.chosen, solution.recomputed)) in tried:
             continue
         tried.add(key)
-        cuts = starts or _even_cuts(table.of([solution]), configuration)
+        cuts = starts or _even_cuts(search, table.of([solution]), configuration)
         candidate = Candidate(
             configuration,
             prices.problem,
@@ -95,36 +97,48 @@ def least_memory_plan(
             tuple(cuts),
             (0,) * len(search.units.nodes),
             prices.seconds(solution),
-            prices.gap(solution, search.budget),
+            prices.gap(solution, search.budget(configuration)),
         )
         priced = count_memory(assemble(search, candidate), search.tracer)
-        if best is None or max(priced.device_bytes()) < max(best.device_bytes()):
+        if best is None or max(_fullness(search, priced)) < max(_fullness(search, best)):
             best = priced
     assert best is not None
     return best
 
 
-def _fullest_rank(priced: PricedPlan) -> tuple[int, dict[str, float]]:
-    """The pipeline rank whose device holds most, and its bytes by kind."""
-    devices = priced.device_bytes()
-    rank = devices.index(max(devices))
+def _fullness(search: InnerSearch, priced: PricedPlan) -> list[float]:
+    """Bytes of each pipeline rank's device, as a multiple of the part that its budget has of the
+    largest budget.
+    """
+    configuration = priced.configuration
+    most, budgets = search.budget(configuration), search.budgets(configuration)
+    return [n / (own / most) for n, own in zip(priced.device_bytes(), budgets, strict=True)]
+
+
+def _fullest_rank(search: InnerSearch, priced: PricedPlan) -> tuple[int, dict[str, float]]:
+    """The pipeline rank whose device holds most of its budget, and its bytes by kind."""
+    full = _fullness(search, priced)
+    rank = full.index(max(full))
     kinds: Counter[str] = Counter()
     for stage in range(rank, priced.configuration.stages, priced.configuration.pipeline):
         kinds.update(priced.bytes_by_kind(stage))  # type: ignore[arg-type]
     return rank, dict(kinds)
 
 
-def _even_cuts(costs: UnitCosts, configuration: Configuration) -> tuple[int, ...]:
-    """The first unit of each stage, so that the stage that needs most memory needs as little as
-    possible; by dynamic programming over the units, which all take the first solution.
+def _even_cuts(
+    search: InnerSearch, costs: UnitCosts, configuration: Configuration
+) -> tuple[int, ...]:
+    """The first unit of each stage, so that the stage that needs most of its budget needs as little
+    as possible; by dynamic programming over the units, which all take the first solution.
     """
     units = costs.kept.shape[1]
     kept, state = (np.concatenate([[0.0], c[0].cumsum()]) for c in (costs.kept, costs.state))
     least = np.full(units + 1, np.inf)
     least[0] = 0.0
     best_starts: list[np.ndarray] = []
-    for in_flight in configuration.microbatches_in_flight():
-        nbytes = kept * in_flight + state
+    most, budgets = search.budget(configuration), search.budgets(configuration)
+    for stage, in_flight in enumerate(configuration.microbatches_in_flight()):
+        nbytes = (kept * in_flight + state) / (budgets[stage % configuration.pipeline] / most)
         of_range = nbytes[None, :] - nbytes[:, None]  # [first unit, unit after the last]
         of_range[np.tril_indices(units + 1)] = np.inf
         fullest = np.maximum(least[:, None], of_range)

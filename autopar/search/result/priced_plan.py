@@ -13,6 +13,7 @@ import numpy as np
 import torch.fx as fx
 
 from autopar.cost_model import Timeline, simulate_schedule
+from autopar.memory.staged_calls import StagedCalls
 from autopar.rules.analysis import Analysis
 from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.solve import Solution
@@ -33,6 +34,8 @@ class PricedPlan:
         analysis: of the graph, cut into the configuration's stages.
         gap: how far the step time may be from the optimum, relative to it.
         stage_of: the stages in which each node runs, or holds its tensor.
+        calls: the calls of the graph, with those that may stand for others where memory is
+            counted. None to count every call.
         counted_saved_bytes: by stage: bytes that autograd saves in one microbatch, counted storage
             by storage. None before the count.
         counted_bytes: by stage and kind: peak bytes, counted storage by storage. None before the
@@ -46,6 +49,7 @@ class PricedPlan:
     solution: Solution
     gap: float
     stage_of: dict[fx.Node, tuple[int, ...]]
+    calls: StagedCalls | None = None
     counted_saved_bytes: list[float] | None = None
     counted_bytes: list[dict[str, float]] | None = None
 
@@ -83,8 +87,8 @@ class PricedPlan:
         pays its share of a full bucket. ``optimizer`` contains everything after the gradients.
         """
         kinds = [dict.fromkeys((SYNC, OPTIMIZER), 0.0) for _ in range(self.problem.stages)]
-        parameters = self.costs.parameters
         for node, counts, strategy in self.parameter_choices():
+            parameters = self.costs.of(node).parameters
             sync = sum(t.seconds for t in parameters.synchronisation_terms(node, strategy))
             update = parameters.optimizer_seconds(node, strategy)
             for stage, count in enumerate(counts):
@@ -95,7 +99,9 @@ class PricedPlan:
             for stage, of_stage in enumerate(kinds):
                 if nbytes := self._output_bytes(stage):
                     of_stage[OPTIMIZER] += float(
-                        self.costs.compute.seconds("copy", "", 0.0, 2 * nbytes, operator="cat")
+                        self.costs.of_stage(stage).compute.seconds(
+                            "copy", "", 0.0, 2 * nbytes, operator="cat"
+                        )
                     )
         return kinds
 

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import torch.fx as fx
 
+from autopar.cost_model import AxisLinks, ConversionCosts, Pace
 from autopar.memory.saved_tensors import SavedTensors, trace_saved_tensors
+from autopar.memory.staged_calls import StagedCalls
 from autopar.passes.lowering.cut_stages import cut_stages
 from autopar.rules.analysis import Analysis
 from autopar.runtime.kernels.graph_kernels import send
@@ -24,11 +26,13 @@ def staged_graph(search: InnerSearch, starts: Sequence[int]) -> StagedGraph:
 
 def _cut_graph(search: InnerSearch, starts: Sequence[int]) -> StagedGraph:
     analysis = cut_at_units(search, starts)
+    representative = representatives(analysis)
     return StagedGraph(
         analysis,
         stages_of(analysis, len(starts)),
-        representatives(analysis),
+        representative,
         _saved_tensors(search, analysis),
+        StagedCalls(analysis, len(starts), representative),
     )
 
 
@@ -80,10 +84,33 @@ def staged_costs(
     stage_of: Mapping[fx.Node, tuple[int, ...]],
 ) -> Costs:
     """:func:`costs_of_stages`, where saved tensors and stages are known."""
-    pipeline = configuration.pipeline
-    conversions = search.cache.conversions(configuration.sizes, pipeline)
+    cache, pipeline, count = search.cache, configuration.pipeline, configuration.microbatches
     holders = {n: len({stage % pipeline for stage in stage_of[n]}) for n in analysis.state}
-    return search.costs(analysis, saved_tensors, conversions, configuration.microbatches, holders)
+
+    def costs(conversions: ConversionCosts, pace: Pace) -> Costs:
+        compute = cache.compute_of(pace)
+        return search.costs(analysis, saved_tensors, conversions, compute, count, holders)
+
+    if not configuration.kinds:
+        return costs(cache.conversions(configuration), cache.pace(configuration))
+    each: dict[tuple[int, AxisLinks], Costs] = {}
+    found = []
+    for stage in range(configuration.stages):
+        kind, links = configuration.kind_of(stage), cache.stage_links(configuration, stage)
+        if (kind, links) not in each:
+            conversions = cache.conversions(configuration, kind).with_pipeline(links)
+            each[kind, links] = costs(conversions, kind)
+        found.append(each[kind, links])
+    return found[0].by_stage(found, stage_of)
+
+
+def costs_at_pace(
+    search: InnerSearch, configuration: Configuration, analysis: Analysis, pace: Pace
+) -> Costs:
+    """The costs of a graph without cuts, with the seconds of a pace."""
+    conversions = search.cache.conversions(configuration, pace)
+    saved_tensors, compute = _saved_tensors(search, analysis), search.cache.compute_of(pace)
+    return search.costs(analysis, saved_tensors, conversions, compute, configuration.microbatches)
 
 
 def _saved_tensors(search: InnerSearch, analysis: Analysis) -> dict[fx.Node, SavedTensors]:

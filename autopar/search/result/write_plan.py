@@ -51,14 +51,38 @@ def write_plan(
         gap=priced.gap,
         configuration_gap=priced.gap,
         pipeline=configuration.pipeline,
+        pipeline_place=configuration.place or 0,
+        device_kinds=tuple(cluster.kinds[kind].name for kind in configuration.kinds),
+        pipeline_order=_pipeline_order(configuration.kinds),
         schedule=configuration.schedule,
         recomputed=program.recomputed,
         precision=options.precision,
         reduce_dtype=options.reduction_dtype,
-        notes=tuple(_notes(analysis, configuration.microbatches, priced.axes)),
+        notes=(
+            *_notes(analysis, configuration.microbatches, priced.axes),
+            *_notes_on_kinds(cluster, configuration.pipeline),
+        ),
         timings=dict(timings),
         modes=_axes_of_modes(priced.axes),
     )
+
+
+def _pipeline_order(kinds: tuple[int, ...]) -> tuple[int, ...]:
+    """For each pipeline rank the number of its block of ranks, which follow each other in the order
+    of the kinds' numbers; empty where the pipeline has that order.
+    """
+    by_kind = sorted(range(len(kinds)), key=lambda rank: kinds[rank])
+    order = tuple(by_kind.index(rank) for rank in range(len(kinds)))
+    return () if order == tuple(range(len(kinds))) else order
+
+
+def _notes_on_kinds(cluster: Cluster, pipeline: int) -> Iterator[str]:
+    if pipeline == 1 and len(cluster.kinds) > 1:
+        yield (
+            "devices of several kinds without a pipeline: each kernel and collective is priced at "
+            f"the pace of the slowest kind, within the smallest memory, {cluster.usable_memory:,} "
+            "bytes"
+        )
 
 
 def _stage_plans(priced: PricedPlan) -> Iterator[StagePlan]:

@@ -19,6 +19,11 @@ class Configuration:
         microbatches: the number of microbatches of a step.
         chunks: the number of stages that each pipeline rank runs.
         schedule: the name of the pipeline schedule.
+        place: the number of axes that cross slower links than the pipeline. None where the
+            placement is open: bounds of the configuration then hold for every order of the axes and
+            the pipeline, and no candidate can be made of it.
+        kinds: on a cluster of several kinds of devices, the number of the kind of each pipeline
+            rank; empty where the placement is open, without a pipeline, and on other clusters.
     """
 
     pipeline: int
@@ -26,6 +31,8 @@ class Configuration:
     microbatches: int
     chunks: int = 1
     schedule: str = "1f1b"
+    place: int | None = 0
+    kinds: tuple[int, ...] = ()
 
     @property
     def stages(self) -> int:
@@ -56,8 +63,15 @@ class Configuration:
             self.has_free_axes,
             self.chunks,
             self.schedule not in ("1f1b", "interleaved-1f1b"),
+            bool(self.place),
+            self.kinds != tuple(sorted(self.kinds)),
+            len(self.axes) > 1 and self.axes[-1].use == "data",
             self.microbatches,
         )
+
+    def kind_of(self, stage: int) -> int:
+        """The number of the kind of devices that a stage runs on."""
+        return self.kinds[stage % self.pipeline] if self.kinds else 0
 
     def microbatches_in_flight(self) -> tuple[int, ...]:
         """The most microbatches in flight in each stage. One stage runs microbatches one by one."""
@@ -68,6 +82,8 @@ class Configuration:
     def __str__(self) -> str:
         mesh = " x ".join(str(a.size) for a in self.axes)
         pipeline = f"pipeline {self.pipeline} of " if self.pipeline > 1 else ""
+        if self.pipeline > 1 and self.place:
+            pipeline = f"pipeline {self.pipeline} at place {self.place} of "
         return (
             f"{pipeline}mesh {mesh}, {self.microbatches} microbatch{'es' * (self.microbatches > 1)}"
         )

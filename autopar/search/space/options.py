@@ -11,7 +11,7 @@ from typing import Any
 
 from autopar.cost_model.memory import optimizer_name
 from autopar.errors import PlanError
-from autopar.ir.plan_data import SCHEDULES
+from autopar.ir.plan_data import PIPELINE, SCHEDULES
 from autopar.ir.precision import COMPUTE_DTYPES, REDUCE_DTYPES, reduction_dtype
 from autopar.search.space.check_solver import check_solver
 from autopar.search.space.meshes import (
@@ -19,10 +19,15 @@ from autopar.search.space.meshes import (
     data_and_tensor_mesh,
     free_mesh,
     parallel_meshes,
-    parallel_size,
 )
 from autopar.search.space.modes.mode import Mode
-from autopar.search.space.option_checks import check_choice, check_positive, check_whole
+from autopar.search.space.option_checks import (
+    check_choice,
+    check_placement,
+    check_positive,
+    check_whole,
+)
+from autopar.search.space.pipeline_options import PipelineOptions, pipeline_options
 from autopar.search.space.recompute_policy import RECOMPUTE_OPTIONS
 
 # The number of ranks of a stage from which on the search tries only meshes whose axes have a use:
@@ -33,22 +38,6 @@ MAX_RANKS = 2**20
 
 # The time limit of a search for more than so many ranks, where none is given.
 UNLIMITED_RANKS, DEFAULT_SECONDS = 16, 60.0
-
-
-@dataclass(frozen=True)
-class PipelineOptions:
-    """What the user fixed of the pipeline.
-
-    Attributes:
-        size: the number of pipeline ranks.
-        chunks: the number of stages that each of these ranks runs; None where that is free.
-        split_before: the modules that begin a stage, all stages but the first; empty where the
-            cuts are free.
-    """
-
-    size: int = 1
-    chunks: int | None = None
-    split_before: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,6 +55,9 @@ class Options:
             gives each rank two stages and fixes the cuts.
         mesh: axis sizes inside a pipeline stage, slowest links first. The use of each axis is
             free.
+        placement: the order of the axes and the pipeline in the rank numbering, slowest links
+            first: ``("data", "pipeline", "tensor")``. "tensor" stands for all axes of a mode. With
+            ``mesh`` the axes have the names "axis0", "axis1" and so on. Free unless given.
         memory_budget: bytes per device; the cluster's device memory unless given.
         micro_batch_size: samples per microbatch and data-parallel replica.
         schedule: the schedule of a pipeline: "gpipe", "1f1b", "interleaved-1f1b" (several stages
@@ -99,6 +91,7 @@ class Options:
     world_size: int
     parallel: Mapping[str, Any] | None = None
     mesh: Sequence[int] | None = None
+    placement: Sequence[str] | None = None
     memory_budget: float | None = None
     micro_batch_size: int | None = None
     schedule: str | None = None
@@ -172,12 +165,22 @@ class Options:
                 )
         if self.parallel is not None and self.mesh is not None:
             raise PlanError("parallel= and mesh= both fix the mesh: give one of them")
+        self._check_placement()
         for pattern, layout in (self.constraints or {}).items():
             if not isinstance(pattern, str) or not isinstance(layout, str):
                 raise PlanError(
                     f"constraints={{{pattern!r}: {layout!r}}}: a pattern of names and a layout, "
                     'both as text, for example {"*.mlp.up_proj.weight": "I S0"}'
                 )
+
+    def _check_placement(self) -> None:
+        """Check the names of ``placement``, as far as the sizes of axes need not be known."""
+        if self.placement is None:
+            return
+        kinds: tuple[str, ...] = (PIPELINE, "data", "tensor")
+        if self.mesh is not None:
+            kinds = (PIPELINE, *(f"axis{i}" for i in range(len(self.mesh))))
+        check_placement(self.placement, kinds, self.mesh is not None, self.parallel)
 
     def _normalise(self) -> None:
         """Replace other ways to write a value: the class of a torch optimizer, numbers of numpy."""
@@ -192,6 +195,8 @@ class Options:
             same |= {name: kind(n) for name in names if (n := getattr(self, name)) is not None}
         if self.mesh is not None:
             same["mesh"] = tuple(map(int, self.mesh))
+        if self.placement is not None:
+            same["placement"] = tuple(self.placement)
         for name, value in same.items():
             object.__setattr__(self, name, value)
 
@@ -213,7 +218,7 @@ class Options:
     def pipeline(self) -> PipelineOptions | None:
         """What the user fixed of the pipeline; None where it is free."""
         if self.parallel is not None:
-            return _pipeline_options(self.parallel.get("pipeline", 1), self.world_size)
+            return pipeline_options(self.parallel.get("pipeline", 1), self.world_size)
         if self.mesh is None:
             return None
         ranks = math.prod(self.mesh)
@@ -246,41 +251,7 @@ class Options:
         if self.parallel is not None:
             return parallel_meshes(dict(self.parallel), self.world_size, pipeline)
         ranks = self.world_size // pipeline
-        if ranks < MANY_RANKS and pipeline == 1:
+        if ranks < MANY_RANKS and pipeline == 1 and self.placement is None:
             pairs = [(d, ranks // d) for d in range(2, ranks) if ranks % d == 0]
             return [free_mesh(sizes) for sizes in [(ranks,), *pairs]]
         return [data_and_tensor_mesh(d, ranks // d) for d in range(1, ranks + 1) if ranks % d == 0]
-
-
-def _pipeline_options(value: Any, world_size: int) -> PipelineOptions:
-    """What ``parallel["pipeline"]`` fixes: a number of ranks, or a dict."""
-    if isinstance(value, Mapping) and (unknown := set(value) - {"size", "chunks", "split_before"}):
-        raise PlanError(
-            f"parallel['pipeline'] has {sorted(map(str, unknown))}: it takes size, chunks and "
-            "split_before"
-        )
-    given = dict(value) if isinstance(value, Mapping) else {"size": value}
-    size = parallel_size(value, "pipeline")
-    if world_size % size:
-        raise PlanError(
-            f"parallel asks for {size} pipeline ranks, which do not divide world_size {world_size}"
-        )
-    chunks = given.get("chunks")
-    if chunks is not None:
-        check_whole("parallel['pipeline']['chunks']", chunks, "stages on each pipeline rank")
-    cuts = given.get("split_before", ())
-    if (
-        isinstance(cuts, str)
-        or not isinstance(cuts, Sequence)
-        or not all(isinstance(c, str) for c in cuts)
-    ):
-        raise PlanError(
-            f"split_before={cuts!r}: give a list of module names, one for each stage but the first"
-        )
-    if cuts and len(cuts) + 1 != size * (chunks or 1):
-        stages = size * (chunks or 1)
-        raise PlanError(
-            f"split_before names {len(cuts)} modules, {stages} stages ({size} ranks x "
-            f"{chunks or 1} chunks) need {stages - 1}"
-        )
-    return PipelineOptions(size, chunks or (1 if cuts else None), tuple(cuts))

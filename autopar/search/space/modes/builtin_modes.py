@@ -39,6 +39,7 @@ class OneDimension(Mode):
     """Each weight is cut along one dim. The sequence may be cut where features are not."""
 
     name = "1d"
+    fixed_ranks = False
     plain = True
 
     def groups(self, rank: int, world_size: int, data: int, pipeline: int, tensor: int) -> Groups:
@@ -60,6 +61,7 @@ class TwoDimensions(Mode):
     """
 
     name = "2d"
+    fixed_ranks = False
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
@@ -157,6 +159,7 @@ class ThreeDimensions(Mode):
     """
 
     name = "3d"
+    fixed_ranks = False
     within = frozenset({"weight"})
 
     def __init__(self, size: int) -> None:
@@ -213,6 +216,7 @@ class SequenceParallel(Mode):
     """
 
     name = "sequence"
+    fixed_ranks = False
     zigzag = frozenset({"ring"})
 
     def __init__(self, size: int, ring: int | None = None) -> None:

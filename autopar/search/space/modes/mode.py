@@ -92,12 +92,15 @@ class Mode:
         zigzag: names of axes along which tensors may be cut in zigzag order.
         plain: whether the meshes that are searched where no mode is named already hold all
             strategies that the mode allows.
+        fixed_ranks: whether :meth:`groups` says the very ranks of the program. Otherwise the search
+            may put the axes elsewhere in the rank numbering, in the same order.
     """
 
     name: ClassVar[str] = ""
     within: frozenset[str] = frozenset()
     zigzag: frozenset[str] = frozenset()
     plain: bool = False
+    fixed_ranks: bool = True
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -1,0 +1,162 @@
+"""The costs of a problem at given weights, as tables over the choices of one or a few vertices.
+
+A table does not tell all choices of a vertex apart: choices that make or want the same label are of
+one class. The cost of a solution is the sum of the costs of its choices and of one entry of each
+table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.search.ilp.cost_weights import CostWeights, price_bytes
+from autopar.search.ilp.problem import Port, Problem, TensorConversions
+
+Classes = dict[int, np.ndarray]  # the vertices of a table, each with the class of each choice
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Costs of the choices of a few vertices together.
+
+    Attributes:
+        classes: for each vertex the class of each of its choices, [choice].
+        costs: [class of the first vertex, class of the second, ...]; infinite where choices do not
+            go together.
+    """
+
+    classes: Classes
+    costs: np.ndarray
+
+
+@dataclass(frozen=True)
+class EdgeCosts:
+    """The costs of the edge from the producer of a tensor to one port, [label made, label wanted].
+
+    Attributes:
+        time: of the conversion; the ports that want one layout pay it together.
+        in_backward: of the result in the backward; the ports that need one layout there pay it
+            together. Infinite where two labels do not go together.
+        sources, targets: the number of the layout of each label made, and of each label wanted.
+        needed: whether each label wanted must be available in the backward.
+    """
+
+    time: np.ndarray
+    in_backward: np.ndarray
+    sources: np.ndarray
+    targets: np.ndarray
+    needed: np.ndarray
+
+
+def vertex_costs(problem: Problem, weights: CostWeights) -> list[np.ndarray]:
+    """What each choice of each vertex costs, [choice]; infinite for choices that are not needed."""
+    costs = [v.cost(weights) for v in problem.vertices]
+    if weights.price.any():
+        return costs
+    # Where bytes are free, saving everything is never worse. Problem.free_unneeded_results then
+    # frees what no backward reads.
+    return [
+        np.where(v.available == v.available.any(), cost, np.inf)
+        for v, cost in zip(problem.vertices, costs, strict=True)
+    ]
+
+
+def edge_costs(
+    problem: Problem, weights: CostWeights, tensor: TensorConversions, port: Port
+) -> EdgeCosts:
+    """The costs of one port. A conversion costs its time, and for its result in the backward the
+    cheaper of saving and recomputing it.
+    """
+    pairs, weight = problem.label_pairs(tensor, port), weights.of(tensor.count)
+    recompute = np.where(pairs.available, weight.micro * pairs.recompute_seconds, np.inf)
+    save_or_recompute = np.minimum(price_bytes(weight.saved, pairs.nbytes), recompute)
+    without_memory = np.where(pairs.available, 0.0, np.inf)
+    in_backward = np.where(pairs.moves, save_or_recompute, without_memory)
+    return EdgeCosts(
+        weight.micro * pairs.seconds,
+        np.where(pairs.needed, in_backward, 0.0),
+        pairs.sources[:, 0],
+        pairs.targets[0],
+        pairs.needed[0],
+    )
+
+
+def tensor_table(problem: Problem, weights: CostWeights, tensor: TensorConversions) -> CostTable:
+    """The costs of all conversions of a tensor, over its producer and its readers. Equal
+    conversions, and equal results, are paid once.
+    """
+    edges = [edge_costs(problem, weights, tensor, port) for port in tensor.ports]
+    dims = len(edges) + 1
+    total = np.zeros((1,) * dims)
+    for at, edge in enumerate(edges, start=1):
+        is_paid, is_kept = np.zeros((), dtype=bool), np.zeros((), dtype=bool)
+        for before, other in enumerate(edges[: at - 1], start=1):
+            same = other.targets[:, None] == edge.targets[None, :]
+            is_paid = is_paid | _spread(same, (before, at), dims)
+            is_kept = is_kept | _spread(same & other.needed[:, None], (before, at), dims)
+        time, in_backward = (_spread(c, (0, at), dims) for c in (edge.time, edge.in_backward))
+        total = total + np.where(is_paid, 0.0, time) + np.where(is_kept, 0.0, in_backward)
+    return _of_different_vertices(problem, tensor, tensor.ports, total)
+
+
+def port_table(
+    problem: Problem, tensor: TensorConversions, port: Port, costs: np.ndarray
+) -> CostTable:
+    """A table of costs of one edge, [label made, label wanted]."""
+    return _of_different_vertices(problem, tensor, (port,), costs)
+
+
+def tensor_table_size(problem: Problem, tensor: TensorConversions) -> float:
+    """The entries of :func:`tensor_table`, at most."""
+    ports = (float(len(problem.vertices[v].in_labels[p])) for v, p in tensor.ports)
+    return len(problem.vertices[tensor.producer].out_labels) * math.prod(ports)
+
+
+def _of_different_vertices(
+    problem: Problem, tensor: TensorConversions, ports: Sequence[Port], costs: np.ndarray
+) -> CostTable:
+    """The table with one dim for each vertex, where one vertex may own several dims of ``costs``,
+    [label made, label wanted by the first port, ...].
+    """
+    vertices = problem.vertices
+    owners = [tensor.producer, *(v for v, _ in ports)]
+    labels = [vertices[tensor.producer].out_label_of]
+    labels += [vertices[v].in_label_of[p] for v, p in ports]
+    classes = {
+        v: joint_classes([c for o, c in zip(owners, labels, strict=True) if o == v]) for v in owners
+    }
+    if len(classes) == len(owners):
+        return CostTable(classes, costs)
+    order = list(classes)
+    dims = [
+        _spread(label[first_choices(classes[v])], (order.index(v),), len(order))
+        for v, label in zip(owners, labels, strict=True)
+    ]
+    return CostTable(classes, costs[tuple(dims)])
+
+
+def _spread(array: np.ndarray, dims: Sequence[int], count: int) -> np.ndarray:
+    """An array of a few dims as an array of ``count`` dims; the others have size 1."""
+    shape = [1] * count
+    for dim, size in zip(dims, array.shape, strict=True):
+        shape[dim] = size
+    return array.reshape(shape)
+
+
+def joint_classes(partitions: Sequence[np.ndarray]) -> np.ndarray:
+    """The classes of the choices that all partitions put into one class, [choice]."""
+    found = partitions[0]
+    for other in partitions[1:]:
+        if other is not found:
+            pairs = found * (int(other.max()) + 1) + other
+            found = np.unique(pairs, return_inverse=True)[1]
+    return found
+
+
+def first_choices(classes: np.ndarray) -> np.ndarray:
+    """The first choice of each class, [class]."""
+    return np.unique(classes, return_index=True)[1]

@@ -1,0 +1,157 @@
+"""The least sum of tables of costs, by eliminating one vertex after the other.
+
+To eliminate a vertex, all tables with it become one table over its neighbours: for each
+combination of their classes the least cost over the choices of the vertex, a min-plus product. When
+no vertex is left, the sum of what is left is the least cost, and the choices follow in the reverse
+order. The result is exact. The elimination is fast where the graph is about a chain, as the blocks
+of a network are: each table then has few vertices. The order is greedy: the vertex whose
+elimination takes the fewest additions comes first. (R. Dechter, Bucket elimination: a unifying
+framework for reasoning, 1999.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.search.ilp.cost_table import Classes, CostTable, first_choices, joint_classes
+
+# The additions of one step and the entries of its table, at most: a second has about 5e8 additions.
+MOST_ADDITIONS, MOST_ENTRIES = 3e7, 1e7
+
+
+class TooWideError(Exception):
+    """A table would be too large."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The elimination of one vertex.
+
+    Attributes:
+        vertex: the number of the vertex.
+        tables: the numbers of the tables with the vertex; those of earlier steps follow the given
+            ones.
+        result: the table over the neighbours.
+    """
+
+    vertex: int
+    tables: tuple[int, ...]
+    result: CostTable
+
+
+class Elimination:
+    """Eliminates all vertices.
+
+    Args:
+        costs: for each vertex the cost of each choice, [choice].
+        tables: the tables of costs.
+
+    Attributes:
+        least: the least cost of all vertices together.
+
+    Raises:
+        TooWideError: a table would be too large.
+    """
+
+    def __init__(self, costs: Sequence[np.ndarray], tables: Sequence[CostTable]) -> None:
+        self.costs, self.tables = costs, list(tables)
+        self.steps: list[_Step] = []
+        self._of_vertex: dict[int, set[int]] = {v: set() for v in range(len(costs))}
+        for number, table in enumerate(self.tables):
+            for v in table.classes:
+                self._of_vertex[v].add(number)
+        self._eliminate_all()
+        ends = [step.result.costs for step in self.steps if not step.result.classes]
+        self.least = float(sum(float(costs) for costs in ends))
+
+    def _eliminate_all(self) -> None:
+        prices = {v: self._additions(v) for v in self._of_vertex}
+        while prices:
+            v = min(prices, key=lambda v: (prices[v], v))
+            del prices[v]
+            step = self._eliminate(v)
+            for neighbour in step.result.classes:
+                prices[neighbour] = self._additions(neighbour)
+
+    def _scope(self, v: int) -> Classes:
+        """The joint classes of a vertex and its neighbours in the tables with the vertex."""
+        partitions: dict[int, list[np.ndarray]] = defaultdict(list)
+        for number in sorted(self._of_vertex[v]):
+            for u, classes in self.tables[number].classes.items():
+                partitions[u].append(classes)
+        return {u: joint_classes(each) for u, each in partitions.items()}
+
+    def _additions(self, v: int) -> float:
+        """At most about so many additions the elimination of a vertex takes."""
+        counts: dict[int, int] = {v: 1}
+        for number in self._of_vertex[v]:
+            table = self.tables[number]
+            for u, count in zip(table.classes, table.costs.shape, strict=True):
+                counts[u] = counts.get(u, 1) * count
+        # No vertex has more classes than choices.
+        return math.prod(min(float(n), len(self.costs[u])) for u, n in counts.items())
+
+    def _eliminate(self, v: int) -> _Step:
+        scope, numbers = self._scope(v), tuple(sorted(self._of_vertex[v]))
+        own = scope.pop(v, np.zeros(len(self.costs[v]), dtype=np.int64))
+        dims = [*scope, v]
+        first = {u: first_choices(classes) for u, classes in (*scope.items(), (v, own))}
+        entries = math.prod(float(len(first[u])) for u in scope)
+        if entries > MOST_ENTRIES or entries * len(first[v]) > MOST_ADDITIONS:
+            raise TooWideError
+        sums = _least_of_classes(self.costs[v], own, len(first[v]))
+        for number in numbers:
+            sums = sums + _aligned(self.tables[number], dims, first)
+        sums = np.broadcast_to(sums, [len(first[u]) for u in dims])
+        result = CostTable(scope, sums.min(axis=-1))
+        self._replace(v, numbers, result)
+        self.steps.append(_Step(v, numbers, result))
+        return self.steps[-1]
+
+    def _replace(self, v: int, numbers: Sequence[int], result: CostTable) -> None:
+        """The table that results takes the place of the tables with the vertex."""
+        for number in numbers:
+            for u in self.tables[number].classes:
+                self._of_vertex[u].discard(number)
+        for u in result.classes:
+            self._of_vertex[u].add(len(self.tables))
+        self.tables.append(result)
+
+    def chosen(self) -> list[int]:
+        """The choice of each vertex at the least cost."""
+        chosen = [0] * len(self.costs)
+        for step in reversed(self.steps):
+            cost = self.costs[step.vertex]
+            for number in step.tables:
+                table = self.tables[number]
+                at = tuple(
+                    slice(None) if u == step.vertex else int(classes[chosen[u]])
+                    for u, classes in table.classes.items()
+                )
+                cost = cost + table.costs[at][table.classes[step.vertex]]
+            chosen[step.vertex] = int(cost.argmin())
+        return chosen
+
+
+def _least_of_classes(costs: np.ndarray, classes: np.ndarray, count: int) -> np.ndarray:
+    """The least cost of each class, [class]."""
+    least = np.full(count, np.inf)
+    np.minimum.at(least, classes, costs)
+    return least
+
+
+def _aligned(table: CostTable, dims: Sequence[int], first: dict[int, np.ndarray]) -> np.ndarray:
+    """The costs of a table over the joint classes of ``dims``; size 1 along the dims that the
+    table does not have. ``first``: the first choice of each joint class.
+    """
+    numbers = [classes[first[u]] for u, classes in table.classes.items()]
+    costs = table.costs[np.ix_(*numbers)]
+    order = sorted(range(len(numbers)), key=lambda i: dims.index(list(table.classes)[i]))
+    present = [u in table.classes for u in dims]
+    sizes = iter(np.transpose(costs, order).shape)
+    return np.transpose(costs, order).reshape([next(sizes) if p else 1 for p in present])

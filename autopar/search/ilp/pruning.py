@@ -1,0 +1,155 @@
+"""The optimum of a problem at given weights, from bounds and a small exact program.
+
+Message passing gives each choice a lower bound: no solution with this choice costs less. The
+choices whose bound is nearly the least are a small problem, which is solved exactly. Where its
+optimum is no higher than the bounds of all other choices, it is the optimum of the whole problem.
+Otherwise the choices whose bound is above its cost leave, and the rest is solved again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autopar.search.ilp.cost_table import (
+    EdgeCosts,
+    edge_costs,
+    tensor_table,
+    tensor_table_size,
+    vertex_costs,
+)
+from autopar.search.ilp.cost_weights import CostWeights
+from autopar.search.ilp.elimination import MOST_ENTRIES, Elimination, TooWideError
+from autopar.search.ilp.message_passing import Messages
+from autopar.search.ilp.problem import Problem
+from autopar.search.ilp.restrict import restrict_choices
+
+FIRST_SWEEPS, LATER_SWEEPS = 6, 4  # before the conversions are shared anew, and after
+MOST_SHARINGS = 8
+LEAST_GAIN = 1e-4  # the relative gain of the bound that is worth another sharing
+# Parts of the bound within which choices belong to the first small problems.
+TOLERANCES = (1e-5, 1e-3)
+SMALL = 5_000  # pairs of labels of a problem that is eliminated as it is
+ROUNDING = 1e-9  # the relative difference of two costs that rounding may make
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """The best solution found, and what may be better.
+
+    Attributes:
+        chosen: for each vertex the number of its choice; empty where no solution was found.
+        cost: of this solution.
+        bound: a cost that no solution is below.
+        numbers: for each vertex the numbers of the choices that a better solution may have.
+    """
+
+    chosen: list[int]
+    cost: float
+    bound: float
+    numbers: list[np.ndarray]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the solution is an optimum."""
+        return self.bound >= self.cost * (1 - ROUNDING)
+
+
+def find_optimum(problem: Problem, weights: CostWeights) -> Optimum:
+    """The best solution that eliminations find; an optimum where they are small enough."""
+    numbers = [np.flatnonzero(np.isfinite(c)) for c in vertex_costs(problem, weights)]
+    found = Optimum([], np.inf, -np.inf, numbers)
+    if problem.label_pair_count < SMALL:
+        try:
+            return _with_solution(found, _eliminate(problem, weights), None, np.inf)
+        except TooWideError:
+            pass
+    while True:
+        size = sum(map(len, found.numbers))
+        found = _narrow(problem, weights, found)
+        if found.is_exact or sum(map(len, found.numbers)) > 0.9 * size:
+            return found
+
+
+def _narrow(problem: Problem, weights: CostWeights, found: Optimum) -> Optimum:
+    """One round of bounds and small problems."""
+    left = restrict_choices(problem, found.numbers)
+    if found.chosen:
+        try:
+            return _with_solution(found, _eliminate(left, weights), found.numbers, np.inf)
+        except TooWideError:
+            pass
+    bound, bounds = message_bounds(left, weights)
+    found = replace(found, bound=max(found.bound, min(bound, found.cost)))
+    for tolerance in TOLERANCES:
+        limit = bound * (1 + tolerance)
+        near = [n[b <= limit] for n, b in zip(found.numbers, bounds, strict=True)]
+        try:
+            solved = _eliminate(restrict_choices(problem, near), weights)
+        except TooWideError:
+            break
+        found = _with_solution(found, solved, near, limit)
+        if found.is_exact:
+            break
+    if not found.chosen:
+        return found
+    limit = found.cost * (1 + ROUNDING)
+    numbers = [n[b <= limit] for n, b in zip(found.numbers, bounds, strict=True)]
+    return replace(found, numbers=numbers)
+
+
+def _with_solution(
+    found: Optimum, solved: Elimination, numbers: Sequence[np.ndarray] | None, others: float
+) -> Optimum:
+    """``found`` with an optimum of a smaller problem, if that is better.
+
+    Args:
+        numbers: the choices of the smaller problem; None for all choices.
+        others: no solution with another choice costs less.
+    """
+    bound = max(found.bound, min(solved.least, others, found.cost))
+    if solved.least >= found.cost:
+        return replace(found, bound=bound)
+    chosen = solved.chosen()
+    if numbers is not None:
+        chosen = [int(n[k]) for n, k in zip(numbers, chosen, strict=True)]
+    return replace(found, chosen=chosen, cost=solved.least, bound=bound)
+
+
+def _eliminate(problem: Problem, weights: CostWeights) -> Elimination:
+    if any(tensor_table_size(problem, tensor) > MOST_ENTRIES for tensor in problem.tensors):
+        raise TooWideError
+    tables = [tensor_table(problem, weights, tensor) for tensor in problem.tensors]
+    return Elimination(vertex_costs(problem, weights), tables)
+
+
+def message_bounds(problem: Problem, weights: CostWeights) -> tuple[float, list[np.ndarray]]:
+    """The best bounds of message passing, as :meth:`Messages.bounds`. All choices have finite costs
+    of their own.
+    """
+    edges: list[list[EdgeCosts]] = [
+        [edge_costs(problem, weights, tensor, port) for port in tensor.ports]
+        for tensor in problem.tensors
+    ]
+    messages = Messages(problem, vertex_costs(problem, weights), edges)
+    for _ in range(FIRST_SWEEPS):
+        messages.sweep()
+    best, bounds = messages.bounds()
+    for _ in range(MOST_SHARINGS):
+        messages.share_anew()
+        for _ in range(LATER_SWEEPS):
+            messages.sweep()
+        bound, of_choices = messages.bounds()
+        bounds = [np.maximum(a, b) for a, b in zip(bounds, of_choices, strict=True)]
+        gain, best = bound - best, max(bound, best)
+        if gain < LEAST_GAIN * best:
+            break
+    return best, bounds
+
+
+def solution_cost(problem: Problem, weights: CostWeights, chosen: Sequence[int]) -> float:
+    """What a choice for each vertex costs."""
+    recomputed = problem.cheaper_to_recompute(chosen, weights)
+    return problem.cost_breakdown(chosen, recomputed).cost(weights)

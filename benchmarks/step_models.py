@@ -1,0 +1,103 @@
+"""The models of ``step_time.py``: plain, data-parallel by torch, in a pipeline, and compiled."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch_pipeline import ByHand, boundaries
+
+import autopar
+
+MICROBATCHES = 8  # of a pipelined step
+
+
+def build(
+    options: argparse.Namespace, vocab_size: int = 1024, heads: int = 0, **more: Any
+) -> torch.nn.Module:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    heads = heads or max(1, options.hidden // 64)
+    if options.model == "gpt2":
+        off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        sizes = dict(
+            n_embd=options.hidden,
+            n_layer=options.layers,
+            n_head=heads,
+            n_positions=options.sequence,
+        )
+        config = transformers.GPT2Config(
+            vocab_size=vocab_size, bos_token_id=0, eos_token_id=0, **sizes, **off, **more
+        )
+        return transformers.GPT2LMHeadModel(config)
+    sizes = dict(
+        hidden_size=options.hidden,
+        num_hidden_layers=options.layers,
+        num_attention_heads=heads,
+        intermediate_size=3 * options.hidden,
+    )
+    config = transformers.LlamaConfig(
+        vocab_size=vocab_size, max_position_embeddings=options.sequence, **sizes, **more
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def variants(
+    options: argparse.Namespace, device: torch.device
+) -> dict[str, tuple[torch.nn.Module, dict[str, torch.Tensor]]]:
+    """The plain model (DistributedDataParallel on its share of the batch, given several ranks) and
+    the compiled one on the whole batch.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    tokens = torch.randint(
+        0, 1024, (options.batch, options.sequence), generator=torch.Generator().manual_seed(1)
+    ).to(device)
+    share = tokens.chunk(ranks)[rank]
+    plain: torch.nn.Module = build(options).to(device)
+    if ranks > 1:
+        plain = torch.nn.parallel.DistributedDataParallel(plain, gradient_as_bucket_view=True)
+    compiled = autopar.compile(
+        build(options).to(device),
+        whole := inputs(tokens),
+        ranks,
+        cluster=options.cluster,
+        parallel=dict(data=ranks),
+    )
+    return {"plain": (plain, inputs(share)), "compiled": (compiled, whole)}
+
+
+def inputs(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    return dict(input_ids=tokens, labels=tokens.clone(), use_cache=False)  # type: ignore[dict-item]
+
+
+def pipelined(
+    options: argparse.Namespace, device: torch.device
+) -> tuple[ByHand, torch.nn.Module, dict[str, torch.Tensor]]:
+    """The pipeline by hand, and the compiled one of the same cut with its batch; embeddings are not
+    tied, which by hand is more work.
+    """
+    batch = MICROBATCHES * options.micro_batch
+    tokens = torch.randint(
+        0, 1024, (batch, options.sequence), generator=torch.Generator().manual_seed(1)
+    ).to(device)
+    by_hand = ByHand(build(options, tie_word_embeddings=False).to(device), tokens, MICROBATCHES)
+    ranks, layers = (
+        dist.get_world_size(),
+        "transformer.h" if options.model == "gpt2" else "model.layers",
+    )
+    cuts = [f"{layers}.{i}" for i in boundaries(options.layers, ranks)[1:-1]]
+    compiled = autopar.compile(
+        build(options, tie_word_embeddings=False).to(device),
+        whole := inputs(tokens),
+        ranks,
+        cluster=options.cluster,
+        parallel=dict(pipeline=dict(size=ranks, split_before=cuts)),
+        schedule="1f1b",
+        micro_batch_size=options.micro_batch,
+        recompute="none",
+    )
+    return by_hand, compiled, whole

@@ -1,0 +1,106 @@
+"""A budget that nothing fits ends with an error that says the least memory and what would free
+some.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import zoo
+from bad_input import bytes_named, plan, tensor
+
+import autopar
+from autopar.errors import BudgetError
+from autopar.formatting.table import format_bytes
+
+
+def test_a_budget_that_nothing_fits() -> None:
+    with pytest.raises(BudgetError) as caught:
+        plan(parallel=dict(data=4), zero=0, memory_budget=1000)
+    message = str(caught.value)
+    where = bytes_named(message)
+    parameters = sum(p.numel() * 4 for p in zoo.mlp()[0].parameters())
+    assert where["parameters"] == where["gradients"] == parameters
+    assert (
+        where["optimizer"] == 3 * parameters
+    )  # with the denominator that the optimizer's step makes, which is when there is most
+    assert "activations" not in where
+    assert sum(where.values()) == pytest.approx(caught.value.least, abs=4)
+    assert "no plan fits the memory_budget of 1,000 bytes" in message
+    assert f"least found is {caught.value.least:,.0f} bytes a device" in message
+    advice = message[message.index("What would free most") :]
+    assert f"zero=2, about {format_bytes(5 * parameters * 3 / 4)}" in advice
+    assert f'optimizer="sgd", if you train with it, {format_bytes(3 * parameters)}' in advice
+    assert "world_size=8" in advice
+    assert "leaving out parallel=" in advice
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(parallel=dict(data=4), zero=0),
+        dict(parallel=tensor(4)),
+        pytest.param(dict(optimizer="sgd"), marks=pytest.mark.slow),
+    ],
+)
+def test_the_least_budget_is_enough(options: dict[str, Any]) -> None:
+    with pytest.raises(BudgetError) as caught:
+        plan(memory_budget=1000, **options)
+    least = caught.value.least
+    assert max(plan(memory_budget=least, **options).peak_memory) <= least
+    if "parallel" in options:  # left free, the least found need not be the least
+        with pytest.raises(BudgetError):
+            plan(memory_budget=0.98 * least, **options)
+
+
+def test_a_device_too_small_names_the_cluster() -> None:
+    cluster = autopar.Cluster.load("cpu")
+    small = dataclasses.replace(
+        cluster, name="watch", device=dataclasses.replace(cluster.device, memory=1000)
+    )
+    with pytest.raises(
+        BudgetError, match="no plan fits the memory of a device of 'watch' of 1,000 bytes"
+    ):
+        plan(cluster=small)
+
+
+def test_a_budget_with_microbatches_fixed() -> None:
+    both = dict(data=2, **tensor(2))
+    with pytest.raises(
+        BudgetError,
+        match=r"in 2 microbatches of 4 samples.*micro_batch_size=1, about \d+.*leaving out "
+        r"parallel=",
+    ):
+        plan(memory_budget=1000, micro_batch_size=2, parallel=both)
+
+
+@pytest.mark.slow
+def test_a_budget_that_no_recomputation_meets() -> None:
+    """The least is that of a plan that recomputes, and says of which stage."""
+    piped: dict[str, Any] = dict(
+        name="llama",
+        world_size=2,
+        parallel=dict(pipeline=2),
+        micro_batch_size=2,
+        memory_budget=1000,
+    )
+    leasts = {}
+    for recompute in ("none", "auto"):
+        with pytest.raises(
+            BudgetError,
+            match=r"bytes a device at stage [01] \(.*on a mesh of 1 of each of 2 pipeline ranks "
+            r"in 4 micro",
+        ) as caught:
+            plan(recompute=recompute, **piped)
+        message, leasts[recompute] = str(caught.value), caught.value.least
+        assert sum(bytes_named(message).values()) == pytest.approx(caught.value.least, abs=8)
+        assert ('recompute="auto", about half of the activations' in message) == (
+            recompute == "none"
+        )
+        assert ("micro_batch_size=1, about" in message) == (recompute == "auto")  # three options
+    assert leasts["auto"] < 0.95 * leasts["none"]
+    fits = plan(**piped | dict(memory_budget=leasts["auto"]))
+    assert fits.recomputed
+    assert max(fits.peak_memory) <= leasts["auto"]
