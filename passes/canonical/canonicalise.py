@@ -70,14 +70,9 @@ def canonicalise(captured: CapturedModel) -> CapturedModel:
     write_normal_form(graph)
     eliminate_dead_code(graph, keep=updates_statistics)
     _verify(graph)
+    inputs, notes = _drop_unused_state(captured), [*captured.notes, *notes]
     done = name_nodes(
-        replace(
-            captured,
-            inputs=_drop_unused_state(captured),
-            updates=updates,
-            notes=(*captured.notes, *notes),
-            stored_dtypes={},
-        )
+        replace(captured, inputs=inputs, updates=updates, notes=tuple(notes), stored_dtypes={})
     )
     return replace(done, fingerprint=fingerprint(done))
 

@@ -29,7 +29,8 @@ from autopar.ir.nodes import (
     substitute,
 )
 from autopar.passes.microbatch.infer_time_types import infer_time_types
-from autopar.passes.microbatch.time_types import NUMBER, TimeTypes, TypedNode, is_random
+from autopar.passes.microbatch.time_options import NUMBER
+from autopar.passes.microbatch.time_types import TimeTypes, TypedNode, is_random
 from autopar.rules.analysis import Analysis
 
 aten = torch.ops.aten
