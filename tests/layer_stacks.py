@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import queue
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -97,6 +98,10 @@ def relu(layer: Layer, y: torch.Tensor, extra: Any) -> torch.Tensor:
     return y.relu()
 
 
+def indexed_with_extra(layer: Layer, y: torch.Tensor, extra: Any) -> torch.Tensor:
+    return y.relu() if extra is None else y * layer.index
+
+
 def at_seven(layer: Layer, y: torch.Tensor, extra: Any) -> torch.Tensor:
     return y.sigmoid() if layer.index == 7 else y.relu()
 
@@ -186,31 +191,25 @@ def one_tensor(stack: Stack, index: int) -> torch.Tensor:
     return stack.__dict__["shared"]  # type: ignore[no-any-return]
 
 
-class _Leak:
-    __slots__ = ("made",)
-
-    def __init__(self) -> None:
-        self.made: list[torch.Tensor] = []
-
-
-LEAK = _Leak()  # no attribute of a module leads to it
+LEAK: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()  # nobody can look into it
 
 
 class Leaking(Stack):
-    """The layers leave tensors in a list that no attribute leads to."""
+    """The layers leave tensors where only the model's code finds them."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        LEAK.made = made = []
         loss = super().forward(x)
-        return loss + torch.stack([t.sum() for t in made]).sum()
+        while not LEAK.empty():
+            loss = loss + LEAK.get().sum()
+        return loss
 
 
 def leaks(layer: Layer, y: torch.Tensor, extra: Any) -> torch.Tensor:
-    LEAK.made.append(y)
+    LEAK.put(y)
     return y.relu()
 
 
 def caches_elsewhere(layer: Layer, y: torch.Tensor, extra: Any) -> torch.Tensor:
-    if not LEAK.made:
-        LEAK.made.append(torch.ones(8) * 2.0)
-    return y * LEAK.made[0]
+    mask = torch.ones(8) * 2.0 if LEAK.empty() else LEAK.get()
+    LEAK.put(mask)
+    return y * mask

@@ -29,7 +29,7 @@ from torch.fx.experimental.proxy_tensor import (
 
 from autopar.capture.layer_call import LayerCall, Results
 from autopar.capture.layer_reads import Comparison, Read, ReadRecorder, identity, is_readable
-from autopar.capture.module_state import StateWatch
+from autopar.capture.state_watch import StateWatch
 
 NAMESPACE = "autopar_layers"
 _SCHEMAS = (

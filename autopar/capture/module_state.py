@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
-from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -129,59 +128,6 @@ def _has_attributes(value: Any) -> bool:
         and not isinstance(value, _CODE)
         and not type(value).__module__.startswith("torch")
     )
-
-
-class StateWatch:
-    """Tells whether code that ran wrote to the attributes of a module's modules and objects, to
-    their classes, or to the global names of the files that define these classes.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        classes = {c for m in module.modules() for c in type(m).__mro__ if not _is_of_torch(c)}
-        files = {sys.modules[c.__module__] for c in classes if c.__module__ in sys.modules}
-        owners = [holder for _, holder in _holders(module)] + [*classes, *files]
-        self._before = [(owner, _named(owner)) for owner in owners]
-        self._contents = [
-            (value, copy.copy(value)) for _, held in self._before for value in _containers(held)
-        ]
-
-    def is_unchanged(self) -> bool:
-        return all(_are_same(_named(owner), held) for owner, held in self._before) and all(
-            _are_same(now, before) for now, before in self._contents
-        )
-
-
-def _containers(holder: dict[str, Any]) -> Iterator[Any]:
-    """The containers among values, and those that they hold."""
-    left, seen = list(holder.values()), set[int]()
-    while left and len(seen) < _MAX_OBJECTS:
-        value = left.pop()
-        if type(value) in (*_CONTAINERS, OrderedDict, tuple) and id(value) not in seen:
-            seen.add(id(value))
-            left += value.values() if isinstance(value, dict) else value
-            if type(value) is not tuple:
-                yield value
-
-
-def _named(owner: Any) -> dict[str, Any]:
-    """The attributes without those of Python itself, such as a file's register of warnings."""
-    return {k: v for k, v in vars(owner).items() if not k.startswith("__")}
-
-
-def _are_same(now: Any, before: Any) -> bool:
-    """Whether two containers hold the very same objects."""
-    if len(now) != len(before):
-        return False
-    if isinstance(before, set):
-        return bool(now == before)
-    if isinstance(before, Mapping):
-        absent = object()
-        return all(now.get(key, absent) is value for key, value in before.items())
-    return all(a is b for a, b in zip(now, before, strict=True))
-
-
-def _is_of_torch(kind: type) -> bool:
-    return kind is object or kind.__module__.partition(".")[0] == "torch"
 
 
 @contextmanager
