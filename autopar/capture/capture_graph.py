@@ -25,6 +25,7 @@ def capture(
     sample_input: Any,
     loss_fn: LossFunction | None = None,
     dtype: torch.dtype | None = None,
+    repeat_layers: bool = False,
 ) -> CapturedModel:
     """Trace ``model`` on ``sample_input``. This changes, computes and allocates nothing.
 
@@ -40,6 +41,8 @@ def capture(
             ``loss``.
         dtype: the dtype of floating-point parameters, buffers and inputs in the graph; by default
             their own.
+        repeat_layers: whether to trace few layers of each kind. The graph then has one call for
+            each other layer, in whose place the canonical form has its nodes.
 
     Raises:
         CaptureError: the model cannot be traced, has no loss, or has shapes that depend on data.
@@ -51,7 +54,7 @@ def capture(
     notes: tuple[str, ...] = ("use_cache=False was added to the model's inputs",) if added else ()
     args, kwargs = pytree.tree_map_only(torch.Tensor, _blank(_device(model), dtype), (args, kwargs))
     with fake_dtype(model, dtype):
-        program = export(traced, args, kwargs, model)
+        program = export(traced, args, kwargs, model, repeat_layers)
     captured = captured_model(program, model, prefix, in_spec, notes)
     given = dict(
         zip(input_paths(in_spec), pytree.tree_leaves(sample_arguments(sample_input)), strict=False)

@@ -10,7 +10,7 @@ import os
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from typing import Any
 
 import torch
@@ -18,19 +18,31 @@ from torch import nn
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autopar.capture import function_tracer, refused_calls
+from autopar.capture import function_tracer, layer_reads, layer_tracer, refused_calls
 from autopar.capture.function_tracer import FunctionTracer
+from autopar.capture.layer_tracer import LayerTracer
 from autopar.errors import CaptureError
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 # files whose frames are no source of a node
-_OWN_FILES = (contextlib.__file__, function_tracer.__file__, refused_calls.__file__)
+_OWN_FILES = tuple(
+    module.__file__
+    for module in (contextlib, function_tracer, layer_reads, layer_tracer, refused_calls)
+)
 
 
 def export(
-    traced: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module
+    traced: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    model: nn.Module,
+    repeat_layers: bool = False,
 ) -> torch.export.ExportedProgram:
     """``torch.export.export`` of ``traced``.
+
+    Args:
+        repeat_layers: whether to trace few layers of each kind; see
+            :mod:`autopar.capture.layer_tracer`.
 
     Raises:
         CaptureError: the export failed; the message names the module in ``model`` and the line.
@@ -43,6 +55,7 @@ def export(
             _quiet(),
             _use_lazy_graph_module(True),
             FunctionTracer().tracing() as met,
+            LayerTracer(traced).tracing() if repeat_layers else nullcontext(),
         ):
             program = torch.export.export(traced, args, kwargs, strict=False)
     except Exception as error:

@@ -18,6 +18,7 @@ from autopar.cost_model import Cluster
 from autopar.ir.captured import CapturedModel, LossFunction
 from autopar.ir.precision import dtype_of
 from autopar.passes.canonical.canonicalise import canonicalise
+from autopar.passes.canonical.repeat_layers import NotRepeatedError
 from autopar.passes.lowering.evaluation_mode import EvaluationMode, find_evaluation_mode
 from autopar.passes.microbatch.derive_microbatch import derive_microbatch
 from autopar.profile.missing_kernels import MissingKernels
@@ -114,7 +115,11 @@ def _trace(
     with attributes_restored(model):
         for module in model.modules():
             module.training = training
-        return canonicalise(capture(model, sample, loss_fn, dtype_of(precision)))
+        dtype = dtype_of(precision)
+        try:
+            return canonicalise(capture(model, sample, loss_fn, dtype, repeat_layers=True))
+        except NotRepeatedError:
+            return canonicalise(capture(model, sample, loss_fn, dtype))
 
 
 def plain_sample(sample: Any) -> Any:

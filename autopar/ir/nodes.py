@@ -60,15 +60,22 @@ def operands(node: fx.Node) -> list[tuple[fx.Node, Path]]:
     flattened.
     """
     found: list[tuple[fx.Node, Path]] = []
-    places: list[tuple[int | str, Any]] = [*enumerate(node.args), *node.kwargs.items()]
+    _add_operands(found, enumerate(node.args))
+    if node.kwargs:
+        _add_operands(found, node.kwargs.items())
+    return found
+
+
+def _add_operands(
+    found: list[tuple[fx.Node, Path]], places: Iterable[tuple[int | str, Any]]
+) -> None:
     for place, value in places:
         if isinstance(value, fx.Node):
             found.append((value, (place,)))
         elif isinstance(value, (list, tuple)):
-            found.extend(
-                (item, (place, i)) for i, item in enumerate(value) if isinstance(item, fx.Node)
-            )
-    return found
+            for i, item in enumerate(value):
+                if isinstance(item, fx.Node):
+                    found.append((item, (place, i)))
 
 
 def set_operand(node: fx.Node, index: int, new: fx.Node) -> None:

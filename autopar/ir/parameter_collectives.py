@@ -257,15 +257,15 @@ def _buckets(
     bytes stay under the limit.
     """
     filling: dict[Hashable, list[Spec]] = {}
+    filled: dict[Hashable, int] = {}
     result: list[list[Spec]] = []
     for parameter in parameters:
         kind = key(parameter)
         bucket = filling.get(kind)
-        if (
-            bucket is None
-            or sum(p.leaf_bytes for p in bucket) + parameter.leaf_bytes > bucket_bytes
-        ):
+        if bucket is None or filled[kind] + parameter.leaf_bytes > bucket_bytes:
             bucket = filling[kind] = []
+            filled[kind] = 0
             result.append(bucket)
         bucket.append(parameter)
+        filled[kind] += parameter.leaf_bytes
     return [Bucket(tuple(bucket)) for bucket in result]

@@ -23,7 +23,7 @@ from autopar.rules import (
     views,
     writing,
 )
-from autopar.rules.registry import OperatorCall, register_rule, rule_of
+from autopar.rules.registry import OperatorCall, register_rule, rule_of, rules_of
 from autopar.rules.rule import Dim, Option, Rule, make_rule
 
 __all__ = [
@@ -47,6 +47,7 @@ __all__ = [
     "reduce",
     "register_rule",
     "rule_of",
+    "rules_of",
     "several_results",
     "views",
     "writing",

@@ -14,7 +14,7 @@ import torch.fx as fx
 
 from autopar.ir.captured import BatchDivision, CapturedModel
 from autopar.ir.nodes import needing_grad, operands
-from autopar.rules import Rule, rule_of
+from autopar.rules import Rule, rules_of
 
 TensorDim = tuple[fx.Node, int]  # a dim of a node's result
 T = TypeVar("T")
@@ -41,14 +41,13 @@ class Analysis:
         """``like`` is the analysis of a graph that has the same nodes under the same names. Its
         rules are taken over.
         """
-        known = {n.name: rule for n, rule in like.rules.items()} if like is not None else {}
         kinds = {i.name: i for i in captured.inputs}
         nodes = list(captured.graph.nodes)
         self.captured, self.graph = captured, captured.graph
+        known = {n.name: rule for n, rule in like.rules.items()} if like is not None else {}
+        made = rules_of(n for n in nodes if n.name not in known)
         self.rules: dict[fx.Node, Rule | None] = {
-            n: known[n.name] if n.name in known else rule_of(n)
-            for n in nodes
-            if n.op == "call_function"
+            n: made[n] if n in made else known[n.name] for n in nodes if n.op == "call_function"
         }
         self.state = {
             n: kinds[n.name]

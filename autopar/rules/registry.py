@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -11,6 +11,7 @@ import torch
 import torch.fx as fx
 
 from autopar.errors import PlanError
+from autopar.ir.call_keys import CallKeys
 from autopar.ir.nodes import arguments, operands, result_tensors
 from autopar.rules.rule import Dim, Rule, make_rule
 
@@ -120,6 +121,36 @@ def rule_of(node: fx.Node) -> Rule | None:
     if rule is None or isinstance(node.meta["val"], torch.Tensor):
         return rule
     return _for_all_results(rule, tensors)
+
+
+def rules_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, Rule | None]:
+    """The rules of the calls among ``nodes``. Equal calls share a rule, except where a user's code
+    makes the rule, which may read more of a node.
+    """
+    keys, made = CallKeys(), dict[Any, Rule | None]()
+    found: dict[fx.Node, Rule | None] = {}
+    for node in nodes:
+        if node.op != "call_function":
+            continue
+        source = node.args[0] if node.target is operator.getitem else node
+        if not _is_made_here(source):
+            found[node] = rule_of(node)
+            continue
+        key = keys.of(node), None if source is node else keys.of(source)  # type: ignore[arg-type]
+        if key not in made:
+            made[key] = rule_of(node)
+        found[node] = made[key]
+    return found
+
+
+def _is_made_here(source: Any) -> bool:
+    """Whether the rule of a call is autopar's own, or there is none."""
+    if not isinstance(source, fx.Node) or source.op != "call_function":
+        return False
+    if source.target is operator.getitem:
+        return False
+    maker = _MAKERS.get(operator_name(source.target))
+    return maker is None or maker.__module__.startswith("autopar.rules.")
 
 
 def has_rule(node: fx.Node) -> bool:

@@ -24,6 +24,7 @@ from autopar.passes.canonical.matmul_to_linear import matmul_to_linear
 from autopar.passes.canonical.mixed_precision import apply_mixed_precision
 from autopar.passes.canonical.name_nodes import fingerprint, name_nodes
 from autopar.passes.canonical.normal_form import write_normal_form
+from autopar.passes.canonical.repeat_layers import repeat_layers
 from autopar.passes.canonical.simplify import REWRITTEN, simplify
 from autopar.passes.canonical.simplify_constants import simplify_constants
 from autopar.passes.canonical.split_to_slices import SPLITS, split_to_slices
@@ -43,6 +44,8 @@ def canonicalise(captured: CapturedModel) -> CapturedModel:
     # Regions go first: all other passes expect one flat graph.
     inline_regions(graph)
     graph.owning_module = None  # the module held only the regions' graphs
+    # Layers are repeated in the flat graph, in which the nodes of a layer stand between its marks.
+    captured = repeat_layers(captured)
     drop_checks(graph)
     # Decompositions come before functionalise, because they may write to their own tensors.
     decompose(graph, REWRITTEN | LOSSES | SPLITS)
@@ -67,14 +70,9 @@ def canonicalise(captured: CapturedModel) -> CapturedModel:
     write_normal_form(graph)
     eliminate_dead_code(graph, keep=updates_statistics)
     _verify(graph)
+    inputs, notes = _drop_unused_state(captured), [*captured.notes, *notes]
     done = name_nodes(
-        replace(
-            captured,
-            inputs=_drop_unused_state(captured),
-            updates=updates,
-            notes=(*captured.notes, *notes),
-            stored_dtypes={},
-        )
+        replace(captured, inputs=inputs, updates=updates, notes=tuple(notes), stored_dtypes={})
     )
     return replace(done, fingerprint=fingerprint(done))
 

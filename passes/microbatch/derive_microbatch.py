@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map_only
 
 from autopar.errors import PlanError
@@ -24,12 +25,12 @@ from autopar.ir.nodes import (
     describe_node,
     operands,
     set_argument,
-    set_operand,
     signature,
     substitute,
 )
 from autopar.passes.microbatch.infer_time_types import infer_time_types
-from autopar.passes.microbatch.time_types import NUMBER, TimeTypes, TypedNode, is_random
+from autopar.passes.microbatch.time_options import NUMBER
+from autopar.passes.microbatch.time_types import TimeTypes, TypedNode, is_random
 from autopar.rules.analysis import Analysis
 
 aten = torch.ops.aten
@@ -90,6 +91,8 @@ class _Deriver:
         self.max_chunks = math.gcd(analysis.batch.size // types.parts, *self.limits.values())
         self.graph = fx.Graph()
         self.copies: dict[TypedNode, fx.Node] = {}
+        # By id of a value and type: the value, which keeps the id unique, and a microbatch's value.
+        self._values: dict[tuple[int, Type], tuple[Any, Any]] = {}
 
     def check_division(self) -> None:
         """Raise PlanError if the microbatches tear combined samples apart."""
@@ -155,20 +158,27 @@ class _Deriver:
         """The ``meta`` of a node's copy: a microbatch's shape, and the type along time."""
         val = node.meta["val"]
         if t.is_shard:
-            val = tree_map_only(
-                torch.Tensor, lambda x: x.new_empty(local_shape(x.shape, (t,), (self.count,))), val
-            )
+            if (key := (id(val), t)) not in self._values:
+                self._values[key] = val, self._local_value(val, t)
+            val = self._values[key][1]
         return {**node.meta, "val": val, "time": t}
+
+    def _local_value(self, val: Any, t: Type) -> Any:
+        return tree_map_only(
+            torch.Tensor, lambda x: x.new_empty(local_shape(x.shape, (t,), (self.count,))), val
+        )
 
     def _call(self, typed: TypedNode) -> fx.Node:
         """A copy of a call that computes a typed node."""
         node, t = typed
         option = self.types.derivations[typed].option
         assert option is not None
+        reads = [n for n, _ in operands(node)]
+        wanted = iter([self.copies[n, t] for n, t in zip(reads, option.ins, strict=True)])
         target: Any = node.target
-        new = self.graph.create_node(node.op, target, node.args, node.kwargs, node.name)
-        for k, ((operand, _), wanted) in enumerate(zip(operands(node), option.ins, strict=True)):
-            set_operand(new, k, self.copies[operand, wanted])
+        # The operands come in the order in which map_arg meets the nodes of the arguments.
+        args, kwargs = map_arg((node.args, node.kwargs), lambda _: next(wanted))
+        new = self.graph.create_node(node.op, target, args, kwargs, node.name)
         new.meta = self._meta(node, t)
         self._localise(new, node, option.factor)
         if option.kernel == NUMBER:

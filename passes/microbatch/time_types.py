@@ -20,16 +20,16 @@ before the first microbatch. Microbatches then take the whole tensor or a chunk 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.fx as fx
 
-from autopar.ir.layout import I, P, R, S, Type, strided
+from autopar.ir.layout import P, R, Type
 from autopar.ir.nodes import arguments, operands
-from autopar.rules import Dim, Option, Rule
+from autopar.passes.microbatch.time_options import STATISTICS, depends_on_arguments, time_options
+from autopar.rules import Option
 from autopar.rules.analysis import Analysis
 from autopar.runtime.kernels import graph_kernels
 
@@ -43,12 +43,6 @@ TypedNode = tuple[fx.Node, Type]
 HOIST_COST, RECOMPUTE_COST, DIVIDE_COST = 100, 1, 1
 IMPOSSIBLE = 1 << 30
 _MAX_DEPTH = 100  # the longest chain of calls that is computed again for one reader
-
-# Kernels that do not communicate: they do along time what they do along a mesh axis.
-_LOCAL_KERNELS = (None, "attention", "drawn", "dropout", "mean")
-_STATISTICS = "batch_norm"  # a kernel for which a microbatch takes its own statistics
-NUMBER = "number"  # the operator itself, where each microbatch adds 1 / microbatches of a number
-_SUMS = (aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar)  # may add such a number
 
 
 class NotTypedError(Exception):
@@ -102,6 +96,7 @@ class TimeTypes:
         self.inexact_operators: list[fx.Node] = []
         self.forced_hoists: list[fx.Node] = []
         self._costs: dict[TypedNode, int] = {}
+        self._options_of: dict[tuple[int, tuple[Type, ...]], tuple[tuple[Option, int], ...]] = {}
         self._depth = 0
         self._hoistable = _hoistable(analysis)
         for node in analysis.graph.nodes:
@@ -129,7 +124,7 @@ class TimeTypes:
             return
         if best is None or best.option is None:
             raise NotTypedError(node)
-        if best.option.kernel == _STATISTICS:
+        if best.option.kernel == STATISTICS:
             self.inexact_operators.append(node)
         self._settle(node, best.option.out, best)
 
@@ -184,26 +179,20 @@ class TimeTypes:
             return Derivation("hoisted"), HOIST_COST
         return derivation, cost
 
-    def options(self, node: fx.Node, wanted: Type | None = None) -> Iterator[tuple[Option, int]]:
+    def options(self, node: fx.Node, wanted: Type | None = None) -> Sequence[tuple[Option, int]]:
         """The options to compute a node for a microbatch, given the inferred types of its operands
         and the type ``wanted``; each with the largest number of chunks of its split dim (0: any).
         """
         rule = self.analysis.rules.get(node)
         if rule is None:
-            return
-        yield from ((option, 0) for option in rule.unsplit() if option.out is not I)
-        yield from _adding_number(node)
-        yield from _concatenating(node, [self.inferred[t] for t, _ in operands(node)])
-        types = [*(self.inferred[t] for t, _ in operands(node)), wanted or R]
-        splits = {
-            s: None
-            for t, dims in zip(types, (*rule.operands, rule.output), strict=True)
-            for s in _splits(rule, t, dims)
-        }
-        for factor, parts in splits:
-            for option in rule.split(factor):
-                if option.kernel in _LOCAL_KERNELS or option.kernel == _STATISTICS:
-                    yield _in_parts(rule, option, factor, parts), rule.sizes[factor] // parts
+            return ()
+        types = (*(self.inferred[t] for t, _ in operands(node)), wanted or R)
+        if depends_on_arguments(node):
+            return tuple(time_options(node, rule, types))
+        # Equal calls share a rule.
+        if (key := (id(rule), types)) not in self._options_of:
+            self._options_of[key] = tuple(time_options(node, rule, types))
+        return self._options_of[key]
 
     @property
     def split_flops(self) -> float:
@@ -216,54 +205,6 @@ class TimeTypes:
             for n, t in self.inferred.items()
             if t is not R and (rule := rules.get(n)) is not None
         )
-
-
-def _splits(rule: Rule, t: Type, dims: Sequence[Dim]) -> Iterator[tuple[str, int]]:
-    """The factors of a rule whose split gives a tensor with these ``dims`` the type ``t``; each
-    with the number of equal parts of the factor that are split.
-    """
-    for place, factor in enumerate(dims[t.dim] if t.is_shard else ()):
-        parts, rest = divmod(t.pieces, math.prod(rule.sizes[f] for f in dims[t.dim][:place]))
-        if parts and not rest and rule.sizes[factor] % parts == 0 and rule.sizes[factor] > parts:
-            yield factor, parts
-
-
-def _in_parts(rule: Rule, option: Option, factor: str, parts: int) -> Option:
-    """The option with each of ``parts`` equal parts of the factor split. In a dim where other
-    factors are major, each part of theirs is split, too.
-    """
-
-    def strided_type(t: Type, dims: Sequence[Dim]) -> Type:
-        if not t.is_shard:
-            return t
-        majors = dims[t.dim][: dims[t.dim].index(factor)]
-        pieces = parts * math.prod(rule.sizes[f] for f in majors)
-        return strided(t.dim, pieces) if pieces > 1 else S(t.dim)
-
-    ins = tuple(strided_type(t, dims) for t, dims in zip(option.ins, rule.operands, strict=True))
-    return replace(option, ins=ins, out=strided_type(option.out, rule.output))
-
-
-def _adding_number(node: fx.Node) -> Iterator[tuple[Option, int]]:
-    """The option to add a number to a pending sum: each microbatch adds a part of the number."""
-    if node.target in _SUMS and len(operands(node)) == 1 and node.meta["val"].is_floating_point():
-        other = node.args[1] if isinstance(node.args[0], fx.Node) else None
-        if isinstance(other, (int, float)):
-            yield Option((P,), P, kernel=NUMBER), 0
-
-
-def _concatenating(node: fx.Node, found: Sequence[Type]) -> Iterator[tuple[Option, int]]:
-    """The options to concatenate tensors of one shape along the dim that is cut: each tensor
-    becomes a part of the result, and each part is cut.
-    """
-    if (
-        node.target is not aten.cat.default
-        or len({tuple(n.meta["val"].shape) for n, _ in operands(node)}) > 1
-    ):
-        return
-    dim, size = arguments(node)["dim"], operands(node)[0][0].meta["val"].shape
-    for t in {t: None for t in found if t.is_shard and t.dim == dim}:
-        yield Option((t,) * len(found), strided(dim, t.pieces * len(found))), size[dim] // t.pieces
 
 
 def _hoistable(analysis: Analysis) -> set[fx.Node]:
