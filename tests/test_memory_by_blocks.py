@@ -53,7 +53,7 @@ DEEP: dict[str, dict[str, int]] = {
     "llama": dict(layers=24),
     "qwen3": dict(layers=7),
     "mixtral": dict(layers=7),
-    "fused": dict(layers=16),
+    "fused": dict(layers=24),
     "mlp": dict(layers=64),
     "t5": dict(layers=7),
 }

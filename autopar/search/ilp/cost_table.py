@@ -86,19 +86,24 @@ def edge_costs(
 
 
 def tensor_table(problem: Problem, weights: CostWeights, tensor: TensorConversions) -> CostTable:
-    """The costs of all conversions of a tensor, over its producer and its readers. Equal
-    conversions, and equal results, are paid once.
+    """The costs of all conversions of a tensor, over its producer and its readers that have more
+    than one label. Equal conversions, and equal results, are paid once.
     """
     edges = [edge_costs(problem, weights, tensor, port) for port in tensor.ports]
-    dims = len(edges) + 1
+    # What has one label is no dim: a tensor may have a hundred readers that all want one layout.
+    label_counts = [len(edges[0].sources), *(len(edge.targets) for edge in edges)]
+    dim_of = [sum(n > 1 for n in label_counts[:at]) for at in range(len(label_counts))]
+    dims = sum(n > 1 for n in label_counts)
     total = np.zeros((1,) * dims)
     for at, edge in enumerate(edges, start=1):
         is_paid, is_kept = np.zeros((), dtype=bool), np.zeros((), dtype=bool)
         for before, other in enumerate(edges[: at - 1], start=1):
             same = other.targets[:, None] == edge.targets[None, :]
-            is_paid = is_paid | _spread(same, (before, at), dims)
-            is_kept = is_kept | _spread(same & other.needed[:, None], (before, at), dims)
-        time, in_backward = (_spread(c, (0, at), dims) for c in (edge.time, edge.in_backward))
+            pair = dim_of[before], dim_of[at]
+            is_paid = is_paid | _spread(same, pair, dims)
+            is_kept = is_kept | _spread(same & other.needed[:, None], pair, dims)
+        own = dim_of[0], dim_of[at]
+        time, in_backward = (_spread(c, own, dims) for c in (edge.time, edge.in_backward))
         total = total + np.where(is_paid, 0.0, time) + np.where(is_kept, 0.0, in_backward)
     return _of_different_vertices(problem, tensor, tensor.ports, total)
 
@@ -120,30 +125,33 @@ def _of_different_vertices(
     problem: Problem, tensor: TensorConversions, ports: Sequence[Port], costs: np.ndarray
 ) -> CostTable:
     """The table with one dim for each vertex, where one vertex may own several dims of ``costs``,
-    [label made, label wanted by the first port, ...].
+    [label made, label wanted by the first port, ...], with or without the dims of size 1.
     """
     vertices = problem.vertices
-    owners = [tensor.producer, *(v for v, _ in ports)]
-    labels = [vertices[tensor.producer].out_label_of]
-    labels += [vertices[v].in_label_of[p] for v, p in ports]
-    classes = {
-        v: joint_classes([c for o, c in zip(owners, labels, strict=True) if o == v]) for v in owners
-    }
+    ends = [(tensor.producer, vertices[tensor.producer].out_label_of)]
+    ends += [(v, vertices[v].in_label_of[p]) for v, p in ports]
+    if costs.ndim < len(ends):
+        ends = [(v, label_of) for v, label_of in ends if label_of.max() > 0]
+    owners = [v for v, _ in ends]
+    classes = {v: joint_classes([c for o, c in ends if o == v]) for v in owners}
     if len(classes) == len(owners):
         return CostTable(classes, costs)
     order = list(classes)
     dims = [
-        _spread(label[first_choices(classes[v])], (order.index(v),), len(order))
-        for v, label in zip(owners, labels, strict=True)
+        _spread(label_of[first_choices(classes[v])], (order.index(v),), len(order))
+        for v, label_of in ends
     ]
     return CostTable(classes, costs[tuple(dims)])
 
 
 def _spread(array: np.ndarray, dims: Sequence[int], count: int) -> np.ndarray:
-    """An array of a few dims as an array of ``count`` dims; the others have size 1."""
+    """An array of a few dims as an array of ``count`` dims; the others have size 1. A dim of
+    size 1 is left out.
+    """
     shape = [1] * count
     for dim, size in zip(dims, array.shape, strict=True):
-        shape[dim] = size
+        if size > 1:
+            shape[dim] = size
     return array.reshape(shape)
 
 

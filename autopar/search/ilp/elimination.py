@@ -66,8 +66,7 @@ class Elimination:
             for v in table.classes:
                 self._of_vertex[v].add(number)
         self._eliminate_all()
-        ends = [step.result.costs for step in self.steps if not step.result.classes]
-        self.least = float(sum(float(costs) for costs in ends))
+        self.least = sum(float(table.costs) for table in self.tables if not table.classes)
 
     def _eliminate_all(self) -> None:
         prices = {v: self._additions(v) for v in self._of_vertex}

@@ -1,7 +1,8 @@
-"""The fastest solution that fits memory: the ILP at a price of memory, and the price by bisection.
+"""The fastest solution that fits memory: the ILP at prices of memory.
 
 The price, in seconds for a byte, is the Lagrange multiplier of the budget. At every price the
 optimum of the ILP less price x budget is a lower bound for the seconds of all solutions that fit.
+The price with the highest bound is found by way of the prices at which two solutions cost the same.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.reduced_problem import ReducedProblem
 from autopar.search.ilp.solve import Solution, best_solution
 
-SMALL_GAP = 1e-3  # relative gap at which the bisection ends
-MAX_BISECTIONS = 10
+SMALL_GAP = 1e-3  # relative gap at which no other price is tried
+ROUNDING = 1e-9  # the relative difference of two costs that rounding may make
+MAX_SOLVES = 10
 # A problem with more pairs of labels takes seconds for one price: few prices are tried.
-LARGE, MAX_LARGE_BISECTIONS = 30_000, 2
+LARGE, MAX_LARGE_SOLVES = 400_000, 4
 
 # (problem, solve) -> solution: solves a problem that is too large by way of smaller ones
 SolveLarge = Callable[[Problem, Solve], Solution]
@@ -122,12 +124,16 @@ class MemoryPrices:
         return max(solution.bound - price * budget for price, solution in self.solved.items())
 
     def fastest_within(
-        self, budget: float, bisections: int | None = None
+        self, budget: float, max_solves: int | None = None
     ) -> tuple[Solution, float]:
         """The fastest solution found that fits ``budget`` bytes, and its proven relative gap.
 
+        Of two solutions, one too large and one that fits, there is one price at which they cost the
+        same. The solution at this price takes the place of one of them, or neither costs more, and
+        then no other price proves a higher bound.
+
         Args:
-            bisections: how often the interval of prices is halved at most.
+            max_solves: the solves at most, after those that find a solution that fits.
 
         Raises:
             DoesNotFitError: no solution found fits.
@@ -135,26 +141,40 @@ class MemoryPrices:
         first = self.at(0.0)
         if self.nbytes(first) <= budget:
             return first, self.gap(first, budget)
-        lower, upper = self._price_interval(first, budget)
-        most = MAX_LARGE_BISECTIONS if self.problem.label_pair_count > LARGE else MAX_BISECTIONS
-        for _ in range(min(bisections or most, most)):
-            if self.gap(self.best(budget), budget) < SMALL_GAP:
+        too_large, fitting = self._around(first, budget)
+        most = MAX_LARGE_SOLVES if self.problem.label_pair_count > LARGE else MAX_SOLVES
+        for _ in range(min(max_solves or most, most)):
+            best = self.best(budget)
+            if self.gap(best, budget) < SMALL_GAP:
                 break
-            middle = (lower + upper) / 2 if lower else upper / 8
-            fits = self.nbytes(self.at(middle)) <= budget
-            lower, upper = (lower, middle) if fits else (middle, upper)
+            price = self._crossing(too_large, fitting)
+            between = self.at(price)
+            if self._cost(between, price) >= self._cost(fitting, price) * (1 - ROUNDING):
+                break
+            if self.nbytes(between) <= budget:
+                fitting = between
+            else:
+                too_large = between
         best = self.best(budget)
         return best, self.gap(best, budget)
 
-    def _price_interval(self, first: Solution, budget: float) -> tuple[float, float]:
-        """A price at which the solution does not fit, and a higher price at which it does."""
-        lower, upper = 0.0, 4.0 * self.seconds(first) / max(budget, 1e-3 * self.nbytes(first))
+    def _around(self, first: Solution, budget: float) -> tuple[Solution, Solution]:
+        """A solution that does not fit, and one at a higher price that does."""
+        too_large, price = first, 4.0 * self.seconds(first) / max(budget, 1e-3 * self.nbytes(first))
         for _ in range(4):
-            least = self.at(upper)
-            if self.nbytes(least) <= budget:
-                return lower, upper
-            lower, upper = upper, upper * 1e3
-        raise DoesNotFitError(least, self.nbytes(least))
+            solution = self.at(price)
+            if self.nbytes(solution) <= budget:
+                return too_large, solution
+            too_large, price = solution, price * 1e3
+        raise DoesNotFitError(solution, self.nbytes(solution))
+
+    def _crossing(self, too_large: Solution, fitting: Solution) -> float:
+        """The price at which two solutions cost the same."""
+        saved = self.nbytes(too_large) - self.nbytes(fitting)
+        return max(0.0, (self.seconds(fitting) - self.seconds(too_large)) / saved)
+
+    def _cost(self, solution: Solution, price: float) -> float:
+        return self.seconds(solution) + price * self.nbytes(solution)
 
     def best(self, budget: float) -> Solution:
         """The fastest of the solutions so far that fit."""

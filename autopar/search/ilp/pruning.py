@@ -31,7 +31,7 @@ MOST_SHARINGS = 8
 LEAST_GAIN = 1e-4  # the relative gain of the bound that is worth another sharing
 # Parts of the bound within which choices belong to the first small problems.
 TOLERANCES = (1e-5, 1e-3)
-SMALL = 5_000  # pairs of labels of a problem that is eliminated as it is
+SMALL = 20_000  # pairs of labels of a problem that is eliminated as it is
 ROUNDING = 1e-9  # the relative difference of two costs that rounding may make
 
 
