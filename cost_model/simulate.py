@@ -127,6 +127,15 @@ def _by_stage(values: npt.ArrayLike, stages: int) -> Array:
     return array
 
 
-@lru_cache(maxsize=16)  # the orders of 64 ranks and 2048 microbatches take about 40 MB
 def _rank_orders(schedule: str, pipeline: int, chunks: int, microbatches: int) -> RankOrders:
+    is_small = pipeline * chunks * microbatches <= 2_000
+    of_schedule = _small_orders if is_small else _orders
+    return of_schedule(schedule, pipeline, chunks, microbatches)
+
+
+def _new_orders(schedule: str, pipeline: int, chunks: int, microbatches: int) -> RankOrders:
     return RankOrders(actions(schedule, pipeline, chunks, microbatches))
+
+
+_orders = lru_cache(maxsize=16)(_new_orders)  # of 64 ranks and 2048 microbatches: about 40 MB
+_small_orders = lru_cache(maxsize=256)(_new_orders)  # 1 MB at most

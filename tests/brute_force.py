@@ -20,7 +20,8 @@ from brute_force_tensors import Bound, Price, Seen, TensorPrices, unbeaten
 
 from autopar.ir.layout import Layout
 from autopar.search.ilp.cost_weights import CostWeights
-from autopar.search.ilp.problem import Problem, RecomputedConversions, TensorConversions
+from autopar.search.ilp.problem import Problem, RecomputedConversions
+from autopar.search.ilp.tensor_conversions import TensorConversions
 from autopar.search.ilp.vertex import Vertex
 
 # Cost, bytes, and the cost if each assigned reader paid an equal part of shared conversions.

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from autopar.search.ilp.cost_weights import CostWeights
-from autopar.search.ilp.problem import Problem, TensorConversions
+from autopar.search.ilp.problem import Problem
+from autopar.search.ilp.tensor_conversions import TensorConversions
 from autopar.search.ilp.vertex import Label, Vertex
 
 Price = tuple[float, float]  # cost, and bytes of the budget

@@ -23,11 +23,12 @@ from autopar.search.ilp import solve
 from autopar.search.ilp.cost_table import vertex_costs
 from autopar.search.ilp.cost_weights import CostWeights
 from autopar.search.ilp.linear_program import UnsolvedError
-from autopar.search.ilp.problem import Problem, TensorConversions
+from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.pruning import find_optimum, message_bounds
 from autopar.search.ilp.reduced_problem import ReducedProblem
 from autopar.search.ilp.restrict import restrict_choices
 from autopar.search.ilp.solve import best_solution
+from autopar.search.ilp.tensor_conversions import TensorConversions
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.space.configuration import Configuration
 from autopar.search.space.meshes import Axis

@@ -5,35 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from autopar.cost_model.schedule import LOOPED, SINGLE
 from autopar.errors import PlanError
 from autopar.search.inner.inner_searches import InnerSearches
 from autopar.search.inner.no_plan_errors import too_many_stages_error
-from autopar.search.inner.step_bounds import Level
+from autopar.search.open_families import Family
 from autopar.search.space.check_schedule import check_schedule
 from autopar.search.space.configuration import Configuration
 from autopar.search.space.placements import check_kinds
-
-Family = tuple[Configuration, ...]  # that differ in the number of microbatches alone
-
-
-class OpenFamily(NamedTuple):
-    """A family of which the first configuration waits.
-
-    Attributes:
-        estimate: about the seconds of the best plan of the first configuration.
-        bound: seconds that no plan of the first configuration is below.
-        number: which family was opened first.
-        level: of the bound.
-    """
-
-    estimate: float
-    bound: float
-    number: int
-    level: Level
-    family: Family
 
 
 class Enumeration:

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from autopar.errors import PlanError
-from autopar.search.enumeration import Enumeration, Family
+from autopar.search.enumeration import Enumeration
+from autopar.search.open_families import Family
 from autopar.search.space.configuration import Configuration
 from autopar.search.space.meshes import free_mesh, mode_mesh
 from autopar.search.space.modes.mode import Mode

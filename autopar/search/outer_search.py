@@ -2,25 +2,23 @@
 
 A configuration has a lower bound of the step time and an estimate, in levels from cheap to sharp.
 The search always takes the configuration with the lowest estimate and sharpens both; after the
-sharpest level it makes a candidate: stage cuts, a solution of each unit, an estimated step time. A
-candidate that may be the fastest is counted in full. A configuration is dropped when its bound is
-about as high as the fastest plan that fits. The search ends when none is left.
+sharpest level it makes a candidate: stage cuts, a solution of each unit, an estimated step time.
+When the candidate has the lowest estimate, its memory is counted in full. A configuration is
+dropped when its bound is about as high as the fastest plan that fits. The search ends when none is
+left.
 
-The placement of a configuration is open until its bound is that of one replica: until then each
-axis has the fastest links of any placement. Then the configuration stands in the queue once for
-each placement.
+Until the bound of a configuration is that of one replica, each axis has the fastest links of any
+placement. Then the configuration stands in the queue once for each placement.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import count
 
 from autopar.errors import BudgetError, PlanError
-from autopar.search.enumeration import Enumeration, Family, OpenFamily
+from autopar.search.enumeration import Enumeration
 from autopar.search.ilp.linear_program import UnsolvedError
 from autopar.search.inner.candidate import Candidate
 from autopar.search.inner.inner_searches import InnerSearches
@@ -28,7 +26,8 @@ from autopar.search.inner.no_plan_errors import no_plan_error
 from autopar.search.inner.step_bounds import Level, StepBound
 from autopar.search.least_memory_search import LeastMemorySearch
 from autopar.search.neighbours import free_meshes, tensor_modes
-from autopar.search.result.best_plan import BestPlan
+from autopar.search.open_families import OpenFamilies, OpenFamily
+from autopar.search.result.best_plan import BestPlan, not_searched
 from autopar.search.result.fitting_plans import FittingPlans
 from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.space.configuration import Configuration
@@ -74,8 +73,7 @@ class OuterSearch:
         self.searches, self.options = searches, searches.options
         self.enumeration = Enumeration(searches)
         self.may_fit = False
-        self._open: list[OpenFamily] = []
-        self._numbers = count()
+        self._open = OpenFamilies()
         self._compared: set[Configuration] = set()
         self._candidates: list[Candidate] = []
         # The sharpest bounds of configurations with a candidate, without a plan found that fits,
@@ -128,34 +126,50 @@ class OuterSearch:
             possible = self.enumeration.possible([c for c in family if c not in self._compared])
             level = Level.FLOOR if most is None else Level.UNSOLVED
             if possible and (found := self._bound(possible[0], level)) is not None:
-                number = next(self._numbers)
-                opened.append(OpenFamily(found.estimate, found.bound, number, level, possible))
-        for each in sorted(opened)[:most]:
+                opened.append(OpenFamily(found.estimate, found.bound, level, possible))
+        # Sorting is stable: of equal families the first stays first.
+        for each in sorted(opened, key=lambda each: each[:2])[:most]:
             self._compared.update(each.family)
-            heapq.heappush(self._open, each)
+            self._open.push(each)
 
     def _search(self) -> None:
-        """Makes candidates until no configuration is left that may be faster."""
+        """Counts candidates until no configuration is left that may be faster."""
         while self._open and not self._ends_early():
-            each = heapq.heappop(self._open)
+            each = self._open.pop()
             first, others = each.family[0], each.family[1:]
             if not self._fitting.may_be_faster(each.bound):
                 self._keep_bound(first, each.bound)
                 continue
             self.searches.progress(str(first))
-            if each.level == Level.SOLVED or self.searches.is_out_of_time():
-                if self._make_candidate(first, each.bound) and others:
-                    self._push(each, Level.UNSOLVED, others)
+            if each.candidate is not None:
+                self._fitting.count(each.candidate)
+            elif each.level == _sharpest(first) or self.searches.is_out_of_time():
+                candidate = self._make_candidate(first, each.bound)
+                if candidate is not None:
+                    seconds = candidate.seconds
+                    waits = each._replace(estimate=seconds, level=Level.CUT, candidate=candidate)
+                    self._open.push(waits)
+                # More microbatches may be faster where memory is scarce.
+                if others and (candidate is None or len(candidate.solutions) > 1):
+                    self._open.push(each._replace(level=Level.UNSOLVED, family=others))
             elif each.level == Level.REPLICA and first.place is None:
                 self._place(each)
-            elif (found := self._bound(first, Level(each.level + 1))) is not None:
-                bound = max(each.bound, found.bound)
-                estimate = max(each.estimate, found.estimate)
-                level = Level(each.level + 1)
-                entry = each._replace(estimate=estimate, bound=bound, level=level)
-                heapq.heappush(self._open, entry)
-            elif others:
-                self._push(each, each.level, others)
+            elif not self._sharpen(each) and others:
+                self._open.push(each._replace(family=others))
+
+    def _sharpen(self, each: OpenFamily) -> bool:
+        """Puts a family back with the next level of its first configuration; False where that has
+        no plan.
+        """
+        level = Level(each.level + 1)
+        found = self._bound(each.family[0], level)
+        if found is None:
+            return False
+        if level == Level.CUT:
+            self._open.learn_ratio(each.family[0], found.estimate / each.estimate)
+        bound, estimate = max(each.bound, found.bound), max(each.estimate, found.estimate)
+        self._open.push(each._replace(estimate=estimate, bound=bound, level=level))
+        return True
 
     def _place(self, each: OpenFamily) -> None:
         """Opens the placements of a family; its bound so far holds for all of them."""
@@ -168,25 +182,26 @@ class OuterSearch:
             family = tuple(
                 replace(f, axes=c.axes, place=c.place, kinds=c.kinds) for f in each.family
             )
-            entry = each._replace(number=next(self._numbers), family=family)
-            heapq.heappush(self._open, entry)
-
-    def _push(self, each: OpenFamily, level: Level, others: Family) -> None:
-        """The other configurations of a family wait with the bound of the first."""
-        heapq.heappush(self._open, each._replace(level=level, family=others))
+            self._open.push(each._replace(family=family))
 
     def _make_first_candidates(self) -> None:
         """Makes the first candidate that fits, whatever the time limit, so that more time leads to
         no slower plan.
         """
-        for entry in sorted(self._open)[:MOST_FIRST]:
-            self._make_candidate(entry.family[0], entry.bound)
+        for entry in self._open.first(MOST_FIRST):
+            candidate = self._make_candidate(entry.family[0], entry.bound)
+            if candidate is not None:
+                self._fitting.count(candidate)
             if self._fitting.plans:
                 return
 
     def _bound(self, configuration: Configuration, level: Level) -> StepBound | None:
         """A bound and an estimate of the step time; None where the configuration has no plan."""
         try:
+            if level == Level.CUT:
+                return StepBound(
+                    0.0, self.searches.candidate(configuration, unlimited=True).seconds
+                )
             if level == Level.UNSOLVED:
                 least = self.searches.least_bytes(configuration)
                 search = self.searches.of(configuration.microbatches)
@@ -198,29 +213,26 @@ class OuterSearch:
             self._remember_failure(configuration, e)
             return None
 
-    def _make_candidate(self, configuration: Configuration, bound: float) -> bool:
-        """Makes the candidate of a configuration. Returns whether more microbatches may be faster,
-        because memory is scarce.
-        """
+    def _make_candidate(self, configuration: Configuration, bound: float) -> Candidate | None:
+        """The candidate of a configuration; None where it has none."""
         self.may_fit = True
         try:
             if configuration.place is None:  # the time is over
                 configuration = self.searches.placements(configuration)[0]
-            candidate = self.searches.candidate(configuration)
+            candidate = self._fitting.candidate(configuration)
         except BudgetError as e:
             # No plan was found that fits, which is no proof that there is none.
             self._keep_bound(configuration, bound)
             self._over_budget.append((e.least, configuration))
-            return True
+            return None
         except PlanError as e:
             self._remember_failure(configuration, e)
-            return True
+            return None
         if configuration.stages == 1:
             bound = max(bound, candidate.seconds * (1 - candidate.gap))
         self._keep_bound(configuration, bound)
         self._candidates.append(candidate)
-        self._fitting.count(candidate)
-        return len(candidate.solutions) > 1
+        return candidate
 
     def _keep_bound(self, configuration: Configuration, bound: float) -> None:
         self._bounds[configuration] = max(bound, self._bounds.get(configuration, 0.0))
@@ -276,25 +288,12 @@ class OuterSearch:
             return [min(self._candidates, key=lambda c: c.seconds).configuration]
         return [c for _, c in sorted(self._over_budget, key=lambda o: o[0])[:2]]
 
-    # What the plan says of itself
-
-    def _lowest_bound(self) -> float:
-        """Seconds that no plan of all configurations compared is below."""
-        waiting = (each.bound for each in self._open)
-        return max(min((*self._bounds.values(), *waiting), default=0.0), 0.0)
-
     def _best_plan(self, plan: PricedPlan) -> BestPlan:
-        bound, compared = self._lowest_bound(), len(self._compared)
-        return BestPlan(plan, bound, compared, tuple(self._not_searched()))
+        bound = max(min((*self._bounds.values(), *self._open.bounds()), default=0.0), 0.0)
+        left_out = tuple(not_searched(self.searches))
+        return BestPlan(plan, bound, len(self._compared), left_out)
 
-    def _not_searched(self) -> Iterator[str]:
-        """What the search left out, as sentences for the user."""
-        if self.options.parallel is None and self.options.mesh is None:
-            yield (
-                "meshes whose axes may split anything, and modes of tensor parallelism, away from "
-                "the best configurations"
-            )
-        if self.searches.unsolved:
-            names = list(dict.fromkeys(map(str, self.searches.unsolved)))
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            yield f"{', '.join(names[:3])}{more}: the solver reached its limit of operations"
+
+def _sharpest(configuration: Configuration) -> Level:
+    """The level after which a configuration gets a candidate."""
+    return Level.CUT if configuration.stages > 1 else Level.SOLVED

@@ -14,7 +14,8 @@ from autopar.ir.layout import Layout
 from autopar.ir.nodes import operands
 from autopar.memory.saved_tensors import SavedTensors
 from autopar.rules import Rule
-from autopar.search.ilp.problem import Port, Problem, TensorConversions
+from autopar.search.ilp.problem import Problem
+from autopar.search.ilp.tensor_conversions import Port, TensorConversions
 from autopar.search.ilp.vertex import Vertex
 from autopar.search.pricing.costs import Costs
 from autopar.search.space.recompute_policy import FREED, RECOMPUTED, SAVED, RecomputePolicy

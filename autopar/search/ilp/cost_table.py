@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.search.ilp.cost_weights import CostWeights, price_bytes
-from autopar.search.ilp.problem import Port, Problem, TensorConversions
+from autopar.search.ilp.problem import Problem
+from autopar.search.ilp.tensor_conversions import Port, TensorConversions
 
 Classes = dict[int, np.ndarray]  # the vertices of a table, each with the class of each choice
 

@@ -20,7 +20,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar.search.ilp.cost_table import EdgeCosts, port_table
-from autopar.search.ilp.problem import Problem, TensorConversions
+from autopar.search.ilp.problem import Problem
+from autopar.search.ilp.tensor_conversions import TensorConversions
 
 # What does not go together costs so many times the least costs of all vertices.
 _FORBIDDEN = 1e4

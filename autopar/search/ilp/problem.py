@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -23,40 +24,12 @@ import torch.fx as fx
 
 from autopar.ir.layout import Layout
 from autopar.search.ilp.cost_weights import CostBreakdown, CostWeights, price_bytes
+from autopar.search.ilp.lower_bound import LowerBound
+from autopar.search.ilp.tensor_conversions import Port, TensorConversions
 from autopar.search.ilp.vertex import Label, Vertex
 from autopar.search.space.recompute_policy import RECOMPUTED
 
-Port = tuple[int, int]  # (vertex, operand)
 RecomputedConversions = frozenset[tuple[int, Layout]]  # (number of the tensor, target layout)
-
-
-@dataclass
-class TensorConversions:
-    """A tensor, the ports that read it, and its conversions. Tables are [source layout, target
-    layout].
-
-    Attributes:
-        producer: the vertex that makes the tensor.
-        ports: the ports that read it.
-        count: how many tensors of equal blocks this one stands for in each stage, [stage].
-        sources, targets: the numbers of the layouts that are made and wanted.
-        seconds: of a conversion, forward and backward.
-        recompute_seconds: of the forward of a conversion in the backward; infinite where the
-            conversion must not be recomputed.
-        moves: whether the result of a conversion has memory of its own.
-        nbytes: of the tensor in each target layout, [target layout]; infinite where it must not
-            be saved.
-    """
-
-    producer: int
-    ports: tuple[Port, ...]
-    count: np.ndarray
-    sources: dict[Layout, int]
-    targets: dict[Layout, int]
-    seconds: np.ndarray
-    recompute_seconds: np.ndarray
-    moves: np.ndarray
-    nbytes: np.ndarray
 
 
 class LabelPairs(NamedTuple):
@@ -155,23 +128,10 @@ class Problem:
             total["backward"] += count * backward
         return CostBreakdown(**total)
 
-    def lower_bound(self, weights: CostWeights) -> float:
-        """A cost that no solution is below: every vertex takes its cheapest choice, with the result
-        converted only for the reader whose cheapest label is the dearest to convert to.
-        """
-        costs = [v.cost(weights) for v in self.vertices]
-        for tensor in self.tensors:
-            producer = self.vertices[tensor.producer]
-            dearest = np.zeros(len(tensor.sources))
-            for v, p in tensor.ports:
-                targets = [tensor.targets[layout] for layout, _ in self.vertices[v].in_labels[p]]
-                dearest = np.maximum(dearest, tensor.seconds[:, targets].min(axis=1))
-            sources = np.array([tensor.sources[layout] for layout, _ in producer.out_labels])
-            costs[tensor.producer] = (
-                costs[tensor.producer]
-                + weights.of(tensor.count).micro * dearest[sources[producer.out_label_of]]
-            )
-        return float(sum(cost.min() for cost in costs))
+    @cached_property
+    def lower_bound(self) -> LowerBound:
+        """A lower bound of the cost of all solutions, at any weights."""
+        return LowerBound(self.vertices, self.tensors)
 
     def made(self, tensor: TensorConversions, chosen: Sequence[int]) -> Label:
         """The label that the producer makes."""

@@ -24,7 +24,8 @@ from autopar.search.ilp.linear_program import (
     SolverResult,
     UnsolvedError,
 )
-from autopar.search.ilp.problem import Port, Problem, TensorConversions
+from autopar.search.ilp.problem import Problem
+from autopar.search.ilp.tensor_conversions import Port, TensorConversions
 
 
 @dataclass

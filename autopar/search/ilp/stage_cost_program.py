@@ -11,7 +11,8 @@ import numpy as np
 
 from autopar.ir.layout import Layout
 from autopar.search.ilp.linear_program import FlowProgram
-from autopar.search.ilp.problem import Port, Problem, TensorConversions
+from autopar.search.ilp.problem import Problem
+from autopar.search.ilp.tensor_conversions import Port, TensorConversions
 from autopar.search.space.configuration import Configuration
 
 _KINDS = ("forward", "backward", "send", "step")

@@ -23,7 +23,6 @@ from autopar.search.inner.no_plan_errors import (
 )
 from autopar.search.inner.step_bounds import FIRST_PRICE, PRICE_FACTOR, equal_stages_bytes
 from autopar.search.pipeline.partition import StagePartition
-from autopar.search.pipeline.unit_costs import UnitCostTable, received_bytes
 from autopar.search.pipeline.units import rank_without_parameter
 from autopar.search.space.configuration import Configuration
 
@@ -44,6 +43,7 @@ class Candidate:
         solution_of_unit: for each unit its solution, as a number in ``solutions``.
         seconds: estimated, of a step.
         gap: how far the seconds may be from the best of this configuration, relative to them.
+        reserve: bytes of each pipeline rank's device that the candidate leaves free.
     """
 
     configuration: Configuration
@@ -53,6 +53,7 @@ class Candidate:
     solution_of_unit: tuple[int, ...]
     seconds: float
     gap: float
+    reserve: tuple[float, ...] = ()
 
 
 def best_candidate(
@@ -90,9 +91,16 @@ def best_candidate(
     microbatches, schedule = configuration.microbatches, configuration.schedule
     seconds = partition.step_seconds(starts, chosen, microbatches, schedule)
     search.add_time("stages", start)
-    numbers = tuple(int(solution) for solution in chosen)
-    problem = next(iter(prices.values())).problem
-    return Candidate(configuration, problem, tuple(solutions), tuple(starts), numbers, seconds, gap)
+    return Candidate(
+        configuration,
+        next(iter(prices.values())).problem,
+        tuple(solutions),
+        tuple(starts),
+        tuple(int(solution) for solution in chosen),
+        seconds,
+        gap,
+        tuple(reserved),
+    )
 
 
 def _prices_by_kind(
@@ -199,10 +207,11 @@ def _partition(
     """The stages of a configuration, whose units take any of ``solutions``."""
     pipeline, units = configuration.pipeline, search.units
     is_one_stage = configuration.stages == 1
-    costs = {
-        kind: UnitCostTable(each.problem, units, one_stage=is_one_stage).of(solutions)
+    tables = {
+        kind: search.unit_cost_table(each.problem, one_stage=is_one_stage)
         for kind, each in prices.items()
     }
+    costs = {kind: table.of(solutions) for kind, table in tables.items()}
     in_flight = np.array(configuration.microbatches_in_flight(), dtype=float)
     budgets = []
     for stage, of_stage in enumerate(in_flight):
@@ -212,7 +221,7 @@ def _partition(
     of_stages = [costs[configuration.kind_of(stage)] for stage in range(configuration.stages)]
     partition = StagePartition(of_stages, budgets, configuration.microbatches_in_flight(), pipeline)
     if configuration.stages > 1:
-        received = received_bytes(units, next(iter(prices.values())).problem, solutions[0])
+        received = next(iter(tables.values())).received_bytes(solutions[0])
         links = [search.cache.stage_links(configuration, s) for s in range(configuration.stages)]
         seconds = {
             link: [point_to_point(nbytes, link) if nbytes else 0.0 for nbytes in received]

@@ -25,6 +25,7 @@ from autopar.search.ilp.neighbourhood import coarser_meshes, improve_from_centre
 from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.solve import Solution
 from autopar.search.inner.search_cache import SearchCache
+from autopar.search.pipeline.unit_costs import UnitCostTable
 from autopar.search.pricing.costs import Costs
 from autopar.search.pricing.resize import resized
 from autopar.search.space.choices.node_choices import NodeChoices
@@ -77,6 +78,7 @@ class InnerSearch:
             tuple(options.constraints.items()),
         )
         self._prices: dict[tuple, MemoryPrices] = {}
+        self._unit_cost_tables: dict[tuple[int, bool], UnitCostTable] = {}
         # The least seconds of each unit, forward and backward, by the identity of the problem.
         self.unit_seconds: dict[int, tuple[Problem, tuple[np.ndarray, np.ndarray]]] = {}
         self.add_time("blocks", start)
@@ -134,6 +136,13 @@ class InnerSearch:
             )
         self.add_time("costs", start)
         return problem
+
+    def unit_cost_table(self, problem: Problem, one_stage: bool) -> UnitCostTable:
+        """The costs of a problem by unit; see :class:`UnitCostTable`."""
+        key = id(problem), one_stage  # the table keeps the problem alive
+        if key not in self._unit_cost_tables:
+            self._unit_cost_tables[key] = UnitCostTable(problem, self.units, one_stage)
+        return self._unit_cost_tables[key]
 
     def costs(
         self,

@@ -42,6 +42,7 @@ class Level(IntEnum):
     UNSOLVED = 1  # every operator takes its cheapest strategy on one replica
     REPLICA = 2  # the best solution of one replica's problem, which sends no gradients
     SOLVED = 3  # the best solution of the whole problem
+    CUT = 4  # its estimate is that of the best stage cut, whatever memory that takes
 
 
 class StepBound(NamedTuple):
@@ -68,7 +69,7 @@ def step_bound(
     prices, least_ratio, _ = _replica_prices(search, configuration, samples)
     of_cuts = partition_bound(search, configuration, prices.problem)
     if level == Level.UNSOLVED:
-        bound = least_ratio * prices.problem.lower_bound(prices.weights)
+        bound = least_ratio * prices.problem.lower_bound.at(prices.weights)
         return StepBound(max(bound, of_cuts), max(ratio * bound, of_cuts))
     bound, estimate = solved_bound(search, configuration, samples, level == Level.REPLICA)
     return StepBound(max(bound, of_cuts), max(ratio * estimate, of_cuts))
@@ -130,7 +131,7 @@ def least_bytes(search: InnerSearch, configuration: Configuration, samples: int)
         price=np.array([1 / share]),
         flight=np.array([in_flight * share]),
     )
-    return prices.problem.lower_bound(bytes_alone) / configuration.pipeline
+    return prices.problem.lower_bound.at(bytes_alone) / configuration.pipeline
 
 
 def solved_bound(

@@ -22,31 +22,49 @@ class UnitRanges(NamedTuple):
     messages: np.ndarray
 
 
+class Chain(NamedTuple):
+    """Ranges, one for each stage, that cover the units.
+
+    Attributes:
+        starts: the first unit of each stage.
+        seconds: of one microbatch in each stage.
+        value: seconds of the slowest stage, or of all stages and messages.
+    """
+
+    starts: tuple[int, ...]
+    seconds: tuple[float, ...]
+    value: float
+
+
 def best_chain(
-    ranges: Sequence[UnitRanges], units: int, limit: float | None
-) -> tuple[tuple[int, ...], float] | None:
-    """The chain of ranges, one for each stage, that covers the units at the lowest value; and the
-    value. None where there is no chain.
+    ranges: Sequence[UnitRanges], units: int, limit: float | None = None
+) -> Chain | None:
+    """The chain of ranges, one for each stage, that covers the units at the lowest value. None
+    where there is no chain.
 
     Without a ``limit`` the value is the seconds of the slowest range. With it no range takes longer
     than the limit, and the value is the sum of all seconds and messages.
     """
     value = np.full(units + 1, np.inf)
     value[0] = 0.0
-    best_starts: list[np.ndarray] = []
+    best: list[np.ndarray] = []  # for each stage the number of the range that ends at each unit
     for a, b, seconds, messages in ranges:
         total = np.maximum(value[a], seconds) if limit is None else value[a] + seconds + messages
         allowed = np.isfinite(value[a]) & (seconds <= (np.inf if limit is None else limit))
         total = np.where(allowed, total, np.inf)
         order = np.lexsort((total, b))
-        ends, first = np.unique(b[order], return_index=True)
-        value, start = np.full(units + 1, np.inf), np.full(units + 1, -1)
-        value[ends], start[ends] = total[order][first], a[order][first]
-        best_starts.append(start)
+        ends = b[order]
+        is_first = np.concatenate([[True], ends[1:] != ends[:-1]]) if len(ends) else ends
+        first = order[is_first]
+        value, number = np.full(units + 1, np.inf), np.full(units + 1, -1)
+        value[b[first]], number[b[first]] = total[first], first
+        best.append(number)
     if not np.isfinite(value[units]):
         return None
-    starts, end = [], units
-    for start in reversed(best_starts):
-        end = int(start[end])
+    starts, times, end = list[int](), list[float](), units
+    for number, each in zip(reversed(best), reversed(ranges), strict=True):
+        at = number[end]
+        times.append(float(each.seconds[at]))
+        end = int(each.starts[at])
         starts.append(end)
-    return tuple(reversed(starts)), float(value[units])
+    return Chain(tuple(reversed(starts)), tuple(reversed(times)), float(value[units]))

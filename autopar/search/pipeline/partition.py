@@ -178,22 +178,18 @@ class StagePartition:
         seconds.
         """
         count = len(ranges)
-        slowest = best_chain(ranges, self.units, None)
+        slowest = best_chain(ranges, self.units)
         if slowest is None:
             return None
         found: list[tuple[float, tuple[int, ...]]] = []
         for tried, slack in pairwise((0.0, *_SLACKS) if count > 1 else (0.0, 1.0)):
-            if found and microbatches * slowest[1] * tried >= min(found)[0]:
+            if found and microbatches * slowest.value * tried >= min(found)[0]:
                 break  # every cut that is left has a slower stage than the cuts tried
-            chain = best_chain(ranges, self.units, slowest[1] * slack * (1 + 1e-12))
+            chain = best_chain(ranges, self.units, slowest.value * slack * (1 + 1e-12))
             assert chain is not None
-            starts = chain[0]
-            times = [
-                float(self.seconds(i, np.array([a]), np.array([b]))[0])
-                for i, (a, b) in enumerate(self.ranges(starts))
-            ]
-            messages = 2 * float(self._received_seconds(starts).sum())
-            found.append((self._pipeline_seconds(times, microbatches) + messages, starts))
+            messages = 2 * float(self._received_seconds(chain.starts).sum())
+            seconds = self._pipeline_seconds(chain.seconds, microbatches)
+            found.append((seconds + messages, chain.starts))
         seconds, starts = min(found)
         return starts, seconds
 

@@ -74,16 +74,31 @@ class UnitCostTable:
         self._unit_class = _numbered(
             [tuple(problem.vertex_of[n] for n in nodes) for nodes in units.nodes]
         )
+        self._received_count = _received_count(problem, units)
+        self._found: dict[tuple, dict[str, np.ndarray]] = {}
 
     def of(self, solutions: Sequence[Solution]) -> UnitCosts:
         """The costs under each of ``solutions``."""
-        tables = [self._of_solution(solution) for solution in solutions]
+        tables = []
+        for solution in solutions:
+            key = solution.chosen, solution.recomputed
+            if key not in self._found:
+                self._found[key] = self._of_solution(solution)
+            tables.append(self._found[key])
         stacked = {kind: np.array([table[kind] for table in tables]) for kind in KINDS}
         return UnitCosts(
             **{kind: table[:, :-1] for kind, table in stacked.items()},
             duplicated={kind: table[:, -1] for kind, table in stacked.items()},
             unit_class=self._unit_class,
         )
+
+    def received_bytes(self, solution: Solution) -> np.ndarray:
+        """[unit]: bytes that a stage receives in each microbatch if it begins with that unit:
+        results that calls before the unit make, and that the unit or later calls read.
+        """
+        choices = zip(self.problem.vertices, solution.chosen, strict=True)
+        received: np.ndarray = self._received_count @ np.array([v.result[k] for v, k in choices])
+        return received
 
     def _of_solution(self, solution: Solution) -> dict[str, np.ndarray]:
         """[unit] for each kind of cost; the last unit stands for the duplicated calls."""
@@ -127,19 +142,15 @@ def _numbered(keys: Sequence[tuple]) -> np.ndarray:
     return np.array([places.setdefault(key, len(places)) for key in keys])
 
 
-def received_bytes(units: Units, problem: Problem, solution: Solution) -> np.ndarray:
-    """[unit]: bytes that a stage receives in each microbatch if it begins with that unit: results
-    that calls before the unit make, and that the unit or later calls read.
-    """
+def _received_count(problem: Problem, units: Units) -> np.ndarray:
+    """[unit, vertex]: the results that a stage receives if it begins with that unit."""
     unit_of = {n: u for u, nodes in enumerate(units.nodes) for n in nodes}
     last_reader: dict[fx.Node, int] = {}
     for node, unit in unit_of.items():
         for operand, _ in operands(node):
             if operand in unit_of:
                 last_reader[operand] = max(unit, last_reader.get(operand, 0))
-    received = np.zeros(len(units.nodes))
+    count = np.zeros((len(units.nodes), len(problem.vertices)))
     for node, last in last_reader.items():
-        v = problem.vertex_of[node]
-        nbytes = float(problem.vertices[v].result[solution.chosen[v]])
-        received[unit_of[node] + 1 : last + 1] += nbytes
-    return received
+        count[unit_of[node] + 1 : last + 1, problem.vertex_of[node]] += 1
+    return count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -57,3 +58,16 @@ class BestPlan:
         bound = searches.step_bound(self.plan.configuration, Level.SOLVED).bound
         plan = replace(self.plan, gap=min(max(0.0, 1 - bound / self.plan.seconds), 1.0))
         return replace(self, plan=plan, bound=0.0)
+
+
+def not_searched(searches: InnerSearches) -> Iterator[str]:
+    """What a search left out, as sentences for the user."""
+    if searches.options.parallel is None and searches.options.mesh is None:
+        yield (
+            "meshes whose axes may split anything, and modes of tensor parallelism, away from the "
+            "best configurations"
+        )
+    if searches.unsolved:
+        names = list(dict.fromkeys(map(str, searches.unsolved)))
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        yield f"{', '.join(names[:3])}{more}: the solver reached its limit of operations"

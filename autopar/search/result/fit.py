@@ -19,12 +19,15 @@ from autopar.search.result.assemble import assemble
 from autopar.search.result.counted_memory import count_memory
 from autopar.search.result.exact_search import EXACT_OPERATIONS, solve_exactly
 from autopar.search.result.priced_plan import PricedPlan
+from autopar.search.result.reserves import Reserves
 
 REFITS = 6
+LEAST_UNUSED = 0.02  # the part of a device's memory that is worth another try
+LEAST_GAIN = 0.002  # the relative improvement of the step time that is worth one
 EXACT_TRIES = 3
 
 
-def fit_to_memory(searches: InnerSearches, candidate: Candidate) -> PricedPlan:
+def fit_to_memory(searches: InnerSearches, candidate: Candidate, reserves: Reserves) -> PricedPlan:
     """The candidate as a plan that fits the memory.
 
     Units with different solutions may have different layouts, and their borders then have
@@ -38,11 +41,15 @@ def fit_to_memory(searches: InnerSearches, candidate: Candidate) -> PricedPlan:
     if is_mixed and (fastest := _fastest_plan(searches, candidate)) is not None:
         return fastest
     configuration = candidate.configuration
-    reserve = [0.0] * configuration.pipeline
+    reserve = list(candidate.reserve)
     best: PricedPlan | None = None
     failure: BudgetError | None = None
     try:
         best = _refit(searches, candidate, reserve, same_layouts=False)
+        if best is not None:
+            over = _over(searches.of(configuration.microbatches), best)
+            reserves.learn(configuration, reserve, over)
+            best = _with_less_reserve(searches, candidate, best, reserves)
     except BudgetError as e:
         failure = e
     if is_mixed:
@@ -56,6 +63,26 @@ def fit_to_memory(searches: InnerSearches, candidate: Candidate) -> PricedPlan:
         assert failure is not None
         raise failure
     return best
+
+
+def _with_less_reserve(
+    searches: InnerSearches, candidate: Candidate, plan: PricedPlan, reserves: Reserves
+) -> PricedPlan:
+    """The faster plan that leaves as many bytes free as ``plan`` had to, where ``plan`` left
+    clearly more; otherwise ``plan``.
+    """
+    configuration = candidate.configuration
+    search = searches.of(configuration.microbatches)
+    needed = reserves.of(configuration)
+    unused = [r - n for r, n in zip(candidate.reserve, needed, strict=True)]
+    if max(unused) < LEAST_UNUSED * search.budget(configuration):
+        return plan
+    other = searches.candidate(configuration, needed)
+    if other.seconds >= plan.seconds * (1 - LEAST_GAIN):
+        return plan
+    priced = _count(searches, other)
+    fits = max(_over(search, priced)) <= 0
+    return priced if fits and priced.seconds < plan.seconds else plan
 
 
 def _with_proven_gap(searches: InnerSearches, priced: PricedPlan) -> PricedPlan:

@@ -13,6 +13,8 @@ from autopar.search.result.end_of_step import reported_seconds
 from autopar.search.result.fit import fit_to_memory, prove
 from autopar.search.result.least_memory import first_that_fits
 from autopar.search.result.priced_plan import PricedPlan
+from autopar.search.result.reserves import Reserves
+from autopar.search.space.configuration import Configuration
 
 # Of plans whose step times differ by less than this part, the simplest is taken.
 EQUAL = 0.002
@@ -43,6 +45,7 @@ class FittingPlans:
         self.searches = searches
         self.plans: list[FittingPlan] = []
         self.counted = 0
+        self._reserves = Reserves()
         self._too_large: list[Candidate] = []
 
     def may_be_faster(self, seconds: float) -> bool:
@@ -57,19 +60,37 @@ class FittingPlans:
         """Whether so many candidates have not fitted that no more need be tried."""
         return not self.plans and self.counted >= MOST_TOO_LARGE
 
+    def candidate(self, configuration: Configuration) -> Candidate:
+        """The best candidate of a configuration, which leaves free what similar configurations had
+        to leave free, if that much can be free.
+        """
+        reserve = self._reserves.of(configuration)
+        if any(reserve):
+            with suppress(BudgetError):
+                return self.searches.candidate(configuration, reserve)
+        return self.searches.candidate(configuration)
+
     def count(self, candidate: Candidate) -> None:
         """Counts a candidate in full if it may be faster, and keeps its plan if that fits."""
         if self.counted >= MOST_COUNTED or not self.may_be_faster(candidate.seconds):
             return
         self.counted += 1
         try:
-            plan = fit_to_memory(self.searches, candidate)
+            plan = self._plan(candidate)
         except UnsolvedError:
             self.searches.unsolved.append(candidate.configuration)
         except BudgetError:
             self._too_large.append(candidate)  # it needs more memory than its estimate said
         else:
             self.plans.append(FittingPlan(reported_seconds(plan), candidate, plan))
+
+    def _plan(self, candidate: Candidate) -> PricedPlan:
+        """The candidate as a plan that fits the memory; BudgetError where it does not."""
+        if any(candidate.reserve):
+            with suppress(BudgetError):
+                return fit_to_memory(self.searches, candidate, self._reserves)
+            candidate = self.searches.candidate(candidate.configuration)
+        return fit_to_memory(self.searches, candidate, self._reserves)
 
     def chosen(self) -> FittingPlan:
         """The simplest of the plans that are about as fast as the fastest."""

@@ -19,7 +19,7 @@ from autopar.search.inner.candidate import Candidate
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.inner.inner_searches import InnerSearches
 from autopar.search.inner.no_plan_errors import over_budget_error
-from autopar.search.pipeline.unit_costs import UnitCosts, UnitCostTable
+from autopar.search.pipeline.unit_costs import UnitCosts
 from autopar.search.pricing.resize import resized
 from autopar.search.result.assemble import assemble
 from autopar.search.result.counted_memory import count_memory
@@ -81,7 +81,7 @@ def least_memory_plan(
     prices = search.prices(configuration, samples)
     fastest = prices.at(0.0)
     unit = prices.seconds(fastest) / prices.nbytes(fastest)
-    table = UnitCostTable(prices.problem, search.units, one_stage=configuration.stages == 1)
+    table = search.unit_cost_table(prices.problem, one_stage=configuration.stages == 1)
     best: PricedPlan | None = None
     tried = set()
     for price in PRICES:
