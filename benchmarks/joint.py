@@ -29,6 +29,7 @@ from autopar.search.ilp.problem import Problem
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.inner.inner_searches import InnerSearches
 from autopar.search.outer_search import OuterSearch
+from autopar.search.pricing.step_prices import StepPrices
 from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.space.configuration import Configuration
 from autopar.search.space.options import Options
@@ -84,15 +85,22 @@ class Sharded(InnerSearch):
         self._free = free
 
     def problem(
-        self, configuration: Configuration, samples: int, pace: Pace | None = None
+        self,
+        configuration: Configuration,
+        samples: int,
+        pace: Pace | None = None,
+        step_prices: StepPrices | None = None,
     ) -> Problem:
         return self.cache.problems.of(
-            (configuration, samples), lambda: self._sharded(configuration, samples)
+            (configuration, samples, step_prices),
+            lambda: self._sharded(configuration, samples, step_prices),
         )
 
-    def _sharded(self, shape: Configuration, samples: int) -> Problem:
+    def _sharded(
+        self, shape: Configuration, samples: int, step_prices: StepPrices | None
+    ) -> Problem:
         free, fastest = (
-            self._free.problem(shape, samples),
+            self._free.problem(shape, samples, step_prices=step_prices),
             self._free.prices(shape, samples).at(0.0),
         )
         return restrict_choices(free, strategies_as_chosen(free, fastest.chosen))

@@ -24,6 +24,7 @@ from autopar.search.inner.no_plan_errors import (
 from autopar.search.inner.step_bounds import FIRST_PRICE, PRICE_FACTOR, equal_stages_bytes
 from autopar.search.pipeline.partition import StagePartition
 from autopar.search.pipeline.units import rank_without_parameter
+from autopar.search.pricing.step_prices import StepPrices
 from autopar.search.space.configuration import Configuration
 
 PIPELINE_SOLVES = 4  # solves for the price of memory in a pipeline
@@ -44,6 +45,7 @@ class Candidate:
         seconds: estimated, of a step.
         gap: how far the seconds may be from the best of this configuration, relative to them.
         reserve: bytes of each pipeline rank's device that the candidate leaves free.
+        step_prices: at which it is the best; None for those of full buckets.
     """
 
     configuration: Configuration
@@ -54,6 +56,7 @@ class Candidate:
     seconds: float
     gap: float
     reserve: tuple[float, ...] = ()
+    step_prices: StepPrices | None = None
 
 
 def best_candidate(
@@ -64,6 +67,7 @@ def best_candidate(
     starts: Sequence[int] | None = None,
     same_layouts: bool = False,
     unlimited: bool = False,
+    step_prices: StepPrices | None = None,
 ) -> Candidate:
     """The best candidate of one configuration.
 
@@ -74,6 +78,7 @@ def best_candidate(
         same_layouts: all units have the layouts of the fastest solution. They differ in what they
             recompute.
         unlimited: all units take the fastest solution, whatever memory that takes.
+        step_prices: as for :meth:`Costs.at`.
 
     Raises:
         BudgetError: nothing fits the memory; with the least memory that would be enough.
@@ -82,7 +87,7 @@ def best_candidate(
     reserved = reserve or [0.0] * configuration.pipeline
     budgets = search.budgets(configuration)
     room = [UNLIMITED if unlimited else b - r for b, r in zip(budgets, reserved, strict=True)]
-    prices = _prices_by_kind(search, configuration, samples)
+    prices = _prices_by_kind(search, configuration, samples, step_prices)
     gap = _solve_within(search, configuration, samples, prices, room)
     start = time.perf_counter()
     solutions = _solutions(search, configuration, prices, room, same_layouts, unlimited)
@@ -100,19 +105,26 @@ def best_candidate(
         seconds,
         gap,
         tuple(reserved),
+        step_prices,
     )
 
 
 def _prices_by_kind(
-    search: InnerSearch, configuration: Configuration, samples: int
+    search: InnerSearch,
+    configuration: Configuration,
+    samples: int,
+    step_prices: StepPrices | None,
 ) -> dict[int, MemoryPrices]:
     """The solutions at prices of memory on each kind of devices that a stage runs on, by the number
     of the kind. Their problems differ in seconds alone.
     """
     if not configuration.kinds:
-        return {0: search.prices(configuration, samples)}
+        return {0: search.prices(configuration, samples, step_prices=step_prices)}
     kinds = sorted(set(configuration.kinds))
-    return {kind: search.prices(configuration, samples, pace=kind) for kind in kinds}
+    return {
+        kind: search.prices(configuration, samples, pace=kind, step_prices=step_prices)
+        for kind in kinds
+    }
 
 
 def _solve_within(

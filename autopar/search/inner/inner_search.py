@@ -28,6 +28,7 @@ from autopar.search.inner.search_cache import SearchCache
 from autopar.search.pipeline.unit_costs import UnitCostTable
 from autopar.search.pricing.costs import Costs
 from autopar.search.pricing.resize import resized
+from autopar.search.pricing.step_prices import StepPrices
 from autopar.search.space.choices.node_choices import NodeChoices
 from autopar.search.space.configuration import Configuration
 from autopar.search.space.meshes import Axis
@@ -97,13 +98,18 @@ class InnerSearch:
         return [float(memory[kind]) for kind in kinds]
 
     def problem(
-        self, configuration: Configuration, samples: int, pace: Pace | None = None
+        self,
+        configuration: Configuration,
+        samples: int,
+        pace: Pace | None = None,
+        step_prices: StepPrices | None = None,
     ) -> Problem:
         """Sharding and recomputation on the mesh of ``configuration``, for a microbatch of
         ``samples``.
 
         Args:
             pace: whose seconds it has, where those are not the configuration's own.
+            step_prices: as for :meth:`Costs.at`.
         """
         pace = self.cache.pace(configuration) if pace is None else pace
         key = (
@@ -114,10 +120,19 @@ class InnerSearch:
             samples,
             # Gradients of several microbatches accumulate, which takes memory.
             configuration.microbatches > 1,
+            step_prices,
         )
-        return self.cache.problems.of(key, lambda: self._build(configuration, samples, pace))
+        return self.cache.problems.of(
+            key, lambda: self._build(configuration, samples, pace, step_prices)
+        )
 
-    def _build(self, configuration: Configuration, samples: int, pace: Pace) -> Problem:
+    def _build(
+        self,
+        configuration: Configuration,
+        samples: int,
+        pace: Pace,
+        step_prices: StepPrices | None,
+    ) -> Problem:
         start, analysis, cache = time.perf_counter(), self.analysis, self.cache
         with resized(analysis, samples, self.nodes):
             conversions = cache.conversions(configuration, pace)
@@ -130,7 +145,7 @@ class InnerSearch:
                 self.representative,
                 choices,
                 analysis.rules,
-                costs,
+                costs.at(step_prices),
                 self.recompute,
                 solver=self.options.solver,
             )
@@ -178,6 +193,7 @@ class InnerSearch:
         samples: int,
         replica_only: bool = False,
         pace: Pace | None = None,
+        step_prices: StepPrices | None = None,
     ) -> MemoryPrices:
         """The solutions of a configuration's problem at prices of memory, for all schedules.
 
@@ -185,7 +201,7 @@ class InnerSearch:
             samples: of one microbatch.
             replica_only: the problem of one microbatch alone: once-a-step seconds and bytes that
                 last count for nothing.
-            pace: as for :meth:`problem`.
+            pace, step_prices: as for :meth:`problem`.
         """
         pace = self.cache.pace(configuration) if pace is None else pace
         pipeline, microbatches = configuration.pipeline, configuration.microbatches
@@ -194,7 +210,7 @@ class InnerSearch:
             in_flight = MANY_IN_FLIGHT
         links = self.cache.links(configuration, pace).axes
         of_mesh = pace, configuration.axes, links
-        key = (*of_mesh, pipeline, samples, microbatches, in_flight, replica_only)
+        key = (*of_mesh, pipeline, samples, microbatches, in_flight, replica_only, step_prices)
         if key not in self._prices:
             weights = CostWeights.of_one_stage(flight=in_flight)
             weights.micro[:] = 1.0 if replica_only else _equal_stages_step_ratio(configuration)
@@ -203,7 +219,7 @@ class InnerSearch:
             limit = UNREQUESTED_OPERATIONS if is_unrequested else SOLVE_OPERATIONS
             depends = *key, self._option_key, limit
             self._prices[key] = MemoryPrices(
-                self.problem(configuration, samples, pace),
+                self.problem(configuration, samples, pace, step_prices),
                 weights,
                 limit,
                 None

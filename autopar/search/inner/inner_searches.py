@@ -17,6 +17,7 @@ from autopar.search.inner.candidate import Candidate, best_candidate
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.inner.search_cache import SearchCache
 from autopar.search.inner.step_bounds import Level, StepBound, least_bytes, step_bound
+from autopar.search.pricing.step_prices import StepPrices
 from autopar.search.space.configuration import Configuration
 from autopar.search.space.options import Options
 from autopar.search.space.placements import kind_orders, placements
@@ -219,6 +220,7 @@ class InnerSearches:
         reserve: Sequence[float] | None = None,
         same_layouts: bool = False,
         unlimited: bool = False,
+        step_prices: StepPrices | None = None,
     ) -> Candidate:
         """:func:`best_candidate` of a configuration."""
         self.check_split(configuration)
@@ -231,6 +233,7 @@ class InnerSearches:
             self.user_starts(search),
             same_layouts,
             unlimited,
+            step_prices,
         )
 
     def user_starts(self, search: InnerSearch) -> list[int] | None:

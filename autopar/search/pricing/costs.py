@@ -23,6 +23,7 @@ from autopar.search.pricing.kernel_costs import KernelCosts
 from autopar.search.pricing.kernel_seconds import KernelTimer
 from autopar.search.pricing.node_sizes import chunk_count, tensor_bytes
 from autopar.search.pricing.parameter_costs import ParameterCosts
+from autopar.search.pricing.step_prices import StepPrices
 from autopar.search.space.strategies import ParameterStrategy, Strategy
 
 
@@ -120,6 +121,17 @@ class Costs:
     def of_stage(self, stage: int) -> Costs:
         """The costs on the devices of a stage."""
         return self._stages[stage] if self._stages else self
+
+    def at(self, step_prices: StepPrices | None) -> Costs:
+        """These costs with the prices of a plan's buckets, if any are given; see
+        :meth:`ParameterCosts.at`.
+        """
+        if step_prices is None:
+            return self
+        other = copy.copy(self)
+        other.parameters = self.parameters.at(step_prices)
+        other._stages = tuple(each.at(step_prices) for each in self._stages)
+        return other
 
     @property
     def overhead(self) -> float:

@@ -4,6 +4,7 @@ synchronisation, optimizer step.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -29,10 +30,8 @@ from autopar.rules.analysis import Analysis
 from autopar.search.pricing.conversion_costs import NodeConversionCosts
 from autopar.search.pricing.kernel_costs import KernelWork
 from autopar.search.pricing.node_sizes import chunk_count, stored_dtype
+from autopar.search.pricing.step_prices import LEAST_EXPOSED, StepPrices, Traffic
 from autopar.search.space.strategies import ParameterStrategy
-
-# The exposed part of gradients' collectives is at least this, so that no collective is free.
-_LEAST_EXPOSED = 0.05
 
 
 class ParameterCosts:
@@ -67,7 +66,18 @@ class ParameterCosts:
         total = sum(_bucketed_bytes(n, reduction_dtype) for n in analysis.state)
         self._bucket_bytes = min(BUCKET_BYTES, max(total, 1.0))
         hidden = compute.overlap * (1 - 1 / bucket_count(total))
-        self._exposed = max(1 - hidden, _LEAST_EXPOSED)
+        self._exposed = max(1 - hidden, LEAST_EXPOSED)
+        self._step_prices: StepPrices | None = None
+
+    def at(self, step_prices: StepPrices | None) -> ParameterCosts:
+        """These costs with the prices of a plan's buckets instead of full ones, if any are given;
+        without their constant.
+        """
+        if step_prices is None:
+            return self
+        other = copy.copy(self)
+        other._step_prices, other._exposed = step_prices, step_prices.exposed
+        return other
 
     @property
     def pipeline_axis(self) -> int:
@@ -98,6 +108,10 @@ class ParameterCosts:
     def _bucketed_seconds(self, term: Term) -> float:
         if term.kind == "copy":
             return term.seconds
+        if self._step_prices is not None:
+            price = self._step_prices.of_byte(Traffic(term.phase, term.kind, term.axis))
+            if price is not None:
+                return price * term.nbytes
         bucket = max(term.nbytes, self._bucket_bytes)
         exposed = self._exposed if term.phase == "backward" else 1.0
         axis = self._conversions.axes[term.axis]

@@ -62,7 +62,7 @@ class _Assembly:
     def priced_plan(self) -> PricedPlan:
         search, configuration, analysis = self.search, self.candidate.configuration, self.analysis
         costs = staged_costs(search, configuration, analysis, self.staged.saved, self.stage_of)
-        problem = self._problem(costs)
+        problem = self._problem(costs.at(self.candidate.step_prices))
         in_flight = np.array(configuration.microbatches_in_flight(), dtype=float)
         ones = np.ones(configuration.stages)
         weights = CostWeights(ones * configuration.microbatches, ones, ones, ones * 0.0, in_flight)
@@ -82,6 +82,7 @@ class _Assembly:
             gap,
             self.stage_of,
             self.staged.calls,
+            self.candidate.step_prices,
         )
 
     def _problem(self, costs: Costs) -> Problem:

@@ -26,6 +26,7 @@ from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.pipeline.units import rank_without_parameter
 from autopar.search.pricing.costs import Costs
 from autopar.search.pricing.resize import resized
+from autopar.search.pricing.step_prices import StepPrices
 from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.result.staged_graph import (
     costs_at_pace,
@@ -57,6 +58,7 @@ def solve_exactly(
     best: PricedPlan | None = None,
     reserve: Sequence[float] | None = None,
     starts: Sequence[int] | None = None,
+    step_prices: StepPrices | None = None,
 ) -> PricedPlan | None:
     """The best plan of a configuration; its gap says how far it may be from the optimum. None
     where no plan was found.
@@ -67,9 +69,10 @@ def solve_exactly(
         best: a plan that is known; it is returned where no better plan is found.
         reserve: bytes of each pipeline rank that must stay free.
         starts: the first unit of each stage, where the user fixed the cuts.
+        step_prices: as for :meth:`Costs.at`; those of ``best``.
     """
     with resized(search.analysis, samples, search.analysis.rules):
-        exact = _ExactSearch(search, configuration, operations, best, reserve)
+        exact = _ExactSearch(search, configuration, operations, best, reserve, step_prices)
         return exact.run(None if starts is None else tuple(starts))
 
 
@@ -83,9 +86,12 @@ class _ExactSearch:
         operations: float,
         best: PricedPlan | None,
         reserve: Sequence[float] | None,
+        step_prices: StepPrices | None,
     ) -> None:
+        self._step_prices = step_prices
+        self._constant = step_prices.constant if step_prices else 0.0
         self._search, self._configuration, self._best = search, configuration, best
-        self._seconds = sum(best.seconds_by_kind().values()) if best else math.inf
+        self._seconds = best.seconds if best else math.inf
         reserved = reserve or [0.0] * configuration.pipeline
         budgets = search.budgets(configuration)
         self._room = [budget - r for budget, r in zip(budgets, reserved, strict=True)]
@@ -197,7 +203,10 @@ class _ExactSearch:
         stages = self._configuration.stages
         try:
             analysis = cut_at_units(self._search, starts)
-            cut = _CutProblem(self._search, self._configuration, analysis, stages)
+            costs = costs_of_stages(self._search, self._configuration, analysis)
+            cut = _CutProblem(
+                self._search, self._configuration, analysis, stages, costs, self._step_prices
+            )
         except PlanError:  # the graph cannot be cut here
             return math.inf
         if _flow_columns(cut.problem) > MAX_FLOWS:
@@ -207,15 +216,15 @@ class _ExactSearch:
             self._configuration,
             self._room,
             about=self._seconds if self._best else 2 * bound + 1e-9,
-            limit=self._seconds * (1 - LEAST_IMPROVEMENT),
+            limit=self._seconds * (1 - LEAST_IMPROVEMENT) - self._constant,
         )
         solution, least = program.best(self._operations)
         self._operations -= program.operations + _OPERATIONS_A_COLUMN * program.columns
         if solution is not None:
             found = cut.priced_plan(solution, self._best.gap if self._best else 1.0)
-            if (seconds := sum(found.seconds_by_kind().values())) < self._seconds:
+            if (seconds := found.seconds) < self._seconds:
                 self._best, self._seconds = found, seconds
-        return least
+        return least + self._constant
 
 
 class _CutProblem:
@@ -227,18 +236,19 @@ class _CutProblem:
         configuration: Configuration,
         analysis: Analysis,
         stages: int,
-        costs: Costs | None = None,
+        costs: Costs,
+        step_prices: StepPrices | None = None,
     ) -> None:
-        self._configuration, self._analysis = configuration, analysis
+        self._configuration, self._analysis, self._costs = configuration, analysis, costs
+        self._step_prices = step_prices
         self._stage_of = stages_of(analysis, stages)
-        self._costs = costs or costs_of_stages(search, configuration, analysis)
         own = {n: n for n in analysis.graph.nodes}
         self.problem = build_problem(
             analysis.graph,
             own,
             NodeChoices(analysis, own, search.options).on_mesh(configuration.axes),
             analysis.rules,
-            self._costs,
+            costs.at(step_prices),
             search.recompute,
             self._stage_of.__getitem__,
             stages,
@@ -255,6 +265,7 @@ class _CutProblem:
             solution,
             gap,
             self._stage_of,
+            step_prices=self._step_prices,
         )
 
 

@@ -47,7 +47,7 @@ def fit_to_memory(searches: InnerSearches, candidate: Candidate, reserves: Reser
     try:
         best = _refit(searches, candidate, reserve, same_layouts=False)
         if best is not None:
-            over = _over(searches.of(configuration.microbatches), best)
+            over = bytes_over(searches.of(configuration.microbatches), best)
             reserves.learn(configuration, reserve, over)
             best = _with_less_reserve(searches, candidate, best, reserves)
     except BudgetError as e:
@@ -80,8 +80,8 @@ def _with_less_reserve(
     other = searches.candidate(configuration, needed)
     if other.seconds >= plan.seconds * (1 - LEAST_GAIN):
         return plan
-    priced = _count(searches, other)
-    fits = max(_over(search, priced)) <= 0
+    priced = count_plan(searches, other)
+    fits = max(bytes_over(search, priced)) <= 0
     return priced if fits and priced.seconds < plan.seconds else plan
 
 
@@ -104,17 +104,17 @@ def _fastest_plan(searches: InnerSearches, candidate: Candidate) -> PricedPlan |
         configuration
     ):
         return None
-    priced = _count(searches, searches.candidate(configuration, unlimited=True))
-    return priced if max(_over(search, priced)) <= 0 else None
+    priced = count_plan(searches, searches.candidate(configuration, unlimited=True))
+    return priced if max(bytes_over(search, priced)) <= 0 else None
 
 
-def _over(search: InnerSearch, priced: PricedPlan) -> list[float]:
+def bytes_over(search: InnerSearch, priced: PricedPlan) -> list[float]:
     """Bytes that each pipeline rank's device is above its budget."""
     budgets = search.budgets(priced.configuration)
     return [n - budget for n, budget in zip(priced.device_bytes(), budgets, strict=True)]
 
 
-def _count(searches: InnerSearches, candidate: Candidate) -> PricedPlan:
+def count_plan(searches: InnerSearches, candidate: Candidate) -> PricedPlan:
     """The candidate as a priced plan with counted memory."""
     search, samples = searches.of_configuration(candidate.configuration)
     start = time.perf_counter()
@@ -139,8 +139,8 @@ def _refit(
     searches.progress(f"writing down {configuration}")
     search, samples = searches.of_configuration(configuration)
     for refit in range(REFITS):
-        priced = _count(searches, candidate)
-        over = _over(search, priced)
+        priced = count_plan(searches, candidate)
+        over = bytes_over(search, priced)
         if max(over) <= 0:
             return priced
         reserve[:] = [r + max(0.0, o) * (1 + refit / 8) for r, o in zip(reserve, over, strict=True)]
@@ -176,7 +176,14 @@ def _exact_plan(
     bound = 0.0  # of the step time, with all of the memory
     for attempt in range(EXACT_TRIES):
         found = solve_exactly(
-            search, configuration, samples, EXACT_OPERATIONS, best, reserve, starts
+            search,
+            configuration,
+            samples,
+            EXACT_OPERATIONS,
+            best,
+            reserve,
+            starts,
+            candidate.step_prices,
         )
         if found is None or found is best:
             return found
@@ -184,7 +191,7 @@ def _exact_plan(
         with resized(search.analysis, samples, search.analysis.rules):
             found = replace(found, gap=max(0.0, 1 - bound / found.seconds))
             found = count_memory(found, search.tracer)
-            over = _over(search, found)
+            over = bytes_over(search, found)
         if max(over) <= 0:
             return found if best is None or found.seconds < best.seconds else best
         reserve = [r + max(0.0, o) for r, o in zip(reserve, over, strict=True)]

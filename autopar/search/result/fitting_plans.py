@@ -12,6 +12,7 @@ from autopar.search.inner.inner_searches import InnerSearches
 from autopar.search.result.end_of_step import reported_seconds
 from autopar.search.result.fit import fit_to_memory, prove
 from autopar.search.result.least_memory import first_that_fits
+from autopar.search.result.price_rounds import at_own_step_prices
 from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.result.reserves import Reserves
 from autopar.search.space.configuration import Configuration
@@ -21,8 +22,8 @@ EQUAL = 0.002
 MOST_COUNTED = 40  # candidates that are counted in full
 MOST_RETRIED = 4  # candidates that did not fit, of which the plan of least memory is tried
 MOST_TOO_LARGE = 12  # of them that do not fit, where none fits
-# Plans that are proven: the chosen one, and pipelines that take at most so many times as long.
-MOST_PROVEN, NEARLY_AS_FAST = 4, 1.15
+# Plans that are proven: the chosen one, and those that take at most so many times as long.
+MOST_PROVEN, NEAR_PIPELINE, NEAR_OTHER = 4, 1.15, 1.02
 
 
 class FittingPlan(NamedTuple):
@@ -99,21 +100,21 @@ class FittingPlans:
         return min(fast, key=lambda found: (found.candidate.configuration.complexity, found[0]))
 
     def proven(self) -> PricedPlan:
-        """The chosen plan with its proven gap. Of a small pipeline the exact search may find a
-        faster plan, so pipelines that are nearly as fast are proven, too.
+        """The chosen plan with its proven gap, at its own step prices. Both may make a plan faster,
+        the exact search of a small pipeline clearly. So plans that are nearly as fast as the chosen
+        one are proven, too.
         """
         self._retry_too_large()
         chosen = self.chosen()
         near = [
             found
             for found in sorted(self.plans, key=lambda p: p.seconds)
-            if found is not chosen
-            and found.candidate.configuration.stages > 1
-            and found.seconds < chosen.seconds * NEARLY_AS_FAST
+            if found is not chosen and found.seconds < chosen.seconds * _nearly_as_fast(found)
         ]
         found = []
         for each in (chosen, *near[: MOST_PROVEN - 1]):
             plan = prove(self.searches, each.candidate, each.plan)
+            plan = at_own_step_prices(self.searches, each.candidate, plan)
             found.append(FittingPlan(reported_seconds(plan), each.candidate, plan))
         self.plans = found
         return self.chosen().plan
@@ -128,3 +129,8 @@ class FittingPlans:
                     plan = first_that_fits(self.searches, [(0.0, candidate.configuration)])
                     if plan is not None:
                         self.plans.append(FittingPlan(reported_seconds(plan), candidate, plan))
+
+
+def _nearly_as_fast(found: FittingPlan) -> float:
+    """How many times as long as the fastest plan a plan may take that is proven, too."""
+    return NEAR_PIPELINE if found.candidate.configuration.stages > 1 else NEAR_OTHER

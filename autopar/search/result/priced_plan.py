@@ -18,6 +18,7 @@ from autopar.rules.analysis import Analysis
 from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.solve import Solution
 from autopar.search.pricing.costs import Costs
+from autopar.search.pricing.step_prices import StepPrices
 from autopar.search.space.configuration import Configuration
 from autopar.search.space.meshes import Axis
 from autopar.search.space.recompute_policy import RECOMPUTED
@@ -36,6 +37,7 @@ class PricedPlan:
         stage_of: the stages in which each node runs, or holds its tensor.
         calls: the calls of the graph, with those that may stand for others where memory is
             counted. None to count every call.
+        step_prices: at which the solution was found; None for those of full buckets.
         counted_saved_bytes: by stage: bytes that autograd saves in one microbatch, counted storage
             by storage. None before the count.
         counted_bytes: by stage and kind: peak bytes, counted storage by storage. None before the
@@ -50,6 +52,7 @@ class PricedPlan:
     gap: float
     stage_of: dict[fx.Node, tuple[int, ...]]
     calls: StagedCalls | None = None
+    step_prices: StepPrices | None = None
     counted_saved_bytes: list[float] | None = None
     counted_bytes: list[dict[str, float]] | None = None
 
@@ -83,17 +86,22 @@ class PricedPlan:
 
     @cached_property
     def end_of_step_estimate(self) -> list[dict[str, float]]:
-        """Seconds of the step end, by stage and kind, as the problem counts them: each parameter
-        pays its share of a full bucket. ``optimizer`` contains everything after the gradients.
+        """Seconds of the step end, by stage and kind, where each parameter pays its share of a full
+        bucket. ``optimizer`` contains everything after the gradients.
         """
+        return self._end_of_step(None)
+
+    def _end_of_step(self, step_prices: StepPrices | None) -> list[dict[str, float]]:
         kinds = [dict.fromkeys((SYNC, OPTIMIZER), 0.0) for _ in range(self.problem.stages)]
         for node, counts, strategy in self.parameter_choices():
-            parameters = self.costs.of(node).parameters
+            parameters = self.costs.of(node).parameters.at(step_prices)
             sync = sum(t.seconds for t in parameters.synchronisation_terms(node, strategy))
             update = parameters.optimizer_seconds(node, strategy)
             for stage, count in enumerate(counts):
                 kinds[stage][SYNC] += float(count) * sync
                 kinds[stage][OPTIMIZER] += float(count) * update
+        for stage in range(self.configuration.pipeline):
+            kinds[stage][SYNC] += step_prices.constant if step_prices else 0.0
         if self.microbatches > 1:
             # The outputs of all microbatches are concatenated.
             for stage, of_stage in enumerate(kinds):
@@ -176,7 +184,7 @@ class PricedPlan:
     @property
     def seconds(self) -> float:
         """Seconds of a step, as the problem counts them."""
-        return sum(self.seconds_by_kind().values())
+        return sum(self.seconds_by_kind(self._end_of_step(self.step_prices)).values())
 
     # Bytes
 

@@ -1,0 +1,46 @@
+"""Plans chosen anew at the step prices of their own buckets, until objective and report agree.
+
+With the prices of full buckets the objective is below the step time that the report has. So the
+problem is solved again with the prices that the buckets of its solution give, and the plan is kept
+where its reported step time is lower. A plan whose own prices lead to the same plan has a reported
+step time equal to the objective.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.errors import PlanError
+from autopar.search.inner.candidate import Candidate
+from autopar.search.inner.inner_searches import InnerSearches
+from autopar.search.result.end_of_step import own_step_prices, reported_seconds
+from autopar.search.result.fit import bytes_over, count_plan, prove
+from autopar.search.result.priced_plan import PricedPlan
+
+MOST_ROUNDS = 3
+SMALL_DIFFERENCE = 2e-3  # of the objective to the report, relative to the report
+
+
+def at_own_step_prices(
+    searches: InnerSearches, candidate: Candidate, plan: PricedPlan
+) -> PricedPlan:
+    """The best plan of some rounds, by its reported step time. Its gap is to the same bound."""
+    configuration = candidate.configuration
+    search, reserve = searches.of(configuration.microbatches), candidate.reserve or None
+    bound, best = plan.seconds * (1 - plan.gap), plan
+    for _ in range(MOST_ROUNDS):
+        reported = reported_seconds(plan)
+        if reported - plan.costs.overhead - plan.seconds < SMALL_DIFFERENCE * reported:
+            break
+        prices = own_step_prices(plan)
+        try:
+            again = searches.candidate(configuration, reserve, step_prices=prices)
+        except PlanError:
+            break
+        plan = count_plan(searches, again)
+        if max(bytes_over(search, plan)) > 0:
+            break
+        plan = prove(searches, again, plan)
+        if reported_seconds(plan) <= reported_seconds(best):
+            best = plan
+    return replace(best, gap=max(0.0, 1 - bound / best.seconds))
