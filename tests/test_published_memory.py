@@ -38,6 +38,8 @@ def _made(layers: int) -> TracedModel:
 
 def _planned(layers: int, tensor: int, sequence_parallel: bool, recompute: str) -> Plan:
     work = _made(layers)
+    # The norm behind the last layer is in no layer: its layout must not depend on their number.
+    last_norm = {"norm": "S0"} if sequence_parallel else {}
     return autopar.plan(
         work.model,
         work.sample,
@@ -47,7 +49,7 @@ def _planned(layers: int, tensor: int, sequence_parallel: bool, recompute: str) 
         precision="fp16",
         zero=0,
         recompute=recompute,
-        constraints=constraints(1, tensor, sequence_parallel),
+        constraints=constraints(1, tensor, sequence_parallel) | last_norm,
         memory_budget=1e15,
         progress=False,
     )
