@@ -14,7 +14,7 @@ from autopar.plan import Plan
 from autopar.rules.analysis import Analysis
 from autopar.search.ilp.build_problem import build_problem
 from autopar.search.ilp.problem import Problem
-from autopar.search.ilp.solve import Solution
+from autopar.search.ilp.solution import Solution
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.pricing.costs import Costs
 from autopar.search.result.priced_plan import PricedPlan

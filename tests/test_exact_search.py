@@ -22,12 +22,12 @@ import zoo
 from autopar.cost_model import Action, Cluster, actions, schedule_seconds
 from autopar.ir.plan_data import SCHEDULES
 from autopar.runtime.kernels.graph_kernels import send
+from autopar.search.fitting.exact_search import solve_exactly
 from autopar.search.ilp.build_problem import build_problem
 from autopar.search.ilp.cost_weights import CostBreakdown
 from autopar.search.inner.candidate import best_candidate
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.result.assemble import assemble
-from autopar.search.result.exact_search import solve_exactly
 from autopar.search.result.staged_graph import costs_of_stages, cut_at_units, stages_of
 from autopar.search.space.choices.node_choices import NodeChoices
 from autopar.search.space.configuration import Configuration, least_step_ratio

@@ -20,12 +20,12 @@ from autopar.ir.layout import Layout
 from autopar.passes.canonical.canonicalise import canonicalise
 from autopar.rules.analysis import Analysis
 from autopar.search.ilp import solve
-from autopar.search.ilp.cost_table import vertex_costs
 from autopar.search.ilp.cost_weights import CostWeights
-from autopar.search.ilp.linear_program import UnsolvedError
+from autopar.search.ilp.exact.cost_table import vertex_costs
+from autopar.search.ilp.exact.pruning import find_optimum, message_bounds
 from autopar.search.ilp.problem import Problem
-from autopar.search.ilp.pruning import find_optimum, message_bounds
-from autopar.search.ilp.reduced_problem import ReducedProblem
+from autopar.search.ilp.programs.linear_program import UnsolvedError
+from autopar.search.ilp.programs.reduced_problem import ReducedProblem
 from autopar.search.ilp.restrict import restrict_choices
 from autopar.search.ilp.solve import best_solution
 from autopar.search.ilp.tensor_conversions import TensorConversions

@@ -20,9 +20,9 @@ from autopar.cost_model import Cluster
 from autopar.errors import BudgetError
 from autopar.frontend.traced_model import TracedModel
 from autopar.rules import Option
+from autopar.search.fitting.fitting_plans import EQUAL
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.inner.step_bounds import Level, least_bytes, step_bound
-from autopar.search.result.fitting_plans import EQUAL
 from autopar.search.space.configuration import Configuration
 from autopar.search.space.meshes import mode_mesh
 from autopar.search.space.modes.mode import Mode, Operation, grid

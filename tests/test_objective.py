@@ -6,9 +6,9 @@ import pytest
 from objective import ALLOWED, measure
 from regret_cases import CASES
 
+from autopar.search.fitting.reserves import Reserves
 from autopar.search.inner.step_bounds import Level
 from autopar.search.open_families import OpenFamilies, OpenFamily
-from autopar.search.result.reserves import Reserves
 from autopar.search.space.configuration import Configuration
 from autopar.search.space.meshes import Axis
 

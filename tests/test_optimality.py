@@ -16,13 +16,14 @@ import small_graphs
 import torch
 
 from autopar.cost_model import Cluster
+from autopar.search.fitting.exact_search import solve_exactly
 from autopar.search.ilp.cost_weights import CostWeights
 from autopar.search.ilp.memory_prices import DoesNotFitError, MemoryPrices
 from autopar.search.ilp.neighbourhood import restrict_choices
 from autopar.search.ilp.problem import Problem
-from autopar.search.ilp.solve import Solution, best_solution
+from autopar.search.ilp.solution import Solution
+from autopar.search.ilp.solve import best_solution
 from autopar.search.inner.inner_search import InnerSearch
-from autopar.search.result.exact_search import solve_exactly
 from autopar.search.space.configuration import Configuration
 from autopar.search.space.meshes import Axis
 from autopar.search.space.options import Options

@@ -26,7 +26,7 @@ from autopar.cost_model import (
 )
 from autopar.cost_model.links import COLLECTIVE_KINDS
 from autopar.errors import PlanError
-from autopar.search.result.fitting_plans import EQUAL
+from autopar.search.fitting.fitting_plans import EQUAL
 from autopar.search.space.options import Options
 
 A100 = Cluster.load("a100-sxm")

@@ -27,7 +27,8 @@ from autopar.report import add_report_rows
 from autopar.rules.analysis import Analysis
 from autopar.search.ilp.cost_weights import CostWeights
 from autopar.search.ilp.problem import Problem
-from autopar.search.ilp.solve import Solution, best_solution
+from autopar.search.ilp.solution import Solution
+from autopar.search.ilp.solve import best_solution
 from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.result.staged_graph import stages_of
 from autopar.search.result.write_plan import write_plan

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from autopar.errors import PlanError
 from autopar.search.enumeration import Enumeration
+from autopar.search.fitting.least_memory import first_that_fits
 from autopar.search.inner.inner_searches import InnerSearches
 from autopar.search.neighbours import tensor_modes
 from autopar.search.open_families import Family
-from autopar.search.result.least_memory import first_that_fits
 from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.space.configuration import Configuration
 

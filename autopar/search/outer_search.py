@@ -19,7 +19,8 @@ from dataclasses import replace
 
 from autopar.errors import BudgetError, PlanError
 from autopar.search.enumeration import Enumeration
-from autopar.search.ilp.linear_program import UnsolvedError
+from autopar.search.fitting.fitting_plans import FittingPlans
+from autopar.search.ilp.programs.linear_program import UnsolvedError
 from autopar.search.inner.candidate import Candidate
 from autopar.search.inner.inner_searches import InnerSearches
 from autopar.search.inner.no_plan_errors import no_plan_error
@@ -28,7 +29,6 @@ from autopar.search.least_memory_search import LeastMemorySearch
 from autopar.search.neighbours import free_meshes, tensor_modes
 from autopar.search.open_families import OpenFamilies, OpenFamily
 from autopar.search.result.best_plan import BestPlan, not_searched
-from autopar.search.result.fitting_plans import FittingPlans
 from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.space.configuration import Configuration
 

@@ -13,11 +13,12 @@ from dataclasses import replace
 import numpy as np
 
 from autopar.search.ilp.cost_weights import CostWeights
-from autopar.search.ilp.linear_program import SOLVE_OPERATIONS
 from autopar.search.ilp.neighbourhood import Solve, solve_restricted, strategies_as_chosen
 from autopar.search.ilp.problem import Problem
-from autopar.search.ilp.reduced_problem import ReducedProblem
-from autopar.search.ilp.solve import Solution, best_solution
+from autopar.search.ilp.programs.linear_program import SOLVE_OPERATIONS
+from autopar.search.ilp.programs.reduced_problem import ReducedProblem
+from autopar.search.ilp.solution import Solution
+from autopar.search.ilp.solve import best_solution
 
 SMALL_GAP = 1e-3  # relative gap at which no other price is tried
 ROUNDING = 1e-9  # the relative difference of two costs that rounding may make

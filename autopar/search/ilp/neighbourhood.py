@@ -15,7 +15,7 @@ import numpy as np
 
 from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.restrict import restrict_choices
-from autopar.search.ilp.solve import Solution
+from autopar.search.ilp.solution import Solution
 from autopar.search.space.strategies import Choice, ParameterStrategy
 
 Solve = Callable[[Problem], Solution]

@@ -7,34 +7,13 @@ gets the whole program.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
-from autopar.search.ilp.cost_weights import CostBreakdown, CostWeights
-from autopar.search.ilp.linear_program import SOLVE_OPERATIONS, UnsolvedError
-from autopar.search.ilp.problem import Problem, RecomputedConversions
-from autopar.search.ilp.pruning import find_optimum, solution_cost
-from autopar.search.ilp.reduced_problem import ReducedProblem
+from autopar.search.ilp.cost_weights import CostWeights
+from autopar.search.ilp.exact.pruning import find_optimum, solution_cost
+from autopar.search.ilp.problem import Problem
+from autopar.search.ilp.programs.linear_program import SOLVE_OPERATIONS, UnsolvedError
+from autopar.search.ilp.programs.reduced_problem import ReducedProblem
 from autopar.search.ilp.restrict import restrict_choices
-
-
-@dataclass(frozen=True)
-class Solution:
-    """A solution of a problem.
-
-    Attributes:
-        chosen: the number of the choice of each vertex.
-        recomputed: the conversions that are recomputed in the backward.
-        cost_breakdown: what the solution costs.
-        value: its cost at the weights that were solved for.
-        bound: a cost that no solution is below, proven at these weights.
-    """
-
-    chosen: tuple[int, ...]
-    recomputed: RecomputedConversions
-    cost_breakdown: CostBreakdown
-    value: float = math.nan
-    bound: float = -math.inf
+from autopar.search.ilp.solution import Solution
 
 
 def best_choices(

@@ -14,7 +14,7 @@ from autopar.cost_model import point_to_point
 from autopar.errors import PlanError
 from autopar.search.ilp.memory_prices import DoesNotFitError, MemoryPrices
 from autopar.search.ilp.problem import Problem
-from autopar.search.ilp.solve import Solution
+from autopar.search.ilp.solution import Solution
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.inner.no_plan_errors import (
     no_parameter_error,

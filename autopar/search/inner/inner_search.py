@@ -19,11 +19,11 @@ from autopar.memory.saved_tensors import SavedTensors
 from autopar.rules.analysis import Analysis
 from autopar.search.ilp.build_problem import build_problem
 from autopar.search.ilp.cost_weights import CostWeights
-from autopar.search.ilp.linear_program import SOLVE_OPERATIONS
 from autopar.search.ilp.memory_prices import MemoryPrices
 from autopar.search.ilp.neighbourhood import coarser_meshes, improve_from_centres, lift_choice
 from autopar.search.ilp.problem import Problem
-from autopar.search.ilp.solve import Solution
+from autopar.search.ilp.programs.linear_program import SOLVE_OPERATIONS
+from autopar.search.ilp.solution import Solution
 from autopar.search.inner.search_cache import SearchCache
 from autopar.search.pipeline.unit_costs import UnitCostTable
 from autopar.search.pricing.costs import Costs

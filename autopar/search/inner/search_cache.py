@@ -31,7 +31,7 @@ from autopar.memory.saved_tensors import SavedTensors, trace_saved_tensors
 from autopar.memory.staged_calls import StagedCalls
 from autopar.rules.analysis import Analysis
 from autopar.search.ilp.problem import Problem
-from autopar.search.ilp.solve import Solution
+from autopar.search.ilp.solution import Solution
 from autopar.search.pipeline.units import Units, split_into_units
 from autopar.search.pricing.kernel_seconds import KernelTimer
 from autopar.search.space.configuration import Configuration

@@ -12,7 +12,7 @@ import torch.fx as fx
 
 from autopar.ir.nodes import operands
 from autopar.search.ilp.problem import Problem
-from autopar.search.ilp.solve import Solution
+from autopar.search.ilp.solution import Solution
 from autopar.search.pipeline.units import Units
 
 KINDS = ("forward", "backward", "kept", "state", "step")

@@ -15,7 +15,8 @@ from autopar.runtime.kernels.graph_kernels import send
 from autopar.search.ilp.build_problem import build_problem
 from autopar.search.ilp.cost_weights import CostWeights
 from autopar.search.ilp.problem import Problem
-from autopar.search.ilp.solve import Solution, best_choices
+from autopar.search.ilp.solution import Solution
+from autopar.search.ilp.solve import best_choices
 from autopar.search.inner.candidate import Candidate
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.pricing.costs import Costs

@@ -16,7 +16,7 @@ from autopar.cost_model import Timeline, simulate_schedule
 from autopar.memory.staged_calls import StagedCalls
 from autopar.rules.analysis import Analysis
 from autopar.search.ilp.problem import Problem
-from autopar.search.ilp.solve import Solution
+from autopar.search.ilp.solution import Solution
 from autopar.search.pricing.costs import Costs
 from autopar.search.pricing.step_prices import StepPrices
 from autopar.search.space.configuration import Configuration

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar.ir.layout import Layout
-from autopar.search.ilp.linear_program import FlowProgram
 from autopar.search.ilp.problem import Problem
+from autopar.search.ilp.programs.linear_program import FlowProgram
 from autopar.search.ilp.tensor_conversions import Port, TensorConversions
 from autopar.search.space.configuration import Configuration
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.errors import PlanError
+from autopar.search.fitting.fit import bytes_over, count_plan, prove
 from autopar.search.inner.candidate import Candidate
 from autopar.search.inner.inner_searches import InnerSearches
 from autopar.search.result.end_of_step import own_step_prices, reported_seconds
-from autopar.search.result.fit import bytes_over, count_plan, prove
 from autopar.search.result.priced_plan import PricedPlan
 
 MOST_ROUNDS = 3

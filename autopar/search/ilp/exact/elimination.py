@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.search.ilp.cost_table import Classes, CostTable, first_choices, joint_classes
+from autopar.search.ilp.exact.cost_table import Classes, CostTable, first_choices, joint_classes
 
 # The additions of one step and the entries of its table, at most: a second has about 5e8 additions.
 MOST_ADDITIONS, MOST_ENTRIES = 3e7, 1e7

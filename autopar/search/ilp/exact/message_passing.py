@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.search.ilp.cost_table import EdgeCosts, port_table
+from autopar.search.ilp.exact.cost_table import EdgeCosts, port_table
 from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.tensor_conversions import TensorConversions
 

@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.search.ilp.cost_table import (
+from autopar.search.ilp.cost_weights import CostWeights
+from autopar.search.ilp.exact.cost_table import (
     EdgeCosts,
     edge_costs,
     tensor_table,
     tensor_table_size,
     vertex_costs,
 )
-from autopar.search.ilp.cost_weights import CostWeights
-from autopar.search.ilp.elimination import MOST_ENTRIES, Elimination, TooWideError
-from autopar.search.ilp.message_passing import Messages
+from autopar.search.ilp.exact.elimination import MOST_ENTRIES, Elimination, TooWideError
+from autopar.search.ilp.exact.message_passing import Messages
 from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.restrict import restrict_choices
 

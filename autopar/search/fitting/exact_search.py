@@ -20,8 +20,9 @@ from autopar.rules.analysis import Analysis
 from autopar.search.ilp.build_problem import build_problem
 from autopar.search.ilp.cost_weights import CostWeights
 from autopar.search.ilp.problem import Problem
-from autopar.search.ilp.solve import Solution, best_choices
-from autopar.search.ilp.timeline_program import TimelineProgram
+from autopar.search.ilp.programs.timeline_program import TimelineProgram
+from autopar.search.ilp.solution import Solution
+from autopar.search.ilp.solve import best_choices
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.pipeline.units import rank_without_parameter
 from autopar.search.pricing.costs import Costs

@@ -6,15 +6,15 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from autopar.errors import BudgetError, PlanError
-from autopar.search.ilp.linear_program import UnsolvedError
+from autopar.search.fitting.fit import fit_to_memory, prove
+from autopar.search.fitting.least_memory import first_that_fits
+from autopar.search.fitting.price_rounds import at_own_step_prices
+from autopar.search.fitting.reserves import Reserves
+from autopar.search.ilp.programs.linear_program import UnsolvedError
 from autopar.search.inner.candidate import Candidate
 from autopar.search.inner.inner_searches import InnerSearches
 from autopar.search.result.end_of_step import reported_seconds
-from autopar.search.result.fit import fit_to_memory, prove
-from autopar.search.result.least_memory import first_that_fits
-from autopar.search.result.price_rounds import at_own_step_prices
 from autopar.search.result.priced_plan import PricedPlan
-from autopar.search.result.reserves import Reserves
 from autopar.search.space.configuration import Configuration
 
 # Of plans whose step times differ by less than this part, the simplest is taken.

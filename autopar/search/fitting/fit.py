@@ -9,6 +9,9 @@ from contextlib import suppress
 from dataclasses import replace
 
 from autopar.errors import BudgetError
+from autopar.search.fitting.counted_memory import count_memory
+from autopar.search.fitting.exact_search import EXACT_OPERATIONS, solve_exactly
+from autopar.search.fitting.reserves import Reserves
 from autopar.search.inner.candidate import Candidate
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.inner.inner_searches import ESTIMATE_MARGIN, InnerSearches
@@ -16,10 +19,7 @@ from autopar.search.inner.no_plan_errors import over_budget_error
 from autopar.search.inner.step_bounds import Level, equal_stages_bytes, step_bound
 from autopar.search.pricing.resize import resized
 from autopar.search.result.assemble import assemble
-from autopar.search.result.counted_memory import count_memory
-from autopar.search.result.exact_search import EXACT_OPERATIONS, solve_exactly
 from autopar.search.result.priced_plan import PricedPlan
-from autopar.search.result.reserves import Reserves
 
 REFITS = 6
 LEAST_UNUSED = 0.02  # the part of a device's memory that is worth another try

@@ -12,8 +12,8 @@ import numpy as np
 from autopar.cost_model.schedule import FORWARD, LOOPED, Action, actions, prerequisite
 from autopar.search.ilp.cost_weights import CostBreakdown
 from autopar.search.ilp.problem import Problem, RecomputedConversions
-from autopar.search.ilp.solve import Solution
-from autopar.search.ilp.stage_cost_program import MEMORY_SCALE, StageCostProgram
+from autopar.search.ilp.programs.stage_cost_program import MEMORY_SCALE, StageCostProgram
+from autopar.search.ilp.solution import Solution
 from autopar.search.space.configuration import Configuration
 
 # HiGHS has an absolute tolerance of 1e-7 in the objective: the step time is scaled to about this.

@@ -13,7 +13,7 @@ import numpy as np
 
 from autopar.errors import PlanError
 from autopar.search.ilp.problem import Problem
-from autopar.search.ilp.pulp_solver import solve_with_pulp
+from autopar.search.ilp.programs.pulp_solver import solve_with_pulp
 from autopar.search.ilp.tensor_conversions import Port
 
 # About the multiplications and additions that one solve may take; a clock would let the plan depend

@@ -16,15 +16,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.search.ilp.cost_table import edge_costs, vertex_costs
 from autopar.search.ilp.cost_weights import CostWeights
-from autopar.search.ilp.linear_program import (
+from autopar.search.ilp.exact.cost_table import edge_costs, vertex_costs
+from autopar.search.ilp.problem import Problem
+from autopar.search.ilp.programs.linear_program import (
     SOLVE_OPERATIONS,
     FlowProgram,
     SolverResult,
     UnsolvedError,
 )
-from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.tensor_conversions import Port, TensorConversions
 
 

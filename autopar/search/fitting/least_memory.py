@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar.errors import BudgetError
+from autopar.search.fitting.counted_memory import count_memory
 from autopar.search.inner.candidate import Candidate
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.inner.inner_searches import InnerSearches
@@ -22,7 +23,6 @@ from autopar.search.inner.no_plan_errors import over_budget_error
 from autopar.search.pipeline.unit_costs import UnitCosts
 from autopar.search.pricing.resize import resized
 from autopar.search.result.assemble import assemble
-from autopar.search.result.counted_memory import count_memory
 from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.space.configuration import Configuration
 

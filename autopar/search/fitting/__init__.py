@@ -1,0 +1,8 @@
+"""Does a candidate fit the memory, and is its plan the best of its configuration?
+
+In reading order: ``fitting_plans`` (the plans that fit), ``fit`` (from a candidate to a plan that
+fits), ``counted_memory`` (the memory of a step, counted storage by storage), ``reserves`` (bytes
+that similar plans had to leave free), ``price_rounds`` (plans chosen anew at the prices of their
+own buckets), ``exact_search`` (small problems, solved to the optimum), and ``least_memory`` (the
+plan that needs least memory, where nothing fits).
+"""
