@@ -22,7 +22,7 @@ from pool import Pools
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import autopar
-from autopar.search.result import fit
+from autopar.search.fitting import fit
 
 TOLERANCE = 1e-9
 RUNS = [("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2), ("zero-bubble", 1), ("zero-bubble", 2)]

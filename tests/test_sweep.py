@@ -18,8 +18,8 @@ import autopar
 from autopar import Plan, PlanError, Sweep
 from autopar.errors import BudgetError
 from autopar.frontend import traced_model as tracing
+from autopar.search.fitting import fit
 from autopar.search.inner.search_cache import LruCache
-from autopar.search.result import fit
 
 BATCH = 16
 TENSOR = dict(size=2, mode="1d")
