@@ -1,6 +1,6 @@
-"""Plans chosen anew at the step prices of their own buckets, until objective and report agree.
+"""Plans chosen anew at the step prices of their own buckets, in a few rounds.
 
-With the prices of full buckets the objective is below the step time that the report has. So the
+With the prices of full buckets the objective is mostly below the reported step time. So the
 problem is solved again with the prices that the buckets of its solution give, and the plan is kept
 where its reported step time is lower. A plan whose own prices lead to the same plan has a reported
 step time equal to the objective.
