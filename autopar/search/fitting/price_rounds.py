@@ -30,7 +30,8 @@ def at_own_step_prices(
     bound, best = plan.seconds * (1 - plan.gap), plan
     for _ in range(MOST_ROUNDS):
         reported = reported_seconds(plan)
-        if reported - plan.costs.overhead - plan.seconds < SMALL_DIFFERENCE * reported:
+        objective = plan.seconds + plan.costs.overhead
+        if abs(reported - objective) < SMALL_DIFFERENCE * reported:
             break
         prices = own_step_prices(plan)
         try:
