@@ -122,7 +122,10 @@ class Pool:
                 try:
                     ok, value = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
                 except (EOFError, ConnectionError):
-                    self._fail(f"rank {rank} of {self.world_size} died")
+                    process = self._workers[rank][0]
+                    process.join(timeout=10)
+                    code = process.exitcode
+                    self._fail(f"rank {rank} of {self.world_size} died with exit code {code}")
                 if not ok:
                     self._fail(f"rank {rank} of {self.world_size}:\n{value}")
                 results[rank] = value

@@ -124,7 +124,7 @@ def test_within_a_budget(name: str) -> None:
         )
         for share in (0.2, 0.5):
             budget = least + share * (most - least)
-            model, sample, plan = planned_way(name, way, memory_budget=budget)
+            model, sample, plan = planned_way(name, way, memory_budget=budget, time_limit=10)
             assert plan.recomputed
             check(model, sample, plan)
 
