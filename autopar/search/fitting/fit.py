@@ -5,6 +5,7 @@ counted. Where that is too much, the next candidate has less room. Then the plan
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -24,7 +25,8 @@ from autopar.search.result.priced_plan import PricedPlan
 REFITS = 6
 LEAST_UNUSED = 0.02  # the part of a device's memory that is worth another try
 LEAST_GAIN = 0.002  # the relative improvement of the step time that is worth one
-EXACT_TRIES = 3
+EXACT_TRIES = 6
+LEAST_STEP = 1e-3  # the least additional reserve of the exact search, relative to the budget
 
 
 def fit_to_memory(searches: InnerSearches, candidate: Candidate, reserves: Reserves) -> PricedPlan:
@@ -45,7 +47,7 @@ def fit_to_memory(searches: InnerSearches, candidate: Candidate, reserves: Reser
     best: PricedPlan | None = None
     failure: BudgetError | None = None
     try:
-        best = _refit(searches, candidate, reserve, same_layouts=False)
+        best = refit(searches, candidate, reserve)
         if best is not None:
             over = bytes_over(searches.of(configuration.microbatches), best)
             reserves.learn(configuration, reserve, over)
@@ -56,7 +58,7 @@ def fit_to_memory(searches: InnerSearches, candidate: Candidate, reserves: Reser
         with suppress(BudgetError):
             same = searches.candidate(configuration, reserve, same_layouts=True)
             if best is None or same.seconds < best.seconds:
-                other = _refit(searches, same, reserve, same_layouts=True, to_beat=best)
+                other = refit(searches, same, reserve, same_layouts=True, to_beat=best)
                 if best is None or (other is not None and other.seconds < best.seconds):
                     best = other
     if best is None:
@@ -124,27 +126,32 @@ def count_plan(searches: InnerSearches, candidate: Candidate) -> PricedPlan:
     return priced
 
 
-def _refit(
+def refit(
     searches: InnerSearches,
     candidate: Candidate,
     reserve: list[float],
-    same_layouts: bool,
+    same_layouts: bool = False,
     to_beat: PricedPlan | None = None,
 ) -> PricedPlan | None:
     """The candidate, or the first of its successors, whose counted memory fits. Each successor has
     less room, by the bytes that its predecessor is above the budget; ``reserve`` adds them up for
     each rank. None where a successor is no faster than the plan that it has to beat.
+
+    Raises:
+        BudgetError: no successor fits.
     """
     configuration = candidate.configuration
     searches.progress(f"writing down {configuration}")
     search, samples = searches.of_configuration(configuration)
-    for refit in range(REFITS):
+    for attempt in range(REFITS):
         priced = count_plan(searches, candidate)
         over = bytes_over(search, priced)
         if max(over) <= 0:
             return priced
-        reserve[:] = [r + max(0.0, o) * (1 + refit / 8) for r, o in zip(reserve, over, strict=True)]
-        candidate = searches.candidate(configuration, reserve, same_layouts)
+        reserve[:] = _larger(reserve, over, attempt)
+        candidate = searches.candidate(
+            configuration, reserve, same_layouts, step_prices=candidate.step_prices
+        )
         if to_beat is not None and candidate.seconds >= to_beat.seconds:
             return None
     if (plan := _exact_plan(searches, candidate, reserve, None)) is not None:
@@ -194,5 +201,19 @@ def _exact_plan(
             over = bytes_over(search, found)
         if max(over) <= 0:
             return found if best is None or found.seconds < best.seconds else best
-        reserve = [r + max(0.0, o) for r, o in zip(reserve, over, strict=True)]
+        reserve = _larger(
+            reserve, over, attempt, least=LEAST_STEP * max(search.budgets(configuration))
+        )
     return best
+
+
+def _larger(
+    reserve: Sequence[float], over: Sequence[float], attempt: int, least: float = 0.0
+) -> list[float]:
+    """The reserve with the bytes over the budget, and ever more than them; ``least`` is the least
+    increase of a rank that is over.
+    """
+    return [
+        r + max(o * (1 + attempt / 8), least) if o > 0 else r
+        for r, o in zip(reserve, over, strict=True)
+    ]

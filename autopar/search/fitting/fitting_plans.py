@@ -114,7 +114,8 @@ class FittingPlans:
         found = []
         for each in (chosen, *near[: MOST_PROVEN - 1]):
             plan = prove(self.searches, each.candidate, each.plan)
-            plan = at_own_step_prices(self.searches, each.candidate, plan)
+            configuration = each.candidate.configuration
+            plan = at_own_step_prices(self.searches, configuration, plan, self._reserves)
             found.append(FittingPlan(reported_seconds(plan), each.candidate, plan))
         self.plans = found
         return self.chosen().plan

@@ -11,22 +11,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.errors import PlanError
-from autopar.search.fitting.fit import bytes_over, count_plan, prove
-from autopar.search.inner.candidate import Candidate
+from autopar.search.fitting.fit import prove, refit
+from autopar.search.fitting.reserves import Reserves
 from autopar.search.inner.inner_searches import InnerSearches
 from autopar.search.result.end_of_step import own_step_prices, reported_seconds
 from autopar.search.result.priced_plan import PricedPlan
+from autopar.search.space.configuration import Configuration
 
 MOST_ROUNDS = 3
 SMALL_DIFFERENCE = 2e-3  # of the objective to the report, relative to the report
 
 
 def at_own_step_prices(
-    searches: InnerSearches, candidate: Candidate, plan: PricedPlan
+    searches: InnerSearches, configuration: Configuration, plan: PricedPlan, reserves: Reserves
 ) -> PricedPlan:
     """The best plan of some rounds, by its reported step time. Its gap is to the same bound."""
-    configuration = candidate.configuration
-    search, reserve = searches.of(configuration.microbatches), candidate.reserve or None
     bound, best = plan.seconds * (1 - plan.gap), plan
     for _ in range(MOST_ROUNDS):
         reported = reported_seconds(plan)
@@ -34,14 +33,14 @@ def at_own_step_prices(
         if abs(reported - objective) < SMALL_DIFFERENCE * reported:
             break
         prices = own_step_prices(plan)
+        reserve = reserves.of(configuration)
         try:
             again = searches.candidate(configuration, reserve, step_prices=prices)
+            fits = refit(searches, again, reserve)
         except PlanError:
             break
-        plan = count_plan(searches, again)
-        if max(bytes_over(search, plan)) > 0:
-            break
-        plan = prove(searches, again, plan)
+        assert fits is not None
+        plan = prove(searches, again, fits)
         if reported_seconds(plan) <= reported_seconds(best):
             best = plan
     return replace(best, gap=max(0.0, 1 - bound / best.seconds))
