@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from planning import build
+from planning_rows import build
 from tabulate import tabulate
 from tqdm import tqdm
 

@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from planning import build
+from planning_rows import build
 from tabulate import tabulate
 
 import autopar
