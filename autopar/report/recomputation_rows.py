@@ -178,7 +178,8 @@ class _Recomputation:
                         target,
                         (g, target) in solution.recomputed,
                         float(tensor.recompute_seconds[s, t]),
-                        float(tensor.nbytes[t]),
+                        # Not the problem's: those are infinite where it may not be saved.
+                        float(self._costs.local_bytes(node, [target])[0]),
                     )
 
     def _keeps_result(self, node: fx.Node) -> bool:
