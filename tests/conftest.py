@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from pool import Pools
 
+from autopar.frontend import kept_models
+
 torch.set_num_threads(1)  # other tests run on the other cores
 
 
@@ -17,6 +19,14 @@ def pytest_collection_finish() -> None:
     """What is imported stays: each garbage collection would look at all of it."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nothing_kept() -> None:
+    """Each call traces its model, so that a test that changes this package sees its changes.
+    tests/test_kept_models.py keeps models.
+    """
+    kept_models.MOST_MODELS = 0
 
 
 @pytest.fixture(scope="session")

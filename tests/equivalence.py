@@ -197,7 +197,7 @@ def traced_once() -> Iterator[None]:
         return traced[key]
 
     def cached(whole: Any, microbatches: int) -> Any:
-        key = microbatches, id(whole.captured)  # which `traced` keeps
+        key = microbatches, id(whole.graph)  # which `traced` keeps
         if key not in known:
             known[key] = in_parts(whole, microbatches)
         return known[key]

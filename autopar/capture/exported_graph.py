@@ -47,7 +47,7 @@ def captured_model(
     assert out_spec is not None
     _clean(graph, prefix)
     _check_shapes(graph)
-    state, aliases = _state(model)
+    state, aliases = state_of(model)
     entries = _entries(program, prefix, aliases, input_paths(in_spec))
     specs = zip(entries.values(), program.graph_signature.input_specs, strict=True)
     state.update(
@@ -120,7 +120,7 @@ def _placeholders(
     return tuple(kept), constants
 
 
-def _state(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def state_of(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Parameters and buffers by their first name, and the first name of each further name."""
     state: dict[str, torch.Tensor] = {}
     names: dict[int, str] = {}

@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.utils import _pytree as pytree
 
 from autopar.capture.layer_reads import SIMPLE, tensor_kind
+from autopar.capture.process_state import torch_settings
 
 
 @dataclass(frozen=True)
@@ -177,12 +178,8 @@ def _places(keys: list[int]) -> tuple[int, ...]:
 
 def _state_of_torch() -> tuple[Any, ...]:
     """The state of torch that a forward may read."""
-    devices = ("cpu", "cuda")
     return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.get_default_dtype(),
-        *((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices),
+        *torch_settings(),
         *map(id, torch.overrides._get_current_function_mode_stack()),
         *map(id, torch.utils._python_dispatch._get_current_dispatch_mode_stack()),
     )

@@ -123,7 +123,7 @@ def _state(value: Any) -> Any:
         return value.func, value.args, value.keywords
     if isinstance(value, type):
         return vars(value)
-    return _held_by_object(value)
+    return held_by_object(value)
 
 
 def _held_by(function: FunctionType) -> tuple[Any, ...]:
@@ -136,7 +136,7 @@ def _held_by(function: FunctionType) -> tuple[Any, ...]:
     return (*contents, *held, *vars(function).values())
 
 
-def _held_by_object(value: Any) -> dict[Any, Any]:
+def held_by_object(value: Any) -> dict[Any, Any]:
     """The attributes and the contents of an object, without the code of its class."""
     held: dict[Any, Any] = {name: getattr(value, name, None) for name in _slots(type(value))}
     held |= getattr(value, "__dict__", {})

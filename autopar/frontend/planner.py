@@ -49,11 +49,15 @@ class Planner:
         self.bar = tqdm(desc="planning", unit=" steps", disable=not progress, leave=False)
 
     def run(self) -> Plan:
-        with _rare_garbage_collection():
-            return self._run()
-
-    def _run(self) -> Plan:
         start = time.perf_counter()
+        with _rare_garbage_collection():
+            self._step("capturing")
+            graphs = self.traced.graphs
+            self.capture_seconds += time.perf_counter() - start
+            with graphs.lock:
+                return self._run(start)
+
+    def _run(self, start: float) -> Plan:
         samples = batch_size(self.traced.sample)
         searches = InnerSearches(self._search_cache, samples, self.options, self._step)
         with self.bar:
@@ -80,7 +84,7 @@ class Planner:
 
     def _search_cache(self, microbatches: int) -> SearchCache:
         start = time.perf_counter()
-        self._step(f"capturing ({microbatches} microbatches)" if microbatches > 1 else "capturing")
+        self._step(f"capturing ({microbatches} microbatches)")
         cache = self.traced.search_cache(microbatches, self.cluster, self.options.profile_missing)
         self.capture_seconds += time.perf_counter() - start
         return cache

@@ -1,20 +1,30 @@
-"""A model with a sample of its input, traced once for all uses of its graph."""
+"""A model with a sample of its input, traced once for all uses of its graph, in this call and in
+later calls.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch
 import torch.fx as fx
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from autopar.capture.capture_graph import capture
+from autopar.capture.export_program import no_garbage_collection
+from autopar.capture.exported_graph import state_of
 from autopar.capture.hooks import check_hooks
 from autopar.capture.module_state import attributes_restored
+from autopar.capture.process_state import process_state, random_states
+from autopar.capture.state_parts import UnknownStateError
+from autopar.capture.trace_state import TraceState
 from autopar.cost_model import Cluster
+from autopar.frontend.kept_models import KEPT_MODELS, ModelGraphs
 from autopar.ir.captured import CapturedModel, LossFunction
 from autopar.ir.precision import dtype_of
 from autopar.passes.canonical.canonicalise import canonicalise
@@ -23,11 +33,15 @@ from autopar.passes.lowering.evaluation_mode import EvaluationMode, find_evaluat
 from autopar.passes.microbatch.derive_microbatch import derive_microbatch
 from autopar.profile.missing_kernels import MissingKernels
 from autopar.rules.analysis import Analysis
+from autopar.rules.registry import registered_makers
 from autopar.search.inner.search_cache import SearchCache
+from autopar.search.space.modes.registry import registered_modes
 
 
 class TracedModel:
-    """A model and a sample. Each graph is traced at its first use."""
+    """A model and a sample. Each graph is traced at its first use, unless an earlier call with the
+    same model and sample has traced it, and nothing changed that a trace may read.
+    """
 
     def __init__(
         self,
@@ -44,25 +58,61 @@ class TracedModel:
             loss_fn,
             precision,
         )
-        self._analyses: dict[int, tuple[Analysis, fx.Graph | None]] = {}
-        self._caches: dict[tuple[bool, Cluster, bool], SearchCache] = {}
+
+    @cached_property
+    def graphs(self) -> ModelGraphs:
+        """The graphs, which later calls share."""
+        state, before = self._state(), random_states()
+        kept = KEPT_MODELS.find(self.model, state) if state is not None else None
+        if kept is not None:
+            return kept
+        graphs = ModelGraphs(
+            _trace(self.model, self.sample, self.loss_fn, self.precision), self.model
+        )
+        # A graph with drawn numbers is not that of the next trace.
+        if state is not None and random_states() == before:
+            KEPT_MODELS.keep(self.model, state, graphs)
+        return graphs
+
+    def _state(self) -> TraceState | None:
+        """All that a trace of the model may read; None where it cannot be told."""
+        model, asked = self.model, (self.sample, self.loss_fn, self.precision)
+        given = [t for t in tree_leaves(self.sample) if isinstance(t, torch.Tensor)]
+        try:
+            with no_garbage_collection():
+                registered = registered_makers(), registered_modes()
+                roots = (model, *asked, process_state(), *registered)
+                return TraceState(roots, (*model.parameters(), *model.buffers(), *given))
+        except UnknownStateError:
+            return None
 
     @cached_property
     def whole(self) -> CapturedModel:
         """The graph of the whole batch."""
-        return _trace(self.model, self.sample, self.loss_fn, self.precision)
+        return self._with_tensors(self.graphs.whole)
 
-    @cached_property
-    def _analysis(self) -> Analysis:
-        return Analysis(self.whole)
+    def _with_tensors(self, captured: CapturedModel) -> CapturedModel:
+        """``captured`` with the tensors of the model in place of meta tensors."""
+        tensors = state_of(self.model)[0] | self.graphs.constants
+        return replace(captured, state={name: tensors[name] for name in captured.state})
 
     def analyse(self, microbatches: int) -> tuple[Analysis, fx.Graph | None]:
         """The graph of one microbatch, and the graph of the values that are computed once for all
         microbatches; None for the latter where there are none.
         """
-        if microbatches not in self._analyses:
-            self._analyses[microbatches] = _in_parts(self._analysis, microbatches)
-        return self._analyses[microbatches]
+        kept, prologue = self._analyse(microbatches)
+        analysis = copy.copy(kept)
+        analysis.captured = self._with_tensors(kept.captured)
+        return analysis, prologue
+
+    def _analyse(self, microbatches: int) -> tuple[Analysis, fx.Graph | None]:
+        known = self.graphs.analyses
+        with self.graphs.lock:
+            if 1 not in known:
+                known[1] = Analysis(self.graphs.whole), None
+            if microbatches not in known:
+                known[microbatches] = _in_parts(known[1][0], microbatches)
+            return known[microbatches]
 
     def search_cache(
         self, microbatches: int, cluster: Cluster, profile_missing: bool = False
@@ -72,31 +122,39 @@ class TracedModel:
         The graph of one microbatch serves searches with any size of microbatch, so all numbers of
         microbatches above one share a cache.
         """
-        key = microbatches > 1, cluster, profile_missing
-        if key not in self._caches:
-            known = (c for (is_cut, *_), c in self._caches.items() if is_cut == key[0])
-            other = next(known, None)
-            analysis = other.analysis if other else self.analyse(microbatches)[0]
-            self._caches[key] = SearchCache(
-                analysis,
+        is_cut = microbatches > 1
+        return self.graphs.caches.of(
+            (is_cut, cluster, profile_missing),
+            lambda: SearchCache(
+                self._searched(microbatches),
                 cluster,
                 self.precision == "tf32",
                 MissingKernels(cluster) if profile_missing else None,
-            )
-        return self._caches[key]
+            ),
+        )
 
-    @cached_property
+    def _searched(self, microbatches: int) -> Analysis:
+        """The graph of a microbatch of any size, on which all searches work."""
+        searched = self.graphs.searched
+        if microbatches == 1:
+            return self._analyse(1)[0]
+        if searched is None:
+            searched = self.graphs.searched = self._analyse(microbatches)[0]
+        return searched
+
+    @property
     def evaluation_mode(self) -> EvaluationMode:
         """The changes that ``eval()`` makes to the graph."""
-        return find_evaluation_mode(
-            self.whole,
-            _trace(self.model, self.sample, self.loss_fn, self.precision, training=False),
-        )
+        graphs = self.graphs
+        if graphs.evaluation_mode is None:
+            graphs.evaluation_mode = find_evaluation_mode(
+                self.whole,
+                _trace(self.model, self.sample, self.loss_fn, self.precision, training=False),
+            )
+        return graphs.evaluation_mode
 
 
 def _in_parts(whole: Analysis, microbatches: int) -> tuple[Analysis, fx.Graph | None]:
-    if microbatches == 1:
-        return whole, None
     captured, prologue = derive_microbatch(whole, microbatches)
     return Analysis(captured), prologue
 

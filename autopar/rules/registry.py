@@ -98,6 +98,11 @@ def register_rule(*names: str) -> Callable[[Maker], Maker]:
     return register
 
 
+def registered_makers() -> dict[str, RuleMaker]:
+    """The makers of all rules, by the operator's name."""
+    return dict(_MAKERS)
+
+
 def rule_of(node: fx.Node) -> Rule | None:
     """The rule of a call; None if it has none.
 

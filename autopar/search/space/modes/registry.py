@@ -59,6 +59,11 @@ def register_mode(name: str) -> Callable[[_Class], _Class]:
     return register
 
 
+def registered_modes() -> dict[str, type[Mode]]:
+    """The classes of all modes, by name."""
+    return dict(_MODES)
+
+
 def mode_names() -> tuple[str, ...]:
     """The names of all modes."""
     return tuple(_MODES)
