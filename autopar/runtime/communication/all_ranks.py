@@ -1,13 +1,17 @@
 """Work that all ranks do together: where it fails on one rank, or where ranks disagree, every rank
 ends with an error and none waits for the others.
+
+Where all is well, the ranks exchange a few numbers, however many ranks there are.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from autopar.errors import AutoparError, RunError
@@ -27,13 +31,12 @@ def run_on_all_ranks(what: str, work: Callable[[], T]) -> T:
         result = work()
     except Exception as e:  # raised again below, once the other ranks know
         failure = e
-    messages: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, failure and f"{type(failure).__name__}: {failure}")
-    if failure is not None:
-        raise failure
-    for rank, message in enumerate(messages):
-        if message is not None:
-            raise RunError(f"{what} failed on rank {rank} of {len(messages)}: {message}")
+    failed = _first_failing(failure)
+    if failed is not None:
+        message = _from_rank(failed, failure and f"{type(failure).__name__}: {failure}")
+        if failure is not None:
+            raise failure
+        raise RunError(f"{what} failed on rank {failed} of {dist.get_world_size()}: {message}")
     return result
 
 
@@ -63,12 +66,12 @@ def run_distributed(*works: tuple[str, Callable[[], Any]]) -> list[Any]:
                 )
             )
             break
-    gathered: list[Any] = [None] * ranks
-    dist.all_gather_object(gathered, (reported, own_results))
-    for error in (failure, *(error for error, _ in gathered)):
-        if error is not None:
-            raise error
-    return [gathered[i % ranks][1][i // ranks] for i in range(len(works))]
+    failed = _first_failing(failure)
+    if failed is not None:
+        error = _from_rank(failed, reported)
+        raise error if failure is None else failure
+    results = [_from_rank(rank, own_results) for rank in range(min(len(works), ranks))]
+    return [results[i % ranks][i // ranks] for i in range(len(works))]
 
 
 def check_same_on_all_ranks(
@@ -77,14 +80,39 @@ def check_same_on_all_ranks(
     """Raises :class:`RunError`, on every rank, unless all ranks of ``group`` (by default the whole
     world) pass the same ``fingerprint``; ``what`` names its subject in the error.
     """
-    digest = hashlib.sha256(fingerprint.encode()).hexdigest()
-    digests: list[str] = [""] * dist.get_world_size(group)
+    digest = struct.unpack("<4q", hashlib.sha256(fingerprint.encode()).digest())
+    found = _least([*digest, *(~part for part in digest)], group)  # ~ turns the order around
+    if all(least == ~other for least, other in zip(found[:4], found[4:], strict=True)):
+        return
+    digests: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(digests, digest, group=group)
     differing = [rank for rank, other in enumerate(digests) if other != digests[0]]
-    if differing:
-        raise RunError(
-            f"{what} is not the same on all ranks: rank {', '.join(map(str, differing))} of "
-            f"{len(digests)} differ from rank 0; "
-            "build the same model with the same seed-independent options everywhere, or save the "
-            "plan on one rank and load it on the others"
-        )
+    raise RunError(
+        f"{what} is not the same on all ranks: rank {', '.join(map(str, differing))} of "
+        f"{len(digests)} differ from rank 0; "
+        "build the same model with the same seed-independent options everywhere, or save the "
+        "plan on one rank and load it on the others"
+    )
+
+
+def _first_failing(failure: Exception | None) -> int | None:
+    """The first rank with a failure; None where there is none."""
+    ranks = dist.get_world_size()
+    found = _least([ranks if failure is None else dist.get_rank()])[0]
+    return None if found == ranks else found
+
+
+def _least(numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> list[int]:
+    """For each place, the least number that a rank of ``group`` has there."""
+    backends = dist.get_backend_config(group).split(",")  # such as ["cpu:gloo", "cuda:nccl"]
+    kinds = [backend.partition(":")[0] for backend in backends]
+    least = torch.tensor(numbers, dtype=torch.int64, device="cpu" if "cpu" in kinds else kinds[0])
+    dist.all_reduce(least, dist.ReduceOp.MIN, group)
+    return least.tolist()
+
+
+def _from_rank(rank: int, own: Any) -> Any:
+    """The value ``own`` of ``rank``, on every rank."""
+    found = [own]
+    dist.broadcast_object_list(found, rank)
+    return found[0]
