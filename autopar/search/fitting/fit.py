@@ -120,8 +120,13 @@ def count_plan(searches: InnerSearches, candidate: Candidate) -> PricedPlan:
     """The candidate as a priced plan with counted memory."""
     search, samples = searches.of_configuration(candidate.configuration)
     start = time.perf_counter()
-    with resized(search.analysis, samples, search.analysis.rules):
-        priced = count_memory(assemble(search, candidate), search.tracer)
+
+    def count() -> PricedPlan:
+        with resized(search.analysis, samples, search.analysis.rules):
+            return count_memory(assemble(search, candidate), search.tracer)
+
+    key = search.option_key, search.units.starts, samples, candidate.decisions
+    priced: PricedPlan = search.cache.counted.of(key, count)
     search.add_time("fit", start)
     return priced
 

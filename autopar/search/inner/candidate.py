@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -57,6 +58,13 @@ class Candidate:
     gap: float
     reserve: tuple[float, ...] = ()
     step_prices: StepPrices | None = None
+
+    @property
+    def decisions(self) -> tuple[Any, ...]:
+        """All that a plan of the candidate depends on, besides the graph and the options."""
+        solutions = tuple((s.chosen, s.recomputed) for s in self.solutions)
+        stages = self.starts, self.solution_of_unit
+        return self.configuration, solutions, stages, self.gap, self.step_prices
 
 
 def best_candidate(

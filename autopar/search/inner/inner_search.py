@@ -69,8 +69,8 @@ class InnerSearch:
         self.choices = NodeChoices(analysis, self.representative, options)
         self.units = self.cache.units(user_cuts)
         self.recompute = RecomputePolicy(options.recompute)
-        # A problem depends on these options, on the mesh and on the microbatch.
-        self._option_key = (
+        # Problems and plans depend on these options, on the mesh and on the microbatch.
+        self.option_key = (
             options.zero,
             options.recompute,
             options.optimizer,
@@ -113,7 +113,7 @@ class InnerSearch:
         """
         pace = self.cache.pace(configuration) if pace is None else pace
         key = (
-            self._option_key,
+            self.option_key,
             pace,
             configuration.axes,
             self.cache.links(configuration, pace).axes,
@@ -217,7 +217,7 @@ class InnerSearch:
             weights.step[:] = 0.0 if replica_only else 1.0 / pipeline
             is_unrequested = self.options.is_unrequested_mode(configuration.mode)
             limit = UNREQUESTED_OPERATIONS if is_unrequested else SOLVE_OPERATIONS
-            depends = *key, self._option_key, limit
+            depends = *key, self.option_key, limit
             self._prices[key] = MemoryPrices(
                 self.problem(configuration, samples, pace, step_prices),
                 weights,

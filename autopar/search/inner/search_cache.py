@@ -11,7 +11,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch.fx as fx
@@ -39,6 +39,7 @@ from autopar.search.space.repeated_blocks import block_representatives
 
 MOST_VALUES = 32  # of each kind: a value of a large graph may take megabytes
 MOST_SOLUTIONS = 1024
+MOST_PLANS = 4  # with their problems
 
 Value = TypeVar("Value")
 # [FLOPs or bytes, kernel] by operator, kind and dtype of the kernels.
@@ -87,6 +88,8 @@ class SearchCache:
     Args:
         tf32: as for :class:`ComputeCosts`.
         kernel_timer: measures kernels for which the cluster has no curve.
+        like: the cache of the same graph on another cluster. What depends on the graph and the kind
+            of devices alone is taken over.
     """
 
     def __init__(
@@ -95,18 +98,25 @@ class SearchCache:
         cluster: Cluster,
         tf32: bool = False,
         kernel_timer: KernelTimer | None = None,
+        like: SearchCache | None = None,
     ) -> None:
         self.analysis, self.cluster, self.kernel_timer = analysis, cluster, kernel_timer
-        self.representative = representatives(analysis)
+        self.representative = like.representative if like else representatives(analysis)
         self.nodes = [n for n in analysis.graph.nodes if self.representative[n] is n]
-        self.tracer, self.tf32 = OperatorTracer(cluster.device.kind), tf32
-        self._compute = LruCache[ComputeCosts]()
-        self.work, self.staged_graphs = LruCache[WorkByKind](), LruCache[StagedGraph]()
+        if like is None or like.cluster.device.kind != cluster.device.kind:
+            self.tracer, self.work = OperatorTracer(cluster.device.kind), LruCache[WorkByKind]()
+            self.staged_graphs = LruCache[StagedGraph]()
+            self._saved = LruCache[dict[fx.Node, SavedTensors]]()
+        else:
+            self.tracer, self.work = like.tracer, like.work
+            self.staged_graphs, self._saved = like.staged_graphs, like._saved
+        self.tf32, self._compute = tf32, LruCache[ComputeCosts]()
         self.problems, self.solutions = LruCache[Problem](), LruCache[Solution](MOST_SOLUTIONS)
         self.floors = LruCache[float](MOST_SOLUTIONS)
-        self._saved = LruCache[dict[fx.Node, SavedTensors]]()
-        self._units, self._conversions = LruCache[Units](), LruCache[ConversionCosts]()
+        self._units = like._units if like else LruCache[Units]()
+        self._conversions = LruCache[ConversionCosts]()
         self._links = LruCache[MeshLinks](MOST_SOLUTIONS)
+        self.counted = LruCache[Any](MOST_PLANS)  # priced plans with counted memory
 
     def saved(self, samples: int) -> dict[fx.Node, SavedTensors]:
         """What autograd saves of the representatives. The graph must have the shapes of a
