@@ -23,7 +23,7 @@ from layer_stacks import assert_same
 from torch import nn
 
 import autopar
-from autopar.frontend import kept_models, traced_model
+from autopar.frontend import kept_models, planner, traced_model
 from autopar.frontend.kept_models import KEPT_MODELS
 from autopar.frontend.traced_model import TracedModel
 from autopar.rules import registry
@@ -297,6 +297,38 @@ def test_a_plan_of_another_thread_waits() -> None:
     for thread in threads:
         thread.join()
     assert [found[i] for i in range(len(budgets))] == alone
+
+
+def test_a_plan_that_a_user_changes_is_no_plan_of_a_later_call() -> None:
+    model = Changing()
+    first, expected = plan(model), plan(model)
+    first.rows.clear()
+    first.nodes.clear()
+    first.seconds["compute"] = 0.0
+    first.stages[0].nbytes.clear()
+    assert first != expected
+    assert plan(model) == expected
+
+
+def test_the_same_call_again_searches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sample = zoo.gpt2(layers=3)
+    first = autopar.plan(model, sample, 2, **OPTIONS)
+    monkeypatch.setattr(planner, "best_plan", None)
+    second = autopar.plan(model, sample, 2, **OPTIONS)
+    assert first == second
+    assert second.options == first.options
+    assert list(second.timings) == ["capture", "total"]
+    assert second.timings["total"] < first.timings["total"]
+    with pytest.raises(TypeError):  # another option
+        autopar.plan(model, sample, 2, **{**OPTIONS, "zero": 2})
+
+
+def test_a_search_that_its_time_limit_ends_is_not_kept() -> None:
+    model, sample = zoo.gpt2(layers=3)
+    limited: dict[str, Any] = dict(progress=False, time_limit=1e-3)
+    first = autopar.plan(model, sample, 4, **limited)
+    assert list(autopar.plan(model, sample, 4, **limited).timings) != ["capture", "total"]
+    assert first.compared
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -5,7 +5,6 @@ for the next call with the same model and sample, as long as the model exists an
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import RLock
 from typing import Any
@@ -14,16 +13,18 @@ from torch import fx, nn
 
 from autopar.capture.exported_graph import state_of
 from autopar.capture.trace_state import TraceState
+from autopar.frontend.kept_plans import KeptPlans
 from autopar.ir.captured import CapturedModel
 from autopar.passes.lowering.evaluation_mode import EvaluationMode
 from autopar.plan import Plan
 from autopar.rules.analysis import Analysis
 from autopar.runtime.parameters.model_state import with_meta_state
 from autopar.search.inner.search_cache import LruCache, SearchCache
+from autopar.search.result.priced_plan import PricedPlan
 
 MOST_MODELS = 4  # a model's graphs and prices take some ten megabytes
 MOST_CACHES = 8  # of a model: two a cluster
-MOST_PLANS = 16  # of a model
+MOST_WRITTEN = 4  # of a model: plans as data, with the searches' own
 
 
 class ModelGraphs:
@@ -35,8 +36,10 @@ class ModelGraphs:
         analyses: the graph of one microbatch, and of what is computed once for all of them, by the
             number of microbatches.
         searched: the graph of a microbatch of any size, on which all searches work.
-        caches: what searches share.
-        plans: the plans that searches found to their end, with what writes their programs.
+        caches: what searches share, by cluster.
+        latest_cache: the cache used last, for one microbatch and for several.
+        plans: the plans that searches found to their end.
+        written: plans as data, by what the search decided.
         lock: is held while a search changes the graphs' shapes for a time.
     """
 
@@ -49,7 +52,9 @@ class ModelGraphs:
         self.analyses: dict[int, tuple[Analysis, fx.Graph | None]] = {}
         self.searched: Analysis | None = None
         self.caches = LruCache[SearchCache](MOST_CACHES)
-        self.plans = LruCache[tuple[Plan, Callable[[str], None]]](MOST_PLANS)
+        self.latest_cache: dict[bool, SearchCache] = {}
+        self.plans = KeptPlans()
+        self.written = LruCache[tuple[PricedPlan, Plan]](MOST_WRITTEN)
         self.evaluation_mode: EvaluationMode | None = None
         self.lock = RLock()
 

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from autopar.cost_model import Cluster
 from autopar.errors import PlanError, RunError
+from autopar.frontend.kept_plans import KnownPlan, copied
 from autopar.frontend.traced_model import TracedModel, batch_size
 from autopar.ir.plan_json import option_as_json
 from autopar.plan import Plan
@@ -26,6 +27,7 @@ from autopar.search.inner.inner_searches import InnerSearches
 from autopar.search.inner.search_cache import SearchCache
 from autopar.search.outer_search import best_plan
 from autopar.search.pricing.resize import resized
+from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.result.share_cores import share_cores
 from autopar.search.result.write_plan import write_plan
 from autopar.search.space.options import Options
@@ -36,51 +38,81 @@ _NEW_OBJECTS = 20_000  # after which the garbage collector looks for garbage amo
 class Planner:
     """Makes one plan, and shows a progress bar meanwhile.
 
-    It captures the graphs that the search asks for; ``capture_seconds`` counts the time. After
-    :meth:`run`, ``write_program`` writes the program of the plan's configuration to a path.
+    It captures the graphs that the search asks for; ``capture_seconds`` counts the time, and
+    ``timings`` the time of each phase of the search. After :meth:`run`, ``write_program`` writes
+    the program of the plan's configuration to a path.
     """
 
     def __init__(
         self, traced: TracedModel, cluster: Cluster, options: Options, progress: bool
     ) -> None:
         self.traced, self.cluster, self.options = traced, cluster, options
-        self.capture_seconds = 0.0
+        self.capture_seconds, self.timings = 0.0, dict[str, float]()
+        self.is_final = True  # whether more time would find no other plan
         self.write_program: Callable[[str], None] | None = None
         self.bar = tqdm(desc="planning", unit=" steps", disable=not progress, leave=False)
 
-    def run(self) -> Plan:
+    def run(self, asked: dict[str, Any]) -> Plan:
+        """The plan: that of an earlier call with the same model, options and cluster, or else the
+        plan that the search finds.
+
+        Args:
+            asked: the options as the user gave them.
+        """
         start = time.perf_counter()
-        with _rare_garbage_collection():
+        with _rare_garbage_collection(), self.bar:
             self._step("capturing")
             graphs = self.traced.graphs
             self.capture_seconds += time.perf_counter() - start
+            key = self.cluster, repr(self.options)
             with graphs.lock:
-                return self._run(start)
+                known = graphs.plans.find(key) or self._search()
+                if self.is_final:
+                    graphs.plans.keep(key, known)
+        self.write_program = known.write_program
+        phases = self.timings | {
+            "capture": self.capture_seconds,
+            "total": time.perf_counter() - start,
+        }
+        return copied(known.plan, timings=phases, options=option_as_json(asked))
 
-    def _run(self, start: float) -> Plan:
+    def _search(self) -> KnownPlan:
+        """The plan that the search finds."""
         samples = batch_size(self.traced.sample)
         searches = InnerSearches(self._search_cache, samples, self.options, self._step)
-        with self.bar:
-            best = best_plan(searches)
-            found = best.plan
-            self._step("reporting")
-            with resized(found.analysis, samples // found.microbatches, found.analysis.rules):
-                plan = write_plan(found, self.cluster, self.options, searches.timings)
-                plan = dataclasses.replace(
-                    add_report_rows(plan, found),
-                    gap=best.gap,
-                    configuration_gap=best.configuration_gap,
-                    compared=best.compared,
-                    not_searched=best.not_searched,
-                )
-                plan = Plan.of(share_cores(plan, found, self.cluster.device.ranks_per_core))
-        plan.timings["capture"] = self.capture_seconds
-        plan.timings["total"] = time.perf_counter() - start
+        best = best_plan(searches)
+        self._step("reporting")
+        found = best.plan
+        with resized(found.analysis, samples // found.microbatches, found.analysis.rules):
+            plan = self._written(found)
+        plan = dataclasses.replace(
+            plan,
+            gap=best.gap,
+            configuration_gap=best.configuration_gap,
+            compared=best.compared,
+            not_searched=best.not_searched,
+        )
         search, in_microbatch = searches.of_configuration(found.configuration)
         prices = search.prices(found.configuration, in_microbatch)
         budget = search.budget(found.configuration)
-        self.write_program = partial(prices.write_program, budget)
-        return plan
+        self.timings, self.is_final = searches.timings, not searches.is_out_of_time()
+        return KnownPlan(plan, partial(prices.write_program, budget))
+
+    def _written(self, found: PricedPlan) -> Plan:
+        """A plan that the search found, as data."""
+        options = self.options
+        key = (
+            *map(id, (found.problem, found.costs, found.solution, found.counted_bytes)),
+            *(found.gap, found.step_prices, self.cluster),
+            *(options.world_size, options.precision, options.reduction_dtype),
+        )
+
+        def write() -> tuple[PricedPlan, Plan]:
+            plan = add_report_rows(write_plan(found, self.cluster, options, {}), found)
+            shared = share_cores(plan, found, self.cluster.device.ranks_per_core)
+            return found, Plan.of(shared)  # the priced plan keeps its ids its own
+
+        return self.traced.graphs.written.of(key, write)[1]
 
     def _search_cache(self, microbatches: int) -> SearchCache:
         start = time.perf_counter()
@@ -132,7 +164,7 @@ def make_plan(
     if traced.loss_fn is not None:
         asked["loss_fn"] = traced.loss_fn
     planner = Planner(traced, hardware, chosen, progress)
-    plan = dataclasses.replace(planner.run(), options=option_as_json(asked))
+    plan = planner.run(asked)
     if keep_program and planner.write_program is not None:
         return plan.with_program(planner.write_program)
     return plan

@@ -122,16 +122,20 @@ class TracedModel:
         The graph of one microbatch serves searches with any size of microbatch, so all numbers of
         microbatches above one share a cache.
         """
-        is_cut = microbatches > 1
-        return self.graphs.caches.of(
-            (is_cut, cluster, profile_missing),
-            lambda: SearchCache(
+        is_cut, graphs = microbatches > 1, self.graphs
+
+        def make() -> SearchCache:
+            return SearchCache(
                 self._searched(microbatches),
                 cluster,
                 self.precision == "tf32",
                 MissingKernels(cluster) if profile_missing else None,
-            ),
-        )
+                like=graphs.latest_cache.get(is_cut),
+            )
+
+        cache = graphs.caches.of((is_cut, cluster, profile_missing), make)
+        graphs.latest_cache[is_cut] = cache
+        return cache
 
     def _searched(self, microbatches: int) -> Analysis:
         """The graph of a microbatch of any size, on which all searches work."""
