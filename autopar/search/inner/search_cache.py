@@ -101,7 +101,9 @@ class SearchCache:
         like: SearchCache | None = None,
     ) -> None:
         self.analysis, self.cluster, self.kernel_timer = analysis, cluster, kernel_timer
-        self.representative = like.representative if like else representatives(analysis)
+        self.representative: dict[fx.Node, fx.Node] = (
+            like.representative if like else representatives(analysis)
+        )
         self.nodes = [n for n in analysis.graph.nodes if self.representative[n] is n]
         if like is None or like.cluster.device.kind != cluster.device.kind:
             self.tracer, self.work = OperatorTracer(cluster.device.kind), LruCache[WorkByKind]()
@@ -113,7 +115,7 @@ class SearchCache:
         self.tf32, self._compute = tf32, LruCache[ComputeCosts]()
         self.problems, self.solutions = LruCache[Problem](), LruCache[Solution](MOST_SOLUTIONS)
         self.floors = LruCache[float](MOST_SOLUTIONS)
-        self._units = like._units if like else LruCache[Units]()
+        self._units: LruCache[Units] = like._units if like else LruCache()
         self._conversions = LruCache[ConversionCosts]()
         self._links = LruCache[MeshLinks](MOST_SOLUTIONS)
         self.counted = LruCache[Any](MOST_PLANS)  # priced plans with counted memory
