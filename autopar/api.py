@@ -21,6 +21,7 @@ from autopar.frontend.planner import (
     make_plan,
     make_plan_on_this_machine,
     model_device,
+    rare_garbage_collection,
 )
 from autopar.frontend.traced_model import TracedModel, batch_size
 from autopar.ir.captured import LossFunction
@@ -81,6 +82,7 @@ def plan(
     )
 
 
+@rare_garbage_collection()
 def compile(
     model: nn.Module,
     sample_input: Any,

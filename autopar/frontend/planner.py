@@ -60,7 +60,7 @@ class Planner:
             asked: the options as the user gave them.
         """
         start = time.perf_counter()
-        with _rare_garbage_collection(), self.bar:
+        with rare_garbage_collection(), self.bar:
             self._step("capturing")
             graphs = self.traced.graphs
             self.capture_seconds += time.perf_counter() - start
@@ -127,9 +127,10 @@ class Planner:
 
 
 @contextmanager
-def _rare_garbage_collection() -> Iterator[None]:
-    """Planning allocates millions of objects that live until it ends. With Python's own thresholds,
-    the garbage collector would look at all of them again and again: a quarter of the time.
+def rare_garbage_collection() -> Iterator[None]:
+    """Planning and lowering allocate millions of objects that live until the end. With Python's own
+    thresholds, the garbage collector would look at all of them again and again: a quarter of the
+    time.
     """
     before = gc.get_threshold()
     gc.set_threshold(max(before[0], _NEW_OBJECTS) if before[0] else 0, *before[1:])
