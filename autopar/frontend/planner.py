@@ -23,6 +23,7 @@ from autopar.ir.plan_json import option_as_json
 from autopar.plan import Plan
 from autopar.profile import check_machine
 from autopar.report import add_report_rows
+from autopar.search.ilp.memory_prices import MemoryPrices
 from autopar.search.inner.inner_searches import InnerSearches
 from autopar.search.inner.search_cache import SearchCache
 from autopar.search.outer_search import best_plan
@@ -92,11 +93,16 @@ class Planner:
             compared=best.compared,
             not_searched=best.not_searched,
         )
-        search, in_microbatch = searches.of_configuration(found.configuration)
-        prices = search.prices(found.configuration, in_microbatch)
-        budget = search.budget(found.configuration)
         self.timings, self.is_final = searches.timings, not searches.is_out_of_time()
-        return KnownPlan(plan, partial(prices.write_program, budget))
+        return KnownPlan(plan, self._program(searches, found))
+
+    def _program(self, searches: InnerSearches, found: PricedPlan) -> Callable[[str], None]:
+        """What writes the program of a plan's configuration, without all else that was searched."""
+        search, in_microbatch = searches.of_configuration(found.configuration)
+        solved = search.prices(found.configuration, in_microbatch)
+        prices = MemoryPrices(solved.problem, solved.weights)
+        prices.solved.update(solved.solved)
+        return partial(prices.write_program, search.budget(found.configuration))
 
     def _written(self, found: PricedPlan) -> Plan:
         """A plan that the search found, as data."""
