@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -17,7 +18,8 @@ from autopar.search.space.configuration import Configuration
 
 # Configurations whose least memory is worked out; where bounds show that nothing fits, only to say
 # about how much is needed.
-MOST_LEAST, MOST_WHERE_NOTHING_FITS = 12, 4
+MOST_LEAST, MOST_WHERE_NOTHING_FITS = 12, 3
+MOST_ORDERED = 50
 MOST_MODES = 2  # meshes of modes
 
 
@@ -67,19 +69,24 @@ class LeastMemorySearch:
         self, configurations: Sequence[tuple[float, Configuration]], most: int
     ) -> PricedPlan | None:
         """The first least-memory plan that fits, among those of ``most`` configurations: those
-        with the fewest bytes, together with one copy of the largest tensor, and then with the
+        with the fewest bytes, together with the largest tensor and its gradient, and then with the
         fewest microbatches in flight.
         """
 
-        def order(found: tuple[float, Configuration]) -> tuple[float, float]:
+        def nbytes(found: tuple[float, Configuration]) -> float:
             least, configuration = found
+            return least + 2 * self.searches.largest_tensor_bytes(configuration)
+
+        def order(found: tuple[float, Configuration]) -> tuple[float, float, int]:
+            configuration = found[1]
             in_flight = configuration.microbatches_in_flight()
             ranks = range(configuration.pipeline)
             fullest = max(sum(in_flight[rank :: configuration.pipeline]) for rank in ranks)
-            largest = self.searches.largest_tensor_bytes(configuration)
-            return least + largest, fullest / configuration.chunks
+            return nbytes(found), fullest / configuration.chunks, len(configuration.axes)
 
-        return first_that_fits(self.searches, sorted(configurations, key=order)[:most])
+        # The microbatches in flight are counted one by one, and not for thousands of schedules.
+        few = heapq.nsmallest(MOST_ORDERED, configurations, key=nbytes)
+        return first_that_fits(self.searches, sorted(few, key=order)[:most])
 
     def _modes(self, near: Configuration) -> list[Configuration]:
         """The configurations of modes that may fit, of the families with the least bound of their

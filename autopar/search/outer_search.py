@@ -20,6 +20,7 @@ from dataclasses import replace
 from autopar.errors import BudgetError, PlanError
 from autopar.search.enumeration import Enumeration
 from autopar.search.fitting.fitting_plans import FittingPlans
+from autopar.search.fitting.least_memory import is_near
 from autopar.search.ilp.programs.linear_program import UnsolvedError
 from autopar.search.inner.candidate import Candidate
 from autopar.search.inner.inner_searches import InnerSearches
@@ -113,6 +114,8 @@ class OuterSearch:
                 return search.run(near, candidates, self.may_fit)
             except BudgetError as e:
                 errors.append(e)
+                if is_near(e.least, min((n for n, _ in self._over_budget), default=0.0)):
+                    break
         raise min(errors, key=lambda e: e.least)
 
     # Configurations in the order of their bounds
@@ -125,6 +128,8 @@ class OuterSearch:
         for family in families:
             possible = self.enumeration.possible([c for c in family if c not in self._compared])
             level = Level.FLOOR if most is None else Level.UNSOLVED
+            if self._are_over_budget(possible):
+                continue
             if possible and (found := self._bound(possible[0], level)) is not None:
                 opened.append(OpenFamily(found.estimate, found.bound, level, possible))
         # Sorting is stable: of equal families the first stays first.
@@ -204,14 +209,31 @@ class OuterSearch:
                 )
             if level == Level.UNSOLVED:
                 least = self.searches.least_bytes(configuration)
-                search = self.searches.of(configuration.microbatches)
-                if least > search.budget(configuration):
-                    self._over_budget.append((least, configuration))
+                if self._is_over_budget(configuration, least):
                     return None
             return self.searches.step_bound(configuration, level)
         except PlanError as e:
             self._remember_failure(configuration, e)
             return None
+
+    def _is_over_budget(self, configuration: Configuration, least: float) -> bool:
+        """Whether the least bytes of a configuration are above its budget; keeps those that are."""
+        is_over = least > self.searches.budget(configuration)
+        if is_over:
+            self._over_budget.append((least, configuration))
+        return is_over
+
+    def _are_over_budget(self, family: Sequence[Configuration]) -> bool:
+        """Whether no number of microbatches fits, by the floor of the bytes, which knows one
+        microbatch and several. The fewest need no sums of gradients, and the most have the smallest
+        tensors; one of both is likely to need least memory.
+        """
+        ends = dict.fromkeys((*family[:1], *family[-1:]))
+        try:
+            over = [c for c in ends if self._is_over_budget(c, self.searches.byte_floor(c))]
+        except PlanError:  # of the model; a bound with a solve raises it, too
+            return False
+        return len(over) == len(ends) > 0
 
     def _make_candidate(self, configuration: Configuration, bound: float) -> Candidate | None:
         """The candidate of a configuration; None where it has none."""

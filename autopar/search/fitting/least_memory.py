@@ -10,7 +10,7 @@ as possible.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -26,8 +26,16 @@ from autopar.search.result.assemble import assemble
 from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.space.configuration import Configuration
 
-# Prices of all bytes of the fastest solution, in multiples of its step time.
-PRICES = (0.0, *(4.0**i for i in range(-2, 7)))
+# Prices of all bytes of the fastest solution, in multiples of its step time: they rise and fall
+# from 1 as long as the plan's memory falls.
+HIGHER = tuple(4.0**i for i in range(1, 7))
+LOWER = (0.25, 0.0625, 0.0)
+NEAR = 1.05  # a plan whose memory is at most so many times a bound is near it
+
+
+def is_near(nbytes: float, bound: float) -> bool:
+    """Whether a plan's memory is so near a bound that the search for another is not worth it."""
+    return nbytes <= NEAR * bound
 
 
 def first_that_fits(
@@ -44,7 +52,7 @@ def first_that_fits(
     """
     errors: list[BudgetError] = []
     for least, configuration in configurations:
-        if errors and least >= min(e.least for e in errors):
+        if errors and is_near(min(e.least for e in errors), least):
             break
         searches.progress(f"saving memory, {configuration}")
         if not searches.can_split(configuration):
@@ -82,27 +90,40 @@ def least_memory_plan(
     fastest = prices.at(0.0)
     unit = prices.seconds(fastest) / prices.nbytes(fastest)
     table = search.unit_cost_table(prices.problem, one_stage=configuration.stages == 1)
-    best: PricedPlan | None = None
-    tried = set()
-    for price in PRICES:
+
+    counted: dict[tuple, PricedPlan] = {}
+
+    def at(price: float) -> PricedPlan:
         solution = prices.at(price * unit)
-        if (key := (solution.chosen, solution.recomputed)) in tried:
-            continue
-        tried.add(key)
-        cuts = starts or _even_cuts(search, table.of([solution]), configuration)
-        candidate = Candidate(
-            configuration,
-            prices.problem,
-            (solution,),
-            tuple(cuts),
-            (0,) * len(search.units.nodes),
-            prices.seconds(solution),
-            prices.gap(solution, search.budget(configuration)),
-        )
-        priced = count_memory(assemble(search, candidate), search.tracer)
-        if best is None or max(_fullness(search, priced)) < max(_fullness(search, best)):
-            best = priced
-    assert best is not None
+        key = solution.chosen, solution.recomputed
+        if key not in counted:
+            cuts = starts or _even_cuts(search, table.of([solution]), configuration)
+            candidate = Candidate(
+                configuration,
+                prices.problem,
+                (solution,),
+                tuple(cuts),
+                (0,) * len(search.units.nodes),
+                prices.seconds(solution),
+                prices.gap(solution, search.budget(configuration)),
+            )
+            counted[key] = count_memory(assemble(search, candidate), search.tracer)
+        return counted[key]
+
+    first = at(1.0)
+    best = [_least_before_more(search, first, map(at, ladder)) for ladder in (HIGHER, LOWER)]
+    return min(best, key=lambda plan: max(_fullness(search, plan)))
+
+
+def _least_before_more(
+    search: InnerSearch, first: PricedPlan, others: Iterable[PricedPlan]
+) -> PricedPlan:
+    """The plan with the least memory up to the first that needs more than the one before it."""
+    best = first
+    for plan in others:
+        if max(_fullness(search, plan)) > max(_fullness(search, best)):
+            break
+        best = plan
     return best
 
 

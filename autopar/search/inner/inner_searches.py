@@ -13,6 +13,7 @@ import torch
 
 from autopar.errors import PlanError
 from autopar.ir.captured import BatchDivision
+from autopar.search.inner.byte_floor import byte_floor
 from autopar.search.inner.candidate import Candidate, best_candidate
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.inner.search_cache import SearchCache
@@ -193,6 +194,21 @@ class InnerSearches:
         search, samples = self.of_configuration(configuration)
         return step_bound(search, configuration, samples, level)
 
+    def byte_floor(self, configuration: Configuration) -> float:
+        """:func:`byte_floor` of a configuration; it needs no other graph than those made so far."""
+        search = self._any(configuration)
+        return byte_floor(search, configuration, self.samples)
+
+    def budget(self, configuration: Configuration) -> float:
+        """Bytes that a plan may use, of the device that may use most."""
+        return self._any(configuration).budget(configuration)
+
+    def _any(self, configuration: Configuration) -> InnerSearch:
+        """A search that exists, for values that all of them have; otherwise that of
+        ``configuration``.
+        """
+        return next(iter(self._searches.values()), None) or self.of(configuration.microbatches)
+
     def least_bytes(self, configuration: Configuration) -> float:
         """Bytes of the fullest device that no plan of a configuration goes below."""
         search, samples = self.of_configuration(configuration)
@@ -203,9 +219,7 @@ class InnerSearches:
         stage.
         """
         search, samples = self.of_configuration(configuration)
-        calls = [n for n in search.nodes if n.op == "call_function"]
-        tensors = [n.meta["val"] for n in calls if isinstance(n.meta["val"], torch.Tensor)]
-        largest = max(float(t.numel() * t.element_size()) for t in tensors)
+        largest = search.cache.floors.of("largest tensor", lambda: _largest_tensor_bytes(search))
         share = samples / search.analysis.batch.size
         return largest * share / math.prod(configuration.sizes)
 
@@ -243,3 +257,10 @@ class InnerSearches:
             return None
         cuts = user_cut_nodes(search.analysis, pipeline.split_before)
         return [0, *(search.units.starts.index(n) for n in cuts)]
+
+
+def _largest_tensor_bytes(search: InnerSearch) -> float:
+    """Bytes of the largest result of a call, in the graph as it was captured."""
+    calls = [n for n in search.nodes if n.op == "call_function"]
+    tensors = [n.meta["val"] for n in calls if isinstance(n.meta["val"], torch.Tensor)]
+    return max(float(t.numel() * t.element_size()) for t in tensors)

@@ -26,12 +26,15 @@ def memory_advice(kinds: Mapping[str, float], options: Options, axes: Sequence[A
     if options.zero == 0 and replicas > 1:
         found.append((lasting * (1 - 1 / replicas), "zero=2, about"))
     if options.micro_batch_size is not None and options.micro_batch_size > 1:
-        nbytes = kinds.get("activations", 0.0) * (1 - 1 / options.micro_batch_size)
+        most = max(kinds.get("activations", 0.0), kinds.get("transient", 0.0))
+        nbytes = most * (1 - 1 / options.micro_batch_size)
         found.append((nbytes, "micro_batch_size=1, about"))
     if options.recompute == "none" and kinds.get("activations"):
         found.append(
             (kinds["activations"] / 2, 'recompute="auto", about half of the activations\' or more,')
         )
+    if kinds.get("outputs"):
+        found.append((kinds["outputs"], "a model that returns its loss alone, about"))
     if kinds.get("optimizer"):
         found.append((kinds["optimizer"], 'optimizer="sgd", if you train with it,'))
     fixed = [f"{name}=" for name in ("parallel", "mesh", "constraints") if getattr(options, name)]

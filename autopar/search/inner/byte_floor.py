@@ -1,0 +1,67 @@
+"""A bound of the memory of a configuration that needs no problem."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.fx as fx
+
+from autopar.cost_model import parameter_memory
+from autopar.search.inner.inner_search import InnerSearch
+from autopar.search.pricing.node_sizes import stored_dtype
+from autopar.search.space.configuration import Configuration
+
+
+def byte_floor(search: InnerSearch, configuration: Configuration, samples: int) -> float:
+    """Bytes that the fullest device of a configuration holds in any plan.
+
+    The bytes that exist on all devices together are spread evenly. At the end of a step these are
+    parameters, gradients, the optimizer's state and, of several microbatches or stages, the largest
+    output: the parts and the whole into which they are concatenated. In a step of one part the
+    output is there before the gradients. Without ZeRO, each data-parallel replica has a copy of
+    what lasts.
+
+    Args:
+        samples: of the whole batch.
+    """
+    floors, optimizer = search.cache.floors, search.options.optimizer
+    lasting = floors.of(("lasting bytes", optimizer), lambda: _lasting_bytes(search, True))
+    at_output = floors.of(("bytes at output", optimizer), lambda: _lasting_bytes(search, False))
+    output = floors.of("output bytes", lambda: _output_bytes(search))
+    output *= samples / search.analysis.batch.size
+    copies = 1
+    if search.options.zero == 0:
+        copies = math.prod(a.size for a in configuration.axes if a.use == "data")
+    if configuration.microbatches == configuration.stages == 1:
+        total = max(lasting * copies, at_output * copies + output)
+    else:
+        total = lasting * copies + 2 * output
+    return total / search.options.world_size
+
+
+def _lasting_bytes(search: InnerSearch, has_gradients: bool) -> float:
+    """Bytes of one copy of all parameters that train, with the optimizer's state."""
+    analysis = search.analysis
+    total = 0
+    for node in (n for n in analysis.state if n in analysis.differentiable):
+        elements, itemsize = node.meta["val"].numel(), stored_dtype(node).itemsize
+        memory = parameter_memory(elements, itemsize, search.options.optimizer, rounded=int)
+        total += memory.parameters + memory.optimizer + memory.gradients * has_gradients
+    return float(total)
+
+
+def _output_bytes(search: InnerSearch) -> float:
+    """Bytes of the largest tensor with a batch that the model returns besides its loss."""
+    analysis = search.analysis
+    returned = analysis.outputs[: analysis.captured.out_spec.num_leaves]
+    others = [n for n in returned if isinstance(n, fx.Node) and n is not analysis.loss]
+    made = [n for n in others if n.op == "call_function" and analysis.batch.dim(n) is not None]
+    tensors = [n.meta["val"] for n in made if isinstance(n.meta["val"], torch.Tensor)]
+    return float(max((_bytes(t) for t in tensors), default=0))
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor; 0 of a tensor that shows its elements several times."""
+    is_expanded = any(stride == 0 for stride in tensor.stride())
+    return 0 if is_expanded else tensor.numel() * tensor.dtype.itemsize

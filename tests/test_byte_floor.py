@@ -1,0 +1,79 @@
+"""No plan needs less memory than the floor of its configuration, and a budget below the floor is
+refused without a search.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import zoo
+from random_plans import planned
+from random_programs import program
+from torch import nn
+
+import autopar
+from autopar.errors import BudgetError
+from autopar.frontend.traced_model import TracedModel
+from autopar.plan import Plan
+from autopar.search.inner import step_bounds
+from autopar.search.inner.byte_floor import byte_floor
+from autopar.search.inner.search_cache import LruCache
+
+WAYS: dict[str, dict[str, Any]] = {
+    "one microbatch": dict(parallel=dict(data=4), zero=3),
+    "replicas": dict(parallel=dict(data=4), zero=0),
+    "microbatches": dict(parallel=dict(data=4), zero=3, micro_batch_size=1, recompute="full"),
+    "stages": dict(parallel=dict(pipeline=4), micro_batch_size=1, recompute="full"),
+    "sharded": dict(parallel=dict(tensor=dict(size=4, mode="1d")), recompute="full"),
+}
+
+
+def floor_of(model: nn.Module, sample: Any, plan: Plan, zero: int | None) -> float:
+    """The floor of the configuration of a plan."""
+    analysis = TracedModel(model, sample, None, plan.precision).analyse(1)[0]
+    options = SimpleNamespace(optimizer="adamw", zero=zero, world_size=plan.world_size)
+    search = SimpleNamespace(
+        cache=SimpleNamespace(floors=LruCache()), options=options, analysis=analysis
+    )
+    axes = [SimpleNamespace(size=plan.data_degree, use="data")]
+    configuration = SimpleNamespace(
+        microbatches=plan.microbatches, stages=len(plan.stages), axes=axes
+    )
+    return byte_floor(search, configuration, analysis.batch.size)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+def test_zoo(name: str, way: str) -> None:
+    model, sample = getattr(zoo, name)()
+    plan = autopar.plan(model, sample, 4, cluster="a100-sxm", progress=False, **WAYS[way])
+    floor = floor_of(model, sample, plan, WAYS[way].get("zero"))
+    assert 0.05 * max(plan.peak_memory) < floor <= max(plan.peak_memory)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_random_plans(ranks: int) -> None:
+    jobs = [job for job in planned(range(16), ranks, 0, 1) if job.plan is not None]
+    assert len(jobs) > 4
+    for job in jobs:
+        model, batches = program(job.seed)
+        floor = floor_of(model, batches[0], job.plan, None)
+        assert floor <= max(job.plan.peak_memory)
+
+
+def test_a_budget_below_the_floor_is_refused_without_a_search() -> None:
+    transformers = pytest.importorskip("transformers")
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=4))
+        tokens = torch.zeros(16, 1024, dtype=torch.long)
+    sample = {"input_ids": tokens, "labels": tokens}
+    with (
+        mock.patch.object(step_bounds, "solved_bound", side_effect=AssertionError),
+        pytest.raises(BudgetError, match="a model that returns its loss alone") as caught,
+    ):
+        autopar.plan(model, sample, 8, cluster="a100-sxm", progress=False, memory_budget=2**27)
+    assert 2**29 < caught.value.least < 2**30
