@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from typed_programs import Program, fake_group
 
 from autopar.errors import RunError
@@ -188,3 +189,15 @@ def test_heads_of_parts() -> None:
     p = Program(4)
     heads = p.call(aten.view.default, p.input((2, 8, 12), "S2/3", True), [2, 8, 3, 2, 2])
     p.check(heads, outputs="S3")
+
+
+@pytest.mark.parametrize("dst", ["P", "R"])
+def test_a_conversion_leaves_the_cuts_of_other_dims_as_they_are(dst: str) -> None:
+    """Also where the first axis cuts within the chunks of a later one."""
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=8)
+    p = Program(2, 2, 2)
+    p.check(p.to(p.input((16, 32), "S0 s1 S1", True), 0, "S0", dst), outputs=f"{dst} s1 S1")
+    q = Program(2, 2, 2)
+    with pytest.raises(RunError, match="later axis"):
+        q.check(q.to(q.input((16, 32), "I s1 S0", True), 0, "I", "S0"))

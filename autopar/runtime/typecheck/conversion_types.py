@@ -41,12 +41,12 @@ def redistributed(
     out = torch.empty(shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
     move = _movement(source, target)
     rules.output(out, move(x, axes[axis], src=spmd_type(source), dst=spmd_type(target)))
-    if not target.is_inner and any(
-        list(cut) != [a for a in axes if a in cut] for cut in sharding_axes(out)
-    ):
-        raise spmd.SpmdTypeError(
-            f"dim {target.dim} is already cut on a later axis, which would become the major one"
-        )
+    if target.is_shard and not target.is_inner:
+        cut = sharding_axes(out)[target.dim]  # other dims stay as they are
+        if list(cut) != [a for a in axes if a in cut]:
+            raise spmd.SpmdTypeError(
+                f"dim {target.dim} is already cut on a later axis, which would become the major one"
+            )
     order = {axes[axis]: piece_order(target)} if target.is_shard else {}
     return set_piece_orders(out, piece_orders(x) | order)
 
