@@ -120,6 +120,7 @@ def compile(
     _join_group(world_size, device)
     run_on_all_ranks("compile", partial(_check, world_size, device, traced.sample, plan, options))
     check_same_on_all_ranks("to be made" if plan is None else "given", "the plan")
+    # Each rank traces: rank 0 would first trace just as long, and then send what it has.
     run_on_all_ranks("tracing the model", lambda: traced.whole)
     make = partial(
         make_plan_on_this_machine, traced, device, world_size, cluster, progress, options
