@@ -13,10 +13,12 @@ MOST_PLANS = 16
 
 
 class KnownPlan(NamedTuple):
-    """A plan, and what writes the program of its configuration to a path."""
+    """A plan, and what writes the program of its configuration to a path; None for a plan of
+    another process.
+    """
 
     plan: Plan
-    write_program: Callable[[str], None]
+    write_program: Callable[[str], None] | None
 
 
 class KeptPlans:

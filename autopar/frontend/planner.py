@@ -18,8 +18,10 @@ from tqdm import tqdm
 from autopar.cost_model import Cluster
 from autopar.errors import PlanError, RunError
 from autopar.frontend.kept_plans import KnownPlan, copied
+from autopar.frontend.plan_files import PlanFile, plan_file
 from autopar.frontend.traced_model import TracedModel, batch_size
 from autopar.ir.plan_json import option_as_json
+from autopar.passes.lowering.cut_stages import cut_stages
 from autopar.plan import Plan
 from autopar.profile import check_machine
 from autopar.report import add_report_rows
@@ -27,6 +29,7 @@ from autopar.search.ilp.memory_prices import MemoryPrices
 from autopar.search.inner.inner_searches import InnerSearches
 from autopar.search.inner.search_cache import SearchCache
 from autopar.search.outer_search import best_plan
+from autopar.search.plan_check.check_plan import check_plan
 from autopar.search.pricing.resize import resized
 from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.result.share_cores import share_cores
@@ -49,6 +52,7 @@ class Planner:
     ) -> None:
         self.traced, self.cluster, self.options = traced, cluster, options
         self.capture_seconds, self.timings = 0.0, dict[str, float]()
+        self.file: PlanFile | None = None
         self.is_final = True  # whether more time would find no other plan
         self.write_program: Callable[[str], None] | None = None
         self.bar = tqdm(desc="planning", unit=" steps", disable=not progress, leave=False)
@@ -67,15 +71,38 @@ class Planner:
             self.capture_seconds += time.perf_counter() - start
             key = self.cluster, repr(self.options)
             with graphs.lock:
-                known = graphs.plans.find(key) or self._search()
+                known = graphs.plans.find(key) or self._kept_in_file() or self._search()
                 if self.is_final:
                     graphs.plans.keep(key, known)
-        self.write_program = known.write_program
+        self.write_program = known.write_program or self._search_and_write
         phases = self.timings | {
             "capture": self.capture_seconds,
             "total": time.perf_counter() - start,
         }
         return copied(known.plan, timings=phases, options=option_as_json(asked))
+
+    def _kept_in_file(self) -> KnownPlan | None:
+        """The plan that another process found, if it is kept and is a program of the graph."""
+        self.file = plan_file(self.traced.graphs.whole, self.cluster, self.options)
+        plan = self.file.read() if self.file is not None else None
+        if self.file is None or plan is None:
+            return None
+        try:
+            analysis = self.traced.analyse(plan.microbatches)[0]
+            if len(plan.stages) > 1:
+                analysis = cut_stages(analysis, [stage.start for stage in plan.stages[1:]])
+            check_plan(plan, analysis)
+        except PlanError as e:
+            self.file.refuse(f"it does not fit the model: {e}")
+            return None
+        return KnownPlan(plan, None)
+
+    def _search_and_write(self, path: str) -> None:
+        """Searches, and writes the program of the plan's configuration to a path."""
+        with self.traced.graphs.lock:
+            found = self._search()
+            assert found.write_program is not None
+            found.write_program(path)
 
     def _search(self) -> KnownPlan:
         """The plan that the search finds."""
@@ -94,6 +121,8 @@ class Planner:
             not_searched=best.not_searched,
         )
         self.timings, self.is_final = searches.timings, not searches.is_out_of_time()
+        if self.file is not None and self.is_final:
+            self.file.write(plan)
         return KnownPlan(plan, self._program(searches, found))
 
     def _program(self, searches: InnerSearches, found: PricedPlan) -> Callable[[str], None]:
