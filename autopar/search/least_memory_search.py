@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from autopar.errors import PlanError
+from autopar.errors import BudgetError, PlanError
 from autopar.search.enumeration import Enumeration
 from autopar.search.fitting.least_memory import first_that_fits
 from autopar.search.inner.inner_searches import InnerSearches
@@ -41,7 +41,11 @@ class LeastMemorySearch:
         self.over_budget = over_budget
 
     def run(
-        self, near: Configuration | None, candidates: Sequence[Configuration], may_fit: bool
+        self,
+        near: Configuration | None,
+        candidates: Sequence[Configuration],
+        may_fit: bool,
+        error: BudgetError | None = None,
     ) -> PricedPlan | None:
         """The first plan that fits; None where no configuration can split the batch.
 
@@ -49,13 +53,14 @@ class LeastMemorySearch:
             near: the configuration of the fastest candidate; None where there is no candidate.
             candidates: the configurations of all candidates.
             may_fit: whether bounds leave any configuration that may fit.
+            error: of a search before this one, with the least memory that it found.
 
         Raises:
             BudgetError: no plan fits; of the configuration that needs least memory.
         """
         if near is None:
             most = MOST_LEAST if may_fit else MOST_WHERE_NOTHING_FITS
-            return self._first_that_fits(self.over_budget, most)
+            return self._first_that_fits(self.over_budget, most, error)
         counts = self.enumeration.microbatch_counts(near)
         several = [replace(near, microbatches=m) for m in counts]
         tried = dict.fromkeys((*self.enumeration.possible(several), *candidates))
@@ -63,10 +68,13 @@ class LeastMemorySearch:
         modes = self._modes(replace(near, microbatches=most))
         ordered = [(0.0, c) for c in tried] + [(0.5, c) for c in modes]
         ordered += [(max(least, 1.0), c) for least, c in self.over_budget]
-        return self._first_that_fits(ordered, MOST_LEAST + len(modes))
+        return self._first_that_fits(ordered, MOST_LEAST + len(modes), error)
 
     def _first_that_fits(
-        self, configurations: Sequence[tuple[float, Configuration]], most: int
+        self,
+        configurations: Sequence[tuple[float, Configuration]],
+        most: int,
+        error: BudgetError | None,
     ) -> PricedPlan | None:
         """The first least-memory plan that fits, among those of ``most`` configurations: those
         with the fewest bytes, together with the largest tensor and its gradient, and then with the
@@ -86,7 +94,7 @@ class LeastMemorySearch:
 
         # The microbatches in flight are counted one by one, and not for thousands of schedules.
         few = heapq.nsmallest(MOST_ORDERED, configurations, key=nbytes)
-        return first_that_fits(self.searches, sorted(few, key=order)[:most])
+        return first_that_fits(self.searches, sorted(few, key=order)[:most], error)
 
     def _modes(self, near: Configuration) -> list[Configuration]:
         """The configurations of modes that may fit, of the families with the least bound of their

@@ -20,7 +20,6 @@ from dataclasses import replace
 from autopar.errors import BudgetError, PlanError
 from autopar.search.enumeration import Enumeration
 from autopar.search.fitting.fitting_plans import FittingPlans
-from autopar.search.fitting.least_memory import is_near
 from autopar.search.ilp.programs.linear_program import UnsolvedError
 from autopar.search.inner.candidate import Candidate
 from autopar.search.inner.inner_searches import InnerSearches
@@ -29,6 +28,7 @@ from autopar.search.inner.step_bounds import Level, StepBound
 from autopar.search.least_memory_search import LeastMemorySearch
 from autopar.search.neighbours import free_meshes, tensor_modes
 from autopar.search.open_families import OpenFamilies, OpenFamily
+from autopar.search.over_budget import OverBudget
 from autopar.search.result.best_plan import BestPlan, not_searched
 from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.space.configuration import Configuration
@@ -81,8 +81,7 @@ class OuterSearch:
         # and of those that were dropped by their bound.
         self._bounds: dict[Configuration, float] = {}
         self._fitting = FittingPlans(searches)
-        # Configurations that are over the budget, with about the least memory that they need.
-        self._over_budget: list[tuple[float, Configuration]] = []
+        self._over_budget = OverBudget(searches)
 
     def run(self) -> BestPlan:
         """The best plan; PlanError as for :func:`best_plan`."""
@@ -107,16 +106,17 @@ class OuterSearch:
             every.append(self.searches.with_full_recomputation())
         near = self._near()[0] if self._candidates else None
         candidates = [candidate.configuration for candidate in self._candidates]
-        errors: list[BudgetError] = []
+        error: BudgetError | None = None
         for searches in every:
-            search = LeastMemorySearch(searches, self.enumeration, self._over_budget)
+            search = LeastMemorySearch(searches, self.enumeration, self._over_budget.found)
             try:
-                return search.run(near, candidates, self.may_fit)
+                plan = search.run(near, candidates, self.may_fit, error)
             except BudgetError as e:
-                errors.append(e)
-                if is_near(e.least, min((n for n, _ in self._over_budget), default=0.0)):
-                    break
-        raise min(errors, key=lambda e: e.least)
+                error = e
+            else:
+                return plan
+        assert error is not None
+        raise error
 
     # Configurations in the order of their bounds
 
@@ -128,7 +128,7 @@ class OuterSearch:
         for family in families:
             possible = self.enumeration.possible([c for c in family if c not in self._compared])
             level = Level.FLOOR if most is None else Level.UNSOLVED
-            if self._are_over_budget(possible):
+            if self._over_budget.is_family_over(possible):
                 continue
             if possible and (found := self._bound(possible[0], level)) is not None:
                 opened.append(OpenFamily(found.estimate, found.bound, level, possible))
@@ -204,36 +204,16 @@ class OuterSearch:
         """A bound and an estimate of the step time; None where the configuration has no plan."""
         try:
             if level == Level.CUT:
-                return StepBound(
-                    0.0, self.searches.candidate(configuration, unlimited=True).seconds
-                )
+                candidate = self.searches.candidate(configuration, unlimited=True)
+                return StepBound(0.0, candidate.seconds)
             if level == Level.UNSOLVED:
                 least = self.searches.least_bytes(configuration)
-                if self._is_over_budget(configuration, least):
+                if self._over_budget.is_over(configuration, least):
                     return None
             return self.searches.step_bound(configuration, level)
         except PlanError as e:
             self._remember_failure(configuration, e)
-            return None
-
-    def _is_over_budget(self, configuration: Configuration, least: float) -> bool:
-        """Whether the least bytes of a configuration are above its budget; keeps those that are."""
-        is_over = least > self.searches.budget(configuration)
-        if is_over:
-            self._over_budget.append((least, configuration))
-        return is_over
-
-    def _are_over_budget(self, family: Sequence[Configuration]) -> bool:
-        """Whether no number of microbatches fits, by the floor of the bytes, which knows one
-        microbatch and several. The fewest need no sums of gradients, and the most have the smallest
-        tensors; one of both is likely to need least memory.
-        """
-        ends = dict.fromkeys((*family[:1], *family[-1:]))
-        try:
-            over = [c for c in ends if self._is_over_budget(c, self.searches.byte_floor(c))]
-        except PlanError:  # of the model; a bound with a solve raises it, too
-            return False
-        return len(over) == len(ends) > 0
+        return None
 
     def _make_candidate(self, configuration: Configuration, bound: float) -> Candidate | None:
         """The candidate of a configuration; None where it has none."""
@@ -245,7 +225,7 @@ class OuterSearch:
         except BudgetError as e:
             # No plan was found that fits, which is no proof that there is none.
             self._keep_bound(configuration, bound)
-            self._over_budget.append((e.least, configuration))
+            self._over_budget.found.append((e.least, configuration))
             return None
         except PlanError as e:
             self._remember_failure(configuration, e)
@@ -260,10 +240,8 @@ class OuterSearch:
         self._bounds[configuration] = max(bound, self._bounds.get(configuration, 0.0))
 
     def _ends_early(self) -> bool:
-        """Whether the time is over, or candidates never fit."""
-        if self._fitting.plans:
-            return self.searches.is_out_of_time()
-        return self._fitting.never_fit
+        """Whether the time is over or candidates never fit. Plans of least memory then follow."""
+        return self._fitting.never_fit or self.searches.is_out_of_time()
 
     def _remember_failure(self, configuration: Configuration, error: PlanError) -> None:
         """Keeps the reason why a configuration has no plan. A mode that the user did not ask for
@@ -308,7 +286,7 @@ class OuterSearch:
             return [self._fitting.chosen().candidate.configuration]
         if self._candidates:
             return [min(self._candidates, key=lambda c: c.seconds).configuration]
-        return [c for _, c in sorted(self._over_budget, key=lambda o: o[0])[:2]]
+        return [c for _, c in sorted(self._over_budget.found, key=lambda o: o[0])[:2]]
 
     def _best_plan(self, plan: PricedPlan) -> BestPlan:
         bound = max(min((*self._bounds.values(), *self._open.bounds()), default=0.0), 0.0)

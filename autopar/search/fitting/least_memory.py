@@ -10,7 +10,7 @@ as possible.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -27,9 +27,8 @@ from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.space.configuration import Configuration
 
 # Prices of all bytes of the fastest solution, in multiples of its step time: they rise and fall
-# from 1 as long as the plan's memory falls.
-HIGHER = tuple(4.0**i for i in range(1, 7))
-LOWER = (0.25, 0.0625, 0.0)
+# from the first as long as the plan's memory does not rise.
+FIRST, HIGHER, LOWER = 4.0, tuple(4.0**i for i in range(2, 7)), (1.0, 0.25, 0.0625, 0.0)
 NEAR = 1.05  # a plan whose memory is at most so many times a bound is near it
 
 
@@ -39,18 +38,21 @@ def is_near(nbytes: float, bound: float) -> bool:
 
 
 def first_that_fits(
-    searches: InnerSearches, configurations: Sequence[tuple[float, Configuration]]
+    searches: InnerSearches,
+    configurations: Sequence[tuple[float, Configuration]],
+    error: BudgetError | None = None,
 ) -> PricedPlan | None:
     """The first least-memory plan that fits. None where no configuration can split the batch.
 
     Args:
         configurations: in rising order of the memory that they need at least, with these bytes. The
             bytes may be an estimate below the truth.
+        error: of a search before this one, with the least memory that it found.
 
     Raises:
         BudgetError: no plan fits; of the configuration that needs least memory.
     """
-    errors: list[BudgetError] = []
+    errors = [error] if error is not None else []
     for least, configuration in configurations:
         if errors and is_near(min(e.least for e in errors), least):
             break
@@ -62,7 +64,7 @@ def first_that_fits(
         search, samples = searches.of_configuration(configuration)
         with resized(search.analysis, samples, search.analysis.rules):
             starts = searches.user_starts(search)
-            priced = least_memory_plan(search, configuration, samples, starts)
+            priced = least_memory_plan(search, configuration, samples, starts, least)
             rank, kinds = _fullest_rank(search, priced)
         if sum(kinds.values()) <= search.budgets(configuration)[rank]:
             return priced
@@ -77,6 +79,7 @@ def least_memory_plan(
     configuration: Configuration,
     samples: int,
     starts: Sequence[int] | None = None,
+    bound: float = 0.0,
 ) -> PricedPlan:
     """The plan of one configuration that needs least memory, among the plans at a few prices of
     memory. It does not depend on the budget.
@@ -85,12 +88,12 @@ def least_memory_plan(
 
     Args:
         starts: the first unit of each stage, where the user cut the stages.
+        bound: bytes; a plan near them is not followed by another price.
     """
     prices = search.prices(configuration, samples)
     fastest = prices.at(0.0)
     unit = prices.seconds(fastest) / prices.nbytes(fastest)
     table = search.unit_cost_table(prices.problem, one_stage=configuration.stages == 1)
-
     counted: dict[tuple, PricedPlan] = {}
 
     def at(price: float) -> PricedPlan:
@@ -110,20 +113,28 @@ def least_memory_plan(
             counted[key] = count_memory(assemble(search, candidate), search.tracer)
         return counted[key]
 
-    first = at(1.0)
-    best = [_least_before_more(search, first, map(at, ladder)) for ladder in (HIGHER, LOWER)]
-    return min(best, key=lambda plan: max(_fullness(search, plan)))
+    def nbytes(plan: PricedPlan) -> float:
+        return max(_fullness(search, plan))
+
+    return _least_along_prices(at, nbytes, bound)
 
 
-def _least_before_more(
-    search: InnerSearch, first: PricedPlan, others: Iterable[PricedPlan]
+def _least_along_prices(
+    at: Callable[[float], PricedPlan], nbytes: Callable[[PricedPlan], float], bound: float
 ) -> PricedPlan:
-    """The plan with the least memory up to the first that needs more than the one before it."""
-    best = first
-    for plan in others:
-        if max(_fullness(search, plan)) > max(_fullness(search, best)):
-            break
-        best = plan
+    """The plan of the fewest bytes up to the first near ``bound``, or else along rising and falling
+    prices until bytes rise.
+    """
+    best = first = at(FIRST)
+    for ladder in (HIGHER, LOWER):
+        before = first
+        for price in ladder:
+            if is_near(nbytes(best), bound):
+                return best
+            plan = at(price)
+            if nbytes(plan) > nbytes(before):
+                break
+            best, before = min(best, plan, key=nbytes), plan
     return best
 
 

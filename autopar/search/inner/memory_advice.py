@@ -26,8 +26,8 @@ def memory_advice(kinds: Mapping[str, float], options: Options, axes: Sequence[A
     if options.zero == 0 and replicas > 1:
         found.append((lasting * (1 - 1 / replicas), "zero=2, about"))
     if options.micro_batch_size is not None and options.micro_batch_size > 1:
-        most = max(kinds.get("activations", 0.0), kinds.get("transient", 0.0))
-        nbytes = most * (1 - 1 / options.micro_batch_size)
+        temporary = max(kinds.get("activations", 0.0), kinds.get("transient", 0.0))
+        nbytes = temporary * (1 - 1 / options.micro_batch_size)
         found.append((nbytes, "micro_batch_size=1, about"))
     if options.recompute == "none" and kinds.get("activations"):
         found.append(

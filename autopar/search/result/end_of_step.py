@@ -27,6 +27,12 @@ def end_of_step(priced: PricedPlan) -> list[dict[str, float]]:
     """Seconds by stage and kind, with the plan's buckets; :attr:`PricedPlan.end_of_step_estimate`
     has the shares.
     """
+    if priced.known_ends is None:
+        priced.known_ends = _end_of_step(priced)
+    return priced.known_ends
+
+
+def _end_of_step(priced: PricedPlan) -> list[dict[str, float]]:
     estimate, configuration = priced.end_of_step_estimate, priced.configuration
     ends = [dict(of_stage) for of_stage in estimate]
     for rank in range(configuration.pipeline):

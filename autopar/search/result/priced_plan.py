@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -42,6 +42,7 @@ class PricedPlan:
             by storage. None before the count.
         counted_bytes: by stage and kind: peak bytes, counted storage by storage. None before the
             count.
+        known_ends: what :func:`end_of_step` found. None before its first call.
     """
 
     analysis: Analysis
@@ -55,6 +56,7 @@ class PricedPlan:
     step_prices: StepPrices | None = None
     counted_saved_bytes: list[float] | None = None
     counted_bytes: list[dict[str, float]] | None = None
+    known_ends: list[dict[str, float]] | None = field(default=None, init=False, compare=False)
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -181,7 +183,7 @@ class PricedPlan:
             seconds["bubble"] = max(0.0, total - sum(seconds.values()))
         return seconds
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         """Seconds of a step, as the problem counts them."""
         return sum(self.seconds_by_kind(self._end_of_step(self.step_prices)).values())
