@@ -4,5 +4,7 @@ Reading order: ``capture_graph`` is the entry. ``sample_call`` calls a model wit
 ``export_program`` runs torch.export and explains its failures, and ``exported_graph`` turns the
 result into a captured model. ``function_operator`` and ``function_tracer`` keep calls of
 ``torch.autograd.Function`` whole, ``refused_calls`` refuses calls that a graph cannot contain.
-``hooks`` checks a model's hooks, ``module_state`` restores a model after a run.
+``hooks`` checks a model's hooks, ``module_state`` restores a model after a run. ``trace_state``
+tells whether anything changed that a trace may read, ``code_names``, ``state_parts`` and
+``process_state`` help it.
 """

@@ -1,4 +1,5 @@
 """What happens between a user's call and the search? ``traced_model`` traces a model once for all
 uses of its graph, and ``planner`` checks the options and the cluster, searches, and writes the
-plan.
+plan. ``kept_models`` and ``kept_plans`` keep graphs and plans for further calls of the process,
+``plan_files`` keeps plans for other processes.
 """
