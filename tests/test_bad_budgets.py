@@ -55,6 +55,14 @@ def test_the_least_budget_is_enough(options: dict[str, Any]) -> None:
             plan(memory_budget=0.98 * least, **options)
 
 
+def test_a_time_limit_that_ended_the_search_is_named() -> None:
+    with pytest.raises(BudgetError) as caught:
+        plan(memory_budget=1000, parallel=tensor(4))
+    assert "time_limit" not in str(caught.value)
+    with pytest.raises(BudgetError, match=r"time_limit=0\.001 seconds: with more it may"):
+        plan(memory_budget=0.97 * caught.value.least, parallel=tensor(4), time_limit=1e-3)
+
+
 def test_a_device_too_small_names_the_cluster() -> None:
     cluster = autopar.Cluster.load("cpu")
     small = dataclasses.replace(

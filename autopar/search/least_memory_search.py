@@ -101,7 +101,8 @@ class LeastMemorySearch:
         memory.
         """
         options = self.searches.options
-        if options.parallel is not None or options.mesh is not None or near.stages > 1:
+        is_fixed = options.parallel is not None or options.mesh is not None
+        if is_fixed or near.stages > 1 or self.searches.is_out_of_time():
             return []
         found: list[tuple[float, Family]] = []
         for family in tensor_modes(self.enumeration, near):

@@ -23,7 +23,7 @@ from autopar.search.fitting.fitting_plans import FittingPlans
 from autopar.search.ilp.programs.linear_program import UnsolvedError
 from autopar.search.inner.candidate import Candidate
 from autopar.search.inner.inner_searches import InnerSearches
-from autopar.search.inner.no_plan_errors import no_plan_error
+from autopar.search.inner.no_plan_errors import no_plan_error, time_limit_error
 from autopar.search.inner.step_bounds import Level, StepBound
 from autopar.search.least_memory_search import LeastMemorySearch
 from autopar.search.neighbours import free_meshes, tensor_modes
@@ -116,7 +116,7 @@ class OuterSearch:
             else:
                 return plan
         assert error is not None
-        raise error
+        raise time_limit_error(error, self.options) if self.searches.is_out_of_time() else error
 
     # Configurations in the order of their bounds
 

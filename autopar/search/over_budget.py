@@ -28,13 +28,14 @@ class OverBudget:
         return is_over
 
     def is_family_over(self, family: Sequence[Configuration]) -> bool:
-        """Whether no number of microbatches fits, by the floor of the bytes, which knows one
-        microbatch and several. The fewest need no sums of gradients, and the most have the smallest
-        tensors; one of both is likely to need least memory.
+        """Whether no number of microbatches fits, by the floor of the bytes; keeps the
+        configurations if none fits.
         """
-        ends = dict.fromkeys((*family[:1], *family[-1:]))
         try:
-            over = [c for c in ends if self.is_over(c, self._searches.byte_floor(c))]
+            floors = [(self._searches.byte_floor(c), c) for c in family]
+            is_over = all(n > self._searches.budget(c) for n, c in floors)
         except PlanError:  # of the model; a bound with a solve raises it, too
             return False
-        return len(over) == len(ends) > 0
+        if floors and is_over:
+            self.found += floors
+        return bool(floors) and is_over

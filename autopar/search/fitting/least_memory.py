@@ -43,6 +43,7 @@ def first_that_fits(
     error: BudgetError | None = None,
 ) -> PricedPlan | None:
     """The first least-memory plan that fits. None where no configuration can split the batch.
+    Beyond the time limit, one configuration is tried.
 
     Args:
         configurations: in rising order of the memory that they need at least, with these bytes. The
@@ -54,7 +55,7 @@ def first_that_fits(
     """
     errors = [error] if error is not None else []
     for least, configuration in configurations:
-        if errors and is_near(min(e.least for e in errors), least):
+        if errors and (is_near(min(e.least for e in errors), least) or searches.is_out_of_time()):
             break
         searches.progress(f"saving memory, {configuration}")
         if not searches.can_split(configuration):

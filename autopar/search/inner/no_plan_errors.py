@@ -109,3 +109,12 @@ def over_budget_error(
         f"What would free most: {advice}",
         needed,
     )
+
+
+def time_limit_error(error: BudgetError, options: Options) -> BudgetError:
+    """The error of a search that its time limit ended before a plan was found that fits."""
+    return BudgetError(
+        f"{error}. The search ended at time_limit={options.search_seconds:g} seconds: with more it "
+        "may find a plan that fits",
+        error.least,
+    )
