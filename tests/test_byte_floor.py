@@ -47,7 +47,9 @@ def floor_of(model: nn.Module, sample: Any, plan: Plan, zero: int | None) -> flo
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "t5"))]
+)
 def test_zoo(name: str, way: str) -> None:
     model, sample = getattr(zoo, name)()
     plan = autopar.plan(model, sample, 4, cluster="a100-sxm", progress=False, **WAYS[way])
@@ -55,10 +57,10 @@ def test_zoo(name: str, way: str) -> None:
     assert 0.05 * max(plan.peak_memory) < floor <= max(plan.peak_memory)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_random_plans(ranks: int) -> None:
-    jobs = [job for job in planned(range(16), ranks, 0, 1) if job.plan is not None]
-    assert len(jobs) > 4
+    jobs = [job for job in planned(range(8), ranks, 0, 1) if job.plan is not None]
+    assert len(jobs) > 2
     for job in jobs:
         model, batches = program(job.seed)
         floor = floor_of(model, batches[0], job.plan, None)
