@@ -17,8 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import autopar
+from autopar.frontend.traced_model import TracedModel
+
 FACTOR = {"value": 2.0}
 WIDTH = 8
+SAMPLE = torch.zeros(8, WIDTH)
+OPTIONS: dict[str, Any] = dict(parallel=dict(data=2), micro_batch_size=2, zero=1, progress=False)
 
 
 @dataclass
@@ -113,6 +118,18 @@ def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
 
 def other_loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
     return output.abs().mean()
+
+
+def traced(model: nn.Module, sample: Any = SAMPLE, **options: Any) -> TracedModel:
+    """A model that is traced now."""
+    found = TracedModel(model, sample, options.get("loss_fn", loss))
+    _ = found.graphs
+    return found
+
+
+def plan(model: nn.Module, sample: Any = SAMPLE, **options: Any) -> autopar.Plan:
+    """A plan of two ranks."""
+    return autopar.plan(model, sample, 2, **{"loss_fn": loss, **OPTIONS, **options})
 
 
 def attribute(model: Changing) -> None:

@@ -23,10 +23,16 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _nothing_kept() -> None:
-    """Each call traces its model, so that a test that changes this package sees its changes.
-    tests/test_kept_models.py keeps models.
-    """
+    """Each call traces its model, so that a test that changes this package sees its changes."""
     kept_models.MOST_MODELS = 0
+
+
+@pytest.fixture
+def models_are_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Models are kept for further calls, as for a user, until the end of a test."""
+    monkeypatch.setattr(kept_models, "MOST_MODELS", 4)
+    yield
+    kept_models.KEPT_MODELS.clear()
 
 
 @pytest.fixture(scope="session")

@@ -4,11 +4,8 @@ leads to a new trace: the second plan is that of a process without a first.
 
 from __future__ import annotations
 
-import gc
 import random
-import threading
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,37 +14,16 @@ import inner_settings
 import pytest
 import settings_of_models
 import torch
-import zoo
-from changing_models import CHANGES, WIDTH, Changing, Counting, Drawing
+from changing_models import CHANGES, SAMPLE, WIDTH, Changing, Counting, Drawing, plan, traced
 from layer_stacks import assert_same
 from torch import nn
 
 import autopar
-from autopar.frontend import kept_models, planner, traced_model
 from autopar.frontend.kept_models import KEPT_MODELS
 from autopar.frontend.traced_model import TracedModel
 from autopar.rules import registry
 
-SAMPLE = torch.zeros(8, WIDTH)
-OPTIONS: dict[str, Any] = dict(parallel=dict(data=2), micro_batch_size=2, zero=1, progress=False)
-
-
-@pytest.fixture(autouse=True)
-def _kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Elsewhere nothing is kept, so that tests that change this package see their changes."""
-    monkeypatch.setattr(kept_models, "MOST_MODELS", 4)
-    yield
-    KEPT_MODELS.clear()
-
-
-def traced(model: nn.Module, sample: Any = SAMPLE, **options: Any) -> TracedModel:
-    found = TracedModel(model, sample, options.get("loss_fn", changing_models.loss))
-    _ = found.graphs
-    return found
-
-
-def plan(model: nn.Module, sample: Any = SAMPLE, **options: Any) -> autopar.Plan:
-    return autopar.plan(model, sample, 2, **{"loss_fn": changing_models.loss, **OPTIONS, **options})
+pytestmark = pytest.mark.usefixtures("models_are_kept")
 
 
 def assert_traced_anew(
@@ -231,116 +207,3 @@ def test_drawn_numbers_are_drawn_anew() -> None:
 def test_a_model_with_an_iterator_is_traced_each_time() -> None:
     model = Counting()
     assert traced(model).whole.fingerprint != traced(model).whole.fingerprint
-
-
-def test_the_kept_graphs_do_not_keep_the_model() -> None:
-    model, sample = zoo.gpt2(layers=3)
-    autopar.plan(model, sample, 2, **OPTIONS)
-    assert KEPT_MODELS._kept
-    gone = weakref.ref(model)
-    del model
-    gc.collect()
-    assert gone() is None
-    assert not KEPT_MODELS._kept
-
-
-def test_only_the_last_models_are_kept() -> None:
-    models = [Changing() for _ in range(6)]
-    graphs = [traced(model).graphs for model in models]
-    assert [traced(m).graphs is g for m, g in zip(models[2:], graphs[2:], strict=True)] == [
-        True
-    ] * 4
-    assert traced(models[0]).graphs is not graphs[0]
-
-
-def test_a_compiled_model_has_the_tensors_of_the_model() -> None:
-    model = Changing()
-    made = plan(model)
-    captured = traced(model).whole
-    assert captured.state["last.weight"] is model.last.weight
-    model.last.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))  # of the same kind
-    again = traced(model)
-    assert again.whole.state["last.weight"] is model.last.weight
-    assert again.analyse(2)[0].captured.state["last.weight"] is model.last.weight
-    assert plan(model) == made
-
-
-def test_programs_leave_the_kept_graphs_as_they_are() -> None:
-    """A compiled model runs, and the next plan and the next program are those of a first call."""
-    model, options = Changing(), dict(OPTIONS, loss_fn=changing_models.loss, parallel={})
-    sample = torch.rand(8, WIDTH)
-    first = autopar.compile(model, sample, 1, **options)
-    first(sample)["loss"].backward()
-    graph = str(traced(model, sample).graphs.whole.graph)
-    second = autopar.compile(model, sample, 1, **options)
-    assert str(traced(model, sample).graphs.whole.graph) == graph
-    KEPT_MODELS.clear()
-    third = autopar.compile(model, sample, 1, **options)
-    assert first.plan == second.plan == third.plan
-    assert second(sample)["loss"].item() == third(sample)["loss"].item()
-
-
-def test_a_plan_of_another_thread_waits() -> None:
-    model, sample = zoo.gpt2(layers=3)
-    budgets = [None, 1e9, 2e9, 3e9]
-    alone = [autopar.plan(model, sample, 2, **OPTIONS, memory_budget=b) for b in budgets]
-    KEPT_MODELS.clear()
-    _ = TracedModel(model, sample, None).graphs
-    found: dict[int, autopar.Plan] = {}
-
-    def run(i: int) -> None:
-        found[i] = autopar.plan(model, sample, 2, **OPTIONS, memory_budget=budgets[i])
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(budgets))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [found[i] for i in range(len(budgets))] == alone
-
-
-def test_a_plan_that_a_user_changes_is_no_plan_of_a_later_call() -> None:
-    model = Changing()
-    first, expected = plan(model), plan(model)
-    first.rows.clear()
-    first.nodes.clear()
-    first.seconds["compute"] = 0.0
-    first.stages[0].nbytes.clear()
-    assert first != expected
-    assert plan(model) == expected
-
-
-def test_the_same_call_again_searches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, sample = zoo.gpt2(layers=3)
-    first = autopar.plan(model, sample, 2, **OPTIONS)
-    monkeypatch.setattr(planner, "best_plan", None)
-    second = autopar.plan(model, sample, 2, **OPTIONS)
-    assert first == second
-    assert second.options == first.options
-    assert list(second.timings) == ["capture", "total"]
-    assert second.timings["total"] < first.timings["total"]
-    with pytest.raises(TypeError):  # another option
-        autopar.plan(model, sample, 2, **{**OPTIONS, "zero": 2})
-
-
-def test_a_search_that_its_time_limit_ends_is_not_kept() -> None:
-    model, sample = zoo.gpt2(layers=3)
-    limited: dict[str, Any] = dict(progress=False, time_limit=1e-3)
-    first = autopar.plan(model, sample, 4, **limited)
-    assert list(autopar.plan(model, sample, 4, **limited).timings) != ["capture", "total"]
-    assert first.compared
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_second_plan_traces_nothing(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second call with another cluster or budget finds the plan of a process of its own."""
-    model, sample = zoo.gpt2(layers=3)
-    others: list[dict[str, Any]] = [dict(cluster="a100-sxm"), dict(memory_budget=1e9)]
-    autopar.plan(model, sample, 2, **OPTIONS)
-    monkeypatch.setattr(traced_model, "_trace", None)
-    found = [autopar.plan(model, sample, 2, **OPTIONS, **other) for other in others * count]
-    monkeypatch.undo()
-    KEPT_MODELS.clear()
-    for other, second in zip(others * count, found, strict=True):
-        assert second == autopar.plan(model, sample, 2, **OPTIONS, **other)
-        KEPT_MODELS.clear()
