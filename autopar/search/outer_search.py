@@ -139,7 +139,7 @@ class OuterSearch:
 
     def _search(self) -> None:
         """Counts candidates until no configuration is left that may be faster."""
-        while self._open and not self._ends_early():
+        while self._open and not self._fitting.is_enough(self.searches.is_out_of_time()):
             each = self._open.pop()
             first, others = each.family[0], each.family[1:]
             if not self._fitting.may_be_faster(each.bound):
@@ -238,10 +238,6 @@ class OuterSearch:
 
     def _keep_bound(self, configuration: Configuration, bound: float) -> None:
         self._bounds[configuration] = max(bound, self._bounds.get(configuration, 0.0))
-
-    def _ends_early(self) -> bool:
-        """Whether the time is over or candidates never fit. Plans of least memory then follow."""
-        return self._fitting.never_fit or self.searches.is_out_of_time()
 
     def _remember_failure(self, configuration: Configuration, error: PlanError) -> None:
         """Keeps the reason why a configuration has no plan. A mode that the user did not ask for

@@ -22,6 +22,7 @@ EQUAL = 0.002
 MOST_COUNTED = 40  # candidates that are counted in full
 MOST_RETRIED = 4  # candidates that did not fit, of which the plan of least memory is tried
 MOST_TOO_LARGE = 12  # of them that do not fit, where none fits
+MOST_LATE = 24  # times that the search goes on beyond its time limit, where none fits
 # Plans that are proven: the chosen one, and those that take at most so many times as long.
 MOST_PROVEN, NEAR_PIPELINE, NEAR_OTHER = 4, 1.15, 1.02
 
@@ -48,6 +49,7 @@ class FittingPlans:
         self.counted = 0
         self._reserves = Reserves()
         self._too_large: list[Candidate] = []
+        self._late = 0  # how often the search went on beyond the time limit
 
     def may_be_faster(self, seconds: float) -> bool:
         """Whether seconds without the overhead of every step may be those of a faster plan."""
@@ -56,10 +58,14 @@ class FittingPlans:
         fastest = min(self.plans, key=lambda p: p.seconds)
         return seconds + fastest.plan.costs.overhead < fastest.seconds * (1 - EQUAL)
 
-    @property
-    def never_fit(self) -> bool:
-        """Whether so many candidates have not fitted that no more need be tried."""
-        return not self.plans and self.counted >= MOST_TOO_LARGE
+    def is_enough(self, is_late: bool) -> bool:
+        """Whether no more candidates need be tried. Beyond the time limit that is where a plan fits
+        or some more were tried; before it, where so many have not fitted.
+        """
+        if self.plans:
+            return is_late
+        self._late += is_late
+        return self._late > MOST_LATE or self.counted >= MOST_TOO_LARGE
 
     def candidate(self, configuration: Configuration) -> Candidate:
         """The best candidate of a configuration, which leaves free what similar configurations had
