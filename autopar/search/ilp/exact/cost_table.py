@@ -17,7 +17,12 @@ from autopar.search.ilp.cost_weights import CostWeights, price_bytes
 from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.tensor_conversions import Port, TensorConversions
 
+MOST_ENTRIES = 1e7  # of a table
 Classes = dict[int, np.ndarray]  # the vertices of a table, each with the class of each choice
+
+
+class TooWideError(Exception):
+    """A table would be too large."""
 
 
 @dataclass(frozen=True)
@@ -86,13 +91,42 @@ def edge_costs(
     )
 
 
-def tensor_table(problem: Problem, weights: CostWeights, tensor: TensorConversions) -> CostTable:
-    """The costs of all conversions of a tensor, over its producer and its readers that have more
-    than one label. Equal conversions, and equal results, are paid once.
+def tensor_tables(
+    problem: Problem, weights: CostWeights, tensor: TensorConversions
+) -> list[CostTable]:
+    """The costs of all conversions of a tensor. A port whose conversions are free has a table of
+    its own, if it has any, as it shares no cost with other ports.
+
+    Raises:
+        TooWideError: the table of the other ports would be too large.
     """
     edges = [edge_costs(problem, weights, tensor, port) for port in tensor.ports]
+    tables: list[CostTable] = []
+    shared: list[tuple[Port, EdgeCosts]] = []
+    for port, edge in zip(tensor.ports, edges, strict=True):
+        costs = edge.time + edge.in_backward
+        if ((costs != 0) & (costs != np.inf)).any():
+            shared.append((port, edge))
+        elif costs.any():
+            tables.append(port_table(problem, tensor, port, costs))
+    if shared:
+        tables.append(_shared_table(problem, tensor, *zip(*shared, strict=True)))
+    return tables
+
+
+def _shared_table(
+    problem: Problem,
+    tensor: TensorConversions,
+    ports: Sequence[Port],
+    edges: Sequence[EdgeCosts],
+) -> CostTable:
+    """The costs of a tensor's conversions for some of its ports, over its producer and the readers
+    that have more than one label. Equal conversions, and equal results, are paid once.
+    """
     # What has one label is no dim: a tensor may have a hundred readers that all want one layout.
     label_counts = [len(edges[0].sources), *(len(edge.targets) for edge in edges)]
+    if math.prod(map(float, label_counts)) > MOST_ENTRIES:
+        raise TooWideError
     dim_of = [sum(n > 1 for n in label_counts[:at]) for at in range(len(label_counts))]
     dims = sum(n > 1 for n in label_counts)
     total = np.zeros((1,) * dims)
@@ -106,7 +140,7 @@ def tensor_table(problem: Problem, weights: CostWeights, tensor: TensorConversio
         own = dim_of[0], dim_of[at]
         time, in_backward = (_spread(c, own, dims) for c in (edge.time, edge.in_backward))
         total = total + np.where(is_paid, 0.0, time) + np.where(is_kept, 0.0, in_backward)
-    return _of_different_vertices(problem, tensor, tensor.ports, total)
+    return _of_different_vertices(problem, tensor, ports, total)
 
 
 def port_table(
@@ -114,12 +148,6 @@ def port_table(
 ) -> CostTable:
     """A table of costs of one edge, [label made, label wanted]."""
     return _of_different_vertices(problem, tensor, (port,), costs)
-
-
-def tensor_table_size(problem: Problem, tensor: TensorConversions) -> float:
-    """The entries of :func:`tensor_table`, at most."""
-    ports = (float(len(problem.vertices[v].in_labels[p])) for v, p in tensor.ports)
-    return len(problem.vertices[tensor.producer].out_labels) * math.prod(ports)
 
 
 def _of_different_vertices(

@@ -11,6 +11,7 @@ framework for reasoning, 1999.)
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -18,14 +19,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.search.ilp.exact.cost_table import Classes, CostTable, first_choices, joint_classes
+from autopar.search.ilp.exact.cost_table import (
+    MOST_ENTRIES,
+    Classes,
+    CostTable,
+    TooWideError,
+    first_choices,
+    joint_classes,
+)
 
-# The additions of one step and the entries of its table, at most: a second has about 5e8 additions.
-MOST_ADDITIONS, MOST_ENTRIES = 3e7, 1e7
-
-
-class TooWideError(Exception):
-    """A table would be too large."""
+MOST_ADDITIONS = 3e7  # of one step, at most: a second has about 5e8 additions
 
 
 @dataclass(frozen=True)
@@ -70,12 +73,17 @@ class Elimination:
 
     def _eliminate_all(self) -> None:
         prices = {v: self._additions(v) for v in self._of_vertex}
+        queue = [(price, v) for v, price in prices.items()]
+        heapq.heapify(queue)
         while prices:
-            v = min(prices, key=lambda v: (prices[v], v))
+            price, v = heapq.heappop(queue)
+            if prices.get(v) != price:  # it has another price by now, or is eliminated
+                continue
             del prices[v]
             step = self._eliminate(v)
             for neighbour in step.result.classes:
                 prices[neighbour] = self._additions(neighbour)
+                heapq.heappush(queue, (prices[neighbour], neighbour))
 
     def _scope(self, v: int) -> Classes:
         """The joint classes of a vertex and its neighbours in the tables with the vertex."""

@@ -16,12 +16,12 @@ import numpy as np
 from autopar.search.ilp.cost_weights import CostWeights
 from autopar.search.ilp.exact.cost_table import (
     EdgeCosts,
+    TooWideError,
     edge_costs,
-    tensor_table,
-    tensor_table_size,
+    tensor_tables,
     vertex_costs,
 )
-from autopar.search.ilp.exact.elimination import MOST_ENTRIES, Elimination, TooWideError
+from autopar.search.ilp.exact.elimination import Elimination
 from autopar.search.ilp.exact.message_passing import Messages
 from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.restrict import restrict_choices
@@ -119,9 +119,7 @@ def _with_solution(
 
 
 def _eliminate(problem: Problem, weights: CostWeights) -> Elimination:
-    if any(tensor_table_size(problem, tensor) > MOST_ENTRIES for tensor in problem.tensors):
-        raise TooWideError
-    tables = [tensor_table(problem, weights, tensor) for tensor in problem.tensors]
+    tables = [t for tensor in problem.tensors for t in tensor_tables(problem, weights, tensor)]
     return Elimination(vertex_costs(problem, weights), tables)
 
 
