@@ -17,6 +17,7 @@ from autopar.ir.plan_data import NodePlan
 from autopar.plan import Plan
 
 WORLD = 8  # one node, all-to-all NVLink
+CLUSTERS = ["h100-sxm", pytest.param("a100-sxm", marks=pytest.mark.slow)]
 SEQUENCE = 2048
 Made = tuple[torch.nn.Module, dict[str, torch.Tensor]]
 
@@ -117,7 +118,7 @@ def test_a_free_mesh_also_splits_every_weight(megatron: tuple[Made, str, Plan]) 
         assert all(t.is_shard for t in layout)
 
 
-@pytest.mark.parametrize("cluster", ["h100-sxm", "a100-sxm"])
+@pytest.mark.parametrize("cluster", CLUSTERS)
 def test_a_small_model_with_a_large_batch_is_data_parallel(cluster: str) -> None:
     plan = planned(gpt2(hidden=768, vocabulary=50304, batch=256, sequence=512), cluster)
     assert plan.data_degree == WORLD
@@ -126,7 +127,7 @@ def test_a_small_model_with_a_large_batch_is_data_parallel(cluster: str) -> None
     assert all(t == parse_type("R") for layout in found for t in layout)
 
 
-@pytest.mark.parametrize("cluster", ["h100-sxm", "a100-sxm"])
+@pytest.mark.parametrize("cluster", CLUSTERS)
 def test_a_huge_vocabulary_is_vocabulary_parallel(cluster: str) -> None:
     made = gpt2(hidden=256, vocabulary=250_000, batch=8, sequence=256)
     plan = planned(made, cluster)

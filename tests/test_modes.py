@@ -98,7 +98,14 @@ def _check_plan(plan: autopar.Plan, parallel: Mapping[str, Any]) -> None:
     assert mode in {row[6] for row in plan.rows["blocks"]}
 
 
-@pytest.mark.parametrize("label", ["1d, pipeline", "2d, pipeline", "sequence, both, pipeline"])
+@pytest.mark.parametrize(
+    "label",
+    [
+        pytest.param("1d, pipeline", marks=pytest.mark.slow),
+        "2d, pipeline",
+        pytest.param("sequence, both, pipeline", marks=pytest.mark.slow),
+    ],
+)
 def test_a_mode_holds_in_microbatches_of_one_sample(label: str) -> None:
     options: dict[str, Any] = dict(cluster="cpu", micro_batch_size=1, progress=False)
     plan = autopar.plan(*zoo.vit16(), 8, parallel=EIGHT[label], **options)

@@ -13,7 +13,9 @@ from autopar.search.space.configuration import Configuration
 from autopar.search.space.meshes import Axis
 
 
-@pytest.mark.parametrize(("name", "draws"), [("cnn-5-cpu", 3), ("cnn-8-p100", 2)])
+@pytest.mark.parametrize(
+    ("name", "draws"), [("cnn-5-cpu", 3), pytest.param("cnn-8-p100", 2, marks=pytest.mark.slow)]
+)
 def test_objective_and_report_agree(name: str, draws: int) -> None:
     row = measure(next(case for case in CASES if case.name == name), draws, seed=0)
     assert len(row.drawn) == draws

@@ -110,7 +110,10 @@ PARALLEL: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", PARALLEL)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name == "all" else []) for name in PARALLEL],
+)
 def test_the_search_finds_the_best_of_all_orders(name: str) -> None:
     parallel = PARALLEL[name]
     orders = list(itertools.permutations(parallel))

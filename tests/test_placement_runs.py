@@ -78,7 +78,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, list[int]]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = ("pipeline inside tensor", "pipeline inside data, parameters split")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else []) for case in CASES],
+)
 def test_equals_one_device(ranks: Pools, case: str) -> None:
     options, groups = CASES[case]
     outcomes = ranks(4).run(check, options)
@@ -109,7 +115,9 @@ def check_mixed(options: dict[str, Any], slow_first: bool) -> tuple[Any, autopar
 
 
 @pytest.mark.parametrize("slow_first", [False, True])
-@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("zero-bubble", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [("1f1b", 1), pytest.param("zero-bubble", 2, marks=pytest.mark.slow)]
+)
 def test_two_kinds_of_devices_equal_one(
     ranks: Pools, schedule: str, chunks: int, slow_first: bool
 ) -> None:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import changing_models
 import pytest
@@ -32,10 +33,14 @@ COUNT = 3  # processes that plan at a time
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty folder for the plans. No process keeps plans itself (tests/conftest.py)."""
+    """An empty folder for the plans, and no rules of other tests. No process keeps plans itself
+    (tests/conftest.py).
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv(plan_files.SWITCH, "1")
-    return tmp_path / "autopar" / "plans"
+    own = {n: m for n, m in registry._MAKERS.items() if m.__module__.startswith("autopar.")}
+    with mock.patch.dict(registry._MAKERS, own, clear=True):
+        yield tmp_path / "autopar" / "plans"
 
 
 def plan(**options: Any) -> autopar.Plan:
@@ -96,6 +101,7 @@ print(*plan.timings)
 """
 
 
+@pytest.mark.slow
 def test_processes_share_plans(folder: Path) -> None:
     """Several at a time write one whole file, and a further one reads it."""
     first = plan()

@@ -12,7 +12,12 @@ import autopar
 
 
 @pytest.mark.parametrize(
-    ("name", "draws"), [("cnn-5-cpu", 12), ("gpt-4l-7-cpu", 8), ("llama-4l-3-a100", 12)]
+    ("name", "draws"),
+    [
+        ("cnn-5-cpu", 12),
+        ("gpt-4l-7-cpu", 8),
+        pytest.param("llama-4l-3-a100", 12, marks=pytest.mark.slow),
+    ],
 )
 def test_no_pinned_plan_is_faster_than_the_free_plan(name: str, draws: int) -> None:
     case = next(c for c in CASES if c.name == name)

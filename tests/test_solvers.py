@@ -22,8 +22,10 @@ def planned(**options: object) -> Plan:
 
 @pytest.mark.parametrize(
     "options",
-    [dict(parallel=PARALLEL), dict(mesh=(4,), memory_budget=3e6)],
-    ids=["1d", "little memory"],
+    [
+        pytest.param(dict(parallel=PARALLEL), id="1d", marks=pytest.mark.slow),
+        pytest.param(dict(mesh=(4,), memory_budget=3e6), id="little memory"),
+    ],
 )
 def test_two_solvers_find_one_optimum(options: dict) -> None:
     highs = planned(**options)
