@@ -114,6 +114,7 @@ def test_every_model(name: str, way: str) -> None:
     check(*planned_way(name, way))
 
 
+@pytest.mark.timeout(900)  # on a busy machine; each plan also takes the trace of all layers
 @pytest.mark.parametrize("name", ["fused", pytest.param("llama", marks=pytest.mark.slow)])
 def test_within_a_budget(name: str) -> None:
     """Blocks recompute what the memory asks for; some may recompute more than others."""
