@@ -21,7 +21,8 @@ from autopar.passes.canonical.canonicalise import canonicalise
 from autopar.rules.analysis import Analysis
 from autopar.search.ilp import solve
 from autopar.search.ilp.cost_weights import CostWeights
-from autopar.search.ilp.exact.cost_table import vertex_costs
+from autopar.search.ilp.exact.cost_table import CostTable, vertex_costs
+from autopar.search.ilp.exact.elimination import Elimination
 from autopar.search.ilp.exact.pruning import find_optimum, message_bounds
 from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.programs.linear_program import UnsolvedError
@@ -229,3 +230,14 @@ def test_unsolved_configurations_are_noted_or_refused(monkeypatch: pytest.Monkey
         match=r"no plan was found: the solver reached its limit of operations for .*mesh ",
     ):
         planned()
+
+
+def test_a_hundred_readers_of_one_tensor_are_eliminated() -> None:
+    """Each reader needs the tensor in the backward, or not, which costs it one second more."""
+    readers = range(1, 101)
+    costs = [np.zeros(1), *(np.array([0.0, 1.0]) for _ in readers)]
+    one, own = np.zeros(1, dtype=np.int64), np.arange(2)
+    tables = [CostTable({0: one, r: own}, np.array([[np.inf, 0.0]])) for r in readers]
+    found = Elimination(costs, tables)
+    assert found.least == 100
+    assert found.chosen() == [0, *(1 for _ in readers)]

@@ -62,7 +62,7 @@ class Elimination:
     """
 
     def __init__(self, costs: Sequence[np.ndarray], tables: Sequence[CostTable]) -> None:
-        self.costs, self.tables = costs, list(tables)
+        self.costs, self.tables = costs, [_of_several_classes(table) for table in tables]
         self.steps: list[_Step] = []
         self._of_vertex: dict[int, set[int]] = {v: set() for v in range(len(costs))}
         for number, table in enumerate(self.tables):
@@ -115,7 +115,7 @@ class Elimination:
         for number in numbers:
             sums = sums + _aligned(self.tables[number], dims, first)
         sums = np.broadcast_to(sums, [len(first[u]) for u in dims])
-        result = CostTable(scope, sums.min(axis=-1))
+        result = _of_several_classes(CostTable(scope, sums.min(axis=-1)))
         self._replace(v, numbers, result)
         self.steps.append(_Step(v, numbers, result))
         return self.steps[-1]
@@ -143,6 +143,15 @@ class Elimination:
                 cost = cost + table.costs[at][table.classes[step.vertex]]
             chosen[step.vertex] = int(cost.argmin())
         return chosen
+
+
+def _of_several_classes(table: CostTable) -> CostTable:
+    """The table without the vertices of one class, on which no cost depends: an array has at most
+    64 dims.
+    """
+    classes = zip(table.classes.items(), table.costs.shape, strict=True)
+    several = {u: own for (u, own), count in classes if count > 1}
+    return CostTable(several, table.costs.reshape([n for n in table.costs.shape if n > 1]))
 
 
 def _least_of_classes(costs: np.ndarray, classes: np.ndarray, count: int) -> np.ndarray:
