@@ -19,6 +19,7 @@ from autopar.search.space.configuration import Configuration
 # Configurations whose least memory is worked out; where bounds show that nothing fits, only to say
 # about how much is needed.
 MOST_LEAST, MOST_WHERE_NOTHING_FITS = 12, 3
+NEAR = 1.05  # there a plan that needs so many times a bound is enough
 MOST_ORDERED = 50
 MOST_MODES = 2  # meshes of modes
 
@@ -59,8 +60,9 @@ class LeastMemorySearch:
             BudgetError: no plan fits; of the configuration that needs least memory.
         """
         if near is None:
-            most = MOST_LEAST if may_fit else MOST_WHERE_NOTHING_FITS
-            return self._first_that_fits(self.over_budget, most, error)
+            if may_fit:
+                return self._first_that_fits(self.over_budget, MOST_LEAST, error)
+            return self._first_that_fits(self.over_budget, MOST_WHERE_NOTHING_FITS, error, NEAR)
         counts = self.enumeration.microbatch_counts(near)
         several = [replace(near, microbatches=m) for m in counts]
         tried = dict.fromkeys((*self.enumeration.possible(several), *candidates))
@@ -75,6 +77,7 @@ class LeastMemorySearch:
         configurations: Sequence[tuple[float, Configuration]],
         most: int,
         error: BudgetError | None,
+        near: float = 1.0,
     ) -> PricedPlan | None:
         """The first least-memory plan that fits, among those of ``most`` configurations: those
         with the fewest bytes, together with the largest tensor and its gradient, and then with the
@@ -94,7 +97,7 @@ class LeastMemorySearch:
 
         # The microbatches in flight are counted one by one, and not for thousands of schedules.
         few = heapq.nsmallest(MOST_ORDERED, configurations, key=nbytes)
-        return first_that_fits(self.searches, sorted(few, key=order)[:most], error)
+        return first_that_fits(self.searches, sorted(few, key=order)[:most], error, near)
 
     def _modes(self, near: Configuration) -> list[Configuration]:
         """The configurations of modes that may fit, of the families with the least bound of their

@@ -9,6 +9,7 @@ as possible.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -26,21 +27,15 @@ from autopar.search.result.assemble import assemble
 from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.space.configuration import Configuration
 
-# Prices of all bytes of the fastest solution, in multiples of its step time: they rise and fall
-# from the first as long as the plan's memory does not rise.
+# Prices of all bytes of the fastest solution, in multiples of its step time.
 FIRST, HIGHER, LOWER = 4.0, tuple(4.0**i for i in range(2, 7)), (1.0, 0.25, 0.0625, 0.0)
-NEAR = 1.05  # a plan whose memory is at most so many times a bound is near it
-
-
-def is_near(nbytes: float, bound: float) -> bool:
-    """Whether a plan's memory is so near a bound that the search for another is not worth it."""
-    return nbytes <= NEAR * bound
 
 
 def first_that_fits(
     searches: InnerSearches,
     configurations: Sequence[tuple[float, Configuration]],
     error: BudgetError | None = None,
+    near: float = 1.0,
 ) -> PricedPlan | None:
     """The first least-memory plan that fits. None where no configuration can split the batch.
     Beyond the time limit, one configuration is tried.
@@ -49,13 +44,17 @@ def first_that_fits(
         configurations: in rising order of the memory that they need at least, with these bytes. The
             bytes may be an estimate below the truth.
         error: of a search before this one, with the least memory that it found.
+        near: a plan that needs at most so many times a configuration's bytes ends the search for
+            less. More than 1 only where these bytes are bounds above the budget.
 
     Raises:
         BudgetError: no plan fits; of the configuration that needs least memory.
     """
     errors = [error] if error is not None else []
     for least, configuration in configurations:
-        if errors and (is_near(min(e.least for e in errors), least) or searches.is_out_of_time()):
+        enough = near * least
+        found = min((e.least for e in errors), default=math.inf)
+        if found <= enough or (errors and searches.is_out_of_time()):
             break
         searches.progress(f"saving memory, {configuration}")
         if not searches.can_split(configuration):
@@ -65,7 +64,7 @@ def first_that_fits(
         search, samples = searches.of_configuration(configuration)
         with resized(search.analysis, samples, search.analysis.rules):
             starts = searches.user_starts(search)
-            priced = least_memory_plan(search, configuration, samples, starts, least)
+            priced = least_memory_plan(search, configuration, samples, starts, enough * (near > 1))
             rank, kinds = _fullest_rank(search, priced)
         if sum(kinds.values()) <= search.budgets(configuration)[rank]:
             return priced
@@ -80,7 +79,7 @@ def least_memory_plan(
     configuration: Configuration,
     samples: int,
     starts: Sequence[int] | None = None,
-    bound: float = 0.0,
+    enough: float = 0.0,
 ) -> PricedPlan:
     """The plan of one configuration that needs least memory, among the plans at a few prices of
     memory. It does not depend on the budget.
@@ -89,7 +88,8 @@ def least_memory_plan(
 
     Args:
         starts: the first unit of each stage, where the user cut the stages.
-        bound: bytes; a plan near them is not followed by another price.
+        enough: bytes; a plan that needs no more is not followed by another price. 0 where the plan
+            may fit, so that all prices are tried.
     """
     prices = search.prices(configuration, samples)
     fastest = prices.at(0.0)
@@ -117,23 +117,23 @@ def least_memory_plan(
     def nbytes(plan: PricedPlan) -> float:
         return max(_fullness(search, plan))
 
-    return _least_along_prices(at, nbytes, bound)
+    return _least_along_prices(at, nbytes, enough)
 
 
 def _least_along_prices(
-    at: Callable[[float], PricedPlan], nbytes: Callable[[PricedPlan], float], bound: float
+    at: Callable[[float], PricedPlan], nbytes: Callable[[PricedPlan], float], enough: float
 ) -> PricedPlan:
-    """The plan of the fewest bytes up to the first near ``bound``, or else along rising and falling
-    prices until bytes rise.
+    """The plan of the fewest bytes up to the first that needs at most ``enough``, or else along
+    rising and falling prices until bytes rise; of all prices where no number of bytes is enough.
     """
     best = first = at(FIRST)
     for ladder in (HIGHER, LOWER):
         before = first
         for price in ladder:
-            if is_near(nbytes(best), bound):
+            if nbytes(best) <= enough:
                 return best
             plan = at(price)
-            if nbytes(plan) > nbytes(before):
+            if enough and nbytes(plan) > nbytes(before):
                 break
             best, before = min(best, plan, key=nbytes), plan
     return best
