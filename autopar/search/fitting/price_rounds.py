@@ -3,7 +3,7 @@
 With the prices of full buckets the objective is mostly below the reported step time. So the
 problem is solved again with the prices that the buckets of its solution give, and the plan is kept
 where its reported step time is lower. A plan whose own prices lead to the same plan has a reported
-step time equal to the objective.
+step time equal to the objective. Rounds that lead to prices of an earlier round would repeat it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from autopar.errors import PlanError
 from autopar.search.fitting.fit import prove, refit
 from autopar.search.fitting.reserves import Reserves
 from autopar.search.inner.inner_searches import InnerSearches
+from autopar.search.pricing.step_prices import StepPrices
 from autopar.search.result.end_of_step import own_step_prices, reported_seconds
 from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.space.configuration import Configuration
@@ -27,12 +28,16 @@ def at_own_step_prices(
 ) -> PricedPlan:
     """The best plan of some rounds, by its reported step time. Its gap is to the same bound."""
     bound, best = plan.seconds * (1 - plan.gap), plan
+    tried: list[StepPrices] = []
     for _ in range(MOST_ROUNDS):
         reported = reported_seconds(plan)
         objective = plan.seconds + plan.costs.overhead
         if abs(reported - objective) < SMALL_DIFFERENCE * reported:
             break
         prices = own_step_prices(plan)
+        if prices in tried:
+            break
+        tried.append(prices)
         reserve = reserves.of(configuration)
         try:
             again = searches.candidate(configuration, reserve, step_prices=prices)
