@@ -12,6 +12,7 @@ from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, CaptureError, PlanError, RunError
 from autopar.plan import Plan
 from autopar.rules import Option, register_rule
+from autopar.runtime.checkpoint.folder import newest_checkpoint
 from autopar.runtime.measure.comparison import Comparison
 from autopar.runtime.module.compiled import Compiled
 from autopar.runtime.optimizer.gradient_clipping import clip_grad_norm_
@@ -38,6 +39,7 @@ __all__ = [
     "clip_grad_norm_",
     "compare_modes",
     "compile",
+    "newest_checkpoint",
     "plan",
     "register_mode",
     "register_rule",

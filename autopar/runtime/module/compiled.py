@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from autopar.errors import RunError
+from autopar.runtime.checkpoint.methods import Checkpoints
 from autopar.runtime.communication.all_ranks import run_on_all_ranks
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.communication.replicas import check_replicas
@@ -45,10 +46,8 @@ if TYPE_CHECKING:
     from autopar.plan import Plan
     from autopar.runtime.measure.comparison import Comparison
 
-_RANDOM = "random_state"
 
-
-class Compiled(nn.Module):
+class Compiled(Checkpoints):
     """A model as a distributed program, called and trained like the model itself.
 
     The loss in its output is that of the whole batch, on every rank; other outputs are DTensors.
@@ -149,21 +148,6 @@ class Compiled(nn.Module):
     def mesh(self) -> Mesh:
         """The mesh of the ranks that run it."""
         return self._mesh
-
-    @property
-    def random_state(self) -> torch.Tensor:
-        """The state on which the next random numbers depend: three integers, the seed and the
-        numbers of calls that drew in training and in evaluation. The same on all ranks.
-
-        After a restart, a run continues with the next numbers if all ranks set the saved state
-        before the first step. ``torch.save`` of ``state_dict()`` and ``load_state_dict`` include
-        it. A new seed of torch's generator starts a new state.
-        """
-        return self._mesh.random_streams.state
-
-    @random_state.setter
-    def random_state(self, value: torch.Tensor) -> None:
-        self._mesh.random_streams.state = value
 
     def check_replicas(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Compares the replicas on all ranks: of parameters, gradients, buffers, the random state,
@@ -278,21 +262,6 @@ class Compiled(nn.Module):
         )
         converted._metadata = getattr(state_dict, "_metadata", {})  # type: ignore[attr-defined]
         return super().load_state_dict(converted, strict=strict)
-
-    # The random state goes into the metadata, beside torch's version numbers: a plain model would
-    # refuse a new key.
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self._draws:
-            destination._metadata[prefix[:-1]][_RANDOM] = self.random_state.tolist()
-
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any
-    ) -> None:
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
-        if self._draws and _RANDOM in local_metadata:
-            self.random_state = torch.tensor(local_metadata[_RANDOM])
 
     def _apply(self, fn: Any, recurse: bool = True) -> Compiled:
         """``to``, ``half``, ``cuda`` and others call it."""

@@ -1,0 +1,81 @@
+"""A run goes on from a checkpoint: to the bit under the same plan, and as on one device under any
+other.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from checkpointed import Language, Run, compiled_under
+from pool import Pools
+
+STEPS = 2  # before the checkpoint, and after it
+
+
+def _drawn() -> tuple[float, float, float]:
+    """What the loop of a user may draw."""
+    return torch.rand(()).item(), random.random(), np.random.random()
+
+
+def _resumes(label: str, folder: str) -> None:
+    torch.manual_seed(3)
+    straight = Run(compiled_under(label))
+    straight.steps(STEPS)
+    straight.model.save(f"{folder}/step-2", **straight.parts(), extra={"step": STEPS, "a": (1.5,)})
+    expected, drawn = straight.steps(STEPS), _drawn()
+    straight.model.finish_save()
+    torch.manual_seed(99)
+    resumed = Run(compiled_under(label, scale=2.0))
+    assert resumed.model.load(folder, **resumed.parts()) == {"step": STEPS, "a": (1.5,)}
+    assert resumed.steps(STEPS) == expected
+    assert _drawn() == drawn
+    pairs = zip(resumed.local_tensors(), straight.local_tensors(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+    assert resumed.scheduler.state_dict() == straight.scheduler.state_dict()
+
+
+@pytest.mark.parametrize(
+    "label", ["zero", *(pytest.param(x, marks=pytest.mark.slow) for x in ("tensor", "pipeline"))]
+)
+def test_a_run_resumes_to_the_bit(ranks: Pools, tmp_path: Path, label: str) -> None:
+    ranks(2).run(_resumes, label, str(tmp_path))
+
+
+def _begin(label: str, path: str) -> None:
+    run = Run(compiled_under(label, dropout=0.0))
+    run.steps(STEPS)
+    run.model.save(path, **run.parts(), wait=True)
+
+
+def _go_on(label: str, path: str, to: str) -> list[float]:
+    run = Run(compiled_under(label, dropout=0.0, scale=2.0))
+    run.model.load(path, **run.parts())
+    run.model.save(to, **run.parts(), wait=True)
+    return run.steps(STEPS)
+
+
+def _chain(pools: Pools, tmp_path: Path, *labels: str) -> None:
+    """Each plan of the chain loads what the one before it saved."""
+    device = Run(Language(dropout=0.0))
+    device.steps(STEPS)
+    expected = pytest.approx(device.steps(STEPS), rel=1e-9)
+    path = tmp_path / labels[0]
+    pools(1 if labels[0] == "alone" else 2).run(_begin, labels[0], str(path))
+    for label in labels[1:]:
+        to = tmp_path / f"{path.name}, {label}"
+        for losses in pools(1 if label == "alone" else 2).run(_go_on, label, str(path), str(to)):
+            assert losses == expected
+        path = to
+
+
+def test_another_plan_goes_on_as_one_device(ranks: Pools, tmp_path: Path) -> None:
+    _chain(ranks, tmp_path, "zero", "pipeline")
+
+
+@pytest.mark.slow
+def test_many_plans_go_on_as_one_device(ranks: Pools, tmp_path: Path) -> None:
+    _chain(ranks, tmp_path, "pipeline", "tensor", "alone", "zero 3", "zero", "pipeline", "alone")
