@@ -15,6 +15,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from autopar.cost_model import Cluster
 from autopar.errors import PlanError, RunError
+from autopar.frontend.evaluation_trace import DeferredEvaluation, EvaluationTrace
 from autopar.frontend.planner import (
     check_option_names,
     check_sample,
@@ -125,18 +126,20 @@ def compile(
     make = partial(
         make_plan_on_this_machine, traced, device, world_size, cluster, progress, options
     )
-    (notes, made), evaluation_mode = run_distributed(
-        ("planning", partial(_verify_and_plan, traced, verify, make if plan is None else None)),
-        ("tracing the model in eval()", lambda: traced.evaluation_mode),
+    ((notes, made),) = run_distributed(
+        ("planning", partial(_verify_and_plan, traced, verify, make if plan is None else None))
     )
     plan = plan or made
     check_same_on_all_ranks(repr(dataclasses.replace(plan, timings={}, options={})), "the plan")
     analysis, prologue = _graph_of_plan(traced, plan)
     mesh = _mesh_of_plan(plan, device)
-    lowered = lower(analysis, plan, prologue, mesh.device, evaluation_mode)
+    trace = run_on_all_ranks("tracing the model in eval()", lambda: EvaluationTrace(traced))
+    lowered = lower(analysis, plan, prologue, mesh.device)
+    captured = analysis.captured
+    evaluation = DeferredEvaluation(trace, lowered, captured, plan, prologue, mesh.device)
     notes = [*notes, *_check_types(analysis, lowered, mesh)]
     noted = dataclasses.replace(plan, notes=(*plan.notes, *notes)) if notes else plan
-    return Compiled(analysis.captured, noted, lowered, mesh, model=model)
+    return Compiled(captured, noted, lowered, mesh, model=model, evaluation=evaluation)
 
 
 def _mesh_of_plan(plan: Plan, device: torch.device) -> Mesh:

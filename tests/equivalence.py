@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -206,7 +207,7 @@ def traced_once() -> Iterator[None]:
         mock.patch.object(autopar.frontend.traced_model, "_trace", once),
         mock.patch.object(autopar.frontend.traced_model, "_in_parts", cached),
         mock.patch.object(
-            autopar.frontend.traced_model.TracedModel, "evaluation_mode", EvaluationMode()
+            autopar.api, "EvaluationTrace", return_value=SimpleNamespace(mode=EvaluationMode)
         ),  # tests/test_evaluation_mode.py tests it
         mock.patch.object(
             autopar.api, "_verify", return_value=[]

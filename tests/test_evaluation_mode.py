@@ -10,6 +10,7 @@ import zoo
 from pool import Pools
 
 import autopar
+from autopar.frontend.evaluation_trace import EvaluationTrace
 from autopar.frontend.traced_model import TracedModel
 
 
@@ -26,7 +27,9 @@ class Branching(torch.nn.Module):
 @pytest.mark.parametrize("name", zoo.MODELS)
 def test_dropout_and_batch_norm_are_understood(name: str) -> None:
     model, sample = zoo.MODELS[name](dropout=0.1)
-    assert TracedModel(model, sample, None).evaluation_mode.mismatch is None
+    trace = EvaluationTrace(TracedModel(model, sample, None))
+    assert not trace.is_known
+    assert trace.mode().mismatch is None
     assert model.training
 
 

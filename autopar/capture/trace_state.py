@@ -70,6 +70,15 @@ class TraceState:
         return all(of() is not None for of in self._same) and self._tokens == other._tokens
 
 
+def reached_objects(roots: Iterable[Any], placeholders: Iterable[torch.Tensor]) -> set[int]:
+    """The ids of all objects that the code of ``roots`` can reach.
+
+    Raises:
+        UnknownStateError: as :class:`TraceState`.
+    """
+    return _Reader(roots, {id(t) for t in placeholders}).reached
+
+
 class _Reader:
     """Describes each object once, as tokens.
 
@@ -93,6 +102,10 @@ class _Reader:
             self._describe(self._left.pop())
             if len(self.tokens) > _TOO_LARGE:
                 raise UnknownStateError("the model's code reaches too many objects")
+
+    @property
+    def reached(self) -> set[int]:
+        return set(self._numbers)
 
     def _value(self, value: Any) -> None:
         """Writes a constant, or the number of an object, which is described later."""

@@ -15,7 +15,6 @@ from autopar.capture.exported_graph import state_of
 from autopar.capture.trace_state import TraceState
 from autopar.frontend.kept_plans import KeptPlans
 from autopar.ir.captured import CapturedModel
-from autopar.passes.lowering.evaluation_mode import EvaluationMode
 from autopar.plan import Plan
 from autopar.rules.analysis import Analysis
 from autopar.runtime.parameters.model_state import with_meta_state
@@ -55,7 +54,6 @@ class ModelGraphs:
         self.latest_cache: dict[bool, SearchCache] = {}
         self.plans = KeptPlans()
         self.written = LruCache[tuple[PricedPlan, Plan]](MOST_WRITTEN)
-        self.evaluation_mode: EvaluationMode | None = None
         self.lock = RLock()
 
 

@@ -29,7 +29,6 @@ from autopar.ir.captured import CapturedModel, LossFunction
 from autopar.ir.precision import dtype_of
 from autopar.passes.canonical.canonicalise import canonicalise
 from autopar.passes.canonical.repeat_layers import NotRepeatedError
-from autopar.passes.lowering.evaluation_mode import EvaluationMode, find_evaluation_mode
 from autopar.passes.microbatch.derive_microbatch import derive_microbatch
 from autopar.profile.missing_kernels import MissingKernels
 from autopar.rules.analysis import Analysis
@@ -146,16 +145,9 @@ class TracedModel:
             searched = self.graphs.searched = self._analyse(microbatches)[0]
         return searched
 
-    @property
-    def evaluation_mode(self) -> EvaluationMode:
-        """The changes that ``eval()`` makes to the graph."""
-        graphs = self.graphs
-        if graphs.evaluation_mode is None:
-            graphs.evaluation_mode = find_evaluation_mode(
-                self.whole,
-                _trace(self.model, self.sample, self.loss_fn, self.precision, training=False),
-            )
-        return graphs.evaluation_mode
+    def traced_in_evaluation(self) -> CapturedModel:
+        """The graph of the whole batch in ``eval()``, traced by each call."""
+        return _trace(self.model, self.sample, self.loss_fn, self.precision, training=False)
 
 
 def _in_parts(whole: Analysis, microbatches: int) -> tuple[Analysis, fx.Graph | None]:

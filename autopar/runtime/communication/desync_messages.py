@@ -55,7 +55,8 @@ _DIFFERENCES = {
     "it equally often",
     "mode": "called the program in another mode than rank {base}, in {there}, not in {here}: "
     "train(), eval() and torch.no_grad() must be "
-    "alike on all ranks, of the program and of its parts",
+    "alike on all ranks, of the program and of its parts, and none may differ from the others in "
+    "what its code does in eval()",
     "trains": "had frozen other parameters than rank {base}: requires_grad must be alike on all "
     "ranks",
     "failures": "had {there} calls or backwards that failed, rank {base} {here}: what fails on "

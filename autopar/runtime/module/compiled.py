@@ -77,6 +77,7 @@ class Compiled(Checkpoints):
         *,
         model: nn.Module | None = None,
         like: Compiled | None = None,
+        evaluation: Callable[[], LoweredModel] | None = None,
     ) -> None:
         super().__init__()
         self._captured = with_meta_state(captured)
@@ -93,7 +94,7 @@ class Compiled(Checkpoints):
             captured, lowered.parameters, mesh, share_leaf=meets, keep=keep, like=values
         )
         self._fill_tree(captured, model)
-        self._variants = ProgramVariants(self, lowered, captured.updates)
+        self._variants = ProgramVariants(self, lowered, captured.updates, evaluation)
         self._draws, names = draws(lowered.train), self._signature.names
         self._desync = make_detector(mesh, list(captured.state), names, self._draws, meets)
         self._runner = self._make_runner(captured, holders)
@@ -169,14 +170,9 @@ class Compiled(Checkpoints):
         """An independent copy on the same ranks. It shares programs and process groups, but no
         parameters, buffers and random state.
         """
-        twin = Compiled(
-            self._captured,
-            self._plan,
-            self._lowered,
-            self._mesh.copy_for_program(),
-            model=self,
-            like=self,
-        )
+        mesh, evaluation = self._mesh.copy_for_program(), self._variants.evaluation
+        given = self._captured, self._plan, self._lowered, mesh
+        twin = Compiled(*given, model=self, like=self, evaluation=evaluation)
         memo[id(self)] = twin
         for mine, other in zip(self.parameters(), twin.parameters(), strict=True):
             other.requires_grad_(mine.requires_grad)

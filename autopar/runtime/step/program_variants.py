@@ -1,12 +1,14 @@
 """Which program a call runs: it depends on ``train()`` and ``eval()`` of the model and its parts.
 
-The programs for a model in training and in evaluation exist from the start. Programs for a model
-with some parts in ``eval()`` are made at the first call in these modes, and kept.
+The program for training exists from the start. What ``eval()`` changes is asked for at the first
+call in which a part does not train. Programs for a model with some parts in ``eval()`` are made at
+the first call in these modes, and kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -50,17 +52,33 @@ def draws(program: fx.GraphModule) -> bool:
 
 class ProgramVariants:
     """The variants of ``lowered`` for the modes of ``root`` and its modules. ``updates``: the names
-    of the buffers that the program updates.
+    of the buffers that the program updates. ``evaluation()``: the programs with what ``eval()``
+    changes, where ``lowered`` was made without that knowledge; copies of the program ask it, too.
     """
 
-    def __init__(self, root: nn.Module, lowered: LoweredModel, updates: Sequence[str]) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        lowered: LoweredModel,
+        updates: Sequence[str],
+        evaluation: Callable[[], LoweredModel] | None = None,
+    ) -> None:
+        self._root, self._updates, self.evaluation = root, updates, evaluation
+        self._knows_evaluation = evaluation is None
+        self._last: tuple[tuple[bool, ...], ProgramVariant] | None = None
+        self._training: ProgramVariant | None = None
+        self._take(lowered)
+
+    def _take(self, lowered: LoweredModel) -> None:
+        """Finds the modules whose modes choose a program of ``lowered``."""
         self._lowered, self._evaluation_mode = lowered, lowered.evaluation_mode
+        root, updates = self._root, self._updates
         always = self._evaluation_mode.updates  # buffers that a call in eval() updates, too
         self._owners = ["" if name in always else name.rpartition(".")[0] for name in updates]
         self._always = frozenset(i for i, name in enumerate(updates) if name in always)
         known = dict(root.named_modules(remove_duplicate=False))
         paths = {path: known.get(path, root) for path in (*lowered.switched_modules, *self._owners)}
-        if self._evaluation_mode.mismatch is not None:
+        if not self._knows_evaluation or self._evaluation_mode.mismatch is not None:
             # Any module of the user's own class may be the one that reads self.training.
             paths |= {
                 path: module for path, module in known.items() if not _is_torch_module(module)
@@ -69,27 +87,39 @@ class ProgramVariants:
         number = {id(module): i for i, module in enumerate(self._modules)}
         self._places = {path: number[id(module)] for path, module in paths.items()}
         self._variants: dict[tuple[bool, ...], ProgramVariant] = {}
-        self._last: tuple[tuple[bool, ...], ProgramVariant] | None = None
 
     def current(self) -> ProgramVariant:
         """The program for the modes that the modules are in.
 
         Raises :class:`RunError` for modes in which the model may compute something else than the
-        program.
+        program, and :class:`CaptureError` for a model that cannot be traced in ``eval()``.
         """
         modes = tuple([module.training for module in self._modules])
         if self._last is None or self._last[0] != modes:
+            if not (self._knows_evaluation or all(modes)):
+                self._learn_evaluation()
+                return self.current()
             if modes not in self._variants:
                 self._check(modes)
                 self._variants[modes] = self._make(modes)
             self._last = modes, self._variants[modes]
         return self._last[1]
 
+    def _learn_evaluation(self) -> None:
+        assert self.evaluation is not None
+        lowered = self.evaluation()
+        self._knows_evaluation = True
+        self._take(lowered)
+
     def _make(self, modes: tuple[bool, ...]) -> ProgramVariant:
-        lowered, number = self._lowered, sum(1 << (i % 30) for i, on in enumerate(modes) if not on)
+        lowered = self._lowered
         if all(modes):
-            stages = [stage.train for stage in lowered.stages]
-            return ProgramVariant(lowered.train, stages, frozenset(), number)
+            if self._training is None:
+                stages = [stage.train for stage in lowered.stages]
+                self._training = ProgramVariant(lowered.train, stages, frozenset(), 0)
+            return self._training
+        number = sum(1 << (i % 30) for i, on in enumerate(modes) if not on)
+        number += self._digest() << 40
         if not any(modes):
             stages = [stage.evaluate for stage in lowered.stages]
             skipped = frozenset(range(len(self._owners))) - self._always
@@ -98,6 +128,14 @@ class ProgramVariants:
         program, partly = lowered.partly_evaluating(off)
         skipped = frozenset(i for i, owner in enumerate(self._owners) if owner in off)
         return ProgramVariant(program, partly, skipped - self._always, number)
+
+    def _digest(self) -> int:
+        """A number of 16 bits for what ``eval()`` changes. It lets ranks whose traces differ notice
+        it.
+        """
+        mode = self._evaluation_mode
+        found = sorted(mode.unswitched), sorted(mode.updates), mode.mismatch
+        return zlib.crc32(repr(found).encode()) & 0xFFFF
 
     def _check(self, modes: tuple[bool, ...]) -> None:
         mismatch = self._evaluation_mode.mismatch
