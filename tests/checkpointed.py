@@ -15,6 +15,7 @@ import autopar
 
 SIZES = 16, 8  # tokens in the vocabulary, features
 PLANS: dict[str, dict[str, Any]] = {
+    "data": dict(parallel=dict(data=2), zero=0),
     "zero": dict(parallel=dict(data=2), zero=2),
     "zero 3": dict(parallel=dict(data=2), zero=3),
     "tensor": dict(parallel=dict(tensor=dict(size=2, mode="1d"))),
@@ -51,8 +52,8 @@ class Language(nn.Module):
 class Batches:
     """A stateful loader: draws from a generator of its own."""
 
-    def __init__(self) -> None:
-        self.generator = torch.Generator().manual_seed(7)
+    def __init__(self, seed: int = 7) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
 
     def __call__(self) -> torch.Tensor:
         return torch.randint(SIZES[0], (8, 4), generator=self.generator)

@@ -5,12 +5,14 @@ other.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from checkpointed import Language, Run, compiled_under
+from checkpointed import Batches, Language, Run, compiled_under
 from pool import Pools
 
 STEPS = 2  # before the checkpoint, and after it
@@ -79,3 +81,47 @@ def test_another_plan_goes_on_as_one_device(ranks: Pools, tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_many_plans_go_on_as_one_device(ranks: Pools, tmp_path: Path) -> None:
     _chain(ranks, tmp_path, "pipeline", "tensor", "alone", "zero 3", "zero", "pipeline", "alone")
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "adam": partial(torch.optim.Adam, lr=0.01, amsgrad=True),
+    "asgd": partial(torch.optim.ASGD, lr=0.01),
+    "nadam": torch.optim.NAdam,
+    "adagrad": torch.optim.Adagrad,
+    "adadelta": torch.optim.Adadelta,
+    "lbfgs": partial(torch.optim.LBFGS, max_iter=3),
+    "muon": lambda parameters: torch.optim.Muon([p for p in parameters if p.ndim == 2]),
+}
+
+
+def _optimizers_resume(label: str, folder: str) -> None:
+    model = compiled_under(label, dropout=0.0)
+
+    def steps(optimizer: torch.optim.Optimizer, first: int) -> list[float]:
+        def loss() -> torch.Tensor:
+            optimizer.zero_grad()
+            found = model(batch)
+            found.backward()
+            return found
+
+        losses = []
+        for seed in range(first, first + STEPS):
+            batch = Batches(seed)()
+            losses.append(optimizer.step(loss).item())
+        return losses
+
+    for name, make in OPTIMIZERS.items():
+        optimizer = make(model.parameters())
+        steps(optimizer, 0)
+        model.save(f"{folder}/{name}", optimizer=optimizer, wait=True)
+        expected = steps(optimizer, STEPS)
+        fresh = make(model.parameters())
+        model.load(f"{folder}/{name}", optimizer=fresh)
+        assert steps(fresh, STEPS) == expected, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("label", ["data", "zero", "alone"])
+def test_optimizers_resume_to_the_bit(ranks: Pools, tmp_path: Path, label: str) -> None:
+    ranks(1 if label == "alone" else 2).run(_optimizers_resume, label, str(tmp_path))
