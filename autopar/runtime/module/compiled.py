@@ -39,6 +39,7 @@ from autopar.runtime.parameters.model_state import (
 )
 from autopar.runtime.step.program_variants import ProgramVariants, draws
 from autopar.runtime.step.step_runner import StepRunner
+from autopar.runtime.values.methods import ModelValues
 
 if TYPE_CHECKING:
     from autopar.ir.captured import CapturedModel
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from autopar.runtime.measure.comparison import Comparison
 
 
-class Compiled(Checkpoints):
+class Compiled(Checkpoints, ModelValues):
     """A model as a distributed program, called and trained like the model itself.
 
     The loss in its output is that of the whole batch, on every rank; other outputs are DTensors.
@@ -99,6 +100,7 @@ class Compiled(Checkpoints):
         self._desync = make_detector(mesh, list(captured.state), names, self._draws, meets)
         self._runner = self._make_runner(captured, holders)
         self._install_hooks(holders, model if like is None else None)
+        self._remember(like._source if like is not None else model)
         if model is not None:
             seal(self, "", forward_attributes(model) - self.__dict__.keys())
         # Here and not in the class body: torch.compiler.disable imports torch's compiler.

@@ -1,0 +1,76 @@
+"""What a compiled module has of its model's values: the methods that set and write all of them."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, cast
+
+from torch import nn
+
+from autopar.errors import RunError
+from autopar.runtime.values.initialise import initialise
+from autopar.runtime.values.pretrained import save_pretrained
+
+if TYPE_CHECKING:
+    from autopar.ir.captured import CapturedModel
+    from autopar.runtime.module.compiled import Compiled
+    from autopar.runtime.parameters.model_state import ModelState
+
+
+class ModelValues(nn.Module):
+    """The part of a compiled module that sets and writes the values of the model."""
+
+    _captured: CapturedModel
+    _state: ModelState
+    _source: nn.Module | None = None
+
+    def _remember(self, model: nn.Module | None) -> None:
+        """Keeps the model that was compiled, where that takes no memory."""
+        if model is not None and all(p.is_meta for p in model.parameters()):
+            self.__dict__["_source"] = model  # not as a part of this module
+
+    def init_weights(self, seed: int, model: nn.Module | None = None) -> None:
+        """Gives parameters and buffers the values that the model gives itself on one device after
+        ``torch.manual_seed(seed)``, on the CPU: with its method ``init_weights``, if it has one;
+        else with the ``reset_parameters`` of each of its modules, children first. The values do not
+        depend on the layout. All ranks must call it.
+
+        Each rank computes every tensor, one at a time, and keeps its part.
+
+        Args:
+            seed: the same on all ranks. The random generators stay as they are.
+            model: the model that was compiled. It may be left out where its parameters were on the
+                meta device.
+
+        Raises:
+            RunError: on every rank, for a parameter that no initialisation writes to.
+        """
+        source = self._source if model is None else model
+        if source is None:
+            raise RunError(
+                "init_weights runs the model's own code, and a compiled module has none: pass "
+                "the model, init_weights(seed, model), or compile it from the meta device"
+            )
+        initialise(cast("Compiled", self), source, seed, self._captured.aliases)
+
+    def save_pretrained(
+        self, folder: str | os.PathLike[str], *, max_file_bytes: int = 5 << 30
+    ) -> None:
+        """Writes the model for others: safetensors files of whole tensors under the model's names,
+        an index where there are several files, and ``config.json`` where the model has a
+        ``config``. ``from_pretrained`` of Hugging Face libraries reads the folder. All ranks must
+        call it, with a folder on a disk that all ranks share.
+
+        Tied tensors are written once, under the first of their names. The tensors pass one after
+        the other, so that no rank holds more than its part and one tensor.
+
+        Args:
+            folder: is made, complete or not at all.
+            max_file_bytes: the largest size of a file with several tensors.
+
+        Raises:
+            RunError: on every rank, if ``folder`` exists and is not empty, or cannot be written.
+        """
+        self._state.check_has_values()
+        program = cast("Compiled", self)
+        save_pretrained(program, folder, self._captured.aliases, max_file_bytes)
