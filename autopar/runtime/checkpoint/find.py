@@ -34,8 +34,9 @@ def verified_checkpoint(path: Path, group: dist.ProcessGroup) -> Path:
         problem = _first_problem(folder, group)
         if problem is None:
             if skipped and dist.get_rank(group) == 0:
-                found = "; ".join(skipped)
-                warnings.warn(f"{folder} is loaded, because later is torn: {found}", stacklevel=2)
+                reasons = "; ".join(skipped)
+                message = f"{folder} is loaded; others are not whole: {reasons}"
+                warnings.warn(message, stacklevel=4)  # where compiled.load is called
             return folder
         skipped.append(problem)
     reasons = ": " + "; ".join(skipped) if skipped else ""
