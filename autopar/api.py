@@ -25,6 +25,7 @@ from autopar.frontend.planner import (
     rare_garbage_collection,
 )
 from autopar.frontend.traced_model import TracedModel, batch_size
+from autopar.ir.batch_layouts import with_batch
 from autopar.ir.captured import LossFunction
 from autopar.ir.nodes import describe_node
 from autopar.ir.plan_json import validated_plan
@@ -92,6 +93,7 @@ def compile(
     plan: Plan | None = None,
     cluster: str | os.PathLike[str] | Cluster | None = None,
     loss_fn: LossFunction | None = None,
+    batch: str | None = None,
     progress: bool = True,
     verify: bool = True,
     **options: Any,
@@ -103,6 +105,9 @@ def compile(
     Args:
         plan: a plan for the same model and sample. Without a plan, rank 0 makes one and sends it to
             the other ranks.
+        batch: what each rank passes to a call: ``"global"``, the whole batch, or ``"local"``, the
+            samples of its data-parallel replica, see ``compiled.sampler``. Unless given, that of
+            ``plan``, where a program was compiled with it, else ``"global"``.
         verify: whether rank 0 runs the model and its captured graph on a few samples of the sample
             input and compares the results, where weights and sample have values; see
             :func:`autopar.check`. Where a few samples cannot stand for the batch, or their results
@@ -129,15 +134,16 @@ def compile(
     ((notes, made),) = run_distributed(
         ("planning", partial(_verify_and_plan, traced, verify, make if plan is None else None))
     )
-    plan = plan or made
-    check_same_on_all_ranks(repr(dataclasses.replace(plan, timings={}, options={})), "the plan")
+    plan = run_on_all_ranks("compile", partial(with_batch, plan or made, batch))
+    decided = dataclasses.replace(plan, timings={}, options={"batch": plan.batch})
+    check_same_on_all_ranks(repr(decided), "the plan")
     analysis, prologue = _graph_of_plan(traced, plan)
     mesh = _mesh_of_plan(plan, device)
     trace = run_on_all_ranks("tracing the model in eval()", lambda: EvaluationTrace(traced))
     lowered = lower(analysis, plan, prologue, mesh.device)
     captured = analysis.captured
     evaluation = DeferredEvaluation(trace, lowered, captured, plan, prologue, mesh.device)
-    notes = [*notes, *_check_types(analysis, lowered, mesh)]
+    notes = [*notes, *lowered.notes, *_check_types(analysis, lowered, mesh)]
     noted = dataclasses.replace(plan, notes=(*plan.notes, *notes)) if notes else plan
     return Compiled(captured, noted, lowered, mesh, model=model, evaluation=evaluation)
 
@@ -166,7 +172,7 @@ def _graph_of_plan(traced: TracedModel, plan: Plan) -> tuple[Analysis, fx.Graph 
     derive = partial(traced.analyse, plan.microbatches)
     analysis, prologue = run_on_all_ranks("deriving a microbatch", derive)
     found = analysis.captured.fingerprint
-    check_same_on_all_ranks(found + _state_text(analysis.captured.state), "the model")
+    check_same_on_all_ranks(found + analysis.captured.state_text, "the model")
     if found != plan.fingerprint:
         raise RunError(
             f"the plan was made for a graph with fingerprint {plan.fingerprint}, this model and "
@@ -289,8 +295,3 @@ def _check(
             raise RunError(
                 f"{place}: a batch must lie where the model does, so pass it .to({str(device)!r})"
             )
-
-
-def _state_text(state: dict[str, torch.Tensor]) -> str:
-    """The properties of a model's tensors that a program depends on, of unused tensors too."""
-    return repr([(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in state.items()])

@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._pytree import tree_flatten
 
-from autopar.ir.layout import Layout, P, R, S, Type, parse_layout
+from autopar.ir.batch_layouts import global_batch
+from autopar.ir.layout import P, R, S, Type, parse_layout
 from autopar.ir.plan_data import ParameterPlan
 from autopar.passes.lowering.evaluation_mode import EvaluationMode
 from autopar.runtime.communication.collectives import redistribute
@@ -219,9 +220,7 @@ def build(
         name: ParameterPlan(*(parse_layout(text) for text in pair))
         for name, pair in parameters.items()
     }
-    cut: Layout = parse_layout(
-        " ".join("S0" if axis in data else "I" for axis in range(len(sizes)))
-    )
+    cut = parse_layout(" ".join("S0" if axis in data else "I" for axis in range(len(sizes))))
     gathered = parse_layout(" ".join("R" if axis in data else "I" for axis in range(len(sizes))))
     lowered = SimpleNamespace(
         train=graph(data, tensor, whole),
@@ -233,6 +232,7 @@ def build(
         evaluation_mode=EvaluationMode(updates=frozenset(["calls"])),
         state=STATE,
         output_layouts=(parse_layout("I " * len(sizes)), gathered if whole else cut, cut),
+        batch=global_batch(2, len(hoisted), len(sizes)),
         input_time_types=(S(0), S(0)),
         hoisted_time_types=hoisted,
         output_time_types=(P, S(0), S(0)),
@@ -253,6 +253,7 @@ def _plan(
 ) -> SimpleNamespace:
     """What the runtime reads of a plan; ``data`` are the axes that split the batch."""
     return SimpleNamespace(
+        batch="global",
         mesh_sizes=sizes,
         microbatches=microbatches,
         data_degree=math.prod(sizes[axis] for axis in data),

@@ -127,5 +127,14 @@ class CapturedModel:
         """The placeholders of the graph, in order, each with its entry in ``inputs``."""
         return dict(zip(self.graph.find_nodes(op="placeholder"), self.inputs, strict=True))
 
+    @property
+    def state_text(self) -> str:
+        """The properties of all tensors of the state that a program depends on, of unused ones
+        too.
+        """
+        return repr(
+            [(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in self.state.items()]
+        )
+
 
 LossFunction = Callable[[Any, Any], torch.Tensor]

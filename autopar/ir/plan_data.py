@@ -109,7 +109,8 @@ class PlanData:
         rows: what the report shows of each block and its collectives.
         notes: sentences for the user, about operators without a rule or statistics of microbatches.
         timings: seconds that planning took, by phase.
-        options: the world size, the cluster and every option that was given, as JSON has them.
+        options: the world size, the cluster and every option that was given, as JSON has them; of a
+            compiled program also its ``batch``.
         modes: the names of the axes of each mode of tensor parallelism that was asked for or
             chosen.
     """
@@ -224,6 +225,11 @@ class PlanData:
     def step_time(self) -> float:
         """Predicted seconds of one training step."""
         return sum(self.seconds.values())
+
+    @property
+    def batch(self) -> str:
+        """What a rank passes to a call: the "global" batch, or the "local" batch of its replica."""
+        return str(self.options.get("batch", "global"))
 
     @property
     def chunks(self) -> int:

@@ -21,7 +21,11 @@ from autopar.runtime.communication.collectives import redistribute
 
 
 def insert_conversions(
-    graph: fx.Graph, plan: PlanData, loss: int, gathered: Mapping[int, int] | None = None
+    graph: fx.Graph,
+    plan: PlanData,
+    loss: int | None,
+    gathered: Mapping[int, int] | None = None,
+    results: Mapping[int, Layout] | None = None,
 ) -> None:
     """Give every consumer its operands in the layouts of the plan, and the outputs in the layouts
     that the runtime expects. The first placeholder of ``graph`` becomes ``mesh``.
@@ -29,8 +33,9 @@ def insert_conversions(
     Args:
         loss: the number of the output that is the loss. It becomes I on all axes, unless it
             already has only the types I and P: the runtime sums a pending loss over all axes at
-            once.
+            once. None: no output is a loss.
         gathered: by output number, a dim that each rank must hold whole.
+        results: by output number, the layout that the output must have.
 
     Raises:
         PlanError: the plan lacks a node or a conversion.
@@ -56,8 +61,11 @@ def insert_conversions(
                     set_operand(node, k, converter.convert(operand, chosen.ins[k], node))
     output = graph.output_node()
     outputs = list(output.args[0])  # type: ignore[arg-type]
-    if any(t is not P and t is not I for t in outputs[loss].meta["layout"]):
+    if loss is not None and any(t is not P and t is not I for t in outputs[loss].meta["layout"]):
         outputs[loss] = converter.convert(outputs[loss], (I,) * len(plan.mesh_sizes), output)
+    for i, layout in (results or {}).items():
+        if outputs[i].meta["layout"] != layout:
+            outputs[i] = converter.convert(outputs[i], layout, output)
     for i, dim in (gathered or {}).items():
         outputs[i] = converter.gather(outputs[i], dim, output)
     output.args = (tuple(outputs),)

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 import torch.fx as fx
 
+from autopar.ir.batch_layouts import BatchLayouts
 from autopar.ir.captured import BatchDivision
 from autopar.ir.layout import Layout, R, Type
 from autopar.ir.nodes import new_node, set_device
@@ -27,6 +28,7 @@ from autopar.passes.lowering.insert_conversions import insert_conversions
 from autopar.passes.lowering.join_slices import join_slices
 from autopar.passes.lowering.localise import localise
 from autopar.passes.lowering.mark_recomputed import mark_recomputed
+from autopar.passes.lowering.place_batch import place_batch
 from autopar.passes.lowering.split_stages import StageProgram, split_stages
 from autopar.passes.lowering.verify_lowered import verify_layouts, verify_shapes
 from autopar.rules.analysis import Analysis
@@ -47,6 +49,7 @@ class LoweredModel:
         prologue: the program that runs once a step on the whole batch; None if no value is hoisted.
         state: the names of the parameters, buffers and constants that the programs take.
         output_layouts: the layouts of the user's tensors.
+        batch: the layouts of the inputs and of the hoisted values, as ranks pass them.
         input_time_types, hoisted_time_types, output_time_types: which part of each tensor of the
             whole batch a microbatch has, as types along time.
         update_time_types: the same for the new values of buffers; None for a buffer that each
@@ -55,6 +58,7 @@ class LoweredModel:
         division: how the batch is divided into microbatches; None for a single microbatch.
         stages: the programs of each pipeline stage; empty for a plan with one stage.
         evaluation_mode: how the model's evaluation differs from its training.
+        notes: sentences for the user.
     """
 
     train: fx.GraphModule
@@ -62,6 +66,7 @@ class LoweredModel:
     prologue: fx.GraphModule | None
     state: tuple[str, ...]
     output_layouts: tuple[Layout, ...]
+    batch: BatchLayouts
     input_time_types: tuple[Type, ...]
     hoisted_time_types: tuple[Type, ...]
     output_time_types: tuple[Type, ...]
@@ -70,6 +75,7 @@ class LoweredModel:
     division: BatchDivision | None = None
     stages: tuple[LoweredStage, ...] = ()
     evaluation_mode: EvaluationMode = field(default_factory=EvaluationMode)
+    notes: tuple[str, ...] = ()
 
     @property
     def switched_modules(self) -> list[str]:
@@ -125,8 +131,11 @@ def lower(
     mode = evaluation_mode or EvaluationMode()
     # First: all passes below lower the plan with these types.
     plan = admit_gradients(analysis, plan)
-    captured, tensors = analysis.captured, _user_tensors(analysis)
     device = device or next(iter(analysis.graph.nodes)).meta["val"].device
+    # Then the batch, which may change layouts: conversions need the last word on them.
+    placed = place_batch(analysis, plan, prologue, device)
+    plan = placed.plan
+    captured, tensors = analysis.captured, _user_tensors(analysis)
     train, evaluate = _lower_graph(analysis, plan, device, mode)
     outputs = train.output_node().args[0][: len(tensors)]  # type: ignore[index]
     own = captured.division.per_microbatch_updates if captured.division else ()
@@ -134,11 +143,10 @@ def lower(
     return LoweredModel(
         train=_module(train, "Train"),
         evaluate=_module(evaluate, "Evaluate"),
-        prologue=_module(_on_device(prologue, device), "Prologue")
-        if prologue is not None
-        else None,
+        prologue=None if placed.prologue is None else _module(placed.prologue, "Prologue"),
         state=tuple(state.target for state in analysis.state.values()),
         output_layouts=tuple(n.meta["layout"] for n in outputs),  # type: ignore[union-attr]
+        batch=placed.layouts,
         input_time_types=_time_types(analysis.inputs),
         hoisted_time_types=_time_types(analysis.hoisted),
         output_time_types=_time_types(tensors),
@@ -147,6 +155,7 @@ def lower(
         division=captured.division,
         stages=_stages(analysis, plan, train, evaluate, mode) if len(plan.stages) > 1 else (),
         evaluation_mode=mode,
+        notes=placed.notes,
     )
 
 
@@ -276,12 +285,3 @@ def _stages(
 
 def _module(graph: fx.Graph, name: str) -> fx.GraphModule:
     return fx.GraphModule(torch.nn.Module(), graph, name)
-
-
-def _on_device(graph: fx.Graph, device: torch.device) -> fx.Graph:
-    """A copy of ``graph`` that takes the mesh first and makes its constants on ``device``."""
-    copy, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    copy.placeholder("mesh")
-    copy.output(copy.graph_copy(graph, copies))
-    set_device(copy, device)
-    return copy

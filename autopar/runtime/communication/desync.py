@@ -29,8 +29,9 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import RunError
-from autopar.runtime.communication.desync_messages import batch_message, counter_message
-from autopar.runtime.communication.input_digests import DIGESTS, InputDigests
+from autopar.runtime.communication.batch_comparison import BatchComparison
+from autopar.runtime.communication.desync_messages import counter_message
+from autopar.runtime.communication.input_digests import InputDigests
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.communication.record_exchange import RecordExchange
 from autopar.runtime.communication.watchdog import Progress, Watchdog, watchdog_of
@@ -61,15 +62,15 @@ _GROWING = ("calls", "failures", "backwards", "steps", "restarts")  # counters t
 class DesyncDetector:
     """Records and compares the calls of one program.
 
-    Arguments: ``identity``, a number that the program has on every rank; ``names`` of its inputs;
-    ``always``, whether every call has an exchange of its own; ``meets``, whether ranks wait for
-    each other in its backward too, and not only in its calls.
+    Arguments: ``identity``, a number that the program has on every rank; ``batches`` compares its
+    inputs; ``always``, whether every call has an exchange of its own; ``meets``, whether ranks wait
+    for each other in its backward too, and not only in its calls.
     """
 
     def __init__(
-        self, mesh: Mesh, identity: int, names: Sequence[str], always: bool, meets: bool
+        self, mesh: Mesh, identity: int, batches: BatchComparison, always: bool, meets: bool
     ) -> None:
-        self._identity, self._names = identity % 2**31, list(names)
+        self._identity, self._batches = identity % 2**31, batches
         self._always, self._meets = always, meets
         self._calls = self._backwards = self._steps = self._restarts = 0
         self._stepped = False
@@ -178,23 +179,21 @@ class DesyncDetector:
         rows = self._exchange.rows()
         self._exchange.finish()
         self._next_interval, self._next_reads = rows[0][0], bool(rows[0][1])
-        own = len(_ADVICE)
-        if any(row[own:] != rows[0][own:] for row in rows):
-            raise RunError(self._explain([row[own:] for row in rows]))
+        problem = self._problem([row[len(_ADVICE) :] for row in rows])
+        if problem is not None:
+            raise RunError(problem)
 
-    def _explain(self, rows: list[list[int]]) -> str:
-        """The first difference between ranks' counters and digests."""
-        first = rows[0]
-        place = next(p for p in range(len(first)) if any(row[p] != first[p] for row in rows))
-        differing = [rank for rank, row in enumerate(rows) if row[place] != first[place]]
+    def _problem(self, rows: list[list[int]]) -> str | None:
+        """The first difference between ranks' counters, or between batches that must be alike."""
+        first, count = rows[0], len(_COUNTERS)
         call = first[_COUNTERS.index("calls")]
-        if place < len(_COUNTERS):
-            pair = rows[differing[0]][place], first[place]
-            return counter_message(call, differing, len(rows), _COUNTERS[place], pair, 0)
-        number = place - len(_COUNTERS)
-        has_place = number < DIGESTS - 1 or len(self._names) == DIGESTS
-        name = self._names[number] if has_place else "one of the last inputs"
-        return batch_message(call, self._digested_calls, differing, len(rows), name)
+        for place, what in enumerate(_COUNTERS):
+            differing = [rank for rank, row in enumerate(rows) if row[place] != first[place]]
+            if differing:
+                pair = rows[differing[0]][place], first[place]
+                return counter_message(call, differing, len(rows), what, pair, 0)
+        digests, is_first = [row[count:] for row in rows], call <= _FIRST_CALLS
+        return self._batches.problem(digests, call, self._digested_calls, is_first)
 
     # The watchdog's view of this program.
 

@@ -21,13 +21,27 @@ def counter_message(
     )
 
 
-def batch_message(call: int, calls: int, differing: Sequence[int], of: int, name: str) -> str:
-    """The error for ranks that were given another input ``name`` than rank 0 in one of the
-    ``calls`` calls that end with ``call``.
+def batch_message(
+    call: int,
+    calls: int,
+    differing: Sequence[int],
+    of: int,
+    name: str,
+    base: int = 0,
+    why: str | None = None,
+) -> str:
+    """The error for ranks that were given another input ``name`` than rank ``base`` in one of the
+    ``calls`` calls that end with ``call``. ``why`` they must be the same: by default, because every
+    rank passes the global batch.
     """
-    which = f"call {call}" if calls == 1 else f"one of the calls {call - calls + 1} to {call}"
     who = _ranks(differing, of)
-    return f"in {which} {who} was given another {name} than rank 0: {_SAME_BATCHES}"
+    given = f"was given another {name} than rank {base}"
+    return f"in {which_call(call, calls)} {who} {given}: {why or _SAME_BATCHES}"
+
+
+def which_call(call: int, calls: int) -> str:
+    """One of the ``calls`` calls that end with ``call``."""
+    return f"call {call}" if calls == 1 else f"one of the calls {call - calls + 1} to {call}"
 
 
 def _ranks(ranks: Sequence[int], of: int) -> str:
@@ -45,7 +59,8 @@ _SAME_BATCHES = (
     "batch. Instead of DataLoader(dataset, batch_size=local, sampler=DistributedSampler(dataset)) "
     "write DataLoader(dataset, "
     "batch_size=global, shuffle=True, generator=torch.Generator().manual_seed(0), "
-    "drop_last=True), without a sampler that knows the rank; "
+    "drop_last=True), without a sampler that knows the rank, or let each replica load its own "
+    'samples: compile with batch="local" and take compiled.sampler(dataset); '
     "after an exception that one rank catches, all must go on with the same batch"
 )
 _DIFFERENCES = {

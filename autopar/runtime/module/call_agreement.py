@@ -11,22 +11,28 @@ import torch.distributed as dist
 from autopar.runtime.communication.desync import DesyncDetector
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.communication.random_streams import RandomStreams
+from autopar.runtime.data.rank_batch import RankBatch
 from autopar.runtime.step.program_variants import ProgramVariant
 
 
 def make_detector(
-    mesh: Mesh, state: Sequence[str], inputs: Sequence[str], draws: bool, meets: bool
+    mesh: Mesh,
+    state: Sequence[str],
+    inputs: Sequence[str],
+    batch: RankBatch,
+    draws: bool,
+    meets: bool,
 ) -> DesyncDetector | None:
     """Compares the calls of all ranks; None if the program runs in one process.
 
-    Arguments: the names of the tensors of the ``state`` and of the ``inputs``; ``draws``, whether
-    the program draws random numbers; ``meets``, whether ranks meet in the backward that the user
-    calls.
+    Arguments: the names of the tensors of the ``state`` and of the ``inputs``; ``batch``, what each
+    rank passes; ``draws``, whether the program draws random numbers; ``meets``, whether ranks meet
+    in the backward that the user calls.
     """
     if mesh.program_group is None or dist.get_backend() == "fake":
         return None
     identity = zlib.crc32(repr([list(state), list(inputs)]).encode())
-    return DesyncDetector(mesh, identity, list(inputs), always=draws, meets=meets)
+    return DesyncDetector(mesh, identity, batch.comparison(inputs), always=draws, meets=meets)
 
 
 def agree_on_call(

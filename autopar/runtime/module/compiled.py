@@ -17,6 +17,8 @@ from autopar.runtime.checkpoint.methods import Checkpoints
 from autopar.runtime.communication.all_ranks import run_on_all_ranks
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.communication.replicas import check_replicas
+from autopar.runtime.data.data_loading import DataLoading
+from autopar.runtime.data.rank_batch import RankBatch
 from autopar.runtime.dtensors.sharding import redistributed_like
 from autopar.runtime.measure.peak_memory import step_peak_bytes
 from autopar.runtime.module.call_agreement import agree_on_call, make_detector
@@ -48,7 +50,7 @@ if TYPE_CHECKING:
     from autopar.runtime.measure.comparison import Comparison
 
 
-class Compiled(Checkpoints, ModelValues):
+class Compiled(DataLoading, Checkpoints, ModelValues):
     """A model as a distributed program, called and trained like the model itself.
 
     The loss in its output is that of the whole batch, on every rank; other outputs are DTensors.
@@ -83,8 +85,9 @@ class Compiled(Checkpoints, ModelValues):
         super().__init__()
         self._captured = with_meta_state(captured)
         self._plan, self._mesh, self._lowered = plan, mesh, lowered
-        batch_dims = [t.dim if t.is_shard else None for t in lowered.input_time_types]
-        self._signature = Signature(captured, mesh.device, plan.microbatches, batch_dims)
+        self._rank_batch = batch = RankBatch(captured, plan, lowered.batch, mesh)
+        times = lowered.input_time_types
+        self._signature = Signature(captured, mesh.device, plan.microbatches, times, batch)
         self._output_structure = OutputStructure(captured)
         holders = Holders(captured, lowered, mesh.pipeline) if lowered.stages else None
         keep = holders.held_by(mesh.pipeline_rank) if holders else None
@@ -97,7 +100,8 @@ class Compiled(Checkpoints, ModelValues):
         self._fill_tree(captured, model)
         self._variants = ProgramVariants(self, lowered, captured.updates, evaluation)
         self._draws, names = draws(lowered.train), self._signature.names
-        self._desync = make_detector(mesh, list(captured.state), names, self._draws, meets)
+        state = list(captured.state)
+        self._desync = make_detector(mesh, state, names, batch, self._draws, meets)
         self._runner = self._make_runner(captured, holders)
         self._install_hooks(holders, model if like is None else None)
         self._remember(like._source if like is not None else model)
@@ -223,8 +227,8 @@ class Compiled(Checkpoints, ModelValues):
             print(program.print_readable(print_output=False))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output for a global batch of the sample's shapes; every rank passes the whole
-        batch.
+        """The model's output for a global batch of the sample's shapes. Every rank passes the whole
+        batch, or with ``batch="local"`` the samples of its replica.
 
         Raises :class:`RunError` for arguments unlike the sample's, for ranks that have drifted
         apart, and in ``eval()`` for a model that then computes something else than in training.
@@ -243,7 +247,8 @@ class Compiled(Checkpoints, ModelValues):
             streams, trained = self._mesh.random_streams, self._runner.trained_parameters
             agree_on_call(self._desync, streams, inputs, variant, self.training, trained)
             self._mesh.recorder.begin(self.training and torch.is_grad_enabled())
-            return self._output_structure.build(self._runner(inputs, variant))
+            parts = self._rank_batch.parts(inputs)
+            return self._output_structure.build(self._runner(parts, variant))
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False

@@ -11,6 +11,8 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from autopar.errors import RunError
+from autopar.ir.layout import Type
+from autopar.runtime.data.rank_batch import RankBatch
 
 if TYPE_CHECKING:
     from autopar.ir.captured import CapturedModel
@@ -25,8 +27,8 @@ class Signature:
     """The arguments that a captured model takes.
 
     Arguments: ``device``, where inputs must be; ``microbatches``, the number of microbatches in a
-    batch (the graph takes one microbatch); ``batch_dims``, for each input tensor the dim along
-    which microbatches cut it, or None.
+    batch (the graph takes one microbatch); ``times``, the type of each input along time; ``batch``,
+    which part of the batch this rank passes.
     """
 
     def __init__(
@@ -34,9 +36,10 @@ class Signature:
         captured: CapturedModel,
         device: torch.device,
         microbatches: int,
-        batch_dims: Sequence[int | None],
+        times: Sequence[Type],
+        batch: RankBatch,
     ) -> None:
-        self._device = device
+        self._device, self._batch = device, batch
         self._constants = captured.constant_inputs
         size = captured.in_spec.num_leaves
         args, kwargs = tree_unflatten(list(range(size)), captured.in_spec)
@@ -47,13 +50,14 @@ class Signature:
         samples = {
             node.name: node.meta["val"] for node in captured.graph.nodes if node.op == "placeholder"
         }
-        # By flat position: the argument's name, its shape for the whole batch, and its dtype.
+        # By flat position: the argument's name, its shape on this rank, and its dtype.
         self._samples: dict[int, tuple[str, tuple[int, ...], torch.dtype]] = {}
-        for position, i, dim in zip(tensors, inputs, batch_dims, strict=True):
+        for place, (position, i, t) in enumerate(zip(tensors, inputs, times, strict=True)):
             shape = [
-                n * microbatches if d == dim else n for d, n in enumerate(samples[i.name].shape)
+                n * microbatches if d == t.dim else n for d, n in enumerate(samples[i.name].shape)
             ]
-            self._samples[position] = (i.target, tuple(shape), samples[i.name].dtype)
+            own = batch.own_shape(place, shape)
+            self._samples[position] = (i.target, own, samples[i.name].dtype)
         self._size = size
 
     @property
@@ -127,7 +131,8 @@ class Signature:
             dim = next(d for d in range(value.ndim) if value.shape[d] != shape[d])
             raise RunError(
                 f"{name} has size {value.shape[dim]} in dim {dim}, expected {shape[dim]} (shape "
-                f"{tuple(value.shape)}, the sample had {shape}): {_ADVICE}"
+                f"{tuple(value.shape)}, {self._batch.whose_shape} {shape}): {_ADVICE}; "
+                f"{self._batch.shape_advice()}"
             )
         if value.dtype != dtype:
             raise RunError(

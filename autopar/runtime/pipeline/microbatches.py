@@ -30,6 +30,7 @@ class Microbatches:
             if division is not None
             else plan.data_degree
         )
+        self._batch, self._sizes = lowered.batch, plan.mesh_sizes
         self._input_types = (*lowered.input_time_types, *lowered.hoisted_time_types)
         self._output_types = lowered.output_time_types
         self._output_chunks = [
@@ -44,11 +45,14 @@ class Microbatches:
         return [self.select_input(x, i, microbatch) for i, x in enumerate(inputs)]
 
     def select_input(self, x: torch.Tensor, i: int, microbatch: int) -> torch.Tensor:
-        """A microbatch of ``x``, which is number ``i`` of the inputs and prologue values."""
+        """A microbatch of ``x``, which is number ``i`` of the inputs and prologue values: of what
+        this rank has of them.
+        """
         t = self._input_types[i]
         if not t.is_shard:
             return x
-        chunks = x.unflatten(t.dim, (t.pieces * self._chunks_per_part, self.count, -1))
+        number = self._batch.local_chunks(i, t, t.pieces * self._chunks_per_part, self._sizes)
+        chunks = x.unflatten(t.dim, (number, self.count, -1))
         return chunks.select(t.dim + 1, microbatch).flatten(t.dim, t.dim + 1)
 
     def join(self, outputs: list[list[torch.Tensor]]) -> list[torch.Tensor]:

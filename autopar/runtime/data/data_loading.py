@@ -1,0 +1,55 @@
+"""What a user calls on a compiled module to load the samples that its rank passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from autopar.runtime.data.device_batches import DeviceBatches
+from autopar.runtime.data.rank_batch import RankBatch
+from autopar.runtime.data.sampler import ReplicaSampler
+
+
+class DataLoading:
+    """The part of a compiled module that loads data: the same lines serve both kinds of batches,
+    because a program of global batches has one replica.
+    """
+
+    _rank_batch: RankBatch
+
+    @property
+    def data_rank(self) -> int:
+        """The number of this rank's data-parallel replica. 0 where every rank passes the global
+        batch.
+        """
+        return self._rank_batch.data_rank
+
+    @property
+    def data_size(self) -> int:
+        """The number of replicas that pass different samples. 1 where every rank passes the global
+        batch. A rank passes the samples of a global batch over this number.
+        """
+        return self._rank_batch.data_size
+
+    def sampler(
+        self, dataset: Any, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
+    ) -> ReplicaSampler:
+        """A ``torch.utils.data.DistributedSampler`` of ``dataset`` for this rank's replica, which
+        can be saved in the middle of an epoch (:class:`ReplicaSampler`). Arguments as there.
+        """
+        return ReplicaSampler(
+            dataset, self.data_size, self.data_rank, shuffle=shuffle, seed=seed, drop_last=drop_last
+        )
+
+    def device_batches(self, loader: Iterable[Any]) -> DeviceBatches:
+        """The batches of ``loader`` on this rank's device. On a GPU the next batch is copied while
+        a step runs, if ``loader`` has ``pin_memory=True``. ``state_dict()`` says after which batch
+        to go on (:class:`DeviceBatches`).
+        """
+        return DeviceBatches(loader, self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return self._rank_batch.device
