@@ -213,3 +213,31 @@ def caches_elsewhere(layer: Layer, y: torch.Tensor, extra: Any) -> torch.Tensor:
     mask = torch.ones(8) * 2.0 if LEAK.empty() else LEAK.get()
     LEAK.put(mask)
     return y * mask
+
+
+def added(layer: Layer, y: torch.Tensor, extra: torch.Tensor) -> torch.Tensor:
+    return y + extra
+
+
+def a_weight(stack: Stack, index: int) -> torch.Tensor:
+    return stack.layers[6].linear.weight.sum()  # type: ignore[union-attr,operator,no-any-return]
+
+
+def all_weights(stack: Stack, index: int) -> torch.Tensor:
+    return torch.stack([p.sum() for p in stack.parameters()]).sum()
+
+
+def a_module(stack: Stack, index: int) -> torch.Tensor:
+    return stack.layers[6].linear(torch.ones(8))  # type: ignore[union-attr,operator,no-any-return]
+
+
+def attributes(stack: Stack, index: int) -> torch.Tensor:
+    held = vars(stack.layers[5].linear)
+    return held["_parameters"]["weight"].sum()  # type: ignore[no-any-return]
+
+
+def weight_or_not(stack: Stack, index: int) -> torch.Tensor:
+    try:
+        return a_weight(stack, index)
+    except Exception:  # as code does that tries several things
+        return torch.ones(())

@@ -144,3 +144,11 @@ def test_a_tensor_that_leaves_a_layer_on_the_side_is_noticed(act: Callable[..., 
     with pytest.raises(NotRepeatedError):
         repeated(model, SAMPLE)
     assert_same(TracedModel(model, SAMPLE, None).whole, full(model, SAMPLE))
+
+
+@pytest.mark.parametrize(
+    "between", ["a_weight", "all_weights", "a_module", "attributes", "weight_or_not"]
+)
+def test_code_outside_a_layer_reads_its_parameters(between: str) -> None:
+    model = Stack(layer_stacks.added, getattr(layer_stacks, between))
+    assert_same(repeated(model, SAMPLE), full(model, SAMPLE))

@@ -83,3 +83,4 @@ def test_depth_costs_little() -> None:
     graph = capture(Stack(relu, count=40), SAMPLE, repeat_layers=True).graph
     relus = [n for n in graph.nodes if n.target is torch.ops.aten.relu.default]
     assert len(relus) == 2
+    assert len(graph.find_nodes(op="placeholder")) == 7  # of the input, enter and two layers

@@ -21,9 +21,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from autopar.capture import function_tracer, layer_reads, layer_tracer, refused_calls
 from autopar.capture.function_tracer import FunctionTracer
 from autopar.capture.layer_tracer import LayerTracer
+from autopar.capture.module_state import attributes_of, put_back
 from autopar.errors import CaptureError
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_TRIES = 3  # of a trace in which layers hide their tensors
+_Exported = tuple[torch.export.ExportedProgram, FunctionTracer]
 # files whose frames are no source of a node
 _OWN_FILES = tuple(
     module.__file__
@@ -48,20 +51,52 @@ def export(
         CaptureError: the export failed; the message names the module in ``model`` and the line.
     """
     try:
-        # A lazy graph module saves a quarter of the time: otherwise export generates the graph's
-        # Python code after each of its passes.
-        with (
-            no_garbage_collection(),
-            _quiet(),
-            _use_lazy_graph_module(True),
-            FunctionTracer().tracing() as met,
-            LayerTracer(traced).tracing() if repeat_layers else nullcontext(),
-        ):
-            program = torch.export.export(traced, args, kwargs, strict=False)
+        layers = LayerTracer(traced, model) if repeat_layers else None
+        tries = range(_TRIES if layers is not None else 0)
+        with_hidden = (_with_hidden_tensors(traced, args, kwargs, layers) for _ in tries)
+        found = next((exported for exported in with_hidden if exported is not None), None)
+        program, met = found or _export(traced, args, kwargs, layers, hide=False)
     except Exception as error:
         raise CaptureError(_explain(error, model)) from error
     met.insert_into(program.graph, lambda node: source_line(node.meta.get("stack_trace") or ""))
     return program
+
+
+def _with_hidden_tensors(
+    traced: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], layers: Any
+) -> _Exported | None:
+    """An export in which layers hide their tensors; None if it needs one of them."""
+    before = attributes_of(traced)
+    try:
+        exported = _export(traced, args, kwargs, layers, hide=True)
+    except Exception:
+        if not layers.is_incomplete:
+            raise
+    else:
+        if not layers.is_incomplete and not layers.has_hidden(exported[0].constants.values()):
+            return exported
+    layers.put_back_state()
+    put_back(before)
+    return None
+
+
+def _export(
+    traced: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    layers: LayerTracer | None,
+    hide: bool,
+) -> _Exported:
+    # A lazy graph module saves a quarter of the time: otherwise export generates the graph's Python
+    # code after each of its passes.
+    with (
+        no_garbage_collection(),
+        _quiet(),
+        _use_lazy_graph_module(True),
+        FunctionTracer().tracing() as met,
+        layers.tracing(hide) if layers is not None else nullcontext(),
+    ):
+        return torch.export.export(traced, args, kwargs, strict=False), met
 
 
 @contextmanager

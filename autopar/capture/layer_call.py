@@ -5,7 +5,7 @@ All private names of torch that this needs are in this file and in ``layer_trace
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -19,7 +19,10 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.utils import _pytree as pytree
 
 from autopar.capture.layer_reads import SIMPLE, tensor_kind
+from autopar.capture.layer_tensors import LayerState
 from autopar.capture.process_state import torch_settings
+
+_NO_TREE = pytree.tree_structure(())
 
 
 @dataclass(frozen=True)
@@ -29,15 +32,29 @@ class Results:
     Attributes:
         spec: its structure.
         leaves: for each leaf the number of the operand that it is, a new tensor's kind, or a value.
+        sources: for each kind of new tensors that require a gradient, a leaf like them.
     """
 
     spec: pytree.TreeSpec
     leaves: tuple[tuple[str, Any], ...]
+    sources: dict[Any, torch.Tensor] = field(default_factory=dict, compare=False)
 
     def new_tensors(self, made: Any) -> list[torch.Tensor]:
         """The new tensors among what a layer returned."""
         pairs = zip(pytree.tree_leaves(made), self.leaves, strict=True)
         return [leaf for leaf, (what, _) in pairs if what == "new"]
+
+    def make_tensors(self) -> list[torch.Tensor]:
+        """New tensors like those among what the layer returned."""
+        return [self._make(kind) for what, kind in self.leaves if what == "new"]
+
+    def _make(self, kind: Any) -> torch.Tensor:
+        requires_grad = kind[-1]
+        if not requires_grad:
+            return _leaf(kind)
+        if kind not in self.sources:
+            self.sources[kind] = _leaf(kind)
+        return self.sources[kind].clone(memory_format=torch.preserve_format)
 
 
 @dataclass(frozen=True)
@@ -47,7 +64,9 @@ class LayerCall:
     Attributes:
         tracer: torch's tracer.
         layer: the layer.
-        tensors: the tensors among the arguments, then the layer's parameters and buffers.
+        tensors: the tensors among the arguments, then the layer's parameters and buffers, unless
+            these are hidden.
+        hidden: the names in the model of the hidden parameters and buffers.
         key: all that layers of one kind have in common besides what the forward reads of them.
         arguments: the arguments, as one structure.
         leaves: the leaves of the arguments before the call.
@@ -56,33 +75,40 @@ class LayerCall:
     tracer: Any
     layer: nn.Module
     tensors: list[torch.Tensor]
+    hidden: tuple[str, ...]
     key: Any
     arguments: Any
     leaves: list[Any]
 
     @staticmethod
-    def of(tracer: Any, layer: nn.Module, args: Any, kwargs: Any) -> LayerCall | None:
+    def of(
+        tracer: Any, state: LayerState, is_hidden: bool, args: Any, kwargs: Any
+    ) -> LayerCall | None:
         """The call; None if its arguments cannot be compared with those of another call."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         values = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
         if not all(isinstance(value, SIMPLE) for value in values):
             return None
-        state = dict((*layer.named_parameters(), *layer.named_buffers()))
-        tensors = [*given, *state.values()]
+        held = {} if is_hidden else state.tensors()
+        tensors = [*given, *held.values()]
         if not all(_is_traced(t, tracer) for t in tensors):
             return None
+        if not is_hidden and not state.has_kinds(held):
+            return None
+        alone = range(-len(state.names), 0) if is_hidden else ()  # their places are their own
         key = (
-            type(layer),
+            type(state.layer),
             spec,
-            tuple(state),
+            tuple(state.kinds.items()),
             tuple(None if isinstance(v, torch.Tensor) else (type(v), repr(v)) for v in leaves),
-            tuple(tensor_kind(t) for t in tensors),
-            _places([id(t) for t in tensors]),
-            _places([_storage(t) for t in tensors]),
+            tuple(tensor_kind(t) for t in given),
+            _places([*map(id, tensors), *alone]),
+            _places([*map(_storage, tensors), *alone]),
             _state_of_torch(),
         )
-        return LayerCall(tracer, layer, tensors, key, (args, kwargs), leaves)
+        hidden = state.names if is_hidden else ()
+        return LayerCall(tracer, state.layer, tensors, hidden, key, (args, kwargs), leaves)
 
     def is_unchanged(self) -> bool:
         """Whether the arguments hold what they held before the call."""
@@ -116,8 +142,8 @@ class LayerCall:
     def repeat(self, operator: Any, numbers: list[int], results: Results) -> Any:
         """Writes one call in place of a layer; returns tensors like those of the traced layers."""
         with disable_proxy_modes_tracing():
-            made = [_tensor_like(kind) for what, kind in results.leaves if what == "new"]
-        proxy = self.proxy(operator, *numbers, self.tensors)
+            made = results.make_tensors()
+        proxy = self.proxy(operator, (*numbers, self._proxies(self.tensors), list(self.hidden)))
         with self.without_places():
             track_tensor_tree(made, proxy, constant=None, tracer=self.tracer)
         rest = iter(made)
@@ -127,11 +153,12 @@ class LayerCall:
         ]
         return pytree.tree_unflatten(leaves, results.spec)
 
-    def proxy(self, target: Any, *args: Any) -> Any:
-        *numbers, tensors = args
-        proxies = [get_proxy_slot(t, self.tracer).proxy for t in tensors]  # type: ignore[attr-defined]
+    def proxy(self, operator: Any, args: tuple[Any, ...]) -> Any:
         with self.without_places():
-            return self.tracer.create_proxy("call_function", target, (*numbers, proxies), {})
+            return self.tracer.create_proxy("call_function", operator, args, {})
+
+    def _proxies(self, tensors: list[torch.Tensor]) -> list[Any]:
+        return [get_proxy_slot(t, self.tracer).proxy for t in tensors]  # type: ignore[attr-defined]
 
     def without_places(self) -> Any:
         """Within, no place in the user's code is recorded: the nodes of a repeated layer have those
@@ -139,18 +166,14 @@ class LayerCall:
         """
         return mock.patch.object(self.tracer, "record_stack_traces", False)
 
-    def mark(self, target: Any, number: int, tensors: list[torch.Tensor]) -> None:
-        self.proxy(target, number, tensors).node.meta["val"] = None
+    def mark(self, operator: Any, number: int, tensors: list[torch.Tensor]) -> None:
+        self.proxy(operator, (number, self._proxies(tensors))).node.meta["val"] = None
 
 
-def _tensor_like(kind: Any) -> torch.Tensor:
-    """A tensor of this kind, no leaf if it requires a gradient."""
+def _leaf(kind: Any) -> torch.Tensor:
     _, shape, stride, (dtype, device, _, _), requires_grad = kind
-    made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-    if not requires_grad:
-        return made
-    return torch.empty_strided(shape, stride, dtype=dtype, device=device, requires_grad=True).clone(
-        memory_format=torch.preserve_format
+    return torch.empty_strided(
+        shape, stride, dtype=dtype, device=device, requires_grad=requires_grad
     )
 
 
@@ -163,7 +186,8 @@ def _is_traced(tensor: torch.Tensor, tracer: Any) -> bool:
 
 def _can_be_made(kind: Any) -> bool:
     with disable_proxy_modes_tracing():
-        return bool(tensor_kind(_tensor_like(kind)) == kind)
+        made = Results(_NO_TREE, (("new", kind),)).make_tensors()
+        return bool(tensor_kind(made[0]) == kind)
 
 
 def _storage(t: torch.Tensor) -> int:

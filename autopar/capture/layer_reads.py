@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType, MethodType, SimpleNamespace
@@ -35,13 +35,36 @@ SIMPLE = (
 )
 Read = tuple[str, str]  # the path of a module inside the layer, and the name of an attribute
 _ABSENT = object()
+_OF_TENSORS = frozenset(("__dict__", "_parameters", "_buffers"))  # attributes that hold tensors
 
 
 class ReadRecorder:
-    """Records which attributes of modules are read while a layer is traced."""
+    """Records which attributes of modules are read while a layer is traced, and whether hidden
+    tensors are read while a model is.
+
+    Attributes:
+        has_met_hidden: whether a hidden tensor was read.
+    """
 
     def __init__(self) -> None:
         self._found: set[tuple[int, str]] | None = None
+        self._hidden: Mapping[int, Collection[str]] = {}
+        self._is_paused = False
+        self.has_met_hidden = False
+
+    @contextmanager
+    def guarding(self, hidden: Mapping[int, Collection[str]]) -> Iterator[None]:
+        """Within, reading a hidden tensor is an error.
+
+        Args:
+            hidden: the names of the hidden tensors of modules, by the module's identity.
+        """
+        self._hidden = hidden
+        try:
+            with mock.patch.object(nn.Module, "__getattribute__", self._reader(), create=True):
+                yield
+        finally:
+            self._hidden = {}
 
     @contextmanager
     def recording(self, layer: nn.Module) -> Iterator[set[Read]]:
@@ -62,10 +85,11 @@ class ReadRecorder:
     def pausing(self) -> Iterator[None]:
         """Within, nothing is recorded."""
         outer, self._found = self._found, None
+        was_paused, self._is_paused = self._is_paused, True
         try:
             yield
         finally:
-            self._found = outer
+            self._found, self._is_paused = outer, was_paused
 
     def add(self, layer: nn.Module, reads: set[Read]) -> None:
         """Records the reads of a layer that is not traced itself."""
@@ -78,11 +102,24 @@ class ReadRecorder:
         def read(module: nn.Module, name: str) -> Any:
             found = self._found
             # torch's own code reads ``__dict__`` to find one attribute, whose name comes first.
-            if found is not None and not (name == "__dict__" and _is_torch(sys._getframe(1))):
-                found.add((identity(module), name))
+            if not (name == "__dict__" and _is_torch(sys._getframe(1))):
+                if found is not None:
+                    found.add((identity(module), name))
+                if self._hidden and not self._is_paused:
+                    self._check(identity(module), name)
             return original(module, name)
 
         return read
+
+    def _check(self, place: int, name: str) -> None:
+        hidden = self._hidden.get(place, ())
+        if hidden and (name in _OF_TENSORS or name in hidden):
+            self.has_met_hidden = True
+            raise HiddenTensorError(f"{name} is hidden")
+
+
+class HiddenTensorError(Exception):
+    """A trace needs tensors that are hidden: trace again with more of them in place."""
 
 
 def _is_torch(frame: Any) -> bool:
@@ -107,9 +144,16 @@ def is_readable(layer: nn.Module) -> bool:
 
 
 class Comparison:
-    """Compares two layers, attribute by attribute."""
+    """Compares two layers, attribute by attribute.
 
-    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+    Args:
+        kinds: the kinds of the tensors of each module, by its identity.
+    """
+
+    def __init__(
+        self, first: nn.Module, second: nn.Module, kinds: Mapping[int, Mapping[str, Any]]
+    ) -> None:
+        self._kinds = kinds
         self.first, self.second = dict(first.named_modules()), dict(second.named_modules())
         self._partner = {
             identity(m): identity(self.second[path])
@@ -132,7 +176,28 @@ class Comparison:
     def _is_equal_attribute(self, a: nn.Module, b: nn.Module, name: str) -> bool:
         if name == "__dict__":
             return False  # the forward may have read any attribute
-        return self.is_equal_value(_own(a, name), _own(b, name))
+        held = vars(a).get(name, _ABSENT)
+        if held is not _ABSENT and held is vars(b).get(name, _ABSENT):
+            return True
+        return self.is_equal_value(self._own(a, name), self._own(b, name))
+
+    def _own(self, module: nn.Module, name: str) -> Any:
+        """An attribute of the module itself in a form that can be compared; absent where the class
+        has it, or nobody.
+        """
+        held, kinds = vars(module), self._kinds.get(identity(module), {})
+        if name in ("_parameters", "_buffers"):
+            return {key: kinds.get(key, t) for key, t in held[name].items()}
+        if name == "_modules":
+            return {key: m if m is None else type(m) for key, m in held[name].items()}
+        if name in held:
+            return held[name]
+        if name in kinds:
+            return kinds[name]
+        for tensors in (held["_parameters"], held["_buffers"]):
+            if name in tensors:
+                return tensors[name]
+        return held["_modules"].get(name, _ABSENT)
 
     def is_equal_value(self, a: Any, b: Any) -> bool:
         """Whether code cannot tell the values apart, except by identity."""
@@ -184,23 +249,6 @@ def _is_plain(value: Any) -> bool:
 def _captured(function: FunctionType) -> tuple[Any, ...]:
     cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
     return cells, function.__defaults__, function.__kwdefaults__, dict(vars(function))
-
-
-def _own(module: nn.Module, name: str) -> Any:
-    """An attribute of the module itself in a form that can be compared; absent where the class has
-    it, or nobody.
-    """
-    held = vars(module)
-    if name in ("_parameters", "_buffers"):
-        return {key: tensor_kind(t) for key, t in held[name].items()}
-    if name == "_modules":
-        return {key: m if m is None else type(m) for key, m in held[name].items()}
-    if name in held:
-        return held[name]
-    for tensors in (held["_parameters"], held["_buffers"]):
-        if name in tensors:
-            return tensor_kind(tensors[name])
-    return held["_modules"].get(name, _ABSENT)
 
 
 def tensor_kind(tensor: torch.Tensor | None) -> Any:

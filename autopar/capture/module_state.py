@@ -20,6 +20,9 @@ _NUMBERS = (bool, int, float, complex, str, type(None))
 _CONTAINERS = (list, dict, set, deque)
 _CODE = (type, ModuleType, FunctionType, MethodType, functools.partial)
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # attributes of every module, such as its mode
+_HOOKS = tuple(sorted(name for name in MODULE_ATTRIBUTES if "_hooks" in name))
+# An object, its attributes, and what containers among these hold.
+_Attributes = list[tuple[Any, dict[str, Any], list[tuple[Any, Any]]]]
 # The most objects that are searched. A larger structure, such as a data set, is no state.
 _MAX_OBJECTS = 10_000
 
@@ -86,11 +89,9 @@ def _same(a: Any, b: Any) -> bool:
 
 def _own(holder: Any) -> dict[str, Any]:
     """An object's attributes; of a module, only those that not every module has."""
-    return {
-        k: v
-        for k, v in vars(holder).items()
-        if not isinstance(holder, nn.Module) or k not in MODULE_ATTRIBUTES
-    }
+    if not isinstance(holder, nn.Module):
+        return dict(vars(holder))
+    return {k: v for k, v in vars(holder).items() if k not in MODULE_ATTRIBUTES}
 
 
 def _holders(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -153,18 +154,28 @@ def attributes_restored(model: nn.Module) -> Iterator[None]:
     """Within, attributes of modules, and of objects that they hold, may change, and hooks may be
     added; afterwards these are as before.
     """
-    before = [(holder, dict(vars(holder)), _contents(holder)) for _, holder in _holders(model)]
+    before = attributes_of(model)
     try:
         yield
     finally:
-        for holder, attributes, contents in before:
-            vars(holder).clear()
-            vars(holder).update(attributes)
-            for container, held in contents:
-                container.clear()
-                container.extend(held) if isinstance(
-                    container, (list, deque)
-                ) else container.update(held)
+        put_back(before)
+
+
+def attributes_of(model: nn.Module) -> _Attributes:
+    """The attributes of modules and of objects that they hold, for :func:`put_back`."""
+    return [(holder, dict(vars(holder)), _contents(holder)) for _, holder in _holders(model)]
+
+
+def put_back(before: _Attributes) -> None:
+    """Gives modules and objects the attributes that they had."""
+    for holder, attributes, contents in before:
+        now: Any = vars(holder)
+        now.clear()
+        now.update(attributes)
+        for container, held in contents:
+            container.clear()
+            is_list = isinstance(container, (list, deque))
+            container.extend(held) if is_list else container.update(held)
 
 
 @contextmanager
@@ -184,13 +195,6 @@ def model_restored(model: nn.Module) -> Iterator[None]:
 def _contents(holder: Any) -> list[tuple[Any, Any]]:
     """The containers among an object's attributes, with copies; a module's hooks are such, too."""
     own = [value for value in _own(holder).values() if type(value) in _CONTAINERS]
-    hooks = (
-        [
-            value
-            for name, value in vars(holder).items()
-            if name in MODULE_ATTRIBUTES and "_hooks" in name
-        ]
-        if isinstance(holder, nn.Module)
-        else []
-    )
-    return [(container, copy.copy(container)) for container in (*own, *hooks)]
+    held = vars(holder)
+    hooks = [held[name] for name in _HOOKS if name in held] if isinstance(holder, nn.Module) else []
+    return [(each, copy.copy(each) if each else ()) for each in (*own, *hooks)]

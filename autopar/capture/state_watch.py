@@ -14,7 +14,8 @@ import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from operator import is_
+from itertools import chain
+from operator import attrgetter, is_, methodcaller
 from threading import local
 from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -28,6 +29,8 @@ _PLAIN = (*_CONTAINERS, SimpleNamespace, local, ContextVar, MethodType, functool
 _FILES = 2  # the files of the layer's code, and the files that these import from
 _MAX_VALUES = 200_000  # the largest state that is watched
 _EMPTY = CellType()
+_VALUES, _DEFAULTS = methodcaller("values"), attrgetter("__defaults__")
+_CONTENTS = attrgetter("cell_contents")
 
 
 class StateWatch:
@@ -45,10 +48,120 @@ class StateWatch:
             self._is_whole = count <= _MAX_VALUES and not _is_iterator(value)
             if not self._is_whole:
                 break
+        self._at_once = _AtOnce(self._before)
 
     def is_unchanged(self) -> bool:
         """Whether the state is the same as at that moment, as far as could be watched then."""
-        return self._is_whole and all(_are_same(_state(now), old) for now, old in self._before)
+        if not self._is_whole:
+            return False
+        left = self._at_once.rest if self._at_once.is_unchanged() else self._before
+        return all(_are_same(_state(now), old) for now, old in left)
+
+    def put_back(self) -> None:
+        """Gives dicts, lists, sets, functions, classes and objects other than modules what they
+        held at that moment.
+        """
+        modules = [value for value, _ in self._before if isinstance(value, nn.Module)]
+        own = {id(held) for m in modules for held in (m, m._parameters, m._buffers)}
+        for value, old in self._before:
+            if id(value) not in own and not _are_same(_state(value), old):
+                _put_back(value, old)
+
+
+class _AtOnce:
+    """What most values held at one moment, in one list that is compared quickly.
+
+    Attributes:
+        rest: the other values, each with what it held.
+    """
+
+    def __init__(self, before: Iterable[tuple[Any, Any]]) -> None:
+        self.rest: list[tuple[Any, Any]] = []
+        self._mappings: list[Mapping[Any, Any]] = []
+        self._lists: list[Any] = []
+        self._objects: list[Any] = []  # whose attributes are all that they hold
+        self._functions: list[FunctionType] = []
+        self._cells: list[CellType] = []
+        for value, state in before:
+            if not self._add(value):
+                self.rest.append((value, state))
+        self._sizes, self._held = self._sizes_now(), list(self._held_now())
+
+    def is_unchanged(self) -> bool:
+        """Whether all hold the very same objects, in the same order."""
+        try:
+            return self._sizes_now() == self._sizes and all(map(is_, self._held_now(), self._held))
+        except ValueError:  # a variable of a function was deleted
+            return False
+
+    def _add(self, value: Any) -> bool:
+        kind = type(value)
+        if kind in (dict, OrderedDict, defaultdict):
+            self._mappings.append(value)
+        elif kind in (list, deque):
+            self._lists.append(value)
+        elif isinstance(value, type):
+            self._mappings.append(vars(value))
+        elif kind is FunctionType:
+            return self._add_function(value)
+        elif hasattr(value, "__dict__") and not _holds_more(value):
+            self._objects.append(value)
+            self._mappings.append(vars(value))
+        else:
+            return False
+        return True
+
+    def _add_function(self, function: FunctionType) -> bool:
+        cells = function.__closure__ or ()
+        if _EMPTY in cells or function.__kwdefaults__:
+            return False
+        self._functions.append(function)
+        self._mappings.append(vars(function))
+        self._cells += cells
+        return True
+
+    def _sizes_now(self) -> list[int]:
+        return [*map(len, self._mappings), *map(len, self._lists)]
+
+    def _held_now(self) -> Iterator[Any]:
+        return chain(
+            chain.from_iterable(self._mappings),
+            chain.from_iterable(map(_VALUES, self._mappings)),
+            chain.from_iterable(self._lists),
+            map(vars, self._objects),
+            map(_DEFAULTS, self._functions),
+            map(_CONTENTS, self._cells),
+        )
+
+
+def _holds_more(value: Any) -> bool:
+    """Whether an object holds more than its attributes."""
+    is_special = isinstance(value, (ContextVar, MethodType, functools.partial, *_CONTAINERS))
+    return is_special or any(True for _ in _slots(type(value)))
+
+
+def _put_back(value: Any, old: Any) -> None:
+    if isinstance(value, FunctionType):
+        _put_back_variables(value, old)
+    elif isinstance(value, (list, deque, set)):
+        value.clear()
+        value.extend(old) if isinstance(value, (list, deque)) else value.update(old)
+    elif isinstance(old, Mapping):
+        now = _state(value)
+        is_dict = isinstance(value, dict)
+        write = value.__setitem__ if is_dict else functools.partial(setattr, value)
+        delete = value.__delitem__ if is_dict else functools.partial(delattr, value)
+        for name in [n for n in now if n not in old]:
+            delete(name)
+        for name in [n for n, v in old.items() if n not in now or now[n] is not v]:
+            write(name, old[name])
+
+
+def _put_back_variables(function: FunctionType, old: tuple[Any, ...]) -> None:
+    """Gives the outer variables of a function the values that they had."""
+    cells = [c for c in function.__closure__ or () if c != _EMPTY]
+    for cell, content in zip(cells, old, strict=False):
+        cell.cell_contents = content
 
 
 def _reached(layer: nn.Module) -> Iterator[Any]:

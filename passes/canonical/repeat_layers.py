@@ -7,7 +7,8 @@ one, and copies them for each call, with the call's parameters and operands.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from autopar.capture.layer_tracer import NAMESPACE
 from autopar.ir.captured import CapturedModel, GraphInput
 from autopar.ir.nodes import describe_node
-from autopar.passes.canonical.copied_values import CopiedValues, written_memory
+from autopar.passes.canonical.copied_values import CopiedValues, memory, written_memory
 
 
 class NotRepeatedError(Exception):
@@ -61,6 +62,7 @@ def repeat_layers(captured: CapturedModel) -> CapturedModel:
         return captured
     calls = [n for n in graph.nodes if _name(n) == "repeat"]
     writer = _Writer(captured)
+    writer.add_placeholders(calls)
     for call in calls:
         writer.write(call)
     writer.check_writes()
@@ -84,6 +86,45 @@ class _Writer:
         self._entries = dict(captured.placeholders)
         self._state = dict(captured.state)
         self._own: dict[int, list[fx.Node]] = {}  # constants of one layer, by its number
+        self._tensors: dict[str, fx.Node] = {}  # parameters and buffers, by their names
+        self._stored = dict(captured.stored_dtypes)
+
+    def add_placeholders(self, calls: Iterable[fx.Node]) -> None:
+        """Add the parameters and buffers that layers hid from the trace, in the model's order."""
+        like: dict[str, fx.Node] = {}
+        operands = _operands(self.graph)
+        for call in calls:
+            _, second, given, hidden = call.args
+            like |= zip(hidden, operands[second][len(given) :], strict=True)  # type: ignore[arg-type]
+        kinds = ("parameter", "buffer")
+        self._tensors = {e.target: n for n, e in self._entries.items() if e.kind in kinds}
+        last = None
+        for name in self._state if like else ():
+            if name in like:
+                self._tensors[name] = self._hidden_tensor(name, like[name], last)
+            last = self._tensors.get(name, last)
+
+    def _hidden_tensor(self, name: str, like: fx.Node, last: fx.Node | None) -> fx.Node:
+        """A placeholder like another one, behind the placeholder ``last``.
+
+        Raises:
+            NotRepeatedError: it would not have the name that a full trace gives it.
+        """
+        first = next(iter(self.graph.nodes))
+        with (
+            self.graph.inserting_before(first) if last is None else self.graph.inserting_after(last)
+        ):
+            wanted = like.name.removesuffix(_as_name(self._entries[like].target)) + _as_name(name)
+            made = self.graph.placeholder(wanted)
+        if made.name != wanted or like.name == wanted:
+            raise NotRepeatedError(f"several placeholders are called {wanted}")
+        value = like.meta["val"]
+        made.meta = dict(like.meta, val=CopiedValues(self._written, {}).of(value))
+        self._shared |= {memory(value)} - self._written
+        self._entries[made] = GraphInput(made.name, self._entries[like].kind, name)
+        if self._state[name].dtype != value.dtype:
+            self._stored[made.name] = self._state[name].dtype
+        return made
 
     def check_writes(self) -> None:
         """Raise NotRepeatedError if the graph writes to memory that layers have in common: the next
@@ -95,18 +136,19 @@ class _Writer:
     def captured(self) -> CapturedModel:
         placeholders = self.graph.find_nodes(op="placeholder")
         inputs = tuple(self._entries[n] for n in placeholders)
-        return replace(self._before, inputs=inputs, state=self._state)
+        return replace(self._before, inputs=inputs, state=self._state, stored_dtypes=self._stored)
 
     def write(self, call: fx.Node) -> None:
         """Write the nodes of one repeated layer."""
-        first, second, operands = call.args
+        first, second, given, hidden = call.args
+        operands = [*given, *map(self._tensors.__getitem__, hidden)]  # type: ignore[misc,arg-type]
         assert isinstance(first, int)
         assert isinstance(second, int)
         if second not in self.layers:
             self._compare(first, second)
         layer = self.layers[second]
         module = str(call.meta["module"])
-        copies: dict[fx.Node, fx.Node] = dict(zip(layer.operands, operands, strict=True))  # type: ignore[arg-type]
+        copies: dict[fx.Node, fx.Node] = dict(zip(layer.operands, operands, strict=True))
         copies |= {n: self._copied_constant(n, module) for n in self._own[second]}
         read = {n for node in layer.nodes for n in node.all_input_nodes}.difference(layer.nodes)
         values = CopiedValues(self._written, {n: copies.get(n, n) for n in read})
@@ -191,6 +233,17 @@ def _layer(graph: fx.Graph, number: int) -> _Layer:
         if each not in results and any(True for _ in outside):
             raise NotRepeatedError(f"{describe_node(each)} is read outside of its layer")
     return _Layer(enter, tuple(nodes), results)
+
+
+def _as_name(path: str) -> str:
+    """A parameter's path as torch.export writes it in the name of a placeholder."""
+    return re.sub(r"[^a-zA-Z0-9]", "_", path).lower()
+
+
+def _operands(graph: fx.Graph) -> dict[Any, list[fx.Node]]:
+    """The operands of the traced layers, by number."""
+    entered = (n for n in graph.nodes if _name(n) == "enter")
+    return {n.args[0]: list(n.args[1]) for n in entered}
 
 
 def _are_equal(a: fx.Node, b: fx.Node, is_partner: Callable[[fx.Node, fx.Node], bool]) -> bool:
