@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from autopar.errors import RunError
+from autopar.runtime.checkpoint.background import start_in_background
 from autopar.runtime.checkpoint.folder import check_free, checkpoint_path, discard
 from autopar.runtime.checkpoint.generators import generator_states
 from autopar.runtime.checkpoint.index import Index
@@ -42,7 +43,6 @@ class Saver:
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = None
         self._running: tuple[Path, Future[None]] | None = None
-        self._thread: ThreadPoolExecutor | None = None
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -73,9 +73,8 @@ class Saver:
         aliases = {MODEL + name: MODEL + first for name, first in program.captured.aliases.items()}
         index = Index(program.plan_hash, aliases, {})
         writer = FolderWriter(target, dist.get_rank(), states, index, keep)
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "autopar-save")
-        self._running = target, self._thread.submit(_write, target, writer, copies, group)
+        work = partial(_write, target, writer, copies, group)
+        self._running = target, start_in_background(str(target), work)
 
 
 def _target(path: Any, keep: Any) -> Path:
