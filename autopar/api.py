@@ -145,7 +145,8 @@ def compile(
     evaluation = DeferredEvaluation(trace, lowered, captured, plan, prologue, mesh.device)
     notes = [*notes, *lowered.notes, *_check_types(analysis, lowered, mesh)]
     noted = dataclasses.replace(plan, notes=(*plan.notes, *notes)) if notes else plan
-    return Compiled(captured, noted, lowered, mesh, model=model, evaluation=evaluation)
+    made = captured, noted, lowered, mesh
+    return Compiled(*made, model=model, evaluation=evaluation, progress=progress)
 
 
 def _mesh_of_plan(plan: Plan, device: torch.device) -> Mesh:

@@ -47,10 +47,11 @@ def build(
 
 
 def variants(
-    options: argparse.Namespace, device: torch.device
+    options: argparse.Namespace, device: torch.device, backend: str = "eager"
 ) -> dict[str, tuple[torch.nn.Module, dict[str, torch.Tensor]]]:
     """The plain model (DistributedDataParallel on its share of the batch, given several ranks) and
-    the compiled one on the whole batch.
+    the compiled one on the whole batch. With the backend "inductor" the plain model goes through
+    ``torch.compile``.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     tokens = torch.randint(
@@ -58,6 +59,8 @@ def variants(
     ).to(device)
     share = tokens.chunk(ranks)[rank]
     plain: torch.nn.Module = build(options).to(device)
+    if backend == "inductor":
+        plain = torch.compile(plain)  # type: ignore[assignment]
     if ranks > 1:
         plain = torch.nn.parallel.DistributedDataParallel(plain, gradient_as_bucket_view=True)
     compiled = autopar.compile(
@@ -66,6 +69,7 @@ def variants(
         ranks,
         cluster=options.cluster,
         parallel=dict(data=ranks),
+        backend=backend,
     )
     return {"plain": (plain, inputs(share)), "compiled": (compiled, whole)}
 

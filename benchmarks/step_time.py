@@ -1,5 +1,6 @@
 """What a compiled step costs beside the plain step: one rank, two data-parallel ranks against
-DistributedDataParallel, and a pipeline.
+DistributedDataParallel, and a pipeline. Without a pipeline both are eager, and then both go
+through inductor: ``torch.compile`` and ``backend="inductor"``.
 
 A pipeline is measured against torch's own 1F1B of stages cut by hand at the same layers, and both
 against the schedule's ideal: the timeline of the stages' times, each measured by running the plain
@@ -29,6 +30,7 @@ from torch_pipeline import ByHand
 from turns import Step, compare, take_turns, timed, verdict
 
 from autopar.cost_model import simulate_schedule
+from autopar.ir.plan_data import BACKENDS
 from autopar.profile.timing import synchronize
 
 
@@ -58,6 +60,7 @@ def arguments() -> argparse.Namespace:
         default=2,
         help=f"sequences in a microbatch of a pipeline, which has {MICROBATCHES}",
     )
+    parser.add_argument("--backends", nargs="*", choices=BACKENDS, default=[*BACKENDS])
     parser.add_argument("--cluster", default="h100-sxm" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--zero",
@@ -100,20 +103,27 @@ def steps_of(backward: Step, model: torch.nn.Module) -> dict[str, Step]:
 
 def case(options: argparse.Namespace, device: torch.device) -> list[dict]:
     """One world size, on each of its ranks."""
-    models = variants(options, device)
+    return [row for each in options.backends for row in backend_case(options, device, each)]
+
+
+def backend_case(options: argparse.Namespace, device: torch.device, backend: str) -> list[dict]:
+    """One world size and one backend, on each of its ranks."""
+    models = variants(options, device, backend)
     steps = {name: steps_of(backward_of(*variant), variant[0]) for name, variant in models.items()}
     ranks = dist.get_world_size()
-    other = "plain model" if ranks == 1 else "DistributedDataParallel"
+    world = f"{ranks} rank{'s' * (ranks > 1)}"
+    plain = "plain model" if backend == "eager" else "torch.compile(model)"
+    other = plain if ranks == 1 else f"DistributedDataParallel of {plain}"
     rows = []
     for kind in steps["plain"]:
         timers = {
             name: partial(timed, of[kind], options.steps, device) for name, of in steps.items()
         }
-        times = take_turns(timers, options.repeats, f"{ranks} rank{'s' * (ranks > 1)}, {kind}")
+        times = take_turns(timers, options.repeats, f"{world}, {backend}, {kind}")
         row = compare(times, "plain", "compiled")
         rows.append(
             dict(
-                case=f"{ranks} rank{'s' * (ranks > 1)} against {other}",
+                case=f"{world}, {backend}, against {other}",
                 kind=kind,
                 target=1.02 if ranks == 1 else 1.0,
                 **row,

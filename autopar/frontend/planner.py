@@ -139,7 +139,7 @@ class Planner:
         key = (
             *map(id, (found.problem, found.costs, found.solution, found.counted_bytes)),
             *(found.gap, found.step_prices, self.cluster),
-            *(options.world_size, options.precision, options.reduction_dtype),
+            *(options.world_size, options.precision, options.reduction_dtype, options.backend),
         )
 
         def write() -> tuple[PricedPlan, Plan]:

@@ -16,6 +16,7 @@ PIPELINE = "pipeline"  # the name of the pipeline beside the names of mesh axes
 # On a mesh with more free axes the search is exact only in neighbourhoods. Axes of a mode are not
 # free.
 EXACT_AXES = 2
+BACKENDS = ("eager", "inductor")
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble")
 
 ConversionStep = tuple[int, str, str]  # a conversion along one axis: (axis, type before, after)
@@ -113,6 +114,8 @@ class PlanData:
             compiled program also its ``batch``.
         modes: the names of the axes of each mode of tensor parallelism that was asked for or
             chosen.
+        backend: what runs the programs, one of BACKENDS: "eager", operator after operator, or
+            "inductor", torch's compiler.
     """
 
     fingerprint: str
@@ -144,6 +147,7 @@ class PlanData:
     timings: dict[str, float] = field(default_factory=dict, compare=False)
     options: dict[str, Any] = field(default_factory=dict, compare=False)
     modes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    backend: str = "eager"
 
     def __post_init__(self) -> None:
         """Raise PlanError if the parts do not fit together. ``plan_json`` checks that each part has
@@ -165,6 +169,10 @@ class PlanData:
             )
         if self.schedule not in SCHEDULES:
             yield f"schedule {self.schedule!r} is none of {', '.join(SCHEDULES)}"
+        if self.backend not in BACKENDS:
+            yield f"backend {self.backend!r} is none of {', '.join(BACKENDS)}"
+        if (self.backend, self.schedule) == ("inductor", "zero-bubble") and self.pipeline > 1:
+            yield 'backend "inductor" compiles no backward in two parts, as "zero-bubble" has it'
         for what, value, known in (
             ("precision", self.precision, COMPUTE_DTYPES),
             ("reduce_dtype", self.reduce_dtype, REDUCE_DTYPES),

@@ -23,6 +23,8 @@ if typing.TYPE_CHECKING:
     from autopar.ir.plan_data import PlanData
 
 AnyPlan = TypeVar("AnyPlan", bound="PlanData")
+# What files of this version that were written before a field was added have there.
+_ADDED = {"backend": "eager"}
 LARGEST = 2**53  # every reader of JSON holds whole numbers up to this one exactly
 
 
@@ -50,7 +52,7 @@ def read_plan(path: str | os.PathLike[str], version: int, kind: type[AnyPlan]) -
             f"{name} has plan version {found!r:.20}, this autopar reads {version}: plan again"
         )
     try:
-        return from_json_data(data, kind)
+        return from_json_data(_ADDED | data, kind)
     except (PlanError, RecursionError) as e:
         raise PlanError(f"{name} is a damaged plan: {e}. Plan again, or undo the edit") from e
 

@@ -22,6 +22,7 @@ def header(plan: PlanData) -> str:
         _batch(plan, facts.get("samples")),
         schedule_line(plan),
         _precision(plan),
+        f"backend {plan.backend}",
         f"predicted: {format_seconds(plan.step_time)} a step, "
         f"{format_bytes(max(plan.peak_memory))} a device",
         _optimality(plan),

@@ -11,7 +11,7 @@ from autopar.errors import PlanError
 from autopar.search.inner.inner_searches import InnerSearches
 from autopar.search.inner.no_plan_errors import too_many_stages_error
 from autopar.search.open_families import Family
-from autopar.search.space.check_schedule import check_schedule
+from autopar.search.space.check_schedule import check_backend, check_schedule
 from autopar.search.space.configuration import Configuration
 from autopar.search.space.placements import check_kinds
 
@@ -99,6 +99,7 @@ class Enumeration:
     def _check(self, configuration: Configuration) -> None:
         pipeline, microbatches = configuration.pipeline, configuration.microbatches
         check_schedule(configuration.schedule, pipeline, configuration.chunks, microbatches)
+        check_backend(self.options.backend, configuration.schedule, pipeline)
         self.searches.microbatch_samples(configuration)
         if pipeline > 1:
             check_kinds(configuration, self.searches.of(microbatches).cluster)

@@ -52,6 +52,16 @@ def kernel_call(node: fx.Node, chosen: NodePlan, mesh: Any) -> KernelCall:
     return _BUILDERS[name](arguments(node), mesh, 0, chosen)
 
 
+def random_kernel(node: fx.Node, chosen: NodePlan) -> str | None:
+    """The kernel of a call of the global graph that draws random numbers, under the plan
+    ``chosen``: "dropout", "attention", "ring", or "drawn" for any other operator. None for a call
+    that draws none.
+    """
+    if "ring" in chosen.kernels:
+        return "ring" if arguments(node)["dropout_p"] else None
+    return _kernel_of_random(node) or ("drawn" if _is_random(node) else None)
+
+
 def _planned_kernel(chosen: NodePlan) -> str | None:
     """The kernel that a plan names. Axes may name different kernels. A kernel that is not one of
     ``_RANDOM`` then comes first, because it draws from the random streams, too.

@@ -81,9 +81,9 @@ class Mesh:
         self.recorder = StepRecorder(self.device)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         if pipeline > 1:
-            self._make_all_groups()
+            self.make_all_groups()
 
-    def _make_all_groups(self) -> None:
+    def make_all_groups(self) -> None:
         """Makes the groups of all sets of axes. Stages need different groups, and all ranks must
         take part in making each of them.
         """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autopar.cost_model.plan_timeline import simulate_plan
@@ -26,6 +27,8 @@ def compare_ranks(plan: PlanData, mesh: Mesh, peak: int | None) -> Comparison:
 
 def compare(plan: PlanData, ranks: Sequence[RankTimes]) -> Comparison:
     """The predictions of ``plan`` beside ``ranks``, the measurements of each rank."""
+    if plan.backend == "inductor":
+        plan = _with_conversions_in_compute(plan)
     devices = [
         _mean([times for times in ranks if times.rank == rank]) for rank in range(plan.pipeline)
     ]
@@ -38,6 +41,24 @@ def compare(plan: PlanData, ranks: Sequence[RankTimes]) -> Comparison:
         rows,
         _links(plan),
     )
+
+
+def _with_conversions_in_compute(plan: PlanData) -> PlanData:
+    """``plan``, with its conversions counted as compute: inside a compiled program nothing measures
+    them apart.
+    """
+    seconds, rows = dict(plan.seconds), dict(plan.rows)
+    seconds["compute"] += seconds.pop("conversions", 0.0)
+    if "collectives" in rows:
+        rows["collectives"] = [
+            ["compute" if part == "conversions" else part, *rest]
+            for part, *rest in rows["collectives"]
+        ]
+    stages = tuple(
+        replace(stage, seconds={k: v for k, v in stage.seconds.items() if k != "conversions"})
+        for stage in plan.stages
+    )
+    return replace(plan, seconds=seconds, stages=stages, rows=rows)
 
 
 def _mean(ranks: Sequence[RankTimes]) -> RankTimes:

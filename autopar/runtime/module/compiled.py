@@ -17,6 +17,7 @@ from autopar.runtime.checkpoint.methods import Checkpoints
 from autopar.runtime.communication.all_ranks import run_on_all_ranks
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.communication.replicas import check_replicas
+from autopar.runtime.compilation.backends import make_backend
 from autopar.runtime.data.data_loading import DataLoading
 from autopar.runtime.data.rank_batch import RankBatch
 from autopar.runtime.dtensors.sharding import redistributed_like
@@ -81,6 +82,7 @@ class Compiled(DataLoading, Checkpoints, ModelValues):
         model: nn.Module | None = None,
         like: Compiled | None = None,
         evaluation: Callable[[], LoweredModel] | None = None,
+        progress: bool = False,
     ) -> None:
         super().__init__()
         self._captured = with_meta_state(captured)
@@ -102,6 +104,7 @@ class Compiled(DataLoading, Checkpoints, ModelValues):
         self._draws, names = draws(lowered.train), self._signature.names
         state = list(captured.state)
         self._desync = make_detector(mesh, state, names, batch, self._draws, meets)
+        self._backend = make_backend(plan.backend, mesh, progress)
         self._runner = self._make_runner(captured, holders)
         self._install_hooks(holders, model if like is None else None)
         self._remember(like._source if like is not None else model)
@@ -130,6 +133,7 @@ class Compiled(DataLoading, Checkpoints, ModelValues):
             loss=self._output_structure.loss,
             names=self._signature.names,
             on_backward=None if self._desync is None else self._desync.count_backward,
+            backend=self._backend,
         )
 
     def _install_hooks(self, holders: Holders | None, model: nn.Module | None) -> None:
@@ -213,6 +217,11 @@ class Compiled(DataLoading, Checkpoints, ModelValues):
         from autopar.runtime.measure.compare import compare_ranks
 
         peak = None
+        if sample is not None and self._plan.backend == "inductor":
+            raise RunError(
+                "compare(sample) counts the tensors that operators make, and a compiled program "
+                'makes others: call compare(), or compile with backend="eager"'
+            )
         if sample is not None and self._mesh.device.type == "cpu":
             loss_of = self._output_structure.loss_of
             step = partial(step_peak_bytes, self, self._mesh, loss_of, sample)

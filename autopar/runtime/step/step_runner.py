@@ -18,6 +18,7 @@ from autopar.errors import RunError
 from autopar.ir.layout import P
 from autopar.ir.precision import dtype_of
 from autopar.runtime.communication.mesh import Mesh
+from autopar.runtime.compilation.backends import Backend
 from autopar.runtime.dtensors.sharding import as_dtensor
 from autopar.runtime.parameters.gather import Gather
 from autopar.runtime.parameters.gradients import Gradients, GradientSync
@@ -64,7 +65,7 @@ class StepRunner:
 
     Arguments: ``holders``, which pipeline ranks hold which tensors (None: there is no pipeline);
     ``loss``, its place among the outputs; ``names``, those of the inputs; ``on_backward``, a hook
-    for the gradient of each loss.
+    for the gradient of each loss; ``backend`` runs the programs.
 
     Attributes: ``stages``, those of this rank (None: there is no pipeline); ``weights``, the
     parameters that the program of this rank takes; ``remote_state``, the names of the tensors of
@@ -83,13 +84,11 @@ class StepRunner:
         loss: int,
         names: Sequence[str],
         on_backward: Callable[[torch.Tensor], None] | None,
+        backend: Backend,
     ) -> None:
         self._plan, self._lowered, self._mesh, self._state = plan, lowered, mesh, state
         self._loss = loss
-        tensors = (*captured.state, *captured.aliases)
-        self.remote_state = {
-            name for name in tensors if state.user_tensor(name, captured.aliases) is None
-        }
+        self.remote_state = _remote_state(captured, state)
         self.weights = _in_order_of_use(lowered, state)
         self._gather = Gather(self.weights, mesh)
         self._matmul_precision = MatmulPrecision(plan.precision == "tf32")
@@ -102,7 +101,7 @@ class StepRunner:
             self.stages = RankStages(plan, lowered, mesh, microbatches, loss, by_stage.begin_stage)
         else:
             sync = GradientSync(self.weights, mesh, dtype=dtype_of(plan.reduce_dtype))
-        self._work = StepWork(captured, lowered, mesh, state, microbatches, sync)
+        self._work = StepWork(captured, lowered, mesh, state, microbatches, sync, backend)
         self._order = self._work_order(captured, microbatches)
         self._loss_sum = LossSum(self._loss_group(), on_backward)
         self._bridge: AutogradBridge | None = None
@@ -253,6 +252,11 @@ class StepRunner:
                 "each other tensors in the dtypes of the graph that was captured: call it "
                 'without, and compile with precision="bf16"'
             )
+
+
+def _remote_state(captured: CapturedModel, state: ModelState) -> set[str]:
+    tensors = (*captured.state, *captured.aliases)
+    return {name for name in tensors if state.user_tensor(name, captured.aliases) is None}
 
 
 def _in_order_of_use(lowered: LoweredModel, state: ModelState) -> list[Weight]:

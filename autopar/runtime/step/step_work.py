@@ -12,10 +12,10 @@ import torch
 from torch import fx
 
 from autopar.runtime.communication.mesh import Mesh
+from autopar.runtime.compilation.backends import Backend
 from autopar.runtime.measure.step_recorder import Mark, StepRecorder
 from autopar.runtime.parameters.gradients import Gradients
 from autopar.runtime.parameters.model_state import ModelState
-from autopar.runtime.pipeline import recompute
 from autopar.runtime.pipeline.microbatches import Microbatches
 from autopar.runtime.step.autograd_engine import BackwardObserver
 from autopar.runtime.step.matmul_precision import MatmulPrecision
@@ -46,7 +46,7 @@ class StepWork:
     """Runs the programs of one rank and updates the model's buffers.
 
     Arguments: ``microbatches`` selects a microbatch of the arguments (None: the step is one
-    microbatch); ``sync`` synchronises the gradients.
+    microbatch); ``sync`` synchronises the gradients; ``backend`` runs programs.
     """
 
     def __init__(
@@ -57,16 +57,17 @@ class StepWork:
         state: ModelState,
         microbatches: Microbatches | None,
         sync: Synchronisation,
+        backend: Backend,
     ) -> None:
         self._updates, self._lowered = captured.updates, lowered
         self._mesh, self._state, self._microbatches = mesh, state, microbatches
-        self.sync = sync
+        self.sync, self._backend = sync, backend
 
     def compute(
         self, program: fx.GraphModule, arguments: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
         """Calls a program of this rank: the whole one, or that of a stage."""
-        return recompute.run(program, self._mesh, arguments)
+        return self._backend.run(program, arguments)
 
     def forward(
         self, variant: ProgramVariant, arguments: Sequence[torch.Tensor], microbatch: int

@@ -15,6 +15,7 @@ from autopar.ir.plan_data import NodePlan, PlanData, StagePlan
 from autopar.rules.analysis import Analysis
 from autopar.runtime.kernels.graph_kernels import send
 from autopar.search.plan_check.data_degree import data_degree
+from autopar.search.result.choose_backend import choose_backend
 from autopar.search.result.chosen_program import chosen_program
 from autopar.search.result.end_of_step import end_of_step
 from autopar.search.result.priced_plan import PricedPlan
@@ -35,6 +36,9 @@ def write_plan(
     """
     analysis, configuration = priced.analysis, priced.configuration
     program = chosen_program(priced)
+    backend, on_backend = choose_backend(
+        options, cluster, analysis.graph, program.nodes, configuration
+    )
     return PlanData(
         fingerprint=analysis.captured.fingerprint,
         world_size=options.world_size,
@@ -61,9 +65,11 @@ def write_plan(
         notes=(
             *_notes(analysis, configuration.microbatches, priced.axes),
             *_notes_on_kinds(cluster, configuration.pipeline),
+            *on_backend,
         ),
         timings=dict(timings),
         modes=_axes_of_modes(priced.axes),
+        backend=backend,
     )
 
 

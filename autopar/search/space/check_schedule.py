@@ -37,6 +37,19 @@ def check_schedule(schedule: str, pipeline: int, chunks: int, microbatches: int)
         )
 
 
+def check_backend(backend: str | None, schedule: str, pipeline: int) -> None:
+    """Check that ``backend`` can run ``schedule`` on ``pipeline`` ranks.
+
+    Raises:
+        PlanError: it cannot.
+    """
+    if (backend, schedule) == ("inductor", "zero-bubble") and pipeline > 1:
+        raise PlanError(
+            'backend="inductor" compiles each backward whole, and schedule="zero-bubble" needs it '
+            'in two parts: use schedule="interleaved-1f1b", or backend="eager"'
+        )
+
+
 def _check_chunks(schedule: str, pipeline: int, chunks: int) -> None:
     """Check that ``schedule`` can run ``chunks`` stages on each rank."""
     if pipeline == 1 and chunks > 1:

@@ -11,7 +11,7 @@ from typing import Any
 
 from autopar.cost_model.memory import optimizer_name
 from autopar.errors import PlanError
-from autopar.ir.plan_data import PIPELINE, SCHEDULES
+from autopar.ir.plan_data import BACKENDS, PIPELINE, SCHEDULES
 from autopar.ir.precision import COMPUTE_DTYPES, REDUCE_DTYPES, reduction_dtype
 from autopar.search.space.check_solver import check_solver
 from autopar.search.space.meshes import (
@@ -86,6 +86,8 @@ class Options:
             machine.
         profile_missing: whether to measure on this machine the kernels for which the cluster has
             no curve. Measured times are remembered.
+        backend: what runs the program: "eager", or "inductor", torch's compiler. None: inductor on
+            GPUs, unless a part of the program is not compiled; eager on CPUs.
     """
 
     world_size: int
@@ -104,6 +106,7 @@ class Options:
     time_limit: float | None = None
     profile_missing: bool = False
     solver: str = "highs"
+    backend: str | None = None
 
     def __post_init__(self) -> None:
         check_whole("world_size", self.world_size, "the number of ranks")
@@ -124,6 +127,8 @@ class Options:
         check_choice("recompute", self.recompute, RECOMPUTE_OPTIONS)
         if self.schedule is not None:
             check_choice("schedule", self.schedule, SCHEDULES)
+        if self.backend is not None:
+            check_choice("backend", self.backend, BACKENDS)
         if not isinstance(self.solver, str):
             raise PlanError(f'solver={self.solver!r}: give "highs" or "pulp:NAME"')
         check_solver(self.solver)

@@ -1,0 +1,155 @@
+"""The two ways in which the programs of a rank run: eager, operator after operator, or compiled by
+inductor.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from tqdm import tqdm
+
+from autopar.errors import AutoparError, RunError
+from autopar.runtime.communication.all_ranks import check_same_on_all_ranks
+from autopar.runtime.communication.mesh import Mesh
+from autopar.runtime.compilation.compiler_graph import CompilerGraph
+from autopar.runtime.compilation.inductor import (
+    Compiled,
+    collectives,
+    compile_graph,
+    random_operators,
+)
+from autopar.runtime.pipeline import recompute
+
+
+class Backend(Protocol):
+    """Runs programs, whole ones or those of stages."""
+
+    def run(
+        self, program: fx.GraphModule, arguments: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """What ``program`` returns for the tensors ``arguments``, as functions of them."""
+
+
+def make_backend(name: str, mesh: Mesh, progress: bool) -> Backend:
+    """The backend ``name``, one of ``plan_data.BACKENDS``; see :class:`InductorBackend`."""
+    return InductorBackend(mesh, progress) if name == "inductor" else EagerBackend(mesh)
+
+
+class EagerBackend:
+    """Runs a program operator after operator."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    def run(
+        self, program: fx.GraphModule, arguments: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """See :class:`Backend`."""
+        return recompute.run(program, self._mesh, arguments)
+
+
+class InductorBackend:
+    """Compiles each program at its first call. Later calls are compiled again only where something
+    differs that the code depends on: which tensors require a gradient, strides, and settings of
+    torch.
+
+    Arguments: ``progress``, whether to show a progress bar while a program is compiled.
+
+    Attributes: ``compilations``, their number so far.
+    """
+
+    def __init__(self, mesh: Mesh, progress: bool) -> None:
+        self._mesh, self._progress = mesh, progress
+        self._compiled: defaultdict[fx.GraphModule, dict[Hashable, Compiled]] = defaultdict(dict)
+        self.compilations = 0
+        if mesh.size > 1:
+            mesh.make_all_groups()  # no group can be made while a program is traced
+
+    def run(
+        self, program: fx.GraphModule, arguments: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """See :class:`Backend`."""
+        known = self._compiled[program]
+        key = _settings(self._mesh.device.type), tuple([_form(x) for x in arguments])
+        moment = torch.tensor([part or 0 for part in self._mesh.random_streams.moment])
+        if key not in known:
+            known[key] = self._compile(program, arguments, moment, is_first=not known)
+        return known[key](*arguments, moment)
+
+    def _compile(
+        self,
+        program: fx.GraphModule,
+        arguments: Sequence[torch.Tensor],
+        moment: torch.Tensor,
+        is_first: bool,
+    ) -> Compiled:
+        graph = CompilerGraph(program, self._mesh)
+        self.compilations += 1
+        called: list[str] = []
+        hidden = not self._progress or dist.get_rank() != 0
+        with tqdm(desc="compiling", unit=" parts", disable=hidden, leave=False) as bar:
+
+            def begin(part: fx.Graph) -> None:
+                _check_random(part)
+                called.extend(["a part", *collectives(part)])
+                bar.update()
+
+            examples = [*_examples(arguments), *[moment] * graph.draws]
+            compiled = _compile_or_explain(lambda: compile_graph(graph.module, examples, begin))
+        if is_first and self._mesh.size > 1:
+            # All ranks compile a program for the first time in the same call. Later they need not.
+            group = self._mesh.axes_group(range(len(self._mesh.sizes)))
+            check_same_on_all_ranks("\n".join(called), "the order of compiled collectives", group)
+        return compiled if graph.draws else lambda *given: compiled(*given[:-1])
+
+
+def _check_random(part: fx.Graph) -> None:
+    """Raises :class:`RunError` for random numbers that would differ from those of one device."""
+    if found := random_operators(part):
+        raise RunError(
+            f'backend="inductor": the program draws random numbers in an operator that is not '
+            f"traced apart ({found[0]}), such as a torch.autograd.Function: plan with "
+            'backend="eager", or use dropout of torch.nn'
+        )
+
+
+def _compile_or_explain(compile_: Callable[[], Compiled]) -> Compiled:
+    try:
+        return compile_()
+    except AutoparError:
+        raise
+    except Exception as e:
+        reason = next(iter(str(e).strip().splitlines()), "")
+        raise RunError(
+            f'backend="inductor" could not compile the program: {type(e).__name__}: {reason}. Plan '
+            'with backend="eager", or write the part of the model in other operators'
+        ) from e
+
+
+def _examples(arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors like ``arguments``, each a leaf and an object of its own: two arguments that are one
+    tensor now need not be one in the next call.
+    """
+    return [x.detach().requires_grad_(x.requires_grad) for x in arguments]
+
+
+def _form(x: torch.Tensor) -> tuple[bool, tuple[int, ...]]:
+    """What compiled code depends on in an argument, besides its shape and dtype, which stay."""
+    return x.requires_grad, x.stride()
+
+
+def _settings(device_type: str) -> Hashable:
+    """The settings of torch on which compiled code depends."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_num_threads(),
+    )

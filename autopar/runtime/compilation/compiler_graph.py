@@ -1,0 +1,126 @@
+"""A program of one rank as a graph that a compiler takes: it takes tensors alone, and its random
+kernels draw from one of them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils.checkpoint import CheckpointPolicy
+
+from autopar.errors import RunError
+from autopar.runtime.communication.mesh import Mesh
+from autopar.runtime.compilation import random_masks
+from autopar.runtime.kernels import graph_kernels
+from autopar.runtime.pipeline.recompute import RecomputedOperator, operator_of
+
+aten = torch.ops.aten
+
+_SAVED, _RECOMPUTED = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
+
+
+class CompilerGraph:
+    """``program``, which takes the mesh and tensors, as a graph that takes the tensors alone.
+
+    Attributes:
+        module: the graph.
+        draws: whether it draws random numbers. It then takes one more tensor, the moment: see
+            :func:`random_masks.keep_mask`.
+
+    Raises:
+        RunError: the program has a kernel that is not compiled.
+    """
+
+    def __init__(self, program: fx.GraphModule, mesh: Mesh) -> None:
+        # The tracer must not leave marks in the recorder of the running step.
+        self._mesh = mesh.copy_for_program()
+        nodes = list(program.graph.nodes)
+        self.draws = any(map(_draws, nodes))
+        root = nn.Module()
+        root.mesh = self._mesh  # type: ignore[assignment]
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        inputs = [node for node in nodes if node.op == "placeholder"]
+        for node in inputs[1:]:
+            copies[node] = graph.placeholder(node.name)
+        moment = graph.placeholder("moment") if self.draws else None
+        copies[inputs[0]] = graph.get_attr("mesh")
+        for node in nodes:
+            if node.op != "placeholder":
+                copies[node] = copy = graph.node_copy(node, copies.__getitem__)
+                copy.meta = _tags(node)
+                copy.target = operator_of(node.target)
+                if _draws(node):
+                    assert moment is not None
+                    self._draw_from(moment, node, copy)
+        self.module = fx.GraphModule(root, graph, "Program")
+
+    def _draw_from(self, moment: fx.Node, node: fx.Node, copy: fx.Node) -> None:
+        """Replaces a random kernel by one that draws from the tensor ``moment``."""
+        kernel, args = operator_of(node.target), copy.args
+        if kernel is graph_kernels.dropout:
+            x, p, _, _, number, axes = args
+            copy.target = random_masks.dropout
+            copy.args = (x, p, moment, number, self._mesh.index(axes))  # type: ignore[arg-type]
+        elif kernel is graph_kernels.attention:
+            *operands, _, number, axes = args
+            copy.target = random_masks.attention
+            copy.args = (*operands, moment, number, self._mesh.index(axes))  # type: ignore[arg-type]
+        else:
+            raise RunError(
+                f'backend="inductor" compiles no {getattr(kernel, "__name__", kernel)} that draws '
+                f'random numbers (node {node.name}): plan with backend="eager", or without it'
+            )
+
+
+def _draws(node: fx.Node) -> bool:
+    return node.op == "call_function" and graph_kernels.draws_random_numbers(
+        operator_of(node.target), node.args
+    )
+
+
+def _tags(node: fx.Node) -> dict[str, Any]:
+    """What AOTAutograd reads of a node when it divides forward and backward: whether the backward
+    must have its result saved, or must recompute it. Without a tag the compiler decides; it
+    recomputes only what is cheap.
+    """
+    if node.op != "call_function" or _is_view(node):
+        return {}
+    if _is_recomputed(node):
+        return {"recompute": _RECOMPUTED, "ac_graph_id": 0}
+    old_value = node.target is aten.clone.default and node.all_input_nodes[0].op == "placeholder"
+    # Nothing is drawn twice that the plan does not recompute. A copy of a buffer is there because
+    # the buffer has another value by the time of the backward. And what is next to a recomputed
+    # call must be saved, or the compiler would recompute it from there, where the plan does not.
+    saved = old_value or _draws(node) or any(map(_is_recomputed, _around(node)))
+    return {"recompute": _SAVED} if saved else {}
+
+
+def _is_recomputed(node: fx.Node) -> bool:
+    """Whether the backward recomputes a call. It does not where the call reads or writes a buffer
+    that has another value by then: its result is saved.
+    """
+    target = node.target
+    return isinstance(target, RecomputedOperator) and not target.changing and not _is_view(node)
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether a call makes no memory of its own, so that its result is neither saved nor
+    recomputed.
+    """
+    operator_ = operator_of(node.target)
+    return operator_ is operator.getitem or getattr(operator_, "is_view", False)
+
+
+def _around(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes that ``node`` reads and that read it, directly or through views."""
+    for step in (lambda n: n.all_input_nodes, lambda n: n.users):
+        rest = list(step(node))
+        while rest:
+            other = rest.pop()
+            yield other
+            if _is_view(other):
+                rest += step(other)

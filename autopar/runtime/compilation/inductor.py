@@ -1,0 +1,73 @@
+"""The private names of torch's compiler, in this file alone: inductor's entry for a graph, which
+takes the graph through AOTAutograd, and the settings of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+Compiled = Callable[..., Sequence[torch.Tensor]]
+
+
+def compile_graph(
+    graph: fx.GraphModule, examples: Sequence[torch.Tensor], on_part: Callable[[fx.Graph], None]
+) -> Compiled:
+    """Compiles the forward of ``graph`` and, where ``examples`` ask for gradients, its backward.
+
+    Args:
+        graph: takes tensors and returns a tuple of tensors. The compiler changes it.
+        examples: tensors like those of each call: in shapes, strides, dtypes and gradients.
+        on_part: is called with the graph of ATen operators of the forward, and of the backward,
+            before each is compiled.
+    """
+    # Here and not above: planning must not import the compiler, which takes a second.
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def compile_part(part: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        on_part(part.graph)
+        return compile_fx_inner(part, *args, **kwargs)
+
+    settings: dict[str, Any] = {
+        # This cache's key is a graph's code, which does not show what autopar's kernels do. The
+        # cache of inductor's own, whose key has all ATen operators, stays on.
+        "enable_autograd_cache": False,
+        # Saved tensors that are used as memory for results would forbid retain_graph=True.
+        "donated_buffer": False,
+        # The backward is compiled together with the forward, where all ranks are.
+        "force_non_lazy_backward_lowering": True,
+    }
+    with config.patch(settings):
+        compiled: Any = compile_fx(graph, examples, inner_compile=compile_part)
+        return compiled  # type: ignore[no-any-return]
+
+
+def random_operators(graph: fx.Graph) -> list[str]:
+    """The operators in a graph of ATen operators that would draw random numbers of the compiler's
+    own.
+    """
+    return [
+        node.name
+        for node in graph.nodes
+        if "inductor_random" in str(node.target)
+        or (
+            torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+            and "dot_product" not in str(node.target)  # attention with dropout is not among them
+        )
+    ]
+
+
+def collectives(graph: fx.Graph) -> list[str]:
+    """The collectives of a graph of ATen operators, in their order, with dtypes. They are the same
+    on all ranks of a mesh. Sizes need not be: a rank at the end of an axis may send less.
+    """
+    return [
+        f"{node.target} {node.meta['val'].dtype}"
+        for node in graph.nodes
+        if getattr(node.target, "namespace", "") == "_c10d_functional"
+        if node.target is not torch.ops._c10d_functional.wait_tensor.default
+    ]

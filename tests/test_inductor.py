@@ -1,0 +1,118 @@
+"""Programs compiled by inductor compute what they compute eagerly, dropout included, and are
+compiled once. That the eager program is that of one device: test_equivalence.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import equivalence
+import pytest
+import torch
+import torch.distributed as dist
+import zoo
+from torch import nn
+
+import autopar
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+RATE = 0.2
+
+
+def both(
+    made: zoo.Made, world: int, folder: Path, **options: Any
+) -> tuple[autopar.Plan, list[Any]]:
+    """The program of one plan, eager and compiled."""
+    # Ranks share what inductor caches, and start no processes that would outlive the test.
+    os.environ.update(TORCHINDUCTOR_CACHE_DIR=str(folder), TORCHINDUCTOR_COMPILE_THREADS="1")
+    warnings.filterwarnings("ignore", module="torch")  # of its own parts
+    model, sample = made
+    plan = autopar.plan(model, sample, world, progress=False, **options)
+    return plan, [
+        autopar.compile(
+            copy.deepcopy(model),
+            sample,
+            world,
+            plan=dataclasses.replace(plan, backend=backend),
+            progress=False,
+        )
+        for backend in ("eager", "inductor")
+    ]
+
+
+def train(program: nn.Module, sample: Any, steps: int = 3) -> list[equivalence.Step]:
+    """A few steps with the same random numbers, whatever was drawn before."""
+    torch.manual_seed(3)
+    optimizer = torch.optim.SGD(program.parameters(), lr=0.1)
+    done = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        made = equivalence.step(program, sample)
+        gradients = {n: None if g is None else g.clone() for n, g in made.gradients.items()}
+        done.append(dataclasses.replace(made, gradients=gradients))
+        optimizer.step()
+    return done
+
+
+def compilations(program: Any) -> int:
+    return program._backend.compilations
+
+
+def worst(found: list[equivalence.Step], expected: list[equivalence.Step]) -> tuple[float, str]:
+    return max(
+        equivalence.worst(equivalence.differences(mine, other))
+        for mine, other in zip(found, expected, strict=True)
+    )
+
+
+def test_one_rank(tmp_path: Path, ranks: Any) -> None:
+    ranks(1).run(one_rank, tmp_path, timeout=900)
+
+
+def one_rank(folder: Path) -> None:
+    model, sample = zoo.mlp(dtype=torch.float64, dropout=RATE)
+    _, (eager, compiled) = both((model, sample), 1, folder, micro_batch_size=4, recompute="full")
+    expected = train(eager, sample)
+    assert worst(train(compiled, sample), expected) < (1e-12, "")
+    counted = dict(torch._dynamo.utils.counters["aot_autograd"])
+    assert compilations(compiled) == 1
+    torch.manual_seed(4)
+    assert abs(equivalence.step(compiled, sample).outputs["loss"] - expected[0].outputs["loss"]) > 0
+    assert dict(torch._dynamo.utils.counters["aot_autograd"]) == counted
+    # Another set of trained parameters, and evaluation, are other programs: once each.
+    for program in (eager, compiled):
+        next(iter(program.parameters())).requires_grad_(False)
+    assert worst(train(compiled, sample, 2), train(eager, sample, 2)) < (1e-12, "")
+    assert compilations(compiled) == 2
+    with torch.no_grad():
+        losses = [equivalence.loss_of(p.eval()(**sample)) for p in (eager, compiled, compiled)]
+    assert torch.allclose(*losses[:2], rtol=1e-12)
+    assert compilations(compiled) == 3
+
+
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "zero=3": dict(parallel=dict(data=2), zero=3, recompute="full", micro_batch_size=2),
+    "1d": dict(parallel=dict(tensor=dict(size=2, mode="1d"))),
+    "1f1b": dict(parallel=dict(pipeline=2), schedule="1f1b", micro_batch_size=2),
+}
+
+
+def test_two_ranks(tmp_path: Path, ranks: Any) -> None:
+    ranks(2).run(two_ranks, tmp_path, timeout=1100)
+
+
+def two_ranks(folder: Path) -> None:
+    made = zoo.gpt2(dtype=torch.float64, dropout=RATE, layers=1)
+    for label, options in CONFIGURATIONS.items():
+        with equivalence.Double():
+            plan, (eager, compiled) = both(made, dist.get_world_size(), folder, **options)
+            assert label not in ("zero=3",) or any(" -> " in name for name in plan.recomputed)
+            expected = train(eager, made[1], 2)
+            error = worst(train(compiled, made[1], 2), expected)
+        assert error < (1e-9, ""), label
+        assert compilations(compiled) == 1, label
