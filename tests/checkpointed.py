@@ -4,18 +4,21 @@ all that a checkpoint holds.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.utils.data import DataLoader
 
 import autopar
 
 SIZES = 16, 8  # tokens in the vocabulary, features
 PLANS: dict[str, dict[str, Any]] = {
     "data": dict(parallel=dict(data=2), zero=0),
+    "local": dict(parallel=dict(data=2), zero=2, batch="local"),
     "zero": dict(parallel=dict(data=2), zero=2),
     "zero 3": dict(parallel=dict(data=2), zero=3),
     "tensor": dict(parallel=dict(tensor=dict(size=2, mode="1d"))),
@@ -65,6 +68,33 @@ class Batches:
         self.generator.set_state(state["generator"])
 
 
+class SampledBatches:
+    """A loader of local batches, in the middle of an epoch."""
+
+    def __init__(self, model: autopar.Compiled) -> None:
+        dataset = torch.randint(SIZES[0], (40, 4), generator=torch.Generator().manual_seed(8))
+        sampler = model.sampler(dataset, shuffle=True, seed=1)
+        loader = DataLoader(
+            dataset,
+            batch_size=8 // model.data_size,
+            sampler=sampler,
+            generator=torch.Generator(),  # an iteration draws from it, or from torch's own
+        )
+        self.batches = model.device_batches(loader)
+        self.iterator: Iterator[torch.Tensor] | None = None
+
+    def __call__(self) -> torch.Tensor:
+        if self.iterator is None:
+            self.iterator = iter(self.batches)
+        return next(self.iterator)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.batches.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.batches.load_state_dict(state)
+
+
 def compiled_under(label: str, dropout: float = 0.5, scale: float = 1.0) -> autopar.Compiled:
     """The model under one of ``PLANS``, its values times ``scale``."""
     _clear_sharding_prop_cache()  # it holds meshes of earlier tests
@@ -77,10 +107,13 @@ def compiled_under(label: str, dropout: float = 0.5, scale: float = 1.0) -> auto
 
 
 class Run:
-    """A model, and what trains it: AdamW in two groups, a scheduler, a loader."""
+    """A model, and what trains it: AdamW in two groups, a scheduler, a loader (of local batches,
+    where the model takes them).
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.loader = model, Batches()
+        local = isinstance(model, autopar.Compiled) and model.data_size > 1
+        self.model, self.loader = model, SampledBatches(model) if local else Batches()
         groups = [[p for p in model.parameters() if (p.ndim > 1) == many] for many in (True, False)]
         self.optimizer = torch.optim.AdamW(
             [dict(params=groups[0]), dict(params=groups[1], weight_decay=0.0)], lr=0.02

@@ -41,7 +41,8 @@ def _resumes(label: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "label", ["zero", *(pytest.param(x, marks=pytest.mark.slow) for x in ("tensor", "pipeline"))]
+    "label",
+    ["local", *(pytest.param(x, marks=pytest.mark.slow) for x in ("zero", "tensor", "pipeline"))],
 )
 def test_a_run_resumes_to_the_bit(ranks: Pools, tmp_path: Path, label: str) -> None:
     ranks(2).run(_resumes, label, str(tmp_path))
