@@ -231,7 +231,8 @@ def carries_grad(node: fx.Node, needing: Collection[fx.Node]) -> bool:
     """Whether autograd records a call, given the earlier nodes that need a gradient."""
     if node.meta.get("no_grad") or node.target is torch.ops.aten.detach.default:
         return False
-    if not any(v.is_floating_point() or v.is_complex() for v in result_tensors(node)):
+    dtypes = [v.dtype for v in result_tensors(node)]
+    if not any(dtype.is_floating_point or dtype.is_complex for dtype in dtypes):
         return False
     return any(n in needing for n in node.all_input_nodes)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-import networkx as nx
 import torch.fx as fx
 
 from autopar.ir.layout import P
+from autopar.ir.links import Links
 from autopar.ir.nodes import operands, shape
 from autopar.rules.analysis import Analysis
 from autopar.rules.registry import operator_name
@@ -18,6 +18,7 @@ from autopar.runtime.kernels.graph_kernels import send
 _COPIES = ("aten.to", "aten._to_copy", "aten.clone", "aten.contiguous")
 _NORMS = ("aten.layer_norm", "aten.rms_norm", "aten.batch_norm", "aten.group_norm")
 _PRODUCTS = ("matmul", "conv", "attention")
+_Place = tuple[fx.Node, str | int]  # a factor of a node's rule, or a dim of its result
 
 
 class SplitWords:
@@ -28,25 +29,36 @@ class SplitWords:
 
     def __init__(self, analysis: Analysis) -> None:
         self.analysis, self.rules = analysis, analysis.rules
-        self._links: nx.utils.UnionFind = nx.utils.UnionFind()
         self._normalised = {
             n.meta.get("module") for n in self.rules if operator_name(n.target) == "aten.rsqrt"
         }
-        for node, rule in self.rules.items():
-            for tensor, dims in _operands(node, rule) if rule is not None else ():
-                for d, factors in enumerate(dims):
-                    if factors:
-                        self._links.union((node, factors[0]), (tensor, d))
-        self._vocabulary = {self._links[n, "v"] for n in self.rules if is_loss(n)}
-        self._sequence = {self._links[place] for place in self._sequences()}
+        links = self._linked_dims()
+        self._vocabulary = links.reached((n, "v") for n in self.rules if is_loss(n))
+        self._sequence = links.reached(self._sequences())
         images = [
             n
             for n, rule in self.rules.items()
             if rule is not None
             and (rule.kind == "conv" or operator_name(n.target) == "aten.batch_norm")
         ]
-        self._channel = {self._links[n, 1] for n in images}
-        self._space = {self._links[n, d] for n in images for d in range(2, len(shape(n)))}
+        self._channel = links.reached((n, 1) for n in images)
+        self._space = links.reached((n, d) for n in images for d in range(2, len(shape(n))))
+
+    def _linked_dims(self) -> Links[_Place]:
+        """The factors of each node, linked with the dims of operands and result that begin with
+        them.
+        """
+        links = Links[_Place]()
+        for node, rule in self.rules.items():
+            places: dict[str, list[_Place]] = {}
+            for tensor, dims in _operands(node, rule) if rule is not None else ():
+                for d, factors in enumerate(dims):
+                    if factors:
+                        first = factors[0]
+                        places.setdefault(first, [(node, first)]).append((tensor, d))
+            for linked in places.values():
+                links.link(linked)
+        return links
 
     def _sequences(self) -> Iterator[tuple[fx.Node, int]]:
         """The places of sequence dims.
@@ -104,7 +116,7 @@ class SplitWords:
             return "partial sums" if out == P.kind else "replicated"
         if factor in self.analysis.batch.factors(node):
             return "data-parallel"
-        if self._links[node, factor] in self._vocabulary:
+        if (node, factor) in self._vocabulary:
             return "vocabulary-parallel"
         if any(factor in dim for k in self.weights(node) for dim in rule.operands[k]):
             return self._of_weight(rule, node, factor)
@@ -132,17 +144,17 @@ class SplitWords:
             (t, dims) for t, dims in reversed(list(_operands(node, rule))) if _has(dims, factor)
         )
         d, rank = next(d for d, dim in enumerate(dims) if factor in dim), len(shape(tensor))
-        if self._links[node, factor] in self._sequence:
+        if (node, factor) in self._sequence:
             return "sequence-sharded"
         if rule.kind in ("matmul", "attention") and not _has(rule.output, factor):
             return "contraction-split"
         if rule.kind == "matmul" and rank == 4 and d == 1:
             return "head-parallel"
-        if self._links[node, factor] in self._space:
+        if (node, factor) in self._space:
             return "spatially sharded"
         if d == rank - 1:
             return "feature-sharded"
-        if self._links[node, factor] in self._channel:
+        if (node, factor) in self._channel:
             return "channel-sharded"
         # Positions of activations [batch, sequence, features] and [batch, heads, sequence,
         # features].

@@ -9,10 +9,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property
 from typing import Any, TypeVar
 
-import networkx as nx
+import torch
 import torch.fx as fx
 
 from autopar.ir.captured import BatchDivision, CapturedModel
+from autopar.ir.links import Links
 from autopar.ir.nodes import needing_grad, operands
 from autopar.rules import Rule, rules_of
 
@@ -181,26 +182,34 @@ class Batch:
         division: BatchDivision | None = None,
     ) -> None:
         self._rules = rules  # those of the size that the graph has now
+        self.size, self._batch_dims = self._found(graph, inputs, division)
+        self._first_dim: dict[fx.Node, int] = {}
+        for node, d in self._batch_dims:
+            if isinstance(node.meta.get("val"), torch.Tensor):
+                self._first_dim[node] = min(d, self._first_dim.get(node, d))
+
+    def _found(
+        self, graph: fx.Graph, inputs: list[fx.Node], division: BatchDivision | None
+    ) -> tuple[int, set[TensorDim]]:
+        """The number of samples, and the dims that carry them."""
         if division is not None:
             # The size is read off an input, because the graph may be resized.
             cut = ((n, n.meta["time"]) for n in inputs)
-            self.size = next(
+            size = next(
                 (n.meta["val"].shape[t.dim] for n, t in cut if t.is_shard), division.samples
             )
-            self._batch_dims = {
+            return size, {
                 (n, n.meta["time"].dim)
                 for n in graph.nodes
                 if n.op != "output" and n.meta["time"].is_shard
             }
-            return
-        links: nx.utils.UnionFind = nx.utils.UnionFind()
+        links = Links[TensorDim]()
         for node in graph.nodes:
-            if (rule := rules.get(node)) is not None:
+            if (rule := self._rules.get(node)) is not None:
                 _link_dims(links, node, rule)
         heads = [(n, n.meta["val"].shape[0]) for n in inputs if len(n.meta["val"].shape)]
-        self.size = int(Counter(size for _, size in heads).most_common(1)[0][0]) if heads else 1
-        roots = {links[(n, 0)] for n, size in heads if size == self.size}
-        self._batch_dims = {place for place in list(links.parents) if links[place] in roots}
+        samples = int(Counter(size for _, size in heads).most_common(1)[0][0]) if heads else 1
+        return samples, links.reached((n, 0) for n, size in heads if size == samples)
 
     def is_batch_dim(self, node: fx.Node, dim: int) -> bool:
         """Whether ``dim`` of ``node``'s result carries the batch, alone or with other factors."""
@@ -208,8 +217,7 @@ class Batch:
 
     def dim(self, node: fx.Node) -> int | None:
         """The dim of ``node``'s result that carries the batch, or None."""
-        dims = range(len(node.meta["val"].shape)) if hasattr(node.meta.get("val"), "shape") else ()
-        return next((d for d in dims if self.is_batch_dim(node, d)), None)
+        return self._first_dim.get(node)
 
     def has_samples(self, node: fx.Node) -> bool:
         """Whether an operand or the result of a call has a dim that carries the batch."""
@@ -228,11 +236,13 @@ class Batch:
         return frozenset(f for f, place in _factor_dims(node, rule) if place in self._batch_dims)
 
 
-def _link_dims(links: nx.utils.UnionFind, node: fx.Node, rule: Rule) -> None:
+def _link_dims(links: Links[TensorDim], node: fx.Node, rule: Rule) -> None:
     """Link the dims of operands and result that begin with the same factor."""
-    first: dict[str, TensorDim] = {}
+    places: dict[str, list[TensorDim]] = {}
     for factor, place in _factor_dims(node, rule):
-        links.union(first.setdefault(factor, place), place)
+        places.setdefault(factor, []).append(place)
+    for linked in places.values():
+        links.link(linked)
 
 
 def _factor_dims(node: fx.Node, rule: Rule) -> Iterator[tuple[str, TensorDim]]:

@@ -26,12 +26,13 @@ def staged_graph(search: InnerSearch, starts: Sequence[int]) -> StagedGraph:
 
 def _cut_graph(search: InnerSearch, starts: Sequence[int]) -> StagedGraph:
     analysis = cut_at_units(search, starts)
-    representative = representatives(analysis)
+    is_whole = analysis is search.analysis
+    representative = search.cache.representative if is_whole else representatives(analysis)
     return StagedGraph(
         analysis,
         stages_of(analysis, len(starts)),
         representative,
-        _saved_tensors(search, analysis),
+        _saved_tensors(search, analysis, representative),
         StagedCalls(analysis, len(starts), representative),
     )
 
@@ -71,7 +72,7 @@ def _sending_stage(node: fx.Node) -> tuple[int, ...]:
 
 def costs_of_stages(search: InnerSearch, configuration: Configuration, analysis: Analysis) -> Costs:
     """The costs of a graph that is cut into the stages of ``configuration``."""
-    saved_tensors = _saved_tensors(search, analysis)
+    saved_tensors = _saved_tensors(search, analysis, representatives(analysis))
     stage_of = stages_of(analysis, configuration.stages)
     return staged_costs(search, configuration, analysis, saved_tensors, stage_of)
 
@@ -109,16 +110,21 @@ def costs_at_pace(
 ) -> Costs:
     """The costs of a graph without cuts, with the seconds of a pace."""
     conversions = search.cache.conversions(configuration, pace)
-    saved_tensors, compute = _saved_tensors(search, analysis), search.cache.compute_of(pace)
+    compute = search.cache.compute_of(pace)
+    saved_tensors = _saved_tensors(search, analysis, search.cache.representative)
     return search.costs(analysis, saved_tensors, conversions, compute, configuration.microbatches)
 
 
-def _saved_tensors(search: InnerSearch, analysis: Analysis) -> dict[fx.Node, SavedTensors]:
+def _saved_tensors(
+    search: InnerSearch, analysis: Analysis, representative: Mapping[fx.Node, fx.Node]
+) -> dict[fx.Node, SavedTensors]:
     """What autograd saves of each node of a cut graph."""
-    return trace_saved_tensors(
-        analysis.graph.nodes,
+    found = trace_saved_tensors(
+        [n for n in analysis.graph.nodes if representative[n] is n],
         analysis.differentiable,
         search.cluster.device.kind,
         search.tracer,
-        rules=analysis.rules,
+        representative,
+        analysis.rules,
     )
+    return {n: found[equal] for n, equal in representative.items() if equal in found}
