@@ -23,6 +23,7 @@ from torch import nn
 import autopar
 from autopar.errors import RunError
 from autopar.runtime.checkpoint import plain_state, storage
+from autopar.runtime.checkpoint.folder import begin, check_free, checkpoint_path, complete
 from autopar.runtime.checkpoint.manifest import MANIFEST, read_manifest
 
 
@@ -138,6 +139,20 @@ def _faults(at: str) -> None:
 
 def test_faults_leave_the_checkpoint_before(ranks: Pools, tmp_path: Path) -> None:
     ranks(2).run(_faults, str(tmp_path))
+
+
+def test_a_link_is_no_further_checkpoint(tmp_path: Path) -> None:
+    latest = tmp_path / "latest"
+    for step in range(4):
+        path = tmp_path / f"step-{step}"
+        begin(path)
+        complete(path, [], keep=2)
+        latest.unlink(missing_ok=True)
+        latest.symlink_to(path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-2", "step-3"]
+    assert autopar.newest_checkpoint(tmp_path) == path
+    with pytest.raises(RunError, match="exists"):
+        check_free(checkpoint_path(latest))
 
 
 def test_folders_of_others_are_refused(tmp_path: Path) -> None:

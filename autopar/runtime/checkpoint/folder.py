@@ -86,7 +86,8 @@ def complete(path: Path, files: list[FileRecord], keep: int | None) -> None:
     check_free(path)
     partial.rename(path)
     flush(path.parent)
-    for _, old in others[keep - 1 :] if keep else []:
+    own = [other for _, other in others if other.parent == path.parent]
+    for old in own[keep - 1 :] if keep else []:
         begun = partial_folder(old)
         discard(old)
         old.rename(begun)  # what is half removed looks like what it is
@@ -109,10 +110,13 @@ def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 
 def subfolders(folder: Path) -> list[Path]:
-    """The folders in ``folder`` that are no incomplete checkpoints by their name, sorted."""
+    """The folders in ``folder``, without links and each once, that are no incomplete checkpoints by
+    their name; sorted.
+    """
     if not folder.is_dir():
         return []
-    return sorted(p for p in folder.iterdir() if p.is_dir() and not is_partial(p))
+    found = {p.resolve() for p in folder.iterdir() if p.is_dir()}
+    return sorted(p for p in found if not is_partial(p))
 
 
 def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
