@@ -42,6 +42,8 @@ class PricedPlan:
             by storage. None before the count.
         counted_bytes: by stage and kind: peak bytes, counted storage by storage. None before the
             count.
+        output_bytes: by stage: bytes of the outputs besides the loss that it makes, of all
+            microbatches. Where microbatches run inside the call, outputs are alive until it ends.
         known_ends: what :func:`end_of_step` found. None before its first call.
     """
 
@@ -56,7 +58,13 @@ class PricedPlan:
     step_prices: StepPrices | None = None
     counted_saved_bytes: list[float] | None = None
     counted_bytes: list[dict[str, float]] | None = None
+    output_bytes: list[float] = field(default_factory=list)
     known_ends: list[dict[str, float]] | None = field(default=None, init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.output_bytes:
+            # The graph has the shapes of these microbatches now, and may have others later.
+            self.output_bytes = [self._bytes_of_outputs(i) for i in range(self.problem.stages)]
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -107,7 +115,7 @@ class PricedPlan:
         if self.microbatches > 1:
             # The outputs of all microbatches are concatenated.
             for stage, of_stage in enumerate(kinds):
-                if nbytes := self._output_bytes(stage):
+                if nbytes := self.output_bytes[stage]:
                     of_stage[OPTIMIZER] += float(
                         self.costs.of_stage(stage).compute.seconds(
                             "copy", "", 0.0, 2 * nbytes, operator="cat"
@@ -209,13 +217,10 @@ class PricedPlan:
                     kinds[kind] += float(count[stage]) * nbytes
         in_flight = self.configuration.microbatches_in_flight()[stage]
         kinds["activations"] = float(self.solution.cost_breakdown.kept[stage]) * in_flight
-        kinds["outputs"] = self._output_bytes(stage)
+        kinds["outputs"] = self.output_bytes[stage]
         return {kind: n for kind, n in kinds.items() if n}
 
-    def _output_bytes(self, stage: int) -> float:
-        """Bytes of the outputs besides the loss that a stage makes, of all microbatches. Where
-        microbatches run inside the call, outputs are alive until the call ends.
-        """
+    def _bytes_of_outputs(self, stage: int) -> float:
         if self.microbatches == 1 and self.configuration.stages == 1:
             return 0.0
         count = self.analysis.captured.out_spec.num_leaves
