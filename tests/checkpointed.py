@@ -23,8 +23,10 @@ PLANS: dict[str, dict[str, Any]] = {
     "zero 3": dict(parallel=dict(data=2), zero=3),
     "tensor": dict(parallel=dict(tensor=dict(size=2, mode="1d"))),
     "pipeline": dict(parallel=dict(pipeline=2), micro_batch_size=4),
+    "grid": dict(parallel=dict(pipeline=2, data=2), micro_batch_size=2, zero=2),
     "alone": dict(),
 }
+RANKS = {"alone": 1, "grid": 4}  # 2 for the others
 
 
 class Language(nn.Module):

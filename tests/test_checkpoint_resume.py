@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpointed import Batches, Language, Run, compiled_under
+from checkpointed import RANKS, Batches, Language, Run, compiled_under
 from pool import Pools
 
 STEPS = 2  # before the checkpoint, and after it
@@ -67,10 +67,10 @@ def _chain(pools: Pools, tmp_path: Path, *labels: str) -> None:
     device.steps(STEPS)
     expected = pytest.approx(device.steps(STEPS), rel=1e-9)
     path = tmp_path / labels[0]
-    pools(1 if labels[0] == "alone" else 2).run(_begin, labels[0], str(path))
+    pools(RANKS.get(labels[0], 2)).run(_begin, labels[0], str(path))
     for label in labels[1:]:
         to = tmp_path / f"{path.name}, {label}"
-        for losses in pools(1 if label == "alone" else 2).run(_go_on, label, str(path), str(to)):
+        for losses in pools(RANKS.get(label, 2)).run(_go_on, label, str(path), str(to)):
             assert losses == expected
         path = to
 
@@ -81,7 +81,7 @@ def test_another_plan_goes_on_as_one_device(ranks: Pools, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_many_plans_go_on_as_one_device(ranks: Pools, tmp_path: Path) -> None:
-    _chain(ranks, tmp_path, "pipeline", "tensor", "alone", "zero 3", "zero", "pipeline", "alone")
+    _chain(ranks, tmp_path, "pipeline", "tensor", "grid", "zero 3", "alone", "grid", "zero")
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -125,4 +125,4 @@ def _optimizers_resume(label: str, folder: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("label", ["data", "zero", "alone"])
 def test_optimizers_resume_to_the_bit(ranks: Pools, tmp_path: Path, label: str) -> None:
-    ranks(1 if label == "alone" else 2).run(_optimizers_resume, label, str(tmp_path))
+    ranks(RANKS.get(label, 2)).run(_optimizers_resume, label, str(tmp_path))
