@@ -33,6 +33,7 @@ SIMPLE = (
     torch.layout,
     torch.memory_format,
 )
+_CONTAINERS = (list, tuple, dict, OrderedDict)
 Read = tuple[str, str]  # the path of a module inside the layer, and the name of an attribute
 _ABSENT = object()
 _OF_TENSORS = frozenset(("__dict__", "_parameters", "_buffers"))  # attributes that hold tensors
@@ -205,6 +206,8 @@ class Comparison:
             return True
         if type(a) is not type(b):
             return False
+        if type(a) in _CONTAINERS and not a and not b:
+            return True
         if isinstance(a, SIMPLE):
             return repr(a) == repr(b)  # tells 0.0 and -0.0 apart
         if isinstance(a, nn.Module):
