@@ -16,6 +16,7 @@ from autopar.runtime.checkpoint.folder import newest_checkpoint
 from autopar.runtime.measure.comparison import Comparison
 from autopar.runtime.module.compiled import Compiled
 from autopar.runtime.optimizer.gradient_clipping import clip_grad_norm_
+from autopar.runtime.optimizer.loss_scaler import LossScaler
 from autopar.search.space.modes.mode import Mode, Operation
 from autopar.search.space.modes.registry import register_mode
 from autopar.sweep import Sweep, sweep
@@ -27,6 +28,7 @@ __all__ = [
     "Cluster",
     "Comparison",
     "Compiled",
+    "LossScaler",
     "Mode",
     "Modes",
     "Operation",

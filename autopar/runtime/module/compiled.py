@@ -160,6 +160,18 @@ class Compiled(DataLoading, Checkpoints, ModelValues):
         """The mesh of the ranks that run it."""
         return self._mesh
 
+    @property
+    def loss_scale(self) -> float:
+        """The gradient of the loss with which a backward inside a call begins, in microbatches and
+        under a pipeline. What it multiplies is divided again in ``loss.backward()``.
+        :class:`autopar.LossScaler` sets it.
+        """
+        return self._runner.loss_scale.value
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self._runner.loss_scale.value = value
+
     def check_replicas(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Compares the replicas on all ranks: of parameters, gradients, buffers, the random state,
         modes, and of the state of ``optimizer`` if it is given. All ranks must call it. It takes

@@ -93,12 +93,19 @@ class FinishedBackward:
     """The results of a backward that ran inside the call, for a gradient of 1 of the loss.
 
     Arguments: ``gradients`` of the parameters; ``input_gradients``; ``loss``, its place among the
-    outputs; ``inside``, for an error message, how the program runs.
+    outputs; ``inside``, for an error message, how the program runs; ``loss_scale``, the gradient of
+    the loss that the backward began with.
     """
 
     def __init__(
-        self, gradients: Gradients, input_gradients: InputGradients, loss: int, inside: str
+        self,
+        gradients: Gradients,
+        input_gradients: InputGradients,
+        loss: int,
+        inside: str,
+        loss_scale: float = 1.0,
     ) -> None:
+        self._loss_scale = loss_scale
         self._input_gradients, self._loss, self._inside = input_gradients, loss, inside
         self._gradients: Gradients | None = gradients
 
@@ -121,6 +128,8 @@ class FinishedBackward:
             )
         scale = output_gradients[self._loss]
         assert scale is not None
+        if self._loss_scale != 1.0:
+            scale = scale / self._loss_scale
         of_inputs = [None if g is None else g * scale for g in self._input_gradients]
         if retain_graph:
             return [(w, g * scale) for w, g in self._gradients], of_inputs

@@ -9,6 +9,7 @@ rank.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -69,6 +70,19 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         return grad, None
+
+
+@dataclass
+class LossScale:
+    """The gradient of the loss with which a backward inside a call begins: 1, unless a
+    :class:`LossScaler` sets it.
+    """
+
+    value: float = 1.0
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """The root of a backward that begins with this gradient of ``loss``."""
+        return loss if self.value == 1.0 else loss * self.value
 
 
 class PendingLoss(torch.Tensor):

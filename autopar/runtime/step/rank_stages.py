@@ -16,6 +16,7 @@ from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.communication.placements import convert_for_dtensor
 from autopar.runtime.pipeline.microbatches import Microbatches
 from autopar.runtime.pipeline.torch_pipelining import ScheduleRunner, StageBoundary
+from autopar.runtime.step.loss import LossScale
 
 if TYPE_CHECKING:
     from autopar.ir.plan_data import PlanData
@@ -27,7 +28,8 @@ class RankStages:
     """Runs the stages of this rank for one call of the program.
 
     Arguments: ``microbatches`` cuts the batch (None: there is one microbatch); ``loss``, its place
-    among the outputs; ``on_last_backward(stage)`` is called before the last backward of each stage.
+    among the outputs; ``on_last_backward(stage)`` is called before the last backward of each stage;
+    ``loss_scale``, the gradient of the loss that backwards begin with.
 
     Attributes: ``loss_group``, the ranks that hold shares of the loss.
     """
@@ -40,7 +42,9 @@ class RankStages:
         microbatches: Microbatches | None,
         loss: int,
         on_last_backward: Callable[[int], None],
+        loss_scale: LossScale,
     ) -> None:
+        self._loss_scale = loss_scale
         self._mesh, self._lowered, self._loss = mesh, lowered, loss
         self._microbatches, self._count = microbatches, plan.microbatches
         self._own = range(mesh.pipeline_rank, len(plan.stages), mesh.pipeline)
@@ -141,7 +145,7 @@ class RankStages:
         loss = None
         for i, value in zip(graph.results, results, strict=False):
             call.made[i].append(value.detach())
-            loss = value if i == self._loss else loss
+            loss = self._loss_scale.scaled(value) if i == self._loss else loss
         return list(sent), loss
 
     def _argument(self, call: _Call, i: int, number: int) -> torch.Tensor:

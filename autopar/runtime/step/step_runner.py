@@ -35,7 +35,7 @@ from autopar.runtime.step.autograd_bridge import (
     take_gradients,
 )
 from autopar.runtime.step.gradient_paths import GradientPaths
-from autopar.runtime.step.loss import LossSum
+from autopar.runtime.step.loss import LossScale, LossSum
 from autopar.runtime.step.matmul_precision import MatmulPrecision
 from autopar.runtime.step.program_variants import ProgramVariant
 from autopar.runtime.step.prologue import Prologue
@@ -69,7 +69,8 @@ class StepRunner:
 
     Attributes: ``stages``, those of this rank (None: there is no pipeline); ``weights``, the
     parameters that the program of this rank takes; ``remote_state``, the names of the tensors of
-    the model's state that only other pipeline ranks hold.
+    the model's state that only other pipeline ranks hold; ``loss_scale``, the gradient of the loss
+    with which a backward inside the call begins.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class StepRunner:
         backend: Backend,
     ) -> None:
         self._plan, self._lowered, self._mesh, self._state = plan, lowered, mesh, state
-        self._loss = loss
+        self._loss, self.loss_scale = loss, LossScale()
         self.remote_state = _remote_state(captured, state)
         self.weights = _in_order_of_use(lowered, state)
         self._gather = Gather(self.weights, mesh)
@@ -98,7 +99,8 @@ class StepRunner:
         if holders:
             by_stage = StageGradients(plan, lowered, mesh, state.weights, holders)
             sync: Synchronisation = by_stage
-            self.stages = RankStages(plan, lowered, mesh, microbatches, loss, by_stage.begin_stage)
+            begin, scale = by_stage.begin_stage, self.loss_scale
+            self.stages = RankStages(plan, lowered, mesh, microbatches, loss, begin, scale)
         else:
             sync = GradientSync(self.weights, mesh, dtype=dtype_of(plan.reduce_dtype))
         self._work = StepWork(captured, lowered, mesh, state, microbatches, sync, backend)
@@ -117,7 +119,7 @@ class StepRunner:
             paths = GradientPaths(self._lowered, self._mesh, self._state.weights, trained)
             return PipelineSchedule(self._work, self.stages, paths, self._loss)
         if microbatches is not None:
-            return MicrobatchLoop(self._work, microbatches, self._loss)
+            return MicrobatchLoop(self._work, microbatches, self._loss, self.loss_scale)
         return WholeBatch(self._work)
 
     def _loss_group(self) -> torch.distributed.ProcessGroup | None:
@@ -183,7 +185,8 @@ class StepRunner:
             of_inputs = take_gradients(leaves)
             if self.stages is not None:
                 of_inputs = self.stages.sum_input_gradients(leaves, of_inputs)
-            work = FinishedBackward(computed.gradients, of_inputs, self._loss, self._how_it_runs())
+            scale, how = self.loss_scale.value, self._how_it_runs()
+            work = FinishedBackward(computed.gradients, of_inputs, self._loss, how, scale)
         return self._bridge(outputs, has_gradient, work, inputs)
 
     def _how_it_runs(self) -> str:

@@ -12,6 +12,7 @@ import torch
 from autopar.runtime.parameters.gradients import Gradients
 from autopar.runtime.pipeline.microbatches import Microbatches
 from autopar.runtime.step.gradient_paths import GradientPaths
+from autopar.runtime.step.loss import LossScale
 from autopar.runtime.step.program_variants import ProgramVariant
 from autopar.runtime.step.rank_stages import RankStages
 from autopar.runtime.step.step_work import StepWork
@@ -59,11 +60,14 @@ class WholeBatch:
 
 class MicrobatchLoop:
     """The forward and backward of one microbatch after another; ``loss`` is the loss's place among
-    the outputs.
+    the outputs, ``loss_scale`` the gradient of the loss that backwards begin with.
     """
 
-    def __init__(self, work: StepWork, microbatches: Microbatches, loss: int) -> None:
+    def __init__(
+        self, work: StepWork, microbatches: Microbatches, loss: int, loss_scale: LossScale
+    ) -> None:
         self._work, self._microbatches, self._loss = work, microbatches, loss
+        self._loss_scale = loss_scale
 
     def run(
         self, variant: ProgramVariant, arguments: Sequence[torch.Tensor], inputs: Sequence[int]
@@ -76,7 +80,7 @@ class MicrobatchLoop:
             has_gradient = [output.requires_grad for output in outputs]
             if has_gradient[self._loss]:
                 last = number == self._microbatches.count - 1
-                self._work.backward([outputs[self._loss]], last=last)
+                self._work.backward([self._loss_scale.scaled(outputs[self._loss])], last=last)
             made.append([output.detach() for output in outputs])
             del outputs  # and with it the graph, before the next forward
         joined = self._microbatches.join(made)
