@@ -5,7 +5,7 @@ kernels draw from one of them.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -87,15 +87,19 @@ def _tags(node: fx.Node) -> dict[str, Any]:
     must have its result saved, or must recompute it. Without a tag the compiler decides; it
     recomputes only what is cheap.
     """
-    if node.op != "call_function" or _is_view(node):
+    if node.op != "call_function":
         return {}
-    if _is_recomputed(node):
+    made_by = _through_views(node, lambda n: n.all_input_nodes)
+    if _is_recomputed(node) or (_is_view(node) and any(map(_is_recomputed, made_by))):
         return {"recompute": _RECOMPUTED, "ac_graph_id": 0}
+    if _is_view(node):
+        return {}
+    read_by = _through_views(node, lambda n: n.users)
     old_value = node.target is aten.clone.default and node.all_input_nodes[0].op == "placeholder"
     # Nothing is drawn twice that the plan does not recompute. A copy of a buffer is there because
     # the buffer has another value by the time of the backward. And what is next to a recomputed
     # call must be saved, or the compiler would recompute it from there, where the plan does not.
-    saved = old_value or _draws(node) or any(map(_is_recomputed, _around(node)))
+    saved = old_value or _draws(node) or any(map(_is_recomputed, (*made_by, *read_by)))
     return {"recompute": _SAVED} if saved else {}
 
 
@@ -108,19 +112,16 @@ def _is_recomputed(node: fx.Node) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether a call makes no memory of its own, so that its result is neither saved nor
-    recomputed.
-    """
+    """Whether a call makes no memory of its own. Its result is then where its operand is."""
     operator_ = operator_of(node.target)
     return operator_ is operator.getitem or getattr(operator_, "is_view", False)
 
 
-def _around(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes that ``node`` reads and that read it, directly or through views."""
-    for step in (lambda n: n.all_input_nodes, lambda n: n.users):
-        rest = list(step(node))
-        while rest:
-            other = rest.pop()
-            yield other
-            if _is_view(other):
-                rest += step(other)
+def _through_views(node: fx.Node, step: Callable[[fx.Node], Iterable[fx.Node]]) -> list[fx.Node]:
+    """The nodes that ``step`` leads to from ``node``, and from views among them."""
+    found, rest = list[fx.Node](), list(step(node))
+    while rest:
+        found.append(other := rest.pop())
+        if _is_view(other):
+            rest += step(other)
+    return found
