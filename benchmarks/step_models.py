@@ -69,6 +69,7 @@ def variants(
         ranks,
         cluster=options.cluster,
         parallel=dict(data=ranks),
+        zero=options.zero,
         backend=backend,
     )
     return {"plain": (plain, inputs(share)), "compiled": (compiled, whole)}
