@@ -13,7 +13,8 @@ from tqdm import tqdm
 from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, BudgetError, PlanError
 from autopar.formatting.table import WIDTH, format_bytes, format_seconds, table, truncate
-from autopar.frontend.planner import check_option_names, make_plan, resolve_cluster
+from autopar.frontend.many_plans import Outcome, plan_many
+from autopar.frontend.planner import check_option_names, resolve_cluster
 from autopar.frontend.traced_model import TracedModel
 from autopar.ir.captured import LossFunction
 from autopar.ir.precision import COMPUTE_DTYPES
@@ -22,7 +23,6 @@ from autopar.plan import Plan
 # the headers of some options
 _SHORT = {"world_size": "devices", "micro_batch_size": "micro batch", "memory_budget": "budget"}
 Configuration = Mapping[str, Any]
-Outcome = Plan | AutoparError
 
 
 def sweep(
@@ -37,7 +37,10 @@ def sweep(
 ) -> Sweep:
     """Plan one model for each of many configurations, in a fraction of the time of :func:`plan`.
 
-    The model is traced once. The plans are those of :func:`plan`.
+    The model is traced once. The plans are those of :func:`plan`. On Linux without a GPU, forked
+    processes plan, one for each core that this process may use, eight at most. This process plans
+    by itself elsewhere, where it may use one core (``taskset -c 0``), and where a configuration has
+    ``profile_missing``.
 
     Args:
         model, sample_input, loss_fn: as for :func:`plan`.
@@ -52,6 +55,7 @@ def sweep(
         PlanError: there is no configuration, or a configuration is no dict, has no world size, or
             has an unknown option. This is checked before anything is planned. A configuration
             without a plan raises nothing; its outcome is the error.
+        RunError: a process that planned ended before it answered.
     """
     asked = _checked(configurations, options)
     if any("cluster" not in each for each in asked):
@@ -62,10 +66,9 @@ def sweep(
         precision: TracedModel(model, sample_input, loss_fn, precision) for precision in precisions
     }
     _ = traced[_precision(asked[0])].whole  # a model that cannot be traced raises here
-    outcomes = [
-        _outcome(traced[_precision(each)], each)
-        for each in tqdm(asked, "sweep", unit=" plans", disable=not progress, leave=False)
-    ]
+    bar = tqdm(desc="sweep", total=len(asked), unit=" plans", disable=not progress, leave=False)
+    with bar:
+        outcomes = plan_many([(traced[_precision(each)], each) for each in asked], bar)
     return Sweep(asked, tuple(outcomes))
 
 
@@ -113,14 +116,6 @@ def _precision(configuration: Configuration) -> str | None:
     """
     found = configuration.get("precision")
     return found if isinstance(found, str) and found in COMPUTE_DTYPES else None
-
-
-def _outcome(traced: TracedModel, configuration: Configuration) -> Outcome:
-    options = dict(configuration)
-    try:
-        return make_plan(traced, options.pop("world_size"), options.pop("cluster"), False, options)
-    except AutoparError as e:
-        return e
 
 
 @dataclass(frozen=True, repr=False)

@@ -21,7 +21,7 @@ _DEVICES = ("cpu", "cuda")
 
 
 def torch_settings() -> tuple[Any, ...]:
-    """The settings of torch that a forward may read."""
+    """The settings of torch that a forward may read and that may change what operators do."""
     backends = torch.backends
     return (
         torch.is_grad_enabled(),
@@ -33,7 +33,6 @@ def torch_settings() -> tuple[Any, ...]:
         torch.is_deterministic_algorithms_warn_only_enabled(),
         torch.get_float32_matmul_precision(),
         torch.is_anomaly_enabled(),
-        torch.get_num_threads(),
         (backends.cudnn.enabled, backends.cudnn.benchmark, backends.cudnn.deterministic),
         (backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32, backends.mkldnn.enabled),
         (backends.cuda.flash_sdp_enabled(), backends.cuda.mem_efficient_sdp_enabled()),
@@ -56,6 +55,7 @@ def process_state() -> tuple[Any, ...]:
     functional = {k: v for k, v in vars(nn.functional).items() if callable(v)}
     return (
         *torch_settings(),
+        torch.get_num_threads(),
         torch.get_default_device(),
         dict(os.environ),
         functional,  # where somebody may put an own function

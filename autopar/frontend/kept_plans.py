@@ -31,6 +31,13 @@ class KeptPlans:
         """The plan of a cluster and options; None where there is none."""
         return self._plans.get(key)
 
+    def newest(self) -> tuple[Hashable, KnownPlan] | None:
+        """The key and the plan that were kept last, in a form for another process."""
+        if not self._plans:
+            return None
+        key, known = next(reversed(self._plans.items()))
+        return key, known._replace(write_program=None)
+
     def keep(self, key: Hashable, known: KnownPlan) -> None:
         """Keeps a plan until others follow."""
         self._plans[key] = known
