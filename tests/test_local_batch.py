@@ -74,6 +74,26 @@ def test_four_ranks_equal_one_device(ranks: Pools, name: str) -> None:
         assert max(found.values()) < (TOLERANCE, "")
 
 
+def check_dropout(options: dict[str, Any]) -> tuple[float, str]:
+    """The worst difference of local batches from global ones, with dropout."""
+    _clear_sharding_prop_cache()
+    model, sample = zoo.gpt2(dtype=torch.float64, dropout=0.1)
+    found = []
+    with Double(), traced_once():
+        for batch in ("global", "local"):
+            torch.manual_seed(3)
+            twin = copy.deepcopy(model)
+            compiled = autopar.compile(twin, sample, 2, batch=batch, progress=False, **options)
+            found.append(step(compiled, local(compiled, sample)))
+    return worst(differences(*found))
+
+
+@pytest.mark.slow
+def test_dropout_draws_what_it_draws_for_the_global_batch(ranks: Pools) -> None:
+    for found in ranks(2).run(check_dropout, dict(parallel=dict(data=2), micro_batch_size=2)):
+        assert found < (TOLERANCE, "")
+
+
 class Odd(torch.nn.Module):
     """Takes a table that carries no samples, counts labels in a buffer, and weights classes by how
     often the batch has them.

@@ -14,6 +14,7 @@ from autopar.ir.layout import S
 from autopar.ir.nodes import arguments
 from autopar.ir.plan_data import NodePlan
 from autopar.rules.convolution import windows
+from autopar.runtime.communication.collectives import redistribute
 from autopar.runtime.kernels import graph_kernels
 
 aten = torch.ops.aten
@@ -28,7 +29,9 @@ def choose_kernels(graph: fx.Graph) -> None:
     that draw from the mesh's random streams.
     """
     mesh = next(iter(graph.nodes))
-    for number, node in enumerate(list(graph.nodes)):
+    # Without conversions: a node draws the same numbers whatever the layouts are.
+    operators = [n for n in graph.nodes if n.target is not redistribute]
+    for number, node in enumerate(operators):
         if node.op != "call_function" or "plan" not in node.meta:
             continue
         chosen = node.meta["plan"]
