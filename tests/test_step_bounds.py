@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
+import transformers
 import zoo
 
 import autopar
-from autopar.cost_model import schedule_seconds
+from autopar.cost_model import Cluster, schedule_seconds
 from autopar.errors import PlanError
+from autopar.frontend.traced_model import TracedModel
 from autopar.search.inner import partition_bound as module
+from autopar.search.inner.inner_search import InnerSearch
+from autopar.search.inner.step_bounds import Level, _first_fitting, step_bound
+from autopar.search.space import options as options_module
 from autopar.search.space.check_schedule import check_schedule
 from autopar.search.space.configuration import Configuration, least_step_ratio
 from autopar.search.space.meshes import data_and_tensor_mesh
+from autopar.search.space.options import Options
 
 SCHEDULES = [
     (schedule, chunks)
@@ -97,3 +105,58 @@ def test_more_time_leads_to_no_slower_plan(world_size: int) -> None:
         assert longer.step_time <= shorter.step_time * 1.002
     assert all(0 <= plan.configuration_gap <= plan.gap <= 1 for plan in plans)
     assert plans[0].gap >= plans[-1].gap
+
+
+def test_the_first_price_that_fits_is_found_from_any_guess() -> None:
+    ladder = [float(price) for price in range(8)]
+    for first, guess in itertools.product(range(1, 9), [None, *range(1, 9)]):
+        tried: list[float] = []
+
+        def fits(price: float, first: int = first, tried: list[float] = tried) -> bool:
+            tried.append(price)
+            return price >= first
+
+        assert _first_fitting(ladder, fits, guess) == first
+        if guess == first:
+            assert len(tried) <= 2
+
+
+def test_bounds_rise_with_their_level() -> None:
+    """A data axis of eight ranks and a tensor axis of two on two nodes of eight ranks: where the
+    tensor axis lies outside, the bound of its placement is above that of any placement.
+    """
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1))
+        tokens = torch.zeros(16, 1024, dtype=torch.long)
+    traced = TracedModel(model, {"input_ids": tokens, "labels": tokens}, None)
+    cluster = Cluster.load("a100-sxm")
+    cache = traced.search_cache(1, cluster)
+    search = InnerSearch(cache.analysis, cluster, Options(16, memory_budget=1e12), cache=cache)
+    mesh = data_and_tensor_mesh(8, 2)
+    for axes, is_slower in ((mesh, False), (mesh[::-1], True)):
+        placed = Configuration(1, axes, 1)
+        free, of_place, solved = (
+            step_bound(search, configuration, 16, level).bound
+            for configuration, level in (
+                (replace(placed, place=None), Level.REPLICA),
+                (placed, Level.PLACED),
+                (placed, Level.SOLVED),
+            )
+        )
+        assert free <= of_place <= solved * (1 + 1e-9)
+        assert (of_place > free * 1.001) == is_slower
+
+
+def test_a_search_of_many_devices_leaves_out_what_is_estimated_slower(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The plan is that of a search that leaves out nothing."""
+    monkeypatch.setattr(options_module, "DEFAULT_SECONDS", 1e4)  # no clock decides
+    model, sample = zoo.gpt2(batch=32, dropout=0.0)
+    parallel = dict(pipeline=2)
+    options: dict[str, Any] = dict(cluster="a100-sxm", progress=False, parallel=parallel)
+    free = autopar.plan(model, sample, 32, **options)
+    whole = autopar.plan(model, sample, 32, time_limit=1e4, **options)
+    assert free.step_time <= whole.step_time * 1.005
+    assert any("are estimated to take at least" in left_out for left_out in free.not_searched)
+    assert not any("estimated" in left_out for left_out in whole.not_searched)

@@ -5,7 +5,7 @@ The search always takes the configuration with the lowest estimate and sharpens 
 sharpest level it makes a candidate: stage cuts, a solution of each unit, an estimated step time.
 When the candidate has the lowest estimate, its memory is counted in full. A configuration is
 dropped when its bound is about as high as the fastest plan that fits. The search ends when none is
-left.
+left, or on many devices none whose estimate is not clearly above the fastest plan.
 
 Until the bound of a configuration is that of one replica, each axis has the fastest links of any
 placement. Then the configuration stands in the queue once for each placement.
@@ -13,7 +13,6 @@ placement. Then the configuration stands in the queue once for each placement.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -86,7 +85,7 @@ class OuterSearch:
     def run(self) -> BestPlan:
         """The best plan; PlanError as for :func:`best_plan`."""
         self._add(self.enumeration.families())
-        if math.isfinite(self.options.search_seconds):
+        if self.options.time_limit is not None:
             self._make_first_candidates()
         self._search()
         self._search_neighbours()
@@ -141,6 +140,9 @@ class OuterSearch:
         """Counts candidates until no configuration is left that may be faster."""
         while self._open and not self._fitting.is_enough(self.searches.is_out_of_time()):
             each = self._open.pop()
+            if self._fitting.leaves_out(each.estimate, each.level):
+                self._open.push(each)
+                return
             first, others = each.family[0], each.family[1:]
             if not self._fitting.may_be_faster(each.bound):
                 self._keep_bound(first, each.bound)
@@ -172,6 +174,9 @@ class OuterSearch:
             return False
         if level == Level.CUT:
             self._open.learn_ratio(each.family[0], found.estimate / each.estimate)
+            if self._fitting.leaves_out(found.estimate, level):
+                self._keep_bound(each.family[0], each.bound)
+                return False
         bound, estimate = max(each.bound, found.bound), max(each.estimate, found.estimate)
         self._open.push(each._replace(estimate=estimate, bound=bound, level=level))
         return True
@@ -190,8 +195,8 @@ class OuterSearch:
             self._open.push(each._replace(family=family))
 
     def _make_first_candidates(self) -> None:
-        """Makes the first candidate that fits, whatever the time limit, so that more time leads to
-        no slower plan.
+        """Makes the first candidate that fits, whatever time limit the user gave, so that more time
+        leads to no slower plan.
         """
         for entry in self._open.first(MOST_FIRST):
             candidate = self._make_candidate(entry.family[0], entry.bound)
@@ -286,7 +291,7 @@ class OuterSearch:
 
     def _best_plan(self, plan: PricedPlan) -> BestPlan:
         bound = max(min((*self._bounds.values(), *self._open.bounds()), default=0.0), 0.0)
-        left_out = tuple(not_searched(self.searches))
+        left_out = tuple(not_searched(self.searches, self._fitting.left_out))
         return BestPlan(plan, bound, len(self._compared), left_out)
 
 

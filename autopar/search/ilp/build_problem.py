@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import lru_cache
 from itertools import product
 from typing import TypeVar
 
@@ -166,9 +167,15 @@ def _tensor(
         conversions.seconds(node, sources, targets, backward=False)
         if may_recompute
         else np.full_like(seconds, np.inf),
-        np.array([[_moves(s, t) for t in targets] for s in sources]),
+        _moving(tuple(sources), tuple(targets)),
         costs.local_bytes(node, targets) if may_save else np.full(len(targets), np.inf),
     )
+
+
+@lru_cache(maxsize=4096)
+def _moving(sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> np.ndarray:
+    """:func:`_moves` of each source and target, [source, target]."""
+    return np.array([[_moves(s, t) for t in targets] for s in sources])
 
 
 def _moves(source: Layout, target: Layout) -> bool:

@@ -5,14 +5,14 @@ memory.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch.fx as fx
 
-from autopar.cost_model import Cluster, ComputeCosts, ConversionCosts, Pace
+from autopar.cost_model import Cluster, ComputeCosts, ConversionCosts, MeshLinks, Pace
 from autopar.ir.plan_data import EXACT_AXES
 from autopar.ir.precision import dtype_of
 from autopar.memory.saved_tensors import SavedTensors
@@ -82,6 +82,8 @@ class InnerSearch:
         self._unit_cost_tables: dict[tuple[int, bool], UnitCostTable] = {}
         # The least seconds of each unit, forward and backward, by the identity of the problem.
         self.unit_seconds: dict[int, tuple[Problem, tuple[np.ndarray, np.ndarray]]] = {}
+        # The number of the first price that fitted, by mesh and level of the bound.
+        self.first_prices: dict[Hashable, int] = {}
         self.add_time("blocks", start)
 
     def budget(self, configuration: Configuration) -> float:
@@ -103,6 +105,7 @@ class InnerSearch:
         samples: int,
         pace: Pace | None = None,
         step_prices: StepPrices | None = None,
+        links: MeshLinks | None = None,
     ) -> Problem:
         """Sharding and recomputation on the mesh of ``configuration``, for a microbatch of
         ``samples``.
@@ -110,20 +113,22 @@ class InnerSearch:
         Args:
             pace: whose seconds it has, where those are not the configuration's own.
             step_prices: as for :meth:`Costs.at`.
+            links: of the mesh, where those are not the configuration's own.
         """
         pace = self.cache.pace(configuration) if pace is None else pace
+        links = links or self.cache.links(configuration, pace)
         key = (
             self.option_key,
             pace,
             configuration.axes,
-            self.cache.links(configuration, pace).axes,
+            links.axes,
             samples,
             # Gradients of several microbatches accumulate, which takes memory.
             configuration.microbatches > 1,
             step_prices,
         )
         return self.cache.problems.of(
-            key, lambda: self._build(configuration, samples, pace, step_prices)
+            key, lambda: self._build(configuration, samples, pace, step_prices, links)
         )
 
     def _build(
@@ -132,10 +137,11 @@ class InnerSearch:
         samples: int,
         pace: Pace,
         step_prices: StepPrices | None,
+        links: MeshLinks,
     ) -> Problem:
         start, analysis, cache = time.perf_counter(), self.analysis, self.cache
         with resized(analysis, samples, self.nodes):
-            conversions = cache.conversions(configuration, pace)
+            conversions = cache.conversions(configuration, pace, links)
             saved, compute = cache.saved(samples), cache.compute_of(pace)
             costs = self.costs(analysis, saved, conversions, compute, configuration.microbatches)
             choices = self.choices.on_mesh(configuration.axes)
@@ -194,6 +200,7 @@ class InnerSearch:
         replica_only: bool = False,
         pace: Pace | None = None,
         step_prices: StepPrices | None = None,
+        links: MeshLinks | None = None,
     ) -> MemoryPrices:
         """The solutions of a configuration's problem at prices of memory, for all schedules.
 
@@ -201,15 +208,15 @@ class InnerSearch:
             samples: of one microbatch.
             replica_only: the problem of one microbatch alone: once-a-step seconds and bytes that
                 last count for nothing.
-            pace, step_prices: as for :meth:`problem`.
+            pace, step_prices, links: as for :meth:`problem`.
         """
         pace = self.cache.pace(configuration) if pace is None else pace
         pipeline, microbatches = configuration.pipeline, configuration.microbatches
         in_flight = 1.0 if pipeline == 1 else float(min(pipeline, microbatches))
         if replica_only:
             in_flight = MANY_IN_FLIGHT
-        links = self.cache.links(configuration, pace).axes
-        of_mesh = pace, configuration.axes, links
+        links = links or self.cache.links(configuration, pace)
+        of_mesh = pace, configuration.axes, links.axes
         key = (*of_mesh, pipeline, samples, microbatches, in_flight, replica_only, step_prices)
         if key not in self._prices:
             weights = CostWeights.of_one_stage(flight=in_flight)
@@ -219,7 +226,7 @@ class InnerSearch:
             limit = UNREQUESTED_OPERATIONS if is_unrequested else SOLVE_OPERATIONS
             depends = *key, self.option_key, limit
             self._prices[key] = MemoryPrices(
-                self.problem(configuration, samples, pace, step_prices),
+                self.problem(configuration, samples, pace, step_prices, links),
                 weights,
                 limit,
                 None

@@ -175,11 +175,11 @@ class SearchCache:
         return self.links(configuration, kind).pipeline
 
     def conversions(
-        self, configuration: Configuration, pace: Pace | None = None
+        self, configuration: Configuration, pace: Pace | None = None, links: MeshLinks | None = None
     ) -> ConversionCosts:
-        """Conversions on the mesh of a configuration."""
+        """Conversions on the mesh of a configuration, or on other ``links``."""
         pace = self.pace(configuration) if pace is None else pace
-        sizes, links = configuration.sizes, self.links(configuration, pace)
+        sizes, links = configuration.sizes, links or self.links(configuration, pace)
         compute = self.compute_of(pace)
         of_axes = self._conversions.of(
             (sizes, links.axes, pace),

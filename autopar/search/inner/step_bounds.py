@@ -8,6 +8,7 @@ import math
 import time
 from bisect import bisect_left
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import IntEnum
 from typing import NamedTuple
@@ -41,8 +42,9 @@ class Level(IntEnum):
     FLOOR = 0  # every kernel is split evenly over all devices, and nothing is sent
     UNSOLVED = 1  # every operator takes its cheapest strategy on one replica
     REPLICA = 2  # the best solution of one replica's problem, which sends no gradients
-    SOLVED = 3  # the best solution of the whole problem
-    CUT = 4  # its estimate is that of the best stage cut, whatever memory that takes
+    PLACED = 3  # the same on the links of a placement
+    SOLVED = 4  # the best solution of the whole problem
+    CUT = 5  # its estimate is that of the best stage cut, whatever memory that takes
 
 
 class StepBound(NamedTuple):
@@ -71,7 +73,7 @@ def step_bound(
     if level == Level.UNSOLVED:
         bound = least_ratio * prices.problem.lower_bound.at(prices.weights)
         return StepBound(max(bound, of_cuts), max(ratio * bound, of_cuts))
-    bound, estimate = solved_bound(search, configuration, samples, level == Level.REPLICA)
+    bound, estimate = solved_bound(search, configuration, samples, level)
     return StepBound(max(bound, of_cuts), max(ratio * estimate, of_cuts))
 
 
@@ -135,15 +137,14 @@ def least_bytes(search: InnerSearch, configuration: Configuration, samples: int)
 
 
 def solved_bound(
-    search: InnerSearch, configuration: Configuration, samples: int, of_replica: bool
+    search: InnerSearch, configuration: Configuration, samples: int, level: Level
 ) -> StepBound:
     """Seconds of a step that no plan of this configuration can beat. The estimate is of the
     solution at the first price that fits the budget, with the same ratio of a step to a microbatch.
 
-    Args:
-        of_replica: solve the problem of one replica, with the replica's share of the samples, for
-            all numbers of replicas. Bytes that last and seconds once a step count for nothing in
-            it.
+    Below ``Level.SOLVED`` the problem is that of one replica, with the replica's share of the
+    samples, for all numbers of replicas. Bytes that last and seconds once a step count for nothing
+    in it.
 
     The bound is a Lagrangian relaxation of the memory budgets. At the price lambda / k for the
     memory of a stage with k microbatches in flight, a saved activation costs lambda a byte at any
@@ -151,9 +152,9 @@ def solved_bound(
     prices are those of a ladder, up to the first at which the solution fits the budget.
     """
     prices, ratio, is_replica = (
-        _replica_prices(search, configuration, samples)
-        if of_replica
-        else _whole_prices(search, configuration, samples)
+        _whole_prices(search, configuration, samples)
+        if level == Level.SOLVED
+        else _replica_prices(search, configuration, samples, level == Level.PLACED)
     )
     start = time.perf_counter()
     pipeline, in_flight = configuration.pipeline, float(prices.weights.flight[0])
@@ -168,7 +169,10 @@ def solved_bound(
 
     unit = prices.at(0.0).value / budget / in_flight
     ladder = [0.0, *(FIRST_PRICE * unit * PRICE_FACTOR**i for i in range(PRICE_COUNT))]
-    first = 0 if fits(0.0) else bisect_left(ladder, True, lo=1, key=fits)
+    key = configuration.sizes, pipeline, level
+    first = 0 if fits(0.0) else _first_fitting(ladder, fits, search.first_prices.get(key))
+    if first:
+        search.first_prices[key] = first
     bound = -math.inf
     for price in (p for p in ladder if p in prices.solved):
         solution = prices.at(price)
@@ -179,6 +183,28 @@ def solved_bound(
     seconds *= 1 if first <= PRICE_COUNT else DOES_NOT_FIT_FACTOR
     search.add_time("solve", start)
     return StepBound(ratio * bound, ratio * seconds)
+
+
+def _first_fitting(
+    ladder: Sequence[float], fits: Callable[[float], bool], guess: int | None
+) -> int:
+    """The number of the first price of a rising ladder, from number 1 on, that ``fits``; the length
+    of the ladder where none does.
+
+    Args:
+        guess: a number that is tried before the others, with the number below it.
+    """
+    low, high = 1, len(ladder)
+    if guess == high and not fits(ladder[-1]):
+        return high
+    if guess is not None and guess < high:
+        if fits(ladder[guess]):
+            high = guess
+            if guess > low and not fits(ladder[guess - 1]):
+                return guess
+        else:
+            low = guess + 1
+    return bisect_left(ladder, True, lo=low, hi=high, key=fits)
 
 
 def equal_stages_bytes(
@@ -209,10 +235,14 @@ def _whole_prices(
 
 
 def _replica_prices(
-    search: InnerSearch, configuration: Configuration, samples: int
+    search: InnerSearch, configuration: Configuration, samples: int, is_placed: bool = False
 ) -> tuple[MemoryPrices, float, bool]:
     """The solutions that bound a configuration; the factor from their seconds to seconds that no
     step is below; and whether they are the solutions of one replica.
+
+    Args:
+        is_placed: axes have the links of the configuration's placement, and not the fastest links
+            of any placement.
     """
     degree, axes = _data_degree(configuration), configuration.axes
     # Constraints name the types along all axes, so a replica has no axes to be solved on.
@@ -221,7 +251,12 @@ def _replica_prices(
     rest = tuple(a for a in axes if a.use != "data")
     replicas = search.options.world_size // math.prod(a.size for a in rest)
     replica = Configuration(replicas, rest, 1, place=None)
-    prices = search.prices(replica, samples // degree, replica_only=True)
+    links = None
+    if is_placed:
+        placed = search.cache.links(configuration)
+        kept = tuple(links for a, links in zip(axes, placed.axes, strict=True) if a.use != "data")
+        links = replace(placed, axes=kept)
+    prices = search.prices(replica, samples // degree, replica_only=True, links=links)
     return prices, least_step_ratio(configuration), True
 
 

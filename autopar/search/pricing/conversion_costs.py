@@ -27,6 +27,7 @@ class NodeConversionCosts:
     ) -> None:
         self._analysis, self._conversions = analysis, conversions
         self._reduction_dtype = reduction_dtype
+        self._known: dict[tuple, np.ndarray] = {}
 
     @property
     def axes(self) -> list[AxisLinks]:
@@ -46,7 +47,8 @@ class NodeConversionCosts:
         backward: bool = True,
     ) -> np.ndarray:
         """Seconds of converting ``node``'s tensor in one microbatch, [source, target]; with
-        ``backward`` those of converting the gradient are added.
+        ``backward`` those of converting the gradient are added. Tensors of one shape and dtype
+        share the array.
         """
         value = node.meta["val"]
         if not isinstance(value, torch.Tensor):
@@ -54,16 +56,19 @@ class NodeConversionCosts:
             return np.array(
                 [[0.0 if source == target else np.inf for target in targets] for source in sources]
             )
-        layouts = list(dict.fromkeys([*sources, *targets]))
-        place = {layout: i for i, layout in enumerate(layouts)}
-        matrix = self._conversions.matrix(
+        tensor = (
             tuple(value.shape),
             value.dtype.itemsize,
             backward and node in self._analysis.differentiable,
-            layouts,
-            self._summed_itemsize(node),
         )
-        return matrix[np.ix_([place[s] for s in sources], [place[t] for t in targets])]
+        key = *tensor, self._summed_itemsize(node), tuple(sources), tuple(targets)
+        if key not in self._known:
+            layouts = list(dict.fromkeys([*sources, *targets]))
+            place = {layout: i for i, layout in enumerate(layouts)}
+            matrix = self._conversions.matrix(*tensor, layouts, self._summed_itemsize(node))
+            rows, columns = [place[s] for s in sources], [place[t] for t in targets]
+            self._known[key] = matrix[np.ix_(rows, columns)]
+        return self._known[key]
 
     def path(self, node: fx.Node, source: Layout, target: Layout) -> tuple[Step, ...]:
         """The cheapest steps that convert ``node``'s tensor, each along one mesh axis."""

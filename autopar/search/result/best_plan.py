@@ -60,8 +60,17 @@ class BestPlan:
         return replace(self, plan=plan, bound=0.0)
 
 
-def not_searched(searches: InnerSearches) -> Iterator[str]:
-    """What a search left out, as sentences for the user."""
+def not_searched(searches: InnerSearches, left_out: float | None) -> Iterator[str]:
+    """What a search left out, as sentences for the user.
+
+    Args:
+        left_out: as for :class:`FittingPlans`.
+    """
+    if left_out is not None:
+        yield (
+            f"configurations that are estimated to take at least {left_out - 1:.0%} longer, "
+            "which a time_limit would search"
+        )
     if searches.options.parallel is None and searches.options.mesh is None:
         yield (
             "meshes whose axes may split anything, and modes of tensor parallelism, away from the "

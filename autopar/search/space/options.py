@@ -80,7 +80,8 @@ class Options:
         constraints: layouts by pattern of a parameter's name or a module's path:
             ``{"*.mlp.up_proj.weight": "I S0"}``.
         time_limit: seconds for the whole search. It ends then with the best plan so far, or with
-            the first plan that it finds. None: no limit up to 16 ranks, 60 s for more.
+            the first plan that it finds. None: no limit up to 16 ranks; for more, 60 s, and the
+            search ends before where all configurations left are estimated to be clearly slower.
         solver: "highs", or "pulp:NAME" for any solver that PuLP knows: "pulp:CBC",
             "pulp:GUROBI". Limits of PuLP's solvers are seconds, so that plans may depend on the
             machine.
@@ -211,6 +212,11 @@ class Options:
         gradient is computed.
         """
         return reduction_dtype(self.precision, self.reduce_dtype)
+
+    @property
+    def is_exhaustive(self) -> bool:
+        """Whether the search leaves out no configuration because of its estimate."""
+        return self.time_limit is not None or self.world_size <= UNLIMITED_RANKS
 
     @property
     def search_seconds(self) -> float:
