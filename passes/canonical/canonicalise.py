@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from autopar.capture.export_program import no_garbage_collection
 from autopar.errors import CaptureError
 from autopar.ir.captured import CapturedModel, GraphInput
 from autopar.ir.nodes import describe_node, eliminate_dead_code, updates_statistics
@@ -32,6 +33,7 @@ from autopar.passes.canonical.split_to_slices import SPLITS, split_to_slices
 aten = torch.ops.aten
 
 
+@no_garbage_collection()
 def canonicalise(captured: CapturedModel) -> CapturedModel:
     """The same program in canonical form; ``captured`` is used up.
 

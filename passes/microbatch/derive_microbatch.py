@@ -17,6 +17,7 @@ import torch.fx as fx
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map_only
 
+from autopar.capture.export_program import no_garbage_collection
 from autopar.errors import PlanError
 from autopar.ir.captured import BatchDivision, CapturedModel, GraphInput
 from autopar.ir.layout import P, R, Type, local_shape
@@ -36,6 +37,7 @@ from autopar.rules.analysis import Analysis
 aten = torch.ops.aten
 
 
+@no_garbage_collection()
 def derive_microbatch(
     analysis: Analysis, microbatches: int
 ) -> tuple[CapturedModel, fx.Graph | None]:
