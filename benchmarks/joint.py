@@ -20,7 +20,7 @@ from planning_rows import build
 from tabulate import tabulate
 from tqdm import tqdm
 
-from autopar.cost_model import Cluster, Pace
+from autopar.cost_model import Cluster, MeshLinks, Pace
 from autopar.errors import BudgetError
 from autopar.frontend.traced_model import TracedModel
 from autopar.rules.analysis import Analysis
@@ -90,6 +90,7 @@ class Sharded(InnerSearch):
         samples: int,
         pace: Pace | None = None,
         step_prices: StepPrices | None = None,
+        links: MeshLinks | None = None,
     ) -> Problem:
         return self.cache.problems.of(
             (configuration, samples, step_prices),
