@@ -68,6 +68,10 @@ def test_what_is_not_compiled_runs_eagerly_with_a_note_or_is_refused() -> None:
     piped = dict(parallel=dict(pipeline=2), schedule="zero-bubble", backend="inductor")
     with pytest.raises(PlanError, match="each backward whole"):
         plan_of(model, sample, 2, **piped)
+    square = dict(parallel=dict(tensor=dict(size=4, mode="2d")))
+    with pytest.raises(PlanError, match="does not compile a product on a square of ranks"):
+        plan_of(*zoo.mlp(), 4, backend="inductor", **square)
+    assert plan_of(*zoo.mlp(), 4, cluster="h100-sxm", **square).backend == "eager"
     with pytest.raises(PlanError, match="backend='triton': give one of eager, inductor"):
         plan_of(model, sample, backend="triton")
 

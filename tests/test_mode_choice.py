@@ -87,7 +87,7 @@ def test_a_faster_mode_is_chosen(case: str) -> None:
 
 
 TIGHT: dict[str, Any] = dict(
-    cluster="a100-sxm", progress=False, recompute="none", memory_budget=1.15e6
+    cluster="a100-sxm", backend="eager", progress=False, recompute="none", memory_budget=1.15e6
 )
 
 

@@ -124,7 +124,7 @@ def _compile_or_explain(compile_: Callable[[], Compiled]) -> Compiled:
     except AutoparError:
         raise
     except Exception as e:
-        reason = next(iter(str(e).strip().splitlines()), "")
+        reason = next(iter(str(e).strip().splitlines()), "")[:300]
         raise RunError(
             f'backend="inductor" could not compile the program: {type(e).__name__}: {reason}. Plan '
             'with backend="eager", or write the part of the model in other operators'

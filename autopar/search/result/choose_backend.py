@@ -40,7 +40,7 @@ def choose_backend(
         if refused:
             raise PlanError(
                 f'backend="inductor" does not compile {refused[0]}: plan with backend="eager", or '
-                "without this dropout or random operator in the model"
+                "for a model or a mode without it"
             )
         return "inductor", ()
     if configuration.pipeline > 1 and configuration.schedule == "zero-bubble":
@@ -57,6 +57,8 @@ def _found(graph: fx.Graph, nodes: Mapping[str, NodePlan]) -> tuple[list[str], l
     """
     refused, costly = list[str](), list[str]()
     for node in graph.nodes:
+        if node.op == "call_function" and "summa" in nodes[node.name].kernels:
+            return [f"a product on a square of ranks (SUMMA), {describe_node(node)}"], []
         kernel = random_kernel(node, nodes[node.name]) if node.op == "call_function" else None
         if kernel in ("drawn", "ring"):
             what = "ring attention with dropout" if kernel == "ring" else "a random operator"
