@@ -80,7 +80,9 @@ def test_options_are_the_ones_there_are() -> None:
         "options",
     }
     searched = {field.name for field in dataclasses.fields(Options)} - {"world_size"}
-    assert set(first_column(OPTIONS, "option")) == own | searched
+    of_compile = {"batch"}  # what ranks pass to a call is no part of a plan's search
+    assert of_compile <= set(inspect.signature(autopar.compile).parameters)
+    assert set(first_column(OPTIONS, "option")) == own | searched | of_compile
 
 
 def test_errors_are_the_ones_there_are() -> None:
