@@ -12,7 +12,7 @@ from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, CaptureError, PlanError, RunError
 from autopar.plan import Plan
 from autopar.rules import Option, register_rule
-from autopar.runtime.checkpoint.folder import newest_checkpoint
+from autopar.runtime.checkpoint.files.folder import newest_checkpoint
 from autopar.runtime.measure.comparison import Comparison
 from autopar.runtime.module.compiled import Compiled
 from autopar.runtime.optimizer.gradient_clipping import clip_grad_norm_

@@ -14,7 +14,7 @@ import time
 import torch.distributed as dist
 from checkpointed import Run, compiled_under
 import autopar.runtime.checkpoint.background as background
-from autopar.runtime.checkpoint import storage
+from autopar.runtime.checkpoint.files import storage
 
 background.SECONDS_AFTER_ERROR = 1
 seconds, write = {seconds}, storage.save_file

@@ -22,9 +22,9 @@ from torch import nn
 
 import autopar
 from autopar.errors import RunError
-from autopar.runtime.checkpoint import plain_state, storage
-from autopar.runtime.checkpoint.folder import begin, check_free, checkpoint_path, complete
-from autopar.runtime.checkpoint.manifest import MANIFEST, read_manifest
+from autopar.runtime.checkpoint.files import plain_state, storage
+from autopar.runtime.checkpoint.files.folder import begin, check_free, checkpoint_path, complete
+from autopar.runtime.checkpoint.files.manifest import MANIFEST, read_manifest
 
 
 def _names(folder: Path) -> list[str]:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import autopar
-from autopar.runtime.communication import desync
+from autopar.runtime.agreement import desync
 
 DATA = dict(parallel=dict(data=2))
 PARTS = dict(parallel=dict(data=2), micro_batch_size=2)

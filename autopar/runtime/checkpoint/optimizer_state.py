@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils import _pytree as pytree
 
 from autopar.errors import RunError
-from autopar.runtime.checkpoint.plain_state import same
+from autopar.runtime.checkpoint.files.plain_state import same
 from autopar.runtime.dtensors.torch_private import local_tensor, wrap_local
 
 Optimizers = Sequence[torch.optim.Optimizer]

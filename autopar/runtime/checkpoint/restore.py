@@ -14,10 +14,11 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from autopar.errors import RunError
 from autopar.runtime.checkpoint import optimizer_state
-from autopar.runtime.checkpoint.find import verified_checkpoint
-from autopar.runtime.checkpoint.folder import checkpoint_path
+from autopar.runtime.checkpoint.files.find import verified_checkpoint
+from autopar.runtime.checkpoint.files.folder import checkpoint_path
+from autopar.runtime.checkpoint.files.index import INDEX, Index, read_index
+from autopar.runtime.checkpoint.files.storage import FolderReader
 from autopar.runtime.checkpoint.generators import set_generator_states
-from autopar.runtime.checkpoint.index import INDEX, Index, read_index
 from autopar.runtime.checkpoint.program_state import (
     MODEL,
     OPTIMIZER,
@@ -26,7 +27,6 @@ from autopar.runtime.checkpoint.program_state import (
 )
 from autopar.runtime.checkpoint.saved_plain_data import SavedPlainData
 from autopar.runtime.checkpoint.saver import reason_of
-from autopar.runtime.checkpoint.storage import FolderReader
 from autopar.runtime.communication.all_ranks import check_same_on_all_ranks, run_on_all_ranks
 
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import RunError
+from autopar.runtime.checkpoint.files.plain_state import read_plain, same
 from autopar.runtime.checkpoint.optimizer_state import merged
-from autopar.runtime.checkpoint.plain_state import read_plain, same
 
 
 class SavedPlainData:

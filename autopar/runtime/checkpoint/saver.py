@@ -17,11 +17,12 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from autopar.errors import RunError
 from autopar.runtime.checkpoint.background import start_in_background
-from autopar.runtime.checkpoint.folder import check_free, checkpoint_path, discard
+from autopar.runtime.checkpoint.files.folder import check_free, checkpoint_path, discard
+from autopar.runtime.checkpoint.files.index import Index
+from autopar.runtime.checkpoint.files.plain_state import to_bytes
+from autopar.runtime.checkpoint.files.storage import FolderWriter
 from autopar.runtime.checkpoint.generators import generator_states
-from autopar.runtime.checkpoint.index import Index
 from autopar.runtime.checkpoint.optimizer_state import saved_state
-from autopar.runtime.checkpoint.plain_state import to_bytes
 from autopar.runtime.checkpoint.program_state import (
     MODEL,
     OPTIMIZER,
@@ -29,7 +30,6 @@ from autopar.runtime.checkpoint.program_state import (
     host_copies,
     listed,
 )
-from autopar.runtime.checkpoint.storage import FolderWriter
 from autopar.runtime.communication.all_ranks import check_same_on_all_ranks, run_on_all_ranks
 
 _LOG = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from autopar.ir.batch_layouts import LOCAL, BatchLayouts
-from autopar.runtime.communication.batch_comparison import BatchComparison
+from autopar.runtime.agreement.batch_comparison import BatchComparison
 from autopar.runtime.communication.collectives import redistribute
 from autopar.runtime.communication.mesh import Mesh
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from autopar.runtime.communication.desync import DesyncDetector
+from autopar.runtime.agreement.desync import DesyncDetector
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.communication.random_streams import RandomStreams
 from autopar.runtime.data.rank_batch import RankBatch

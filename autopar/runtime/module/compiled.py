@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from autopar.errors import RunError
+from autopar.runtime.agreement.replicas import check_replicas
 from autopar.runtime.checkpoint.methods import Checkpoints
 from autopar.runtime.communication.all_ranks import run_on_all_ranks
 from autopar.runtime.communication.mesh import Mesh
-from autopar.runtime.communication.replicas import check_replicas
 from autopar.runtime.compilation.backends import make_backend
 from autopar.runtime.data.data_loading import DataLoading
 from autopar.runtime.data.rank_batch import RankBatch

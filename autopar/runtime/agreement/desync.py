@@ -29,11 +29,11 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import RunError
-from autopar.runtime.communication.batch_comparison import BatchComparison
-from autopar.runtime.communication.desync_messages import counter_message
-from autopar.runtime.communication.input_digests import InputDigests
+from autopar.runtime.agreement.batch_comparison import BatchComparison
+from autopar.runtime.agreement.desync_messages import counter_message
+from autopar.runtime.agreement.input_digests import InputDigests
+from autopar.runtime.agreement.record_exchange import RecordExchange
 from autopar.runtime.communication.mesh import Mesh
-from autopar.runtime.communication.record_exchange import RecordExchange
 from autopar.runtime.communication.watchdog import Progress, Watchdog, watchdog_of
 
 _FIRST_CALLS = 4  # calls whose records are compared before they run

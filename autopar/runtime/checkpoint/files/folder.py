@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 
 from autopar.errors import RunError
-from autopar.runtime.checkpoint.manifest import (
+from autopar.runtime.checkpoint.files.manifest import (
     FileRecord,
     Manifest,
     TornError,

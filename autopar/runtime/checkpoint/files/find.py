@@ -12,8 +12,8 @@ from typing import Any
 import torch.distributed as dist
 
 from autopar.errors import RunError
-from autopar.runtime.checkpoint.folder import complete_checkpoints, is_partial, subfolders
-from autopar.runtime.checkpoint.manifest import (
+from autopar.runtime.checkpoint.files.folder import complete_checkpoints, is_partial, subfolders
+from autopar.runtime.checkpoint.files.manifest import (
     MANIFEST,
     TornError,
     check_contents,

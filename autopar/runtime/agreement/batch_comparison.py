@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.runtime.communication.desync_messages import batch_message, which_call
-from autopar.runtime.communication.input_digests import DIGESTS
+from autopar.runtime.agreement.desync_messages import batch_message, which_call
+from autopar.runtime.agreement.input_digests import DIGESTS
 
 
 class BatchComparison:

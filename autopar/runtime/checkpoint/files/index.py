@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from autopar.runtime.checkpoint.manifest import TornError
+from autopar.runtime.checkpoint.files.manifest import TornError
 
 INDEX = "index.json"
 
