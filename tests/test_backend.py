@@ -56,6 +56,9 @@ def test_default_is_inductor_on_gpus_and_eager_on_cpus() -> None:
     assert "backend inductor" in plans["h100-sxm"].report()
     assert plan_of(model, BATCH, cluster="cpu", backend="inductor").backend == "inductor"
     assert plan_of(model, BATCH, cluster="h100-sxm", backend="eager").backend == "eager"
+    on_gpus, asked = plans["h100-sxm"], plan_of(model, BATCH, cluster="cpu", backend="inductor")
+    assert (on_gpus.backend_on("cuda"), on_gpus.backend_on("cpu")) == ("inductor", "eager")
+    assert asked.backend_on("cpu") == "inductor"
 
 
 def test_what_is_not_compiled_runs_eagerly_with_a_note_or_is_refused() -> None:

@@ -239,6 +239,13 @@ class PlanData:
         """What a rank passes to a call: the "global" batch, or the "local" batch of its replica."""
         return str(self.options.get("batch", "global"))
 
+    def backend_on(self, device: str) -> str:
+        """What runs the programs on a type of device, such as "cpu". A plan for GPUs whose backend
+        was left free runs eagerly on CPUs.
+        """
+        is_asked = self.options.get("backend") is not None
+        return "eager" if device == "cpu" and not is_asked else self.backend
+
     @property
     def chunks(self) -> int:
         """Stages on each pipeline rank."""

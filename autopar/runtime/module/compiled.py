@@ -104,7 +104,7 @@ class Compiled(DataLoading, Checkpoints, ModelValues):
         self._draws, names = draws(lowered.train), self._signature.names
         state = list(captured.state)
         self._desync = make_detector(mesh, state, names, batch, self._draws, meets)
-        self._backend = make_backend(plan.backend, mesh, progress)
+        self._backend = make_backend(plan.backend_on(mesh.device.type), mesh, progress)
         self._runner = self._make_runner(captured, holders)
         self._install_hooks(holders, model if like is None else None)
         self._remember(like._source if like is not None else model)
@@ -229,7 +229,8 @@ class Compiled(DataLoading, Checkpoints, ModelValues):
         from autopar.runtime.measure.compare import compare_ranks
 
         peak = None
-        if sample is not None and self._plan.backend == "inductor":
+        backend = self._plan.backend_on(self._mesh.device.type)
+        if sample is not None and backend == "inductor":
             raise RunError(
                 "compare(sample) counts the tensors that operators make, and a compiled program "
                 'makes others: call compare(), or compile with backend="eager"'
