@@ -149,6 +149,26 @@ def test_every_optimizer_on_whole_parameters(ranks: Pools) -> None:
     ranks(2).run(_every, "data", timeout=120)
 
 
+def _tensor_as_rate() -> None:
+    _clear_sharding_prop_cache()
+    start = Small()
+    compiled = autopar.compile(copy.deepcopy(start), batch(0), 2, progress=False, **CASES["zero"])
+    model = copy.deepcopy(start)
+    for each in (model, compiled):
+        rate = torch.tensor(1e-2, dtype=torch.float64)
+        optimizer = torch.optim.AdamW(each.parameters(), lr=rate)
+        for seed in range(STEPS):
+            optimizer.zero_grad()
+            each(batch(seed)).backward()
+            optimizer.step()
+            rate.mul_(0.5)  # as a compiled scheduler does
+    assert _moved(compiled, model, start, "a tensor as lr") > 1e-5
+
+
+def test_a_tensor_may_be_the_learning_rate(ranks: Pools) -> None:
+    ranks(2).run(_tensor_as_rate)
+
+
 def _made_before() -> None:
     model, sample = zoo.mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

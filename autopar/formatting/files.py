@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import stat
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,9 @@ def write_json(path: str | os.PathLike[str], data: Any, indent: int | None = Non
 
 def write_whole(path: str | os.PathLike[str], write: Callable[[str], Any]) -> None:
     """Writes a file, or leaves the old one. ``write`` writes to the path that it is given, which
-    has the same ending as ``path``.
+    has the same ending as ``path``. The disk has the file before it takes the place of the old one,
+    whose permissions it gets; a new file has those that the user's umask leaves. Of a link, the
+    file that it leads to is written.
 
     Raises:
         PlanError: ``path`` is no path.
@@ -37,15 +40,25 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[str], Any]) -> No
             raise ValueError
     except (TypeError, ValueError):
         raise PlanError(f"path={path!r:.100}: give the path of a file to write") from None
-    target = Path(name)
-    handle, temporary = tempfile.mkstemp(
-        dir=target.parent, prefix=f"{target.name}.tmp", suffix=target.suffix
-    )
-    os.close(handle)
+    target = Path(os.path.realpath(name))
+    temporary = target.with_name(f"{target.name}.tmp{uuid.uuid4().hex}{target.suffix}")
+    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
     try:
-        write(temporary)
-        Path(temporary).chmod(0o644)  # mkstemp's 0600 would keep a shared file from others
+        if target.exists():
+            temporary.chmod(stat.S_IMODE(target.stat().st_mode))
+        write(str(temporary))
+        flush(temporary)
         os.replace(temporary, target)
+        flush(target.parent)
     except BaseException:
-        os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         raise
+
+
+def flush(path: Path) -> None:
+    """Waits until the disk has a file, or the entries of a folder."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -143,6 +143,7 @@ class _StepHooks:
             if group.get("foreach", False) is None
             and not group.get("fused")
             and not group.get("differentiable")
+            and not isinstance(group.get("lr"), torch.Tensor)  # which foreach refuses
         ]
         for group in undecided:
             group["foreach"] = True

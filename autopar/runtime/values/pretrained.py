@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
+from autopar.formatting.files import flush
 from autopar.runtime.checkpoint.files.folder import (
     begin,
     check_free,
@@ -27,7 +28,6 @@ from autopar.runtime.checkpoint.files.folder import (
     discard,
     partial_folder,
 )
-from autopar.runtime.checkpoint.files.manifest import flush
 from autopar.runtime.communication.all_ranks import check_same_on_all_ranks, run_on_all_ranks
 from autopar.runtime.values.tensor_file import TensorEntry, TensorFile
 

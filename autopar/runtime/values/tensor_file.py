@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from autopar.errors import RunError
-from autopar.runtime.checkpoint.files.manifest import flush
+from autopar.formatting.files import flush
 
 _DTYPES = {
     torch.float64: "F64",

@@ -11,12 +11,12 @@ import shutil
 from pathlib import Path
 
 from autopar.errors import RunError
+from autopar.formatting.files import flush
 from autopar.runtime.checkpoint.files.manifest import (
     FileRecord,
     Manifest,
     TornError,
     check_sizes,
-    flush,
     read_manifest,
     write_manifest,
 )

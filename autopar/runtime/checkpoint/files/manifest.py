@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import RunError
+from autopar.formatting.files import flush
 
 MANIFEST = "manifest.json"
 VERSION = 1
@@ -39,15 +40,6 @@ class Manifest:
 
     number: int
     files: tuple[FileRecord, ...]
-
-
-def flush(path: Path) -> None:
-    """Waits until the disk has a file, or the entries of a folder."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def record_of(path: Path) -> FileRecord:

@@ -29,9 +29,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from autopar.errors import RunError
+from autopar.formatting.files import flush
 from autopar.runtime.checkpoint.files.folder import begin, complete, partial_folder
 from autopar.runtime.checkpoint.files.index import INDEX, Index, write_index
-from autopar.runtime.checkpoint.files.manifest import FileRecord, TornError, flush, record_of
+from autopar.runtime.checkpoint.files.manifest import FileRecord, TornError, record_of
 
 
 class FolderWriter(StorageWriter):
