@@ -140,7 +140,7 @@ class OuterSearch:
         """Counts candidates until no configuration is left that may be faster."""
         while self._open and not self._fitting.is_enough(self.searches.is_out_of_time()):
             each = self._open.pop()
-            if self._fitting.leaves_out(each.estimate, each.level):
+            if self._fitting.leaves_out(each.estimate):
                 self._open.push(each)
                 return
             first, others = each.family[0], each.family[1:]
@@ -174,7 +174,7 @@ class OuterSearch:
             return False
         if level == Level.CUT:
             self._open.learn_ratio(each.family[0], found.estimate / each.estimate)
-            if self._fitting.leaves_out(found.estimate, level):
+            if self._fitting.leaves_out(found.estimate):
                 self._keep_bound(each.family[0], each.bound)
                 return False
         bound, estimate = max(each.bound, found.bound), max(each.estimate, found.estimate)
@@ -291,7 +291,7 @@ class OuterSearch:
 
     def _best_plan(self, plan: PricedPlan) -> BestPlan:
         bound = max(min((*self._bounds.values(), *self._open.bounds()), default=0.0), 0.0)
-        left_out = tuple(not_searched(self.searches, self._fitting.left_out))
+        left_out = tuple(not_searched(self.searches, self._fitting.left_out_from))
         return BestPlan(plan, bound, len(self._compared), left_out)
 
 

@@ -60,15 +60,16 @@ class BestPlan:
         return replace(self, plan=plan, bound=0.0)
 
 
-def not_searched(searches: InnerSearches, left_out: float | None) -> Iterator[str]:
+def not_searched(searches: InnerSearches, left_out_from: float | None) -> Iterator[str]:
     """What a search left out, as sentences for the user.
 
     Args:
-        left_out: as for :class:`FittingPlans`.
+        left_out_from: configurations whose estimates are at least so many times the plan were left
+            out; None where none were.
     """
-    if left_out is not None:
+    if left_out_from is not None:
         yield (
-            f"configurations that are estimated to take at least {left_out - 1:.0%} longer, "
+            f"configurations that are estimated to take at least {left_out_from - 1:.0%} longer, "
             "which a time_limit would search"
         )
     if searches.options.parallel is None and searches.options.mesh is None:
