@@ -38,7 +38,9 @@ def both(
             copy.deepcopy(model),
             sample,
             world,
-            plan=dataclasses.replace(plan, backend=backend),
+            plan=dataclasses.replace(
+                plan, backend=backend, options=plan.options | {"backend": backend}
+            ),
             progress=False,
         )
         for backend in ("eager", "inductor")

@@ -22,6 +22,7 @@ def compare_ranks(plan: PlanData, mesh: Mesh, peak: int | None) -> Comparison:
     call it.
     """
     own = range(mesh.pipeline_rank, len(plan.stages), mesh.pipeline)
+    plan = replace(plan, backend=plan.backend_on(mesh.device.type))
     return compare(plan, gather_rank_times(mesh.recorder.times(mesh.pipeline_rank, own, peak)))
 
 
