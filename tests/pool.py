@@ -8,6 +8,7 @@ process group, and returns the ranks' results. Process groups made by a call end
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -78,6 +79,8 @@ class Pool:
             Path(self._store).unlink(
                 missing_ok=True
             )  # a rank that ended by itself may have deleted it
+            for rank in range(self.world_size):
+                _stack_file(self._store, rank).unlink(missing_ok=True)
         self._workers = []
 
     def _start(self) -> None:
@@ -124,8 +127,11 @@ class Pool:
                 except (EOFError, ConnectionError):
                     process = self._workers[rank][0]
                     process.join(timeout=10)
-                    code = process.exitcode
-                    self._fail(f"rank {rank} of {self.world_size} died with exit code {code}")
+                    code, stacks = process.exitcode, _stack_file(self._store, rank)
+                    found = stacks.read_text() if stacks.exists() else ""
+                    self._fail(
+                        f"rank {rank} of {self.world_size} died with exit code {code}\n{found}"
+                    )
                 if not ok:
                     self._fail(f"rank {rank} of {self.world_size}:\n{value}")
                 results[rank] = value
@@ -150,8 +156,15 @@ class Pools:
             pool.close()
 
 
+def _stack_file(store: str, rank: int) -> Path:
+    """The file in which a rank that is aborted leaves the stacks of its threads."""
+    return Path(f"{store}.{rank}")
+
+
 def _work(connection: Connection, rank: int, world_size: int, store: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    stacks = _stack_file(store, rank).open("w")
+    faulthandler.enable(stacks)
     import torch
     import torch.distributed as dist
 
