@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.layer_reads import SIMPLE, tensor_kind
 from autopar.capture.layer_tensors import LayerState
-from autopar.capture.process_state import torch_settings
+from autopar.capture.process_state import active_modes, torch_settings
 
 _NO_TREE = pytree.tree_structure(())
 
@@ -202,8 +202,4 @@ def _places(keys: list[int]) -> tuple[int, ...]:
 
 def _state_of_torch() -> tuple[Any, ...]:
     """The state of torch that a forward may read."""
-    return (
-        *torch_settings(),
-        *map(id, torch.overrides._get_current_function_mode_stack()),
-        *map(id, torch.utils._python_dispatch._get_current_dispatch_mode_stack()),
-    )
+    return *torch_settings(), *map(id, active_modes())

@@ -40,15 +40,19 @@ def torch_settings() -> tuple[Any, ...]:
     )
 
 
+def active_modes() -> list[Any]:
+    """The modes of torch that this thread is in: of its functions, and of its dispatcher."""
+    return [*function_modes(), *dispatch_modes()]
+
+
 def process_state() -> tuple[Any, ...]:
     """All of that state, in values that can be compared.
 
     Raises:
         UnknownStateError: a mode of torch is active, or all modules have a hook.
     """
-    modes = [m for m in function_modes() if not isinstance(m, DeviceContext)]
-    if modes or dispatch_modes():
-        names = ", ".join(type(m).__name__ for m in (*modes, *dispatch_modes()))
+    if modes := [m for m in active_modes() if not isinstance(m, DeviceContext)]:
+        names = ", ".join(type(m).__name__ for m in modes)
         raise UnknownStateError(f"torch is in a mode of its own: {names}")
     if nn.modules.module._has_any_global_hook():
         raise UnknownStateError("a hook of all modules runs")

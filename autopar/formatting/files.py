@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from autopar.errors import PlanError
+from autopar.errors import AutoparError, PlanError
 
 
 def write_json(path: str | os.PathLike[str], data: Any, indent: int | None = None) -> None:
@@ -34,13 +34,7 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[str], Any]) -> No
         PlanError: ``path`` is no path.
         OSError: the system does not allow the write.
     """
-    try:
-        name = os.fsdecode(path)
-        if not name or "\0" in name:
-            raise ValueError
-    except (TypeError, ValueError):
-        raise PlanError(f"path={path!r:.100}: give the path of a file to write") from None
-    target = Path(os.path.realpath(name))
+    target = real_path(path, "a file to write", PlanError)
     temporary = target.with_name(f"{target.name}.tmp{uuid.uuid4().hex}{target.suffix}")
     os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
     try:
@@ -53,6 +47,19 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[str], Any]) -> No
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def real_path(path: str | os.PathLike[str], of: str, error: type[AutoparError]) -> Path:
+    """``path`` without links. Raises ``error`` for what is no path; ``of`` says what the path
+    should be of.
+    """
+    try:
+        name = os.fsdecode(path)
+        if not name or "\0" in name:
+            raise ValueError
+    except (TypeError, ValueError):
+        raise error(f"path={path!r:.100}: give the path of {of}") from None
+    return Path(os.path.realpath(name))
 
 
 def flush(path: Path) -> None:

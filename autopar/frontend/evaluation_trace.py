@@ -18,9 +18,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 from torch import fx
-from torch.overrides import _get_current_function_mode_stack as function_modes
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
 
+from autopar.capture.process_state import active_modes
 from autopar.frontend.model_twin import NoTwinError, twin_of
 from autopar.frontend.traced_model import TracedModel
 from autopar.ir.captured import CapturedModel
@@ -110,7 +109,7 @@ class DeferredEvaluation:
 def _twin(traced: TracedModel) -> TracedModel | None:
     """The model without memory; None where there is none."""
     in_autocast = any(torch.is_autocast_enabled(device) for device in _DEVICES)
-    if in_autocast or function_modes() or dispatch_modes():
+    if in_autocast or active_modes():
         return None
     try:
         model, sample = twin_of(traced.model, traced.sample, traced.loss_fn)

@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 
 from autopar.errors import RunError
-from autopar.formatting.files import flush
+from autopar.formatting.files import flush, real_path
 from autopar.runtime.checkpoint.files.manifest import (
     FileRecord,
     Manifest,
@@ -26,13 +26,7 @@ _PARTIAL = ".partial"
 
 def checkpoint_path(path: str | os.PathLike[str]) -> Path:
     """``path`` without links. Raises :class:`RunError` for what is no path."""
-    try:
-        name = os.fsdecode(path)
-        if not name or "\0" in name:
-            raise ValueError
-    except (TypeError, ValueError):
-        raise RunError(f"path={path!r:.100}: give the path of a folder") from None
-    return Path(os.path.realpath(name))
+    return real_path(path, "a folder", RunError)
 
 
 def partial_folder(path: Path) -> Path:
