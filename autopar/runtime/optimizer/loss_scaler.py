@@ -52,7 +52,7 @@ class LossScaler:
         hysteresis: int = 2,
         max_scale: float = 2.0**32,
     ) -> None:
-        if not 0 < init_scale <= max_scale or not backoff_factor < 1 < growth_factor:
+        if not (0 < init_scale <= max_scale and 0 < backoff_factor < 1 < growth_factor):
             raise RunError(
                 f"init_scale={init_scale}, max_scale={max_scale}, growth_factor={growth_factor}, "
                 f"backoff_factor={backoff_factor}: give 0 < init_scale <= max_scale and "
