@@ -69,8 +69,8 @@ def not_searched(searches: InnerSearches, left_out_from: float | None) -> Iterat
     """
     if left_out_from is not None:
         yield (
-            f"configurations that are estimated to take at least {left_out_from - 1:.0%} longer, "
-            "which a time_limit would search"
+            f"configurations that are estimated to take at least {left_out_from - 1:.0%} longer "
+            "(give a time_limit to search them, too)"
         )
     if searches.options.parallel is None and searches.options.mesh is None:
         yield (
