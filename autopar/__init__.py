@@ -17,6 +17,11 @@ from autopar.runtime.measure.comparison import Comparison
 from autopar.runtime.module.compiled import Compiled
 from autopar.runtime.optimizer.gradient_clipping import clip_grad_norm_
 from autopar.runtime.optimizer.loss_scaler import LossScaler
+from autopar.runtime.parameters.gradient_handlers import (
+    GradientHandler,
+    ParameterGradient,
+    register_gradient_handler,
+)
 from autopar.search.space.modes.mode import Mode, Operation
 from autopar.search.space.modes.registry import register_mode
 from autopar.sweep import Sweep, sweep
@@ -28,11 +33,13 @@ __all__ = [
     "Cluster",
     "Comparison",
     "Compiled",
+    "GradientHandler",
     "LossScaler",
     "Mode",
     "Modes",
     "Operation",
     "Option",
+    "ParameterGradient",
     "Plan",
     "PlanError",
     "RunError",
@@ -43,6 +50,7 @@ __all__ = [
     "compile",
     "newest_checkpoint",
     "plan",
+    "register_gradient_handler",
     "register_mode",
     "register_rule",
     "sweep",

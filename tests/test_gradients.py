@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from autopar.ir.layout import parse_layout
 from autopar.runtime.optimizer.gradient_clipping import clip_grad_norm_
 from autopar.runtime.parameters.gather import join_chunks, split_chunks
+from autopar.runtime.parameters.gradient_handlers import GradientHandlers
 from autopar.runtime.parameters.gradients import GradientSync
 
 RANKS = {"one": 1, "data": 2, "zero": 2, "columns": 2, "slice": 2, "grid": 4, "data4": 4}
@@ -73,7 +74,7 @@ def test_four_microbatches(ranks: Pools) -> None:
 
 def _small_buckets(case: str) -> int:
     model, compiled = handmade.Network(), handmade.build(case)
-    sync = GradientSync(compiled._runner.weights, compiled.mesh, bucket_bytes=1)
+    sync = GradientSync(compiled._runner.weights, compiled.mesh, GradientHandlers(), bucket_bytes=1)
     launched: list[int] = []
     compiled._runner._work.sync = sync
     for step in range(3):

@@ -44,7 +44,14 @@ def run(code: list[str], **environment: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_mode_of_ones_own_trains() -> None:
+@pytest.mark.parametrize(
+    ("example", "printed"),
+    [
+        ("own_mode", r"rank 3: near \[2, 3\], far \[1, 3\]"),
+        ("own_gradient_handler", r"largest of 14 norms 0\.\d+ -> 0\.\d+"),
+    ],
+)
+def test_an_extension_of_ones_own_trains(example: str, printed: str) -> None:
     launcher = [
         "-m",
         "torch.distributed.run",
@@ -52,8 +59,8 @@ def test_a_mode_of_ones_own_trains() -> None:
         "--local-addr=127.0.0.1",
         "--nproc-per-node=4",
     ]
-    out = run([*launcher, str(ROOT / "examples/own_mode.py")], GLOO_SOCKET_IFNAME="lo")
-    assert "rank 3: near [2, 3], far [1, 3]" in out
+    out = run([*launcher, str(ROOT / f"examples/{example}.py")], GLOO_SOCKET_IFNAME="lo")
+    assert re.search(printed, out), out
     first, last = re.findall(r"loss (\S+) -> (\S+) in", out)[0]
     assert float(last) < 0.2 * float(first)
 

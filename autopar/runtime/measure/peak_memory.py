@@ -14,6 +14,7 @@ from autopar.runtime.measure.live_bytes import LiveBytes
 
 if TYPE_CHECKING:
     from autopar.runtime.communication.mesh import Mesh
+    from autopar.runtime.parameters.gradient_handlers import GradientHandlers
 
 
 def peak_bytes(step: Callable[[], None]) -> int:
@@ -49,10 +50,15 @@ def _unchanged(model: nn.Module, mesh: Mesh) -> Iterator[None]:
 
 
 def step_peak_bytes(
-    model: nn.Module, mesh: Mesh, loss_of: Callable[[Any], torch.Tensor], batch: Any
+    model: nn.Module,
+    mesh: Mesh,
+    loss_of: Callable[[Any], torch.Tensor],
+    batch: Any,
+    handlers: GradientHandlers,
 ) -> int:
     """The peak bytes of a step on the CPU: lasting bytes (parameters, buffers, optimizer state and
-    ``batch``), and those that forward and backward take. ``loss_of(output)`` is the loss.
+    ``batch``), and those that forward and backward take. ``loss_of(output)`` is the loss;
+    ``handlers`` do not see the step's gradients.
     """
     args, kwargs = (
         ((), batch)
@@ -65,7 +71,7 @@ def step_peak_bytes(
         loss.backward()
         loss.item()  # waits for the sum over ranks
 
-    with _unchanged(model, mesh), mesh.recorder.paused():
+    with _unchanged(model, mesh), mesh.recorder.paused(), handlers.paused():
         taken = peak_bytes(step)
     given = [t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)]
     return mesh.recorder.lasting_bytes([*model.parameters(), *model.buffers(), *given]) + taken

@@ -34,6 +34,7 @@ from autopar.runtime.module.signature import OutputStructure, Signature
 from autopar.runtime.optimizer.checkpoints import install_state_dict_checks
 from autopar.runtime.optimizer.gradient_clipping import install_clipping
 from autopar.runtime.optimizer.step_hooks import install_step_hooks
+from autopar.runtime.parameters.gradient_handlers import GradientHandling
 from autopar.runtime.parameters.holders import Holders
 from autopar.runtime.parameters.model_state import (
     ModelState,
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from autopar.runtime.measure.comparison import Comparison
 
 
-class Compiled(DataLoading, Checkpoints, ModelValues):
+class Compiled(DataLoading, Checkpoints, ModelValues, GradientHandling):
     """A model as a distributed program, called and trained like the model itself.
 
     The loss in its output is that of the whole batch, on every rank; other outputs are DTensors.
@@ -196,6 +197,7 @@ class Compiled(DataLoading, Checkpoints, ModelValues):
         given = self._captured, self._plan, self._lowered, mesh
         twin = Compiled(*given, model=self, like=self, evaluation=evaluation)
         memo[id(self)] = twin
+        self._runner.gradient_handlers.copy_to(twin._runner.gradient_handlers)
         for mine, other in zip(self.parameters(), twin.parameters(), strict=True):
             other.requires_grad_(mine.requires_grad)
             memo[id(mine)] = other
@@ -237,7 +239,8 @@ class Compiled(DataLoading, Checkpoints, ModelValues):
             )
         if sample is not None and self._mesh.device.type == "cpu":
             loss_of = self._output_structure.loss_of
-            step = partial(step_peak_bytes, self, self._mesh, loss_of, sample)
+            handlers = self._runner.gradient_handlers
+            step = partial(step_peak_bytes, self, self._mesh, loss_of, sample, handlers)
             peak = run_on_all_ranks("a step for its memory", step)
         return compare_ranks(self._plan, self._mesh, peak)
 

@@ -45,6 +45,7 @@ from autopar.runtime.dtensors.torch_private import (
     wait,
 )
 from autopar.runtime.parameters.gradient_bucket import GradientBucket, StartedBucket
+from autopar.runtime.parameters.gradient_handlers import GradientHandlers
 from autopar.runtime.parameters.weight import Weight
 
 Gradients = list[tuple[Weight, torch.Tensor]]
@@ -60,6 +61,7 @@ class GradientSync:
     was.
 
     Args:
+        handlers: the functions of the user that see the gradients before they are added.
         bucket_bytes: the most that one collective carries.
         dtype: the dtype in which ranks sum gradients; None for the dtype of the graph.
     """
@@ -68,11 +70,12 @@ class GradientSync:
         self,
         weights: Iterable[Weight],
         mesh: Mesh,
+        handlers: GradientHandlers,
         *,
         bucket_bytes: int = BUCKET_BYTES,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self._mesh = mesh
+        self._mesh, self._handlers = mesh, handlers
         # Where autograd accumulates into the parameter itself nothing is left to do.
         self._weights = [
             w
@@ -178,14 +181,15 @@ class GradientSync:
     @torch.no_grad()
     def deliver(self, gradients: Gradients) -> None:
         """Adds ``gradients`` to the ``grad`` of the parameters, and calls their hooks once, as
-        autograd does. Takes the tensors out of ``gradients`` one by one, so that a hook that uses a
-        gradient up frees it.
+        autograd does, and the gradient handlers. Takes the tensors out of ``gradients`` one by one,
+        so that a hook that uses a gradient up frees it.
         """
         gradients.reverse()
         while gradients:
             weight, value = gradients.pop()
             if hooks := gradient_hooks(weight.parameter):
                 value = _call_hooks(weight, value, hooks)
+            value = self._handlers.run(weight, value)
             _add_to_grad(weight, value)
             del value
             for hook in accumulation_hooks(weight.parameter):

@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autopar.errors import RunError
 from autopar.runtime.communication.watchdog import blocking_section
+from autopar.runtime.parameters.gradient_handlers import GradientHandlers
 from autopar.runtime.parameters.gradients import Gradients
 from autopar.runtime.parameters.model_state import Weight
 from autopar.runtime.step.autograd_engine import is_graph_retained, will_execute
@@ -143,16 +144,17 @@ class FinishedBackward:
 class AutogradBridge:
     """Attaches the outputs of calls to the parameters ``weights`` and to inputs.
 
-    ``deliver(gradients)`` adds gradients to ``parameter.grad``.
+    ``deliver(gradients)`` adds gradients to ``parameter.grad``, after ``handlers`` have seen them.
     """
 
     def __init__(
         self,
         weights: Sequence[Weight],
         deliver: Callable[[Gradients], None],
+        handlers: GradientHandlers,
         device: torch.device,
     ) -> None:
-        self._weights, self._deliver = weights, deliver
+        self._weights, self._deliver, self._handlers = weights, deliver, handlers
         # A leaf that only a backward to all leaves reaches.
         self._anchor = torch.zeros((), requires_grad=True, device=device)
 
@@ -170,7 +172,8 @@ class AutogradBridge:
         # For parameters whose gradient ``deliver`` adds, the node returns None, and autograd would
         # call their hooks with None. So those with hooks are not attached: ``deliver`` calls hooks.
         attached = [w for w in trained if not has_hooks(w.parameter)]
-        call = _Call(work, self._deliver, attached, has_hooks=len(attached) < len(trained))
+        are_others_hooked = len(attached) < len(trained)
+        call = _Call(work, self._deliver, self._handlers, attached, are_others_hooked)
         parameters = [w.parameter for w in attached]
         return list(
             _Bridge.apply(
@@ -192,6 +195,7 @@ class _Call:
 
     work: BackwardWork
     deliver: Callable[[Gradients], None]
+    handlers: GradientHandlers
     attached: Sequence[Weight]  # the parameters among the arguments of the node
     has_hooks: bool  # whether other parameters have hooks
 
@@ -241,5 +245,8 @@ class _Bridge(torch.autograd.Function):
             call.deliver(
                 [(w, g) for w, g in gradients if w.name not in taken] if taken else gradients
             )
-        returned = {w.name: w.wrap(g) for w, g in gradients if w.name in taken} if taken else {}
+        returned = {}
+        for w, g in gradients if taken else ():
+            if w.name in taken:  # what ends in ``parameter.grad`` goes through the handlers
+                returned[w.name] = w.wrap(call.handlers.run(w, g) if reaches_all else g)
         return (None,) * 4 + tuple(of_inputs) + tuple(returned.get(w.name) for w in call.attached)

@@ -9,6 +9,7 @@ from torch import fx
 
 from autopar.ir.precision import dtype_of
 from autopar.runtime.communication.mesh import Mesh
+from autopar.runtime.parameters.gradient_handlers import GradientHandlers
 from autopar.runtime.parameters.gradients import Gradients, GradientSync
 from autopar.runtime.parameters.holders import Holders
 from autopar.runtime.parameters.model_state import Weight
@@ -34,6 +35,7 @@ class StageGradients:
         mesh: Mesh,
         weights: Mapping[str, Weight],
         holders: Holders,
+        handlers: GradientHandlers,
     ) -> None:
         self._recorder, dtype = mesh.recorder, dtype_of(plan.reduce_dtype)
         self._syncs: dict[int, GradientSync] = {}
@@ -41,7 +43,8 @@ class StageGradients:
         for stage in range(mesh.pipeline_rank, len(plan.stages), mesh.pipeline):
             names = [n for n in _used(lowered, stage) if n in weights and n not in taken]
             taken.update(names)
-            self._syncs[stage] = GradientSync([weights[n] for n in names], mesh, dtype=dtype)
+            own = [weights[n] for n in names]
+            self._syncs[stage] = GradientSync(own, mesh, handlers, dtype=dtype)
         state = lowered.state
         places = {i for stage in lowered.stages for i in stage.train.trained if i < len(state)}
         trained = {state[i] for i in places}

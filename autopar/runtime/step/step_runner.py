@@ -21,6 +21,7 @@ from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.compilation.backends import Backend
 from autopar.runtime.dtensors.sharding import as_dtensor
 from autopar.runtime.parameters.gather import Gather
+from autopar.runtime.parameters.gradient_handlers import GradientHandlers
 from autopar.runtime.parameters.gradients import Gradients, GradientSync
 from autopar.runtime.parameters.holders import Holders
 from autopar.runtime.parameters.model_state import ModelState
@@ -70,7 +71,8 @@ class StepRunner:
     Attributes: ``stages``, those of this rank (None: there is no pipeline); ``weights``, the
     parameters that the program of this rank takes; ``remote_state``, the names of the tensors of
     the model's state that only other pipeline ranks hold; ``loss_scale``, the gradient of the loss
-    with which a backward inside the call begins.
+    with which a backward inside the call begins; ``gradient_handlers``, the user's functions that
+    see the gradients.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class StepRunner:
     ) -> None:
         self._plan, self._lowered, self._mesh, self._state = plan, lowered, mesh, state
         self._loss, self.loss_scale = loss, LossScale()
+        self.gradient_handlers = handlers = GradientHandlers()
         self.remote_state = _remote_state(captured, state)
         self.weights = _in_order_of_use(lowered, state)
         self._gather = Gather(self.weights, mesh)
@@ -97,19 +100,19 @@ class StepRunner:
         microbatches = Microbatches(plan, lowered) if plan.microbatches > 1 else None
         self.stages: RankStages | None = None
         if holders:
-            by_stage = StageGradients(plan, lowered, mesh, state.weights, holders)
+            by_stage = StageGradients(plan, lowered, mesh, state.weights, holders, handlers)
             sync: Synchronisation = by_stage
             begin, scale = by_stage.begin_stage, self.loss_scale
             self.stages = RankStages(plan, lowered, mesh, microbatches, loss, begin, scale)
         else:
-            sync = GradientSync(self.weights, mesh, dtype=dtype_of(plan.reduce_dtype))
+            sync = GradientSync(self.weights, mesh, handlers, dtype=dtype_of(plan.reduce_dtype))
         self._work = StepWork(captured, lowered, mesh, state, microbatches, sync, backend)
         self._order = self._work_order(captured, microbatches)
         self._loss_sum = LossSum(self._loss_group(), on_backward)
         self._bridge: AutogradBridge | None = None
         in_call = self.stages is not None or microbatches is not None
         if in_call or any(weight.leaf is not weight.parameter for weight in self.weights):
-            self._bridge = AutogradBridge(self.weights, sync.deliver, mesh.device)
+            self._bridge = AutogradBridge(self.weights, sync.deliver, handlers, mesh.device)
         # Without a bridge autograd accumulates into the parameters themselves.
         self._direct = DirectBackward(mesh.recorder, self._matmul_precision)
 
@@ -137,6 +140,7 @@ class StepRunner:
         self.end_step()
         with self._matmul_precision:
             self._open_parameters()
+            self.gradient_handlers.attach(self.weights)
             leaves, places = detach_inputs(inputs) if self._bridge is not None else (inputs, [])
             computed = self._compute(variant, self._arguments(inputs, leaves), places)
             if computed.gradients is not None or not any(computed.has_gradient):
