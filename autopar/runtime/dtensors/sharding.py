@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,13 +17,25 @@ from autopar.runtime.communication.placements import (
 )
 
 
+def local_ranges(shape: Sequence[int], layout: Layout, mesh: Mesh) -> tuple[slice, ...]:
+    """Where this rank's part of a tensor of ``shape`` lies in ``layout`` (types I, R, S and s), in
+    each dim.
+    """
+    starts, lengths = [0] * len(shape), list(shape)
+    for axis in sorted(range(len(layout)), key=lambda axis: layout[axis].is_inner):
+        if (t := layout[axis]).is_shard:
+            lengths[t.dim] //= mesh.sizes[axis]
+            starts[t.dim] += mesh.coordinate[axis] * lengths[t.dim]
+    return tuple(
+        slice(start, start + length) for start, length in zip(starts, lengths, strict=True)
+    )
+
+
 def local_part(whole: torch.Tensor, layout: Layout, mesh: Mesh) -> torch.Tensor:
     """This rank's part of ``whole`` in ``layout`` (types I, R, S and s): a view."""
-    axes = sorted(range(len(layout)), key=lambda axis: layout[axis].is_inner)
-    for t, n, place in ((layout[axis], mesh.sizes[axis], mesh.coordinate[axis]) for axis in axes):
-        if t.is_shard:
-            size = whole.shape[t.dim] // n
-            whole = whole.narrow(t.dim, place * size, size)
+    for dim, asked in enumerate(local_ranges(whole.shape, layout, mesh)):
+        if (length := asked.stop - asked.start) < whole.shape[dim]:
+            whole = whole.narrow(dim, asked.start, length)
     return whole
 
 

@@ -41,7 +41,8 @@ def warn_of_meta_tensors(missing: list[str], parameters: Collection[str]) -> Non
     )
     warnings.warn(
         f"the model is on the meta device: {len(missing)} tensors have no values until they are "
-        "loaded, for example with torch.distributed.checkpoint.load into compiled.state_dict()"
+        "loaded, for example with compiled.load_pretrained(folder), or with "
+        "torch.distributed.checkpoint.load into compiled.state_dict()"
         f"{more}",
         stacklevel=2,
     )

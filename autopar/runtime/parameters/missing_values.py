@@ -46,9 +46,9 @@ class MissingValues:
         shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         message = (
             f"{len(names)} tensors have no values: {shown}. They were on the meta device when the "
-            "model was compiled, and nothing was written to them since: init_weights(seed), load, "
-            "load_state_dict, torch.distributed.checkpoint.load into compiled.state_dict(), or "
-            "copy_ under torch.no_grad()"
+            "model was compiled, and nothing was written to them since: init_weights(seed), "
+            "load_pretrained(folder), load, load_state_dict, torch.distributed.checkpoint.load "
+            "into compiled.state_dict(), or copy_ under torch.no_grad()"
         )
         if not self._buffers.isdisjoint(names):
             message += (

@@ -5,7 +5,7 @@ no more than one whole tensor at a time.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,31 +20,45 @@ from autopar.runtime.communication.placements import layout_of_placements
 from autopar.runtime.dtensors.sharding import local_part
 from autopar.runtime.dtensors.torch_private import local_tensor
 from autopar.runtime.values.tensor_values import TensorValues, without_memory
+from autopar.runtime.values.transformers_models import own_initialisation
 
 if TYPE_CHECKING:
     from autopar.runtime.module.compiled import Compiled
 
-_DONE = "_is_hf_initialized"  # transformers sets it on a module, and then leaves the module alone
+_DONE = "_is_hf_initialized"  # transformers leaves a module or a tensor alone that has it
 
 
-def initialise(program: Compiled, model: nn.Module, seed: int, aliases: Mapping[str, str]) -> None:
+def initialise(
+    program: Compiled,
+    model: nn.Module,
+    seed: int,
+    aliases: Mapping[str, str],
+    only: Collection[str] | None = None,
+) -> None:
     """Gives ``program`` the values that ``model``, which it was made of, gives itself after
     ``torch.manual_seed(seed)`` on one device. All ranks must call it.
 
+    With ``only``, names of tensors, the others keep their values. Then a model of ``transformers``
+    draws nothing for them, and of other models those modules alone are initialised that have one of
+    ``only`` in them.
+
     Raises :class:`RunError`, on every rank.
     """
-    check_same_on_all_ranks(str(seed), "the seed of init_weights")
+    check_same_on_all_ranks(str(seed), "the seed of the initialisation")
     twin = run_on_all_ranks("init_weights", partial(_twin_of, model))
     tensors = _tensors(twin, aliases)
-    values = _Values(program, tensors)
+    wanted = tensors.keys() if only is None else tensors.keys() & set(only)
+    for name in tensors.keys() - wanted:
+        setattr(tensors[name], _DONE, True)
+    values = _Values(program, wanted)
     with (
         torch.random.fork_rng(devices=[]),
         torch.no_grad(),
         TensorValues(tensors, values.read, values.write) as mode,
     ):
         torch.manual_seed(seed)
-        _run_own_initialisation(twin)
-    parameters = {name for name, t in tensors.items() if isinstance(t, nn.Parameter)}
+        _run_own_initialisation(twin, {id(tensors[name]) for name in wanted})
+    parameters = {name for name in wanted if isinstance(tensors[name], nn.Parameter)}
     if left := sorted(parameters - mode.written):
         raise RunError(
             f"{len(left)} parameters have no initialisation: {', '.join(left[:5])}"
@@ -72,8 +86,9 @@ def _tensors(twin: nn.Module, aliases: Mapping[str, str]) -> dict[str, torch.Ten
     return {aliases.get(name, name): tensor for name, tensor in named}
 
 
-def _run_own_initialisation(twin: nn.Module) -> None:
-    own = getattr(twin, "init_weights", None)
+def _run_own_initialisation(twin: nn.Module, wanted: set[int]) -> None:
+    """``wanted`` are the identities of the tensors that shall have values."""
+    own = own_initialisation(twin) or getattr(twin, "init_weights", None)
     if callable(own):
         own()
         return
@@ -81,7 +96,8 @@ def _run_own_initialisation(twin: nn.Module) -> None:
         reset: Callable[[], None] | None = getattr(
             module, "reset_parameters", getattr(module, "_reset_parameters", None)
         )
-        if reset is not None:
+        own_tensors = (*module.parameters(), *module.buffers())
+        if reset is not None and not wanted.isdisjoint(map(id, own_tensors)):
             reset()
 
 
@@ -98,10 +114,10 @@ def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
 class _Values:
     """Reads and writes the program's values of whole tensors by their names."""
 
-    def __init__(self, program: Compiled, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, program: Compiled, names: Collection[str]) -> None:
         self._mesh: Mesh = program.mesh
         named = (*program.named_parameters(), *program.named_buffers())
-        self._own = {name: tensor for name, tensor in named if name in tensors}
+        self._own, self._wanted = dict(named), names
 
     def read(self, name: str) -> torch.Tensor:
         """The values that all ranks have of a tensor."""
@@ -115,10 +131,10 @@ class _Values:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def write(self, name: str, value: torch.Tensor) -> None:
-        """Keeps this rank's part."""
+        """Keeps this rank's part of a tensor that is wanted."""
         target = self._own.get(name)
-        if target is None:
-            return  # of another stage
+        if target is None or name not in self._wanted:
+            return  # of another stage, or with values
         if isinstance(target, DTensor):
             value = local_part(value, layout_of_placements(target.placements), self._mesh)
         local_tensor(target.detach()).copy_(value)

@@ -15,7 +15,7 @@ import torch
 from autopar.errors import RunError
 from autopar.formatting.files import flush
 
-_DTYPES = {
+DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -75,11 +75,11 @@ def _header(entries: Sequence[TensorEntry]) -> dict[str, object]:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
     for entry in entries:
-        if entry.dtype not in _DTYPES:
+        if entry.dtype not in DTYPES:
             raise RunError(f"{entry.name} is {entry.dtype}, which safetensors files do not have")
         end = start + entry.nbytes
         header[entry.name] = {
-            "dtype": _DTYPES[entry.dtype],
+            "dtype": DTYPES[entry.dtype],
             "shape": list(entry.shape),
             "data_offsets": [start, end],
         }

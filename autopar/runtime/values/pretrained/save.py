@@ -29,7 +29,7 @@ from autopar.runtime.checkpoint.files.folder import (
     partial_folder,
 )
 from autopar.runtime.communication.all_ranks import check_same_on_all_ranks, run_on_all_ranks
-from autopar.runtime.values.tensor_file import TensorEntry, TensorFile
+from autopar.runtime.values.pretrained.tensor_file import TensorEntry, TensorFile
 
 if TYPE_CHECKING:
     from autopar.runtime.module.compiled import Compiled
