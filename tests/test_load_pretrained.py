@@ -5,9 +5,6 @@ each rank reads no more than its part.
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,15 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-import zoo
 from equivalence import Double, differences, full, own, step, traced_once, vanishing, worst
 from pool import Pools
+from pretrained_models import AUTO, made, on_meta, same, unloaded
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 from trained import build
 
-import autopar
 from autopar.runtime.values.pretrained.folder import _Reader
 
 PLANS: dict[int, dict[str, dict[str, Any]]] = {
@@ -41,49 +37,6 @@ PLANS: dict[int, dict[str, dict[str, Any]]] = {
         "pipeline": dict(parallel=dict(pipeline=2, data=2), zero=3, micro_batch_size=4),
     },
 }
-AUTO = {
-    "gpt2": transformers.AutoModelForCausalLM,
-    "llama": transformers.AutoModelForCausalLM,
-    "tied_llama": transformers.AutoModelForCausalLM,
-    "mixtral": transformers.AutoModelForCausalLM,
-    "t5": transformers.AutoModelForSeq2SeqLM,
-    "vit": transformers.AutoModelForImageClassification,
-}
-
-
-def _made(family: str) -> zoo.Made:
-    if family != "tied_llama":
-        return getattr(zoo, family)()
-    model, sample = zoo.llama()
-    config: Any = copy.deepcopy(model.config)
-    config.tie_word_embeddings = True
-    return type(model)(config), sample
-
-
-def _on_meta(auto: Any, config: Any, dtype: torch.dtype = torch.float32) -> nn.Module:
-    with torch.device("meta"):
-        return auto.from_config(copy.deepcopy(config), dtype=dtype).train()
-
-
-@contextmanager
-def _unloaded() -> Iterator[None]:
-    """Within, nothing warns of tensors without values."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "the model is on the meta device")
-        yield
-
-
-def _same(compiled: autopar.Compiled, expected: nn.Module) -> None:
-    """Parameters and buffers to the bit, and all of them on some rank."""
-    found = dict((*compiled.named_parameters(), *compiled.named_buffers()))
-    assert found
-    known = dict((*expected.named_parameters(), *expected.named_buffers()))
-    for name, value in found.items():
-        assert value.dtype == known[name].dtype, name
-        assert torch.equal(full(value), known[name]), name
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, set(found))
-    assert set().union(*everywhere) == set(known)
 
 
 def _loads(family: str, folder: str, sample: dict[str, Any]) -> None:
@@ -91,15 +44,15 @@ def _loads(family: str, folder: str, sample: dict[str, Any]) -> None:
     sample = {k: v.double() if v.is_floating_point() else v for k, v in sample.items()}
     more = {"experts_implementation": "batched_mm"} if family == "mixtral" else {}
     truth = auto.from_pretrained(folder, dtype=double, **more).train()
-    meta = _on_meta(auto, truth.config, double)
+    meta = on_meta(auto, truth.config, double)
     with traced_once(), Double():
         expected = step(copy.deepcopy(truth), sample)
         for label, options in PLANS[dist.get_world_size()].items():
-            with _unloaded():
+            with unloaded():
                 compiled = build(meta, sample, cluster="cpu", **options)
             keys = compiled.load_pretrained(folder, progress=False)
             assert keys == ([], []), (label, keys)
-            _same(compiled, truth)
+            same(compiled, truth)
             found = step(compiled, sample)
             errors = differences(found, own(expected, found), vanishing(expected))
             assert worst(errors)[0] < 1e-9, (label, worst(errors))
@@ -107,7 +60,7 @@ def _loads(family: str, folder: str, sample: dict[str, Any]) -> None:
 
 def _folder(family: str, path: Path) -> tuple[str, dict[str, Any]]:
     """A folder of several files."""
-    model, sample = _made(family)
+    model, sample = made(family)
     model.save_pretrained(path / family, max_shard_size="20KB")  # type: ignore[operator]
     assert len(list((path / family).glob("*.safetensors"))) > 1
     return str(path / family), sample
@@ -148,7 +101,7 @@ def _peak_bytes(reset: bool = False) -> int:
 def _holds_its_part(folder: str, label: str) -> None:
     with torch.device("meta"):
         model = Tall()
-    with _unloaded():
+    with unloaded():
         compiled = build(model, (torch.zeros(8, 1024),), cluster="cpu", **PLANS[2][label])
     part = sum(p.to_local().nbytes for p in compiled.parameters() if isinstance(p, DTensor))
     assert part == 64 << 20
@@ -178,10 +131,10 @@ def _reads_its_part(family: str, folder: str, sample: dict[str, Any]) -> None:
         return found
 
     more = {"experts_implementation": "batched_mm"} if family == "mixtral" else {}
-    meta = _on_meta(AUTO[family], transformers.AutoConfig.from_pretrained(folder, **more))
+    meta = on_meta(AUTO[family], transformers.AutoConfig.from_pretrained(folder, **more))
     with traced_once(), mock.patch.object(_Reader, "_part", counted):
         for options in PLANS[dist.get_world_size()].values():
-            with _unloaded():
+            with unloaded():
                 compiled = build(meta, sample, cluster="cpu", **options)
             read.clear()
             compiled.load_pretrained(folder, progress=False)

@@ -16,8 +16,8 @@ import torch.distributed as dist
 import transformers as hf
 import zoo
 from pool import Pools
+from pretrained_models import on_meta, same, unloaded
 from safetensors.torch import load_file, save_file
-from test_load_pretrained import _on_meta, _same, _unloaded
 from torch import nn
 from trained import build
 
@@ -30,7 +30,7 @@ PIPELINE: dict[str, Any] = dict(parallel=dict(pipeline=2), micro_batch_size=4)
 
 
 def _compiled(model: nn.Module, sample: dict[str, Any], **options: Any) -> autopar.Compiled:
-    with _unloaded():
+    with unloaded():
         return build(model, sample, cluster="cpu", verify=False, **options)
 
 
@@ -49,7 +49,7 @@ def _loads_as_transformers(
     dtype = torch.bfloat16 if kind == "float32" else torch.float32
     config = hf.AutoConfig.from_pretrained(folder)
     truth, info = _truth(auto, folder, config, dtype)
-    compiled = _compiled(_on_meta(auto, config, dtype), sample, **options)
+    compiled = _compiled(on_meta(auto, config, dtype), sample, **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         keys = compiled.load_pretrained(folder, seed=3, progress=False)
@@ -57,7 +57,7 @@ def _loads_as_transformers(
     told = " ".join(str(w.message) for w in caught)
     for name in (*keys.missing_keys, *keys.unexpected_keys):
         assert (name in told) == (dist.get_rank() == 0)
-    _same(compiled, truth)
+    same(compiled, truth)
 
 
 def _truth(auto: Any, folder: str, config: Any, dtype: torch.dtype) -> tuple[nn.Module, Any]:
@@ -212,7 +212,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 def _refuses(folders: dict[str, str], sample: dict[str, Any]) -> None:
     config = hf.GPT2Config.from_pretrained(folders["integers"])
-    compiled = _compiled(_on_meta(CAUSAL, config), sample, **TENSOR)
+    compiled = _compiled(on_meta(CAUSAL, config), sample, **TENSOR)
     for kind, folder in folders.items():
         with pytest.raises(RunError, match=REFUSED[kind][1]):
             compiled.load_pretrained(folder, progress=False)
@@ -240,7 +240,7 @@ def _needs_the_model(folder: str) -> None:
     with pytest.raises(RunError, match="pass the model that was compiled"):
         compiled.load_pretrained(folder, zoo.llama()[0], progress=False)
     compiled.load_pretrained(folder, model, progress=False)
-    _same(compiled, hf.GPT2LMHeadModel.from_pretrained(folder))
+    same(compiled, hf.GPT2LMHeadModel.from_pretrained(folder))
 
 
 def test_a_model_with_values_is_passed(ranks: Pools, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
 from torch import nn
@@ -26,10 +26,16 @@ class ModelValues(nn.Module):
     _captured: CapturedModel
     _state: ModelState
     _source: nn.Module | None = None
+    _class_name: str | None = None
+    _generation_config: Any = None
 
     def _remember(self, model: nn.Module | None) -> None:
-        """Keeps the model that was compiled, where that takes no memory."""
-        if model is not None and all(p.is_meta for p in model.parameters()):
+        """Keeps the model that was compiled, where that takes no memory, and what describes it."""
+        if model is None:
+            return
+        self.__dict__["_class_name"] = type(model).__name__
+        self.__dict__["_generation_config"] = getattr(model, "generation_config", None)
+        if all(p.is_meta for p in model.parameters()):
             self.__dict__["_source"] = model  # not as a part of this module
 
     def init_weights(self, seed: int, model: nn.Module | None = None) -> None:
@@ -105,9 +111,11 @@ class ModelValues(nn.Module):
         self, folder: str | os.PathLike[str], *, max_file_bytes: int = 5 << 30
     ) -> None:
         """Writes the model for others: safetensors files of whole tensors under the model's names,
-        an index where there are several files, and ``config.json`` where the model has a
-        ``config``. ``from_pretrained`` of Hugging Face libraries reads the folder. All ranks must
-        call it, with a folder on a disk that all ranks share.
+        an index where there are several files, and where the model has a ``config`` (and a
+        ``generation_config``) their JSON files, with the class of the model and the dtype of its
+        parameters. ``from_pretrained`` of Hugging Face libraries reads the folder, and so does
+        :meth:`load_pretrained`, under any plan. All ranks must call it, with a folder on a disk
+        that all ranks share.
 
         Tied tensors are written once, under the first of their names. The tensors pass one after
         the other, so that no rank holds more than its part and one tensor.

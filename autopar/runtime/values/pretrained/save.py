@@ -8,6 +8,7 @@ same time.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -29,12 +30,11 @@ from autopar.runtime.checkpoint.files.folder import (
     partial_folder,
 )
 from autopar.runtime.communication.all_ranks import check_same_on_all_ranks, run_on_all_ranks
+from autopar.runtime.values.pretrained.folder import INDEX, WEIGHTS
 from autopar.runtime.values.pretrained.tensor_file import TensorEntry, TensorFile
 
 if TYPE_CHECKING:
     from autopar.runtime.module.compiled import Compiled
-
-_INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,11 @@ def save_pretrained(
     state = {name: t for name, t in program.state_dict().items() if name not in aliases}
     stage = program.mesh.pipeline_rank
     files = _files(stage, state, max_file_bytes)
-    run_on_all_ranks(f"making {path}", partial(begin, path) if first else lambda: None)
+    making = partial(_begin, program, path, files) if first else lambda: None
     try:
+        run_on_all_ranks(f"making {path}", making)
         _write(partial_folder(path), files, stage, not any(program.mesh.coordinate), state)
-        run_on_all_ranks(f"saving {path}", partial(_finish, program, path, files, first))
+        run_on_all_ranks(f"saving {path}", partial(_finish, path, files, first))
     except Exception:
         if first:
             discard(path)
@@ -76,6 +77,30 @@ def _free_path(folder: Any) -> Path:
         path.rmdir()
     check_free(path)
     return path
+
+
+def _begin(program: Compiled, path: Path, files: list[_File]) -> None:
+    """Makes the folder, with what describes the model: what cannot be written fails first."""
+    begin(path)
+    try:
+        _write_configs(program, partial_folder(path), files)
+    except Exception as e:  # of a Hugging Face library, which may raise anything
+        raise RunError(f"the configuration cannot be written: {type(e).__name__}: {e}") from e
+
+
+def _write_configs(program: Compiled, folder: Path, files: list[_File]) -> None:
+    config: Any = getattr(program, "config", None)
+    if hasattr(config, "save_pretrained"):
+        config = copy.deepcopy(config)
+        if program._class_name is not None:
+            config.architectures = [program._class_name]
+        dtypes = [entry.dtype for file in files for entry in file.entries]
+        for dtype in [d for d in dtypes if d.is_floating_point][:1]:
+            # from_pretrained converts to this dtype. The config may have that of other weights.
+            config.dtype = str(dtype).removeprefix("torch.")
+        config.save_pretrained(folder)
+    if hasattr(program._generation_config, "save_pretrained"):
+        program._generation_config.save_pretrained(folder)
 
 
 def _files(stage: int, state: Mapping[str, torch.Tensor], most: int) -> list[_File]:
@@ -107,7 +132,7 @@ def _groups(entries: Iterable[TensorEntry], most: int) -> Iterator[list[TensorEn
 
 def _name(number: int, files: list[_File]) -> str:
     if len(files) == 1:
-        return "model.safetensors"
+        return WEIGHTS
     return f"model-{number + 1:05}-of-{len(files):05}.safetensors"
 
 
@@ -154,7 +179,7 @@ class _Attempt:
             raise RunError(f"{type(failure).__name__}: {failure}") from failure
 
 
-def _finish(program: Compiled, path: Path, files: list[_File], first: bool) -> None:
+def _finish(path: Path, files: list[_File], first: bool) -> None:
     if not first:
         return
     folder = partial_folder(path)
@@ -163,10 +188,7 @@ def _finish(program: Compiled, path: Path, files: list[_File], first: bool) -> N
         total = sum(entry.nbytes for file in files for entry in file.entries)
         data = {"metadata": {"total_size": total}, "weight_map": places}
         text = json.dumps(data, indent=2) + "\n"
-        (folder / _INDEX).write_text(text, encoding="utf-8")
-    config: Any = getattr(program, "config", None)
-    if hasattr(config, "save_pretrained"):
-        config.save_pretrained(folder)
+        (folder / INDEX).write_text(text, encoding="utf-8")
     for written in folder.iterdir():
         flush(written)
     flush(folder)

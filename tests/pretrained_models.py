@@ -1,0 +1,62 @@
+"""Models of ``transformers`` that are saved to a folder, and loaded from it on the meta device."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+import zoo
+from equivalence import full
+from torch import nn
+
+import autopar
+
+AUTO = {
+    "gpt2": transformers.AutoModelForCausalLM,
+    "llama": transformers.AutoModelForCausalLM,
+    "tied_llama": transformers.AutoModelForCausalLM,
+    "mixtral": transformers.AutoModelForCausalLM,
+    "t5": transformers.AutoModelForSeq2SeqLM,
+    "vit": transformers.AutoModelForImageClassification,
+}
+
+
+def made(family: str) -> zoo.Made:
+    if family != "tied_llama":
+        return getattr(zoo, family)()
+    model, sample = zoo.llama()
+    config: Any = copy.deepcopy(model.config)
+    config.tie_word_embeddings = True
+    return type(model)(config), sample
+
+
+def on_meta(auto: Any, config: Any, dtype: torch.dtype = torch.float32) -> nn.Module:
+    with torch.device("meta"):
+        return auto.from_config(copy.deepcopy(config), dtype=dtype).train()
+
+
+@contextmanager
+def unloaded() -> Iterator[None]:
+    """Within, nothing warns of tensors without values."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the model is on the meta device")
+        yield
+
+
+def same(compiled: autopar.Compiled, expected: nn.Module) -> None:
+    """Parameters and buffers to the bit, and all of them on some rank."""
+    found = dict((*compiled.named_parameters(), *compiled.named_buffers()))
+    assert found
+    known = dict((*expected.named_parameters(), *expected.named_buffers()))
+    for name, value in found.items():
+        assert value.dtype == known[name].dtype, name
+        assert torch.equal(full(value), known[name]), name
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, set(found))
+    assert set().union(*everywhere) == set(known)
