@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from autopar.runtime.data.device_batches import DeviceBatches
 from autopar.runtime.data.rank_batch import RankBatch
 from autopar.runtime.data.sampler import ReplicaSampler
+
+if TYPE_CHECKING:
+    from autopar.runtime.module.signature import Signature
 
 
 class DataLoading:
@@ -18,6 +21,12 @@ class DataLoading:
     """
 
     _rank_batch: RankBatch
+    _signature: Signature
+
+    @property
+    def input_names(self) -> list[str]:
+        """The names of the tensors that a call takes, in their order."""
+        return self._signature.names
 
     @property
     def data_rank(self) -> int:
@@ -32,6 +41,12 @@ class DataLoading:
         batch. A rank passes the samples of a global batch over this number.
         """
         return self._rank_batch.data_size
+
+    def samples_of(self, whole: torch.Tensor, *replicas: int) -> torch.Tensor:
+        """Of a tensor with the samples of the global batch in dim 0, such as ``full_tensor()`` of
+        an output, those that each of ``replicas`` passes, one replica after the other.
+        """
+        return self._rank_batch.samples_of(whole, replicas)
 
     def sampler(
         self, dataset: Any, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False

@@ -44,6 +44,25 @@ class RankBatch:
                 local[layout[axis].dim] //= self._mesh.sizes[axis]
         return tuple(local)
 
+    def samples_of(self, whole: torch.Tensor, replicas: Sequence[int]) -> torch.Tensor:
+        """The samples that each of ``replicas`` passes, one replica after the other, out of
+        ``whole``, which has those of the global batch in dim 0. What has no samples stays as it is.
+        """
+        if self._samples == 0 or whole.ndim == 0 or len(whole) != self._samples:
+            return whole
+        layout = next(i for i in self._layouts.inputs if any(i[a].is_shard for a in self._axes))
+        cuts = [axis for axis, t in enumerate(layout) if t.is_shard and t.dim == 0]
+        cuts.sort(key=lambda axis: layout[axis].is_inner)
+        sizes = [self._mesh.sizes[axis] for axis in cuts]
+        places = torch.arange(self._samples).view(*sizes, -1)
+        order = [cuts.index(axis) for axis in self._axes]
+        by_replica = places.movedim(order, list(range(len(order)))).reshape(self.data_size, -1)
+        return whole[by_replica[list(replicas)].flatten()]
+
+    @property
+    def _axes(self) -> tuple[int, ...]:
+        return self._layouts.axes
+
     @property
     def whose_shape(self) -> str:
         """For a message before the shape that an input must have."""

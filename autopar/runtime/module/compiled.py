@@ -68,7 +68,7 @@ class Compiled(DataLoading, Checkpoints, ModelValues, GradientHandling):
     :class:`RunError`.
 
     Attributes: ``plan``; ``mesh``, that of the rank's stages; ``config``, the model's, if it has
-        one.
+        one; ``model_class``, the model's.
     """
 
     _uncompiled: ClassVar[Callable[..., Any]]  # a call that torch.compile does not trace
@@ -120,8 +120,10 @@ class Compiled(DataLoading, Checkpoints, ModelValues, GradientHandling):
             build_tree(self, captured, self._state.user_tensor)
             return
         copy_tree(model, self, lambda name, _: self._state.user_tensor(name, captured.aliases))
-        if hasattr(model, "config"):
-            self.config = model.config
+        for name in ("config", "loss_type"):  # what a model of Hugging Face says of itself
+            if hasattr(model, name):
+                setattr(self, name, getattr(model, name))
+        self.model_class = getattr(model, "model_class", type(model))
 
     def _make_runner(self, captured: CapturedModel, holders: Holders | None) -> StepRunner:
         return StepRunner(
