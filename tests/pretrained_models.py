@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,10 +14,13 @@ import torch.distributed as dist
 import transformers
 import zoo
 from equivalence import full
+from safetensors.torch import load_file, save_file
 from torch import nn
+from trained import build
 
 import autopar
 
+TENSOR: dict[str, Any] = dict(parallel=dict(tensor=dict(size=2, mode="1d")))
 AUTO = {
     "gpt2": transformers.AutoModelForCausalLM,
     "llama": transformers.AutoModelForCausalLM,
@@ -60,3 +64,23 @@ def same(compiled: autopar.Compiled, expected: nn.Module) -> None:
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, set(found))
     assert set().union(*everywhere) == set(known)
+
+
+def unloaded_program(model: nn.Module, sample: dict[str, Any], **options: Any) -> autopar.Compiled:
+    with unloaded():
+        return build(model, sample, cluster="cpu", verify=False, **options)
+
+
+def edit_file(folder: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    """Writes the folder's one file anew."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    edit(tensors)
+    save_file({name: t.contiguous() for name, t in tensors.items()}, path, {"format": "pt"})
+
+
+def cast_to(dtype: torch.dtype) -> Callable[[dict[str, torch.Tensor]], None]:
+    def cast(tensors: dict[str, torch.Tensor]) -> None:
+        tensors.update({name: t.to(dtype) for name, t in tensors.items()})
+
+    return cast

@@ -21,7 +21,7 @@ class StoredTensor(torch.Tensor):
     """Has a shape and a dtype, and no memory. :func:`stored_tensor` makes one.
 
     Operators make another one. Of those that only move values (``cat``, ``stack``, ``split``,
-    slices, ``transpose``) it reads the part alone that is asked for; for others it reads their
+    slices, ``permute``) it reads the part alone that is asked for; for others it reads their
     operands whole, and computes, whenever a part is asked for.
 
     Attributes: ``part``, a function that reads the values in given ranges.
@@ -29,6 +29,9 @@ class StoredTensor(torch.Tensor):
 
     part: Read
     __torch_function__ = disabled_torch_function
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"StoredTensor({tuple(self.shape)}, {self.dtype})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -142,18 +145,20 @@ def _unsqueeze(tensor: torch.Tensor, dim: int) -> StoredTensor:
     )
 
 
-def _transpose(tensor: StoredTensor, dim0: int, dim1: int) -> StoredTensor:
+def _permute(tensor: StoredTensor, dims: Sequence[int]) -> StoredTensor:
+    order = [dim % tensor.ndim for dim in dims]
+    places = [order.index(dim) for dim in range(tensor.ndim)]
+    return stored_tensor(
+        [tensor.shape[dim] for dim in order],
+        tensor.dtype,
+        lambda ranges: tensor.part(tuple(ranges[i] for i in places)).permute(order),
+    )
+
+
+def _transpose(tensor: StoredTensor, dim0: int = 0, dim1: int = -1) -> StoredTensor:
     order = list(range(tensor.ndim))
     order[dim0], order[dim1] = order[dim1], order[dim0]
-
-    def swapped(values: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(values[i] for i in order)
-
-    return stored_tensor(
-        swapped(tensor.shape),
-        tensor.dtype,
-        lambda ranges: tensor.part(swapped(ranges)).transpose(dim0, dim1),
-    )
+    return _permute(tensor, order)
 
 
 def _cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> StoredTensor | None:
@@ -201,7 +206,9 @@ _MOVES: dict[Any, Callable[..., Any]] = {
     aten.split_with_sizes.default: _split_with_sizes,
     aten.squeeze.dim: _squeeze,
     aten.unsqueeze.default: _unsqueeze,
+    aten.permute.default: _permute,
     aten.transpose.int: _transpose,
+    aten.t.default: _transpose,
     aten.detach.default: _same,
     aten.alias.default: _same,
     aten.clone.default: _same,
