@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from torch.utils.data import StackDataset
 
 SEQUENCE = 64  # bytes in a sequence
 
@@ -21,11 +22,11 @@ def small_gpt() -> transformers.GPT2LMHeadModel:
     return transformers.GPT2LMHeadModel(config)
 
 
-def sequences(count: int) -> list[dict[str, torch.Tensor]]:
-    """Inputs and labels of so many sequences, one after the other."""
-    text = Path(os.__file__).read_bytes()[: count * SEQUENCE]
-    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-    return [dict(input_ids=row, labels=row) for row in tokens.view(-1, SEQUENCE)]
+def sequences(first: int, count: int) -> StackDataset:
+    """Inputs and labels of so many sequences, one after the other from the ``first``."""
+    text = Path(os.__file__).read_bytes()[first * SEQUENCE :][: count * SEQUENCE]
+    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().view(-1, SEQUENCE)
+    return StackDataset(input_ids=tokens, labels=tokens)
 
 
 def sample_input(batch: int) -> dict[str, torch.Tensor]:

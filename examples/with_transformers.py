@@ -38,8 +38,8 @@ def main(folder: str) -> None:
         report_to="none",
         use_cpu=not torch.cuda.is_available(),
     )
-    given = sequences(320)
-    trainer = Trainer(compiled, arguments, train_dataset=given[:256], eval_dataset=given[256:])
+    trained, evaluated = sequences(0, 256), sequences(256, 64)
+    trainer = Trainer(compiled, arguments, train_dataset=trained, eval_dataset=evaluated)
     trainer.train()  # trainer.train(resume_from_checkpoint=True) goes on
     trainer.save_model()  # a folder for from_pretrained
     if dist.get_rank() == 0:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from accelerate.data_loader import prepare_data_loader as split_over_replicas
 from accelerate.utils import DistributedType, DynamoBackend, recursively_apply
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from autopar.errors import RunError
 from autopar.integrations.full_batches import check_last_batch, with_full_batches
@@ -169,12 +170,13 @@ class Accelerator(accelerate.Accelerator):
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As accelerate's: :meth:`gather`, without the samples that the last batch repeats."""
-        if use_gather_object and len(self._first_ranks) != self.num_processes:
-            raise RunError(
-                f"gather_for_metrics of objects would return those of {self.num_processes} ranks, "
-                f"and the model has {len(self._first_ranks)} replicas: gather tensors"
-            )
-        return super().gather_for_metrics(input_data, use_gather_object)
+        tensors = all(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(input_data))
+        if self.num_processes == 1 or (tensors and not use_gather_object):
+            return super().gather_for_metrics(input_data, use_gather_object)
+        everywhere: list[Any] = [None] * self.num_processes
+        dist.all_gather_object(everywhere, input_data)
+        objects = [one for rank in self._first_ranks for one in everywhere[rank]]
+        return objects[: self.gradient_state.remainder] if self.repeated_samples() else objects
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The "sum" or "mean" over all replicas."""

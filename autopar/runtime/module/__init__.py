@@ -6,5 +6,6 @@ In reading order:
 - ``signature``: its arguments and outputs;
 - ``call_agreement``: all ranks make the same call;
 - ``module_tree``: its parts, under the model's names;
-- ``mode_overrides``: a model's own ``train()`` and ``eval()``.
+- ``mode_overrides``: a model's own ``train()`` and ``eval()``;
+- ``wrappers``: which it refuses.
 """

@@ -31,6 +31,7 @@ from autopar.runtime.module.module_tree import (
     seal,
 )
 from autopar.runtime.module.signature import OutputStructure, Signature
+from autopar.runtime.module.wrappers import Unwrapped
 from autopar.runtime.optimizer.checkpoints import install_state_dict_checks
 from autopar.runtime.optimizer.gradient_clipping import install_clipping
 from autopar.runtime.optimizer.step_hooks import install_step_hooks
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from autopar.runtime.measure.comparison import Comparison
 
 
-class Compiled(DataLoading, Checkpoints, ModelValues, GradientHandling):
+class Compiled(DataLoading, Checkpoints, ModelValues, GradientHandling, Unwrapped):
     """A model as a distributed program, called and trained like the model itself.
 
     The loss in its output is that of the whole batch, on every rank; other outputs are DTensors.
