@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -25,7 +26,7 @@ def small_gpt() -> transformers.GPT2LMHeadModel:
 def sequences(first: int, count: int) -> StackDataset:
     """Inputs and labels of so many sequences, one after the other from the ``first``."""
     text = Path(os.__file__).read_bytes()[first * SEQUENCE :][: count * SEQUENCE]
-    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().view(-1, SEQUENCE)
+    tokens: Any = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().view(-1, SEQUENCE)
     return StackDataset(input_ids=tokens, labels=tokens)
 
 
