@@ -89,7 +89,8 @@ class ModelValues(nn.Module):
         Raises:
             RunError: on every rank, for a folder without safetensors files, a tensor of another
                 shape, quantised weights, or a rule of ``transformers`` that cannot be followed.
-                Values are as before, unless reading itself failed half-way.
+                Then values are as before. Also where reading fails half-way, and for a missing
+                parameter that no initialisation writes to.
         """
         source = self._code_of(model, "load_pretrained(folder, model)")
         program = cast("Compiled", self)

@@ -96,7 +96,8 @@ def load_pretrained(
 def _find(path: Path, model: nn.Module, captured: CapturedModel) -> _Found:
     stored = stored_tensors(path)
     sources, unexpected = match(model, stored)
-    kept = {captured.aliases.get(name, name) for name in _kept(model)}
+    names = {name: captured.aliases.get(name, name) for name in _kept(model)}
+    kept = set(names.values())
     of: dict[str, list[StoredTensor]] = {}
     for name, tensor in sources.items():
         of.setdefault(captured.aliases.get(name, name), []).append(as_stored(tensor))
@@ -107,12 +108,12 @@ def _find(path: Path, model: nn.Module, captured: CapturedModel) -> _Found:
             f"{_some(kept)}. Compile the model whose weights these are"
         )
     others = {n for n, _ in model.named_buffers()} - set(model.state_dict())
-    missing = kept - of.keys()
+    absent = {name for name, own in names.items() if own not in of}
     report = LoadedKeys(
-        sorted(without_ignored(model, set(missing), "missing")),
-        sorted(without_ignored(model, set(unexpected), "unexpected")),
+        sorted(without_ignored(model, absent, "missing")),
+        sorted(without_ignored(model, unexpected, "unexpected")),
     )
-    return _Found(of, missing | {captured.aliases.get(n, n) for n in others}, report)
+    return _Found(of, kept - of.keys() | {captured.aliases.get(n, n) for n in others}, report)
 
 
 def _kept(model: nn.Module) -> list[str]:

@@ -5,9 +5,9 @@ one of its models. The only file that knows how ``transformers`` calls them insi
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,6 +17,11 @@ from autopar.errors import RunError
 from autopar.runtime.values.pretrained.stored_tensor import StoredTensor
 from autopar.runtime.values.transformers_models import is_transformers_model
 
+# A buffer of a model, and the names that its file may hold beside it.
+_OLD_BUFFERS = (
+    ("rotary_emb.inv_freq", r"rotary_emb\.inv_freq"),
+    ("position_ids", r"(^|\.)position_ids$"),
+)
 _REWRITE = (
     "let transformers write the model anew, in its own names: "
     "model.save_pretrained(new_folder, save_original_format=False)"
@@ -47,15 +52,16 @@ def match(
 
 
 def without_ignored(model: nn.Module, names: set[str], kind: str) -> set[str]:
-    """The ``names`` of ``kind`` (``"missing"``, ``"unexpected"``) that the model's class does not
-    say to be silent about.
+    """The ``names`` of ``kind`` (``"missing"``, ``"unexpected"``) of which ``from_pretrained``
+    tells: not those about which the model's class is silent, nor buffers that older files held.
     """
     if not is_transformers_model(model):
         return names
-    known = SimpleNamespace(missing_keys=set(), unexpected_keys=set())
-    setattr(known, f"{kind}_keys", names)
-    model._adjust_missing_and_unexpected_keys(known)  # type: ignore[operator]
-    return getattr(known, f"{kind}_keys")
+    patterns = set(getattr(model, f"_keys_to_ignore_on_load_{kind}", None) or ())
+    buffers = [name for name, _ in model.named_buffers()]
+    if kind == "unexpected":
+        patterns |= {p for ending, p in _OLD_BUFFERS if any(b.endswith(ending) for b in buffers)}
+    return {n for n in names if not any(re.search(pattern, n) for pattern in patterns)}
 
 
 class _Match:
@@ -107,4 +113,5 @@ class _Match:
                 f"transformers cannot make {own} of what the files hold ({type(e).__name__}: {e}): "
                 f"{_REWRITE}"
             ) from e
+        made = made[0] if isinstance(made, tuple) else made  # transformers 5.0 returns more
         return {name: t[0] if isinstance(t, list) else t for name, t in made.items()}
