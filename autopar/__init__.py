@@ -10,6 +10,7 @@ from autopar.check import Checked, check
 from autopar.compare_modes import Modes, compare_modes
 from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, CaptureError, PlanError, RunError
+from autopar.ir.schedules import Action, register_schedule
 from autopar.plan import Plan
 from autopar.rules import Option, register_rule
 from autopar.runtime.checkpoint.files.folder import newest_checkpoint
@@ -27,6 +28,7 @@ from autopar.search.space.modes.registry import register_mode
 from autopar.sweep import Sweep, sweep
 
 __all__ = [
+    "Action",
     "AutoparError",
     "CaptureError",
     "Checked",
@@ -53,5 +55,6 @@ __all__ = [
     "register_gradient_handler",
     "register_mode",
     "register_rule",
+    "register_schedule",
     "sweep",
 ]

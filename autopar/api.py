@@ -169,7 +169,8 @@ def _graph_of_plan(traced: TracedModel, plan: Plan) -> tuple[Analysis, fx.Graph 
         RunError: the plan was made for another graph, or ranks have different models.
         PlanError: the plan does not fit the batch or the graph.
     """
-    check_batch(plan, batch_size(traced.sample))
+    check = partial(check_batch, plan, batch_size(traced.sample))
+    run_on_all_ranks("checking the plan", check)  # a registered schedule may differ on one
     derive = partial(traced.analyse, plan.microbatches)
     analysis, prologue = run_on_all_ranks("deriving a microbatch", derive)
     found = analysis.captured.fingerprint

@@ -22,7 +22,7 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 import autopar
-from autopar.ir.plan_data import SCHEDULES
+from autopar.ir.schedules import SCHEDULES
 
 ALLOWED = 0.005  # the regret that no case may exceed
 MODES = ("1d", "1d", "1d", "2d", "2.5d", "3d", "sequence")

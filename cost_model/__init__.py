@@ -5,9 +5,10 @@ Nothing in this folder runs on a device. Reading order: ``device``, ``links``, `
 corrects them with a measured run. ``compute`` prices a kernel. ``axis_links`` and ``mesh_links``
 say which links groups of ranks cross, ``collectives`` prices a collective on them, and ``memory``
 parameters and their optimizer. ``conversion_steps``, ``layout_graph`` and ``conversion`` price the
-change of a tensor's layout. ``schedule`` gives the order of a pipeline's actions, ``timeline`` is
-the result of a simulation, ``rank_orders`` and ``simulate`` compute it, ``shared_cores`` does so
-for ranks that share CPU cores, and ``plan_timeline`` simulates a plan.
+change of a tensor's layout. ``schedule`` gives the order of a pipeline's actions, ``own_orders``
+that of a schedule that a user has registered, ``timeline`` is the result of a simulation,
+``rank_orders`` and ``simulate`` compute it, ``shared_cores`` does so for ranks that share CPU
+cores, and ``plan_timeline`` simulates a plan.
 """
 
 from autopar.cost_model.axis_links import AxisLinks, axis_links
@@ -26,11 +27,12 @@ from autopar.cost_model.memory import (
     parameter_memory,
 )
 from autopar.cost_model.mesh_links import MeshLinks, fastest_links, placed_links
-from autopar.cost_model.schedule import Action, actions, in_flight
+from autopar.cost_model.schedule import actions, in_flight
 from autopar.cost_model.shared_cores import ends_on_shared_cores
 from autopar.cost_model.simulate import schedule_seconds, simulate, simulate_schedule
 from autopar.cost_model.software import Software
 from autopar.cost_model.timeline import Event, Timeline
+from autopar.ir.schedules import Action
 
 __all__ = [
     "Action",

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from autopar.cost_model.schedule import BACKWARD, FORWARD, WEIGHT, Action, prerequisite
 from autopar.cost_model.timeline import Timeline
 from autopar.errors import PlanError
+from autopar.ir.schedules import BACKWARD, FORWARD, WEIGHT, Action, prerequisite
 
 _KINDS = (FORWARD, BACKWARD, WEIGHT)
 Array = npt.NDArray[np.float64]
@@ -80,7 +80,7 @@ class RankOrders:
                 moved, at[rank] = moved or i > at[rank], i
         if stuck := [
             f"rank {r} at {flat[at[r]]} for {flat[sources[at[r]]]}"
-            for r in ranks
+            for r in range(len(self.orders))
             if at[r] < stop[r]
         ]:
             raise PlanError(f"the pipeline's orders wait for each other: {'; '.join(stuck)}")

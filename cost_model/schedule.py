@@ -1,8 +1,9 @@
 """Pipeline schedules: the order of each rank's forwards and backwards, and the microbatches in
 flight.
 
-The orders are those of ``torch.distributed.pipelining``. All four follow one pattern: a warm-up of
-forwards, then alternating forwards and backwards. They differ in the length of the warm-up:
+The orders of autopar's own schedules are those of ``torch.distributed.pipelining``. All four follow
+one pattern: a warm-up of forwards, then alternating forwards and backwards. They differ in the
+length of the warm-up:
 
 - GPipe (arXiv 1811.06965): all forwards.
 - 1F1B (arXiv 2006.09503): one forward for each later stage, until the first backward arrives.
@@ -10,6 +11,8 @@ forwards, then alternating forwards and backwards. They differ in the length of 
   round of microbatches.
 - zero-bubble (ZB1P of arXiv 2401.10241): 1F1B with a separate action for the parameters' part of a
   backward, which runs ``rank`` microbatches later and fills the bubble.
+
+A schedule that a user has registered has the order that its function returns (``own_orders``).
 """
 
 from __future__ import annotations
@@ -19,25 +22,39 @@ from functools import lru_cache
 from itertools import zip_longest
 from typing import NamedTuple
 
+from autopar.cost_model.own_orders import OwnOrders, own_orders
 from autopar.errors import PlanError
+from autopar.ir.schedules import (
+    BACKWARD,
+    FORWARD,
+    WEIGHT,
+    Action,
+    OrderFunction,
+    prerequisite,
+    registered_order,
+)
 
-FORWARD, BACKWARD, WEIGHT = "F", "B", "W"
 SINGLE = ("gpipe", "1f1b")  # schedules of one stage a rank
 LOOPED = ("interleaved-1f1b", "zero-bubble")
 
 
-class Action(NamedTuple):
-    """One action of a rank: "F" a forward, "B" a backward, "W" the parameters' part of a backward.
+class Traits(NamedTuple):
+    """What torch makes of a schedule.
 
-    In a schedule with actions "W", "B" is the inputs' part of the backward.
+    Attributes:
+        runs_as: the built-in schedule that it is; "actions" for the order of a registered one.
+        has_split_backward: whether its backwards are in two parts, the actions "B" and "W".
     """
 
-    kind: str
-    stage: int
-    microbatch: int
+    runs_as: str
+    has_split_backward: bool
 
-    def __str__(self) -> str:
-        return f"{self.kind}{self.microbatch} of stage {self.stage}"
+    @property
+    def is_looped(self) -> bool:
+        """Whether torch's runtime for lists of actions runs it: a receive is posted as soon as the
+        tensor is made. GPipe and 1F1B post it when the receiver needs the tensor.
+        """
+        return self.runs_as not in SINGLE
 
 
 @dataclass(frozen=True)
@@ -126,7 +143,8 @@ def actions(schedule: str, pipeline: int, chunks: int, microbatches: int) -> lis
     """The actions of each pipeline rank, in order; stage ``i`` is on rank ``i % pipeline``.
 
     Args:
-        schedule: "gpipe", "1f1b", "interleaved-1f1b" or "zero-bubble".
+        schedule: "gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", or the name of a registered
+            schedule, whose function is not asked for a single stage.
         pipeline: number of ranks along the pipeline.
         chunks: number of stages of each rank.
         microbatches: number of microbatches in a step.
@@ -134,15 +152,60 @@ def actions(schedule: str, pipeline: int, chunks: int, microbatches: int) -> lis
     Raises:
         PlanError: the schedule cannot run these numbers.
     """
+    if (own := _own(schedule, pipeline, chunks, microbatches)) is not None:
+        return own.orders
+    name = _builtin(schedule)
     return [
         _order(
-            rank_pattern(schedule, pipeline, chunks, microbatches, r),
+            rank_pattern(name, pipeline, chunks, microbatches, r),
             r,
             pipeline,
-            schedule == "zero-bubble",
+            name == "zero-bubble",
         )
         for r in range(pipeline)
     ]
+
+
+def _own(schedule: str, pipeline: int, chunks: int, microbatches: int) -> OwnOrders | None:
+    """The orders of a registered schedule; None for a built-in one, and for a single stage."""
+    function = registered_order(schedule)
+    if pipeline * chunks == 1 or function is None:
+        return None
+    return own_orders(schedule, function, pipeline, chunks, microbatches)
+
+
+def _builtin(schedule: str) -> str:
+    """The built-in schedule that runs a single stage."""
+    return schedule if registered_order(schedule) is None else "1f1b"
+
+
+def traits(schedule: str, pipeline: int, chunks: int, microbatches: int) -> Traits:
+    """How torch runs a schedule. A registered order that is GPipe's or 1F1B's at these numbers runs
+    as that. Arguments and errors as for :func:`actions`.
+    """
+    own = _own(schedule, pipeline, chunks, microbatches)
+    if own is None:
+        return Traits(_builtin(schedule), schedule == "zero-bubble")
+    for name in SINGLE if chunks == 1 else ():
+        is_run = name != "1f1b" or microbatches >= pipeline  # torch's 1F1B needs as many
+        if is_run and own.orders == actions(name, pipeline, chunks, microbatches):
+            return Traits(name, False)
+    return Traits("actions", own.has_split_backward)
+
+
+def order_digest(schedule: str, pipeline: int, chunks: int, microbatches: int) -> str:
+    """A text that tells the orders of registered schedules apart; "" for the built-in ones."""
+    own = _own(schedule, pipeline, chunks, microbatches)
+    return "" if own is None else own.digest
+
+
+def stages_by_last_backward(
+    schedule: str, pipeline: int, chunks: int, microbatches: int, rank: int
+) -> list[int]:
+    """The stages of a rank, first the one whose backwards end last."""
+    order = actions(schedule, pipeline, chunks, microbatches)[rank]
+    ends = {action.stage: place for place, action in enumerate(order)}
+    return sorted(ends, key=ends.__getitem__, reverse=True)
 
 
 def _order(pattern: Pattern, rank: int, pipeline: int, split: bool) -> list[Action]:
@@ -162,25 +225,10 @@ def _order(pattern: Pattern, rank: int, pipeline: int, split: bool) -> list[Acti
     return order
 
 
-def prerequisite(action: Action, stages: int) -> Action | None:
-    """The action that must end before ``action`` can start; None for a forward of stage 0."""
-    kind, stage, microbatch = action
-    if kind == FORWARD:
-        return Action(kind, stage - 1, microbatch) if stage else None
-    if kind == WEIGHT:
-        return Action(BACKWARD, stage, microbatch)
-    return (
-        Action(BACKWARD, stage + 1, microbatch)
-        if stage + 1 < stages
-        else Action(FORWARD, stage, microbatch)
-    )
-
-
-@lru_cache(maxsize=4)
 def early_messages(
     schedule: str, pipeline: int, chunks: int, microbatches: int
 ) -> list[list[list[Action]]]:
-    """The receive buffers that exist at each action of LOOPED schedules.
+    """The receive buffers that exist at each action of looped schedules.
 
     torch simulates the schedule with ranks that run one action each in turn, and allocates a
     receive buffer as soon as the sender's action is done in this simulation. The simulation of
@@ -192,6 +240,15 @@ def early_messages(
     Returns:
         By rank, by action: the later actions of the rank that already have their receive buffer.
     """
+    function = registered_order(schedule)
+    return _early_messages(function, schedule, pipeline, chunks, microbatches)
+
+
+@lru_cache(maxsize=4)
+def _early_messages(
+    function: OrderFunction | None, schedule: str, pipeline: int, chunks: int, microbatches: int
+) -> list[list[list[Action]]]:
+    """As :func:`early_messages`; ``function`` tells apart what was registered under one name."""
     orders, stages = actions(schedule, pipeline, chunks, microbatches), pipeline * chunks
     waiting: list[list[Action]] = [[] for _ in orders]
     found: list[list[list[Action]]] = [[] for _ in orders]
@@ -211,12 +268,21 @@ def early_messages(
     return found
 
 
-@lru_cache(maxsize=1024)
 def in_flight(schedule: str, pipeline: int, chunks: int, microbatches: int) -> tuple[int, ...]:
     """For each stage, the most microbatches whose activations it holds at the same time.
 
     Arguments as for :func:`actions`.
     """
+    if (own := _own(schedule, pipeline, chunks, microbatches)) is not None:
+        return tuple(own.in_flight(stage) for stage in range(pipeline * chunks))
+    name = _builtin(schedule)
+    return _builtin_in_flight(name, pipeline, chunks, microbatches)
+
+
+@lru_cache(maxsize=1024)
+def _builtin_in_flight(
+    schedule: str, pipeline: int, chunks: int, microbatches: int
+) -> tuple[int, ...]:
     patterns = [
         rank_pattern(schedule, pipeline, chunks, microbatches, rank) for rank in range(pipeline)
     ]

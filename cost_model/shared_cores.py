@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from autopar.cost_model.rank_orders import RankOrders
-from autopar.cost_model.schedule import Action, prerequisite
+from autopar.ir.schedules import Action, prerequisite
 
 
 def ends_on_shared_cores(

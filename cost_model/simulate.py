@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.cost_model.rank_orders import Array, RankOrders
-from autopar.cost_model.schedule import LOOPED, WEIGHT, Action, actions
+from autopar.cost_model.schedule import Traits, actions, traits
 from autopar.cost_model.timeline import Timeline
+from autopar.ir.schedules import WEIGHT, Action, OrderFunction, registered_order
 
 
 def simulate(
@@ -65,7 +66,7 @@ def simulate_schedule(
         schedule, pipeline, chunks, microbatches: as for
             :func:`autopar.cost_model.schedule.actions`.
         forward, backward: seconds of one microbatch, by stage; ``backward`` is the whole backward.
-        weight: seconds of the parameters' part of ``backward``, for the zero-bubble schedule; by
+        weight: seconds of the parameters' part of ``backward``, for schedules that split it; by
             default half of ``backward``.
         send: seconds from each stage to the next, and back; by default zero.
 
@@ -73,7 +74,8 @@ def simulate_schedule(
         PlanError: the schedule cannot run these numbers.
     """
     ranks = _rank_orders(schedule, pipeline, chunks, microbatches)
-    return ranks.timeline(*_run(ranks, schedule, forward, backward, weight, send))
+    how = traits(schedule, pipeline, chunks, microbatches)
+    return ranks.timeline(*_run(ranks, how, forward, backward, weight, send))
 
 
 def schedule_seconds(
@@ -97,13 +99,14 @@ def schedule_seconds(
         Seconds of each timeline, with shape […].
     """
     ranks = _rank_orders(schedule, pipeline, chunks, microbatches)
-    _, ends = _run(ranks, schedule, forward, backward, weight, send)
+    how = traits(schedule, pipeline, chunks, microbatches)
+    _, ends = _run(ranks, how, forward, backward, weight, send)
     return ends.max(axis=0)
 
 
 def _run(
     ranks: RankOrders,
-    schedule: str,
+    how: Traits,
     forward: npt.ArrayLike,
     backward: npt.ArrayLike,
     weight: npt.ArrayLike | None,
@@ -111,11 +114,11 @@ def _run(
 ) -> tuple[Array, Array]:
     f, b = (_by_stage(x, ranks.stages) for x in (forward, backward))
     w = np.zeros_like(b)
-    if schedule == "zero-bubble":
+    if how.has_split_backward:
         w = b / 2 if weight is None else _by_stage(weight, ranks.stages)
         b = b - w
     sent = np.zeros_like(f) if send is None else _by_stage(send, ranks.stages)
-    return ranks.run(f, b, w, sent, overlap=schedule in LOOPED)
+    return ranks.run(f, b, w, sent, overlap=how.is_looped)
 
 
 def _by_stage(values: npt.ArrayLike, stages: int) -> Array:
@@ -130,10 +133,13 @@ def _by_stage(values: npt.ArrayLike, stages: int) -> Array:
 def _rank_orders(schedule: str, pipeline: int, chunks: int, microbatches: int) -> RankOrders:
     is_small = pipeline * chunks * microbatches <= 2_000
     of_schedule = _small_orders if is_small else _orders
-    return of_schedule(schedule, pipeline, chunks, microbatches)
+    return of_schedule(registered_order(schedule), schedule, pipeline, chunks, microbatches)
 
 
-def _new_orders(schedule: str, pipeline: int, chunks: int, microbatches: int) -> RankOrders:
+def _new_orders(
+    function: OrderFunction | None, schedule: str, pipeline: int, chunks: int, microbatches: int
+) -> RankOrders:
+    """``function`` tells apart what was registered under one name."""
     return RankOrders(actions(schedule, pipeline, chunks, microbatches))
 
 

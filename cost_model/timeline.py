@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from autopar.cost_model.schedule import BACKWARD, FORWARD, WEIGHT, Action
+from autopar.ir.schedules import BACKWARD, FORWARD, WEIGHT, Action
 
 
 class Event(NamedTuple):

@@ -17,7 +17,7 @@ from torch.distributed.pipelining import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autopar.errors import PlanError
-from autopar.ir.plan_data import SCHEDULES
+from autopar.ir.schedules import SCHEDULES
 from autopar.search.space.check_schedule import check_schedule
 
 

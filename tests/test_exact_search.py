@@ -20,7 +20,7 @@ import torch.fx as fx
 import zoo
 
 from autopar.cost_model import Action, Cluster, actions, schedule_seconds
-from autopar.ir.plan_data import SCHEDULES
+from autopar.ir.schedules import SCHEDULES
 from autopar.runtime.kernels.graph_kernels import send
 from autopar.search.fitting.exact_search import solve_exactly
 from autopar.search.ilp.build_problem import build_problem

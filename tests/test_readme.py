@@ -49,6 +49,7 @@ def run(code: list[str], **environment: str) -> str:
     [
         ("own_mode", r"rank 3: near \[2, 3\], far \[1, 3\]"),
         ("own_gradient_handler", r"largest of 14 norms 0\.\d+ -> 0\.\d+"),
+        ("own_schedule", r"in flight by stage: \[7, 5, 3, 1\]"),
     ],
 )
 def test_an_extension_of_ones_own_trains(example: str, printed: str) -> None:

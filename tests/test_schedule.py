@@ -29,7 +29,7 @@ from autopar.cost_model import (
 )
 from autopar.cost_model.schedule import LOOPED, early_messages
 from autopar.errors import PlanError
-from autopar.ir.plan_data import SCHEDULES
+from autopar.ir.schedules import SCHEDULES
 
 TORCH = dict(
     zip(

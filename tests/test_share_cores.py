@@ -13,7 +13,7 @@ import zoo
 import autopar
 from autopar.cost_model import Cluster, actions, ends_on_shared_cores, simulate
 from autopar.cost_model.schedule import LOOPED
-from autopar.ir.plan_data import SCHEDULES
+from autopar.ir.schedules import SCHEDULES
 
 
 def planned(ranks_per_core: float, **options: Any) -> autopar.Plan:

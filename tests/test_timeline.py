@@ -14,7 +14,7 @@ from autopar.cost_model import actions
 from autopar.cost_model.plan_timeline import simulate_plan
 from autopar.errors import PlanError
 from autopar.formatting.table import WIDTH
-from autopar.ir.plan_data import SCHEDULES
+from autopar.ir.schedules import SCHEDULES
 from autopar.plan import Plan
 from autopar.report.timeline import phase_spans
 

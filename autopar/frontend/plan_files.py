@@ -33,6 +33,7 @@ from autopar.ir.captured import CapturedModel
 from autopar.ir.nodes import result_tensors
 from autopar.ir.plan_data import VERSION
 from autopar.ir.plan_json import from_json_data, to_json_data
+from autopar.ir.schedules import registered_order
 from autopar.plan import Plan
 from autopar.profile.missing_kernels import cache_path
 from autopar.rules.registry import operator_name, registered_makers
@@ -104,7 +105,9 @@ def plan_file(captured: CapturedModel, cluster: Cluster, options: Options) -> Pl
     if asked not in ("0", "1"):
         raise PlanError(f"the environment has {SWITCH}={asked!r}: set it to 0 or 1")
     known = (_is_known(n) for n in captured.graph.nodes)
-    if asked == "0" or options.profile_missing or not (_are_rules_own() and all(known)):
+    if asked == "0" or options.profile_missing or registered_order(options.schedule) is not None:
+        return None
+    if not (_are_rules_own() and all(known)):
         return None
     parts = [
         *(_described(n) for n in captured.graph.nodes),

@@ -27,6 +27,7 @@ from autopar.cost_model import Cluster
 from autopar.frontend.kept_models import KEPT_MODELS, ModelGraphs
 from autopar.ir.captured import CapturedModel, LossFunction
 from autopar.ir.precision import dtype_of
+from autopar.ir.schedules import registered_orders
 from autopar.passes.canonical.canonicalise import canonicalise
 from autopar.passes.canonical.repeat_layers import NotRepeatedError
 from autopar.passes.microbatch.derive_microbatch import derive_microbatch
@@ -79,7 +80,7 @@ class TracedModel:
         given = [t for t in tree_leaves(self.sample) if isinstance(t, torch.Tensor)]
         try:
             with no_garbage_collection():
-                registered = registered_makers(), registered_modes()
+                registered = registered_makers(), registered_modes(), registered_orders()
                 roots = (model, *asked, process_state(), *registered)
                 return TraceState(roots, (*model.parameters(), *model.buffers(), *given))
         except UnknownStateError:

@@ -10,6 +10,7 @@ from typing import Any
 from autopar.errors import PlanError
 from autopar.ir.layout import Layout
 from autopar.ir.precision import COMPUTE_DTYPES, REDUCE_DTYPES
+from autopar.ir.schedules import unknown_schedule
 
 VERSION = 7
 PIPELINE = "pipeline"  # the name of the pipeline beside the names of mesh axes
@@ -17,7 +18,6 @@ PIPELINE = "pipeline"  # the name of the pipeline beside the names of mesh axes
 # free.
 EXACT_AXES = 2
 BACKENDS = ("eager", "inductor")
-SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble")
 
 ConversionStep = tuple[int, str, str]  # a conversion along one axis: (axis, type before, after)
 
@@ -87,7 +87,9 @@ class PlanData:
             empty.
         pipeline_order: where the kinds follow each other in another order than the ranks, for each
             pipeline rank the number of its block of ``prod(mesh_sizes)`` ranks; else empty.
-        schedule: the order of microbatches in the pipeline: one of SCHEDULES.
+        schedule: the order of microbatches in the pipeline: the name of a built-in schedule, or of
+            a registered one.
+        schedule_order: for a registered schedule a digest of its order; else "".
         stages: the parts of the model, in its order: ``pipeline`` x chunks of them.
         recomputed: what the backward computes again instead of saving it: names of nodes, and of
             conversions as "name -> layout".
@@ -139,6 +141,7 @@ class PlanData:
     device_kinds: tuple[str, ...] = ()
     pipeline_order: tuple[int, ...] = ()
     schedule: str = "1f1b"
+    schedule_order: str = ""
     recomputed: tuple[str, ...] = ()
     precision: str | None = None
     reduce_dtype: str | None = None
@@ -167,12 +170,10 @@ class PlanData:
             yield (
                 f"{len(self.stages)} stages are no multiple of the pipeline's {self.pipeline} ranks"
             )
-        if self.schedule not in SCHEDULES:
-            yield f"schedule {self.schedule!r} is none of {', '.join(SCHEDULES)}"
+        if (unknown := unknown_schedule(self.schedule)) is not None:
+            yield unknown
         if self.backend not in BACKENDS:
             yield f"backend {self.backend!r} is none of {', '.join(BACKENDS)}"
-        if (self.backend, self.schedule) == ("inductor", "zero-bubble") and self.pipeline > 1:
-            yield 'backend "inductor" compiles no backward in two parts, as "zero-bubble" has it'
         for what, value, known in (
             ("precision", self.precision, COMPUTE_DTYPES),
             ("reduce_dtype", self.reduce_dtype, REDUCE_DTYPES),

@@ -18,13 +18,14 @@ from typing import Any, TypeVar, Union
 
 from autopar.errors import PlanError
 from autopar.ir.layout import Layout, format_layout, parse_layout
+from autopar.ir.schedules import unknown_schedule
 
 if typing.TYPE_CHECKING:
     from autopar.ir.plan_data import PlanData
 
 AnyPlan = TypeVar("AnyPlan", bound="PlanData")
 # What files of this version that were written before a field was added have there.
-_ADDED = {"backend": "eager"}
+_ADDED = {"backend": "eager", "schedule_order": ""}
 LARGEST = 2**53  # every reader of JSON holds whole numbers up to this one exactly
 
 
@@ -51,6 +52,9 @@ def read_plan(path: str | os.PathLike[str], version: int, kind: type[AnyPlan]) -
         raise PlanError(
             f"{name} has plan version {found!r:.20}, this autopar reads {version}: plan again"
         )
+    schedule = data.get("schedule")
+    if isinstance(schedule, str) and (unknown := unknown_schedule(schedule)) is not None:
+        raise PlanError(f"{name}: {unknown}")
     try:
         return from_json_data(_ADDED | data, kind)
     except (PlanError, RecursionError) as e:

@@ -15,9 +15,9 @@ import math
 from collections import Counter
 
 from autopar.cost_model.memory import allocated_bytes, optimizer_temporaries
-from autopar.cost_model.schedule import BACKWARD, FORWARD, Action
 from autopar.ir.plan_data import PlanData
 from autopar.ir.precision import dtype_of
+from autopar.ir.schedules import BACKWARD, FORWARD, Action
 from autopar.kernel_trace.operator_trace import OperatorTracer
 from autopar.memory.call_trace import CallTrace
 from autopar.memory.folding import Folding, Program
@@ -182,7 +182,7 @@ class PeakMemory:
         """Frees the messages that the schedule waits for before ``action``."""
         if before is None or before.kind != action.kind:
             walk.arrive()
-        if self._settings.schedule == "1f1b" and before is not None and after is not None:
+        if self._settings.traits.runs_as == "1f1b" and before is not None and after is not None:
             kinds = before.kind, action.kind
             if not walk.has_held and kinds == (FORWARD, FORWARD) and after.kind == BACKWARD:
                 walk.hold_sent(before.stage, before.microbatch)

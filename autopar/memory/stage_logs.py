@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from autopar.cost_model.schedule import BACKWARD, FORWARD, LOOPED, WEIGHT
+from autopar.ir.schedules import BACKWARD, FORWARD, WEIGHT
 from autopar.memory.live_memory import ACTIVATIONS, OUTPUTS, TRANSIENT
 from autopar.memory.memory_log import MemoryLog
 from autopar.memory.parameter_places import ParameterPlaces
@@ -64,14 +64,18 @@ class StageLogs:
     def _backward(self, kind: str, live: MemoryLog, held: Collection[TracedStorage]) -> int:
         """One part of a split backward, or a whole backward.
 
-        A stage that sends no gradients back runs the whole backward in the parameters' part.
-        Returns the bytes that are in transit afterwards.
+        A stage that sends no gradients back runs the whole backward in the parameters' part, and
+        until then holds the gradients that it received. Returns the bytes that are in transit
+        afterwards.
         """
         calls, is_split = self.calls, self._settings.has_split_backward
         is_whole = not is_split or not calls.slots_to_inputs
         last_part = self._settings.last_part
-        if is_split and is_whole and kind == BACKWARD:
-            return 0
+        if is_split and is_whole:
+            waiting = calls.receives(forward=False)
+            live.add(TRANSIENT, waiting if kind == BACKWARD else -waiting)
+            if kind == BACKWARD:
+                return 0
         returned = set[TracedStorage]()
         if self._settings.collects_outputs:
             returned = calls.returned & calls.saved_storages.kept
@@ -84,7 +88,7 @@ class StageLogs:
         in_transit = sent if kind == BACKWARD else 0
         if kind == last_part:  # autograd frees the outputs, but the step still holds them
             live.move(sum(s.nbytes for s in returned), ACTIVATIONS, OUTPUTS)
-        if self._settings.schedule in LOOPED and kind == last_part:
+        if self._settings.is_looped and kind == last_part:
             # Autograd frees the sent tensors, but the schedule still holds them.
             still_held = sum(s.nbytes for s in calls.sent_and_saved)
             live.add(TRANSIENT, still_held)

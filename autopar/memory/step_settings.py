@@ -6,15 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.cost_model.schedule import (
-    BACKWARD,
-    FORWARD,
-    LOOPED,
-    WEIGHT,
-    Action,
-    actions,
-    early_messages,
-)
+from autopar.cost_model.schedule import Traits, actions, early_messages, traits
+from autopar.ir.schedules import BACKWARD, FORWARD, WEIGHT, Action
 
 
 @dataclass(frozen=True)
@@ -39,14 +32,19 @@ class StepSettings:
     device_type: str
 
     @property
+    def traits(self) -> Traits:
+        """What torch makes of the schedule."""
+        return traits(self.schedule, self.pipeline, self.stages // self.pipeline, self.microbatches)
+
+    @property
     def is_looped(self) -> bool:
         """Whether each rank runs one of torch's schedules for several stages a rank."""
-        return self.schedule in LOOPED and self.stages > 1
+        return self.traits.is_looped and self.stages > 1
 
     @property
     def has_split_backward(self) -> bool:
         """Whether the inputs' part and the parameters' part of a backward are separate actions."""
-        return self.schedule == "zero-bubble" and self.is_looped
+        return self.traits.has_split_backward and self.is_looped
 
     @property
     def last_part(self) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from autopar.cost_model.plan_timeline import simulate_plan
+from autopar.cost_model.schedule import traits
 from autopar.formatting.table import WIDTH, format_seconds
 from autopar.ir.plan_data import PlanData
 
@@ -80,9 +81,10 @@ def draw_timeline(plan: PlanData, most: int | None = None) -> str:
 
 
 def _legend(plan: PlanData, window: Window) -> list[str]:
-    backward = (
-        "B backward for inputs, W for weights" if plan.schedule == "zero-bubble" else "B backward"
-    )
+    is_split = traits(
+        plan.schedule, plan.pipeline, plan.chunks, plan.microbatches
+    ).has_split_backward
+    backward = "B backward for inputs, W for weights" if is_split else "B backward"
     words = [f"F forward, {backward}, S {ONCE['S']}, O {ONCE['O']}, {IDLE} waiting"]
     if window.numbers:
         words.append("the number is the microbatch's")

@@ -1,4 +1,5 @@
-"""Pipeline schedules: the only file that names ``torch.distributed.pipelining``.
+"""Pipeline schedules: with ``torch_schedules`` the only file that names
+``torch.distributed.pipelining``.
 
 torch's schedules decide the order of work and when to communicate, and ask a stage to do both.
 torch's stage makes buffers for every microbatch beforehand and keeps the tensors that it sent until
@@ -16,26 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-)
+from torch.distributed.pipelining import PipelineStage
 
 from autopar.errors import RunError
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.pipeline.stage_backward import MicrobatchBackward, StageEntry
+from autopar.runtime.pipeline.torch_schedules import make_schedule
 
 if TYPE_CHECKING:
     from autopar.passes.lowering.split_stages import BoundaryTensor
-
-_ONE_STAGE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-_SEVERAL_STAGES = {
-    "interleaved-1f1b": ScheduleInterleaved1F1B,
-    "zero-bubble": ScheduleInterleavedZeroBubble,
-}
 
 # (stage, microbatch, received tensors) -> (tensors to send, the last stage's share of the loss)
 StageForward = Callable[
@@ -58,7 +48,7 @@ class ScheduleRunner:
     """Runs this rank's stages by a schedule.
 
     Args:
-        schedule: one of ``plan_data.SCHEDULES``.
+        schedule: the name of a built-in or registered one.
         microbatches: of a step.
         stages: in the whole pipeline.
         boundaries: this rank's stages.
@@ -117,14 +107,7 @@ class ScheduleRunner:
         sizes = self._stage_count, self._microbatches
         calls = self._forward, self._on_last_backward
         self._stages = [_Stage(b, *sizes, self._mesh, *calls) for b in self._boundaries]
-        is_one = self._name in _ONE_STAGE
-        schedule: Any = _ONE_STAGE[self._name] if is_one else _SEVERAL_STAGES[self._name]
-        return schedule(
-            self._stages[0] if is_one else self._stages,
-            self._microbatches,
-            loss_fn=lambda loss, _: loss,
-            scale_grads=False,
-        )
+        return make_schedule(self._name, self._stages, self._mesh.pipeline, self._microbatches)
 
 
 class _Stage(PipelineStage):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
+from autopar.cost_model.schedule import stages_by_last_backward
 from autopar.ir.precision import dtype_of
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.parameters.gradient_handlers import GradientHandlers
@@ -24,8 +25,8 @@ class StageGradients:
     """Synchronises the gradients of ``weights``, the parameters of this rank.
 
     Each stage synchronises its own parameters during its last backward. A parameter that several
-    stages of the rank use belongs to the first of them, whose last backward is the latest. At the
-    end, gradients of parameters that several pipeline ranks hold are summed over these ranks.
+    stages of the rank use belongs to the one whose last backward is the latest. At the end,
+    gradients of parameters that several pipeline ranks hold are summed over these ranks.
     """
 
     def __init__(
@@ -40,7 +41,8 @@ class StageGradients:
         self._recorder, dtype = mesh.recorder, dtype_of(plan.reduce_dtype)
         self._syncs: dict[int, GradientSync] = {}
         taken: set[str] = set()
-        for stage in range(mesh.pipeline_rank, len(plan.stages), mesh.pipeline):
+        numbers = plan.schedule, plan.pipeline, plan.chunks, plan.microbatches
+        for stage in stages_by_last_backward(*numbers, mesh.pipeline_rank):
             names = [n for n in _used(lowered, stage) if n in weights and n not in taken]
             taken.update(names)
             own = [weights[n] for n in names]

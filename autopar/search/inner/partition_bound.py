@@ -9,7 +9,7 @@ waits until the first microbatch has passed the stages before: a step takes at l
 
 and with whole backwards the last microbatch passes these stages on its way back: f_q becomes w_q.
 The backwards of a stage begin after the whole forward of the first microbatch and its backward of
-all later stages, of which the zero-bubble schedule needs half:
+all later stages, of which a schedule that splits backwards needs half:
 
     max_r (sum_q f_q + sum_(q > r) b_q / 2 + m b_r).
 
@@ -37,8 +37,8 @@ def partition_bound(search: InnerSearch, configuration: Configuration, problem: 
     if configuration.stages == 1:
         return 0.0
     forward, backward = _least_unit_seconds(search, problem)
-    schedule, chunks, m = configuration.schedule, configuration.chunks, configuration.microbatches
-    is_whole = schedule != "zero-bubble"
+    chunks, m = configuration.chunks, configuration.microbatches
+    is_whole = not configuration.traits.has_split_backward
     works, before = _ranges(forward + backward), _before(forward + backward)
     if chunks > 1:
         waiting = np.zeros_like(works)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import torch.fx as fx
 
+from autopar.cost_model.schedule import order_digest
 from autopar.errors import PlanError
 from autopar.ir.layout import I, P, R, format_layout
 from autopar.ir.nodes import operands
@@ -22,7 +23,7 @@ from autopar.search.plan_check.check_nodes import node_errors
 from autopar.search.plan_check.check_parameters import parameter_errors
 from autopar.search.plan_check.data_degree import data_degree
 from autopar.search.plan_check.plan_view import PlanView, name_of
-from autopar.search.space.check_schedule import check_schedule
+from autopar.search.space.check_schedule import check_backend, check_schedule
 
 
 def check_batch(plan: PlanData, samples: int) -> None:
@@ -42,7 +43,14 @@ def check_batch(plan: PlanData, samples: int) -> None:
             f"replicas, {samples} samples do not divide by {parts}: plan again for this batch"
         )
     if len(plan.stages) > 1 or plan.pipeline > 1:
-        check_schedule(plan.schedule, plan.pipeline, plan.chunks, plan.microbatches)
+        numbers = plan.schedule, plan.pipeline, plan.chunks, plan.microbatches
+        check_schedule(*numbers)
+        check_backend(plan.backend, *numbers)
+        if plan.schedule_order and plan.schedule_order != order_digest(*numbers):
+            raise PlanError(
+                f"schedule {plan.schedule!r} has another order here than where the plan was made: "
+                "register the function that it had there, or plan again"
+            )
     if unknown := [a for axes in plan.modes.values() for a in axes if a not in plan.mesh_names]:
         raise PlanError(
             f"modes name the axes {', '.join(unknown)}, the mesh has "

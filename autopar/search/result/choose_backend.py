@@ -43,8 +43,8 @@ def choose_backend(
                 "for a model or a mode without it"
             )
         return "inductor", ()
-    if configuration.pipeline > 1 and configuration.schedule == "zero-bubble":
-        refused.append('the backward in two parts of schedule="zero-bubble"')
+    if configuration.pipeline > 1 and configuration.traits.has_split_backward:
+        refused.append(f'the backward in two parts of schedule="{configuration.schedule}"')
     if reasons := refused or costly:
         how = "does not compile" if refused else "would hold all scores of"
         return "eager", (f"the program runs eagerly: inductor {how} {reasons[0]}",)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.cost_model import ends_on_shared_cores
-from autopar.cost_model.schedule import LOOPED
 from autopar.ir.plan_data import PlanData
 from autopar.search.result.end_of_step import end_of_step
 from autopar.search.result.priced_plan import PricedPlan
@@ -27,7 +26,7 @@ def share_cores(plan: PlanData, priced: PricedPlan, ranks_per_core: float) -> Pl
     timeline, ends = priced.timeline, [sum(kinds.values()) for kinds in end_of_step(priced)]
     core_alone = {e.action: (e.end - e.start) / ranks_per_core for e in timeline.events}
     cores = plan.pipeline / ranks_per_core
-    is_looped = plan.schedule in LOOPED
+    is_looped = priced.configuration.traits.is_looped
     finish = ends_on_shared_cores(
         timeline.orders, core_alone, priced.send_seconds, is_looped, cores
     )

@@ -36,9 +36,8 @@ def write_plan(
     """
     analysis, configuration = priced.analysis, priced.configuration
     program = chosen_program(priced)
-    backend, on_backend = choose_backend(
-        options, cluster, analysis.graph, program.nodes, configuration
-    )
+    graph, nodes = analysis.graph, program.nodes
+    backend, on_backend = choose_backend(options, cluster, graph, nodes, configuration)
     return PlanData(
         fingerprint=analysis.captured.fingerprint,
         world_size=options.world_size,
@@ -59,6 +58,7 @@ def write_plan(
         device_kinds=tuple(cluster.kinds[kind].name for kind in configuration.kinds),
         pipeline_order=_pipeline_order(configuration.kinds),
         schedule=configuration.schedule,
+        schedule_order=configuration.order_digest,
         recomputed=program.recomputed,
         precision=options.precision,
         reduce_dtype=options.reduction_dtype,

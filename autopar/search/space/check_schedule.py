@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from autopar.cost_model.schedule import SINGLE
+from autopar.cost_model.schedule import SINGLE, actions, traits
 from autopar.errors import PlanError
-from autopar.ir.plan_data import SCHEDULES
+from autopar.ir.schedules import SCHEDULES, schedule_names
 
 
 def check_schedule(schedule: str, pipeline: int, chunks: int, microbatches: int) -> None:
@@ -14,10 +14,13 @@ def check_schedule(schedule: str, pipeline: int, chunks: int, microbatches: int)
     Raises:
         PlanError: it cannot; the message says which numbers it can run.
     """
-    if schedule not in SCHEDULES:
-        raise PlanError(f"schedule={schedule!r}: the schedules are {', '.join(SCHEDULES)}")
+    if schedule not in schedule_names():
+        raise PlanError(f"schedule={schedule!r}: the schedules are {', '.join(schedule_names())}")
     _check_chunks(schedule, pipeline, chunks)
     if pipeline == 1:
+        return
+    if schedule not in SCHEDULES:
+        actions(schedule, pipeline, chunks, microbatches)  # which checks them
         return
     if schedule == "1f1b" and microbatches < pipeline:
         raise PlanError(
@@ -37,15 +40,19 @@ def check_schedule(schedule: str, pipeline: int, chunks: int, microbatches: int)
         )
 
 
-def check_backend(backend: str | None, schedule: str, pipeline: int) -> None:
+def check_backend(
+    backend: str | None, schedule: str, pipeline: int, chunks: int, microbatches: int
+) -> None:
     """Check that ``backend`` can run ``schedule`` on ``pipeline`` ranks.
 
     Raises:
         PlanError: it cannot.
     """
-    if (backend, schedule) == ("inductor", "zero-bubble") and pipeline > 1:
+    if backend != "inductor" or pipeline == 1:
+        return
+    if traits(schedule, pipeline, chunks, microbatches).has_split_backward:
         raise PlanError(
-            'backend="inductor" compiles each backward whole, and schedule="zero-bubble" needs it '
+            f'backend="inductor" compiles each backward whole, and schedule="{schedule}" needs it '
             'in two parts: use schedule="interleaved-1f1b", or backend="eager"'
         )
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.cost_model.schedule import SINGLE, in_flight
+from autopar.cost_model.schedule import Traits, in_flight, order_digest, traits
+from autopar.cost_model.simulate import schedule_seconds
+from autopar.ir.schedules import SCHEDULES
 from autopar.search.space.meshes import Axis
 from autopar.search.space.modes.mode import Mode
 
@@ -73,6 +75,16 @@ class Configuration:
         """The number of the kind of devices that a stage runs on."""
         return self.kinds[stage % self.pipeline] if self.kinds else 0
 
+    @property
+    def traits(self) -> Traits:
+        """What torch makes of the schedule."""
+        return traits(self.schedule, self.pipeline, self.chunks, self.microbatches)
+
+    @property
+    def order_digest(self) -> str:
+        """For a registered schedule, a digest of its order; else ""."""
+        return order_digest(self.schedule, self.pipeline, self.chunks, self.microbatches)
+
     def microbatches_in_flight(self) -> tuple[int, ...]:
         """The most microbatches in flight in each stage. One stage runs microbatches one by one."""
         if self.stages == 1:
@@ -99,22 +111,41 @@ def least_step_ratio(configuration: Configuration) -> float:
     the last microbatch have passed them, too. The slowest rank is fastest where
     w_r = (1 - 1/m) w_(r-1).
 
-    In every schedule one microbatch passes all stages, forward and backward. The zero-bubble
-    schedule may leave half of the last backward for later.
+    In every schedule one microbatch passes all stages, forward and backward. A schedule that splits
+    backwards may leave half of the last backward for later.
     """
     m, p = configuration.microbatches, configuration.pipeline
-    if configuration.schedule in SINGLE:
+    is_split = configuration.traits.has_split_backward
+    if configuration.chunks == 1 and not is_split:
         return 1 / (1 - (1 - 1 / m) ** p)
-    return max(m / p, 0.5 if configuration.schedule == "zero-bubble" else 1.0)
+    return max(m / p, 0.5 if is_split else 1.0)
 
 
 def estimated_step_ratio(configuration: Configuration) -> float:
     """About the step time as a multiple of the time of one microbatch in all stages together, with
     equal stages. A warm-up and a drain take p - 1 times a stage's chunk; the zero-bubble schedule
-    fills two thirds of them, where there are enough microbatches, and otherwise one third.
+    fills two thirds of them, where there are enough microbatches, and otherwise one third. A
+    registered schedule is simulated, with backwards twice as long as forwards.
     """
+    if configuration.schedule not in SCHEDULES and configuration.pipeline > 1:
+        return max(_simulated_ratio(configuration), least_step_ratio(configuration))
     m, p, chunks = configuration.microbatches, configuration.pipeline, configuration.chunks
     waiting = 1.0
     if configuration.schedule == "zero-bubble":
         waiting = 1 / 3 if m >= 2 * p else 2 / 3
     return max((m + waiting * (p - 1) / chunks) / p, least_step_ratio(configuration))
+
+
+def _simulated_ratio(configuration: Configuration) -> float:
+    stages = configuration.stages
+    forward, backward = [1 / (3 * stages)] * stages, [2 / (3 * stages)] * stages
+    return float(
+        schedule_seconds(
+            configuration.schedule,
+            configuration.pipeline,
+            configuration.chunks,
+            configuration.microbatches,
+            forward,
+            backward,
+        )
+    )

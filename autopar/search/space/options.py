@@ -11,8 +11,9 @@ from typing import Any
 
 from autopar.cost_model.memory import optimizer_name
 from autopar.errors import PlanError
-from autopar.ir.plan_data import BACKENDS, PIPELINE, SCHEDULES
+from autopar.ir.plan_data import BACKENDS, PIPELINE
 from autopar.ir.precision import COMPUTE_DTYPES, REDUCE_DTYPES, reduction_dtype
+from autopar.ir.schedules import schedule_names
 from autopar.search.space.check_solver import check_solver
 from autopar.search.space.meshes import (
     Axis,
@@ -61,7 +62,7 @@ class Options:
         memory_budget: bytes per device; the cluster's device memory unless given.
         micro_batch_size: samples per microbatch and data-parallel replica.
         schedule: the schedule of a pipeline: "gpipe", "1f1b", "interleaved-1f1b" (several stages
-            a rank) or "zero-bubble".
+            a rank), "zero-bubble", or your own (:func:`autopar.register_schedule`).
         recompute: "none" saves all that the backward needs, "full" saves only what leaves each
             repeated block, "auto" saves what is worth its memory.
         zero: 0 keeps parameters whole. 1 or 2 shards stored parameters, gradients and optimizer
@@ -127,7 +128,8 @@ class Options:
                 check_choice(name, getattr(self, name), known, ", or leave it out")
         check_choice("recompute", self.recompute, RECOMPUTE_OPTIONS)
         if self.schedule is not None:
-            check_choice("schedule", self.schedule, SCHEDULES)
+            own = ", or your own: autopar.register_schedule"
+            check_choice("schedule", self.schedule, schedule_names(), own)
         if self.backend is not None:
             check_choice("backend", self.backend, BACKENDS)
         if not isinstance(self.solver, str):

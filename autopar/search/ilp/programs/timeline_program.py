@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import highspy
 import numpy as np
 
-from autopar.cost_model.schedule import FORWARD, LOOPED, Action, actions, prerequisite
+from autopar.cost_model.schedule import actions
+from autopar.ir.schedules import FORWARD, Action, prerequisite
 from autopar.search.ilp.cost_weights import CostBreakdown
 from autopar.search.ilp.problem import Problem, RecomputedConversions
 from autopar.search.ilp.programs.stage_cost_program import MEMORY_SCALE, StageCostProgram
@@ -164,15 +165,15 @@ class TimelineProgram(StageCostProgram):
         if source is not None:
             start = (ends[source], -1.0)
             self.add_row(0.0, np.inf, (ends[action], 1.0), start, *work, *transfer)
-        waits = () if self.configuration.schedule in LOOPED else transfer
+        waits = () if self.configuration.traits.is_looped else transfer
         if source is None or before is not None or waits:
             starts = ((ends[before], -1.0),) if before else ()
             self.add_row(0.0, np.inf, (ends[action], 1.0), *starts, *work, *waits)
 
     def _work(self, action: Action) -> list[tuple[int, float]]:
-        """The seconds of an action. Zero-bubble schedules halve a backward into two actions."""
+        """The seconds of an action. A schedule that splits backwards has two halves of each."""
         kind = "forward" if action.kind == FORWARD else "backward"
-        is_half = kind == "backward" and self.configuration.schedule == "zero-bubble"
+        is_half = kind == "backward" and self.configuration.traits.has_split_backward
         return [(self.seconds[kind] + action.stage, -0.5 if is_half else -1.0)]
 
     def _transfer(self, action: Action, source: Action | None) -> tuple[tuple[int, float], ...]:
