@@ -11,7 +11,7 @@ from html import escape
 
 BAND, COLOURS = (
     "#c8c8c8",
-    ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"),
+    ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"),
 )  # Okabe and Ito: told apart by all eyes
 WIDTH, HEIGHT, MARGIN, DASH = 300, 200, 48, 5  # in pixels; a chart without its margin
 

@@ -1,4 +1,4 @@
-"""What a run of ``train_vit.py`` measured, as a table and as a picture."""
+"""What a run of ``finetune_vit.py`` measured, as a table and as a picture."""
 
 from __future__ import annotations
 
@@ -6,27 +6,21 @@ import dataclasses
 import itertools
 import json
 from pathlib import Path
-from typing import Any
 
 from curves import Chart, svg
 from tabulate import tabulate
 
-MODES: dict[str, dict[str, Any]] = {
-    "1d": dict(size=4),
-    "2d": dict(size=4),
-    "2.5d": dict(size=8, depth=2),
-    "3d": dict(size=8),
-}
 ALONE = "one device"
 FIRST = 20  # steps in which rounding has not been amplified much by training
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Of one training: the loss of each step, the test accuracy after each epoch, and the median
-    seconds of a step.
+    """Of one training: the number of ranks, the loss of each step, the test accuracy after each
+    epoch, and the median seconds of a step.
     """
 
+    ranks: int
     losses: list[float]
     accuracies: list[float]
     seconds: float
@@ -45,7 +39,7 @@ def differences(run: Run, alone: Run) -> list[float]:
 
 
 def summary(runs: dict[str, Run]) -> str:
-    """Each mode beside one device."""
+    """Each plan beside one device."""
     rows = []
     for name, run in runs.items():
         apart = differences(run, runs[ALONE])
@@ -53,14 +47,14 @@ def summary(runs: dict[str, Run]) -> str:
         rows.append(
             (
                 name,
-                MODES.get(name, dict(size=1))["size"],
+                run.ranks,
                 f"{run.accuracies[-1]:.3f}",
                 *compared,
                 f"{run.seconds:.3f}",
             )
         )
     heads = (
-        "mode",
+        "plan",
         "ranks",
         "test accuracy",
         f"loss difference, {FIRST} steps",
@@ -71,7 +65,7 @@ def summary(runs: dict[str, Run]) -> str:
 
 
 def picture(runs: dict[str, Run], epochs: int) -> str:
-    """Accuracy and loss of all runs, and how far each mode's loss has been from one device's."""
+    """Accuracy and loss of all runs, and how far each plan's loss has been from one device's."""
     accuracies = {name: run.accuracies for name, run in runs.items()}
     losses = {name: run.losses for name, run in runs.items()}
     apart = {

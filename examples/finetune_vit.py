@@ -1,12 +1,15 @@
-"""Train a vision transformer on scikit-learn's digits in every mode of tensor parallelism, and draw
-it on top of one device's training.
+"""Train a vision transformer on scikit-learn's digits under several plans, and draw the trainings
+on top of one device's.
 
-``python examples/train_vit.py`` trains on one device, then starts local ranks for each mode;
-``torchrun --nproc-per-node 4 examples/train_vit.py --modes 2d`` runs one mode by hand and leaves
-``2d.json`` in the folder that ``--out`` names. All runs start from the same weights and take the
-same batches. Width and heads are those of ViT-Tiny, which ``--layers 12`` makes it but for its
-images' size. ``train_vit.svg`` is the picture with ``--layers 12`` and all other options left
-alone.
+``python examples/finetune_vit.py`` trains on one device, then starts local ranks for each plan of
+``finetune_vit.json``: data, tensor, pipeline and hybrid parallelism, and the other modes of tensor
+parallelism. All runs start from the same weights, random ones or those in the folder "start_from",
+take the same batches and end with the same accuracy. ``torchrun --nproc-per-node 4
+examples/finetune_vit.py --plans 2d`` runs one plan by hand and leaves ``2d.json`` in the folder
+that ``--out`` names.
+
+Width and heads are those of ViT-Tiny, which 12 layers make it but for its images' size.
+``finetune_vit.svg`` is the picture of the plans tensor, 2d, 2.5d and 3d with 12 layers.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ import torch.distributed as dist
 from local_launch import launch, on_this_rank
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
-from vit_results import ALONE, MODES, Run, picture, summary
+from vit_configuration import Configuration
+from vit_results import ALONE, Run, picture, summary
 
 import autopar
 
@@ -46,41 +50,27 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
+    own = Path(__file__).with_suffix(".json")
+    parser.add_argument("--config", type=Path, default=own, help="the configuration file")
     parser.add_argument(
-        "--modes",
-        nargs="+",
-        choices=MODES,
-        default=list(MODES),
-        help="modes to run; 1d and 2d take 4 ranks, the others 8",
+        "--plans", nargs="+", help="those of the file's plans to run; all if left out"
     )
-    parser.add_argument("--epochs", type=int, default=6, help="times through the training images")
-    batch = "images in the global batch, a multiple of 8"
-    parser.add_argument("--batch", type=int, default=64, help=batch)
-    parser.add_argument(
-        "--layers",
-        type=int,
-        default=4,
-        help="transformer blocks; 12 make it a ViT-Tiny, and each step three times as long",
-    )
-    rate = "AdamW's learning rate at the end of the warmup"
-    parser.add_argument("--lr", type=float, default=5e-4, help=rate)
     parser.add_argument(
         "--out",
         type=Path,
-        default=Path("build/train_vit"),
+        default=Path("build/finetune_vit"),
         help="folder for the picture, curves.svg, and each run's numbers",
     )
     options = parser.parse_args()
-    for name in ("epochs", "batch", "layers"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} is {getattr(options, name)}; it must be at least 1")
-    if options.batch % 8:
-        parser.error(
-            f"--batch is {options.batch}; mode 2.5d and 3d split it over 4 ranks or 8: give a "
-            "multiple of 8"
-        )
-    if "RANK" in os.environ and len(options.modes) != 1:
-        parser.error("under torchrun one mode runs: give --modes one")
+    try:
+        options.config = Configuration.read(options.config)
+    except ValueError as e:
+        parser.error(str(e))
+    options.plans = options.plans or list(options.config.plans)
+    if unknown := [name for name in options.plans if name not in options.config.plans]:
+        parser.error(f"--plans {' '.join(unknown)}: the file has {', '.join(options.config.plans)}")
+    if "RANK" in os.environ and len(options.plans) != 1:
+        parser.error("under torchrun one plan runs: give --plans one")
     return options
 
 
@@ -96,7 +86,7 @@ def digits() -> Digits:
     return Digits(images[train], labels[train], images[test], labels[test])
 
 
-def network(layers: int) -> torch.nn.Module:
+def network(configuration: Configuration) -> torch.nn.Module:
     """transformers' class, unmodified, without dropout so that runs can be compared; the same
     weights on every rank and in every run.
     """
@@ -104,12 +94,18 @@ def network(layers: int) -> torch.nn.Module:
 
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
-    tiny = dict(
-        hidden_size=192, num_attention_heads=3, intermediate_size=768, num_hidden_layers=layers
-    )
+    no_dropout = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    if configuration.start_from is not None:
+        return transformers.ViTForImageClassification.from_pretrained(
+            configuration.start_from,
+            num_labels=CLASSES,
+            ignore_mismatched_sizes=True,
+            **no_dropout,
+        ).train()
+    tiny = dict(hidden_size=192, num_attention_heads=3, intermediate_size=768)
     images = dict(image_size=8, patch_size=2, num_channels=1, num_labels=CLASSES)
     config = transformers.ViTConfig(
-        **tiny, **images, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+        **tiny, **images, **no_dropout, num_hidden_layers=configuration.layers
     )
     return transformers.ViTForImageClassification(config)
 
@@ -119,7 +115,7 @@ def sample(data: Digits, batch: int) -> dict[str, torch.Tensor]:
 
 
 def train(
-    model: torch.nn.Module, data: Digits, options: argparse.Namespace, label: str, quiet: bool
+    model: torch.nn.Module, data: Digits, options: Configuration, label: str, ranks: int = 1
 ) -> Run:
     """Train for some epochs, and test after each."""
     from transformers import get_cosine_schedule_with_warmup
@@ -137,7 +133,7 @@ def train(
     with tqdm(
         total=steps,
         desc=label,
-        disable=quiet,
+        disable=ranks > 1 and dist.get_rank() != 0,
         unit="step",
         mininterval=0.2 if sys.stderr.isatty() else 10,
     ) as bar:
@@ -155,7 +151,7 @@ def train(
                 bar.update()
             accuracies.append(accuracy(model, data, options.batch))
             bar.set_postfix(loss=f"{losses[-1]:.3f}", accuracy=f"{accuracies[-1]:.3f}")
-    return Run(losses, accuracies, statistics.median(seconds))
+    return Run(ranks, losses, accuracies, statistics.median(seconds))
 
 
 @torch.no_grad()
@@ -173,28 +169,30 @@ def accuracy(model: torch.nn.Module, data: Digits, batch: int) -> float:
     return float((torch.cat(found)[:images] == data.test_labels).double().mean())
 
 
-def distributed(mode: str, options: argparse.Namespace) -> Run:
-    """The same training in one mode; to be called on each of its ranks."""
-    data, ranks = digits(), MODES[mode]["size"]
-    given: dict[str, Any] = dict(
-        cluster="cpu",
-        optimizer="fused-adamw",
-        parallel=dict(tensor=dict(MODES[mode], mode=mode)),
-        progress=False,
+def distributed(plan: str, configuration: Configuration) -> Run:
+    """The same training under one plan; to be called on each of its ranks."""
+    data, ranks = digits(), configuration.ranks(plan)
+    given: dict[str, Any] = dict(cluster="cpu", optimizer="fused-adamw", progress=False)
+    compiled = autopar.compile(
+        network(configuration),
+        sample(data, configuration.batch),
+        ranks,
+        **given,
+        **configuration.options(plan),
     )
-    compiled = autopar.compile(network(options.layers), sample(data, options.batch), ranks, **given)
-    return train(compiled, data, options, f"{mode} on {ranks} ranks", quiet=dist.get_rank() != 0)
+    return train(compiled, data, configuration, f"{plan} on {ranks} ranks", ranks)
 
 
 def everything(options: argparse.Namespace) -> None:
     """All runs, the table and the picture."""
-    runs = {ALONE: train(network(options.layers), digits(), options, ALONE, quiet=False)}
+    configuration: Configuration = options.config
+    runs = {ALONE: train(network(configuration), digits(), configuration, ALONE)}
     runs[ALONE].save(options.out / "alone.json")
-    for mode in options.modes:
-        launch(MODES[mode]["size"], f"mode {mode}: ", "--modes", mode)
-        runs[mode] = Run.load(options.out / f"{mode}.json")
+    for plan in options.plans:
+        launch(configuration.ranks(plan), f"plan {plan}: ", "--plans", plan)
+        runs[plan] = Run.load(options.out / f"{plan}.json")
     drawing = options.out / "curves.svg"
-    drawing.write_text(picture(runs, options.epochs), encoding="utf-8")
+    drawing.write_text(picture(runs, configuration.epochs), encoding="utf-8")
     print(
         f"\n{summary(runs)}\n\n(differences start as float32 rounding, since sums run in another "
         "order, and training amplifies them)"
@@ -208,9 +206,9 @@ def main() -> None:
         everything(options)
         return
     with on_this_rank():
-        run = distributed(options.modes[0], options)
+        run = distributed(options.plans[0], options.config)
         if os.environ["RANK"] == "0":
-            run.save(options.out / f"{options.modes[0]}.json")
+            run.save(options.out / f"{options.plans[0]}.json")
         dist.barrier()
 
 
