@@ -9,11 +9,12 @@ from autopar.api import compile, plan
 from autopar.check import Checked, check
 from autopar.compare_modes import Modes, compare_modes
 from autopar.cost_model import Cluster
-from autopar.errors import AutoparError, CaptureError, PlanError, RunError
+from autopar.errors import AutoparError, CaptureError, CheckpointError, PlanError, RunError
 from autopar.ir.schedules import Action, register_schedule
 from autopar.plan import Plan
 from autopar.rules import Option, register_rule
 from autopar.runtime.checkpoint.files.folder import newest_checkpoint
+from autopar.runtime.communication.all_ranks import on_any_rank
 from autopar.runtime.measure.comparison import Comparison
 from autopar.runtime.module.compiled import Compiled
 from autopar.runtime.optimizer.gradient_clipping import clip_grad_norm_
@@ -32,6 +33,7 @@ __all__ = [
     "AutoparError",
     "CaptureError",
     "Checked",
+    "CheckpointError",
     "Cluster",
     "Comparison",
     "Compiled",
@@ -51,6 +53,7 @@ __all__ = [
     "compare_modes",
     "compile",
     "newest_checkpoint",
+    "on_any_rank",
     "plan",
     "register_gradient_handler",
     "register_mode",

@@ -38,7 +38,10 @@ from autopar.runtime.communication.all_ranks import (
     run_distributed,
     run_on_all_ranks,
 )
+from autopar.runtime.communication.groups import groups
+from autopar.runtime.communication.join import join_group
 from autopar.runtime.communication.mesh import Mesh
+from autopar.runtime.communication.watch.watchdog import blocking_section
 from autopar.runtime.module.compiled import Compiled
 from autopar.runtime.typecheck.checker import check_types
 from autopar.search.plan_check.check_plan import check_batch, check_plan
@@ -94,6 +97,7 @@ def compile(
     cluster: str | os.PathLike[str] | Cluster | None = None,
     loss_fn: LossFunction | None = None,
     batch: str | None = None,
+    timeout: float | None = None,
     progress: bool = True,
     verify: bool = True,
     **options: Any,
@@ -108,6 +112,9 @@ def compile(
         batch: what each rank passes to a call: ``"global"``, the whole batch, or ``"local"``, the
             samples of its data-parallel replica, see ``compiled.sampler``. Unless given, that of
             ``plan``, where a program was compiled with it, else ``"global"``.
+        timeout: the seconds that a rank waits for another one, in every process group that the
+            program makes, before all ranks raise an error. Unless given, that of the default
+            process group.
         verify: whether rank 0 runs the model and its captured graph on a few samples of the sample
             input and compares the results, where weights and sample have values; see
             :func:`autopar.check`. Where a few samples cannot stand for the batch, or their results
@@ -123,20 +130,31 @@ def compile(
     device = model_device(model)
     precision = plan.precision if isinstance(plan, Plan) else options.get("precision")
     traced = TracedModel(model, sample_input, loss_fn, precision)
-    _join_group(world_size, device)
-    run_on_all_ranks("compile", partial(_check, world_size, device, traced.sample, plan, options))
-    check_same_on_all_ranks("to be made" if plan is None else "given", "the plan")
-    # Each rank traces: rank 0 would first trace just as long, and then send what it has.
-    run_on_all_ranks("tracing the model", lambda: traced.whole)
+    join_group(world_size, device, timeout)
     make = partial(
         make_plan_on_this_machine, traced, device, world_size, cluster, progress, options
     )
-    ((notes, made),) = run_distributed(
-        ("planning", partial(_verify_and_plan, traced, verify, make if plan is None else None))
-    )
-    plan = run_on_all_ranks("compile", partial(with_batch, plan or made, batch))
-    decided = dataclasses.replace(plan, timings={}, options={"batch": plan.batch})
-    check_same_on_all_ranks(repr(decided), "the plan")
+    with blocking_section("compile"):
+        check_same_on_all_ranks(f"{timeout}", "timeout=", dist.group.WORLD)
+        groups().set_timeout(timeout)
+        check = partial(_check, world_size, device, traced.sample, plan, options)
+        run_on_all_ranks("checking the arguments", check)
+        check_same_on_all_ranks("to be made" if plan is None else "given", "the plan")
+        # Each rank traces: rank 0 would first trace just as long, and then send what it has.
+        run_on_all_ranks("tracing the model", lambda: traced.whole)
+        ((notes, made),) = run_distributed(
+            ("planning", partial(_verify_and_plan, traced, verify, make if plan is None else None))
+        )
+        plan = run_on_all_ranks("the batch", partial(with_batch, plan or made, batch))
+        decided = dataclasses.replace(plan, timings={}, options={"batch": plan.batch})
+        check_same_on_all_ranks(repr(decided), "the plan")
+        return _program_of_plan(traced, plan, notes, device, progress)
+
+
+def _program_of_plan(
+    traced: TracedModel, plan: Plan, notes: list[str], device: torch.device, progress: bool
+) -> Compiled:
+    """The program of ``plan`` on this rank; ``notes`` go to those of the plan."""
     analysis, prologue = _graph_of_plan(traced, plan)
     mesh = _mesh_of_plan(plan, device)
     trace = run_on_all_ranks("tracing the model in eval()", lambda: EvaluationTrace(traced))
@@ -146,7 +164,7 @@ def compile(
     notes = [*notes, *lowered.notes, *_check_types(analysis, lowered, mesh)]
     noted = dataclasses.replace(plan, notes=(*plan.notes, *notes)) if notes else plan
     made = captured, noted, lowered, mesh
-    return Compiled(*made, model=model, evaluation=evaluation, progress=progress)
+    return Compiled(*made, model=traced.model, evaluation=evaluation, progress=progress)
 
 
 def _mesh_of_plan(plan: Plan, device: torch.device) -> Mesh:
@@ -241,23 +259,6 @@ def _verify(traced: TracedModel) -> list[str]:
         if problem
         else []
     )
-
-
-def _join_group(world_size: int, device: torch.device) -> None:
-    """Starts a process group where there is none, under torchrun or for a single process."""
-    if not dist.is_initialized():
-        # A model on the meta device trains on a GPU if there is one.
-        on_gpu = device.type == "cuda" or (device.type == "meta" and torch.cuda.is_available())
-        backend = "nccl" if on_gpu else "gloo"
-        if "RANK" in os.environ:
-            dist.init_process_group(backend)
-        elif world_size == 1:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        else:
-            raise RunError(
-                f"compile(world_size={world_size}) needs {world_size} processes: start it with "
-                f"torchrun --nproc-per-node {world_size}"
-            )
 
 
 def _check(

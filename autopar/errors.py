@@ -33,3 +33,9 @@ class BudgetError(PlanError):
 
 class RunError(AutoparError):
     """A compiled program cannot run as its plan says, for example because ranks differ."""
+
+
+class CheckpointError(RunError):
+    """A checkpoint was not saved, for example because the disk is full. Those before are whole, and
+    the run can go on.
+    """

@@ -13,6 +13,7 @@ from pool import Pools
 from autopar.errors import PlanError, RunError
 from autopar.runtime.communication.all_ranks import (
     check_same_on_all_ranks,
+    on_any_rank,
     run_distributed,
     run_on_all_ranks,
 )
@@ -102,6 +103,16 @@ def agree_without_gathering() -> Any:
         check_same_on_all_ranks("same", "it")
         number = run_on_all_ranks("counting", lambda: 3)
         return number, run_distributed(("a", lambda: "plan"), ("b", lambda: "mode"))
+
+
+def ask_all() -> list[bool]:
+    rank = dist.get_rank()
+    return [on_any_rank(flag) for flag in (rank == 1, False, True)]
+
+
+def test_a_rank_that_is_asked_to_stop_stops_all(ranks: Pools) -> None:
+    assert ranks(2).run(ask_all) == [[True, False, True]] * 2
+    assert [on_any_rank(flag) for flag in (True, False)] == [True, False]  # without a group
 
 
 def test_ranks_that_agree_receive_nothing_from_every_rank(ranks: Pools) -> None:

@@ -47,6 +47,19 @@ def _world_size() -> None:
             compile_(model, sample)
 
 
+def _timeouts() -> None:
+    model, sample = zoo.mlp()
+    for wrong in (0, -1.0, True, "60", float("nan"), float("inf")):
+        with pytest.raises(RunError, match="give the seconds that a rank waits"):
+            compile_(model, sample, timeout=wrong)
+    with pytest.raises(RunError, match="timeout= is not the same on all ranks"):
+        compile_(model, sample, timeout=60 + dist.get_rank())
+
+
+def test_timeouts_that_are_none(ranks: Pools) -> None:
+    ranks(2).run(_timeouts)
+
+
 def test_a_world_size_that_is_not_the_process_groups(ranks: Pools) -> None:
     ranks(2).run(_world_size)
 

@@ -86,7 +86,9 @@ def _full_disk(run: Run, folder: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (512, hard))
     run.model.save(folder / "step-5", **run.parts())
     run.steps(1)
-    with pytest.raises(RunError, match=r"step-5 was not saved: on rank 1.*File too large"):
+    with pytest.raises(
+        autopar.CheckpointError, match=r"step-5 was not saved: on rank 1.*File too large"
+    ):
         run.model.save(folder / "step-6", **run.parts())
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert _names(folder) == ["step-3", "step-4"]
@@ -111,6 +113,10 @@ def _torn(run: Run, folder: Path) -> None:
             run.model.load(folder, **run.parts())
     else:
         run.model.load(folder, **run.parts())
+    run.model.save(folder / "step-5", **run.parts(), keep=2, wait=True)  # replaces the torn one
+    assert autopar.newest_checkpoint(folder) == folder / "step-5"
+    assert _names(folder) == ["step-4", "step-5", "step-6.partial"]
+    run.model.load(folder / "step-5", **run.parts())
     with pytest.raises(RunError, match=r"nowhere does not exist"):
         run.model.load(folder / "nowhere")
     run.model.save(folder / "bare", wait=True)

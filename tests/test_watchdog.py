@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import autopar
-from autopar.runtime.communication import watchdog
+from autopar.runtime.communication.watch import watchdog
 
 pytestmark = pytest.mark.alone
 

@@ -23,10 +23,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from autopar.errors import RunError
 from autopar.runtime.agreement.batch_comparison import BatchComparison
@@ -34,7 +34,8 @@ from autopar.runtime.agreement.desync_messages import counter_message
 from autopar.runtime.agreement.input_digests import InputDigests
 from autopar.runtime.agreement.record_exchange import RecordExchange
 from autopar.runtime.communication.mesh import Mesh
-from autopar.runtime.communication.watchdog import Progress, Watchdog, watchdog_of
+from autopar.runtime.communication.watch.verdict import Progress
+from autopar.runtime.communication.watch.watchdog import watch_world
 
 _FIRST_CALLS = 4  # calls whose records are compared before they run
 _SHARE = 0.003  # of a step's time, for exchanges and for reading inputs
@@ -76,9 +77,9 @@ class DesyncDetector:
         self._stepped = False
         self._digests = InputDigests(mesh.device)
         self._exchange = RecordExchange(mesh.device)
-        world = dist.group.WORLD
-        assert world is not None
-        self._watchdog = watchdog_of(world, self._exchange.group)
+        watchdog = watch_world()
+        assert watchdog is not None
+        self._watchdog, self._mesh = watchdog, mesh
         self._name = self._watchdog.add(self, self._identity)
         self._records: deque[list[int]] = deque(maxlen=_KEPT)
         # When the next exchange is due, in calls, and whether calls until then read their inputs.
@@ -197,12 +198,17 @@ class DesyncDetector:
 
     # The watchdog's view of this program.
 
-    def enter_call(self) -> Watchdog:
+    def enter_call(self) -> AbstractContextManager[None]:
         """Tells the watchdog that a call begins; the whole call runs inside the returned
         context.
         """
-        self._watchdog.begin_call(self._name, self._calls + 1)
-        return self._watchdog
+        return self._watchdog.call(self._name, self._calls + 1)
+
+    def phase(self) -> str:
+        """What the program does on this rank now, such as "forward of stage 1"."""
+        kind, stage = self._mesh.recorder.doing
+        in_stage = kind in ("forward", "backward") and self._mesh.pipeline > 1
+        return f"{kind} of stage {stage}" if in_stage else kind
 
     def progress(self) -> Progress:
         """This rank's counters that only grow, and the records of its last calls."""

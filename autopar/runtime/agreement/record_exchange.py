@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from autopar.runtime.communication.mesh import inherit_timeout
-
-_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+from autopar.runtime.communication.groups import groups
 
 
 class RecordExchange:
@@ -22,7 +19,9 @@ class RecordExchange:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.group = _group_of_records()
+        self.group = groups().of_purpose(
+            "records"
+        )  # even ranks that are a step apart meet there alone
         self._rank, self._ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._table: torch.Tensor | None = None  # of the pending exchange
@@ -66,15 +65,3 @@ class RecordExchange:
     def finish(self) -> None:
         """Forgets the exchange."""
         self._table = self._work = None
-
-
-def _group_of_records() -> dist.ProcessGroup:
-    """A group of all ranks for records alone: a record never meets another collective, even where
-    ranks are a step apart.
-    """
-    world = dist.group.WORLD
-    assert world is not None
-    if world not in _GROUPS:
-        _GROUPS[world] = dist.new_group()
-        inherit_timeout(_GROUPS[world])
-    return _GROUPS[world]

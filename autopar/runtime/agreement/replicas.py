@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
-from autopar.runtime.communication.watchdog import blocking_section
+from autopar.runtime.communication.groups import groups
+from autopar.runtime.communication.watch.watchdog import blocking_section
 
 _SHOWN = 8  # differences that an error lists
 
@@ -113,8 +114,8 @@ def _digest(value: Any) -> Any:
 def _gather(mine: dict) -> list[dict]:
     """Every rank's ``mine``, in the order of ranks."""
     told: list[Any] = [None] * dist.get_world_size()
-    with blocking_section():
-        dist.all_gather_object(told, mine)
+    with blocking_section("comparing replicas"):
+        dist.all_gather_object(told, mine, groups().everyone())
     return told
 
 

@@ -66,8 +66,10 @@ class Checkpoints(nn.Module):
             wait: whether to return only when the checkpoint is complete.
 
         Raises:
-            RunError: on every rank, if ``path`` exists, if a state is no plain data, or if the save
-                before this one failed (or this one, with ``wait``). What was saved before is whole.
+            RunError: on every rank, if ``path`` exists and is not torn, or if a state is no plain
+                data.
+            CheckpointError: on every rank, if the save before this one failed, or this one, with
+                ``wait``. What was saved before is whole.
         """
         self._state.check_has_values()
         given = dict(optimizer=optimizer, scheduler=scheduler, loader=loader, extra=extra)
@@ -77,7 +79,8 @@ class Checkpoints(nn.Module):
 
     def finish_save(self) -> None:
         """Waits until the save that is under way is complete. All ranks must call it, at the latest
-        before the process group ends. Raises :class:`RunError`, on every rank, if the save failed.
+        before the process group ends. Raises :class:`CheckpointError`, on every rank, if the save
+        failed.
         """
         self._saver.finish()
 

@@ -28,12 +28,18 @@ from autopar.runtime.checkpoint.program_state import (
 from autopar.runtime.checkpoint.saved_plain_data import SavedPlainData
 from autopar.runtime.checkpoint.saver import reason_of
 from autopar.runtime.communication.all_ranks import check_same_on_all_ranks, run_on_all_ranks
+from autopar.runtime.communication.watch.watchdog import blocking_section
 
 
 def load(program: Program, path: Any, given: dict[str, Any], group: dist.ProcessGroup) -> Any:
     """Gives the program and what is ``given`` (``optimizer``, ``scheduler``, ``loader``) the state
     of a checkpoint. Returns ``extra`` as it was saved.
     """
+    with blocking_section("loading a checkpoint"):
+        return _load(program, path, given, group)
+
+
+def _load(program: Program, path: Any, given: dict[str, Any], group: dist.ProcessGroup) -> Any:
     target = run_on_all_ranks("load", partial(checkpoint_path, path))
     check_same_on_all_ranks(str(target), "the path of the checkpoint")
     folder = verified_checkpoint(target, group)

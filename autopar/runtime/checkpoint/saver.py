@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from autopar.errors import RunError
+from autopar.errors import CheckpointError, RunError
 from autopar.runtime.checkpoint.background import start_in_background
 from autopar.runtime.checkpoint.files.folder import check_free, checkpoint_path, discard
 from autopar.runtime.checkpoint.files.index import Index
@@ -31,6 +31,8 @@ from autopar.runtime.checkpoint.program_state import (
     listed,
 )
 from autopar.runtime.communication.all_ranks import check_same_on_all_ranks, run_on_all_ranks
+from autopar.runtime.communication.groups import groups
+from autopar.runtime.communication.watch.watchdog import background_section, blocking_section
 
 _LOG = logging.getLogger(__name__)
 
@@ -48,7 +50,7 @@ class Saver:
     def group(self) -> dist.ProcessGroup:
         """A gloo group of all ranks. All ranks must ask for it first at the same place."""
         if self._group is None:
-            self._group = dist.new_group(backend="gloo")
+            self._group = groups().new(backend="gloo")
         return self._group
 
     def finish(self) -> None:
@@ -65,6 +67,10 @@ class Saver:
         ``loader``, ``extra``), once an earlier save has ended.
         """
         self.finish()
+        with blocking_section("checkpoint"):
+            self._begin(program, path, given, keep)
+
+    def _begin(self, program: Program, path: Any, given: dict[str, Any], keep: int | None) -> None:
         target = run_on_all_ranks("preparing to save", partial(_target, path, keep))
         check_same_on_all_ranks(f"{target} {keep}", "the path of the checkpoint, or keep,")
         gather = partial(_state, program, given)
@@ -115,14 +121,15 @@ def _write(
 ) -> None:
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
-        dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group)
+        with background_section(f"writes the checkpoint {path}"):
+            dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as e:
         message = f"{path} was not saved: {reason_of(e)}"
         if dist.get_rank(group) == 0:
             _LOG.error(message)  # at once: the next call, which raises it, may be far
             with suppress(OSError):
                 discard(path)
-        raise RunError(message) from None
+        raise CheckpointError(message) from None
 
 
 def reason_of(failure: CheckpointException) -> str:

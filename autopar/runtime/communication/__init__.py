@@ -1,8 +1,8 @@
 """How do the ranks of a program talk to each other?
 
-In reading order: ``mesh`` (process groups and this rank's place), ``collectives`` (conversions of a
-tensor between types, differentiable), ``kernel_collectives`` (collectives without a gradient),
-``placements`` (layouts as DTensor writes them), ``random_streams`` (draws that are equal wherever a
-tensor is), ``all_ranks`` (work that succeeds or fails on all ranks together) and ``watchdog`` (a
-rank that waits in vain ends with an error; with ``abort``).
+In reading order: ``join`` and ``groups`` (process groups), ``mesh`` (this rank's place),
+``collectives`` (conversions of a tensor between types, differentiable), ``kernel_collectives``
+(collectives without a gradient), ``placements`` (layouts as DTensor writes them),
+``random_streams`` (draws that are equal wherever a tensor is), ``all_ranks`` (work that succeeds or
+fails on all ranks together) and ``watch`` (a rank that waits in vain ends with an error).
 """

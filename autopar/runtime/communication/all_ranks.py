@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import AutoparError, RunError
+from autopar.runtime.communication.groups import groups
+from autopar.runtime.communication.watch.watchdog import blocking_section
 
 T = TypeVar("T")
 
@@ -27,17 +29,18 @@ def run_on_all_ranks(what: str, work: Callable[[], T]) -> T:
     raised on another one.
     """
     failure: Exception | None = None
-    try:
-        result = work()
-    except Exception as e:  # raised again below, once the other ranks know
-        failure = e
-    failed = _first_failing(failure)
-    if failed is not None:
+    with blocking_section(what):
+        try:
+            result = work()
+        except Exception as e:  # raised again below, once the other ranks know
+            failure = e
+        failed = _first_failing(failure)
+        if failed is None:
+            return result
         message = _from_rank(failed, failure and f"{type(failure).__name__}: {failure}")
-        if failure is not None:
-            raise failure
-        raise RunError(f"{what} failed on rank {failed} of {dist.get_world_size()}: {message}")
-    return result
+    if failure is not None:
+        raise failure
+    raise RunError(f"{what} failed on rank {failed} of {dist.get_world_size()}: {message}")
 
 
 def run_distributed(*works: tuple[str, Callable[[], Any]]) -> list[Any]:
@@ -49,6 +52,11 @@ def run_distributed(*works: tuple[str, Callable[[], Any]]) -> list[Any]:
     Raises what a work raised, on every rank. Where that is no :class:`AutoparError`, the other
     ranks raise :class:`RunError` in its place.
     """
+    with blocking_section(", ".join(name for name, _ in works)):
+        return _run_distributed(works)
+
+
+def _run_distributed(works: Sequence[tuple[str, Callable[[], Any]]]) -> list[Any]:
     own_rank, ranks = dist.get_rank(), dist.get_world_size()
     own_results: list[Any] = []
     failure: Exception | None = None
@@ -74,6 +82,18 @@ def run_distributed(*works: tuple[str, Callable[[], Any]]) -> list[Any]:
     return [results[i % ranks][i // ranks] for i in range(len(works))]
 
 
+def on_any_rank(flag: bool) -> bool:
+    """Whether ``flag`` is true on any rank: the same answer on all ranks, which must all call it.
+
+    So ranks decide together, for example to save and end because one of them was asked to stop.
+    Raises :class:`RunError`, on every rank, where a rank does not come.
+    """
+    if not dist.is_initialized():
+        return bool(flag)
+    with blocking_section("asking all ranks"):
+        return _least([-bool(flag)])[0] < 0
+
+
 def check_same_on_all_ranks(
     fingerprint: str, what: str, group: dist.ProcessGroup | None = None
 ) -> None:
@@ -84,6 +104,7 @@ def check_same_on_all_ranks(
     found = _least([*digest, *(~part for part in digest)], group)  # ~ turns the order around
     if all(least == ~other for least, other in zip(found[:4], found[4:], strict=True)):
         return
+    group = group or groups().everyone()
     digests: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(digests, digest, group=group)
     differing = [rank for rank, other in enumerate(digests) if other != digests[0]]
@@ -104,6 +125,7 @@ def _first_failing(failure: Exception | None) -> int | None:
 
 def _least(numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> list[int]:
     """For each place, the least number that a rank of ``group`` has there."""
+    group = group or groups().everyone()
     backends = dist.get_backend_config(group).split(",")  # such as ["cpu:gloo", "cuda:nccl"]
     kinds = [backend.partition(":")[0] for backend in backends]
     least = torch.tensor(numbers, dtype=torch.int64, device="cpu" if "cpu" in kinds else kinds[0])
@@ -114,5 +136,5 @@ def _least(numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> li
 def _from_rank(rank: int, own: Any) -> Any:
     """The value ``own`` of ``rank``, on every rank."""
     found = [own]
-    dist.broadcast_object_list(found, rank)
+    dist.broadcast_object_list(found, rank, groups().everyone())
     return found[0]

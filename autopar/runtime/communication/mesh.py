@@ -7,23 +7,23 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import RunError
 from autopar.ir.plan_data import PIPELINE
+from autopar.runtime.communication.groups import groups
 from autopar.runtime.communication.random_streams import RandomStreams
-from autopar.runtime.communication.world_mesh import device_type_of, place_along, world_mesh
+from autopar.runtime.communication.world_mesh import (
+    device_type_of,
+    lines_of,
+    place_along,
+    world_mesh,
+)
 from autopar.runtime.measure.step_recorder import StepRecorder
 
 Item = TypeVar("Item")
-
-_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
-    WeakKeyDictionary()
-)
 
 
 class Mesh:
@@ -31,9 +31,8 @@ class Mesh:
 
     Arguments: ``sizes``, the ranks along each axis; ``names``, one for each axis; ``device``,
     ``"cpu"`` or ``"cuda"`` (by default cuda where the default group runs NCCL, else cpu);
-    ``device_mesh``, a named torch mesh over part of the world, to use instead of a new one over the
-    whole world; ``pipeline``, the ranks along a pipeline: the world is then that many meshes, and
-    this is the mesh of this rank; ``pipeline_place``, how many axes cross slower links than the
+    ``pipeline``, the ranks along a pipeline: the world is then that many meshes, and this is the
+    mesh of this rank; ``pipeline_place``, how many axes cross slower links than the
     pipeline; ``pipeline_order``, for each pipeline rank the number of its block of ranks, if not
     that of the pipeline rank; ``modes``, the axes of each mode of tensor parallelism, by its name.
     Raises :class:`RunError` when the sizes do not multiply to the number of ranks.
@@ -49,7 +48,6 @@ class Mesh:
         sizes: Sequence[int],
         names: Sequence[str],
         device: torch.device | str | None = None,
-        device_mesh: DeviceMesh | None = None,
         pipeline: int = 1,
         modes: Mapping[str, Sequence[str]] | None = None,
         pipeline_place: int = 0,
@@ -67,15 +65,13 @@ class Mesh:
                 tuple(pipeline_order),
             )
             self.pipeline_rank = place_along(self.world, PIPELINE)
-            device_mesh = self.world[self.names]
-        elif device_mesh is None:
-            device_mesh = world_mesh(self.sizes, self.names, device_type_of(device))
-        if pipeline == 1:
-            self.world = device_mesh
-        self.device_mesh = device_mesh
-        self.device = _local_device(device_mesh.device_type)
+            self.device_mesh = self.world[self.names]
+        else:
+            self.world = world_mesh(self.sizes, self.names, device_type_of(device))
+            self.device_mesh = self.world
+        self.device = _local_device(self.device_mesh.device_type)
         self.coordinate: tuple[int, ...] = tuple(
-            device_mesh.get_local_rank(axis) for axis in range(len(self.sizes))
+            self.device_mesh.get_local_rank(axis) for axis in range(len(self.sizes))
         )
         self.random_streams = RandomStreams(device=self.device)
         self.recorder = StepRecorder(self.device)
@@ -89,13 +85,6 @@ class Mesh:
         """
         for axes in _sets_of_several([axis for axis, n in enumerate(self.sizes) if n > 1]):
             self.axes_group(axes)
-
-    @classmethod
-    def of(cls, device_mesh: DeviceMesh) -> Mesh:
-        """The mesh over ``device_mesh``, which must have axis names and contain this rank."""
-        return cls(
-            tuple(device_mesh.shape), device_mesh.mesh_dim_names or (), device_mesh=device_mesh
-        )
 
     def copy_for_program(self) -> Mesh:
         """A mesh of the same ranks and groups for another program: its random streams and its
@@ -183,31 +172,29 @@ class Mesh:
         wide = tuple(axis for axis in axes if self.sizes[axis] > 1) or axes[:1]
         if not wide:
             raise RunError("a group needs at least one mesh axis")
-        if len(wide) == 1:
-            group = self.device_mesh.get_group(wide[0])
-        else:
-            group = (
-                self.device_mesh[tuple(self.names[axis] for axis in wide)]._flatten().get_group()
-            )
-        inherit_timeout(group)
+        return self._world_group([self.names[axis] for axis in wide])
+
+    def _world_group(self, names: Iterable[str]) -> dist.ProcessGroup:
+        """The ranks that differ from this one along the axes ``names`` of the world only."""
+        axes = tuple((self.world.mesh_dim_names or ()).index(name) for name in names)
+        if len(axes) == 1:
+            return self.world.get_group(axes[0])
+        group = groups().own_of(lines_of(self.world.mesh, axes))
+        assert group is not None
         return group
 
     @property
     def program_group(self) -> dist.ProcessGroup | None:
         """The group of all ranks of the program; None where there is only one rank."""
-        if self.pipeline > 1:
-            return dist.group.WORLD
-        return self.axes_group(range(len(self.sizes))) if self.size > 1 else None
+        return groups().everyone() if self.size * self.pipeline > 1 else None
 
     def pipeline_group(self, axes: Iterable[int] = ()) -> dist.ProcessGroup:
         """The ranks that differ from this one along the pipeline and ``axes`` only. All ranks must
         make the same call.
         """
         wide = {self.names[axis] for axis in axes if self.sizes[axis] > 1}
-        names = tuple(n for n in self.world.mesh_dim_names or () if n in wide or n == PIPELINE)
-        group = (self.world[names]._flatten() if wide else self.world[PIPELINE]).get_group()
-        inherit_timeout(group)
-        return group
+        names = self.world.mesh_dim_names or ()
+        return self._world_group([n for n in names if n in wide or n == PIPELINE])
 
     def rank_of_stage(self, stage: int) -> int:
         """The rank of the world that runs ``stage`` at this rank's place in the mesh; stages count
@@ -223,18 +210,8 @@ class Mesh:
         """
         if len(ranks) == self.pipeline:
             return self.pipeline_group()
-        world = dist.group.WORLD
-        assert world is not None
-        known = _GROUPS.setdefault(world, {})
-        found = None
         of_stages = self.world.mesh.movedim(self.pipeline_place, 0).reshape(self.pipeline, -1)
-        for place in of_stages[list(ranks)].T.tolist():
-            if (members := tuple(place)) not in known:
-                known[members] = dist.new_group(list(members))
-                if dist.get_rank() in members:
-                    inherit_timeout(known[members])
-            found = known[members] if dist.get_rank() in members else found
-        return found
+        return groups().own_of(of_stages[list(ranks)].T.tolist())
 
     def index(self, axes: Iterable[int]) -> int:
         """This rank's place in ``axes_group(axes)``. It is the number of the chunk that the rank
@@ -253,16 +230,6 @@ class Mesh:
 def _sets_of_several(axes: Sequence[int]) -> list[tuple[int, ...]]:
     """All sets of two or more of ``axes``."""
     return [found for count in range(2, len(axes) + 1) for found in combinations(axes, count)]
-
-
-def inherit_timeout(group: dist.ProcessGroup) -> None:
-    """Gives ``group`` the timeout that the user gave the default group. torch gives new groups 10
-    or 30 minutes whatever the default group has.
-    """
-    for device in group._device_types:
-        options = getattr(dist.group.WORLD._get_backend(device), "options", None)  # type: ignore[union-attr]
-        if options is not None and hasattr(options, "_timeout"):
-            group._get_backend(device)._set_default_timeout(options._timeout)
 
 
 def _check_names(sizes: tuple[int, ...], names: tuple[str, ...]) -> None:

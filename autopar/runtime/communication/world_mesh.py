@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import RunError
+from autopar.runtime.communication.groups import groups
 
 _MESHES: WeakKeyDictionary[dist.ProcessGroup, dict[tuple, DeviceMesh]] = WeakKeyDictionary()
 
@@ -29,11 +32,7 @@ def world_mesh(
     of ranks along the first axis. Raises :class:`RunError` when the sizes do not multiply to the
     number of ranks.
     """
-    if not dist.is_initialized():
-        raise RunError(
-            "there is no process group: start the script with torchrun and call "
-            "torch.distributed.init_process_group first"
-        )
+    timeout = groups().timeout
     if math.prod(sizes) != dist.get_world_size():
         raise RunError(
             f"the mesh {sizes} has {math.prod(sizes)} ranks but {dist.get_world_size()} processes "
@@ -45,13 +44,31 @@ def world_mesh(
     world = dist.group.WORLD
     assert world is not None
     known = _MESHES.setdefault(world, {})
-    key = (device_type, sizes, names, order)
-    if key not in known and order:
-        ranks = torch.arange(math.prod(sizes)).reshape(sizes)[list(order)]
-        known[key] = DeviceMesh(device_type, ranks, mesh_dim_names=names)
-    elif key not in known:
-        known[key] = init_device_mesh(device_type, sizes or (1,), mesh_dim_names=names or ("rank",))
+    key = (device_type, sizes, names, order, timeout)
+    if key not in known:
+        known[key] = _make_mesh(sizes or (1,), names or ("rank",), device_type, order)
     return known[key]
+
+
+def _make_mesh(
+    sizes: tuple[int, ...], names: tuple[str, ...], device_type: str, order: tuple[int, ...]
+) -> DeviceMesh:
+    """torch's ``init_device_mesh``, with the timeout of :class:`Groups` for each group."""
+    if device_type == "cuda" and not torch.cuda.is_initialized():
+        local = int(os.environ.get("LOCAL_RANK", dist.get_rank() % torch.cuda.device_count()))
+        torch.cuda.set_device(local)
+    ranks = torch.arange(math.prod(sizes)).reshape(sizes)
+    if order:
+        ranks = ranks[list(order)].contiguous()
+    along = [groups().own_of(lines_of(ranks, (axis,))) for axis in range(len(sizes))]
+    return DeviceMesh.from_group(along, device_type, mesh=ranks, mesh_dim_names=names)  # type: ignore[arg-type]
+
+
+def lines_of(ranks: torch.Tensor, axes: Sequence[int]) -> list[list[int]]:
+    """The sets of ranks of a mesh that differ along ``axes`` only, each in rising order."""
+    last = ranks.movedim(tuple(axes), tuple(range(-len(axes), 0)))
+    count = math.prod(ranks.shape[axis] for axis in axes)
+    return last.reshape(-1, count).sort().values.tolist()
 
 
 def place_along(mesh: DeviceMesh, axis: str) -> int:

@@ -145,6 +145,11 @@ class StepRecorder:
         """The time at which a part begins; None outside of steps."""
         return self._now() if self._open is not None else None
 
+    @property
+    def doing(self) -> Part:
+        """What runs now: "forward" or "backward" of a stage, "optimizer step"; "" for none."""
+        return ("optimizer step", -1) if self._optimizer_steps else self._computing
+
     def begin_compute(self, kind: str, stage: int = 0) -> Mark:
         """The time at which a "forward" or "backward" of a stage begins. Conversions until
         :meth:`end_compute` count as conversions of this stage.

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import RunError
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.communication.placements import is_sharded
-from autopar.runtime.communication.watchdog import blocking_section
+from autopar.runtime.communication.watch.watchdog import blocking_section
 from autopar.runtime.dtensors.torch_private import (
     norms,
     scale_in_place,
@@ -52,7 +52,7 @@ def clip_grad_norm_(
         pipelined = _only_norm_group()
     if pipelined is None and not gradients:
         return torch.tensor(0.0)
-    with blocking_section():
+    with blocking_section("clipping gradients"):
         norm = _norm_over_ranks(parameters, gradients, float(norm_type), pipelined)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RunError(

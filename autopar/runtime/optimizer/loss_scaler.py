@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
-from autopar.runtime.communication.watchdog import blocking_section
+from autopar.runtime.communication.groups import groups
+from autopar.runtime.communication.watch.watchdog import blocking_section
 
 if TYPE_CHECKING:
     from autopar.runtime.module.compiled import Compiled
@@ -99,8 +100,8 @@ class LossScaler:
             )
             found += (~torch.isfinite(largest)).any()
         if dist.is_initialized() and dist.get_world_size() > 1:
-            with blocking_section():
-                dist.all_reduce(found, dist.ReduceOp.MAX)
+            with blocking_section("unscaling gradients"):
+                dist.all_reduce(found, dist.ReduceOp.MAX, groups().everyone())
         return bool(found)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:

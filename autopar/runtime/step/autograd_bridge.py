@@ -19,7 +19,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autopar.errors import RunError
-from autopar.runtime.communication.watchdog import blocking_section
+from autopar.runtime.communication.watch.watchdog import blocking_section
 from autopar.runtime.parameters.gradient_handlers import GradientHandlers
 from autopar.runtime.parameters.gradients import Gradients
 from autopar.runtime.parameters.model_state import Weight
@@ -236,7 +236,7 @@ class _Bridge(torch.autograd.Function):
                 "torch.autograd.grad and backward(inputs=...) do not reach parameters that have "
                 "hooks: remove the hooks before the call, or use loss.backward() alone"
             )
-        with blocking_section():
+        with blocking_section("backward"):
             gradients, of_inputs = call.work.run(output_gradients, is_graph_retained())
         # Autograd takes the gradients of parameters that the user asked for by name, and of those
         # that got hooks after the forward, because autograd will call these hooks.

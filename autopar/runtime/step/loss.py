@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_iter
 
-from autopar.runtime.communication.watchdog import blocking_section
+from autopar.runtime.communication.watch.watchdog import blocking_section
 
 _functional = torch.ops._c10d_functional
 
@@ -117,7 +117,7 @@ class PendingLoss(torch.Tensor):
     def wait(self) -> None:
         """Blocks until the loss is summed."""
         if self.pending is not None:
-            with blocking_section():
+            with blocking_section("summing the loss"):
                 _functional.wait_tensor(self.pending)
             self.pending = None
 

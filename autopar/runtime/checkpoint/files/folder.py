@@ -13,9 +13,11 @@ from pathlib import Path
 from autopar.errors import RunError
 from autopar.formatting.files import flush, real_path
 from autopar.runtime.checkpoint.files.manifest import (
+    MANIFEST,
     FileRecord,
     Manifest,
     TornError,
+    check_contents,
     check_sizes,
     read_manifest,
     write_manifest,
@@ -40,14 +42,27 @@ def is_partial(path: Path) -> bool:
 
 
 def check_free(path: Path) -> None:
-    """Raises :class:`RunError` where a checkpoint cannot be made at ``path``."""
+    """Raises :class:`RunError` where a checkpoint cannot be made at ``path``: it may replace only a
+    torn one.
+    """
     if is_partial(path):
         raise RunError(f"{path}: names that end in {_PARTIAL} are those of incomplete checkpoints")
-    if path.exists():
+    if path.exists() and not _is_torn(path):
         raise RunError(
             f"{path} exists, and a checkpoint does not replace another: give each its own path, "
             "such as checkpoints/step-1000, and keep=2 to keep the last two"
         )
+
+
+def _is_torn(path: Path) -> bool:
+    """Whether there is a checkpoint of which something is missing. Reads it."""
+    if not (path / MANIFEST).exists():
+        return False  # a folder of something else
+    try:
+        check_contents(path, read_manifest(path).files)
+    except TornError:
+        return True
+    return False
 
 
 def begin(path: Path) -> None:
@@ -78,9 +93,11 @@ def complete(path: Path, files: list[FileRecord], keep: int | None) -> None:
     write_manifest(partial, manifest)
     flush(partial)
     check_free(path)
+    if path.exists():
+        shutil.rmtree(path)  # a torn one
     partial.rename(path)
     flush(path.parent)
-    own = [other for _, other in others if other.parent == path.parent]
+    own = [other for _, other in others if other.parent == path.parent and other != path]
     for old in own[keep - 1 :] if keep else []:
         begun = partial_folder(old)
         discard(old)

@@ -1,0 +1,297 @@
+"""The watchdog of a rank: where one rank waits for another that will never come, all ranks end with
+an error that names the rank and what it did.
+
+A collective that not all ranks call blocks the others, out of Python's reach, until the timeout of
+the process group. So each rank runs a watchdog thread. Once a second the thread writes to the
+process group's store that the rank is alive, and the rank's progress if it has moved. If the rank
+has not moved for some time inside a call, a backward or another blocking section, the thread reads
+what the neighbouring ranks wrote. If one of them can no longer reach the point where this rank is,
+or was silent for half of the timeout, the thread writes that verdict to the store and aborts the
+connections. The wait then ends with an error, on this rank and on the others. A training step costs
+only the counters that record its progress.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from autopar.errors import RunError
+from autopar.runtime.communication.groups import groups
+from autopar.runtime.communication.watch.abort import (
+    abort_connections,
+    count_open_files,
+    is_connection_error,
+    local_addresses,
+)
+from autopar.runtime.communication.watch.rank_board import RankBoard
+from autopar.runtime.communication.watch.verdict import (
+    LOST,
+    Progress,
+    Verdict,
+    WatchedProgram,
+    lost_message,
+)
+
+_TICK = 1.0  # seconds between two beats, and between two checks of whether this rank has moved
+_PATIENCE = 5.0  # seconds without a move before a blocked rank compares its progress with others'
+_NOTICE = 60.0  # seconds without a move before a blocked rank prints a notice
+_ANSWER = 15.0  # seconds for the store to answer
+_NO_STORE = "does not answer, nor does the store, which its process or torchrun keeps"
+
+
+class Watchdog:
+    """Watches the progress of this rank of the default process group, ``world``, and of the other
+    ranks.
+
+    ``with watchdog.section(what):`` is a blocking section: code in which this rank may wait for
+    another one. It raises :class:`RunError` once there is a verdict.
+
+    Attributes: ``failures``, the calls and backwards that raised, by program.
+    """
+
+    def __init__(self, world: dist.ProcessGroup) -> None:
+        self.failures = Counter[str]()
+        self._background = ""  # what another thread of this rank does
+        self._moves = 0
+        self._sections: list[str] = []  # the blocking sections that this rank is in
+        self._failed_in = ""  # the phase of the error that leaves the sections
+        self._done: torch.cuda.Event | None = None  # the device's work of the last section
+        self._programs: dict[str, weakref.ref[WatchedProgram]] = {}
+        self._last: tuple[str, int] = ("", 0)  # the program and the call that this rank began last
+        self._failed: list[Any] = []
+        self._ended, self._files = False, -1
+        self._board = RankBoard()
+        self._verdict = Verdict(self._board, self._progress, self._programs)
+        self._world, self._stop, self._process = weakref.ref(world), threading.Event(), os.getpid()
+        self._thread = threading.Thread(target=self._run, name="autopar-watchdog", daemon=True)
+        self._thread.start()
+        atexit.register(self._end)
+
+    def add(self, program: WatchedProgram, identity: int) -> str:
+        """Registers ``program`` and returns its name, the same on all ranks: ``identity`` and a
+        number that tells programs of one identity apart.
+        """
+        name = f"{identity}.{sum(known.startswith(f'{identity}.') for known in self._programs)}"
+        self._programs[name] = weakref.ref(program)
+        return name
+
+    @contextmanager
+    def call(self, program: str, number: int) -> Iterator[None]:
+        """A blocking section in which ``program`` is called. The call gets the ``number`` unless it
+        fails.
+        """
+        self._last = program, number
+        with self.section(f"call {number}"):
+            yield
+
+    @contextmanager
+    def section(self, what: str) -> Iterator[None]:
+        """A blocking section, named ``what`` in messages."""
+        if self._verdict.text is not None:
+            raise RunError(self._verdict.text)
+        self._sections.append(what)
+        self._moves += 1
+        try:
+            yield
+        except BaseException as error:
+            self._failed_in = self._failed_in or self.phase()
+            if len(self._sections) == 1:
+                self._fail(error)
+            raise
+        else:
+            if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+                self._done = torch.cuda.Event()
+                self._done.record()
+        finally:
+            self._sections.pop()
+            self._moves += 1
+
+    @contextmanager
+    def background(self, what: str) -> Iterator[None]:
+        """A context for another thread that talks with other ranks, where ``what`` says what it
+        does. Raises :class:`RunError` where a connection is lost.
+        """
+        self._background = what
+        try:
+            yield
+        except Exception as error:
+            if not is_connection_error(error):
+                raise
+            raise RunError(self.explain(error, what)) from error
+        finally:
+            self._background = ""
+
+    def phase(self) -> str:
+        """What this rank does, such as "call 7: forward of stage 1"."""
+        doing = [program.phase() for program in self._living_programs().values()]
+        phases = [*self._sections, *(d for d in doing if d and d not in self._sections)]
+        phase = ": ".join(phases) or "code of the user"
+        if self._last[1] and f"call {self._last[1]}" not in self._sections:
+            phase += f", after call {self._last[1]}"
+        return f"{phase}, while it {self._background}" if self._background else phase
+
+    def _fail(self, error: BaseException) -> None:
+        """Raises the verdict if ``error`` comes from a connection; otherwise tells the other ranks
+        that this one failed.
+        """
+        phase, self._failed_in = self._failed_in, ""
+        if is_connection_error(error):
+            raise RunError(self.explain(error, phase)) from error
+        program, call = self._last
+        self.failures[program] += 1
+        text = f"{type(error).__name__}: {error!s:.500}"
+        self._failed = [self.failures[program], program, call if program else phase, text]
+        try:
+            self._publish()
+        except Exception:
+            return
+
+    def explain(self, error: BaseException, phase: str) -> str:
+        """Why a connection failed with ``error`` in this rank's ``phase``."""
+        answer: Future[str | None] = Future()
+
+        def ask() -> None:
+            try:
+                answer.set_result(self._verdict.wait())
+            except Exception as e:
+                answer.set_exception(e)
+
+        threading.Thread(target=ask, name="autopar-verdict", daemon=True).start()
+        own = f"rank {self._board.rank} of {self._board.ranks} was in {phase}"
+        try:
+            found = answer.result(_ANSWER)
+        except Exception:
+            found = lost_message(0, self._board, _NO_STORE)
+            return f"{found}; {own}"
+        found = found or f"a connection failed, and the neighbouring ranks answer ({error!s:.300})"
+        return f"{found}; {own}"
+
+    def _living_programs(self) -> dict[str, WatchedProgram]:
+        known = [(name, program()) for name, program in list(self._programs.items())]
+        return {name: program for name, program in known if program is not None}
+
+    def _progress(self) -> Progress:
+        return {
+            "programs": {name: p.progress() for name, p in self._living_programs().items()},
+            "failed": self._failed,
+            "failures": self.failures[""],
+            "ended": self._ended,
+            "phase": self.phase(),
+            "blocked": self._is_blocked(),
+        }
+
+    def _publish(self) -> None:
+        """Writes this rank's progress to the store, and its addresses if there may be new ones."""
+        if (files := count_open_files()) != self._files:
+            self._files = files
+            self._board.put(f"addresses{self._board.rank}", local_addresses())
+        self._board.put(f"rank{self._board.rank}", self._progress())
+
+    def _run(self) -> None:
+        """The thread's loop."""
+        published: tuple[int, str] = -1, ""
+        still = 0.0  # seconds in a blocking section without a move
+        while self._world() is not None:
+            try:
+                now = self._moves, self.phase()
+                self._board.beat(now[1])
+                if now != published:
+                    published, still = now, 0.0
+                    self._publish()
+                else:
+                    still = still + _TICK if self._is_blocked() else 0.0
+                if still and self._sees_an_end(still):
+                    self._abort()
+                    return
+            except Exception:  # without a store, ranks can tell each other nothing
+                return
+            if self._stop.wait(_TICK):
+                return
+
+    def _sees_an_end(self, still: float) -> bool:
+        """Whether there is a verdict, after ``still`` seconds without a move."""
+        if still < _NOTICE <= still + _TICK:
+            print(self._notice(), file=sys.stderr, flush=True)
+        silence = max(groups().timeout.total_seconds() / 2, LOST)
+        find = self._verdict.find if still >= _PATIENCE else self._verdict.find_silent
+        return find(silence) is not None
+
+    def _is_blocked(self) -> bool:
+        return bool(self._sections) or (self._done is not None and not self._done.query())
+
+    def _notice(self) -> str:
+        """The text for a wait that may still end: the other rank may be slow, or run other code of
+        the user's.
+        """
+        board, seconds = self._board, round(_NOTICE)
+        own = f"rank {board.rank} of {board.ranks}"
+        lines = [f"autopar: {own} has not moved for {seconds} s, in {self.phase()}"]
+        for other in board.neighbours:
+            if (its := board.get(f"rank{other}")) is not None:
+                lines.append(f"rank {other} was last heard of in {its['phase']}")
+        return "; ".join(lines)
+
+    def _abort(self) -> None:
+        board = self._board
+        others = [board.get(f"addresses{r}") or [] for r in range(board.ranks) if r != board.rank]
+        abort_connections({(host, port) for each in others for host, port in each}, board.store)
+
+    def _end(self) -> None:
+        """Tells the other ranks that this process ends."""
+        if os.getpid() != self._process:
+            return
+        self._ended = True
+        self._stop.set()
+        try:
+            self._publish()
+        except Exception:
+            return
+
+
+_WATCHDOGS: WeakKeyDictionary[dist.ProcessGroup, Watchdog] = WeakKeyDictionary()
+
+
+def watch_world() -> Watchdog | None:
+    """This process's watchdog of the default process group, made by the first call. None where no
+    rank waits for another one.
+    """
+    world = dist.group.WORLD
+    if world is None or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+        return None
+    if world not in _WATCHDOGS:
+        _WATCHDOGS[world] = Watchdog(world)
+    return _WATCHDOGS[world]
+
+
+@contextmanager
+def blocking_section(what: str) -> Iterator[None]:
+    """A context for code in which this rank may wait for others, named ``what`` in messages."""
+    watchdog = _known_watchdog()
+    with nullcontext() if watchdog is None else watchdog.section(what):
+        yield
+
+
+@contextmanager
+def background_section(what: str) -> Iterator[None]:
+    """A context for another thread that talks with other ranks; ``what`` says what it does."""
+    watchdog = _known_watchdog()
+    with nullcontext() if watchdog is None else watchdog.background(what):
+        yield
+
+
+def _known_watchdog() -> Watchdog | None:
+    world = dist.group.WORLD if dist.is_initialized() else None
+    return None if world is None else _WATCHDOGS.get(world)
