@@ -11,7 +11,7 @@ import pytest
 import torch
 from pool import Pools
 from torch.utils.data import DataLoader, SubsetRandomSampler
-from trainer_cases import BATCH, PLANS, compare, compiled, environment, model, samples, weights
+from trainer_cases import BATCH, EPS, PLANS, compare, compiled, environment, model, samples, weights
 
 from autopar.errors import RunError
 
@@ -30,7 +30,7 @@ def _prepared(label: str | None, seed: int = 5, **options: Any) -> tuple[Any, ..
     config = DataLoaderConfiguration(True, use_seedable_sampler=True, data_seed=3)
     accelerator = kind(cpu=True, gradient_accumulation_steps=2, dataloader_config=config, **options)
     made: Any = model() if label is None else compiled(label)
-    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2, eps=EPS)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
     loader = DataLoader(samples(32), batch_size=BATCH, shuffle=True)
     return accelerator, *accelerator.prepare(made, optimizer, loader, scheduler)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from pool import Pools
-from trainer_cases import BATCH, PLANS, compare, compiled, environment, model, samples, weights
+from trainer_cases import BATCH, EPS, PLANS, compare, compiled, environment, model, samples, weights
 
 from autopar.errors import RunError
 
@@ -26,6 +26,7 @@ def _arguments(folder: str, replicas: int, **more: Any) -> transformers.Training
         gradient_accumulation_steps=2,
         max_grad_norm=0.3,
         learning_rate=1e-2,
+        adam_epsilon=EPS,
         warmup_steps=1,
         logging_steps=1,
         num_train_epochs=2,

@@ -25,7 +25,9 @@ PLANS: dict[str, dict[str, Any]] = {
     "pipeline": dict(parallel=dict(pipeline=2), micro_batch_size=2),
 }
 BATCH, LENGTH, VOCABULARY = 8, 8, 32
-TOLERANCE = dict(rtol=1e-4, atol=2e-5)  # of float32, after some steps of AdamW
+# With torch's eps of 1e-8, AdamW moves a weight whose gradient is rounding by a whole step.
+EPS = 1e-4
+TOLERANCE = dict(rtol=1e-4, atol=2e-6)  # of float32, after some steps
 
 
 def model(dropout: float = 0.0) -> transformers.GPT2LMHeadModel:
@@ -80,6 +82,7 @@ def environment() -> Iterator[None]:
         rank, size = str(dist.get_rank()), str(dist.get_world_size())
         os.environ |= dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
         os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", OMP_NUM_THREADS="1")
+        os.environ |= dict(GROUP_RANK="0", TORCHELASTIC_RUN_ID="tests")
     states = AcceleratorState, GradientState, PartialState
     try:
         with warnings.catch_warnings():

@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 from accelerate.data_loader import prepare_data_loader as split_over_replicas
 from accelerate.utils import DistributedType, DynamoBackend, recursively_apply
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from autopar.errors import RunError
+from autopar.integrations.checkpoints import save_replacing
 from autopar.integrations.full_batches import check_last_batch, with_full_batches
+from autopar.integrations.replicas import Replicas
 from autopar.runtime.module.compiled import Compiled
 from autopar.runtime.optimizer.gradient_clipping import clip_grad_norm_
 
@@ -38,7 +39,7 @@ class Accelerator(accelerate.Accelerator):
     """
 
     compiled: Compiled | None = None
-    _first_ranks: tuple[int, ...] = ()  # of each replica, one rank
+    _replicas: Replicas
     _optimizers: list[Any]
 
     def use(self, compiled: Any) -> None:
@@ -56,12 +57,7 @@ class Accelerator(accelerate.Accelerator):
                 "model, which autopar.compile returned"
             )
         _check_settings(self)
-        replicas: list[Any] = [0]
-        if self.num_processes > 1:
-            replicas = [None] * self.num_processes
-            dist.all_gather_object(replicas, compiled.data_rank)
-        self.compiled = compiled
-        self._first_ranks = tuple(replicas.index(i) for i in range(compiled.data_size))
+        self.compiled, self._replicas = compiled, Replicas(compiled)
         self.register_save_state_pre_hook(self._save)
         self.register_load_state_pre_hook(self._load)
 
@@ -159,14 +155,8 @@ class Accelerator(accelerate.Accelerator):
         return recursively_apply(self._gather_tensor, tensor, error_on_other_type=True)
 
     def _gather_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, DTensor):
-            whole, replicas = tensor.full_tensor(), range(len(self._first_ranks))
-            return self.compiled.samples_of(whole, *replicas) if self.compiled else whole
-        everywhere = super().gather(tensor[None] if tensor.ndim == 0 else tensor)
-        if self.compiled is None:
-            return everywhere
-        parts = everywhere.chunk(self.num_processes)
-        return torch.cat([parts[rank] for rank in self._first_ranks])
+        self._needs_model("gather")
+        return torch.cat(self._replicas.gather(tensor[None] if tensor.ndim == 0 else tensor))
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As accelerate's: :meth:`gather`, without the samples that the last batch repeats."""
@@ -175,19 +165,13 @@ class Accelerator(accelerate.Accelerator):
             return super().gather_for_metrics(input_data, use_gather_object)
         everywhere: list[Any] = [None] * self.num_processes
         dist.all_gather_object(everywhere, input_data)
-        objects = [one for rank in self._first_ranks for one in everywhere[rank]]
+        objects = [one for rank in self._replicas.first_ranks for one in everywhere[rank]]
         return objects[: self.gradient_state.remainder] if self.repeated_samples() else objects
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The "sum" or "mean" over all replicas."""
-        if reduction not in ("sum", "mean"):
-            raise RunError(f'reduce(reduction={reduction!r}): give "sum" or "mean"')
-
-        def over_replicas(x: torch.Tensor) -> torch.Tensor:
-            stacked = self._gather_tensor(x[None])
-            return stacked.sum(0) if reduction == "sum" else stacked.mean(0)
-
-        return recursively_apply(over_replicas, tensor, error_on_other_type=True)
+        self._needs_model("reduce")
+        return recursively_apply(lambda x: self._replicas.reduce(x, reduction), tensor)
 
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As accelerate's; the model and the optimizers are in the folder ``autopar``, a checkpoint
@@ -213,7 +197,7 @@ class Accelerator(accelerate.Accelerator):
     def _save(self, models: Any, weights: list[Any], output_dir: Any) -> None:
         weights.clear()
         path, optimizers = Path(output_dir) / CHECKPOINT, self._torch_optimizers()
-        self._needs_model("save_state").save(path, optimizer=optimizers, wait=True)
+        save_replacing(self._needs_model("save_state"), path, optimizer=optimizers)
 
     def _load(self, models: list[Any], input_dir: Any) -> None:
         models.clear()

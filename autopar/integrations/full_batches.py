@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
+from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
@@ -53,3 +54,17 @@ def with_full_batches(loader: DataLoader) -> DataLoader:
     full = FullBatches(found.sampler, found.batch_size, drop_last=False)
     made.__dict__["batch_sampler"] = full  # a DataLoader refuses it as an attribute
     return made
+
+
+def check_whole_batches(loader: Any, replicas: int) -> None:
+    """Raises :class:`RunError` for a loader whose samples are no whole number of global batches,
+    of which each of ``replicas`` takes a part, and which does not drop the rest.
+    """
+    size, dataset = getattr(loader, "batch_size", None), getattr(loader, "dataset", None)
+    if size is None or loader.drop_last or not isinstance(dataset, Sized):
+        return
+    if left := len(dataset) % (size * replicas):
+        raise RunError(
+            f"the loader ends with a batch of {left} samples out of {size * replicas}, and a "
+            "compiled model takes batches of one size: give the DataLoader drop_last=True"
+        )

@@ -22,6 +22,7 @@ from transformers.utils import can_return_loss, find_labels
 
 from autopar.errors import RunError
 from autopar.integrations.accelerate import CHECKPOINT, Accelerator
+from autopar.integrations.checkpoints import save_replacing
 from autopar.runtime.communication.all_ranks import run_on_all_ranks
 from autopar.runtime.module.compiled import Compiled
 
@@ -181,10 +182,8 @@ class CompiledTrainer(_Base):
         torch.save(self.args, written.parent / "training_args.bin")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        path = Path(output_dir) / CHECKPOINT
-        run_on_all_ranks("saving", functools.partial(self._on_writer, _absent, path))
-        self.model.save(path, optimizer=self._torch_optimizer(), scheduler=self.lr_scheduler)
-        self.model.finish_save()
+        given = dict(optimizer=self._torch_optimizer(), scheduler=self.lr_scheduler)
+        save_replacing(self.model, Path(output_dir) / CHECKPOINT, **given)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """The model is loaded with the optimizer, after both are prepared."""
@@ -240,10 +239,6 @@ def _takes_count(kind: Any) -> bool:
 
 
 def _empty(folder: Path) -> None:
-    _absent(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-
-
-def _absent(folder: Path) -> None:
-    """Removes what an interrupted save left, or a run that saves the same step again."""
+    """Removes what an interrupted save left."""
     shutil.rmtree(folder, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)

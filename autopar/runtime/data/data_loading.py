@@ -63,8 +63,4 @@ class DataLoading:
         a step runs, if ``loader`` has ``pin_memory=True``. ``state_dict()`` says after which batch
         to go on (:class:`DeviceBatches`).
         """
-        return DeviceBatches(loader, self._device)
-
-    @property
-    def _device(self) -> torch.device:
-        return self._rank_batch.device
+        return DeviceBatches(loader, self._rank_batch.device)
