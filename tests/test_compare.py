@@ -46,6 +46,22 @@ def test_a_prediction_that_came_true_has_ratios_of_one(parallel: dict[str, Any])
     assert list(ratios.values()) == [pytest.approx(1.0)] * len(ratios)
 
 
+def test_numbers_are_flat_and_those_of_the_rows(plan: Plan) -> None:
+    found = compare(plan, as_measured(plan))
+    numbers = found.numbers()
+    assert numbers["step/total/measured"] == found.measured["total"]
+    assert numbers["step/compute/predicted"] == found.predicted["compute"]
+    rows = {(row.where, row.what): row for row in found.rows}
+    assert len(rows) == len(found.rows)
+    present = [x for row in found.rows for x in (row.predicted, row.measured) if x is not None]
+    assert list(numbers.values()) == present
+    memory = [row for row in found.rows if row.what == "peak memory"]
+    assert memory
+    assert memory[0].measured is None  # it was not measured, so it has no number
+    assert f"{memory[0].where}/peak memory/measured" not in numbers
+    assert all(isinstance(value, (int, float)) for value in numbers.values())
+
+
 def test_saved_and_loaded_is_the_same(plan: Plan, tmp_path: Path) -> None:
     found = compare(plan, as_measured(plan))
     found.save(tmp_path / "comparison.json")

@@ -93,6 +93,18 @@ class Comparison:
             if row.where == STEP and row.measured is not None
         }
 
+    def numbers(self) -> dict[str, float]:
+        """All numbers under flat names, for a logger: "step/compute/predicted", "step/compute/
+        measured", "rank 0/peak memory/measured", … in seconds and bytes. What is missing is left
+        out.
+        """
+        return {
+            f"{row.where}/{row.what}/{kind}": value
+            for row in self.rows
+            for kind, value in (("predicted", row.predicted), ("measured", row.measured))
+            if value is not None
+        }
+
     def __str__(self) -> str:
         ratio = (
             self.measured[TOTAL] / self.predicted[TOTAL] if self.predicted[TOTAL] else float("inf")
