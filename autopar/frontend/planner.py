@@ -165,14 +165,19 @@ class Planner:
 def rare_garbage_collection() -> Iterator[None]:
     """Planning and lowering allocate millions of objects that live until the end. With Python's own
     thresholds, the garbage collector would look at all of them again and again: a quarter of the
-    time.
+    time. Nor does it look at the objects that were there before, a million of torch's: a tenth of
+    the time.
     """
-    before = gc.get_threshold()
+    before, leaves_out_old = gc.get_threshold(), gc.get_freeze_count() == 0
     gc.set_threshold(max(before[0], _NEW_OBJECTS) if before[0] else 0, *before[1:])
+    if leaves_out_old:
+        gc.freeze()
     try:
         yield
     finally:
         gc.set_threshold(*before)
+        if leaves_out_old:
+            gc.unfreeze()
 
 
 def make_plan(

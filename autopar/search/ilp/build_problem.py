@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import product
-from typing import TypeVar
 
 import numpy as np
 import torch.fx as fx
 
 from autopar.ir.layout import Layout
-from autopar.ir.nodes import operands
 from autopar.memory.saved_tensors import SavedTensors
 from autopar.rules import Rule
 from autopar.search.ilp.problem import Problem
+from autopar.search.ilp.problem_graph import ProblemGraph, StagesOf, one_stage
+from autopar.search.ilp.problem_parts import ProblemParts
 from autopar.search.ilp.tensor_conversions import Port, TensorConversions
 from autopar.search.ilp.vertex import Vertex
-from autopar.search.pricing.costs import Costs
+from autopar.search.pricing.costs import Costs, NodeCosts
 from autopar.search.space.recompute_policy import FREED, RECOMPUTED, SAVED, RecomputePolicy
 from autopar.search.space.strategies import Choice
-
-_Key = TypeVar("_Key")
 
 
 def build_problem(
@@ -32,9 +29,10 @@ def build_problem(
     rules: Mapping[fx.Node, Rule | None],
     costs: Costs,
     recompute: RecomputePolicy,
-    stages_of: Callable[[fx.Node], Collection[int]] = lambda node: (0,),
+    stages_of: StagesOf = one_stage,
     stages: int = 1,
     solver: str = "highs",
+    parts: ProblemParts | None = None,
 ) -> Problem:
     """The problem of choosing for every node of ``graph``.
 
@@ -47,63 +45,80 @@ def build_problem(
         stages_of: the stages in which a node runs.
         stages: the number of stages.
         solver: solves the problem, by its name in the options.
+        parts: the parts that this problem has in common with others of the same graph.
     """
-    count = _occurrences({n: representative[n] for n in graph.nodes}, stages_of, stages)
-    nodes = [n for n in graph.nodes if n in choices and representative[n] is n]
-    vertices = [_vertex(n, count[n], choices[n], rules.get(n), costs, recompute) for n in nodes]
-    number = {n: v for v, n in enumerate(nodes)}
-    vertex_of = {n: number[r] for n, r in representative.items() if r in number}
-    keys = {
-        n: (vertex_of[n], tuple(sorted(set(ports))))
-        for n, ports in _readers(graph, vertex_of, costs.analysis.loss).items()
-        if n in vertex_of
-    }
+    shape = (
+        ProblemGraph.of(graph, representative, choices, costs.analysis.loss, stages_of, stages)
+        if parts is None
+        else parts.graph
+    )
+    builder = _Builder(choices, rules, costs, recompute, parts)
+    vertices = [builder.vertex(node, count) for node, count in shape.vertices.items()]
     tensors = [
-        _tensor(vertices, producer, ports, times, costs, recompute)
-        for (producer, ports), times in _occurrences(keys, stages_of, stages).items()
+        builder.tensor(vertices, producer, ports, count)
+        for (producer, ports), count in shape.tensors.items()
     ]
-    place = {key: g for g, key in enumerate(dict.fromkeys(keys.values()))}
-    tensor_of = {n: place[key] for n, key in keys.items()}
-    return Problem(vertices, tensors, vertex_of, tensor_of, stages, solver)
+    return Problem(vertices, tensors, shape.vertex_of, shape.tensor_of, shape.stages, solver)
 
 
-def _occurrences(
-    keys: Mapping[fx.Node, _Key], stages_of: Callable[[fx.Node], Collection[int]], stages: int
-) -> dict[_Key, np.ndarray]:
-    """How often each key occurs in each stage, [stage]."""
-    found: dict[_Key, np.ndarray] = {key: np.zeros(stages) for key in keys.values()}
-    for node, key in keys.items():
-        for stage in stages_of(node):
-            found[key][stage] += 1
-    return found
+class _Builder:
+    """Makes the parts of a problem, or takes them over from another problem."""
 
+    def __init__(
+        self,
+        choices: Mapping[fx.Node, Sequence[Choice]],
+        rules: Mapping[fx.Node, Rule | None],
+        costs: Costs,
+        recompute: RecomputePolicy,
+        parts: ProblemParts | None,
+    ) -> None:
+        self._choices, self._rules, self._costs = choices, rules, costs
+        self._recompute, self._parts = recompute, parts
 
-def _readers(
-    graph: fx.Graph, vertex_of: Mapping[fx.Node, int], loss: fx.Node
-) -> dict[fx.Node, list[Port]]:
-    """The ports that read each node. The graph's output reads the loss only."""
-    readers: dict[fx.Node, list[Port]] = defaultdict(list)
-    for node in graph.nodes:
-        if node in vertex_of and node.op == "call_function":
-            for k, (operand, _) in enumerate(operands(node)):
-                readers[operand].append((vertex_of[node], k))
-        elif node in vertex_of and node.op == "output":
-            readers[loss].append((vertex_of[node], 0))
-    return readers
+    def vertex(self, node: fx.Node, count: np.ndarray) -> Vertex:
+        choices, rule = self._choices[node], self._rules.get(node)
+        states = _states(node, self._costs.saved(node), self._recompute)
+
+        def price() -> NodeCosts:
+            return self._costs.of(node).node_costs(node, rule, choices)
+
+        def make(prices: NodeCosts) -> Vertex:
+            return _vertex(node, count, choices, prices, self._costs.saved(node), states)
+
+        if self._parts is None:
+            return make(price())
+        return self._parts.vertex(node, rule, choices, states, price, make)
+
+    def tensor(
+        self,
+        vertices: Sequence[Vertex],
+        producer: int,
+        ports: tuple[Port, ...],
+        count: np.ndarray,
+    ) -> TensorConversions:
+        node, readers = vertices[producer].node, [vertices[v].node for v, _ in ports]
+        recompute = self._recompute.conversions(node, readers)
+
+        def make() -> TensorConversions:
+            return _tensor(vertices, producer, ports, count, self._costs, *recompute)
+
+        if self._parts is None:
+            return make()
+        choices = [self._choices[n] for n in (node, *readers)]
+        return self._parts.tensor(producer, ports, choices, recompute, make)
 
 
 def _vertex(
     node: fx.Node,
     count: np.ndarray,
     choices: Sequence[Choice],
-    rule: Rule | None,
-    costs: Costs,
-    recompute: RecomputePolicy,
+    prices: NodeCosts,
+    saved: SavedTensors,
+    states: tuple[int, ...],
 ) -> Vertex:
     """The vertex of a node: every choice with every state that the node's result may have."""
-    prices, saved = costs.of(node).node_costs(node, rule, choices), costs.saved(node)
     has_memory = node.op == "call_function" and saved.alias is None
-    rows = list(product(range(len(choices)), _states(node, saved, recompute)))
+    rows = list(product(range(len(choices)), states))
     which, state = np.array([k for k, _ in rows]), np.array([s for _, s in rows])
     needs = [
         (state == RECOMPUTED)  # recomputation reads all operands
@@ -146,9 +161,14 @@ def _tensor(
     ports: tuple[Port, ...],
     count: np.ndarray,
     costs: Costs,
-    recompute: RecomputePolicy,
+    may_save: bool,
+    may_recompute: bool,
 ) -> TensorConversions:
-    """A tensor with its conversions from every layout that is made to every layout wanted."""
+    """A tensor with its conversions from every layout that is made to every layout wanted.
+
+    Args:
+        may_save, may_recompute: what may become of the results of conversions in the backward.
+    """
     node = vertices[producer].node
     sources = list(dict.fromkeys(layout for layout, _ in vertices[producer].out_labels))
     targets = list(
@@ -156,7 +176,6 @@ def _tensor(
     )
     conversions = costs.of(node).conversions
     seconds = conversions.seconds(node, sources, targets)
-    may_save, may_recompute = recompute.conversions(node, [vertices[v].node for v, _ in ports])
     return TensorConversions(
         producer,
         ports,

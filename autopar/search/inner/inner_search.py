@@ -66,7 +66,7 @@ class InnerSearch:
         self.cache = cache or SearchCache(analysis, cluster)
         self.representative, self.nodes = self.cache.representative, self.cache.nodes
         self.tracer = self.cache.tracer
-        self.choices = NodeChoices(analysis, self.representative, options)
+        self.choices = NodeChoices(analysis, self.representative, options, self.cache.choices.of)
         self.units = self.cache.units(user_cuts)
         self.recompute = RecomputePolicy(options.recompute)
         # Problems and plans depend on these options, on the mesh and on the microbatch.
@@ -145,6 +145,10 @@ class InnerSearch:
             saved, compute = cache.saved(samples), cache.compute_of(pace)
             costs = self.costs(analysis, saved, conversions, compute, configuration.microbatches)
             choices = self.choices.on_mesh(configuration.axes)
+            options = self.options
+            storage = options.optimizer, options.reduction_dtype
+            accumulates = configuration.microbatches > 1
+            parts = cache.parts(samples, pace, links, (*storage, accumulates, step_prices))
             start = self.add_time("strategies", start)
             problem = build_problem(
                 analysis.graph,
@@ -153,7 +157,8 @@ class InnerSearch:
                 analysis.rules,
                 costs.at(step_prices),
                 self.recompute,
-                solver=self.options.solver,
+                solver=options.solver,
+                parts=parts,
             )
         self.add_time("costs", start)
         return problem

@@ -31,6 +31,8 @@ from autopar.memory.saved_tensors import SavedTensors, trace_saved_tensors
 from autopar.memory.staged_calls import StagedCalls
 from autopar.rules.analysis import Analysis
 from autopar.search.ilp.problem import Problem
+from autopar.search.ilp.problem_graph import ProblemGraph
+from autopar.search.ilp.problem_parts import ProblemParts
 from autopar.search.ilp.solution import Solution
 from autopar.search.pipeline.units import Units, split_into_units
 from autopar.search.pricing.kernel_seconds import KernelTimer
@@ -39,7 +41,7 @@ from autopar.search.space.repeated_blocks import block_representatives
 
 MOST_VALUES = 32  # of each kind: a value of a large graph may take megabytes
 MOST_SOLUTIONS = 1024
-MOST_PLANS = 4  # with their problems
+MOST_PLANS = 16  # with their problems
 
 Value = TypeVar("Value")
 # [FLOPs or bytes, kernel] by operator, kind and dtype of the kernels.
@@ -112,6 +114,10 @@ class SearchCache:
         else:
             self.tracer, self.work = like.tracer, like.work
             self.staged_graphs, self._saved = like.staged_graphs, like._saved
+        # Choices and the form of problems depend on the graph and the options alone.
+        self.choices: LruCache[Any] = like.choices if like else LruCache()
+        self._graph: LruCache[ProblemGraph] = like._graph if like else LruCache(1)
+        self._parts = LruCache[Any](3 * MOST_VALUES * len(self.nodes))  # vertices, their costs, tensors
         self.tf32, self._compute = tf32, LruCache[ComputeCosts]()
         self.problems, self.solutions = LruCache[Problem](), LruCache[Solution](MOST_SOLUTIONS)
         self.floors = LruCache[float](MOST_SOLUTIONS)
@@ -143,6 +149,23 @@ class SearchCache:
         return self._units.of(
             tuple(user_cuts), lambda: split_into_units(analysis, analysis.duplicated, user_cuts)
         )
+
+    def parts(
+        self, samples: int, pace: Pace, links: MeshLinks, state: Hashable
+    ) -> ProblemParts:
+        """The vertices and tensors that a problem has in common with others.
+
+        Args:
+            state: what the costs of parameters depend on besides mesh, links and devices.
+        """
+        analysis = self.analysis
+        graph = self._graph.of(
+            "graph",
+            lambda: ProblemGraph.of(
+                analysis.graph, self.representative, set(self.nodes), analysis.loss
+            ),
+        )
+        return ProblemParts(self._parts, graph, (samples, pace), links.axes, state)
 
     def pace(self, configuration: Configuration) -> Pace:
         """Whose seconds a configuration's problem has. Bounds of a pipeline hold for each order of

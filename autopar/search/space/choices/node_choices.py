@@ -5,8 +5,9 @@ of the user leave.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch.fx as fx
 
@@ -26,13 +27,25 @@ from autopar.search.space.modes.mode import Operation
 from autopar.search.space.options import Options
 from autopar.search.space.strategies import Choice, Strategy
 
+# (key, make) -> the value of the key, which ``make`` makes where it is absent
+Keep = Callable[[Hashable, Callable[[], Any]], Any]
+
 
 class NodeChoices:
-    """The choices of each representative: the node that stands for all nodes like it."""
+    """The choices of each representative: the node that stands for all nodes like it.
+
+    Args:
+        keep: keeps the choices on meshes for other searches of the same graph.
+    """
 
     def __init__(
-        self, analysis: Analysis, representative: Mapping[fx.Node, fx.Node], options: Options
+        self,
+        analysis: Analysis,
+        representative: Mapping[fx.Node, fx.Node],
+        options: Options,
+        keep: Keep | None = None,
     ) -> None:
+        self._keep = keep or (lambda key, make: make())
         self._analysis, self._representative, self._options = analysis, representative, options
         self._constraints = constrained_layouts(analysis, representative, options.constraints)
         # A buffer is kept whole on each rank, so its new value must be whole, too.
@@ -47,13 +60,30 @@ class NodeChoices:
         Raises:
             PlanError: a node has no choice, or nothing can be split as the mode asks.
         """
-        found: dict[fx.Node, list[Choice]] = {}
-        for node in self._analysis.graph.nodes if nodes is None else nodes:
-            if self._representative[node] is node:
-                found[node] = self._choices(node, axes)
-        if nodes is None:
+        if nodes is not None:
+            return self._of_nodes(nodes, axes)
+        options, state = self._options, self._analysis.state
+        fixed = tuple(axes), tuple(options.constraints.items())
+        own = [n for n in self._analysis.graph.nodes if self._representative[n] is n]
+
+        def choices_of_calls() -> dict[fx.Node, list[Choice]]:
+            found = self._of_nodes([n for n in own if n not in state], axes)
             self._check_mode_is_used(axes, found)
-        return found
+            return found
+
+        # The choices of calls do not depend on the storage of parameters, and those of parameters
+        # not on the samples.
+        of_calls = self._keep((*fixed, "calls", self._analysis.batch.size), choices_of_calls)
+        of_state = self._keep(
+            (*fixed, "state", options.zero),
+            lambda: self._of_nodes([n for n in own if n in state], axes),
+        )
+        return {n: of_state[n] if n in state else of_calls[n] for n in own}
+
+    def _of_nodes(
+        self, nodes: Iterable[fx.Node], axes: Sequence[Axis]
+    ) -> dict[fx.Node, list[Choice]]:
+        return {n: self._choices(n, axes) for n in nodes if self._representative[n] is n}
 
     def _choices(self, node: fx.Node, axes: Sequence[Axis]) -> list[Choice]:
         whole: Layout = (I,) * len(axes)
