@@ -221,7 +221,8 @@ class PlanData:
 
     def _misfits_of_layouts(self) -> Iterator[str]:
         axes = len(self.mesh_sizes)
-        for name, node in self.nodes.items():
+        different = {id(node): (name, node) for name, node in self.nodes.items()}
+        for name, node in different.values():
             if any(
                 len(layout) != axes for layout in (*node.ins, node.out, node.factors, node.kernels)
             ):

@@ -58,25 +58,33 @@ def trace_saved_tensors(
         differentiable: the nodes that need a gradient.
         device_type: where the program will run, ``"cpu"`` or ``"cuda"``.
         tracer: a tracer for this device type, with its earlier traces.
-        representative: for an operand that is not in ``nodes``, an equal node that is.
+        representative: for a node an equal node: for an operand that is not in ``nodes``, one that
+            is. A call is not traced where its representative was, with operands like its own.
         rules: the rules of calls. A call without a rule counts as unsplit.
     """
     tracer, equal = tracer or OperatorTracer(device_type), representative or {}
     values: dict[fx.Node, Any] = {}
+    given: dict[fx.Node, list[Any]] = {}  # the operands of representatives
     found: dict[fx.Node, SavedTensors] = {}
+
+    def value(node: fx.Node) -> Any:
+        return values[node] if node in values else values[equal[node]]
+
     for node in nodes:
         if node.op == "placeholder":
             values[node] = input_spec(node.meta["val"], node in differentiable)
         elif node.target is operator.getitem:
             source = node.all_input_nodes[0]
-            values[node] = values[equal.get(source, source)][node.args[1]]
+            values[node] = value(source)[node.args[1]]
             found[node] = SavedTensors(frozenset(), False, 0.0, 0)
         elif node.op == "call_function":
             grad = node in differentiable
-            inputs = [
-                with_grad(values[equal.get(n, n)], grad and n in differentiable)
-                for n, _ in operands(node)
-            ]
+            inputs = [with_grad(value(n), grad and n in differentiable) for n, _ in operands(node)]
+            alike = equal.get(node, node)
+            if alike is not node and given.get(alike) == inputs:
+                values[node], found[node] = values[alike], found[alike]
+                continue
+            given[node] = inputs
             trace = _trace(node, inputs, tracer)
             values[node] = trace.value
             internal = _internal(node, inputs, trace, tracer, (rules or {}).get(node))

@@ -50,14 +50,11 @@ class SplitWords:
         """
         links = Links[_Place]()
         for node, rule in self.rules.items():
-            places: dict[str, list[_Place]] = {}
-            for tensor, dims in _operands(node, rule) if rule is not None else ():
-                for d, factors in enumerate(dims):
-                    if factors:
-                        first = factors[0]
-                        places.setdefault(first, [(node, first)]).append((tensor, d))
-            for linked in places.values():
-                links.link(linked)
+            if rule is None:
+                continue
+            tensors = [*(n for n, _ in operands(node)), node]
+            for factor, dims in rule.dims_by_factor(tensors):
+                links.link([(node, factor), *dims])
         return links
 
     def _sequences(self) -> Iterator[tuple[fx.Node, int]]:

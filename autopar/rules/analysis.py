@@ -233,22 +233,17 @@ class Batch:
         """
         if self.size == 1 or (rule := self._rules.get(node)) is None:
             return frozenset()
-        return frozenset(f for f, place in _factor_dims(node, rule) if place in self._batch_dims)
+        return frozenset(
+            f for f, dims in _factor_dims(node, rule) if not self._batch_dims.isdisjoint(dims)
+        )
 
 
 def _link_dims(links: Links[TensorDim], node: fx.Node, rule: Rule) -> None:
     """Link the dims of operands and result that begin with the same factor."""
-    places: dict[str, list[TensorDim]] = {}
-    for factor, place in _factor_dims(node, rule):
-        places.setdefault(factor, []).append(place)
-    for linked in places.values():
+    for _, linked in _factor_dims(node, rule):
         links.link(linked)
 
 
-def _factor_dims(node: fx.Node, rule: Rule) -> Iterator[tuple[str, TensorDim]]:
-    """The dims of operands and result that have factors, each with the factor it begins with."""
-    tensors = [*(n for n, _ in operands(node)), node]
-    for tensor, dims in zip(tensors, [*rule.operands, rule.output], strict=True):
-        for d, factors in enumerate(dims):
-            if factors:
-                yield factors[0], (tensor, d)
+def _factor_dims(node: fx.Node, rule: Rule) -> Iterator[tuple[str, list[TensorDim]]]:
+    """The factors with which dims of operands and result begin, each with these dims."""
+    return rule.dims_by_factor([*(n for n, _ in operands(node)), node])

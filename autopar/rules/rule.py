@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeVar
 
 from autopar.ir.layout import I, P, R, S, Type
 
+_T = TypeVar("_T")
 Dim = tuple[str, ...]  # the factors of a dim, major first; () for a dim of size 1
 
 
@@ -85,6 +87,30 @@ class Rule:
     writes: tuple[int, ...] = ()
     shape_argument: str | None = None
     localise: Callable[[dict[str, Any], dict[str, int]], dict[str, Any]] | None = None
+
+    def dims_by_factor(self, tensors: Sequence[_T]) -> Iterator[tuple[str, list[tuple[_T, int]]]]:
+        """The factors with which dims begin, each with these dims.
+
+        Args:
+            tensors: the operands, and last the result.
+
+        Raises:
+            ValueError: the rule is of another number of operands.
+        """
+        if len(tensors) != len(self.operands) + 1:
+            raise ValueError(f"a rule of {len(self.operands)} operands for {len(tensors) - 1}")
+        for factor, places in self._first_factors.items():
+            yield factor, [(tensors[k], d) for k, d in places]
+
+    @cached_property
+    def _first_factors(self) -> dict[str, list[tuple[int, int]]]:
+        """For each factor the dims that begin with it, as (number of the tensor, dim)."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        for k, dims in enumerate((*self.operands, self.output)):
+            for d, factors in enumerate(dims):
+                if factors:
+                    found.setdefault(factors[0], []).append((k, d))
+        return found
 
     def split(self, factor: str) -> list[Option]:
         """The options that split ``factor`` and follow from the terms."""

@@ -1,5 +1,5 @@
-"""The vertices and tensors of a problem without their choices: which nodes of a graph share one, and
-how often it occurs.
+"""The vertices and tensors of a problem without their choices: which nodes of a graph share one,
+and how often it occurs.
 """
 
 from __future__ import annotations

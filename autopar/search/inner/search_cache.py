@@ -117,7 +117,9 @@ class SearchCache:
         # Choices and the form of problems depend on the graph and the options alone.
         self.choices: LruCache[Any] = like.choices if like else LruCache()
         self._graph: LruCache[ProblemGraph] = like._graph if like else LruCache(1)
-        self._parts = LruCache[Any](3 * MOST_VALUES * len(self.nodes))  # vertices, their costs, tensors
+        self._parts = LruCache[Any](
+            3 * MOST_VALUES * len(self.nodes)
+        )  # vertices, their costs, tensors
         self.tf32, self._compute = tf32, LruCache[ComputeCosts]()
         self.problems, self.solutions = LruCache[Problem](), LruCache[Solution](MOST_SOLUTIONS)
         self.floors = LruCache[float](MOST_SOLUTIONS)
@@ -150,9 +152,7 @@ class SearchCache:
             tuple(user_cuts), lambda: split_into_units(analysis, analysis.duplicated, user_cuts)
         )
 
-    def parts(
-        self, samples: int, pace: Pace, links: MeshLinks, state: Hashable
-    ) -> ProblemParts:
+    def parts(self, samples: int, pace: Pace, links: MeshLinks, state: Hashable) -> ProblemParts:
         """The vertices and tensors that a problem has in common with others.
 
         Args:

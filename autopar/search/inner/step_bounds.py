@@ -106,7 +106,11 @@ def _work_by_kind(search: InnerSearch) -> WorkByKind:
     analysis, cluster = search.analysis, search.cluster
     nodes = analysis.graph.nodes
     tensors = trace_saved_tensors(
-        nodes, analysis.differentiable, cluster.device.kind, search.tracer
+        nodes,
+        analysis.differentiable,
+        cluster.device.kind,
+        search.tracer,
+        search.representative,
     )
     alone = ConversionCosts((), cluster.kinds[0])
     kernels = search.costs(analysis, tensors, alone, search.cache.compute_of(0), 1).kernels

@@ -15,7 +15,7 @@ from autopar.ir.nodes import operands
 from autopar.ir.plan_data import ConversionStep, NodePlan, ParameterPlan
 from autopar.rules.analysis import Analysis
 from autopar.search.result.priced_plan import PricedPlan
-from autopar.search.space.strategies import ParameterStrategy
+from autopar.search.space.strategies import Choice, ParameterStrategy
 
 
 @dataclass(frozen=True)
@@ -30,20 +30,27 @@ class ChosenProgram:
 
 def chosen_program(priced: PricedPlan) -> ChosenProgram:
     """The program of a priced plan."""
-    nothing: tuple[None, ...] = (None,) * len(priced.axes)
+    # Nodes of equal blocks share a choice, and so what the plan has of them.
+    known: dict[int, NodePlan] = {}
     nodes: dict[str, NodePlan] = {}
     for node in priced.analysis.graph.nodes:
         if node.op != "output":
             choice = priced.choice(node)
-            if isinstance(choice, ParameterStrategy):
-                nodes[node.name] = NodePlan((), choice.used, nothing, nothing)
-            else:
-                nodes[node.name] = NodePlan(choice.ins, choice.out, choice.factors, choice.kernels)
+            if id(choice) not in known:
+                known[id(choice)] = _node_plan(choice)
+            nodes[node.name] = known[id(choice)]
     parameters = {
         state.target: _parameter_plan(priced, n) for n, state in priced.analysis.state.items()
     }
     conversions = _conversions(priced, nodes)
     return ChosenProgram(nodes, parameters, conversions, tuple(_recomputed(priced)))
+
+
+def _node_plan(choice: Choice) -> NodePlan:
+    if isinstance(choice, ParameterStrategy):
+        nothing: tuple[None, ...] = (None,) * len(choice.used)
+        return NodePlan((), choice.used, nothing, nothing)
+    return NodePlan(choice.ins, choice.out, choice.factors, choice.kernels)
 
 
 def _parameter_plan(priced: PricedPlan, node: fx.Node) -> ParameterPlan:

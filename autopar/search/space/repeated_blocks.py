@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ def block_representatives(
         state: the names of parameters and buffers, by the name of their placeholder.
     """
 
+    @cache
     def kind(node: fx.Node) -> Any:
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor):

@@ -161,9 +161,11 @@ def _of_different_vertices(
     ends += [(v, vertices[v].in_label_of[p]) for v, p in ports]
     if costs.ndim < len(ends):
         ends = [(v, label_of) for v, label_of in ends if label_of.max() > 0]
-    owners = [v for v, _ in ends]
-    classes = {v: joint_classes([c for o, c in ends if o == v]) for v in owners}
-    if len(classes) == len(owners):
+    of_vertex: dict[int, list[np.ndarray]] = {}
+    for v, label_of in ends:
+        of_vertex.setdefault(v, []).append(label_of)
+    classes = {v: joint_classes(each) for v, each in of_vertex.items()}
+    if len(classes) == len(ends):
         return CostTable(classes, costs)
     order = list(classes)
     dims = [
@@ -196,4 +198,7 @@ def joint_classes(partitions: Sequence[np.ndarray]) -> np.ndarray:
 
 def first_choices(classes: np.ndarray) -> np.ndarray:
     """The first choice of each class, [class]."""
-    return np.unique(classes, return_index=True)[1]
+    first = np.empty(int(classes.max(initial=-1)) + 1, dtype=np.int64)
+    # Of several choices of a class, the one that is written last stays.
+    first[classes[::-1]] = np.arange(len(classes))[::-1]
+    return first
