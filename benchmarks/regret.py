@@ -2,7 +2,8 @@
 
 The pinned configurations are drawn from all that the options can say: data x tensor x pipeline
 sizes, microbatch size, schedule, chunks, recomputation, ZeRO level, mesh, mode. Regret is the free
-plan's predicted step time over that of the fastest pinned plan, less one.
+plan's predicted step time over that of the fastest pinned plan, less one. The free plan has the
+default limit of planning time; each pinned plan has ``--pinned-seconds``.
 """
 
 from __future__ import annotations
@@ -104,8 +105,18 @@ def pinned_plans(case: Case, draws: int, seed: int, most: int) -> Iterator[dict[
             yield options
 
 
-def measure(case: Case, draws: int, seed: int = 0, progress: bool = True) -> Result:
-    """Plan a case freely, and ``draws`` pinned configurations of it that have a plan."""
+def measure(
+    case: Case,
+    draws: int,
+    seed: int = 0,
+    progress: bool = True,
+    pinned_seconds: float | None = None,
+) -> Result:
+    """Plan a case freely, and ``draws`` pinned configurations of it that have a plan.
+
+    Args:
+        pinned_seconds: the limit of planning time of each pinned plan; None: the default.
+    """
     model, sample = case.make()
     fixed = {"cluster": case.cluster, **case.options}
     start = time.perf_counter()
@@ -118,7 +129,7 @@ def measure(case: Case, draws: int, seed: int = 0, progress: bool = True) -> Res
     for at in range(0, len(queue), 16):
         if len(found) >= draws:
             break
-        plans = sweep(model, sample, case, queue[at : at + 16])
+        plans = sweep(model, sample, case, queue[at : at + 16], pinned_seconds)
         tried += len(plans)
         for options, plan in zip(queue[at : at + 16], plans, strict=True):
             if plan is not None:
@@ -130,10 +141,15 @@ def measure(case: Case, draws: int, seed: int = 0, progress: bool = True) -> Res
 
 
 def sweep(
-    model: Any, sample: Any, case: Case, options: Sequence[dict[str, Any]]
+    model: Any,
+    sample: Any,
+    case: Case,
+    options: Sequence[dict[str, Any]],
+    seconds: float | None,
 ) -> list[autopar.Plan | None]:
     """The plan of each set of options; None where there is none."""
-    asked = [dict(world_size=case.devices, **case.options, **each) for each in options]
+    limit = {} if seconds is None else {"time_limit": seconds}
+    asked = [dict(world_size=case.devices, **limit, **case.options, **each) for each in options]
     plans = autopar.sweep(model, sample, asked, cluster=case.cluster, progress=False)
     return [plan if isinstance(plan, autopar.Plan) else None for plan in plans]
 
@@ -162,12 +178,17 @@ def main() -> int:
     parser.add_argument("--cases", nargs="+", default=[c.name for c in CASES])
     parser.add_argument("--draws", type=int, default=100, help="pinned plans of each case")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--pinned-seconds", type=float, default=10.0, help="limit of planning a pinned plan"
+    )
     parser.add_argument("--json", type=Path, help="file to write the rows to as well")
     arguments = parser.parse_args()
     rows, worst = [], 0.0
     headers = ["case", "free", "its plan", "gap", "planned in", "pinned", "fastest", "regret"]
     for case in (c for c in CASES if c.name in arguments.cases):
-        result = measure(case, arguments.draws, arguments.seed)
+        result = measure(
+            case, arguments.draws, arguments.seed, pinned_seconds=arguments.pinned_seconds
+        )
         rows.append(row(result))
         worst = max(worst, result.regret)
         print(f"{' | '.join(map(str, rows[-1]))} | {result.options}", flush=True)

@@ -46,7 +46,7 @@ class MemoryPrices:
     Attributes:
         problem: a problem of one stage.
         weights: the weights of seconds; their price is replaced.
-        operations: about the multiplications and additions that one solve may take.
+        operations: says about how many multiplications and additions the next solve may take.
         solved: the solutions so far, by price in seconds for a byte.
     """
 
@@ -54,7 +54,7 @@ class MemoryPrices:
         self,
         problem: Problem,
         weights: CostWeights,
-        operations: float = SOLVE_OPERATIONS,
+        operations: Callable[[], float] = lambda: SOLVE_OPERATIONS,
         solve_large: SolveLarge | None = None,
         solve_once: SolveOnce | None = None,
     ) -> None:
@@ -74,7 +74,7 @@ class MemoryPrices:
         weights = replace(self.weights, price=np.array([price]))
 
         def solve(problem: Problem) -> Solution:
-            return best_solution(problem, weights, self.operations)
+            return best_solution(problem, weights, self.operations())
 
         return self._solve_large(self.problem, solve) if self._solve_large else solve(self.problem)
 

@@ -4,6 +4,7 @@ memory.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -40,6 +41,10 @@ UNREQUESTED_OPERATIONS = 2e10
 # Microbatches in flight of a replica's problem: so many that bytes that last count for nothing
 # beside saved activations.
 MANY_IN_FLIGHT = 1e6
+# About what the solver does in a second, where it solves a large program; a solve near the end of
+# the time limit has at least these seconds.
+OPERATIONS_A_SECOND, LEAST_SOLVE_SECONDS = 1e9, 2.0
+OPTIMAL = 1e-9  # the gap of a solution that more time would not improve
 
 
 class InnerSearch:
@@ -49,6 +54,7 @@ class InnerSearch:
         user_cuts: the nodes before which the user cuts the graph into stages.
         timings: seconds by phase, to which the search adds its own.
         cache: values that other searches of the same graph on the same cluster share.
+        deadline: the moment of ``time.perf_counter`` at which the search should end.
     """
 
     def __init__(
@@ -59,8 +65,10 @@ class InnerSearch:
         user_cuts: Sequence[fx.Node] = (),
         timings: dict[str, float] | None = None,
         cache: SearchCache | None = None,
+        deadline: float = math.inf,
     ) -> None:
         self.analysis, self.cluster, self.options = analysis, cluster, options
+        self.deadline = deadline
         self.timings: dict[str, float] = {} if timings is None else timings
         start = time.perf_counter()
         self.cache = cache or SearchCache(analysis, cluster)
@@ -233,18 +241,32 @@ class InnerSearch:
             self._prices[key] = MemoryPrices(
                 self.problem(configuration, samples, pace, step_prices, links),
                 weights,
-                limit,
+                partial(self._operations, limit),
                 None
                 if _is_solved_exactly(configuration)
                 else partial(self._solve_from_coarser, configuration, samples, pace),
-                partial(self._cached_solution, depends),
+                partial(self._cached_solution, depends, limit),
             )
         return self._prices[key]
 
+    def _operations(self, limit: float) -> float:
+        """The operations that a solve may take: ``limit``, or what the time that is left allows."""
+        seconds = max(self.deadline - time.perf_counter(), LEAST_SOLVE_SECONDS)
+        return min(limit, seconds * OPERATIONS_A_SECOND)
+
     def _cached_solution(
-        self, depends: tuple, price: float, solve: Callable[[], Solution]
+        self, depends: tuple, limit: float, price: float, solve: Callable[[], Solution]
     ) -> Solution:
-        return self.cache.solutions.of((depends, price), solve)
+        """The solution at a price. One that the time limit may have made worse is not kept for a
+        later call.
+        """
+        key, kept = (depends, price), self.cache.solutions
+        if (known := kept.known(key)) is not None:
+            return known
+        has_time = self._operations(limit) >= limit
+        solution = solve()
+        is_optimal = solution.value - solution.bound <= OPTIMAL * solution.value
+        return kept.of(key, lambda: solution) if has_time or is_optimal else solution
 
     def _solve_from_coarser(
         self,

@@ -80,7 +80,9 @@ class InnerSearches:
         self._check_exact(cache.analysis.captured.division)
         pipeline = self.options.pipeline
         cuts = user_cut_nodes(cache.analysis, pipeline.split_before) if pipeline else ()
-        return InnerSearch(cache.analysis, cache.cluster, self.options, cuts, self.timings, cache)
+        return InnerSearch(
+            cache.analysis, cache.cluster, self.options, cuts, self.timings, cache, self._deadline
+        )
 
     def _check_exact(self, division: BatchDivision | None) -> None:
         """Raises PlanError where microbatches would change the model's numbers, and the user did

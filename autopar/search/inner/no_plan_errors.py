@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from autopar.errors import BudgetError, PlanError
@@ -23,9 +24,13 @@ def no_plan_error(
     """
     size = options.micro_batch_size
     if unsolved:
+        limit, more = "its limit of operations", ""
+        if math.isfinite(options.search_seconds):
+            limit += f" or time_limit={options.search_seconds:g} seconds"
+            more = ", or more time"
         return PlanError(
-            f"no plan was found: the solver reached its limit of operations for {unsolved[0]}, and "
-            f"for {len(unsolved) - 1} other configurations. Give parallel= or mesh= sizes"
+            f"no plan was found: the solver reached {limit} for {unsolved[0]}, and for "
+            f"{len(unsolved) - 1} other configurations. Give parallel= or mesh= sizes{more}"
         )
     if size is None and failures:
         # The user asked for no microbatch size, so an error about one helps least.

@@ -64,6 +64,10 @@ class LruCache(Generic[Value]):
             self._values.popitem(last=False)
         return self._values[key]
 
+    def known(self, key: Hashable) -> Value | None:
+        """The value of ``key``, if it is among them."""
+        return self.of(key, lambda: self._values[key]) if key in self._values else None
+
 
 @dataclass(frozen=True)
 class StagedGraph:
