@@ -17,6 +17,7 @@ from autopar.capture.export_program import no_garbage_collection
 from autopar.errors import CaptureError
 from autopar.ir.captured import CapturedModel, GraphInput
 from autopar.ir.nodes import describe_node, eliminate_dead_code, updates_statistics
+from autopar.passes.canonical.causal_mask import drop_causal_masks
 from autopar.passes.canonical.decompose import decompose
 from autopar.passes.canonical.decompose_losses import LOSSES, decompose_losses
 from autopar.passes.canonical.functionalise import functionalise
@@ -66,6 +67,7 @@ def canonicalise(captured: CapturedModel) -> CapturedModel:
     # to each other.
     simplify(graph, trainable)
     simplify_constants(graph)
+    drop_causal_masks(graph)
     matmul_to_linear(graph)
     notes += decompose_losses(graph)
     # The normal form is the last rewrite, so that the others may write arguments in any form.
