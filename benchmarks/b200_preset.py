@@ -37,6 +37,7 @@ MESSAGE, MESSAGE_SECONDS = 1.45, 16e-6
 FACTS = "benchmarks/validation/README.md: measured on one node of 8 B200s"
 ASSUMED = "assumption, to be replaced by a profile of the machine"
 AS_H100 = f"as in the h100-sxm preset; {ASSUMED}"
+FUSES = "torch.compile: inductor joins pointwise operators and reductions"
 HGX = "NVIDIA HGX B200 datasheet, dense, one GPU"
 
 
@@ -131,17 +132,20 @@ def sources(device: Device, h100: Mapping[str, str]) -> dict[str, str]:
 
 
 def preset() -> dict[str, Any]:
-    """The contents of the preset's file: the hardware, eager PyTorch, and Megatron-LM with
-    Transformer Engine, which does not hide the sum of the gradients unless asked to.
+    """The contents of the preset's file: the hardware, eager and compiled PyTorch, and Megatron-LM
+    with Transformer Engine, which does not hide the sum of the gradients unless asked to.
     """
     base = without_kernels()
     megatron = replace(base.software, name=SOFTWARE, overlap=0.0)
     known = base.from_measurements(VALIDATION / "b200_kernels.csv", base.name)
-    data, other = as_data(known), as_data(replace(known, software=megatron))
-    data["software"] |= other["software"]
+    inductor = replace(base.software, name="inductor", fuses=True)
+    data = as_data(known)
+    for software in (inductor, megatron):
+        data["software"] |= as_data(replace(known, software=software))["software"]
     for name in ("launch", "overhead", "jitter", "reserve", "overlap"):
-        for software in ("eager", SOFTWARE):
-            data["sources"][f"software.{software}.{name}"] = AS_H100
+        for software_name in data["software"]:
+            data["sources"][f"software.{software_name}.{name}"] = AS_H100
+    data["sources"]["software.inductor.fuses"] = FUSES
     unhidden = f"{ASSUMED}: Megatron-LM sums gradients after the backward unless asked to overlap"
     data["sources"][f"software.{SOFTWARE}.overlap"] = unhidden
     return data

@@ -41,6 +41,11 @@ class ComputeCosts:
         return self._device.kind
 
     @property
+    def fuses(self) -> bool:
+        """Whether a compiler joins pointwise kernels."""
+        return self._software.fuses
+
+    @property
     def overlap(self) -> float:
         """The part of a collective's seconds that overlapping computation hides, 0 to 1."""
         return self._software.overlap

@@ -41,6 +41,10 @@ class ComputeOfKinds(ComputeCosts):
         return self._kinds[0].device_kind
 
     @property
+    def fuses(self) -> bool:
+        return all(kind.fuses for kind in self._kinds)
+
+    @property
     def overlap(self) -> float:
         return float(self._lowest([kind.overlap for kind in self._kinds]))
 

@@ -27,6 +27,8 @@ class Software:
             collective. The collective waits for the last of them, longer where ranks are many.
         reserve: bytes of a device's memory that its context and the buffers of its communication
             library take.
+        fuses: whether a compiler joins pointwise operators and reductions into one kernel, which
+            reads and writes memory once.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Software:
     overlap: float = 0.5
     jitter: float = 0.0
     reserve: int = 0
+    fuses: bool = False
 
     def __post_init__(self) -> None:
         for field in ("launch", "overhead", "jitter", "reserve"):

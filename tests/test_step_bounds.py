@@ -154,7 +154,7 @@ def test_a_search_of_many_devices_leaves_out_what_is_estimated_slower(
     """The plan is that of a search that leaves out nothing."""
     monkeypatch.setattr(options_module, "DEFAULT_SECONDS", 1e4)  # no clock decides
     monkeypatch.setattr(fitting_plans, "LEFT_OUT", 1.03)
-    model, sample = zoo.gpt2(batch=32, dropout=0.0)
+    model, sample = zoo.llama(batch=32, dropout=0.0)
     parallel = dict(pipeline=2)
     options: dict[str, Any] = dict(cluster="a100-sxm", progress=False, parallel=parallel)
     free = autopar.plan(model, sample, 32, **options)

@@ -27,6 +27,7 @@ from autopar.memory.saved_tensors import SavedTensors
 from autopar.rules import Rule
 from autopar.rules.analysis import Analysis
 from autopar.runtime.kernels.graph_kernels import send
+from autopar.search.pricing.fusion import FusedKernels
 from autopar.search.pricing.kernel_seconds import KernelTimer, RankShares, kernel_seconds
 from autopar.search.pricing.node_sizes import result_dtype, tensor_bytes
 from autopar.search.space.strategies import Strategy
@@ -65,6 +66,11 @@ class KernelCosts:
         self._differentiable, self._saved, self.compute = analysis.differentiable, saved, compute
         self._axes, self._sizes = conversions.axes, conversions.sizes
         self._kernel_timer, self._tracer = kernel_timer, tracer
+        self._fused = (
+            FusedKernels(analysis.graph.nodes, analysis.differentiable, saved)
+            if compute.fuses
+            else None
+        )
 
     def saved(self, node: fx.Node) -> SavedTensors:
         return self._saved.get(node, _NOTHING_SAVED)
@@ -82,6 +88,9 @@ class KernelCosts:
         is_call = node.op == "call_function" and node.target not in (send, operator.getitem)
         if not is_call or not result_tensors(node):
             return
+        if self._fused is not None and (fused := self._fused.launches(node)) is not None:
+            yield from fused
+            return
         trains, saved = node in self._differentiable, self.saved(node)
         if self.compute.device_kind == "cpu" and not saved.forward:
             # A view computes nothing, but the call itself takes time.
@@ -98,7 +107,8 @@ class KernelCosts:
             yield from ((True, launch) for launch in saved.backward)
         if trains and isinstance(node.meta["val"], torch.Tensor):
             add = KernelLaunch("add", "elementwise", ((-1, tensor_bytes(node)),) * 3, -1)
-            yield from ((True, add) for _ in range(self._gradient_sums(node)))
+            sums = self._fused.gradient_sums(node) if self._fused else self._gradient_sums(node)
+            yield from ((True, add) for _ in range(sums))
 
     def _gradient_sums(self, node: fx.Node) -> int:
         """How many additions sum the gradients that the readers of a result return."""

@@ -15,6 +15,18 @@ from autopar.search.space.configuration import Configuration
 from autopar.search.space.options import Options
 
 
+def check_backend(options: Options, cluster: Cluster) -> None:
+    """Raises :class:`PlanError` where the backend that was asked for is not the one that the
+    cluster's prices are of.
+    """
+    if options.backend == "eager" and cluster.software.fuses:
+        raise PlanError(
+            f"the prices of cluster {cluster.name!r} with software {cluster.software.name!r} are "
+            'those of a compiler that joins kernels, and backend="eager" joins none: give the '
+            'cluster with software "eager", or leave backend free'
+        )
+
+
 def choose_backend(
     options: Options,
     cluster: Cluster,
