@@ -18,7 +18,7 @@ $(BIN)/python -m pytest -m "($(1)) and not alone" -n $(JOBS) --dist loadfile $(A
 $(BIN)/python -m pytest -m "($(1)) and alone" $(ARGS) || [ $$? -eq 5 ]
 endef
 
-.PHONY: help venv demo test test-slow test-exhaustive check lint types imports format bench docs clean
+.PHONY: help venv demo test test-slow test-exhaustive faults check lint types imports format bench docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -42,6 +42,9 @@ test-slow: $(STAMP) ## the tests that take minutes
 
 test-exhaustive: $(STAMP) ## the rest of the products of models and options, which neither test nor test-slow runs
 	$(call pytest,exhaustive)
+
+faults: $(STAMP) ## train under faults of ranks, machines and disks; a table of steps lost and seconds to go on
+	$(BIN)/python -m pytest tests/faults
 
 check: lint types imports ## ruff, mypy and import-linter
 
