@@ -255,6 +255,7 @@ class Watchdog:
             return
         self._ended = True
         self._stop.set()
+        self._thread.join(_ANSWER)  # a thread inside of the store aborts a process that ends
         try:
             self._publish()
         except Exception:
