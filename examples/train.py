@@ -163,6 +163,7 @@ class Training:
         if autopar.newest_checkpoint(self.options.folder) is not None:
             extra = self.model.load(self.options.folder, **self._parts())
             self.step = extra["step"]
+        self.note(resumed=self.step)
 
     def save(self, wait: bool = False) -> None:
         """Saves the run, and goes on where the disk does not let it: the checkpoints before are

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import train
@@ -16,14 +17,14 @@ from injection import HEARD, Action, die, fill_disk, free_disk, inject, stop
 import autopar
 
 
-def tear() -> None:
+def tear(tell: Callable[[], None]) -> None:
     """The newest checkpoint loses the end of a file, and the rank dies."""
     time.sleep(HEARD)  # until the save that is under way is complete
     newest = autopar.newest_checkpoint(folder())
     assert newest is not None
     for file in newest.glob("*.safetensors"):
         os.truncate(file, file.stat().st_size // 2)
-    die()
+    die(tell)
 
 
 ACTIONS: dict[str, Action] = {"dies": die, "stops": stop, "full disk": fill_disk, "torn": tear}
@@ -39,15 +40,13 @@ def main() -> None:
     if start < len(faults) and os.environ["RANK"] == faults[start][3]:
         phase, number, what, rank = faults[start]
 
-        def act() -> None:
-            line = json.dumps(
-                {"fault": f"{phase}: {what} (rank {rank})", "start": start, "time": time.time()}
-            )
+        def tell() -> None:
+            name = f"{phase}: {what} (rank {rank})"
+            line = json.dumps({"fault": name, "start": start, "time": time.time()})
             with Path(os.environ["FAULTS_TOLD"]).open("a") as file:
                 file.write(line + "\n")
-            ACTIONS[what]()
 
-        inject(phase, number, act)
+        inject(phase, number, lambda: ACTIONS[what](tell))
         if what == "full disk":
             inject(phase, number + 1, free_disk)
     train.main()

@@ -17,23 +17,26 @@ from autopar.runtime.measure.step_recorder import StepRecorder
 
 HEARD = 2.5  # seconds until a rank's phase is in the store
 
-Action = Callable[[], None]
+Action = Callable[[Callable[[], None]], None]  # calls its argument when the fault happens
 
 
-def die() -> None:
+def die(tell: Callable[[], None]) -> None:
     """As the kernel's killer of processes that take too much memory does it."""
     time.sleep(HEARD)
+    tell()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def stop() -> None:
+def stop(tell: Callable[[], None]) -> None:
     """The process is there and does nothing."""
     time.sleep(HEARD)
+    tell()
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def fill_disk() -> None:
+def fill_disk(tell: Callable[[], None]) -> None:
     """From now on no file gets longer than some bytes: Python ignores the signal that comes."""
+    tell()
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (512, hard))
 
@@ -44,8 +47,8 @@ def free_disk() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
 
-def inject(phase: str, number: int, action: Action) -> None:
-    """Does ``action`` in the ``number``-th beginning of ``phase`` on this rank, counted from 1."""
+def inject(phase: str, number: int, action: Callable[[], None]) -> None:
+    """Calls ``action`` in the ``number``-th beginning of ``phase`` on this rank, counted from 1."""
     left = [number]
 
     def begins() -> None:
@@ -67,7 +70,7 @@ def inject(phase: str, number: int, action: Action) -> None:
         raise ValueError(phase)
 
 
-def before(owner: Any, name: str, begins: Action) -> None:
+def before(owner: Any, name: str, begins: Callable[[], None]) -> None:
     """``begins`` is called before each call of a function."""
     function = getattr(owner, name)
 
@@ -78,7 +81,9 @@ def before(owner: Any, name: str, begins: Action) -> None:
     setattr(owner, name, wrapped)
 
 
-def after(owner: Any, name: str, begins: Action, of: Callable[..., bool] = lambda *_: True) -> None:
+def after(
+    owner: Any, name: str, begins: Callable[[], None], of: Callable[..., bool] = lambda *_: True
+) -> None:
     """``begins`` is called after each call of a function that has arguments like ``of``."""
     function = getattr(owner, name)
 

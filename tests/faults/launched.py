@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 MODEL = ["--hidden", "32", "--layers", "2", "--batch", "8", "--sequence", "32"]
 MODEL += ["--eval-every", "40"]
 # A node that is gone is noticed after three intervals.
-RENDEZVOUS = "--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
+RENDEZVOUS = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
 ERROR = re.compile(r"rank \d+: \w*Error: .*|.*failed \(exitcode.*")
 
 
@@ -67,6 +67,8 @@ class Launch:
         """The exit code."""
         code = self.process.wait(seconds)
         self._reader.join(10)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
         return code
 
     def kill(self) -> None:
@@ -76,6 +78,7 @@ class Launch:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
+        self.wait()
 
     def pids(self) -> list[int]:
         """The living processes of this launch: they and their children have its tag."""
@@ -99,12 +102,11 @@ class Launch:
     def text(self) -> str:
         return "\n".join(line for _, line in self.lines)
 
-    def first_error(self, since: float) -> float:
-        """The time of the first error of a rank after ``since``; of the agent, if no rank has one
-        within some seconds.
-        """
-        errors = [(at, line) for at, line in self.lines if at >= since and ERROR.match(line)]
-        of_ranks = [at for at, line in errors if line.startswith("rank") and at < since + 60]
+    def first_error(self, since: float, until: float) -> float:
+        """The time of the first error of a rank in between; of the agent, if no rank has one."""
+        errors = [(at, line) for at, line in self.lines if since <= at <= until]
+        errors = [(at, line) for at, line in errors if ERROR.match(line)]
+        of_ranks = [at for at, line in errors if line.startswith("rank")]
         return min(of_ranks or [at for at, _ in errors], default=float("nan"))
 
 
@@ -131,18 +133,15 @@ def wait_for_step(folder: Path, step: int, seconds: float = 150) -> None:
 
 
 def row_of(name: str, launch: Launch, at: float) -> tuple[str, int, float, float]:
-    """A row of the table, for a fault at a time: its name, the steps that were lost, the seconds to
-    the error and to the next step that no rank had done before.
+    """A row of the table, for a fault at a time: its name, the steps that were lost, and the
+    seconds to the error and to the next step. Where the run did not start again, nothing is lost.
     """
-    done = steps(launch.folder)
-    before = [line["step"] for line in done if line["time"] <= at]
-    following = [line for line in done if line["time"] > at]
-    # Steps that were under way when a rank died may still end.
+    lines = read_lines(launch.folder / "run" / "metrics.jsonl")
     again = next(
-        (i for i, line in enumerate(following[1:], 1) if line["step"] <= following[i - 1]["step"]),
-        0,
+        (i for i, line in enumerate(lines) if line["time"] > at and "resumed" in line), None
     )
-    last = max([*before, *(line["step"] for line in following[:again])], default=0)
-    first = following[again]
-    lost = last + 1 - first["step"]
-    return name, lost, launch.first_error(at) - at, first["time"] - at
+    first = next(i for i, line in enumerate(lines) if line["time"] > at) if again is None else again
+    done = max((line["step"] for line in lines[:first]), default=0)
+    lost = 0 if again is None else done - lines[again]["step"]
+    next_step = next(line["time"] for line in lines[first:] if "loss" in line)
+    return name, lost, launch.first_error(at, next_step) - at, next_step - at

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from injection import HEARD, die, inject, stop
+from injection import die, inject, stop
 from pool import CONTEXT
 from test_desync import Network, batch, usual
 
@@ -54,11 +54,10 @@ def train(case: str, rank: int, port: int, folder: str, told: Connection) -> Non
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=limit)
     if rank == LOST:
 
-        def tell_and_act() -> None:
+        def tell() -> None:
             told.send(("fault", time.monotonic()))
-            action()
 
-        inject(phase, 1, tell_and_act)
+        inject(phase, 1, lambda: action(tell))
     try:
         _run(options, Path(folder))
         told.send(("nobody noticed", time.monotonic()))
@@ -108,7 +107,7 @@ def errors_of(case: str, folder: Path) -> tuple[float, dict[int, tuple[str, floa
                     assert rank == LOST, (rank, errors)
                     continue
                 if rank == LOST:
-                    begun = at + HEARD
+                    begun = at
                 else:
                     errors[rank] = text, at
     finally:

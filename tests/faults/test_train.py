@@ -28,13 +28,13 @@ ROUNDING = 1e-4  # float32, amplified by 40 steps
 # the phase that the other rank tells.
 FAULTS: list[tuple[str, int, str, str, str]] = [
     ("compile", 1, "dies", "1", ""),  # the agent ends ranks that do not train yet
-    ("forward", 17, "dies", "1", "call 9: forward of stage 1"),
-    ("forward", 17, "dies", "0", "call 9: forward of stage 0"),
-    ("backward", 17, "dies", "1", "call 9: backward of stage 1"),
+    ("forward", 17, "dies", "1", r"call \d+: forward of stage 1"),
+    ("forward", 17, "dies", "0", r"call \d+: forward of stage 0"),
+    ("backward", 17, "dies", "1", r"call \d+: backward of stage 1"),
     ("optimizer step", 8, "dies", "1", "optimizer step, after call 8"),
     ("checkpoint", 2, "dies", "1", "writes the checkpoint .*step-"),
     ("optimizer step", 8, "torn", "1", "optimizer step, after call 8"),
-    ("forward", 17, "stops", "1", "call 9: forward of stage 1"),
+    ("forward", 17, "stops", "1", r"call \d+: forward of stage 1"),
     ("checkpoint", 1, "full disk", "1", ""),
 ]
 
@@ -77,7 +77,7 @@ def test_faults_of_a_rank(tmp_path: Path, loss_of_one_process: float, rows: list
     more = ("--standalone", f"--max-restarts={restarts}")
     launch = Launch(tmp_path, [*ARGUMENTS, *PIPED], faults, *more)
     try:
-        assert launch.wait(390) == 0, launch.text[-5000:]
+        assert launch.wait(390) == 0, launch.text[-50000:]
         assert launch.left_behind() == []
     finally:
         launch.kill()
@@ -87,7 +87,7 @@ def test_faults_of_a_rank(tmp_path: Path, loss_of_one_process: float, rows: list
     for line, (*_, what, rank, named) in zip(told, FAULTS, strict=True):
         row = row_of(line["fault"], launch, line["time"])
         rows.append(row)
-        assert row[1] <= (0 if what == "full disk" else 2 * EVERY + 1), row
+        assert row[1] <= (0 if what == "full disk" else 2 * EVERY), row
         if named:
             error = rf"rank {1 - int(rank)}: RunError: rank {rank} of 2 .*{named}"
             assert re.search(error, launch.text), error
@@ -101,21 +101,22 @@ def test_a_node_that_does_not_come_back(
     endpoint = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
     more = ("--rdzv-backend=c10d", endpoint, "--rdzv-id=1", "--nnodes=1:2", "--max-restarts=3")
     arguments = [*ARGUMENTS, *DATA]
-    first = Launch(tmp_path, arguments, [], *more, RENDEZVOUS, ranks=1)
-    time.sleep(1)  # the first one keeps the rendezvous
-    second = Launch(tmp_path, arguments, [], *more, RENDEZVOUS, ranks=1)
+    first, second = (  # the first one keeps the rendezvous
+        Launch(tmp_path, arguments, [], *more, f"--rdzv-conf=is_host={n},{RENDEZVOUS}", ranks=1)
+        for n in (1, 0)
+    )
     try:
         wait_for_step(tmp_path, EVERY + 2)
         at = time.time()
         second.kill()
-        assert first.wait() == 0, first.text[-5000:]
+        assert first.wait() == 0, first.text[-50000:]
         assert first.left_behind() == second.left_behind() == []
     finally:
         first.kill()
         second.kill()
     check_end(tmp_path, loss_of_one_process)
     rows.append(row := row_of("a node is gone: 2 ranks, then 1", first, at))
-    assert row[1] <= EVERY + 1
+    assert row[1] <= 2 * EVERY
 
 
 def test_a_scheduler_ends_the_run(

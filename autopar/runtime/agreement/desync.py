@@ -107,7 +107,8 @@ class DesyncDetector:
         """
         self._stepped = True
         if self._exchange.is_pending and self._exchange.is_free_to_read():
-            self._compare()
+            with self._watchdog.section("optimizer step"):
+                self._compare()
 
     def check_call(
         self,
