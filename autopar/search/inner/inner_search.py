@@ -25,6 +25,7 @@ from autopar.search.ilp.neighbourhood import coarser_meshes, improve_from_centre
 from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.programs.linear_program import SOLVE_OPERATIONS
 from autopar.search.ilp.solution import Solution
+from autopar.search.inner.kept_solutions import KeptSolutions
 from autopar.search.inner.search_cache import SearchCache
 from autopar.search.pipeline.unit_costs import UnitCostTable
 from autopar.search.pricing.costs import Costs
@@ -41,10 +42,6 @@ UNREQUESTED_OPERATIONS = 2e10
 # Microbatches in flight of a replica's problem: so many that bytes that last count for nothing
 # beside saved activations.
 MANY_IN_FLIGHT = 1e6
-# About what the solver does in a second, where it solves a large program; a solve near the end of
-# the time limit has at least these seconds.
-OPERATIONS_A_SECOND, LEAST_SOLVE_SECONDS = 1e9, 2.0
-OPTIMAL = 1e-9  # the gap of a solution that more time would not improve
 
 
 class InnerSearch:
@@ -238,35 +235,17 @@ class InnerSearch:
             is_unrequested = self.options.is_unrequested_mode(configuration.mode)
             limit = UNREQUESTED_OPERATIONS if is_unrequested else SOLVE_OPERATIONS
             depends = *key, self.option_key, limit
+            kept = KeptSolutions(self.cache.solutions, depends, limit, self.deadline)
             self._prices[key] = MemoryPrices(
                 self.problem(configuration, samples, pace, step_prices, links),
                 weights,
-                partial(self._operations, limit),
+                kept.operations,
                 None
                 if _is_solved_exactly(configuration)
                 else partial(self._solve_from_coarser, configuration, samples, pace),
-                partial(self._cached_solution, depends, limit),
+                kept.at,
             )
         return self._prices[key]
-
-    def _operations(self, limit: float) -> float:
-        """The operations that a solve may take: ``limit``, or what the time that is left allows."""
-        seconds = max(self.deadline - time.perf_counter(), LEAST_SOLVE_SECONDS)
-        return min(limit, seconds * OPERATIONS_A_SECOND)
-
-    def _cached_solution(
-        self, depends: tuple, limit: float, price: float, solve: Callable[[], Solution]
-    ) -> Solution:
-        """The solution at a price. One that the time limit may have made worse is not kept for a
-        later call.
-        """
-        key, kept = (depends, price), self.cache.solutions
-        if (known := kept.known(key)) is not None:
-            return known
-        has_time = self._operations(limit) >= limit
-        solution = solve()
-        is_optimal = solution.value - solution.bound <= OPTIMAL * solution.value
-        return kept.of(key, lambda: solution) if has_time or is_optimal else solution
 
     def _solve_from_coarser(
         self,
