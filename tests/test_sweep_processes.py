@@ -75,7 +75,7 @@ def test_the_outcomes_are_those_of_one_process() -> None:
 @pytest.mark.usefixtures("models_are_kept")
 def test_a_plan_after_a_sweep_searches_nothing() -> None:
     made, sample = model(), torch.zeros(16, 16)
-    with mock.patch.object(os, "sched_getaffinity", return_value={0, 1}):
+    with mock.patch.object(many_plans, "worker_count", return_value=2):
         found = autopar.sweep(made, sample, CONFIGURATIONS[:2], progress=False, **COMMON)
     with mock.patch("autopar.frontend.planner.best_plan", side_effect=AssertionError("searched")):
         again = autopar.plan(made, sample, progress=False, **COMMON | CONFIGURATIONS[1])

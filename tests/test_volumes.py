@@ -52,7 +52,7 @@ def layers(tensor: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def transformer(tensor: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
-    return _step(*zoo.gpt2(), tensor)
+    return _step(*zoo.bert(), tensor)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
