@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx as fx
 
-from autopar.ir.layout import Layout, format_layout, parse_type
+from autopar.ir.layout import Layout, S, format_layout, parse_type
 from autopar.ir.nodes import operands, slices_of
 from autopar.ir.plan_data import ConversionStep, NodePlan
 from autopar.kernel_trace.fake_mesh import FakeMesh
@@ -48,6 +48,7 @@ class CallTrace:
         arrivals: the tensors that stages receive.
         outputs: the storages of the tensors that the program returns, the loss first; None for a
             parameter or an input.
+        output_bytes: the bytes that it takes to bring an output into a DTensor, by its storage.
         loss: where the backward starts.
 
     Args:
@@ -94,6 +95,11 @@ class CallTrace:
         returned = analysis.outputs[: analysis.captured.out_spec.num_leaves]
         others = [n for n in returned if isinstance(n, fx.Node) and n is not analysis.loss]
         self.outputs = [self._storages.get(n, (None,))[0] for n in (analysis.loss, *others)]
+        self.output_bytes = {
+            storage: self._bytes_to_return(n)
+            for n in others
+            if (storage := self._storages.get(n, (None,))[0]) is not None
+        }
         self.loss = self._slots[analysis.loss][0]
 
     def _visit(self, node: fx.Node, place: int) -> None:
@@ -177,6 +183,15 @@ class CallTrace:
                 slots[0] if is_single else None,
             )
         return self._convert(node, wanted, reader)
+
+    def _bytes_to_return(self, node: fx.Node) -> int:
+        """The bytes of an output in an order that a DTensor has, and of its conversion; or 0."""
+        found, value = 0, self._values[node]
+        for axis, t in enumerate(self._nodes[node.name].out):
+            if t.pieces > 1 and isinstance(value, TensorSpec):
+                args = [value, self._mesh, axis, repr(t), repr(S(t.dim)), None]
+                found += self._tracer.trace(redistribute, args, {}).footprint.forward
+        return found
 
     # Conversions
 

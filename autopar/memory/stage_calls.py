@@ -49,6 +49,7 @@ class StageCalls:
         own = [call for call in trace.calls if call.stage == stage]
         makes = {s for call in own for s in call.made} | {a.storage for a in self.arrivals}
         self.outputs = [s for s in trace.outputs if s is None or s in makes]
+        self.output_bytes = sum(trace.output_bytes.get(s, 0) for s in set(self.outputs) if s)
         self.calls = _needed_calls(trace.calls, stage, self.departures)
         self.saved_storages = saved.saved_storages(self.calls, recomputed)
         self.recomputed = recomputed
@@ -153,8 +154,10 @@ class _Forward:
         for arrival in stage.arrivals:
             self._release(arrival.storage)
         live.add(TRANSIENT, -picked_bytes)
-        for storage in [] if keeps_outputs else outputs:
-            self._release(storage)
+        if not keeps_outputs:
+            live.add_briefly(stage.output_bytes)
+            for storage in outputs:
+                self._release(storage)
 
     def _call(self, call: TracedCall) -> None:
         is_cloned = call in self._stage.saved_storages.recomputed
