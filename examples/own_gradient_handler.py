@@ -7,16 +7,14 @@ gradient after its synchronisation, this rank's part and the whole as a DTensor.
 
 from __future__ import annotations
 
-import os
-
 import torch
 import torch.distributed as dist
-from torch import nn
+from regression import Regressor, global_batch, join_ranks
 from torch.distributed.tensor import DTensor
 
 import autopar
 
-STEPS, BATCH, TOKENS, WIDTH = 30, 16, 8, 64
+STEPS = 30
 LIMIT = 0.1
 norms: dict[str, float] = {}
 
@@ -31,29 +29,10 @@ def clip_each(gradient: autopar.ParameterGradient) -> None:
     norms[gradient.name] = norm.item()
 
 
-class Regressor(nn.Module):
-    """A transformer layer, and the mean of what it makes of a sequence."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return (self.head(self.layer(x)).mean(1).squeeze(-1) - y).square().mean()
-
-
 def main() -> None:
-    device = (
-        torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    torch.manual_seed(0)
+    device = join_ranks()
     model = Regressor().to(device)
-    x = torch.randn(BATCH, TOKENS, WIDTH, device=device)
-    batch = {"x": x, "y": x.mean((1, 2)) * 10}
+    batch = global_batch(device)
     compiled = autopar.compile(
         model,
         batch,

@@ -7,16 +7,15 @@ one tensor group; autopar's own search decides all the rest.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from regression import Regressor, global_batch, join_ranks
 
 import autopar
 
-STEPS, BATCH, TOKENS, WIDTH = 30, 16, 8, 64
+STEPS = 30
 
 
 @autopar.register_mode("neighbours")
@@ -58,30 +57,11 @@ class Neighbours(autopar.Mode):
         )
 
 
-class Regressor(nn.Module):
-    """A transformer layer, and the mean of what it makes of a sequence."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return (self.head(self.layer(x)).mean(1).squeeze(-1) - y).square().mean()
-
-
 def main() -> None:
-    device = (
-        torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    device = join_ranks()
     world_size = dist.get_world_size()
-    torch.manual_seed(0)
     model = Regressor().to(device)
-    x = torch.randn(BATCH, TOKENS, WIDTH, device=device)
-    batch = {"x": x, "y": x.mean((1, 2)) * 10}
+    batch = global_batch(device)
     compiled = autopar.compile(
         model,
         batch,

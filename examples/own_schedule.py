@@ -7,10 +7,9 @@ ahead than 1F1B does, so that messages travel while ranks compute; more microbat
 
 from __future__ import annotations
 
-import os
-
 import torch
 import torch.distributed as dist
+from regression import join_ranks
 from torch import nn
 
 import autopar
@@ -48,14 +47,8 @@ class Regressor(nn.Module):
 
 
 def main() -> None:
-    device = (
-        torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    device = join_ranks()
     world_size = dist.get_world_size()
-    torch.manual_seed(0)
     model = Regressor().to(device)
     x = torch.randn(BATCH, WIDTH, device=device)
     batch = {"x": x, "y": 0.5 * x.flip(1).tanh()}
