@@ -105,3 +105,11 @@ def test_more_keys_than_queries() -> None:
 def test_decoders_of_transformers(make: Callable[..., zoo.Made]) -> None:
     model, sample = make()
     assert kinds(canonical(model, sample)) == {(False, True)}
+
+
+def test_a_plan_is_made_where_new_tensors_have_no_memory() -> None:
+    with torch.device("meta"):
+        model, sample = zoo.llama()
+        inside = canonical(model, sample)
+    assert kinds(inside) == {(False, True)}
+    assert inside.fingerprint == canonical(model, sample).fingerprint

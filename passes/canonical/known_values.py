@@ -71,7 +71,7 @@ class KnownValues:
 def _full(node: fx.Node) -> torch.Tensor:
     value, default = node.meta["val"], node.target is aten.ones.default
     number = arguments(node).get("fill_value", default)
-    return torch.full([1] * value.ndim, number, dtype=value.dtype)
+    return torch.full([1] * value.ndim, number, dtype=value.dtype, device="cpu")
 
 
 def _same(node: fx.Node, x: torch.Tensor) -> torch.Tensor:

@@ -100,7 +100,7 @@ def _range_along(index: fx.Node, size: int, ndim: int) -> int | None:
     value = _evaluate(index)
     if value is None or value.dtype == torch.bool or value.numel() != size:
         return None
-    if not torch.equal(value.flatten(), torch.arange(size, dtype=value.dtype)):
+    if not torch.equal(value.flatten(), torch.arange(size, dtype=value.dtype, device="cpu")):
         return None
     wide = [d for d, n in enumerate(value.shape) if n == size] if size > 1 else [value.ndim - 1]
     return ndim - value.ndim + wide[0] if wide else None
