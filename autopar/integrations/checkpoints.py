@@ -28,12 +28,17 @@ def _on_first_rank(work: Any, *paths: Path) -> None:
         work(*paths)
 
 
-def _remove(folder: Path) -> None:
-    if folder.exists():  # an interrupted save left it
-        shutil.rmtree(folder)
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _rename(new: Path, path: Path) -> None:
+    old = path.with_name(f"{path.name}-old")
+    _remove(old)
     if path.exists():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        path.rename(old)
     new.rename(path)
+    _remove(old)
