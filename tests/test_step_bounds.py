@@ -83,10 +83,7 @@ def step_seconds(
     ranges = list(itertools.pairwise(cut))
     return float(
         schedule_seconds(
-            configuration.schedule,
-            configuration.pipeline,
-            configuration.chunks,
-            configuration.microbatches,
+            *configuration.schedule_numbers,
             [float(forward[a:b].sum()) for a, b in ranges],
             [float(backward[a:b].sum()) for a, b in ranges],
         )

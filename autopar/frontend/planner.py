@@ -31,7 +31,7 @@ from autopar.search.inner.search_cache import SearchCache
 from autopar.search.outer_search import best_plan
 from autopar.search.plan_check.check_plan import check_plan
 from autopar.search.pricing.resize import resized
-from autopar.search.result.choose_backend import check_backend
+from autopar.search.result.choose_backend import check_software
 from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.result.share_cores import share_cores
 from autopar.search.result.write_plan import write_plan
@@ -69,7 +69,7 @@ class Planner:
             PlanError: there is no plan.
         """
         start = time.perf_counter()
-        check_backend(self.options, self.cluster)
+        check_software(self.options, self.cluster)
         with rare_garbage_collection(), self.bar:
             self._step("capturing")
             graphs = self.traced.graphs

@@ -98,14 +98,8 @@ class Enumeration:
 
     def _check(self, configuration: Configuration) -> None:
         pipeline, microbatches = configuration.pipeline, configuration.microbatches
-        check_schedule(configuration.schedule, pipeline, configuration.chunks, microbatches)
-        check_backend(
-            self.options.backend,
-            configuration.schedule,
-            pipeline,
-            configuration.chunks,
-            microbatches,
-        )
+        check_schedule(*configuration.schedule_numbers)
+        check_backend(self.options.backend, *configuration.schedule_numbers)
         self.searches.microbatch_samples(configuration)
         if pipeline > 1:
             check_kinds(configuration, self.searches.of(microbatches).cluster)

@@ -156,14 +156,7 @@ class _ExactSearch:
             return np.asarray(configuration.microbatches * (forward + backward)[0])
         weights = replace(CostWeights.of_one_stage(), step=np.zeros(1))
         microbatch = best_choices(whole, weights)[1]
-        schedule = schedule_seconds(
-            configuration.schedule,
-            configuration.pipeline,
-            configuration.chunks,
-            configuration.microbatches,
-            forward,
-            backward,
-        )
+        schedule = schedule_seconds(*configuration.schedule_numbers, forward, backward)
         return np.maximum(schedule, microbatch * least_step_ratio(configuration))
 
     def _whole(self, pace: Pace) -> Problem:

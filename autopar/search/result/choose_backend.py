@@ -15,7 +15,7 @@ from autopar.search.space.configuration import Configuration
 from autopar.search.space.options import Options
 
 
-def check_backend(options: Options, cluster: Cluster) -> None:
+def check_software(options: Options, cluster: Cluster) -> None:
     """Raises :class:`PlanError` where the backend that was asked for is not the one that the
     cluster's prices are of.
     """

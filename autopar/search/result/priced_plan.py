@@ -128,10 +128,7 @@ class PricedPlan:
         """The timeline of all microbatches, without the step end."""
         breakdown, configuration = self.solution.cost_breakdown, self.configuration
         return simulate_schedule(
-            configuration.schedule,
-            configuration.pipeline,
-            configuration.chunks,
-            configuration.microbatches,
+            *configuration.schedule_numbers,
             list(breakdown.forward),
             list(breakdown.backward),
             send=self.send_seconds,

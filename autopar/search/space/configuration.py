@@ -76,20 +76,27 @@ class Configuration:
         return self.kinds[stage % self.pipeline] if self.kinds else 0
 
     @property
+    def schedule_numbers(self) -> tuple[str, int, int, int]:
+        """The schedule, and the numbers on which its order depends: of pipeline ranks, of chunks
+        and of microbatches.
+        """
+        return self.schedule, self.pipeline, self.chunks, self.microbatches
+
+    @property
     def traits(self) -> Traits:
         """What torch makes of the schedule."""
-        return traits(self.schedule, self.pipeline, self.chunks, self.microbatches)
+        return traits(*self.schedule_numbers)
 
     @property
     def order_digest(self) -> str:
         """For a registered schedule, a digest of its order; else ""."""
-        return order_digest(self.schedule, self.pipeline, self.chunks, self.microbatches)
+        return order_digest(*self.schedule_numbers)
 
     def microbatches_in_flight(self) -> tuple[int, ...]:
         """The most microbatches in flight in each stage. One stage runs microbatches one by one."""
         if self.stages == 1:
             return (1,)
-        return in_flight(self.schedule, self.pipeline, self.chunks, self.microbatches)
+        return in_flight(*self.schedule_numbers)
 
     def __str__(self) -> str:
         mesh = " x ".join(str(a.size) for a in self.axes)
@@ -139,13 +146,4 @@ def estimated_step_ratio(configuration: Configuration) -> float:
 def _simulated_ratio(configuration: Configuration) -> float:
     stages = configuration.stages
     forward, backward = [1 / (3 * stages)] * stages, [2 / (3 * stages)] * stages
-    return float(
-        schedule_seconds(
-            configuration.schedule,
-            configuration.pipeline,
-            configuration.chunks,
-            configuration.microbatches,
-            forward,
-            backward,
-        )
-    )
+    return float(schedule_seconds(*configuration.schedule_numbers, forward, backward))

@@ -141,12 +141,7 @@ class TimelineProgram(StageCostProgram):
         input has come. A rank ends with the step time of its stages.
         """
         configuration = self.configuration
-        orders = actions(
-            configuration.schedule,
-            configuration.pipeline,
-            configuration.chunks,
-            configuration.microbatches,
-        )
+        orders = actions(*configuration.schedule_numbers)
         ends = {action: self.add_columns(np.zeros(1)) for order in orders for action in order}
         for order in orders:
             for before, action in zip([None, *order], order, strict=False):
