@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 import tempfile
 import time
+import unittest.mock
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -151,3 +152,34 @@ def test_no_rank_waits_for_one_that_will_not_come() -> None:
 @pytest.mark.slow
 def test_no_rank_waits_for_one_that_will_not_come_however_it_went_away() -> None:
     check(SLOW)
+
+
+def asked_at_once() -> None:
+    """The watchdog's thread may ask a program as soon as it is watched."""
+    known = watchdog.watch_world()
+    assert known is not None
+    watch, asked = known.watch, []
+
+    def watch_and_ask(name: str, program: Any) -> None:
+        asked.append((program.progress(), program.phase()))
+        watch(name, program)
+
+    with unittest.mock.patch.object(known, "watch", watch_and_ask):
+        autopar.compile(Network(), batch(0), 2, progress=False, **DATA)
+    assert asked
+
+
+def beats_after_an_error() -> None:
+    """A rank whose thread meets an error goes on to beat: it is alive."""
+    known = watchdog.watch_world()
+    assert known is not None
+    with unittest.mock.patch.object(known, "phase", side_effect=ZeroDivisionError):
+        time.sleep(2.5 * watchdog._TICK)
+    before = known._board._beats
+    time.sleep(2.5 * watchdog._TICK)
+    assert known._board._beats > before
+
+
+@pytest.mark.parametrize("what", [asked_at_once, beats_after_an_error])
+def test_the_thread(what: Callable[[], None], ranks: Any) -> None:
+    ranks(2).run(what)

@@ -80,7 +80,7 @@ class DesyncDetector:
         watchdog = watch_world()
         assert watchdog is not None
         self._watchdog, self._mesh = watchdog, mesh
-        self._name = self._watchdog.add(self, self._identity)
+        self._name = watchdog.new_name(self._identity)
         self._records: deque[list[int]] = deque(maxlen=_KEPT)
         # When the next exchange is due, in calls, and whether calls until then read their inputs.
         # Rank 0 decides both; a decision holds from the exchange after the one that carries it.
@@ -91,6 +91,7 @@ class DesyncDetector:
         self._exchanged_calls = 0  # at the last exchange
         self._digested_calls = 1  # whose inputs the last exchange has a digest of
         self._exchange_begun = self._exchange_seconds = 0.0
+        watchdog.watch(self._name, self)
 
     @property
     def counts(self) -> tuple[int, int, int]:

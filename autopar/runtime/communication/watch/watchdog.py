@@ -17,6 +17,7 @@ import atexit
 import os
 import sys
 import threading
+import traceback
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -80,13 +81,15 @@ class Watchdog:
         self._thread.start()
         atexit.register(self._end)
 
-    def add(self, program: WatchedProgram, identity: int) -> str:
-        """Registers ``program`` and returns its name, the same on all ranks: ``identity`` and a
-        number that tells programs of one identity apart.
+    def new_name(self, identity: int) -> str:
+        """A name for a program to :meth:`watch`, the same on all ranks: ``identity`` and a number
+        that tells programs of one identity apart.
         """
-        name = f"{identity}.{sum(known.startswith(f'{identity}.') for known in self._programs)}"
+        return f"{identity}.{sum(known.startswith(f'{identity}.') for known in self._programs)}"
+
+    def watch(self, name: str, program: WatchedProgram) -> None:
+        """Watches ``program``: from now on, the thread calls its methods."""
         self._programs[name] = weakref.ref(program)
-        return name
 
     @contextmanager
     def call(self, program: str, number: int) -> Iterator[None]:
@@ -204,6 +207,7 @@ class Watchdog:
         """The thread's loop."""
         published: tuple[int, str] = -1, ""
         still = 0.0  # seconds in a blocking section without a move
+        has_failed = False
         while self._world() is not None:
             try:
                 now = self._moves, self.phase()
@@ -216,8 +220,12 @@ class Watchdog:
                 if still and self._sees_an_end(still):
                     self._abort()
                     return
-            except Exception:  # without a store, ranks can tell each other nothing
+            except dist.DistError:  # without a store, ranks can tell each other nothing
                 return
+            except Exception:  # a rank whose thread ended would look as if it had ended itself
+                if not has_failed:
+                    traceback.print_exc()
+                has_failed = True
             if self._stop.wait(_TICK):
                 return
 
