@@ -34,10 +34,15 @@ COLLECTIVES = {
 ALL_TO_ALL, ALL_TO_ALL_STEP = 0.597, 7.3e-6
 ALL_TO_ALL_STARTUP = {2: 51e-6, 4: 19e-6, 8: 0.0}
 MESSAGE, MESSAGE_SECONDS = 1.45, 16e-6
+HOST_BANDWIDTH = 50e9
 FACTS = "benchmarks/validation/README.md: measured on one node of 8 B200s"
 ASSUMED = "assumption, to be replaced by a profile of the machine"
 AS_H100 = f"as in the h100-sxm preset; {ASSUMED}"
 FUSES = "torch.compile: inductor joins pointwise operators and reductions"
+PCIE = (
+    "NVIDIA DGX B200: PCIe 5.0 x16, 64 GB/s one direction; assumption, to be replaced by a profile "
+    "of the machine: pinned copies reach 80 % of it"
+)
 HGX = "NVIDIA HGX B200 datasheet, dense, one GPU"
 
 
@@ -89,6 +94,7 @@ def datasheet() -> Device:
             "_log_softmax": entropy,
             "_log_softmax_backward_data": entropy,
         },
+        host_bandwidth=HOST_BANDWIDTH,
     )
 
 
@@ -123,6 +129,7 @@ def sources(device: Device, h100: Mapping[str, str]) -> dict[str, str]:
         **{f"links.network.{name}": AS_H100 for name in assumed},
         "device.memory": FACTS,
         "device.memory_bandwidth": f"{FACTS}; nominal",
+        "device.host_bandwidth": PCIE,
         "device.efficiency.matmul": "replaced by the measured products",
         "device.efficiency.conv": f"{ASSUMED}: 3 x 3 convolutions in half precision",
         "links.nvlink.size": "NVIDIA DGX and HGX: 8 devices a node",

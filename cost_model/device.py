@@ -62,6 +62,8 @@ class Device:
             of ``tiles``, ``inner`` and the efficiency of products, for each dtype: a product is
             taken to reach the same share of the peak in another dtype.
         ranks_per_core: ranks that shared one core, all busy, while the kernels were measured.
+        host_bandwidth: B/s of a copy to the memory of the host, and of one back, while all devices
+            of the machine copy; None where it is not known, and nothing moves to the host.
     """
 
     name: str
@@ -75,6 +77,7 @@ class Device:
     inner: float = 0.0
     products: tuple[Product, ...] = ()
     ranks_per_core: float = 1.0
+    host_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in DEVICE_KINDS:
@@ -97,6 +100,8 @@ class Device:
         for name in ("memory_bandwidth", "memory", "units", "ranks_per_core"):
             check_positive(f"device.{name}", getattr(self, name))
         check_positive("device.inner", self.inner, zero=True)
+        if self.host_bandwidth is not None:
+            check_positive("device.host_bandwidth", self.host_bandwidth)
         for tile in self.tiles:
             for name in ("rows", "columns", "efficiency"):
                 check_positive(f"device.tiles.{name}", getattr(tile, name))

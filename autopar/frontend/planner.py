@@ -35,6 +35,7 @@ from autopar.search.result.choose_backend import check_software
 from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.result.share_cores import share_cores
 from autopar.search.result.write_plan import write_plan
+from autopar.search.space.check_offload import check_offload
 from autopar.search.space.options import Options
 
 _NEW_OBJECTS = 20_000  # after which the garbage collector looks for garbage among them
@@ -70,6 +71,7 @@ class Planner:
         """
         start = time.perf_counter()
         check_software(self.options, self.cluster)
+        check_offload(self.options, self.cluster)
         with rare_garbage_collection(), self.bar:
             self._step("capturing")
             graphs = self.traced.graphs

@@ -67,6 +67,7 @@ def fit_cluster(
         efficiency=_curves(points, peak, bandwidth),
         kind=device.type,
         ranks_per_core=ranks_per_core,
+        host_bandwidth=bandwidth / 2 if device.type == "cpu" else None,  # it reads and writes
     )
     software = Software(
         "eager",

@@ -65,6 +65,9 @@ class Options:
             a rank), "zero-bubble", or your own (:func:`autopar.register_schedule`).
         recompute: "none" saves all that the backward needs, "full" saves only what leaves each
             repeated block, "auto" saves what is worth its memory.
+        offload: "none" keeps everything in the device's memory. "auto" may put saved results and
+            optimizer state in the memory of the host until they are read, where the copies take
+            less time than recomputation, or where nothing else fits.
         zero: 0 keeps parameters whole. 1 or 2 shards stored parameters, gradients and optimizer
             state over data-parallel ranks. 3 also gathers parameters where they are used, and
             again in the backward where the gathered parameters are not saved.
@@ -100,6 +103,7 @@ class Options:
     micro_batch_size: int | None = None
     schedule: str | None = None
     recompute: str = "auto"
+    offload: str = "none"
     zero: int | None = None
     precision: str | None = None
     reduce_dtype: str | None = None
@@ -127,6 +131,7 @@ class Options:
             if getattr(self, name) is not None:
                 check_choice(name, getattr(self, name), known, ", or leave it out")
         check_choice("recompute", self.recompute, RECOMPUTE_OPTIONS)
+        check_choice("offload", self.offload, ("none", "auto"))
         if self.schedule is not None:
             own = ", or your own: autopar.register_schedule"
             check_choice("schedule", self.schedule, schedule_names(), own)

@@ -1,0 +1,19 @@
+"""Whether tensors may move to the memory of the host."""
+
+from __future__ import annotations
+
+from autopar.cost_model import Cluster
+from autopar.errors import PlanError
+from autopar.search.space.options import Options
+
+
+def check_offload(options: Options, cluster: Cluster) -> None:
+    """Raises :class:`PlanError` where tensors may move to the host, and the cluster does not say
+    how fast they are copied.
+    """
+    unknown = [kind.name for kind in cluster.kinds if kind.device.host_bandwidth is None]
+    if options.offload != "none" and unknown:
+        raise PlanError(
+            f"offload={options.offload!r}: cluster {unknown[0]!r} has no device.host_bandwidth, "
+            "the B/s of a copy to the host: add it to the cluster's file, or plan without offload"
+        )
