@@ -131,6 +131,20 @@ class ComputeCosts:
         """
         return float(nbytes / self.peak("elementwise", "float32", nbytes, "optimizer"))
 
+    def host_copy_seconds(self, nbytes: FloatArray) -> FloatArray:
+        """Seconds of a copy to the memory of the host, or back; infinite where the cluster does not
+        say how fast it is.
+
+        On a GPU the copy runs beside kernels, which are taken to hide the part ``overlap`` of it.
+        On a CPU it is a kernel as others.
+        """
+        bandwidth = self._device.host_bandwidth
+        if bandwidth is None:
+            return np.full(np.shape(nbytes), np.inf)
+        if self._device.kind == "cuda":
+            return np.asarray(nbytes / bandwidth * (1 - self.overlap))
+        return np.asarray(nbytes / bandwidth + self._software.launch)
+
     def _curve(self, kind: str, dtype: str, operator: str) -> Curve:
         curves, other = self._device.efficiency, "matmul" if kind in ARITHMETIC else "elementwise"
         names = (f"{name}{of}" for name in (operator, kind, other) for of in (f".{dtype}", ""))

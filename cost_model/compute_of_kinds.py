@@ -63,3 +63,9 @@ class ComputeOfKinds(ComputeCosts):
 
     def optimizer_seconds(self, nbytes: float) -> float:
         return float(self._longest([each.optimizer_seconds(nbytes) for each in self._kinds]))
+
+    def host_copy_seconds(self, nbytes: FloatArray) -> FloatArray:
+        taken: FloatArray = self._longest(
+            [each.host_copy_seconds(nbytes) for each in self._kinds], axis=0
+        )
+        return taken

@@ -61,7 +61,7 @@ class Space:
             choices,
             analysis.rules,
             self.costs,
-            RecomputePolicy(recompute),
+            RecomputePolicy(recompute, self.options.offload == "auto"),
         )
 
     def plan(self, chosen: Sequence[int]) -> Plan:

@@ -44,6 +44,12 @@ CASES = [
     *itertools.product(NAMES, ["large batch"], [(2,)], ["auto"]),
     *itertools.product(letter_graphs.GRAPHS, ("large batch", "large model"), [(2, 2)], ["none"]),
 ]
+# what may become of results, by its name: the options
+KEEPING = {
+    "none": dict(recompute="none"),
+    "auto": dict(recompute="auto"),
+    "offload": dict(recompute="auto", offload="auto"),
+}
 ROUNDING = 1e-9
 BRANCHED = 1e-4  # relative gap at which a branching solve ends
 NO_BUDGET = 1e30  # bytes
@@ -52,7 +58,7 @@ ONE = CostWeights.of_one_stage()
 
 @functools.cache
 def search_of(
-    name: str, setting: str, sizes: tuple[int, ...], recompute: str, optimizer: str = "adamw"
+    name: str, setting: str, sizes: tuple[int, ...], keeping: str, optimizer: str = "adamw"
 ) -> tuple[InnerSearch, Configuration]:
     cluster, letters, dtype = SETTINGS[setting]
     model = (
@@ -61,14 +67,14 @@ def search_of(
         else letter_graphs.Small(name, letters, dtype)
     )
     analysis = small_graphs.analyse(model, model.sample)
-    options = Options(math.prod(sizes), recompute=recompute, optimizer=optimizer)
+    options = Options(math.prod(sizes), **KEEPING[keeping], optimizer=optimizer)
     return InnerSearch(analysis, Cluster.load(cluster), options), Configuration(
         1, tuple(Axis(f"axis{i}", n) for i, n in enumerate(sizes)), 1
     )
 
 
-def problem_of(name: str, setting: str, sizes: tuple[int, ...], recompute: str) -> Problem:
-    search, configuration = search_of(name, setting, sizes, recompute)
+def problem_of(name: str, setting: str, sizes: tuple[int, ...], keeping: str) -> Problem:
+    search, configuration = search_of(name, setting, sizes, keeping)
     return search.problem(configuration, search.analysis.batch.size)
 
 
@@ -116,12 +122,12 @@ def test_the_best_layouts_of_parameters_differ() -> None:
     assert len(set(used)) >= 5, set(used)
 
 
-@pytest.mark.parametrize("recompute", ["none", "auto"])
+@pytest.mark.parametrize("keeping", KEEPING)
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_brute_force_finds_what_plain_enumeration_finds(setting: str, recompute: str) -> None:
+def test_brute_force_finds_what_plain_enumeration_finds(setting: str, keeping: str) -> None:
     """Plain enumeration takes the cost breakdown of every solution."""
     for name, most in [("linear", 600), ("shared weight", 1_500)]:
-        problem = _thinned(problem_of(name, setting, (2,), recompute), most)
+        problem = _thinned(problem_of(name, setting, (2,), keeping), most)
         breakdowns = [
             problem.cost_breakdown(chosen, recomputed)
             for chosen, recomputed in brute_force.assignments(problem)
@@ -154,14 +160,14 @@ def _thinned(problem: Problem, most: int) -> Problem:
     return restrict_choices(problem, keep)
 
 
-@pytest.mark.parametrize("recompute", ["none", "auto"])
+@pytest.mark.parametrize("keeping", KEEPING)
 @pytest.mark.parametrize("name", ["unrolled", "swiglu", "tied", "products", "grouped attention"])
 @pytest.mark.parametrize("setting", ["large batch", "large model"])
-def test_at_a_price_of_memory_nothing_is_cheaper(name: str, setting: str, recompute: str) -> None:
+def test_at_a_price_of_memory_nothing_is_cheaper(name: str, setting: str, keeping: str) -> None:
     """A tensor that several readers save for the backward is saved once. Recomputation needs the
     operands.
     """
-    problem = problem_of(name, setting, (2,), recompute)
+    problem = problem_of(name, setting, (2,), keeping)
     fastest = best_solution(problem, ONE)
     for part in (0.01, 0.1, 1.0, 10.0):
         weights = CostWeights.of_one_stage(
@@ -178,24 +184,24 @@ def test_at_a_price_of_memory_nothing_is_cheaper(name: str, setting: str, recomp
         assert best >= solution.bound * (1 - ROUNDING)
 
 
-@pytest.mark.parametrize("recompute", ["none", "auto"])
+@pytest.mark.parametrize("keeping", KEEPING)
 @pytest.mark.parametrize(
     "name",
     ["mlp", pytest.param("swiglu", marks=pytest.mark.slow), "tied", "concatenated", "products"],
 )
 @pytest.mark.parametrize("setting", ["large batch", "large model"])
-def test_nothing_that_fits_memory_is_faster(name: str, setting: str, recompute: str) -> None:
-    search, configuration = search_of(name, setting, (2,), recompute)
-    problem = problem_of(name, setting, (2,), recompute)
+def test_nothing_that_fits_memory_is_faster(name: str, setting: str, keeping: str) -> None:
+    search, configuration = search_of(name, setting, (2,), keeping)
+    problem = problem_of(name, setting, (2,), keeping)
     fastest, _ = fastest_within(problem, NO_BUDGET)
     with pytest.raises(DoesNotFitError) as error:
         fastest_within(problem, 1.0)
     most = nbytes(problem, fastest.chosen, fastest.recomputed)
-    for part in (0.3, 0.8) if recompute == "auto" else (0.5,):
+    for part in (0.3, 0.8) if keeping != "none" else (0.5,):
         budget = most + (error.value.nbytes - most) * part
         solution, gap = fastest_within(problem, budget)
         assert solution.cost_breakdown.nbytes(ONE)[0] <= budget
-        search.options = Options(2, recompute=recompute, memory_budget=budget)
+        search.options = Options(2, **KEEPING[keeping], memory_budget=budget)
         found = solve_exactly(search, configuration, search.analysis.batch.size, 1e15)
         assert found is not None
         assert found.gap < BRANCHED

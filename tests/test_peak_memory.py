@@ -123,6 +123,42 @@ def test_with_parts_recomputed_within_a_budget(ranks: Pools, name: str) -> None:
     check(ranks, plan, name)
 
 
+def offloaded(name: str, way: str) -> Plan:
+    """A plan of one of the ways whose results the host keeps as far as three quarters of the memory
+    need it.
+    """
+    world, options = WAYS[way]
+    free = max(planned(name, world, recompute="none", **options).peak_memory)
+    return planned(
+        name, world, recompute="none", offload="auto", memory_budget=0.75 * free, **options
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("gpt2", "one"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("llama", "microbatches"),
+                ("gpt2_with_dropout", "data, microbatches"),
+                ("gpt2", "tensor"),
+                ("gpt2", "pipeline"),
+                ("llama", "interleaved"),
+                ("vit", "zero-bubble"),
+                ("chain", "pipeline"),
+            ]
+        ),
+    ],
+)
+def test_with_results_on_the_host(ranks: Pools, name: str, way: str) -> None:
+    plan = offloaded(name, way)
+    assert plan.offloaded
+    assert not plan.recomputed
+    check(ranks, plan, name)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_in_bfloat16(ranks: Pools, name: str) -> None:

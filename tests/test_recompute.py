@@ -1,4 +1,4 @@
-"""Recomputation changes no number, and no call is computed again without need."""
+"""Recomputation and offloading change no number, and no call is computed again without need."""
 
 from __future__ import annotations
 
@@ -57,6 +57,11 @@ def shares(names: list[str]) -> list[tuple[str, ...]]:
     ]
 
 
+def not_recomputed(names: list[str], recomputed: tuple[str, ...]) -> tuple[str, ...]:
+    """The calls among ``names`` that are not recomputed."""
+    return tuple(name for name in names if name not in recomputed and " -> " not in name)
+
+
 # -- whole models
 
 
@@ -64,13 +69,19 @@ def on_one_rank(name: str, microbatches: int) -> list[bool]:
     model, sample = getattr(zoo, name)(dropout=0.1)
     analysis, prologue = tracing.TracedModel(model, sample, None).analyse(microbatches)
 
-    def run(recomputed: tuple[str, ...]) -> Numbers:
-        plan = one_device(analysis, microbatches=microbatches, recomputed=recomputed)
+    def run(recomputed: tuple[str, ...], offloaded: tuple[str, ...] = ()) -> Numbers:
+        parts = dict(recomputed=recomputed, offloaded=offloaded)
+        plan = one_device(analysis, microbatches=microbatches, **parts)
         program = compiled(analysis, plan, copy.deepcopy(model), prologue=copy.deepcopy(prologue))
         return numbers(program, sample, steps=2)
 
-    expected = run(())
-    return [same(run(recomputed), expected) for recomputed in shares(calls(analysis))]
+    expected, names = run(()), calls(analysis)
+    found = [run(recomputed) for recomputed in shares(names)]
+    found += [
+        run(recomputed, not_recomputed(names, recomputed))
+        for recomputed in ((), *shares(names)[1:])
+    ]
+    return [same(each, expected) for each in found]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +110,8 @@ def on_several(name: str, sizes: tuple[int, ...], seeds: list[int]) -> list[tupl
         plan = space.plan(space.random(seed))
         expected = numbers(compiled(analysis, plan, model, mesh), sample)
         names = sorted(set(recomputable(lower(analysis, plan).train.graph).values()))
-        plan = dataclasses.replace(plan, recomputed=shares(names)[seed % 4])
+        again = shares(names)[seed % 4]
+        plan = dataclasses.replace(plan, recomputed=again, offloaded=not_recomputed(names, again))
         _check_types(analysis, lower(analysis, plan), mesh)
         alike = same(numbers(compiled(analysis, plan, model, mesh), sample), expected)
         found.append(
@@ -164,11 +176,9 @@ def pipelined(name: str, schedules: list[tuple[str, int]]) -> list[bool]:
             )
             programs = [autopar.compile(model, sample, 2, plan=plan)]
             for recomputed in (tuple(names), part_of(names, 0.6, 0)):
-                programs.append(
-                    autopar.compile(
-                        model, sample, 2, plan=dataclasses.replace(plan, recomputed=recomputed)
-                    )
-                )
+                offloaded = not_recomputed(names, recomputed)
+                again = dataclasses.replace(plan, recomputed=recomputed, offloaded=offloaded)
+                programs.append(autopar.compile(model, sample, 2, plan=again))
             expected, *others = (numbers(program, sample, steps=2) for program in programs)
             found += [same(other, expected) for other in others]
     return found

@@ -18,6 +18,7 @@ PIPELINE = "pipeline"  # the name of the pipeline beside the names of mesh axes
 # free.
 EXACT_AXES = 2
 BACKENDS = ("eager", "inductor")
+HOST_COPIES = "host copies"  # the kind of seconds of copies to the memory of the host and back
 
 ConversionStep = tuple[int, str, str]  # a conversion along one axis: (axis, type before, after)
 
@@ -93,6 +94,8 @@ class PlanData:
         stages: the parts of the model, in its order: ``pipeline`` x chunks of them.
         recomputed: what the backward computes again instead of saving it: names of nodes, and of
             conversions as "name -> layout".
+        offloaded: the names of the nodes whose results the host keeps between the forward and the
+            backward.
         microbatches: the number of microbatches of a step.
         data_degree: the number of chunks into which ranks split the batch.
         precision: the dtype that the graph computes in, by its name in ``autopar.ir.precision``;
@@ -143,6 +146,7 @@ class PlanData:
     schedule: str = "1f1b"
     schedule_order: str = ""
     recomputed: tuple[str, ...] = ()
+    offloaded: tuple[str, ...] = ()
     precision: str | None = None
     reduce_dtype: str | None = None
     rows: dict[str, list[list[Any]]] = field(default_factory=dict)
@@ -174,6 +178,8 @@ class PlanData:
             yield unknown
         if self.backend not in BACKENDS:
             yield f"backend {self.backend!r} is none of {', '.join(BACKENDS)}"
+        if self.backend == "inductor" and self.offloaded:
+            yield f"the plan offloads {self.offloaded[0]!r}, which inductor does not do"
         for what, value, known in (
             ("precision", self.precision, COMPUTE_DTYPES),
             ("reduce_dtype", self.reduce_dtype, REDUCE_DTYPES),

@@ -25,7 +25,7 @@ if typing.TYPE_CHECKING:
 
 AnyPlan = TypeVar("AnyPlan", bound="PlanData")
 # What files of this version that were written before a field was added have there.
-_ADDED = {"backend": "eager", "schedule_order": ""}
+_ADDED = {"backend": "eager", "schedule_order": "", "offloaded": []}
 LARGEST = 2**53  # every reader of JSON holds whole numbers up to this one exactly
 
 

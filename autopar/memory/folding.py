@@ -31,6 +31,8 @@ class Program(Protocol):
     def conversions(self) -> Mapping[str, Mapping[str, tuple[ConversionStep, ...]]]: ...
     @property
     def recomputed(self) -> Collection[str]: ...
+    @property
+    def offloaded(self) -> Collection[str]: ...
 
 
 class Run(NamedTuple):
@@ -208,6 +210,7 @@ class _Decisions:
         for name in program.recomputed:
             node, _, layout = name.partition(" -> ")
             self._recomputed[node] = (*self._recomputed.get(node, ()), layout)
+        self._offloaded = frozenset(program.offloaded)
         self._numbers: dict[Hashable, int] = {}
         self._plans: dict[int, int] = {}  # by the identity of the NodePlan, which saves hashing it
         self._placeholders: dict[fx.Node, int] = {}
@@ -226,7 +229,8 @@ class _Decisions:
         kind = self._calls.kinds[node] if at is None else self._calls.stages[at[0]].kinds[at[1]]
         converted = self._conversions.get(name)
         steps = tuple(converted.items()) if converted else ()
-        return self._number((kind, self._plan(name), steps, self._recomputed.get(name, ())))
+        again = self._recomputed.get(name, ())
+        return self._number((kind, self._plan(name), steps, again, name in self._offloaded))
 
     def _of_inputs(self, operands: Sequence[Operand]) -> list[int]:
         inputs = [o.node for o in operands if o.node.op == "placeholder"]

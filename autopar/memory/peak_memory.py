@@ -103,9 +103,11 @@ class PeakMemory:
         )
         saved = SavedActivations(trace)
         recomputed = saved.recomputed_calls(program.recomputed)
+        offloaded = saved.offloaded_calls(program.offloaded)
         found = {}
         for stage in sorted(set(folding.like)):
-            calls = StageCalls(trace, saved, stage, recomputed, self._picked_bytes(stage))
+            picked = self._picked_bytes(stage)
+            calls = StageCalls(trace, saved, stage, recomputed, offloaded, picked)
             found[stage] = StageLogs(calls, settings, ParameterPlaces(folding, stage))
         return found
 

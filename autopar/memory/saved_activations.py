@@ -12,7 +12,7 @@ from autopar.memory.traced_call import TracedCall, TracedStorage
 
 
 class SavedActivations:
-    """The saved activations of a program, for any choice of recomputed nodes."""
+    """The saved activations of a program, for any choice of recomputed and offloaded nodes."""
 
     def __init__(self, trace: CallTrace) -> None:
         self._calls = trace.calls
@@ -34,11 +34,19 @@ class SavedActivations:
                 calls.add(call)
         return calls
 
+    def offloaded_calls(self, offloaded: Collection[str]) -> set[TracedCall]:
+        """The calls with the names ``offloaded``."""
+        names = set(offloaded)
+        return {call for call in self._calls if call.name in names}
+
     def saved_storages(
-        self, calls: Sequence[TracedCall], recomputed: Collection[TracedCall]
+        self,
+        calls: Sequence[TracedCall],
+        recomputed: Collection[TracedCall],
+        offloaded: Collection[TracedCall] = (),
     ) -> SavedStorages:
         """The storages that one stage's ``calls`` keep, where the calls ``recomputed`` are
-        computed again in the backward.
+        computed again in the backward, and the host keeps the results of the calls ``offloaded``.
         """
         found, needed = SavedStorages(), list[TracedStorage]()
         for call in calls:
@@ -54,6 +62,8 @@ class SavedActivations:
             storage = needed.pop()
             if storage.call in recomputed:
                 needed += found.add_recomputed(storage.call)
+            elif storage.call in offloaded:
+                found.offloaded.add(storage)
             else:
                 found.kept.add(storage)
         return found
@@ -71,6 +81,7 @@ class SavedStorages:
 
     Attributes:
         kept: the storages of operands and results that it keeps.
+        offloaded: the storages that the host keeps instead.
         recomputed: the calls that it computes again in the backward.
         readers: the number of calls that wait for each storage: calls whose backward reads the
             storage, and recomputed calls that read it.
@@ -78,6 +89,7 @@ class SavedStorages:
     """
 
     kept: set[TracedStorage] = field(default_factory=set)
+    offloaded: set[TracedStorage] = field(default_factory=set)
     recomputed: set[TracedCall] = field(default_factory=set)
     readers: dict[TracedStorage, int] = field(default_factory=dict)
     internal: dict[TracedCall, int] = field(default_factory=dict)

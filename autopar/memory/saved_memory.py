@@ -1,4 +1,6 @@
-"""Counts saved tensors during a backward: when they are computed again, and when they are freed."""
+"""Counts saved tensors during a backward: when they are computed again or come back from the host,
+and when they are freed.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,16 @@ class SavedMemory:
             self._readers[storage] += 1
         self._kind = dict.fromkeys(stage.saved_storages.kept, ACTIVATIONS)
         self._done: set[TracedCall] = set()
+        on_host = [s for c in stage.calls for s in c.made if s in stage.saved_storages.offloaded]
+        self._on_host = set(on_host)
+        # With a storage, the one that was copied to the host before it comes back.
+        self._come_back = {s: on_host[max(i - 1, 0) : i + 1] for i, s in enumerate(on_host)}
 
     def recompute_for(self, call: TracedCall, live: LiveMemory) -> None:
-        """Computes again the tensors that the backward of ``call`` reads, where they are
-        missing.
+        """Computes again the tensors that the backward of ``call`` reads, or gets them from the
+        host, where they are missing.
         """
+        self._fetch(call.saved, live)
         found = set[TracedCall]()
         needed = [s.call for s in call.saved] + [call] * bool(call.internal)
         while needed:
@@ -49,6 +56,7 @@ class SavedMemory:
 
     def _recompute(self, call: TracedCall, live: LiveMemory) -> None:
         self._missing.remove(call)
+        self._fetch(call.reads, live)
         live.add_briefly(call.footprint.forward)
         live.add(RECOMPUTED, call.internal)
         for storage in call.made:
@@ -59,11 +67,22 @@ class SavedMemory:
         for storage in call.reads:
             self._drop(storage, live)
 
+    def _fetch(self, storages: Collection[TracedStorage], live: LiveMemory) -> None:
+        """Gets storages from the host, if they are there."""
+        for storage in storages:
+            for each in reversed(self._come_back.get(storage, ())):
+                if each in self._on_host:
+                    self._on_host.remove(each)
+                    self._kind[each] = ACTIVATIONS
+                    live.add(ACTIVATIONS, each.nbytes)
+
     def _drop(self, storage: TracedStorage, live: LiveMemory) -> None:
         """One reader of the storage is done; the last one frees it."""
         if storage not in self._readers:
             return
         self._readers[storage] -= 1
         is_free = not self._readers[storage] and storage.call not in self._missing
+        if is_free:
+            self._on_host.discard(storage)
         if is_free and storage in self._kind:
             live.add(self._kind[storage], -storage.nbytes)

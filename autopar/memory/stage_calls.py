@@ -22,6 +22,7 @@ class StageCalls:
         outputs: the storages of the program's outputs that this stage makes; None for an output
             that is a parameter or an input.
         recomputed: the calls that the backward computes again.
+        offloaded: the calls whose results the host keeps for the backward.
         saved_storages: the memory that the stage keeps for the backward.
         gradient_counts: the number of gradients that the backward adds to each slot.
         slots_to_inputs: the slots through which gradients flow to the tensors that the stage
@@ -32,6 +33,7 @@ class StageCalls:
         saved: the saved activations of the program.
         stage: the number of the stage.
         recomputed: the calls that the backward computes again.
+        offloaded: the calls whose results the host keeps for the backward.
         picked_bytes: bytes of the copy of the stage's samples of the batch, where it needs a copy.
     """
 
@@ -41,6 +43,7 @@ class StageCalls:
         saved: SavedActivations,
         stage: int,
         recomputed: set[TracedCall],
+        offloaded: set[TracedCall],
         picked_bytes: int,
     ) -> None:
         self._picked_bytes, self._loss = picked_bytes, trace.loss
@@ -51,8 +54,8 @@ class StageCalls:
         self.outputs = [s for s in trace.outputs if s is None or s in makes]
         self.output_bytes = sum(trace.output_bytes.get(s, 0) for s in set(self.outputs) if s)
         self.calls = _needed_calls(trace.calls, stage, self.departures)
-        self.saved_storages = saved.saved_storages(self.calls, recomputed)
-        self.recomputed = recomputed
+        self.saved_storages = saved.saved_storages(self.calls, recomputed, offloaded)
+        self.recomputed, self.offloaded = recomputed, offloaded
         self._reads: dict[TracedStorage, int] = defaultdict(int)
         for call in self.calls:
             for storage in call.reads:
@@ -132,11 +135,14 @@ class StageCalls:
 
 
 class _Forward:
-    """One forward of a stage: a storage is live from its call until its last reader, or longer."""
+    """One forward of a stage: a storage is live from its call until its last reader, or longer: one
+    that is copied to the host until the next such storage is made.
+    """
 
     def __init__(self, stage: StageCalls, live: MemoryLog, reads: dict[TracedStorage, int]) -> None:
         self._stage, self._live, self._kept = stage, live, stage.saved_storages.kept
         self._reads, self._transient = dict(reads), set[TracedStorage]()
+        self._copied: TracedStorage | None = None
 
     def run(self, picked_bytes: int, keeps_outputs: bool) -> None:
         stage, live = self._stage, self._live
@@ -151,6 +157,7 @@ class _Forward:
             live.enter(call.block)
             self._call(call)
         live.enter(None)
+        self._copy(None)
         for arrival in stage.arrivals:
             self._release(arrival.storage)
         live.add(TRANSIENT, -picked_bytes)
@@ -165,12 +172,22 @@ class _Forward:
         self._live.add_briefly(call.footprint.forward)
         for storage in call.made:
             self._allocate(storage)
+            if call in self._stage.offloaded:
+                self._copy(storage)
         is_recomputed = is_cloned or call in self._stage.recomputed
         self._live.add(ACTIVATIONS, 0 if is_recomputed else call.internal)
         for storage in call.reads:
             self._reads[storage] -= 1
         for storage in {*call.reads, *call.made}:
             self._free(storage)
+
+    def _copy(self, storage: TracedStorage | None) -> None:
+        """Holds a storage that is copied to the host, and releases the one before."""
+        before, self._copied = self._copied, storage
+        if storage is not None:
+            self._hold(storage)
+        if before is not None:
+            self._release(before)
 
     def _hold(self, storage: TracedStorage) -> None:
         self._reads[storage] = self._reads.get(storage, 0) + 1

@@ -1,9 +1,9 @@
-"""Tables of a pipeline's stages and ranks, and of recomputed tensors."""
+"""Tables of a pipeline's stages and ranks, and of recomputed and offloaded tensors."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autopar.cost_model.plan_timeline import simulate_plan
@@ -18,7 +18,7 @@ from autopar.formatting.table import (
 )
 from autopar.ir.plan_data import PlanData
 
-_SHOWN = 12  # rows of recomputed tensors
+_SHOWN = 12  # rows of recomputed or offloaded tensors
 _COLUMNS = {  # the kinds of memory in each column
     "parameters": ("parameters", "compute copies", "gathered parameters"),
     "gradients": ("gradients",),
@@ -105,22 +105,35 @@ def _of(device: Mapping[str, float], kind: str) -> float:
 
 def recomputation_table(plan: PlanData) -> str:
     """A row for the recomputed tensors of each module, the most freed bytes first; "" for none."""
-    if not plan.recomputed:
+    what = "recomputed in the backward"
+    return _table_by_module(plan, what, plan.recomputed, "recomputed", ("frees", "costs"))
+
+
+def offload_table(plan: PlanData) -> str:
+    """A row for the results of each module that the host keeps, the most bytes first; "" for
+    none.
+    """
+    what = "kept by the host until the backward"
+    return _table_by_module(plan, what, plan.offloaded, "offloaded", ("moves", "costs"))
+
+
+def _table_by_module(
+    plan: PlanData, what: str, names: Sequence[str], key: str, columns: tuple[str, str]
+) -> str:
+    """The table of ``plan.rows[key]``, with the columns of their bytes and seconds. A plan without
+    rows, written by hand, has the ``names``.
+    """
+    if not names:
         return ""
-    found = sorted(plan.rows.get("recomputed", []), key=lambda row: -row[3])
+    found = sorted(plan.rows.get(key, []), key=lambda row: -row[3])
     if not found:
-        return textwrap.fill(
-            f"recomputed in the backward: {', '.join(plan.recomputed)}",
-            WIDTH,
-            max_lines=2,
-            placeholder=" …",
-        )
+        return textwrap.fill(f"{what}: {', '.join(names)}", WIDTH, max_lines=2, placeholder=" …")
     rows = [[_where(row[0], row[1]), *_sums([row])] for row in found[:_SHOWN]]
     if rest := found[_SHOWN:]:
         rows.append([f"{len(rest)} others", *_sums(rest)])
     rows.append(["total", *_sums(found)])
-    headers = ["recomputed in the backward", "times", "frees", "costs"]
-    legend = "frees: of all microbatches in flight; costs: in a step"
+    headers = [what, "times", *columns]
+    legend = f"{columns[0]}: of all microbatches in flight; costs: in a step"
     legend += "; both on one device of each stage together" if len(plan.stages) > 1 else ""
     return table(rows, headers, "lrrr", flexible=(0,)) + "\n" + legend
 

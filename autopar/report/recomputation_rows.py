@@ -1,4 +1,5 @@
-"""Rows of the tensors that the backward computes again: the bytes that this frees, its seconds.
+"""Rows of the tensors that the backward computes again, and of those that the host keeps: the bytes
+that this frees, its seconds.
 
 The rows add up the tensors by part of the model.
 """
@@ -18,7 +19,7 @@ from autopar.report.module_paths import ModulePaths
 from autopar.rules.registry import operator_name
 from autopar.runtime.kernels.graph_kernels import send
 from autopar.search.result.priced_plan import PricedPlan
-from autopar.search.space.recompute_policy import RECOMPUTED, SAVED
+from autopar.search.space.recompute_policy import OFFLOADED, RECOMPUTED, SAVED
 from autopar.search.space.strategies import Strategy
 
 Row = list[Any]
@@ -27,13 +28,14 @@ _KEPT_FOR_OTHERS = "kept to make the others again"
 
 @dataclass(frozen=True)
 class _Item:
-    """A recomputed result or conversion of one node.
+    """A recomputed result or conversion of one node, or a result that the host keeps.
 
     Attributes:
         node: the node.
         name: the operator, and the layout after a conversion.
-        nbytes: bytes of one microbatch that recomputation frees.
-        seconds: seconds to compute it again, for one microbatch.
+        nbytes: bytes of one microbatch that the device need not keep.
+        seconds: seconds to compute it again, or to copy it to the host and back, for one
+            microbatch.
     """
 
     node: fx.Node
@@ -44,20 +46,26 @@ class _Item:
 
 def recomputation_rows(found: PricedPlan, names: ModulePaths) -> list[Row]:
     """``rows["recomputed"]`` of a plan."""
-    return [*_recomputed(found, names), *_kept_for_recomputation(found)]
+    items = _Recomputation(found).items()
+    return [*_sums(found, names, items), *_kept_for_recomputation(found)]
+
+
+def offload_rows(found: PricedPlan, names: ModulePaths) -> list[Row]:
+    """``rows["offloaded"]`` of a plan."""
+    return list(_sums(found, names, _Recomputation(found).on_host()))
 
 
 # the prefix of the block, the module in it, the operator, its number in the module
 _Key = tuple[str, str, str, int]
 
 
-def _recomputed(found: PricedPlan, names: ModulePaths) -> Iterator[Row]:
+def _sums(found: PricedPlan, names: ModulePaths, items: Iterator[_Item]) -> Iterator[Row]:
     # times, bytes and seconds of each operator in all blocks with the same prefix
     sums: dict[_Key, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     numbers: dict[_Key, set[int]] = defaultdict(set)
     seen: Counter[tuple] = Counter()
     in_flight = found.configuration.microbatches_in_flight()
-    for item in _Recomputation(found).items():
+    for item in items:
         instance, module = names.split(item.node)
         seen[instance, module, item.name] += 1
         prefix = instance[0] if instance else ""
@@ -74,7 +82,7 @@ def _recomputed(found: PricedPlan, names: ModulePaths) -> Iterator[Row]:
 def _rows_by_module(
     sums: dict[_Key, list[float]], numbers: dict[_Key, set[int]], names: ModulePaths
 ) -> Iterator[Row]:
-    """One row for all operators of a module that the same blocks recompute."""
+    """One row for all operators of a module that the same blocks recompute or offload."""
     rows: dict[tuple, tuple[dict[str, None], list[list[float]]]] = defaultdict(lambda: ({}, []))
     for key, added in sums.items():
         prefix, module, operator, _ = key
@@ -129,6 +137,13 @@ class _Recomputation:
             if recomputed:
                 kept = nbytes if self._keeps_converted(node, target) else 0.0
                 yield _Item(node, f"{self._name(node)} -> {format_layout(target)}", kept, seconds)
+
+    def on_host(self) -> Iterator[_Item]:
+        """The results that the host keeps, in the order of the graph."""
+        for node in self._calls():
+            v, k = self._chosen(node)
+            if v.states[k] == OFFLOADED:
+                yield _Item(node, self._name(node), float(v.result[k]), float(v.copying[k]))
 
     def kept_for_others(self) -> Iterator[tuple[fx.Node, float]]:
         """The tensors that are kept only for recomputation, with their bytes."""

@@ -20,6 +20,10 @@ The rows are made while the graph is at hand, so a plan that is loaded later rep
     count for one step, on one device of each stage together. ``bytes`` are the bytes that
     recomputation frees, for all microbatches in flight. ``seconds`` add up to the stages'
     "recomputation". Tensors that are kept only for recomputation have a row of negative bytes.
+``rows["offloaded"]``
+    [block, operators, times, bytes, seconds]: the results that the host keeps between the forward
+    and the backward, counted alike. ``seconds`` are those of the copies there and back that no
+    computation hides.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from autopar.ir.plan_data import PlanData
 from autopar.report.block_rows import BlockRows
 from autopar.report.collective_rows import collective_rows
 from autopar.report.module_paths import ModulePaths
-from autopar.report.recomputation_rows import recomputation_rows
+from autopar.report.recomputation_rows import offload_rows, recomputation_rows
 from autopar.search.result.priced_plan import PricedPlan
 
 
@@ -56,4 +60,6 @@ def add_report_rows(plan: PlanData, found: PricedPlan) -> PlanData:
     }
     if plan.recomputed:
         rows["recomputed"] = recomputation_rows(found, names)
+    if plan.offloaded:
+        rows["offloaded"] = offload_rows(found, names)
     return dataclasses.replace(plan, rows=rows, notes=tuple(dict.fromkeys(plan.notes)))

@@ -18,6 +18,7 @@ from autopar.formatting.table import (
 )
 from autopar.ir.plan_data import PlanData
 from autopar.report.pipeline_tables import (
+    offload_table,
     rank_table,
     recomputation_table,
     stage_table,
@@ -42,6 +43,7 @@ def report_text(plan: PlanData) -> str:
         _times(plan),
         *pipelined,
         recomputation_table(plan),
+        offload_table(plan),
         _blocks(plan),
         _collectives(plan),
         _notes(plan),

@@ -184,7 +184,7 @@ def _lower_graph(
     old_values = [None if name in mode.updates else state.get(name) for name in captured.updates]
     evaluate = evaluation_graph(graph, old_values)
     # Marks come after the passes above, which know operators by their targets.
-    mark_recomputed(graph, plan.recomputed, rules, changing)
+    mark_recomputed(graph, plan.recomputed, plan.offloaded, rules, changing)
     # Only a backward gains by it, and each slice had to have its own name, layout and mark.
     join_slices(graph)
     outputs = graph.output_node().args[0][: len(tensors)]  # type: ignore[index]

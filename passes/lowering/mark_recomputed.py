@@ -1,4 +1,6 @@
-"""Mark recomputed calls: the backward computes their results again, instead of saving them."""
+"""Mark recomputed calls, whose results the backward computes again instead of saving them, and
+offloaded calls, whose results the host saves.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ from autopar.ir.layout import format_layout
 from autopar.ir.nodes import operands
 from autopar.rules import Rule
 from autopar.runtime.communication.collectives import redistribute
-from autopar.runtime.pipeline.recompute import RecomputeContext, RecomputedOperator, operator_of
+from autopar.runtime.pipeline.recompute import (
+    OffloadedOperator,
+    RecomputeContext,
+    RecomputedOperator,
+    operator_of,
+)
 
 aten = torch.ops.aten
 
@@ -21,28 +28,31 @@ aten = torch.ops.aten
 def mark_recomputed(
     graph: fx.Graph,
     recomputed: Collection[str],
+    offloaded: Collection[str],
     rules: Mapping[str, Rule | None],
     changing: Collection[fx.Node],
 ) -> None:
-    """Let the backward recompute the calls of a lowered graph that ``recomputed`` names.
+    """Let the backward recompute the calls of a lowered graph that ``recomputed`` names, and let
+    the host save the results of those that ``offloaded`` names.
 
     Args:
         recomputed: names of nodes of the global graph, and of conversions as "name -> layout".
             Earlier steps of a named conversion are recomputed too, if only its later steps read
             them.
+        offloaded: names of nodes of the global graph.
         rules: by node name; a rule says which operands an operator writes to.
         changing: placeholders of buffers that have new values by the time of the backward.
 
     Raises:
         PlanError: the graph has nothing of a name.
     """
-    if not recomputed:
+    if not recomputed and not offloaded:
         return
     names = recomputable(graph)
-    wanted = set(recomputed)
-    if missing := sorted(wanted - set(names.values())):
+    wanted, on_host = set(recomputed), set(offloaded)
+    if missing := sorted((wanted | on_host) - set(names.values())):
         raise PlanError(
-            f"the plan recomputes {len(missing)} things that the graph has not: "
+            f"the plan recomputes or offloads {len(missing)} things that the graph has not: "
             f"{', '.join(missing[:5])}; plan again"
         )
     marked = {node for node, name in names.items() if name in wanted}
@@ -58,6 +68,10 @@ def mark_recomputed(
         operator: Any = node.target
         if operator is not aten.detach.default:
             node.target = RecomputedOperator(operator, _changing(node, rules, changing), context)
+    for node, name in names.items():
+        if name in on_host and node.target is not redistribute:
+            target: Any = node.target
+            node.target = OffloadedOperator(target, context)
 
 
 def recomputable(graph: fx.Graph) -> dict[fx.Node, str]:

@@ -192,7 +192,9 @@ class _Placing:
             for n in graph.nodes
             if n.op != "output"
         }
-        return dataclasses.replace(self.plan, nodes=nodes, conversions={}, recomputed=())
+        return dataclasses.replace(
+            self.plan, nodes=nodes, conversions={}, recomputed=(), offloaded=()
+        )
 
 
 def _reads(node: fx.Node) -> int:

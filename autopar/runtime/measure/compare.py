@@ -8,12 +8,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autopar.cost_model.plan_timeline import simulate_plan
-from autopar.ir.plan_data import PlanData
+from autopar.ir.plan_data import HOST_COPIES, PlanData
 from autopar.runtime.measure.comparison import MEMORY, OTHER, STEP, TOTAL, Comparison, Row
 from autopar.runtime.measure.step_recorder import RankTimes, gather_rank_times
 
 if TYPE_CHECKING:
     from autopar.runtime.communication.mesh import Mesh
+
+# the kinds of predicted seconds that one measured kind, "compute", contains
+_COMPUTED = ("compute", "recomputation", HOST_COPIES)
 
 
 def compare_ranks(plan: PlanData, mesh: Mesh, peak: int | None) -> Comparison:
@@ -100,7 +103,7 @@ def _step(plan: PlanData, devices: Sequence[RankTimes]) -> Iterator[Row]:
         measured["bubble"] = busiest.seconds["schedule"] - _computed(busiest)
     predicted = {
         **plan.seconds,
-        "compute": plan.seconds["compute"] + plan.seconds.get("recomputation", 0.0),
+        "compute": sum(plan.seconds.get(kind, 0.0) for kind in _COMPUTED),
     }
     for kind, took in measured.items():
         if took or predicted.get(kind) or kind in ("compute", "optimizer"):

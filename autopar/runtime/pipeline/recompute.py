@@ -1,5 +1,5 @@
-"""Recomputation: activations that the backward reads and the forward did not save are computed
-again, at first need, and once.
+"""Recomputation and offloading: activations that the backward reads and that the device did not
+save are computed again, or come back from the host, at first need, and once.
 
 Ranks recompute alike, collectives included: autograd runs the nodes of a graph in the reverse order
 of their making, and all ranks of a mesh make the same graph.
@@ -7,7 +7,7 @@ of their making, and all ranks of a mesh make the same graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import count
 from typing import Any
 from weakref import ref
@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.communication.random_streams import RandomStreams
+from autopar.runtime.pipeline.host_storage import HostCopies, HostStorage
 from autopar.runtime.pipeline.recomputed_call import (
     CallEnvironment,
     Operand,
@@ -27,6 +28,7 @@ from autopar.runtime.pipeline.recomputed_call import (
     RecomputedStorage,
     SavedHandle,
     SavedTensor,
+    StorageSource,
     StorageView,
     map_nested,
     storage_key,
@@ -36,16 +38,23 @@ from autopar.runtime.pipeline.recomputed_call import (
 
 
 class RecomputeContext:
-    """The state that the recomputed calls of one program share.
+    """The state that the recomputed and offloaded calls of one program share.
 
     Attributes:
         forward: the forward that runs, if one does.
-        numbers: numbers the calls in the order in which they run.
+        numbers: numbers the recomputed calls in the order in which they run.
     """
 
     def __init__(self) -> None:
         self.forward: _Forward | None = None
         self.numbers = count()
+        self._copies: dict[torch.device, HostCopies] = {}
+
+    def copies(self, device: torch.device) -> HostCopies:
+        """The copies between a device and the host."""
+        if device not in self._copies:
+            self._copies[device] = HostCopies(device)
+        return self._copies[device]
 
 
 class RecomputedOperator:
@@ -71,22 +80,43 @@ class RecomputedOperator:
         return forward.call(self.operator, self.changing, args, kwargs)
 
 
+class OffloadedOperator:
+    """An operator, as the target of a graph's node, whose results the host keeps until the
+    backward.
+    """
+
+    def __init__(self, operator: Callable[..., Any], context: RecomputeContext) -> None:
+        self.operator, self.context = operator, context
+        self.__name__ = self.__qualname__ = (
+            f"offloaded_{getattr(operator, '__name__', 'call').partition('.')[0]}"
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = self.context.forward
+        if forward is None:
+            return self.operator(*args, **kwargs)
+        return forward.call_offloaded(self.operator, args, kwargs)
+
+
 def operator_of(target: Any) -> Any:
-    """The operator that a node computes, recomputed or not."""
-    return target.operator if isinstance(target, RecomputedOperator) else target
+    """The operator that a node computes, recomputed, offloaded or neither."""
+    return target.operator if isinstance(target, _MARKED) else target
+
+
+_MARKED = (RecomputedOperator, OffloadedOperator)
 
 
 def run(program: fx.GraphModule, mesh: Mesh, arguments: Sequence[torch.Tensor]) -> Any:
-    """Calls ``program(mesh, *arguments)``, which may have recomputed calls."""
+    """Calls ``program(mesh, *arguments)``, which may have recomputed and offloaded calls."""
     if "recomputation" not in program.meta:
         targets = (node.target for node in program.graph.nodes)
         program.meta["recomputation"] = next(
-            (t.context for t in targets if isinstance(t, RecomputedOperator)), None
+            (t.context for t in targets if isinstance(t, _MARKED)), None
         )
     context: RecomputeContext | None = program.meta["recomputation"]
     if context is None or not torch.is_grad_enabled():
         return program(mesh, *arguments)
-    context.forward = forward = _Forward(mesh.random_streams, arguments, context.numbers)
+    context.forward = forward = _Forward(mesh.random_streams, arguments, context)
     try:
         with saved_tensors_hooks(forward.pack, unpack):
             return program(mesh, *arguments)
@@ -96,16 +126,17 @@ def run(program: fx.GraphModule, mesh: Mesh, arguments: Sequence[torch.Tensor]) 
 
 
 class _Forward:
-    """The forward of one microbatch. It knows the storages in it that are not saved, because they
-    are recomputed or because they are inputs.
+    """The forward of one microbatch. It knows the storages in it that are not saved on the device,
+    because they are recomputed, or on the host, or inputs.
     """
 
     def __init__(
-        self, random_streams: RandomStreams, arguments: Iterable[Any], numbers: Iterator[int]
+        self, random_streams: RandomStreams, arguments: Iterable[Any], context: RecomputeContext
     ) -> None:
-        self._environment, self._numbers = CallEnvironment(random_streams), numbers
+        self._environment, self._context = CallEnvironment(random_streams), context
+        self._last_offloaded: HostStorage | None = None
         # The weak reference prevents that another storage gets the same address.
-        self._sources: dict[int, tuple[ProgramInput | RecomputedStorage, StorageWeakRef]] = {}
+        self._sources: dict[int, tuple[StorageSource, StorageWeakRef]] = {}
         for t in arguments:
             if isinstance(t, torch.Tensor) and t.is_leaf:
                 self._add_source(t, ProgramInput(t))
@@ -113,8 +144,11 @@ class _Forward:
     def end(self) -> None:
         """Forgets the storages: autograd keeps ``pack`` alive."""
         self._sources.clear()
+        if self._last_offloaded is not None:
+            self._last_offloaded.free_on_device()
+            self._last_offloaded = None
 
-    def _add_source(self, t: torch.Tensor, source: ProgramInput | RecomputedStorage) -> None:
+    def _add_source(self, t: torch.Tensor, source: StorageSource) -> None:
         self._sources[storage_key(t)] = source, StorageWeakRef(t.untyped_storage())
 
     def pack(self, t: torch.Tensor) -> SavedHandle:
@@ -130,7 +164,7 @@ class _Forward:
         kwargs: dict[str, Any],
     ) -> Any:
         """Calls ``operator`` and records how to call it again."""
-        call = RecomputedCall(next(self._numbers), operator, self._environment)
+        call = RecomputedCall(next(self._context.numbers), operator, self._environment)
         tensors: list[torch.Tensor] = []
 
         def record(t: torch.Tensor) -> Operand:
@@ -141,25 +175,63 @@ class _Forward:
         call.args = map_nested(args, torch.Tensor, record)
         call.kwargs = {k: map_nested(v, torch.Tensor, record) for k, v in kwargs.items()}
         operands = set(map(storage_key, tensors))
-        saved: list[tuple[int, StorageView, StorageWeakRef]] = []
+        out, saved = self._call(operator, args, kwargs, operands)
+        results = self._add_results(call, out, operands)
+        for i, (view, t) in enumerate(saved):
+            view.source = results.get(storage_key(t))
+            if view.source is None:
+                view.source = internal = RecomputedStorage(call)
+                call.internals.append((i, ref(internal)))
+        return out
+
+    def call_offloaded(
+        self, operator: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Calls ``operator`` and copies its results to the host."""
+        operands = set[int]()
+        map_nested((args, *kwargs.values()), torch.Tensor, lambda t: operands.add(storage_key(t)))
+        out, saved = self._call(operator, args, kwargs, operands)
+        results: dict[int, HostStorage] = {}
+        for t in tensors_in(out):
+            if (key := storage_key(t)) not in operands and key not in results:
+                results[key] = storage = self._offload(t)
+                self._add_source(t, storage)
+        for view, t in saved:
+            view.source = results.get(storage_key(t)) or ProgramInput(t)
+        return out
+
+    def _call(
+        self,
+        operator: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        operands: Collection[int],
+    ) -> tuple[Any, list[tuple[StorageView, torch.Tensor]]]:
+        """Calls ``operator``. Returns its results, and the tensors that autograd saves besides its
+        operands, each with its handle, which has no source yet.
+        """
+        saved: list[tuple[StorageView, torch.Tensor]] = []
 
         def pack(t: torch.Tensor) -> SavedHandle:
-            if (key := storage_key(t)) in operands:
+            if storage_key(t) in operands:
                 return self.pack(t)
             view = StorageView(None, t)
-            saved.append((key, view, StorageWeakRef(t.untyped_storage())))
+            saved.append((view, t.detach()))
             return view
 
         with saved_tensors_hooks(pack, unpack):
             out = operator(*args, **kwargs)
-        results = self._add_results(call, out, operands)
-        for i, (key, view, _) in enumerate(saved):
-            view.source = results.get(key)
-            if view.source is None:
-                view.source = internal = RecomputedStorage(call)
-                call.internals.append((i, ref(internal)))
+        found = list(saved)
         saved.clear()  # autograd keeps ``pack`` alive
-        return out
+        return out, found
+
+    def _offload(self, t: torch.Tensor) -> HostStorage:
+        """Begins to copy the storage of ``t`` to the host, and frees the one before it."""
+        before = self._last_offloaded
+        self._last_offloaded = HostStorage(t, self._context.copies(t.device), before)
+        if before is not None:
+            before.free_on_device()
+        return self._last_offloaded
 
     def _add_results(
         self, call: RecomputedCall, out: Any, operands: Collection[int]

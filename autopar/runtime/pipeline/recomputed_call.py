@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from autopar.errors import RunError
 from autopar.runtime.communication.random_streams import RandomStreams
+from autopar.runtime.pipeline.host_storage import HostStorage
 
 
 class SavedTensor:
@@ -42,7 +43,7 @@ class StorageView:
 
     __slots__ = ("source", "_geometry", "_flags")
 
-    def __init__(self, source: ProgramInput | RecomputedStorage | None, t: torch.Tensor) -> None:
+    def __init__(self, source: StorageSource | None, t: torch.Tensor) -> None:
         self.source = source
         self._geometry = t.dtype, t.device, t.storage_offset(), t.shape, t.stride()
         self._flags = t.is_conj(), t.is_neg()
@@ -110,6 +111,10 @@ class RecomputedStorage:
             run_again(self.call)
         assert self._value is not None
         return self._value.untyped_storage()
+
+
+# what a handle gets its storage from
+StorageSource = ProgramInput | RecomputedStorage | HostStorage
 
 
 def storage_key(t: torch.Tensor) -> int:

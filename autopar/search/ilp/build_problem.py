@@ -18,7 +18,13 @@ from autopar.search.ilp.problem_parts import ProblemParts
 from autopar.search.ilp.tensor_conversions import Port, TensorConversions
 from autopar.search.ilp.vertex import Vertex
 from autopar.search.pricing.costs import Costs, NodeCosts
-from autopar.search.space.recompute_policy import FREED, RECOMPUTED, SAVED, RecomputePolicy
+from autopar.search.space.recompute_policy import (
+    FREED,
+    OFFLOADED,
+    RECOMPUTED,
+    SAVED,
+    RecomputePolicy,
+)
 from autopar.search.space.strategies import Choice
 
 
@@ -127,6 +133,7 @@ def _vertex(
         for p in range(len(choices[0].ins))
     ]
     forward = prices.forward[which]
+    copy = np.where(state == OFFLOADED, prices.copy[which], 0.0)
     result_bytes = np.where((state == SAVED) & has_memory, prices.result[which], 0.0)
     internal_bytes = np.where(state == RECOMPUTED, 0.0, prices.internal[which])
     return Vertex(
@@ -136,8 +143,9 @@ def _vertex(
         states=state,
         available=state != FREED,
         needs=needs,
-        forward=forward,
-        backward=prices.backward[which] + np.where(state == RECOMPUTED, forward, 0.0),
+        forward=forward + copy,
+        backward=prices.backward[which] + np.where(state == RECOMPUTED, forward, copy),
+        copying=2 * copy,
         send=prices.send[which],
         step=prices.step[which],
         kept=result_bytes + internal_bytes,

@@ -67,6 +67,7 @@ class CostBreakdown:
     Attributes:
         forward, backward: seconds of a microbatch, on one rank.
         recomputation: the part of ``backward`` that recomputes results.
+        copying: the part of ``forward`` and ``backward`` that copies results to the host and back.
         converting: the part of ``forward`` and ``backward`` that converts tensors.
         send: seconds of sending between stages, of a microbatch.
         step: seconds once a step.
@@ -77,6 +78,7 @@ class CostBreakdown:
     forward: np.ndarray
     backward: np.ndarray
     recomputation: np.ndarray
+    copying: np.ndarray
     converting: np.ndarray
     send: np.ndarray
     step: np.ndarray

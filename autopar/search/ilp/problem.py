@@ -2,9 +2,9 @@
 costs in seconds and bytes.
 
 A vertex is a node of the graph, or all equal nodes of repeated blocks together. It has choices: a
-strategy, and a state of the result (freed, saved or recomputed in the backward). A tensor goes from
-its producer to the ports of its readers. Where a reader wants another layout the tensor is
-converted, once for all readers that want the same layout.
+strategy, and a state of the result (freed, saved, recomputed in the backward, or saved by the
+host). A tensor goes from its producer to the ports of its readers. Where a reader wants another
+layout the tensor is converted, once for all readers that want the same layout.
 
 A tensor that the backward reads must be available there: it is saved, or recomputed from operands
 that are available there. So the producer makes a label, and each port wants a label: a layout, and
@@ -109,7 +109,7 @@ class Problem:
         """What a choice for each vertex costs, where the conversions ``recomputed`` are recomputed
         and all other conversions that the backward needs are saved. This defines the objective.
         """
-        names = ("forward", "backward", "send", "step", "kept", "state")
+        names = ("forward", "backward", "copying", "send", "step", "kept", "state")
         total = {name: np.zeros(self.stages) for name in (*names, "recomputation", "converting")}
         for v, k in zip(self.vertices, chosen, strict=True):
             for name in names:

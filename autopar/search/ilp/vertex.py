@@ -10,7 +10,7 @@ import torch.fx as fx
 
 from autopar.ir.layout import Layout
 from autopar.search.ilp.cost_weights import CostWeights
-from autopar.search.space.recompute_policy import FREED, SAVED
+from autopar.search.space.recompute_policy import FREED, OFFLOADED, SAVED
 from autopar.search.space.strategies import Choice
 
 Label = tuple[Layout, bool]  # a layout, and whether the tensor is available in the backward
@@ -24,10 +24,12 @@ class Vertex:
         node: the node of the graph, a representative.
         count: how often the node occurs in each stage, [stage].
         choices: the strategies. A strategy stands several times, once for each state.
-        states: FREED, SAVED or RECOMPUTED.
+        states: FREED, SAVED, RECOMPUTED or OFFLOADED.
         available: whether the result is available in the backward.
         needs: for each operand, whether it must be available in the backward.
-        forward, backward: seconds of a microbatch; ``backward`` includes recomputation.
+        forward, backward: seconds of a microbatch; ``backward`` includes recomputation, and both
+            include the copies to the host and back.
+        copying: their part that copies to the host and back.
         send: seconds of sending between stages, of a microbatch.
         step: seconds once a step.
         kept: bytes that are saved for each microbatch in flight.
@@ -49,6 +51,7 @@ class Vertex:
     backward: np.ndarray
     send: np.ndarray
     step: np.ndarray
+    copying: np.ndarray
     kept: np.ndarray
     state: np.ndarray
     result: np.ndarray
@@ -80,23 +83,25 @@ class Vertex:
         )
 
     def freed_choices(self) -> dict[int, int]:
-        """For each choice that saves the result, the choice of the same strategy that frees it."""
+        """For each choice that saves the result, on the device or on the host, the choice of the
+        same strategy that frees it.
+        """
         freed = {id(c): k for k, c in enumerate(self.choices) if self.states[k] == FREED}
         return {
             k: freed[id(c)]
             for k, c in enumerate(self.choices)
-            if self.states[k] == SAVED and id(c) in freed
+            if self.states[k] in (SAVED, OFFLOADED) and id(c) in freed
         }
 
     def with_choices(self, numbers: Sequence[int] | np.ndarray) -> Vertex:
         """The vertex with only the choices of these numbers."""
         left = np.asarray(numbers)
-        arrays = ("states", "available", "forward", "backward", "send", "step", "kept", "state")
+        arrays = ("states", "available", "forward", "backward", "copying", "send", "step", "kept")
         return replace(
             self,
             choices=[self.choices[i] for i in left],
             needs=[n[left] for n in self.needs],
-            **{a: getattr(self, a)[left] for a in (*arrays, "result")},
+            **{a: getattr(self, a)[left] for a in (*arrays, "state", "result")},
         )
 
 

@@ -31,6 +31,7 @@ from autopar.search.pipeline.unit_costs import UnitCostTable
 from autopar.search.pricing.costs import Costs
 from autopar.search.pricing.resize import resized
 from autopar.search.pricing.step_prices import StepPrices
+from autopar.search.space.check_offload import offloads_results
 from autopar.search.space.choices.node_choices import NodeChoices
 from autopar.search.space.configuration import Configuration
 from autopar.search.space.meshes import Axis
@@ -73,11 +74,12 @@ class InnerSearch:
         self.tracer = self.cache.tracer
         self.choices = NodeChoices(analysis, self.representative, options, self.cache.choices.of)
         self.units = self.cache.units(user_cuts)
-        self.recompute = RecomputePolicy(options.recompute)
+        self.recompute = RecomputePolicy(options.recompute, offloads_results(options, cluster))
         # Problems and plans depend on these options, on the mesh and on the microbatch.
         self.option_key = (
             options.zero,
             options.recompute,
+            options.offload,
             options.optimizer,
             options.reduction_dtype,
             options.solver,

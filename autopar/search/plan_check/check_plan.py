@@ -93,6 +93,7 @@ def _errors(view: PlanView) -> Iterator[str]:
     yield from _output_errors(view)
     yield from _write_errors(view)
     yield from _recomputation_errors(view)
+    yield from _offload_errors(view)
     degree = data_degree(analysis, plan.nodes, view.sizes)
     if plan.data_degree != degree:
         yield (
@@ -146,3 +147,20 @@ def _recomputation_errors(view: PlanView) -> Iterator[str]:
             yield f"the plan recomputes the conversion {name!r}, which it does not make"
         elif not arrow and node.target is send:
             yield f"the plan recomputes {name!r}, which comes from another stage"
+
+
+def _offload_errors(view: PlanView) -> Iterator[str]:
+    """The host keeps results of calls that have memory of their own, and that are not
+    recomputed.
+    """
+    again = set(view.plan.recomputed)
+    for name in view.plan.offloaded:
+        node = view.nodes.get(name)
+        if node is None or node.op != "call_function":
+            yield f"the plan offloads {name!r}, which is no call of the graph"
+        elif node.target is send:
+            yield f"the plan offloads {name!r}, which comes from another stage"
+        elif isinstance(node.meta["val"], list):
+            yield f"the plan offloads {name!r}, which has several results"
+        elif name in again:
+            yield f"the plan recomputes and offloads {name!r}: take one of them"

@@ -33,6 +33,7 @@ class NodeCosts:
 
     Attributes:
         forward, backward: seconds in one microbatch.
+        copy: seconds of copying the result to the host, or back, in one microbatch.
         send: seconds of sending the result to the next stage, and its gradient back.
         step: seconds once a step.
         state: bytes that last from step to step.
@@ -42,6 +43,7 @@ class NodeCosts:
 
     forward: np.ndarray
     backward: np.ndarray
+    copy: np.ndarray
     send: np.ndarray
     step: np.ndarray
     state: np.ndarray
@@ -179,6 +181,7 @@ class Costs:
             costs["internal"] = np.array([self.internal_bytes(node, s) for s in strategies])
         if node.op != "placeholder":
             costs["result"] = result
+            costs["copy"] = self.compute.host_copy_seconds(result)
         return NodeCosts.of(len(choices), **costs)
 
     def _parameter_costs(self, node: fx.Node, strategies: Sequence[ParameterStrategy]) -> NodeCosts:

@@ -23,7 +23,13 @@ from autopar.search.pricing.costs import Costs
 from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.result.staged_graph import staged_costs, staged_graph
 from autopar.search.space.choices.node_choices import NodeChoices
-from autopar.search.space.recompute_policy import FREED, RECOMPUTED, SAVED, RecomputePolicy
+from autopar.search.space.recompute_policy import (
+    FREED,
+    OFFLOADED,
+    RECOMPUTED,
+    SAVED,
+    RecomputePolicy,
+)
 from autopar.search.space.strategies import Choice
 
 
@@ -181,8 +187,8 @@ class _Assembly:
 
 
 class _DecidedRecomputation(RecomputePolicy):
-    """Recomputes what the candidate recomputes. Whether another result is saved follows from the
-    nodes that need it.
+    """Recomputes what the candidate recomputes, and puts on the host what the candidate puts there.
+    Whether another result is saved follows from the nodes that need it.
     """
 
     def __init__(self, state_of: dict[fx.Node, int]) -> None:
@@ -192,7 +198,8 @@ class _DecidedRecomputation(RecomputePolicy):
     def states(self, node: fx.Node, saved: SavedTensors) -> tuple[int, ...]:
         if self._state_of.get(node) == RECOMPUTED:
             return (RECOMPUTED,)
-        return (SAVED,) if saved.output else (SAVED, FREED)
+        kept = OFFLOADED if self._state_of.get(node) == OFFLOADED else SAVED
+        return (kept,) if saved.output else (kept, FREED)
 
     def conversions(self, node: fx.Node, readers: Collection[fx.Node]) -> tuple[bool, bool]:
         return True, True

@@ -33,6 +33,7 @@ def choose_backend(
     graph: fx.Graph,
     nodes: Mapping[str, NodePlan],
     configuration: Configuration,
+    offloads: bool,
 ) -> tuple[str, tuple[str, ...]]:
     """The backend of a plan, and a note where the plan would have another one but for a part that
     inductor does not compile, or that takes more memory there than the plan counts. It is the one
@@ -41,6 +42,7 @@ def choose_backend(
     Args:
         graph: of one microbatch.
         nodes: the plan's choices, by the node's name.
+        offloads: whether the host keeps some results until the backward.
 
     Raises:
         PlanError: inductor was asked for, and does not compile the plan.
@@ -57,6 +59,8 @@ def choose_backend(
         return "inductor", ()
     if configuration.pipeline > 1 and configuration.traits.has_split_backward:
         refused.append(f'the backward in two parts of schedule="{configuration.schedule}"')
+    if offloads:
+        refused.append('results that the host keeps until the backward (offload="auto")')
     if reasons := refused or costly:
         how = "does not compile" if refused else "would hold all scores of"
         return "eager", (f"the program runs eagerly: inductor {how} {reasons[0]}",)

@@ -1,5 +1,5 @@
 """The program that a priced plan has chosen: how each node runs, the conversions, how parameters
-lie, and what the backward recomputes.
+lie, and what the backward recomputes or gets from the host.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class ChosenProgram:
     parameters: dict[str, ParameterPlan]
     conversions: dict[str, dict[str, tuple[ConversionStep, ...]]]
     recomputed: tuple[str, ...]
+    offloaded: tuple[str, ...]
 
 
 def chosen_program(priced: PricedPlan) -> ChosenProgram:
@@ -43,7 +44,9 @@ def chosen_program(priced: PricedPlan) -> ChosenProgram:
         state.target: _parameter_plan(priced, n) for n, state in priced.analysis.state.items()
     }
     conversions = _conversions(priced, nodes)
-    return ChosenProgram(nodes, parameters, conversions, tuple(_recomputed(priced)))
+    calls = (n for n in priced.analysis.graph.nodes if n.op == "call_function")
+    offloaded = tuple(n.name for n in calls if priced.is_offloaded(n))
+    return ChosenProgram(nodes, parameters, conversions, tuple(_recomputed(priced)), offloaded)
 
 
 def _node_plan(choice: Choice) -> NodePlan:

@@ -14,7 +14,7 @@ from autopar.cost_model import Term
 from autopar.search.pricing.kernel_seconds import RankShares
 from autopar.search.pricing.node_sizes import result_dtype
 from autopar.search.result.priced_plan import PricedPlan
-from autopar.search.space.recompute_policy import RECOMPUTED
+from autopar.search.space.recompute_policy import OFFLOADED, RECOMPUTED
 from autopar.search.space.strategies import ParameterStrategy, Strategy
 
 FORWARD, BACKWARD, RECOMPUTATION, STEP = "forward", "backward", "recomputation", "step"
@@ -60,6 +60,9 @@ def cost_items(priced: PricedPlan) -> Iterator[CostItem]:
         elif isinstance(choice, Strategy) and node.op == "call_function":
             recomputed = bool(vertex.states[k] == RECOMPUTED)
             yield from _kernel_items(priced, node, choice, count, recomputed)
+            for phase in (FORWARD, BACKWARD) if vertex.states[k] == OFFLOADED else ():
+                nbytes, seconds = float(vertex.result[k]), float(vertex.copying[k]) / 2
+                yield _collective(node, phase, count, Term("copy", -1, nbytes, seconds, phase))
     for number, tensor in enumerate(problem.tensors):
         node, count = problem.vertices[tensor.producer].node, tuple(map(float, tensor.count))
         source = problem.made(tensor, solution.chosen)[0]

@@ -13,6 +13,7 @@ import numpy as np
 import torch.fx as fx
 
 from autopar.cost_model import Timeline, simulate_schedule
+from autopar.ir.plan_data import HOST_COPIES
 from autopar.memory.staged_calls import StagedCalls
 from autopar.rules.analysis import Analysis
 from autopar.search.ilp.problem import Problem
@@ -21,7 +22,7 @@ from autopar.search.pricing.costs import Costs
 from autopar.search.pricing.step_prices import StepPrices
 from autopar.search.space.configuration import Configuration
 from autopar.search.space.meshes import Axis
-from autopar.search.space.recompute_policy import RECOMPUTED
+from autopar.search.space.recompute_policy import OFFLOADED, RECOMPUTED
 from autopar.search.space.strategies import Choice, ParameterStrategy
 
 SYNC, OPTIMIZER = "gradient synchronisation", "optimizer"  # the kinds of seconds of a step end
@@ -79,8 +80,15 @@ class PricedPlan:
         return self.problem.vertices[v].choices[self.solution.chosen[v]]
 
     def is_recomputed(self, node: fx.Node) -> bool:
+        return self._state(node) == RECOMPUTED
+
+    def is_offloaded(self, node: fx.Node) -> bool:
+        """Whether the host keeps the result of a node until the backward."""
+        return self._state(node) == OFFLOADED
+
+    def _state(self, node: fx.Node) -> int:
         v = self.problem.vertex_of[node]
-        return int(self.problem.vertices[v].states[self.solution.chosen[v]]) == RECOMPUTED
+        return int(self.problem.vertices[v].states[self.solution.chosen[v]])
 
     def parameter_choices(self) -> list[tuple[fx.Node, np.ndarray, ParameterStrategy]]:
         """Each parameter and buffer, how often it occurs in each stage, and its strategy. One node
@@ -167,17 +175,20 @@ class PricedPlan:
             "compute": breakdown.forward
             + breakdown.backward
             - breakdown.converting
+            - breakdown.copying
             - breakdown.recomputation,
             "conversions": breakdown.converting,
             "recomputation": breakdown.recomputation,
+            HOST_COPIES: breakdown.copying,
         }
         busiest = self.busiest_stages
         seconds = {
             kind: self.microbatches * float(each[busiest].sum()) for kind, each in kinds.items()
         }
         seconds |= {kind: sum(ends[i][kind] for i in busiest) for kind in (SYNC, OPTIMIZER)}
-        if not seconds["recomputation"]:
-            del seconds["recomputation"]
+        for kind in ("recomputation", HOST_COPIES):
+            if not seconds[kind]:
+                del seconds[kind]
         if self.configuration.stages > 1:
             rank_ends = [
                 sum(sum(stage.values()) for stage in ends[r::pipeline]) for r in range(pipeline)

@@ -14,7 +14,7 @@ from autopar.ir.plan_data import PlanData
 from autopar.search.result.end_of_step import end_of_step
 from autopar.search.result.priced_plan import PricedPlan
 
-_ROWS_WITH_SECONDS = ("collectives", "recomputed")  # their last column is seconds
+_ROWS_WITH_SECONDS = ("collectives", "recomputed", "offloaded")  # their last column is seconds
 
 
 def share_cores(plan: PlanData, priced: PricedPlan, ranks_per_core: float) -> PlanData:

@@ -37,7 +37,9 @@ def write_plan(
     analysis, configuration = priced.analysis, priced.configuration
     program = chosen_program(priced)
     graph, nodes = analysis.graph, program.nodes
-    backend, on_backend = choose_backend(options, cluster, graph, nodes, configuration)
+    backend, on_backend = choose_backend(
+        options, cluster, graph, nodes, configuration, bool(program.offloaded)
+    )
     return PlanData(
         fingerprint=analysis.captured.fingerprint,
         world_size=options.world_size,
@@ -60,6 +62,7 @@ def write_plan(
         schedule=configuration.schedule,
         schedule_order=configuration.order_digest,
         recomputed=program.recomputed,
+        offloaded=program.offloaded,
         precision=options.precision,
         reduce_dtype=options.reduction_dtype,
         notes=(

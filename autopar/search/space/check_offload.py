@@ -17,3 +17,11 @@ def check_offload(options: Options, cluster: Cluster) -> None:
             f"offload={options.offload!r}: cluster {unknown[0]!r} has no device.host_bandwidth, "
             "the B/s of a copy to the host: add it to the cluster's file, or plan without offload"
         )
+
+
+def offloads_results(options: Options, cluster: Cluster) -> bool:
+    """Whether the host may keep saved results: those of a program that inductor does not
+    compile.
+    """
+    is_compiled = options.backend == "inductor" or cluster.software.fuses
+    return options.offload == "auto" and not is_compiled

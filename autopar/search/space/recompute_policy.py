@@ -1,4 +1,6 @@
-"""What the option ``recompute`` leaves of the ways to have a result in the backward."""
+"""What the options ``recompute`` and ``offload`` leave of the ways to have a result in the
+backward.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,9 @@ from autopar.memory.saved_tensors import SavedTensors
 from autopar.runtime.kernels.graph_kernels import send
 from autopar.search.space.repeated_blocks import block_of
 
-# The states of a result: freed after the forward, saved until the backward, or freed and then
-# recomputed in the backward from operands that are there.
-FREED, SAVED, RECOMPUTED = range(3)
+# The states of a result: freed after the forward; saved until the backward; freed and then
+# recomputed in the backward from operands that are there; or saved in the memory of the host.
+FREED, SAVED, RECOMPUTED, OFFLOADED = range(4)
 RECOMPUTE_OPTIONS = ("auto", "none", "full")
 
 
@@ -22,10 +24,14 @@ class RecomputePolicy:
     "auto" leaves all states to the search. "none" recomputes nothing. "full" saves what leaves a
     repeated block and recomputes everything else in it: Megatron's full recomputation, which is
     also ``torch.utils.checkpoint`` around each block.
+
+    Args:
+        option: of ``recompute``.
+        offloads: whether the host may keep what would be saved.
     """
 
-    def __init__(self, option: str) -> None:
-        self.option = option
+    def __init__(self, option: str, offloads: bool = False) -> None:
+        self.option, self.offloads = option, offloads
 
     def states(self, node: fx.Node, saved: SavedTensors) -> tuple[int, ...]:
         """The states that the result of a call with memory of its own may have.
@@ -38,7 +44,8 @@ class RecomputePolicy:
             return (SAVED, *freed)
         if self.option == "full" and self._is_inside_block(node):
             return (RECOMPUTED,) if saved.nbytes else (RECOMPUTED, *freed)
-        return (SAVED, RECOMPUTED, *freed) if self.option == "auto" else (SAVED, *freed)
+        kept = (SAVED, OFFLOADED) if self.offloads else (SAVED,)
+        return (*kept, RECOMPUTED, *freed) if self.option == "auto" else (*kept, *freed)
 
     def conversions(self, node: fx.Node, readers: Collection[fx.Node]) -> tuple[bool, bool]:
         """Whether results of conversions of a node's tensor may be saved for its readers, and
