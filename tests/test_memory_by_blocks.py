@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -112,6 +113,19 @@ def test_deep_models(name: str, way: str) -> None:
 @pytest.mark.slow
 def test_every_model(name: str, way: str) -> None:
     check(*planned_way(name, way))
+
+
+@pytest.mark.parametrize("way", ["one", "full", "1f1b", "zero-bubble"])
+def test_with_results_on_the_host(way: str) -> None:
+    """The host keeps what the backward would otherwise find on the device."""
+    model, sample, plan = planned_way("fused", way)
+    again = set(plan.recomputed)
+    offloaded = tuple(n for n in plan.nodes if "send" not in n and n not in again)
+    assert is_folded(
+        check(
+            model, sample, dataclasses.replace(plan, offloaded=offloaded, backend="eager")
+        ).folding
+    )
 
 
 @pytest.mark.timeout(900)  # on a busy machine; each plan also takes the trace of all layers

@@ -72,19 +72,23 @@ class HostStorage:
     Args:
         t: a tensor with this storage.
         copies: the copies of its device.
-        before: the storage that the same forward copied before this one.
     """
 
     __slots__ = ("_copies", "_before", "_on_device", "_on_host", "_back", "__weakref__")
 
-    def __init__(self, t: torch.Tensor, copies: HostCopies, before: HostStorage | None) -> None:
-        self._copies, self._before = copies, None if before is None else ref(before)
+    def __init__(self, t: torch.Tensor, copies: HostCopies) -> None:
+        self._copies = copies
+        self._before: ref[HostStorage] | None = None
         storage = t.untyped_storage()
         self._on_device: torch.Tensor | None = torch.empty(
             0, dtype=torch.uint8, device=t.device
         ).set_(storage, 0, (storage.nbytes(),), (1,))
         self._on_host = copies.to_host(self._on_device)
         self._back: PendingCopy | None = None
+
+    def follow(self, before: HostStorage) -> None:
+        """Says which storage the same forward copied before this one."""
+        self._before = ref(before)
 
     def free_on_device(self) -> None:
         """Frees the device's memory, when the copy to the host is done."""

@@ -8,7 +8,7 @@ of their making, and all ranks of a mesh make the same graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import count
+from itertools import count, pairwise
 from typing import Any
 from weakref import ref
 
@@ -135,6 +135,7 @@ class _Forward:
     ) -> None:
         self._environment, self._context = CallEnvironment(random_streams), context
         self._last_offloaded: HostStorage | None = None
+        self._offloaded: list[ref[HostStorage]] = []
         # The weak reference prevents that another storage gets the same address.
         self._sources: dict[int, tuple[StorageSource, StorageWeakRef]] = {}
         for t in arguments:
@@ -147,6 +148,9 @@ class _Forward:
         if self._last_offloaded is not None:
             self._last_offloaded.free_on_device()
             self._last_offloaded = None
+        wanted = [storage for weak in self._offloaded if (storage := weak()) is not None]
+        for before, storage in pairwise(wanted):
+            storage.follow(before)
 
     def _add_source(self, t: torch.Tensor, source: StorageSource) -> None:
         self._sources[storage_key(t)] = source, StorageWeakRef(t.untyped_storage())
@@ -227,11 +231,12 @@ class _Forward:
 
     def _offload(self, t: torch.Tensor) -> HostStorage:
         """Begins to copy the storage of ``t`` to the host, and frees the one before it."""
-        before = self._last_offloaded
-        self._last_offloaded = HostStorage(t, self._context.copies(t.device), before)
+        storage, before = HostStorage(t, self._context.copies(t.device)), self._last_offloaded
+        self._last_offloaded = storage
+        self._offloaded.append(ref(storage))
         if before is not None:
             before.free_on_device()
-        return self._last_offloaded
+        return storage
 
     def _add_results(
         self, call: RecomputedCall, out: Any, operands: Collection[int]
