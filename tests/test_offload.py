@@ -60,6 +60,16 @@ def test_a_plan_offloads_what_is_dear_to_recompute() -> None:
     assert "host copies" in report
 
 
+def test_more_memory_is_not_refused() -> None:
+    """Plans are counted, and counted memory may rise where its estimate falls."""
+    gib = 2**30
+    least = wide(memory_budget=13.5 * gib, micro_batch_size=16384)
+    assert max(least.peak_memory) == 13.5 * gib
+    for more in (13.6, 13.75, 13.9):
+        plan = wide(memory_budget=more * gib, micro_batch_size=16384)
+        assert plan.step_time <= least.step_time
+
+
 def test_with_enough_memory_nothing_moves() -> None:
     plan = wide(offload="auto", micro_batch_size=16384)
     assert plan.offloaded == ()

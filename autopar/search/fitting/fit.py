@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 
 from autopar.errors import BudgetError
 from autopar.search.fitting.counted_memory import count_memory
@@ -148,21 +149,50 @@ def refit(
     configuration = candidate.configuration
     searches.progress(f"writing down {configuration}")
     search, samples = searches.of_configuration(configuration)
+    tried = [list(reserve)]
     for attempt in range(REFITS):
         priced = count_plan(searches, candidate)
         over = bytes_over(search, priced)
         if max(over) <= 0:
             return priced
         reserve[:] = _larger(reserve, over, attempt)
-        candidate = searches.candidate(
-            configuration, reserve, same_layouts, step_prices=candidate.step_prices
-        )
+        try:
+            candidate = searches.candidate(
+                configuration, reserve, same_layouts, step_prices=candidate.step_prices
+            )
+        except BudgetError:
+            if (plan := _between(searches, candidate, tried, same_layouts)) is not None:
+                reserve[:] = tried[-1]
+                return plan
+            raise
+        tried.append(list(reserve))
         if to_beat is not None and candidate.seconds >= to_beat.seconds:
             return None
     if (plan := _exact_plan(searches, candidate, reserve, None)) is not None:
         return plan
     kinds = priced.bytes_by_kind(over.index(max(over)))
     raise over_budget_error(search, configuration, samples, kinds)
+
+
+def _between(
+    searches: InnerSearches, candidate: Candidate, tried: list[list[float]], same_layouts: bool
+) -> PricedPlan | None:
+    """The first plan that fits, of candidates whose reserves lie between those of two that did not:
+    counted memory may rise where its estimate falls.
+    """
+    search = searches.of(candidate.configuration.microbatches)
+    for few, many in pairwise(tried):
+        if searches.is_out_of_time():
+            return None
+        reserve = [(a + b) / 2 for a, b in zip(few, many, strict=True)]
+        with suppress(BudgetError):
+            other = searches.candidate(
+                candidate.configuration, reserve, same_layouts, step_prices=candidate.step_prices
+            )
+            plan = count_plan(searches, other)
+            if max(bytes_over(search, plan)) <= 0:
+                return plan
+    return None
 
 
 def prove(searches: InnerSearches, candidate: Candidate, priced: PricedPlan) -> PricedPlan:
