@@ -93,10 +93,10 @@ class _OfReplicas:
 
 
 class _NoSync:
-    """Gradients add up over backwards; each completes its own."""
+    """Gradients of several backwards are summed over ranks in the last one."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        return nullcontext()
+        return module.no_sync() if enabled else nullcontext()  # type: ignore[operator, return-value]
 
 
 class FabricStrategy(_OfReplicas, DDPStrategy):

@@ -49,8 +49,11 @@ def _ranks(ranks: Sequence[int], of: int) -> str:
 
 
 def _mode_name(mode: int) -> str:
-    """The name of a program's mode, whose lowest bit is whether gradients are on."""
-    return ("train()" if mode < 2 else "eval()") + ("" if mode % 2 else " without gradients")
+    """The name of a program's mode: its lowest bit is whether gradients are on, the next whether
+    they wait for their sum.
+    """
+    name = ("train()" if mode < 4 else "eval()") + ("" if mode % 2 else " without gradients")
+    return f"{name} in no_sync()" if mode & 2 else name
 
 
 _SAME_BATCHES = (
@@ -69,7 +72,7 @@ _DIFFERENCES = {
     "calls": "had called the program {there} times, rank {base} {here} times: all ranks must call "
     "it equally often",
     "mode": "called the program in another mode than rank {base}, in {there}, not in {here}: "
-    "train(), eval() and torch.no_grad() must be "
+    "train(), eval(), torch.no_grad() and no_sync() must be "
     "alike on all ranks, of the program and of its parts, and none may differ from the others in "
     "what its code does in eval()",
     "trains": "had frozen other parameters than rank {base}: requires_grad must be alike on all "

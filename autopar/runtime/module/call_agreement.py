@@ -41,16 +41,18 @@ def agree_on_call(
     inputs: Sequence[torch.Tensor],
     variant: ProgramVariant,
     training: bool,
+    waits: bool,
     trained_parameters: Callable[[], int],
 ) -> None:
     """Compares the call with those of the other ranks, and moves the random streams to it.
 
-    ``trained_parameters()`` is a number for the set of parameters that are not frozen. Raises
-    :class:`RunError`, on every rank, if the ranks make different calls.
+    ``waits``: whether the call is in ``no_sync()``. ``trained_parameters()`` is a number for the
+    set of parameters that are not frozen. Raises :class:`RunError`, on every rank, if the ranks
+    make different calls.
     """
     seed = proposed = streams.propose_seed(training) if variant.draws else None
     if detector is not None:
-        mode = 2 * variant.number + torch.is_grad_enabled()
+        mode = 4 * variant.number + 2 * waits + torch.is_grad_enabled()
         trained = trained_parameters()
         seed = detector.check_call(
             inputs, mode, trained, streams.seed or 0, streams.trained, proposed

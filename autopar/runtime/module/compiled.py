@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -176,6 +176,24 @@ class Compiled(DataLoading, Checkpoints, ModelValues, GradientHandling, Unwrappe
     def loss_scale(self, value: float) -> None:
         self._runner.loss_scale.value = value
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within, calls and their backwards sum no gradients of parameters over ranks, as in
+        ``DistributedDataParallel.no_sync``: their parts wait in ``parameter.grad``, DTensors that
+        are pending sums, for the next backward outside, which sums all. What reads such a gradient
+        gets the right value: clipping, ``full_tensor()``, and an optimizer's step, which sums it
+        first. All ranks enter it alike.
+
+        It has no effect in microbatches and under a pipeline, whose backward runs inside the call,
+        under ZeRO-3, which sums gradients inside the graph, and while parameters have hooks or
+        gradient handlers.
+        """
+        before, self._runner.waits = self._runner.waits, True
+        try:
+            yield
+        finally:
+            self._runner.waits = before
+
     def check_replicas(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Compares the replicas on all ranks: of parameters, gradients, buffers, the random state,
         modes, and of the state of ``optimizer`` if it is given. All ranks must call it. It takes
@@ -273,7 +291,8 @@ class Compiled(DataLoading, Checkpoints, ModelValues, GradientHandling, Unwrappe
             self._runner.check_inputs(inputs)
             self._state.check_has_values()
             streams, trained = self._mesh.random_streams, self._runner.trained_parameters
-            agree_on_call(self._desync, streams, inputs, variant, self.training, trained)
+            given = inputs, variant, self.training, self._runner.waits, trained
+            agree_on_call(self._desync, streams, *given)
             self._mesh.recorder.begin(self.training and torch.is_grad_enabled())
             parts = self._rank_batch.parts(inputs)
             return self._output_structure.build(self._runner(parts, variant))

@@ -20,6 +20,7 @@ from autopar.errors import RunError
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.communication.placements import is_sharded
 from autopar.runtime.optimizer.checkpoints import save_state_by_name
+from autopar.runtime.parameters.gradients import sum_waiting
 
 Groups = list[dict[str, Any]]
 
@@ -85,6 +86,7 @@ class _StepHooks:
             self._accept(optimizer)
         if self._on_step is not None:
             self._on_step()
+        sum_waiting(p for group in groups for p in group["params"])
         for leaf in self._leaves if self._mesh.size > 1 else ():
             torch.autograd.graph.increment_version(leaf)
         self._set_foreach(optimizer, groups)

@@ -145,6 +145,11 @@ class GradientHandlers:
     def _active(self) -> list[GradientHandler]:
         return [] if self._is_paused else [*_OF_ALL_PROGRAMS, *self.own]
 
+    @property
+    def are_registered(self) -> bool:
+        """Whether handlers see the gradients."""
+        return bool(self._active)
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """A context in which no handler is called."""

@@ -82,6 +82,15 @@ class Weight:
         self.drop_gradient()
         return gradient.to_dense() if gradient.is_sparse else gradient
 
+    def put_gradient(self, gradient: torch.Tensor) -> None:
+        """Puts back what :meth:`take_gradient` took, in the parameter's dtype: the next backward
+        adds to it.
+        """
+        if self.spec.is_cast:
+            self.summed = gradient
+        else:
+            self.leaf.grad = gradient
+
     def wrap(self, local: torch.Tensor) -> torch.Tensor:
         """A gradient for the user: ``local``, of the shape of this rank's part, as a DTensor where
         the parameter is one.

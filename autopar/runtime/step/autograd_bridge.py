@@ -33,9 +33,11 @@ class BackwardWork(Protocol):
     """The work of a call's backward."""
 
     def run(
-        self, output_gradients: OutputGradients, retain_graph: bool
+        self, output_gradients: OutputGradients, retain_graph: bool, may_wait: bool
     ) -> tuple[Gradients, InputGradients]:
-        """The gradients of the parameters, and of the inputs that require one."""
+        """The gradients of the parameters, and of the inputs that require one. Where they
+        ``may_wait`` for their sum over ranks, those of the parameters may be missing.
+        """
 
 
 def detach_inputs(inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[int]]:
@@ -59,7 +61,7 @@ def take_gradients(leaves: Sequence[torch.Tensor]) -> InputGradients:
 
 class PendingBackward:
     """A backward that is still to run, from ``outputs`` to the parameters' leaves and to
-    ``input_leaves``. ``backward(roots, gradients, retain_graph)`` runs it and returns the
+    ``input_leaves``. ``backward(roots, gradients, retain_graph, may_wait)`` runs it and returns the
     parameters' gradients.
     """
 
@@ -67,7 +69,7 @@ class PendingBackward:
         self,
         outputs: Sequence[torch.Tensor],
         input_leaves: Sequence[torch.Tensor],
-        backward: Callable[[list[GradientEdge], list[torch.Tensor], bool], Gradients],
+        backward: Callable[[list[GradientEdge], list[torch.Tensor], bool, bool], Gradients],
     ) -> None:
         # Edges instead of the outputs: an output that the user deletes must free its memory.
         self._edges: list[GradientEdge | None] = [
@@ -76,7 +78,7 @@ class PendingBackward:
         self._input_leaves, self._backward = input_leaves, backward
 
     def run(
-        self, output_gradients: OutputGradients, retain_graph: bool
+        self, output_gradients: OutputGradients, retain_graph: bool, may_wait: bool
     ) -> tuple[Gradients, InputGradients]:
         starts = [
             (edge, g)
@@ -85,7 +87,7 @@ class PendingBackward:
         ]
         roots, gradients = [edge for edge, _ in starts], [g for _, g in starts]
         return (
-            self._backward(roots, gradients, retain_graph),
+            self._backward(roots, gradients, retain_graph, may_wait),
             take_gradients(self._input_leaves),
         )
 
@@ -111,7 +113,7 @@ class FinishedBackward:
         self._gradients: Gradients | None = gradients
 
     def run(
-        self, output_gradients: OutputGradients, retain_graph: bool
+        self, output_gradients: OutputGradients, retain_graph: bool, may_wait: bool
     ) -> tuple[Gradients, InputGradients]:
         if any(g is not None for i, g in enumerate(output_gradients) if i != self._loss):
             raise RunError(
@@ -236,8 +238,11 @@ class _Bridge(torch.autograd.Function):
                 "torch.autograd.grad and backward(inputs=...) do not reach parameters that have "
                 "hooks: remove the hooks before the call, or use loss.backward() alone"
             )
+        # Hooks and handlers see sums, and so does who asks for gradients by name.
+        is_seen = call.has_hooks or any(has_hooks(w.parameter) for w in call.attached)
+        may_wait = reaches_all and not is_seen and not call.handlers.are_registered
         with blocking_section("backward"):
-            gradients, of_inputs = call.work.run(output_gradients, is_graph_retained())
+            gradients, of_inputs = call.work.run(output_gradients, is_graph_retained(), may_wait)
         # Autograd takes the gradients of parameters that the user asked for by name, and of those
         # that got hooks after the forward, because autograd will call these hooks.
         taken = {w.name for w in call.attached if not reaches_all or has_hooks(w.parameter)}

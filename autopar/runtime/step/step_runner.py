@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,7 +73,7 @@ class StepRunner:
     parameters that the program of this rank takes; ``remote_state``, the names of the tensors of
     the model's state that only other pipeline ranks hold; ``loss_scale``, the gradient of the loss
     with which a backward inside the call begins; ``gradient_handlers``, the user's functions that
-    see the gradients.
+    see the gradients; ``waits``, whether the gradients of the next calls wait for their sum.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class StepRunner:
         backend: Backend,
     ) -> None:
         self._plan, self._lowered, self._mesh, self._state = plan, lowered, mesh, state
-        self._loss, self.loss_scale = loss, LossScale()
+        self._loss, self.loss_scale, self.waits = loss, LossScale(), False
         self.gradient_handlers = handlers = GradientHandlers()
         self.remote_state = _remote_state(captured, state)
         self.weights = _in_order_of_use(lowered, state)
@@ -184,7 +185,8 @@ class StepRunner:
                     self._direct.watch(output)
             return outputs
         if computed.gradients is None:
-            work: BackwardWork = PendingBackward(outputs, leaves, self._backward)
+            backward = partial(self._backward, self.waits)
+            work: BackwardWork = PendingBackward(outputs, leaves, backward)
         else:
             of_inputs = take_gradients(leaves)
             if self.stages is not None:
@@ -200,13 +202,25 @@ class StepRunner:
         return f"in {self._plan.microbatches} microbatches"
 
     def _backward(
-        self, roots: list[GradientEdge], gradients: list[torch.Tensor], retain_graph: bool
+        self,
+        waits: bool,
+        roots: list[GradientEdge],
+        gradients: list[torch.Tensor],
+        retain_graph: bool,
+        may_wait: bool,
     ) -> Gradients:
-        """The backward of the whole batch, which the user asked for after the call."""
+        """The backward of the whole batch, which the user asked for after the call; ``waits``,
+        whether its gradients should wait for their sum.
+        """
+        sync = self._work.sync
+        assert isinstance(sync, GradientSync)
         self._open_parameters()
-        self._work.sync.clear()
-        self._work.backward(roots, gradients, last=True, retain_graph=retain_graph)
-        found = self._work.sync.finish()
+        sync.clear()
+        waits = waits and may_wait and sync.may_wait
+        if may_wait and not waits:
+            sync.take_waiting()
+        self._work.backward(roots, gradients, last=not waits, retain_graph=retain_graph)
+        found = sync.keep_waiting() if waits else sync.finish()
         self.end_step()
         return found
 
