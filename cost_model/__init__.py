@@ -25,6 +25,7 @@ from autopar.cost_model.memory import (
     allocated_bytes,
     optimizer_traffic,
     parameter_memory,
+    state_copies,
 )
 from autopar.cost_model.mesh_links import MeshLinks, fastest_links, placed_links
 from autopar.cost_model.schedule import actions, in_flight
@@ -66,4 +67,5 @@ __all__ = [
     "collective_seconds",
     "simulate",
     "simulate_schedule",
+    "state_copies",
 ]

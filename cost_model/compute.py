@@ -14,6 +14,7 @@ import numpy.typing as npt
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.device import KERNEL_KINDS, Curve, Device
 from autopar.cost_model.products import ProductRates
+from autopar.errors import PlanError
 
 FloatArray = npt.NDArray[np.float64]
 ARITHMETIC = KERNEL_KINDS[:3]  # kinds whose work counts in FLOPs; other kinds count bytes
@@ -125,11 +126,24 @@ class ComputeCosts:
         rate = self.peak(kind, dtype, work, operator)
         return rate * tile_utilisation(self._device, *sizes) if sizes else rate
 
-    def optimizer_seconds(self, nbytes: float) -> float:
+    def optimizer_seconds(self, nbytes: float, copied: float = 0.0) -> float:
         """Seconds that an optimizer takes to move ``nbytes`` in total, as
-        :func:`memory.optimizer_traffic` counts them.
+        :func:`memory.optimizer_traffic` counts them, and to copy ``copied`` bytes of state from the
+        memory of the host and back.
+
+        On a CPU the copies and the update follow each other. On a GPU a bucket of the state comes
+        in while the one before is updated and the one before that goes out, so that the slowest of
+        the three counts: the first copy in and the last copy out are left out.
+
+        Raises PlanError for ``copied`` bytes where the cluster has no ``host_bandwidth``.
         """
-        return float(nbytes / self.peak("elementwise", "float32", nbytes, "optimizer"))
+        update = float(nbytes / self.peak("elementwise", "float32", nbytes, "optimizer"))
+        if not copied:
+            return update
+        if self._device.host_bandwidth is None:
+            raise PlanError(f"device {self._device.name!r} has no host_bandwidth: add it")
+        copy = copied / self._device.host_bandwidth
+        return update + 2 * copy if self._device.kind == "cpu" else max(update, copy)
 
     def host_copy_seconds(self, nbytes: FloatArray) -> FloatArray:
         """Seconds of a copy to the memory of the host, or back; infinite where the cluster does not

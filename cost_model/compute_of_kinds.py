@@ -61,8 +61,9 @@ class ComputeOfKinds(ComputeCosts):
         )
         return taken
 
-    def optimizer_seconds(self, nbytes: float) -> float:
-        return float(self._longest([each.optimizer_seconds(nbytes) for each in self._kinds]))
+    def optimizer_seconds(self, nbytes: float, copied: float = 0.0) -> float:
+        each = [kind.optimizer_seconds(nbytes, copied) for kind in self._kinds]
+        return float(self._longest(each))
 
     def host_copy_seconds(self, nbytes: FloatArray) -> FloatArray:
         taken: FloatArray = self._longest(

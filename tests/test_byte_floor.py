@@ -35,7 +35,9 @@ WAYS: dict[str, dict[str, Any]] = {
 def floor_of(model: nn.Module, sample: Any, plan: Plan, zero: int | None) -> float:
     """The floor of the configuration of a plan."""
     analysis = TracedModel(model, sample, None, plan.precision).analyse(1)[0]
-    options = SimpleNamespace(optimizer="adamw", zero=zero, world_size=plan.world_size)
+    options = SimpleNamespace(
+        optimizer="adamw", zero_stage=zero, state_on_host=(False,), world_size=plan.world_size
+    )
     search = SimpleNamespace(
         cache=SimpleNamespace(floors=LruCache()), options=options, analysis=analysis
     )

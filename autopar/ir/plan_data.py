@@ -42,10 +42,14 @@ class NodePlan:
 
 @dataclass(frozen=True)
 class ParameterPlan:
-    """The layout of a parameter or buffer between steps (stored), and in the graph (used)."""
+    """The layout of a parameter or buffer between steps (stored), and in the graph (used);
+    ``offloaded`` says whether the state that the optimizer has of it is in the memory of the host
+    between steps.
+    """
 
     stored: Layout
     used: Layout
+    offloaded: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,8 @@ class StagePlan:
         nbytes: predicted bytes of the stage by kind, at the time when its device has most.
         in_flight: the largest number of microbatches whose activations the stage holds.
         kept: bytes that one microbatch saves between its forward and its backward.
+        host: predicted bytes of each of its ranks in the memory of the host, by kind; not part of
+            ``nbytes``.
     """
 
     start: str
@@ -70,6 +76,7 @@ class StagePlan:
     nbytes: dict[str, float]
     in_flight: int = 1
     kept: float = 0.0
+    host: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -268,6 +275,12 @@ class PlanData:
             for kind, nbytes in stage.nbytes.items():
                 device[kind] = device.get(kind, 0.0) + nbytes
         return tuple(devices)
+
+    @property
+    def host_memory(self) -> tuple[float, ...]:
+        """Predicted bytes of a rank in the memory of the host, for each pipeline rank."""
+        own = (self.stages[rank :: self.pipeline] for rank in range(self.pipeline))
+        return tuple(sum(sum(stage.host.values()) for stage in stages) for stages in own)
 
     @property
     def peak_memory(self) -> tuple[float, ...]:

@@ -26,6 +26,10 @@ if typing.TYPE_CHECKING:
 AnyPlan = TypeVar("AnyPlan", bound="PlanData")
 # What files of this version that were written before a field was added have there.
 _ADDED = {"backend": "eager", "schedule_order": "", "offloaded": []}
+_ADDED_INSIDE: dict[str, dict[str, Any]] = {
+    "parameters": {"offloaded": False},
+    "stages": {"host": {}},
+}
 LARGEST = 2**53  # every reader of JSON holds whole numbers up to this one exactly
 
 
@@ -56,9 +60,25 @@ def read_plan(path: str | os.PathLike[str], version: int, kind: type[AnyPlan]) -
     if isinstance(schedule, str) and (unknown := unknown_schedule(schedule)) is not None:
         raise PlanError(f"{name}: {unknown}")
     try:
-        return from_json_data(_ADDED | data, kind)
+        return from_json_data(_with_added(data), kind)
     except (PlanError, RecursionError) as e:
         raise PlanError(f"{name} is a damaged plan: {e}. Plan again, or undo the edit") from e
+
+
+def _with_added(data: dict[str, Any]) -> dict[str, Any]:
+    """The data of a file with what fields have there that were added since."""
+    data = _ADDED | data
+    for name, added in _ADDED_INSIDE.items():
+        parts = data.get(name)
+        if isinstance(parts, dict):
+            data[name] = {key: _joined(added, each) for key, each in parts.items()}
+        elif isinstance(parts, list):
+            data[name] = [_joined(added, each) for each in parts]
+    return data
+
+
+def _joined(added: dict[str, Any], part: Any) -> Any:
+    return added | part if isinstance(part, dict) else part
 
 
 def to_json_data(plan: PlanData) -> dict[str, Any]:
@@ -75,7 +95,11 @@ def to_json_data(plan: PlanData) -> dict[str, Any]:
     }
     data["stages"] = [dataclasses.asdict(stage) for stage in plan.stages]
     data["parameters"] = {
-        name: {"stored": format_layout(p.stored), "used": format_layout(p.used)}
+        name: {
+            "stored": format_layout(p.stored),
+            "used": format_layout(p.used),
+            "offloaded": p.offloaded,
+        }
         for name, p in plan.parameters.items()
     }
     return data
@@ -176,18 +200,20 @@ def _read_list(value: Any, origin: type, inside: tuple[Any, ...], where: str) ->
 def _read_plain(value: Any, hint: Any, where: str) -> Any:
     if hint is Any:
         return _json(value, where)
-    if hint is str and isinstance(value, str):
+    if hint in (str, bool) and isinstance(value, hint):
         return value
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if hint is int and number and isinstance(value, int) and 0 <= value <= LARGEST:
         return value
     if hint is float and number and abs(value) < math.inf and 0 <= value <= float(LARGEST) ** 2:
         return value
-    raise _wrong(
-        where,
-        value,
-        {str: "a text", int: "a whole number, not negative", float: "a number, not negative"}[hint],
-    )
+    wanted = {
+        str: "a text",
+        bool: "true or false",
+        int: "a whole number, not negative",
+        float: "a number, not negative",
+    }
+    raise _wrong(where, value, wanted[hint])
 
 
 def _json(value: Any, where: str) -> Any:

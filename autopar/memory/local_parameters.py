@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.fx as fx
@@ -59,15 +59,26 @@ class LocalParameters:
         shared = [name for name in self._used[None] if name not in used]
         return [*used, *shared, *(self._unused if stage == 0 else ())]
 
+    def in_order_of_model(self, names: Iterable[str]) -> list[str]:
+        """``names`` in the order in which the model has its parameters and buffers."""
+        among = set(names)
+        return [name for name in self._nodes if name in among]
+
     def is_shared(self, name: str) -> bool:
         """Whether several ranks of the pipeline have the parameter."""
         return len(self._ranks[name]) > 1
+
+    def is_offloaded(self, name: str) -> bool:
+        """Whether the optimizer's state of the parameter is in the memory of the host."""
+        return self._plans[name].offloaded
 
     def is_parameter(self, name: str) -> bool:
         return self._analysis.state[self._nodes[name]].kind == "parameter"
 
     def memory(self, name: str) -> ParameterMemory:
-        """The bytes of a parameter or buffer that last from step to step."""
+        """The bytes of a parameter or buffer that last from step to step, on the device or on the
+        host.
+        """
         node = self._nodes[name]
         shape = local_shape(node.meta["val"].shape, self._plans[name].stored, self._sizes)
         return parameter_memory(

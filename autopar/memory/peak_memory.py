@@ -18,10 +18,11 @@ from autopar.cost_model.memory import allocated_bytes, optimizer_temporaries
 from autopar.ir.plan_data import PlanData
 from autopar.ir.precision import dtype_of
 from autopar.ir.schedules import BACKWARD, FORWARD, Action
+from autopar.ir.state_buckets import NEIGHBOURS_ON_GPU, state_buckets
 from autopar.kernel_trace.operator_trace import OperatorTracer
 from autopar.memory.call_trace import CallTrace
 from autopar.memory.folding import Folding, Program
-from autopar.memory.gradient_memory import GradientMemory, gather_memory
+from autopar.memory.gradient_memory import GradientMemory, LocalParameter, gather_memory
 from autopar.memory.live_memory import ACTIVATIONS, OUTPUTS, TRANSIENT, LiveMemory
 from autopar.memory.local_parameters import LocalParameters
 from autopar.memory.parameter_places import ParameterPlaces
@@ -198,7 +199,8 @@ class PeakMemory:
             if name not in seen:
                 memory = self._local.memory(name)
                 walk.add_permanent(stage, "parameters", memory.parameters)
-                walk.add_permanent(stage, "optimizer", memory.optimizer)
+                if not self._local.is_offloaded(name):
+                    walk.add_permanent(stage, "optimizer", memory.optimizer)
         if stage == own[0]:
             hoisted = (n for n in self._analysis.hoisted if n.meta["val"].ndim)
             for node in (*self._analysis.inputs, *hoisted):
@@ -232,10 +234,30 @@ class PeakMemory:
         shared = sum(p.stored_bytes for p in parameters if self._local.is_shared(p.name))
         walk.run_action(own[0], ActionMemory.temporary(TRANSIENT, shared))
         walk.close()
-        sizes = [p.stored_bytes for p in parameters if p.is_trainable]
-        together = math.prod(self._sizes) > 1 or self._settings.device_type == "cuda"
-        nbytes = optimizer_temporaries(sizes, self._settings.optimizer, together)
+        nbytes = self._optimizer_bytes([p for p in parameters if p.is_trainable])
         walk.run_action(own[0], ActionMemory.temporary("optimizer", nbytes))
+
+    def _optimizer_bytes(self, parameters: list[LocalParameter]) -> int:
+        """The most bytes that the optimizer's step takes besides what lasts: its temporaries, and
+        the buckets of state that come from the host. State that stays on the device is updated
+        first.
+        """
+        sizes = {p.name: p.stored_bytes for p in parameters}
+        names = self._local.in_order_of_model(sizes)
+        buckets = [[name for name in names if not self._local.is_offloaded(name)]]
+        buckets += state_buckets(filter(self._local.is_offloaded, names), sizes.__getitem__)
+        state = [sum(self._local.memory(name).optimizer for name in b) for b in buckets]
+        state[0] = 0
+        is_cuda = self._settings.device_type == "cuda"
+        neighbours = NEIGHBOURS_ON_GPU if is_cuda else 0
+        together = math.prod(self._sizes) > 1 or is_cuda
+        most = 0
+        for i, bucket in enumerate(buckets):
+            on_device = sum(state[max(i - neighbours, 0) : i + neighbours + 1])
+            stored = [sizes[name] for name in bucket]
+            temporary = optimizer_temporaries(stored, self._settings.optimizer, together)
+            most = max(most, on_device + temporary)
+        return most
 
 
 def peak_memory_of_plan(

@@ -25,6 +25,7 @@ def header(plan: PlanData) -> str:
         f"backend {plan.backend}",
         f"predicted: {format_seconds(plan.step_time)} a step, "
         f"{format_bytes(max(plan.peak_memory))} a device",
+        _host_memory(plan),
         _optimality(plan),
         _not_searched(plan),
     ]
@@ -68,6 +69,17 @@ def _batch(plan: PlanData, samples: int | None) -> str:
     return f"{whole}, {split}" + (
         f", in {plan.microbatches} microbatches{each}" if plan.microbatches > 1 else ""
     )
+
+
+def _host_memory(plan: PlanData) -> str:
+    """The bytes in the memory of the host, by kind, of the rank that has most there."""
+    kinds: dict[str, float] = {}
+    fullest = max(range(plan.pipeline), key=plan.host_memory.__getitem__)
+    for stage in plan.stages[fullest :: plan.pipeline]:
+        for kind, nbytes in stage.host.items():
+            kinds[kind] = kinds.get(kind, 0.0) + nbytes
+    parts = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in kinds.items())
+    return f"in the memory of the host, for each device at most: {parts}" if parts else ""
 
 
 def _optimality(plan: PlanData) -> str:

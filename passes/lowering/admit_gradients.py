@@ -17,7 +17,7 @@ import torch.fx as fx
 
 from autopar.ir.layout import I, Layout, R, Type, format_layout
 from autopar.ir.nodes import operands
-from autopar.ir.plan_data import ConversionStep, NodePlan, ParameterPlan, PlanData
+from autopar.ir.plan_data import ConversionStep, NodePlan, PlanData
 from autopar.rules import Option, Rule
 from autopar.rules.analysis import Analysis
 
@@ -134,7 +134,7 @@ class _Retyping:
         )
         self.nodes[node.name] = dataclasses.replace(chosen, out=used)
         if (name := self.analysis.state[node].target) in self.parameters:
-            self.parameters[name] = ParameterPlan(self.parameters[name].stored, used)
+            self.parameters[name] = dataclasses.replace(self.parameters[name], used=used)
 
     def _conversions(self) -> tuple[Conversions, dict[str, tuple[str, ...]]]:
         """The plan's conversions between the new types, and the new names of each conversion:

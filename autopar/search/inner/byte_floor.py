@@ -22,16 +22,19 @@ def byte_floor(search: InnerSearch, configuration: Configuration, samples: int) 
     output is there before the gradients. Without ZeRO, each data-parallel replica has a copy of
     what lasts.
 
+    State of the optimizer that may be in the memory of the host counts for nothing.
+
     Args:
         samples: of the whole batch.
     """
-    floors, optimizer = search.cache.floors, search.options.optimizer
-    lasting = floors.of(("lasting bytes", optimizer), lambda: _lasting_bytes(search, True))
-    at_output = floors.of(("bytes at output", optimizer), lambda: _lasting_bytes(search, False))
+    floors = search.cache.floors
+    state = search.options.optimizer, True in search.options.state_on_host
+    lasting = floors.of(("lasting bytes", *state), lambda: _lasting_bytes(search, True))
+    at_output = floors.of(("bytes at output", *state), lambda: _lasting_bytes(search, False))
     output = floors.of("output bytes", lambda: _output_bytes(search))
     output *= samples / search.analysis.batch.size
     copies = 1
-    if search.options.zero == 0:
+    if search.options.zero_stage == 0:
         copies = math.prod(a.size for a in configuration.axes if a.use == "data")
     if configuration.microbatches == configuration.stages == 1:
         total = max(lasting * copies, at_output * copies + output)
@@ -41,13 +44,15 @@ def byte_floor(search: InnerSearch, configuration: Configuration, samples: int) 
 
 
 def _lasting_bytes(search: InnerSearch, has_gradients: bool) -> float:
-    """Bytes of one copy of all parameters that train, with the optimizer's state."""
-    analysis = search.analysis
+    """Bytes of one copy of all parameters that train, with the optimizer's state that is on the
+    devices.
+    """
+    analysis, has_state = search.analysis, True not in search.options.state_on_host
     total = 0
     for node in (n for n in analysis.state if n in analysis.differentiable):
         elements, itemsize = node.meta["val"].numel(), stored_dtype(node).itemsize
         memory = parameter_memory(elements, itemsize, search.options.optimizer, rounded=int)
-        total += memory.parameters + memory.optimizer + memory.gradients * has_gradients
+        total += memory.parameters + memory.optimizer * has_state + memory.gradients * has_gradients
     return float(total)
 
 

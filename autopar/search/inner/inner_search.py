@@ -77,7 +77,8 @@ class InnerSearch:
         self.recompute = RecomputePolicy(options.recompute, offloads_results(options, cluster))
         # Problems and plans depend on these options, on the mesh and on the microbatch.
         self.option_key = (
-            options.zero,
+            options.zero_stage,
+            options.state_on_host,
             options.recompute,
             options.offload,
             options.optimizer,

@@ -23,7 +23,7 @@ def memory_advice(kinds: Mapping[str, float], options: Options, axes: Sequence[A
     lasting = sum(nbytes for kind, nbytes in kinds.items() if kind not in _TEMPORARY)
     found = [(sum(kinds.values()) / 2, f"world_size={2 * options.world_size}, at most")]
     replicas = math.prod(a.size for a in axes if a.use != "tensor")
-    if options.zero == 0 and replicas > 1:
+    if options.zero_stage == 0 and replicas > 1:
         found.append((lasting * (1 - 1 / replicas), "zero=2, about"))
     if options.micro_batch_size is not None and options.micro_batch_size > 1:
         temporary = max(kinds.get("activations", 0.0), kinds.get("transient", 0.0))

@@ -126,7 +126,7 @@ def least_bytes(search: InnerSearch, configuration: Configuration, samples: int)
     stage, where replicas share evenly what lasts.
     """
     prices, _, is_replica = _replica_prices(search, configuration, samples)
-    share = _data_degree(configuration) if is_replica and search.options.zero != 0 else 1
+    share = _data_degree(configuration) if is_replica and search.options.zero_stage != 0 else 1
     in_flight = float(min(configuration.microbatches_in_flight()))
     nothing = np.zeros(1)
     bytes_alone = replace(

@@ -37,6 +37,8 @@ def parameter_errors(view: PlanView, node: fx.Node) -> Iterator[str]:
         )
     elif is_parameter and not _is_gatherable(plan):
         yield f"{name}, cannot be gathered so"
+    if plan.offloaded and not trains:
+        yield f"{name}, is not trained, so that no optimizer has a state of it to be offloaded"
     if state.target in view.analysis.captured.updates and plan.used != view.whole:
         yield f"{name}, changes in the forward: it must be whole on every rank"
 

@@ -14,11 +14,13 @@ import torch.fx as fx
 
 from autopar.cost_model import (
     ComputeCosts,
+    ParameterMemory,
     Term,
     collective_seconds,
     optimizer_traffic,
     parameter_memory,
     point_to_point,
+    state_copies,
 )
 from autopar.ir.parameter_collectives import (
     BUCKET_BYTES,
@@ -127,8 +129,8 @@ class ParameterCosts:
         return Term("all_reduce", self.pipeline_axis, nbytes, taken, "backward")
 
     def optimizer_seconds(self, node: fx.Node, strategy: ParameterStrategy) -> float:
-        """Seconds of a parameter's optimizer step, and of the cast to the dtype that the graph
-        computes in.
+        """Seconds of a parameter's optimizer step, with the copies of state that the host keeps,
+        and of the cast to the dtype that the graph computes in.
         """
         elements, dtype = self._elements(node, strategy.stored), stored_dtype(node)
         traffic = (
@@ -138,7 +140,9 @@ class ParameterCosts:
         )
         if dtype != node.meta["val"].dtype:
             traffic += elements * (dtype.itemsize + node.meta["val"].dtype.itemsize)
-        return float(self.compute.optimizer_seconds(traffic)) if traffic else 0.0
+        state = state_copies(self._optimizer) * elements * dtype.itemsize
+        copied = state if strategy.offloaded else 0.0
+        return float(self.compute.optimizer_seconds(traffic, copied)) if traffic else 0.0
 
     def accumulation(self, node: fx.Node, strategy: ParameterStrategy) -> KernelWork | None:
         """The kernel that adds a microbatch's gradient of a parameter to the sum of the gradients
@@ -156,15 +160,15 @@ class ParameterCosts:
         return KernelWork("add_", "elementwise", str(stored), 0.0, nbytes)
 
     def state_bytes(self, node: fx.Node, strategy: ParameterStrategy) -> dict[str, float]:
-        """Bytes of a parameter or buffer on one rank that last from step to step, by kind."""
-        elements, stored = node.meta["val"].numel(), stored_dtype(node)
+        """Bytes of a parameter or buffer on the device of one rank that last from step to step, by
+        kind.
+        """
+        memory, stored = self._lasting(node, strategy), stored_dtype(node)
         trains = node in self._differentiable
-        chunk = math.ceil(elements / chunk_count(strategy.stored, self._sizes))
-        memory = parameter_memory(chunk, stored.itemsize, self._optimizer, trains)
         kinds = {
             "parameters": float(memory.parameters),
             "gradients": float(memory.gradients),
-            "optimizer": float(memory.optimizer),
+            "optimizer": 0.0 if strategy.offloaded else float(memory.optimizer),
         }
         used, computed = self._elements(node, strategy.used), node.meta["val"].dtype
         if parameter_collectives(strategy.stored, strategy.used, self._sizes).is_moved:
@@ -174,6 +178,18 @@ class ParameterCosts:
         elif stored != computed:
             kinds["compute copies"] = used * computed.itemsize
         return kinds
+
+    def host_bytes(self, node: fx.Node, strategy: ParameterStrategy) -> float:
+        """Bytes of a parameter's state that one rank has in the memory of the host between
+        steps.
+        """
+        return float(self._lasting(node, strategy).optimizer) if strategy.offloaded else 0.0
+
+    def _lasting(self, node: fx.Node, strategy: ParameterStrategy) -> ParameterMemory:
+        """Bytes of a parameter, its gradient and the optimizer's state, on one rank."""
+        chunk = math.ceil(node.meta["val"].numel() / chunk_count(strategy.stored, self._sizes))
+        itemsize, trains = stored_dtype(node).itemsize, node in self._differentiable
+        return parameter_memory(chunk, itemsize, self._optimizer, trains)
 
     def _elements(self, node: fx.Node, layout: tuple) -> float:
         """Elements of one rank's chunk of a parameter."""

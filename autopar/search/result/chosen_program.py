@@ -59,7 +59,7 @@ def _node_plan(choice: Choice) -> NodePlan:
 def _parameter_plan(priced: PricedPlan, node: fx.Node) -> ParameterPlan:
     choice = priced.choice(node)
     assert isinstance(choice, ParameterStrategy)
-    return ParameterPlan(choice.stored, choice.used)
+    return ParameterPlan(choice.stored, choice.used, choice.offloaded)
 
 
 def _conversions(

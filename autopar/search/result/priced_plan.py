@@ -228,6 +228,15 @@ class PricedPlan:
         kinds["outputs"] = self.output_bytes[stage]
         return {kind: n for kind, n in kinds.items() if n}
 
+    def host_bytes_by_kind(self, stage: int) -> dict[str, float]:
+        """Bytes of each rank of a stage in the memory of the host, by kind."""
+        parameters = self.costs.parameters
+        state = sum(
+            float(count[stage]) * parameters.host_bytes(node, strategy)
+            for node, count, strategy in self.parameter_choices()
+        )
+        return {OPTIMIZER: state} if state else {}
+
     def _bytes_of_outputs(self, stage: int) -> float:
         if self.microbatches == 1 and self.configuration.stages == 1:
             return 0.0

@@ -121,6 +121,7 @@ def _stage_plans(priced: PricedPlan) -> Iterator[StagePlan]:
             priced.bytes_by_kind(stage),
             in_flight[stage],
             counted[stage] if counted else float(breakdown.kept[stage]),
+            priced.host_bytes_by_kind(stage),
         )
 
 

@@ -3,7 +3,8 @@
 In reading order: ``options`` (what the user fixed), ``modes`` (kinds of tensor and sequence
 parallelism, as restrictions of the search space), ``meshes`` (the axes of a stage and their uses),
 ``configuration`` (mesh, microbatches and schedule, which the outer search enumerates),
-``check_schedule`` and ``user_cuts`` (which schedules and which cuts are possible), ``strategies``
+``check_schedule`` and ``user_cuts`` (which schedules and which cuts are possible),
+``zero_options`` (what the option ``zero`` fixes), ``strategies``
 (how a node or a parameter lies on a mesh), ``choices`` (the strategies that each node may have),
 ``recompute_policy`` (which results may be saved or recomputed) and ``repeated_blocks`` (which nodes
 share one decision).

@@ -12,9 +12,11 @@ def check_offload(options: Options, cluster: Cluster) -> None:
     how fast they are copied.
     """
     unknown = [kind.name for kind in cluster.kinds if kind.device.host_bandwidth is None]
-    if options.offload != "none" and unknown:
+    asked = f"offload={options.offload!r}" if options.offload != "none" else ""
+    asked = f"zero={options.zero!r}" if options.state_on_host == (True,) else asked
+    if asked and unknown:
         raise PlanError(
-            f"offload={options.offload!r}: cluster {unknown[0]!r} has no device.host_bandwidth, "
+            f"{asked}: cluster {unknown[0]!r} has no device.host_bandwidth, "
             "the B/s of a copy to the host: add it to the cluster's file, or plan without offload"
         )
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from types import NoneType
 from typing import Any
 
-from autopar.cost_model.memory import optimizer_name
+from autopar.cost_model.memory import optimizer_name, state_copies
 from autopar.errors import PlanError
 from autopar.ir.plan_data import BACKENDS, PIPELINE
 from autopar.ir.precision import COMPUTE_DTYPES, REDUCE_DTYPES, reduction_dtype
@@ -30,6 +29,7 @@ from autopar.search.space.option_checks import (
 )
 from autopar.search.space.pipeline_options import PipelineOptions, pipeline_options
 from autopar.search.space.recompute_policy import RECOMPUTE_OPTIONS
+from autopar.search.space.zero_options import zero_options
 
 # The number of ranks of a stage from which on the search tries only meshes whose axes have a use:
 # one axis for samples, one for anything else.
@@ -71,6 +71,8 @@ class Options:
         zero: 0 keeps parameters whole. 1 or 2 shards stored parameters, gradients and optimizer
             state over data-parallel ranks. 3 also gathers parameters where they are used, and
             again in the backward where the gathered parameters are not saved.
+            ``dict(stage=3, offload="optimizer")`` also keeps the whole state of the optimizer in
+            the memory of the host between steps; either may be left out.
         precision: the dtype that the graph computes in: "bf16", "fp16", "fp32", or "tf32" (float32
             whose matrix products may round their operands on tensor cores). Parameters, optimizer
             state and checkpoints keep the model's dtype; the loss is computed in float32. None
@@ -104,7 +106,7 @@ class Options:
     schedule: str | None = None
     recompute: str = "auto"
     offload: str = "none"
-    zero: int | None = None
+    zero: int | Mapping[str, Any] | None = None
     precision: str | None = None
     reduce_dtype: str | None = None
     optimizer: str = "adamw"
@@ -142,12 +144,12 @@ class Options:
         check_solver(self.solver)
         if not isinstance(self.profile_missing, bool):
             raise PlanError(f"profile_missing={self.profile_missing!r}: give True or False")
-        if self.zero is not None and not (
-            isinstance(self.zero, Integral)
-            and not isinstance(self.zero, bool)
-            and 0 <= self.zero <= 3
-        ):
-            raise PlanError(f"zero={self.zero!r}: give 0, 1, 2 or 3")
+        if zero_options(self.zero).offloads_optimizer and not state_copies(self.optimizer):
+            raise PlanError(
+                f"zero={self.zero!r}: optimizer {optimizer_name(self.optimizer)!r} has no state "
+                'that the host could keep: leave offload="optimizer" out, or name the optimizer '
+                "that you train with"
+            )
 
     def _check_quantities(self) -> None:
         """Check the options that are numbers with a unit."""
@@ -200,9 +202,10 @@ class Options:
         same: dict[str, Any] = {
             "constraints": dict(self.constraints or {}),
             "optimizer": optimizer_name(self.optimizer),
+            "zero": dict(self.zero) if isinstance(self.zero, Mapping) else self.zero_stage,
         }
         for kind, names in (
-            (int, ("world_size", "micro_batch_size", "zero")),
+            (int, ("world_size", "micro_batch_size")),
             (float, ("memory_budget", "time_limit")),
         ):
             same |= {name: kind(n) for name in names if (n := getattr(self, name)) is not None}
@@ -212,6 +215,21 @@ class Options:
             same["placement"] = tuple(self.placement)
         for name, value in same.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def zero_stage(self) -> int | None:
+        """The stage of ZeRO that the user fixed; None where it is free."""
+        return zero_options(self.zero).stage
+
+    @property
+    def state_on_host(self) -> tuple[bool, ...]:
+        """The answers that the options leave to whether the state that the optimizer has of a
+        parameter is in the memory of the host between steps.
+        """
+        if zero_options(self.zero).offloads_optimizer:
+            return (True,)
+        is_free = self.offload == "auto" and state_copies(self.optimizer)
+        return (False, True) if is_free else (False,)
 
     @property
     def reduction_dtype(self) -> str | None:

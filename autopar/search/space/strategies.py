@@ -31,12 +31,14 @@ class Strategy:
 
 @dataclass(frozen=True)
 class ParameterStrategy:
-    """One way to keep a parameter: its stored layout (between steps) and its used layout (in the
-    graph).
+    """One way to keep a parameter: its stored layout (between steps), its used layout (in the
+    graph), and whether the state that the optimizer has of it is in the memory of the host between
+    steps.
     """
 
     stored: Layout
     used: Layout
+    offloaded: bool = False
 
     @property
     def out(self) -> Layout:

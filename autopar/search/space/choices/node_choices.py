@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -75,7 +76,7 @@ class NodeChoices:
         # not on the samples.
         of_calls = self._keep((*fixed, "calls", self._analysis.batch.size), choices_of_calls)
         of_state = self._keep(
-            (*fixed, "state", options.zero),
+            (*fixed, "state", options.zero_stage, options.state_on_host),
             lambda: self._of_nodes([n for n in own if n in state], axes),
         )
         return {n: of_state[n] if n in state else of_calls[n] for n in own}
@@ -115,23 +116,25 @@ class NodeChoices:
             state.kind,
             trainable,
             [a.size for a in axes],
-            self._options.zero,
+            self._options.zero_stage,
             [not is_written and self._may_cut(axis, trainable) for axis in axes],
             [i for i, a in enumerate(axes) if a.mode is not None and a.name in a.mode.within],
             self._analysis.cached(fused_dims)[1].get(node, {}),
         )
         mesh_mode = MeshMode.of(axes)
         if (mode := mesh_mode.mode) is not None and trainable:
-            return [
-                s for s in found if mode.stores(mesh_mode.types(s.stored), mesh_mode.types(s.used))
-            ] or found
-        return found
+            stored = (s for s in found if mode.stores(*map(mesh_mode.types, (s.stored, s.used))))
+            found = list(stored) or found
+        on_host = self._options.state_on_host
+        if not trainable or on_host == (False,):
+            return found
+        return [replace(s, offloaded=offloaded) for s in found for offloaded in on_host]
 
     def _may_cut(self, axis: Axis, trainable: bool) -> bool:
         """Whether the used layout of a tensor of the state may be cut along an axis. Along an axis
         that splits samples it may be cut only to be gathered in the graph.
         """
-        return axis.use != "data" or (trainable and self._options.zero in (None, 3))
+        return axis.use != "data" or (trainable and self._options.zero_stage in (None, 3))
 
     def _is_written(self, node: fx.Node) -> bool:
         """Whether an operator updates this buffer in place. A rank that had a part or a copy of
