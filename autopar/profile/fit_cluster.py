@@ -25,6 +25,7 @@ SMALLEST = 0.05
 KERNEL = "{operator}.{dtype} {kind} {work:.6g}"
 MESSAGE = "{kind} of {ranks} ranks, {nbytes}"
 CALL, LAUNCH, MEMORY, HIDDEN = "call", "launch", "memory", "computing beside a collective"
+HOST = "copy to the host and back"
 _KERNEL = re.compile(r"(\w+)\.(\w+) (\w+) (\S+)")
 _MESSAGE = re.compile(r"(\w+) of (\d+) ranks, (\d+)")
 # (work, seconds) by operator, dtype and kind of a kernel
@@ -67,7 +68,8 @@ def fit_cluster(
         efficiency=_curves(points, peak, bandwidth),
         kind=device.type,
         ranks_per_core=ranks_per_core,
-        host_bandwidth=bandwidth / 2 if device.type == "cpu" else None,  # it reads and writes
+        # A copy on a CPU reads and writes.
+        host_bandwidth=bandwidth / 2 if device.type == "cpu" else 2 * large / found[HOST].seconds,
     )
     software = Software(
         "eager",

@@ -15,7 +15,7 @@ from autopar.cost_model import optimizer_traffic
 from autopar.cost_model.compute import ARITHMETIC
 from autopar.kernel_trace.kernel_launches import KernelLaunch
 from autopar.profile.collective_probes import COLLECTIVES, probe_collective
-from autopar.profile.fit_cluster import CALL, HIDDEN, KERNEL, LAUNCH, MEMORY, MESSAGE
+from autopar.profile.fit_cluster import CALL, HIDDEN, HOST, KERNEL, LAUNCH, MEMORY, MESSAGE
 from autopar.profile.kernel_probes import probe_launches, probe_sizes
 from autopar.profile.rank_group import RankGroup
 from autopar.profile.timing import Timing, cycle_operands, replay, seconds_per_call, time_call
@@ -80,6 +80,9 @@ class Measurements:
             Job(LAUNCH, self._launch, True),
             Job(MEMORY, lambda: self._time_call(lambda: large.add_(1.0)), True),
         ]
+        if self._device.type == "cuda":
+            host = torch.empty(large.shape, pin_memory=True)
+            jobs.append(Job(HOST, lambda: self._time_call(lambda: _to_and_fro(large, host)), True))
         size = self._ranks.size
         for ranks in (n for n in range(2, size + 1) if size % n == 0):
             self._groups[ranks] = dist.new_subgroups(ranks)[0]
@@ -234,3 +237,9 @@ class Measurements:
             seconds = seconds_per_call(call, times, self._device, time.process_time)
             return self._ranks_per_core * seconds
         return seconds_per_call(call, times, self._device)
+
+
+def _to_and_fro(tensor: torch.Tensor, pinned: torch.Tensor) -> None:
+    """Copies a tensor to pinned memory of the host, and back."""
+    pinned.copy_(tensor, non_blocking=True)
+    tensor.copy_(pinned, non_blocking=True)

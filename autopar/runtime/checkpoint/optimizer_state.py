@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from autopar.errors import RunError
 from autopar.runtime.checkpoint.files.plain_state import same
 from autopar.runtime.dtensors.torch_private import local_tensor, wrap_local
+from autopar.runtime.optimizer.host_state import state_to_host
 
 Optimizers = Sequence[torch.optim.Optimizer]
 _NOT_OPTIONS = ("params", "param_names")
@@ -103,6 +104,7 @@ def restore(
         optimizer.load_state_dict(loaded)
         for p, own in values.items():
             _keep_dtypes(optimizer.state[p], own)
+        state_to_host(optimizer)
 
 
 def _check_same_parameters(

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
+from autopar.ir.state_buckets import is_kept_on_host
 
 # The first steps do not count: they allocate memory, buckets learn which parameters get gradients,
 # and a GPU loads its kernels.
@@ -92,6 +93,11 @@ class StepRecorder:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
+
+    @property
+    def current_step(self) -> object:
+        """The step that is recorded now; None if none is."""
+        return self._open
 
     def begin(self, trains: bool) -> None:
         """Ends the step before this call; begins a step if the call ``trains``."""
@@ -224,9 +230,14 @@ class StepRecorder:
 
     def lasting_bytes(self, tensors: Sequence[torch.Tensor]) -> int:
         """Bytes of this rank's parts of ``tensors``, and of the state of all optimizers that
-        stepped.
+        stepped, but for the state that the host keeps.
         """
-        states = [state for optimizer in self._optimizers for state in optimizer.state.values()]
+        states = [
+            state
+            for optimizer in self._optimizers
+            for p, state in optimizer.state.items()
+            if not is_kept_on_host(p)
+        ]
         kept = [t for state in states for t in state.values() if isinstance(t, torch.Tensor)]
         local = [t.to_local() if isinstance(t, DTensor) else t for t in (*tensors, *kept)]
         return sum(

@@ -152,6 +152,11 @@ class Compiled(DataLoading, Checkpoints, ModelValues, GradientHandling, Unwrappe
             self._mesh,
             None if self._desync is None else self._desync.count_step,
             replaced=() if model is None else model.parameters(),
+            on_host=[
+                weight.parameter
+                for name, weight in self._state.weights.items()
+                if name in self._plan.parameters and self._plan.parameters[name].offloaded
+            ],
         )
 
     @property

@@ -14,12 +14,15 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.errors import RunError
+from autopar.ir.state_buckets import keep_on_host
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.communication.placements import is_sharded
 from autopar.runtime.optimizer.checkpoints import save_state_by_name
+from autopar.runtime.optimizer.host_state import HostState, state_to_host
 from autopar.runtime.parameters.gradients import sum_waiting
 
 Groups = list[dict[str, Any]]
@@ -32,6 +35,7 @@ def install_step_hooks(
     mesh: Mesh,
     on_step: Callable[[], None] | None = None,
     replaced: Iterable[torch.Tensor] = (),
+    on_host: Sequence[torch.Tensor] = (),
 ) -> None:
     """From now on every step of an optimizer that has one of ``parameters`` is hooked, as long as
     ``owner`` lives.
@@ -44,11 +48,15 @@ def install_step_hooks(
             they make autograd refuse the backward of a graph that saved old values.
         on_step: is called before each step.
         replaced: the parameters of the model that was compiled.
+        on_host: the parameters whose state the host keeps between steps.
 
     A step raises :class:`RunError` where the optimizer cannot do on several ranks what it does on
     one device, and where it has parameters that are ``replaced`` and none of them has a gradient.
     """
-    hooks = _StepHooks(parameters, leaves, mesh, on_step, replaced)
+    keep_on_host(on_host)
+    recorder = mesh.recorder
+    host_state = HostState(mesh.device, lambda: recorder.current_step) if on_host else None
+    hooks = _StepHooks(parameters, leaves, mesh, on_step, replaced, host_state)
     for hook in (
         register_optimizer_step_pre_hook(hooks.before),
         register_optimizer_step_post_hook(hooks.after),
@@ -64,10 +72,15 @@ class _StepHooks:
         mesh: Mesh,
         on_step: Callable[[], None] | None,
         replaced: Iterable[torch.Tensor],
+        host_state: HostState | None,
     ) -> None:
         # Ids are valid as long as the owner lives, which holds the parameters.
         self._names = {id(p): name for name, p in parameters.items()}
         self._leaves, self._mesh, self._on_step = leaves, mesh, on_step
+        self._host_state = host_state
+        self._last_hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = (
+            weakref.WeakKeyDictionary()
+        )
         self._replaced = WeakIdKeyDictionary(dict.fromkeys(replaced))
         self._compared: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._accepted: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -90,12 +103,27 @@ class _StepHooks:
         for leaf in self._leaves if self._mesh.size > 1 else ():
             torch.autograd.graph.increment_version(leaf)
         self._set_foreach(optimizer, groups)
+        self._hook_last(optimizer)
         self._mesh.recorder.optimizer_begins(optimizer)
 
     def after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._host_state is not None:
+            self._host_state.after(optimizer)
         if self._own_groups(optimizer):
             self._mesh.recorder.optimizer_ends()
+        self._remove_last_hook(optimizer)
         self._restore_foreach(optimizer)
+
+    def _hook_last(self, optimizer: torch.optim.Optimizer) -> None:
+        """Hooks this step once more, after the user's hooks, which may change gradients."""
+        self._remove_last_hook(optimizer)  # after a step that failed
+        if self._host_state is not None:
+            hook = optimizer.register_step_pre_hook(self._host_state.before)
+            self._last_hooks[optimizer] = hook
+
+    def _remove_last_hook(self, optimizer: torch.optim.Optimizer) -> None:
+        if (hook := self._last_hooks.pop(optimizer, None)) is not None:
+            hook.remove()
 
     def _own_groups(self, optimizer: torch.optim.Optimizer) -> Groups:
         return [
@@ -110,6 +138,8 @@ class _StepHooks:
         self._accepted.add(optimizer)
         if self._mesh.pipeline > 1:
             save_state_by_name(optimizer, self._names)
+        if self._host_state is not None:
+            optimizer.register_load_state_dict_post_hook(state_to_host)
 
     def _check_not_replaced(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises RunError for an optimizer of the model's own parameters that have no gradients: it
