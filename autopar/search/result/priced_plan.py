@@ -235,7 +235,15 @@ class PricedPlan:
             float(count[stage]) * parameters.host_bytes(node, strategy)
             for node, count, strategy in self.parameter_choices()
         )
-        return {OPTIMIZER: state} if state else {}
+        chosen = zip(self.problem.vertices, self.solution.chosen, strict=True)
+        results = sum(
+            float(v.count[stage]) * float(v.result[k])
+            for v, k in chosen
+            if v.states[k] == OFFLOADED
+        )
+        in_flight = self.configuration.microbatches_in_flight()[stage]
+        kinds = {OPTIMIZER: state, "activations": in_flight * results}
+        return {kind: n for kind, n in kinds.items() if n}
 
     def _bytes_of_outputs(self, stage: int) -> float:
         if self.microbatches == 1 and self.configuration.stages == 1:
