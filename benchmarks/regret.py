@@ -73,7 +73,7 @@ def drawn_options(case: Case, batch: int, rng: random.Random) -> dict[str, Any]:
     if pipeline > 1 or rng.random() < 0.4:
         options["micro_batch_size"] = rng.choice(sizes)
     if rng.random() < 0.25:
-        options["recompute"] = rng.choice(("none", "full"))
+        options["recompute"] = rng.choice(("none", "selective", "full"))
     if rng.random() < 0.3:
         options["zero"] = rng.randrange(4)
     return options

@@ -93,7 +93,7 @@ def options(seed: int, ranks: int, samples: int, normalises: bool) -> dict[str, 
             )
         }
     if numbers.random() < 0.3:
-        chosen["recompute"] = numbers.choice(("none", "full"))
+        chosen["recompute"] = numbers.choice(("none", "selective", "full"))
     return chosen
 
 

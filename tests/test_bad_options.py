@@ -130,8 +130,8 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
         dict(reduce_dtype="tf32"),
         r"reduce_dtype='tf32': give one of fp32, bf16, fp16, or leave it out",
     ),
-    (dict(recompute="all"), r"recompute='all': give one of auto, none, full"),
-    (dict(recompute=True), r"recompute=True: give one of auto, none, full"),
+    (dict(recompute="all"), r"recompute='all': give one of auto, none, selective, full"),
+    (dict(recompute=True), r"recompute=True: give one of auto, none, selective, full"),
     (
         dict(optimizer="lion"),
         r"optimizer='lion' is unknown: give one of sgd, sgd-momentum, adam, adamw",

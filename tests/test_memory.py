@@ -118,7 +118,7 @@ def measure(plan: Plan) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", ["auto", "none", "full"])
+@pytest.mark.parametrize("recompute", ["auto", "none", "selective", "full"])
 def test_each_stage(ranks: Pools, recompute: str) -> None:
     ranks(4).run(measure, plan(recompute, 4, {}), timeout=300)
 

@@ -29,6 +29,7 @@ CHUNKS = {n: dict(parallel=dict(pipeline=dict(size=2, chunks=n))) for n in (1, 2
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, dict(micro_batch_size=8)),
     "full": (1, dict(micro_batch_size=8, recompute="full")),
+    "selective": (1, dict(micro_batch_size=8, recompute="selective")),
     "accumulation": (1, dict(micro_batch_size=2)),
     "bf16": (1, dict(micro_batch_size=2, precision="bf16", recompute="full")),
     "zero 0": (2, dict(parallel=dict(data=2), zero=0, micro_batch_size=4)),
@@ -149,7 +150,7 @@ def test_random_plans_of_deep_models(seed: int) -> None:
     """Equal blocks take any legal choices, and recompute whatever these keep."""
     numbers = random.Random(seed)
     name, way = numbers.choice(("fused", "mlp")), numbers.choice(list(WAYS))
-    recompute = numbers.choice(("none", "full", "auto"))
+    recompute = numbers.choice(("none", "selective", "full", "auto"))
     with any_costs(seed):
         found = planned_way(name, way, cluster=FREE, recompute=recompute)
     check(*found)

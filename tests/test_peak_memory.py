@@ -56,10 +56,14 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
         ),
     ),
     "zero-bubble": (2, dict(parallel=dict(pipeline=2), micro_batch_size=2, schedule="zero-bubble")),
+    "selective": (1, dict(recompute="selective")),
+    "tensor, selective": (2, dict(parallel=dict(tensor=TENSOR), recompute="selective")),
 }
 FAST = [
     ("gpt2", "one"),
     ("llama", "full"),
+    ("llama", "selective"),
+    ("llama", "tensor, selective"),
     ("vit", "data, microbatches"),
     ("cnn", "data"),
     ("gpt2", "tensor"),

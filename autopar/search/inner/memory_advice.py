@@ -29,7 +29,7 @@ def memory_advice(kinds: Mapping[str, float], options: Options, axes: Sequence[A
         temporary = max(kinds.get("activations", 0.0), kinds.get("transient", 0.0))
         nbytes = temporary * (1 - 1 / options.micro_batch_size)
         found.append((nbytes, "micro_batch_size=1, about"))
-    if options.recompute == "none" and kinds.get("activations"):
+    if options.recompute in ("none", "selective") and kinds.get("activations"):
         found.append(
             (kinds["activations"] / 2, 'recompute="auto", about half of the activations\' or more,')
         )

@@ -64,7 +64,8 @@ class Options:
         schedule: the schedule of a pipeline: "gpipe", "1f1b", "interleaved-1f1b" (several stages
             a rank), "zero-bubble", or your own (:func:`autopar.register_schedule`).
         recompute: "none" saves all that the backward needs, "full" saves only what leaves each
-            repeated block, "auto" saves what is worth its memory.
+            repeated block, "selective" saves besides attention and every second product of each
+            block, as torchtitan does, "auto" saves what is worth its memory.
         offload: "none" keeps everything in the device's memory. "auto" may put saved results and
             optimizer state in the memory of the host until they are read, where the copies take
             less time than recomputation, or where nothing else fits.

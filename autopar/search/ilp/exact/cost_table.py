@@ -16,6 +16,7 @@ import numpy as np
 from autopar.search.ilp.cost_weights import CostWeights, price_bytes
 from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.tensor_conversions import Port, TensorConversions
+from autopar.search.space.recompute_policy import OFFLOADED, SAVED
 
 MOST_ENTRIES = 1e7  # of a table
 Classes = dict[int, np.ndarray]  # the vertices of a table, each with the class of each choice
@@ -63,10 +64,10 @@ def vertex_costs(problem: Problem, weights: CostWeights) -> list[np.ndarray]:
     costs = [v.cost(weights) for v in problem.vertices]
     if weights.price.any():
         return costs
-    # Where bytes are free, saving everything is never worse. Problem.free_unneeded_results then
-    # frees what no backward reads.
+    # Where bytes are free, what may be saved is: Problem.free_unneeded_results then frees what no
+    # backward reads. A result that is recomputed or freed takes seconds where it is recomputed.
     return [
-        np.where(v.available == v.available.any(), cost, np.inf)
+        np.where(v.available | ~np.isin(v.states, (SAVED, OFFLOADED)).any(), cost, np.inf)
         for v, cost in zip(problem.vertices, costs, strict=True)
     ]
 
