@@ -129,8 +129,9 @@ def test_with_results_on_the_host(way: str) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # on a busy machine; each plan also takes the trace of all layers
-@pytest.mark.parametrize("name", ["fused", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["fused", "llama"])
 def test_within_a_budget(name: str) -> None:
     """Blocks recompute what the memory asks for; some may recompute more than others."""
     for way in ("one", "1f1b"):

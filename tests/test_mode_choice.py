@@ -54,6 +54,7 @@ CASES: dict[str, tuple[Any, int, str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_faster_mode_is_chosen(case: str) -> None:
     """Without meshes of free axes, the plan equals the plan of the mode when the user names it, and
@@ -95,6 +96,7 @@ def _too_wide() -> tuple[torch.nn.Module, dict[str, Any]]:
     return zoo.wide(dtype=torch.float64, batch=64, width=64, hidden=256)
 
 
+@pytest.mark.slow
 def test_a_mode_that_fits_is_chosen() -> None:
     """No plan without a mode fits."""
     model, sample = _too_wide()

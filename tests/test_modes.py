@@ -249,6 +249,7 @@ def test_modes_side_by_side() -> None:
         autopar.compare_modes(model, sample, 4, cluster="cpu", parallel=dict(data=4))
 
 
+@pytest.mark.slow
 def test_modes_that_do_not_fit() -> None:
     found = autopar.compare_modes(
         *zoo.wide(width=32, hidden=64), 4, cluster="cpu", progress=False, memory_budget=1000

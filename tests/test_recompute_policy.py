@@ -204,6 +204,7 @@ def test_it_computes_the_numbers_of_one_device(ranks: Pools, name: str, world_si
             assert outcome.worst[0] < 1e-9, (label, outcome.worst)
 
 
+@pytest.mark.slow
 def test_where_too_much_is_saved_the_error_names_auto() -> None:
     whole_batch: dict[str, Any] = dict(micro_batch_size=16)
     model, sample = peaks.made("llama", 16)

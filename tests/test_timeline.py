@@ -29,8 +29,8 @@ LONG = [
     (4, 1, "1f1b", 500),
     (4, 1, "gpipe", 500),
     (16, 2, "interleaved-1f1b", 256),
-    (64, 1, "1f1b", 512),
-    (8, 1, "zero-bubble", 800),
+    pytest.param((64, 1, "1f1b", 512), marks=pytest.mark.slow),
+    pytest.param((8, 1, "zero-bubble", 800), marks=pytest.mark.slow),
 ]
 
 

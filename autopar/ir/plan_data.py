@@ -14,8 +14,7 @@ from autopar.ir.schedules import unknown_schedule
 
 VERSION = 7
 PIPELINE = "pipeline"  # the name of the pipeline beside the names of mesh axes
-# On a mesh with more free axes the search is exact only in neighbourhoods. Axes of a mode are not
-# free.
+# With more free axes, which those of a mode are not, the search is exact only in neighbourhoods.
 EXACT_AXES = 2
 BACKENDS = ("eager", "inductor")
 HOST_COPIES = "host copies"  # the kind of seconds of copies to the memory of the host and back
@@ -66,8 +65,7 @@ class StagePlan:
         nbytes: predicted bytes of the stage by kind, at the time when its device has most.
         in_flight: the largest number of microbatches whose activations the stage holds.
         kept: bytes that one microbatch saves between its forward and its backward.
-        host: predicted bytes of each of its ranks in the memory of the host, by kind; not part of
-            ``nbytes``.
+        host: predicted bytes of a rank in the memory of the host, by kind; not in ``nbytes``.
     """
 
     start: str
@@ -101,8 +99,7 @@ class PlanData:
         stages: the parts of the model, in its order: ``pipeline`` x chunks of them.
         recomputed: what the backward computes again instead of saving it: names of nodes, and of
             conversions as "name -> layout".
-        offloaded: the names of the nodes whose results the host keeps between the forward and the
-            backward.
+        offloaded: the names of the nodes whose results the host keeps until the backward.
         microbatches: the number of microbatches of a step.
         data_degree: the number of chunks into which ranks split the batch.
         precision: the dtype that the graph computes in, by its name in ``autopar.ir.precision``;
@@ -202,11 +199,10 @@ class PlanData:
             or len(self.mesh_names) != axes
             or self.world_size < 1
         ):
-            mesh = (
+            yield (
                 f"a pipeline of {self.pipeline} with a mesh of sizes {self.mesh_sizes} named "
-                f"{self.mesh_names}"
+                f"{self.mesh_names} is none of {self.world_size} ranks"
             )
-            yield f"{mesh} is none of {self.world_size} ranks"
         if min(self.pipeline, *self.mesh_sizes, self.microbatches, self.data_degree) < 1:
             yield (
                 f"a size below 1: pipeline {self.pipeline}, mesh {self.mesh_sizes}, "
@@ -295,11 +291,8 @@ class PlanData:
     @property
     def placement(self) -> tuple[str, ...]:
         """The names of the mesh axes, and of a pipeline, from the slowest links to the fastest."""
-        before, after = (
-            self.mesh_names[: self.pipeline_place],
-            self.mesh_names[self.pipeline_place :],
-        )
-        return (*before, *[PIPELINE] * (self.pipeline > 1), *after)
+        names, place = self.mesh_names, self.pipeline_place
+        return (*names[:place], *[PIPELINE] * (self.pipeline > 1), *names[place:])
 
     @property
     def mesh(self) -> dict[str, int]:

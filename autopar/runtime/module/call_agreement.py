@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,9 @@ from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.communication.random_streams import RandomStreams
 from autopar.runtime.data.rank_batch import RankBatch
 from autopar.runtime.step.program_variants import ProgramVariant
+
+if TYPE_CHECKING:
+    from autopar.runtime.step.step_runner import StepRunner
 
 
 def make_detector(
@@ -41,19 +45,16 @@ def agree_on_call(
     inputs: Sequence[torch.Tensor],
     variant: ProgramVariant,
     training: bool,
-    waits: bool,
-    trained_parameters: Callable[[], int],
+    runner: StepRunner,
 ) -> None:
     """Compares the call with those of the other ranks, and moves the random streams to it.
 
-    ``waits``: whether the call is in ``no_sync()``. ``trained_parameters()`` is a number for the
-    set of parameters that are not frozen. Raises :class:`RunError`, on every rank, if the ranks
-    make different calls.
+    Raises :class:`RunError`, on every rank, if the ranks make different calls.
     """
     seed = proposed = streams.propose_seed(training) if variant.draws else None
     if detector is not None:
-        mode = 4 * variant.number + 2 * waits + torch.is_grad_enabled()
-        trained = trained_parameters()
+        mode = 4 * variant.number + 2 * runner.waits + torch.is_grad_enabled()
+        trained = runner.trained_parameters()
         seed = detector.check_call(
             inputs, mode, trained, streams.seed or 0, streams.trained, proposed
         )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -104,8 +104,7 @@ class Compiled(DataLoading, Checkpoints, ModelValues, GradientHandling, Unwrappe
         self._fill_tree(captured, model)
         self._variants = ProgramVariants(self, lowered, captured.updates, evaluation)
         self._draws, names = draws(lowered.train), self._signature.names
-        state = list(captured.state)
-        self._desync = make_detector(mesh, state, names, batch, self._draws, meets)
+        self._desync = make_detector(mesh, [*captured.state], names, batch, self._draws, meets)
         self._backend = make_backend(plan.backend_on(mesh.device.type), mesh, progress)
         self._runner = self._make_runner(captured, holders)
         self._install_hooks(holders, model if like is None else None)
@@ -145,6 +144,7 @@ class Compiled(DataLoading, Checkpoints, ModelValues, GradientHandling, Unwrappe
         if holders:
             install_clipping(self, self._state.weights.values(), self._mesh, holders)
             install_state_dict_checks(self)
+        on_host = {n for n, p in self._plan.parameters.items() if p.offloaded}
         install_step_hooks(
             self,
             dict(self.named_parameters()),
@@ -152,11 +152,7 @@ class Compiled(DataLoading, Checkpoints, ModelValues, GradientHandling, Unwrappe
             self._mesh,
             None if self._desync is None else self._desync.count_step,
             replaced=() if model is None else model.parameters(),
-            on_host=[
-                weight.parameter
-                for name, weight in self._state.weights.items()
-                if name in self._plan.parameters and self._plan.parameters[name].offloaded
-            ],
+            on_host=[w.parameter for n, w in self._state.weights.items() if n in on_host],
         )
 
     @property
@@ -180,24 +176,6 @@ class Compiled(DataLoading, Checkpoints, ModelValues, GradientHandling, Unwrappe
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
         self._runner.loss_scale.value = value
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Within, calls and their backwards sum no gradients of parameters over ranks, as in
-        ``DistributedDataParallel.no_sync``: their parts wait in ``parameter.grad``, DTensors that
-        are pending sums, for the next backward outside, which sums all. What reads such a gradient
-        gets the right value: clipping, ``full_tensor()``, and an optimizer's step, which sums it
-        first. All ranks enter it alike.
-
-        It has no effect in microbatches and under a pipeline, whose backward runs inside the call,
-        under ZeRO-3, which sums gradients inside the graph, and while parameters have hooks or
-        gradient handlers.
-        """
-        before, self._runner.waits = self._runner.waits, True
-        try:
-            yield
-        finally:
-            self._runner.waits = before
 
     def check_replicas(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Compares the replicas on all ranks: of parameters, gradients, buffers, the random state,
@@ -264,8 +242,7 @@ class Compiled(DataLoading, Checkpoints, ModelValues, GradientHandling, Unwrappe
                 'makes others: call compare(), or compile with backend="eager"'
             )
         if sample is not None and self._mesh.device.type == "cpu":
-            loss_of = self._output_structure.loss_of
-            handlers = self._runner.gradient_handlers
+            loss_of, handlers = self._output_structure.loss_of, self._runner.gradient_handlers
             step = partial(step_peak_bytes, self, self._mesh, loss_of, sample, handlers)
             peak = run_on_all_ranks("a step for its memory", step)
         return compare_ranks(self._plan, self._mesh, peak)
@@ -295,12 +272,11 @@ class Compiled(DataLoading, Checkpoints, ModelValues, GradientHandling, Unwrappe
             inputs = self._signature.bind(args, kwargs)
             self._runner.check_inputs(inputs)
             self._state.check_has_values()
-            streams, trained = self._mesh.random_streams, self._runner.trained_parameters
-            given = inputs, variant, self.training, self._runner.waits, trained
-            agree_on_call(self._desync, streams, *given)
+            streams, runner = self._mesh.random_streams, self._runner
+            agree_on_call(self._desync, streams, inputs, variant, self.training, runner)
             self._mesh.recorder.begin(self.training and torch.is_grad_enabled())
             parts = self._rank_batch.parts(inputs)
-            return self._output_structure.build(self._runner(parts, variant))
+            return self._output_structure.build(runner(parts, variant))
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autopar.ir.state_buckets import is_kept_on_host, state_buckets
+from autopar.runtime.communication.host_link import Event, HostLink
 from autopar.runtime.dtensors.torch_private import local_tensor, wrap_local
 
 # Their step does to each parameter what it would do if there were no others, and keeps what it
@@ -42,7 +43,6 @@ _ONE_BY_ONE = {
     torch.optim.Rprop,
     torch.optim.SGD,
 }
-Event = torch.cuda.Event | None
 
 
 def state_to_host(optimizer: Optimizer) -> None:
@@ -51,7 +51,7 @@ def state_to_host(optimizer: Optimizer) -> None:
     for device in {p.device for p in parameters}:
         own = [p for p in parameters if p.device == device]
         if device.type == "cuda":
-            bucket = _Bucket(optimizer, own, _Link(device))
+            bucket = _Bucket(optimizer, own, HostLink(device))
             bucket.send()
             bucket.finish()
 
@@ -80,7 +80,7 @@ class HostState:
     """
 
     def __init__(self, device: torch.device, moment: Callable[[], object]) -> None:
-        self._link, self._moment = _Link(device), moment
+        self._link, self._moment = HostLink(device), moment
         self._running: weakref.WeakKeyDictionary[Optimizer, _Running] = weakref.WeakKeyDictionary()
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -151,34 +151,6 @@ class HostState:
                 bucket.finish()
 
 
-class _Link:
-    """Copies between a device and its host, on a GPU each way on a stream of its own."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.is_cuda = device, device.type == "cuda"
-        self._ways = [torch.cuda.Stream(device) for _ in range(2)] if self.is_cuda else []
-
-    def to_device(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Event:
-        """Begins to copy from the host. Pairs are target and source."""
-        return self._copy(pairs, 0)
-
-    def to_host(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Event:
-        """Begins to copy to the host, after the kernels that have been launched."""
-        return self._copy(pairs, 1)
-
-    def _copy(self, pairs: list[tuple[torch.Tensor, torch.Tensor]], way: int) -> Event:
-        if not self.is_cuda:
-            for target, source in pairs:
-                target.copy_(source)
-            return None
-        stream = self._ways[way]
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
-            return stream.record_event()
-
-
 class _Bucket:
     """Parameters of an optimizer whose state comes to the device together: :meth:`fetch`,
     :meth:`wait`, an update, :meth:`send`, :meth:`finish`.
@@ -187,7 +159,9 @@ class _Bucket:
     :meth:`finish`, when the copies have ended: it needs no record of other streams.
     """
 
-    def __init__(self, optimizer: Optimizer, parameters: list[torch.Tensor], link: _Link) -> None:
+    def __init__(
+        self, optimizer: Optimizer, parameters: list[torch.Tensor], link: HostLink
+    ) -> None:
         self.parameters = parameters
         self._state, self._link = optimizer.state, link
         self._on_host: dict[tuple[int, str], torch.Tensor] = {}
@@ -213,8 +187,7 @@ class _Bucket:
 
     def wait(self) -> None:
         """Kernels that follow run after the state is on the device."""
-        if self._fetched is not None:
-            torch.cuda.current_stream(self._link.device).wait_event(self._fetched)
+        self._link.wait(self._fetched)
 
     @torch.no_grad()
     def send(self) -> None:
@@ -246,8 +219,7 @@ class _Bucket:
             own = local_tensor(kept)
             if own.shape == source.shape and own.dtype == source.dtype:
                 return kept
-        made = torch.empty_like(source, device="cpu", pin_memory=self._link.is_cuda)
-        return _like(made, value)
+        return _like(self._link.empty_on_host(source), value)
 
     def _tensors(self) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
         """The tensors of the state that move: parameter, key, tensor."""

@@ -23,7 +23,7 @@ from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.communication.placements import is_sharded
 from autopar.runtime.optimizer.checkpoints import save_state_by_name
 from autopar.runtime.optimizer.host_state import HostState, state_to_host
-from autopar.runtime.parameters.gradients import sum_waiting
+from autopar.runtime.parameters.waiting_gradients import sum_waiting
 
 Groups = list[dict[str, Any]]
 

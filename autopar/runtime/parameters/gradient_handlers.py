@@ -230,7 +230,7 @@ def _check(
 
 
 class GradientHandling(nn.Module):
-    """The part of a compiled module that registers gradient handlers."""
+    """The part of a compiled module for gradients: handlers that see them, and their sums."""
 
     _runner: StepRunner
 
@@ -242,3 +242,21 @@ class GradientHandling(nn.Module):
             RunError: as there.
         """
         return _registered(handler, self._runner.gradient_handlers.own)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within, calls and their backwards sum no gradients of parameters over ranks, as in
+        ``DistributedDataParallel.no_sync``: their parts wait in ``parameter.grad``, DTensors that
+        are pending sums, for the next backward outside, which sums all. What reads such a gradient
+        gets the right value: clipping, ``full_tensor()``, and an optimizer's step, which sums it
+        first. All ranks enter it alike.
+
+        It has no effect in microbatches and under a pipeline, whose backward runs inside the call,
+        under ZeRO-3, which sums gradients inside the graph, and while parameters have hooks or
+        gradient handlers.
+        """
+        before, self._runner.waits = self._runner.waits, True
+        try:
+            yield
+        finally:
+            self._runner.waits = before

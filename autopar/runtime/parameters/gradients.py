@@ -31,7 +31,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
-from autopar.ir.layout import dual
 from autopar.ir.parameter_collectives import (
     BUCKET_BYTES,
     Bucket,
@@ -39,7 +38,6 @@ from autopar.ir.parameter_collectives import (
     gradient_buckets,
 )
 from autopar.runtime.communication.mesh import Mesh
-from autopar.runtime.dtensors.sharding import dtensor_of_part
 from autopar.runtime.dtensors.torch_private import (
     accumulation_hooks,
     gradient_hooks,
@@ -48,6 +46,7 @@ from autopar.runtime.dtensors.torch_private import (
 )
 from autopar.runtime.parameters.gradient_bucket import GradientBucket, StartedBucket
 from autopar.runtime.parameters.gradient_handlers import GradientHandlers
+from autopar.runtime.parameters.waiting_gradients import keep_waiting, may_wait, take_waiting
 from autopar.runtime.parameters.weight import Weight
 
 Gradients = list[tuple[Weight, torch.Tensor]]
@@ -180,43 +179,26 @@ class GradientSync:
         for bucket in self._buckets if arrived else ():
             bucket.expected = arrived.intersection(w.name for w in bucket.weights)
 
-    # Gradients that wait for their sum, in ``parameter.grad``
-
     @property
     def may_wait(self) -> bool:
-        """Whether the gradients of the next backward may wait for their sum: not where ranks
-        exchange pieces of them, nor where a gradient is there that is summed already.
-        """
-        waits = [w for bucket in self._buckets for w in bucket.weights]
-        return not any(w.spec.collectives.exchanged for w in waits) and all(
-            w.parameter.grad is None or is_waiting(w.parameter.grad) for w in waits
-        )
+        """Whether the gradients of the next backward may wait for their sum."""
+        return may_wait(self._summed)
 
-    @torch.no_grad()
     def keep_waiting(self) -> Gradients:
-        """Adds this rank's part of each sum that the backward has left to ``parameter.grad``, as a
-        DTensor that is a pending sum. Returns the gradients that need no sum.
+        """Leaves what the backward has left to wait for its sum. Returns the gradients that need no
+        sum.
         """
-        for weight in (w for bucket in self._buckets for w in bucket.weights):
-            if weight.gradient is None:
-                continue
-            part = weight.take_gradient().to(weight.local.dtype)
-            if weight.parameter.grad is None:
-                weight.parameter.grad = dtensor_of_part(part, dual(weight.spec.used), self._mesh)
-            else:
-                weight.parameter.grad.to_local().add_(part)  # type: ignore[attr-defined]
+        keep_waiting(self._summed, self._mesh)
         return [(w, w.take_gradient()) for w in self._local if w.gradient is not None]
 
-    @torch.no_grad()
     def take_waiting(self) -> None:
-        """Takes the parts that wait out of ``parameter.grad``, so that the next backward adds to
-        them and its collectives sum both.
-        """
-        for weight in (w for bucket in self._buckets for w in bucket.weights):
-            grad = weight.parameter.grad
-            if is_waiting(grad):
-                weight.parameter.grad = None
-                weight.put_gradient(grad.to_local())  # type: ignore[union-attr]
+        """The next backward adds to the gradients that wait, and its collectives sum both."""
+        take_waiting(self._summed)
+
+    @property
+    def _summed(self) -> list[Weight]:
+        """The parameters whose gradients are summed over ranks."""
+        return [weight for bucket in self._buckets for weight in bucket.weights]
 
     @torch.no_grad()
     def deliver(self, gradients: Gradients) -> None:
@@ -234,20 +216,6 @@ class GradientSync:
             del value
             for hook in accumulation_hooks(weight.parameter):
                 hook(weight.parameter)
-
-
-def is_waiting(gradient: torch.Tensor | None) -> bool:
-    """Whether a gradient waits for its sum over ranks."""
-    return isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements)
-
-
-@torch.no_grad()
-def sum_waiting(parameters: Iterable[torch.Tensor]) -> None:
-    """Sums the gradients of ``parameters`` that wait for it. All ranks must call it."""
-    for parameter in parameters:
-        if is_waiting(parameter.grad):
-            placements = parameter.placements  # type: ignore[attr-defined]
-            parameter.grad = parameter.grad.redistribute(placements=placements)  # type: ignore
 
 
 def _gradients_of(started: StartedBucket) -> Gradients:

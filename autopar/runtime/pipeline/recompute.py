@@ -17,9 +17,10 @@ from torch import fx
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from autopar.runtime.communication.host_link import HostLink
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.communication.random_streams import RandomStreams
-from autopar.runtime.pipeline.host_storage import HostCopies, HostStorage
+from autopar.runtime.pipeline.host_storage import HostStorage
 from autopar.runtime.pipeline.recomputed_call import (
     CallEnvironment,
     Operand,
@@ -48,13 +49,13 @@ class RecomputeContext:
     def __init__(self) -> None:
         self.forward: _Forward | None = None
         self.numbers = count()
-        self._copies: dict[torch.device, HostCopies] = {}
+        self._links: dict[torch.device, HostLink] = {}
 
-    def copies(self, device: torch.device) -> HostCopies:
-        """The copies between a device and the host."""
-        if device not in self._copies:
-            self._copies[device] = HostCopies(device)
-        return self._copies[device]
+    def link(self, device: torch.device) -> HostLink:
+        """The link between a device and the host."""
+        if device not in self._links:
+            self._links[device] = HostLink(device)
+        return self._links[device]
 
 
 class RecomputedOperator:
@@ -231,7 +232,7 @@ class _Forward:
 
     def _offload(self, t: torch.Tensor) -> HostStorage:
         """Begins to copy the storage of ``t`` to the host, and frees the one before it."""
-        storage, before = HostStorage(t, self._context.copies(t.device)), self._last_offloaded
+        storage, before = HostStorage(t, self._context.link(t.device)), self._last_offloaded
         self._last_offloaded = storage
         self._offloaded.append(ref(storage))
         if before is not None:

@@ -11,6 +11,7 @@ from autopar.errors import PlanError
 from autopar.ir.nodes import describe_node
 from autopar.ir.plan_data import NodePlan
 from autopar.passes.lowering.choose_kernels import random_kernel
+from autopar.search.result.chosen_program import ChosenProgram
 from autopar.search.space.configuration import Configuration
 from autopar.search.space.options import Options
 
@@ -31,9 +32,8 @@ def choose_backend(
     options: Options,
     cluster: Cluster,
     graph: fx.Graph,
-    nodes: Mapping[str, NodePlan],
+    program: ChosenProgram,
     configuration: Configuration,
-    offloads: bool,
 ) -> tuple[str, tuple[str, ...]]:
     """The backend of a plan, and a note where the plan would have another one but for a part that
     inductor does not compile, or that takes more memory there than the plan counts. It is the one
@@ -41,15 +41,14 @@ def choose_backend(
 
     Args:
         graph: of one microbatch.
-        nodes: the plan's choices, by the node's name.
-        offloads: whether the host keeps some results until the backward.
+        program: that of the plan.
 
     Raises:
         PlanError: inductor was asked for, and does not compile the plan.
     """
     if options.backend == "eager" or (options.backend is None and cluster.device.kind == "cpu"):
         return "eager", ()
-    refused, costly = _found(graph, nodes)
+    refused, costly = _found(graph, program.nodes)
     if options.backend == "inductor":
         if refused:
             raise PlanError(
@@ -59,7 +58,7 @@ def choose_backend(
         return "inductor", ()
     if configuration.pipeline > 1 and configuration.traits.has_split_backward:
         refused.append(f'the backward in two parts of schedule="{configuration.schedule}"')
-    if offloads:
+    if program.offloaded:
         refused.append('results that the host keeps until the backward (offload="auto")')
     if reasons := refused or costly:
         how = "does not compile" if refused else "would hold all scores of"

@@ -36,10 +36,7 @@ def write_plan(
     """
     analysis, configuration = priced.analysis, priced.configuration
     program = chosen_program(priced)
-    graph, nodes = analysis.graph, program.nodes
-    backend, on_backend = choose_backend(
-        options, cluster, graph, nodes, configuration, bool(program.offloaded)
-    )
+    backend, on_backend = choose_backend(options, cluster, analysis.graph, program, configuration)
     return PlanData(
         fingerprint=analysis.captured.fingerprint,
         world_size=options.world_size,

@@ -8,13 +8,15 @@ from collections import Counter
 from collections.abc import Collection
 from functools import cache
 
+import torch
 import torch.fx as fx
-from torch.ops import aten
 
 from autopar.ir.nodes import operands
 from autopar.memory.saved_tensors import SavedTensors
 from autopar.runtime.kernels.graph_kernels import send
 from autopar.search.space.repeated_blocks import block_of
+
+aten = torch.ops.aten
 
 # The states of a result: freed after the forward; saved until the backward; freed and then
 # recomputed in the backward from operands that are there; or saved in the memory of the host.

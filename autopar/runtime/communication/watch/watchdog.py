@@ -7,8 +7,7 @@ process group's store that the rank is alive, and the rank's progress if it has 
 has not moved for some time inside a call, a backward or another blocking section, the thread reads
 what the neighbouring ranks wrote. If one of them can no longer reach the point where this rank is,
 or was silent for half of the timeout, the thread writes that verdict to the store and aborts the
-connections. The wait then ends with an error, on this rank and on the others. A training step costs
-only the counters that record its progress.
+connections. The wait then ends with an error, on this rank and on the others.
 """
 
 from __future__ import annotations
@@ -31,12 +30,7 @@ import torch.distributed as dist
 
 from autopar.errors import RunError
 from autopar.runtime.communication.groups import groups
-from autopar.runtime.communication.watch.abort import (
-    abort_connections,
-    count_open_files,
-    is_connection_error,
-    local_addresses,
-)
+from autopar.runtime.communication.watch import abort
 from autopar.runtime.communication.watch.rank_board import RankBoard
 from autopar.runtime.communication.watch.verdict import (
     LOST,
@@ -131,7 +125,7 @@ class Watchdog:
         try:
             yield
         except Exception as error:
-            if not is_connection_error(error):
+            if not abort.is_connection_error(error):
                 raise
             raise RunError(self.explain(error, what)) from error
         finally:
@@ -151,7 +145,7 @@ class Watchdog:
         that this one failed.
         """
         phase, self._failed_in = self._failed_in, ""
-        if is_connection_error(error):
+        if abort.is_connection_error(error):
             raise RunError(self.explain(error, phase)) from error
         program, call = self._last
         self.failures[program] += 1
@@ -177,8 +171,7 @@ class Watchdog:
         try:
             found = answer.result(_ANSWER)
         except Exception:
-            found = lost_message(0, self._board, _NO_STORE)
-            return f"{found}; {own}"
+            return f"{lost_message(0, self._board, _NO_STORE)}; {own}"
         found = found or f"a connection failed, and the neighbouring ranks answer ({error!s:.300})"
         return f"{found}; {own}"
 
@@ -198,9 +191,9 @@ class Watchdog:
 
     def _publish(self) -> None:
         """Writes this rank's progress to the store, and its addresses if there may be new ones."""
-        if (files := count_open_files()) != self._files:
+        if (files := abort.count_open_files()) != self._files:
             self._files = files
-            self._board.put(f"addresses{self._board.rank}", local_addresses())
+            self._board.put(f"addresses{self._board.rank}", abort.local_addresses())
         self._board.put(f"rank{self._board.rank}", self._progress())
 
     def _run(self) -> None:
@@ -255,7 +248,8 @@ class Watchdog:
     def _abort(self) -> None:
         board = self._board
         others = [board.get(f"addresses{r}") or [] for r in range(board.ranks) if r != board.rank]
-        abort_connections({(host, port) for each in others for host, port in each}, board.store)
+        peers = {(host, port) for each in others for host, port in each}
+        abort.abort_connections(peers, board.store)
 
     def _end(self) -> None:
         """Tells the other ranks that this process ends."""
