@@ -136,6 +136,25 @@ def test_nothing_is_sent_and_what_reads_a_gradient_gets_the_sum(ranks: Pools) ->
     ranks(2).run(while_they_wait, WAYS["zero 1"][1])
 
 
+def clipped(options: dict[str, Any]) -> None:
+    """Clipping by torch and by autopar, while gradients wait."""
+    for clip in (torch.nn.utils.clip_grad_norm_, autopar.clip_grad_norm_):
+        model, program = made(**options)
+        expected = of_one_device(model)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        with program.no_sync():
+            for batch in batches():
+                loss_of(program, batch).backward()
+        found = whole(clip(program.parameters(), 0.05))
+        assert torch.allclose(found.to(norm.dtype), norm, rtol=1e-9), clip
+        assert error(program, expected) < 1e-9, clip
+
+
+@pytest.mark.parametrize("way", ["zero 1", "tensor"])
+def test_clipping_sees_the_sum(ranks: Pools, way: str) -> None:
+    ranks(2).run(clipped, WAYS[way][1])
+
+
 def seen(options: dict[str, Any]) -> None:
     """Who sees gradients, sees sums: hooks, handlers, and torch.autograd.grad."""
     model, program = made(**options)

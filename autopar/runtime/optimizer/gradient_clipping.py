@@ -23,6 +23,7 @@ from autopar.runtime.dtensors.torch_private import (
     torch_total_norm,
 )
 from autopar.runtime.parameters.holders import Holders
+from autopar.runtime.parameters.waiting_gradients import sum_waiting
 from autopar.runtime.parameters.weight import NormGroup, Weight
 
 # The norm groups of the pipelined programs that live.
@@ -41,12 +42,14 @@ def clip_grad_norm_(
 
     As ``torch.nn.utils.clip_grad_norm_``, for plain tensors and DTensors of any placements, mixed:
     each element counts once. One all-reduce of a number for each axis in each set of mesh axes that
-    shards a gradient, and one along the pipeline. All ranks must call it. The norm is a plain 0-dim
+    shards a gradient, and one along the pipeline. Gradients that wait for their sum (``no_sync``)
+    are summed first. All ranks must call it. The norm is a plain 0-dim
     tensor, the same on every rank. Raises :class:`RunError` if the norm is not finite and
     ``error_if_nonfinite``.
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    gradients = [_check_summed(p.grad) for p in parameters if p.grad is not None]
+    sum_waiting(parameters)
+    gradients = [p.grad for p in parameters if p.grad is not None]
     pipelined = next(filter(None, map(_norm_group, parameters)), None)
     if not parameters:
         pipelined = _only_norm_group()
@@ -181,15 +184,6 @@ def _sharding_groups(gradient: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
         for axis, p in enumerate(gradient.placements)
         if is_sharded(p)
     )
-
-
-def _check_summed(gradient: torch.Tensor) -> torch.Tensor:
-    if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
-        raise RunError(
-            f"a gradient has placements {gradient.placements}: its sum is pending; redistribute "
-            "it before clipping"
-        )
-    return gradient
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:
