@@ -3,8 +3,7 @@
 The forward copies the storage of a result to the memory of the host when the result is made, and
 frees the device's memory when the next such result is made. The first handle to a storage that is
 unpacked brings it back, and begins to bring back the one that was copied before it, which the
-backward reads soon after. On a GPU the copies run on a stream of their own, from and to pinned
-memory.
+backward reads soon after. On a GPU the copies run beside kernels (``HostLink``).
 """
 
 from __future__ import annotations

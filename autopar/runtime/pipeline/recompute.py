@@ -58,9 +58,26 @@ class RecomputeContext:
         return self._links[device]
 
 
-class RecomputedOperator:
-    """An operator, as the target of a graph's node, that saves nothing for the backward: neither
-    its results nor other tensors.
+class MarkedOperator:
+    """An operator, as the target of a graph's node, whose results the device does not save."""
+
+    def __init__(self, operator: Callable[..., Any], context: RecomputeContext, mark: str) -> None:
+        self.operator, self.context = operator, context
+        name = getattr(operator, "__name__", "call").partition(".")[0]
+        self.__name__ = self.__qualname__ = f"{mark}_{name}"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = self.context.forward
+        if forward is None:
+            return self.operator(*args, **kwargs)
+        return self._call_in(forward, args, kwargs)
+
+    def _call_in(self, forward: _Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+
+class RecomputedOperator(MarkedOperator):
+    """An operator that saves nothing for the backward: neither its results nor other tensors.
 
     ``changing``: the positions among its tensors of buffers, whose values may change before the
     backward.
@@ -69,42 +86,26 @@ class RecomputedOperator:
     def __init__(
         self, operator: Callable[..., Any], changing: Collection[int], context: RecomputeContext
     ) -> None:
-        self.operator, self.changing, self.context = operator, frozenset(changing), context
-        self.__name__ = self.__qualname__ = (
-            f"recomputed_{getattr(operator, '__name__', 'call').partition('.')[0]}"
-        )
+        super().__init__(operator, context, "recomputed")
+        self.changing = frozenset(changing)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self.context.forward
-        if forward is None:
-            return self.operator(*args, **kwargs)
+    def _call_in(self, forward: _Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return forward.call(self.operator, self.changing, args, kwargs)
 
 
-class OffloadedOperator:
-    """An operator, as the target of a graph's node, whose results the host keeps until the
-    backward.
-    """
+class OffloadedOperator(MarkedOperator):
+    """An operator whose results the host keeps until the backward."""
 
     def __init__(self, operator: Callable[..., Any], context: RecomputeContext) -> None:
-        self.operator, self.context = operator, context
-        self.__name__ = self.__qualname__ = (
-            f"offloaded_{getattr(operator, '__name__', 'call').partition('.')[0]}"
-        )
+        super().__init__(operator, context, "offloaded")
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self.context.forward
-        if forward is None:
-            return self.operator(*args, **kwargs)
+    def _call_in(self, forward: _Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return forward.call_offloaded(self.operator, args, kwargs)
 
 
 def operator_of(target: Any) -> Any:
     """The operator that a node computes, recomputed, offloaded or neither."""
-    return target.operator if isinstance(target, _MARKED) else target
-
-
-_MARKED = (RecomputedOperator, OffloadedOperator)
+    return target.operator if isinstance(target, MarkedOperator) else target
 
 
 def run(program: fx.GraphModule, mesh: Mesh, arguments: Sequence[torch.Tensor]) -> Any:
@@ -112,7 +113,7 @@ def run(program: fx.GraphModule, mesh: Mesh, arguments: Sequence[torch.Tensor]) 
     if "recomputation" not in program.meta:
         targets = (node.target for node in program.graph.nodes)
         program.meta["recomputation"] = next(
-            (t.context for t in targets if isinstance(t, _MARKED)), None
+            (t.context for t in targets if isinstance(t, MarkedOperator)), None
         )
     context: RecomputeContext | None = program.meta["recomputation"]
     if context is None or not torch.is_grad_enabled():
