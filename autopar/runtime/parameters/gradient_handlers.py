@@ -247,9 +247,9 @@ class GradientHandling(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Within, calls and their backwards sum no gradients of parameters over ranks, as in
         ``DistributedDataParallel.no_sync``: their parts wait in ``parameter.grad``, DTensors that
-        are pending sums, for the next backward outside, which sums all. What reads such a gradient
-        gets the right value: clipping, ``full_tensor()``, and an optimizer's step, which sums it
-        first. All ranks enter it alike.
+        are pending sums, for the next backward outside, which sums all. Clipping,
+        ``full_tensor()`` and an optimizer's step sum it before; ``to_local()`` is this rank's part.
+        All ranks enter it alike.
 
         It has no effect in microbatches and under a pipeline, whose backward runs inside the call,
         under ZeRO-3, which sums gradients inside the graph, and while parameters have hooks or
