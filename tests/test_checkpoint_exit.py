@@ -53,3 +53,16 @@ def test_a_failed_process_does_not_wait_for_ever(tmp_path: Path) -> None:
     assert "step-1 is not complete" in done.stderr
     assert seconds < 200
     assert [p.name for p in tmp_path.iterdir()] == ["step-1.partial"]
+
+
+def test_a_process_waits_for_the_last_instructions_of_the_thread() -> None:
+    text = (
+        "import time\n"
+        "from autopar.runtime.checkpoint.background import start_in_background\n"
+        "future = start_in_background('nothing', lambda: time.sleep(1))\n"
+        "future.add_done_callback(lambda _: (time.sleep(1), print('ended', flush=True)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, timeout=250, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr

@@ -8,10 +8,10 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotDoneError
 from functools import partial
 
 SECONDS_AFTER_ERROR = 60.0
+_WAITS: dict[threading.Thread, Callable[[], None]] = {}  # what atexit calls for each thread
 _LOG = logging.getLogger(__name__)
 
 
@@ -31,16 +31,20 @@ def start_in_background(name: str, work: Callable[[], None]) -> Future[None]:
         else:
             future.set_result(None)
 
-    wait = partial(_wait_at_exit, name, future)
-    atexit.register(wait)
-    future.add_done_callback(lambda _: atexit.unregister(wait))
-    threading.Thread(target=run, name="autopar-save", daemon=True).start()
+    for ended in [thread for thread in _WAITS if not thread.is_alive()]:
+        atexit.unregister(_WAITS.pop(ended))
+    thread = threading.Thread(target=run, name="autopar-save", daemon=True)
+    _WAITS[thread] = partial(_wait_at_exit, name, thread)
+    atexit.register(_WAITS[thread])
+    thread.start()
     return future
 
 
-def _wait_at_exit(name: str, future: Future[None]) -> None:
+def _wait_at_exit(name: str, thread: threading.Thread) -> None:
+    """Waits for the thread itself, not for its result: a thread that is still at its last
+    instructions when Python ends aborts the process.
+    """
     failed = getattr(sys, "last_value", None) is not None  # the process ends with an error
-    try:
-        future.exception(SECONDS_AFTER_ERROR if failed else None)
-    except NotDoneError:
+    thread.join(SECONDS_AFTER_ERROR if failed else None)
+    if thread.is_alive():
         _LOG.error(f"{name} is not complete: the process ended after an error")
