@@ -32,7 +32,7 @@ def test_a_budget_that_nothing_fits() -> None:
     assert f"least found is {caught.value.least:,.0f} bytes a device" in message
     advice = message[message.index("What would free most") :]
     assert f"zero=2, about {format_bytes(5 * parameters * 3 / 4)}" in advice
-    assert f'optimizer="sgd", if you train with it, {format_bytes(3 * parameters)}' in advice
+    assert f'offload="auto", about {format_bytes(3 * parameters)}' in advice
     assert "world_size=8" in advice
     assert "leaving out parallel=" in advice
 

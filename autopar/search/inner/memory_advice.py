@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from autopar.cost_model.memory import state_copies
 from autopar.formatting.table import format_bytes
 from autopar.search.space.meshes import Axis
 from autopar.search.space.options import Options
@@ -36,7 +37,9 @@ def memory_advice(kinds: Mapping[str, float], options: Options, axes: Sequence[A
     if kinds.get("outputs"):
         found.append((kinds["outputs"], "a model that returns its loss alone, about"))
     if kinds.get("optimizer"):
-        found.append((kinds["optimizer"], 'optimizer="sgd", if you train with it,'))
+        may_move = options.state_on_host == (False,) and state_copies(options.optimizer)
+        way = 'offload="auto", about' if may_move else 'optimizer="sgd", if you train with it,'
+        found.append((kinds["optimizer"], way))
     fixed = [f"{name}=" for name in ("parallel", "mesh", "constraints") if getattr(options, name)]
     most = sorted(found, reverse=True)[:3]
     ways = [f"{option} {format_bytes(nbytes)}" for nbytes, option in most]
