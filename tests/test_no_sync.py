@@ -155,6 +155,36 @@ def test_clipping_sees_the_sum(ranks: Pools, way: str) -> None:
     ranks(2).run(clipped, WAYS[way][1])
 
 
+def unscaled(options: dict[str, Any]) -> None:
+    """Scalers by torch and by autopar divide the sum, and see that one rank's part overflows."""
+    model, program = made(**options)
+    expected = of_one_device(model)
+    start = [whole(p.detach()).clone() for p in program.parameters()]
+    optimizer = torch.optim.SGD(program.parameters(), lr=0.1)
+    for scaler in torch.amp.GradScaler("cpu", 256.0), autopar.LossScaler(program, init_scale=256.0):
+        for overflows in (True, False):
+            optimizer.zero_grad()
+            with program.no_sync():
+                for batch in batches():
+                    scaler.scale(loss_of(program, batch)).backward()
+            if overflows and dist.get_rank() == 1:
+                next(p.grad for p in program.parameters()).to_local().fill_(torch.inf)
+            scaler.unscale_(optimizer)
+            assert overflows or error(program, expected) < 1e-9, scaler
+            scaler.step(optimizer)
+            scaler.update()
+            found = [whole(p.detach()) for p in program.parameters()]
+            assert all(map(torch.equal, found, start)) is overflows, scaler
+        with torch.no_grad():  # back to the expected gradients
+            for p in program.parameters():
+                p.add_(p.grad, alpha=0.1)
+        start = [whole(p.detach()).clone() for p in program.parameters()]
+
+
+def test_a_loss_scaler_sees_the_sum(ranks: Pools) -> None:
+    ranks(2).run(unscaled, WAYS["zero 1"][1])
+
+
 def seen(options: dict[str, Any]) -> None:
     """Who sees gradients, sees sums: hooks, handlers, and torch.autograd.grad."""
     model, program = made(**options)
