@@ -257,3 +257,39 @@ def test_hooks_on_the_model_are_traced_said_or_refused() -> None:
         autopar.CaptureError, match=r"module block.linear \(Linear\) has a backward hook"
     ):
         autopar.plan(model, sample(), 1, progress=False)
+
+
+def adds_to_the_state(model: Network) -> None:
+    def add(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        state[prefix + "scale"] = torch.ones(1)
+
+    model.block.register_state_dict_post_hook(add)
+
+
+def keeps_extra_state(model: Network) -> None:
+    class Counting(nn.Tanh):
+        def get_extra_state(self) -> int:
+            return 1
+
+    model.block.count = Counting()
+
+
+ADDITIONS = {
+    r"module block \(Block\) has a hook on its state_dict\(\).* would lack": adds_to_the_state,
+    r"module block.count \(Counting\) has a get_extra_state\(\) of its own": keeps_extra_state,
+    r"parameter head.bias has a hook .* of compiled.named_parameters\(\)": lambda model: (
+        model.head.bias.register_hook(lambda g: g * 0)
+    ),
+    r"parameter head.weight has a hook": lambda model: (
+        model.head.weight.register_post_accumulate_grad_hook(lambda p: None)
+    ),
+}
+
+
+@pytest.mark.parametrize("message", ADDITIONS)
+def test_code_that_would_not_run_is_refused(message: str) -> None:
+    model = Network()
+    autopar.plan(model, sample(), 1, progress=False)
+    ADDITIONS[message](model)
+    with pytest.raises(autopar.CaptureError, match=message):
+        autopar.plan(model, sample(), 1, progress=False)

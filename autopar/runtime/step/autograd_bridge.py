@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from autopar.capture.hooks import has_hooks
 from autopar.errors import RunError
 from autopar.runtime.communication.watch.watchdog import blocking_section
 from autopar.runtime.parameters.gradient_handlers import GradientHandlers
@@ -182,13 +183,6 @@ class AutogradBridge:
                 self._anchor, call, list(outputs), list(has_gradient), *inputs, *parameters
             )
         )
-
-
-def has_hooks(parameter: torch.Tensor) -> bool:
-    """Whether hooks wait for the parameter's gradient."""
-    return bool(
-        parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
-    )
 
 
 @dataclass
