@@ -101,17 +101,26 @@ FAST = [("fused", way) for way in WAYS if way != "interleaved"] + [("mlp", "zero
 ALL = [(name, way) for name in ("gpt2", "llama", "fused", "mlp") for way in WAYS]
 
 
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [*FAST, *(pytest.param(*c, marks=pytest.mark.slow) for c in ALL if c not in FAST)],
-)
+OTHERS = [name for name in zoo.MODELS if name not in ("gpt2", "llama")]
+OTHER_WAYS = ("one", "full", "zero 3", "1f1b", "zero-bubble")
+
+
+def _marked(cases: list[tuple[str, str]]) -> list[Any]:
+    """One of three pairs of model and way as a slow test, the others as exhaustive ones. Numbers of
+    ways are no multiples of three, so that each model and each way has slow tests.
+    """
+    marks = pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.exhaustive
+    return [pytest.param(*c, marks=marks[i % 3]) for i, c in enumerate(cases)]
+
+
+@pytest.mark.parametrize(("name", "way"), [*FAST, *_marked([c for c in ALL if c not in FAST])])
 def test_deep_models(name: str, way: str) -> None:
     assert is_folded(check(*planned_way(name, way)).folding)
 
 
-@pytest.mark.parametrize("way", ["one", "full", "zero 3", "1f1b", "zero-bubble"])
-@pytest.mark.parametrize("name", [name for name in zoo.MODELS if name not in ("gpt2", "llama")])
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "way"), _marked([(name, way) for name in OTHERS for way in OTHER_WAYS])
+)
 def test_every_model(name: str, way: str) -> None:
     check(*planned_way(name, way))
 

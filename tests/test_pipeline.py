@@ -38,6 +38,11 @@ EIGHT = [
 ]
 MODELS = ("gpt2", "llama", "t5", "vit", "unet")
 ON_FOUR = ("gpt2", "unet")  # on four ranks in tests that are not slow
+OFTEN = ("gpt2", "t5", "unet")  # in slow tests: one stack, two stacks, skips. The others are alike
+SLOW_MODELS = [
+    pytest.param(name, marks=pytest.mark.slow if name in OFTEN else pytest.mark.exhaustive)
+    for name in MODELS
+]
 
 
 def _equal(ranks: Pools, world_size: int, name: str, cases: list[Case]) -> None:
@@ -60,20 +65,17 @@ def test_four_ranks_equal_one_device(ranks: Pools, name: str) -> None:
     _equal(ranks, 4, name, FOUR)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", SLOW_MODELS)
 def test_more_on_four_ranks_equals_one_device(ranks: Pools, name: str) -> None:
     _equal(ranks, 4, name, MORE if name in ON_FOUR else [*FOUR, *MORE])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", SLOW_MODELS)
 def test_eight_ranks_equal_one_device(ranks: Pools, name: str) -> None:
     _equal(ranks, 8, name, EIGHT)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", SLOW_MODELS)
 def test_any_number_of_microbatches(ranks: Pools, name: str) -> None:
     sizes = {m: dict(batch=2 * m, options=part(2)) for m in range(1, 9)}
     cases = [Case(2, "gpipe", **size) for size in sizes.values()] + [
