@@ -41,6 +41,7 @@ from autopar.runtime.communication.all_ranks import (
 from autopar.runtime.communication.groups import groups
 from autopar.runtime.communication.join import join_group
 from autopar.runtime.communication.mesh import Mesh
+from autopar.runtime.communication.rank_device import same_device
 from autopar.runtime.communication.watch.watchdog import blocking_section
 from autopar.runtime.module.compiled import Compiled
 from autopar.runtime.typecheck.checker import check_types
@@ -130,10 +131,8 @@ def compile(
     device = model_device(model)
     precision = plan.precision if isinstance(plan, Plan) else options.get("precision")
     traced = TracedModel(model, sample_input, loss_fn, precision)
-    join_group(world_size, device, timeout)
-    make = partial(
-        make_plan_on_this_machine, traced, device, world_size, cluster, progress, options
-    )
+    own = join_group(world_size, device, timeout)
+    make = partial(make_plan_on_this_machine, traced, own, world_size, cluster, progress, options)
     with blocking_section("compile"):
         check_same_on_all_ranks(f"{timeout}", "timeout=", dist.group.WORLD)
         groups().set_timeout(timeout)
@@ -148,7 +147,7 @@ def compile(
         plan = run_on_all_ranks("the batch", partial(with_batch, plan or made, batch))
         decided = dataclasses.replace(plan, timings={}, options={"batch": plan.batch})
         check_same_on_all_ranks(repr(decided), "the plan")
-        return _program_of_plan(traced, plan, notes, device, progress)
+        return _program_of_plan(traced, plan, notes, own, progress)
 
 
 def _program_of_plan(
@@ -171,7 +170,7 @@ def _mesh_of_plan(plan: Plan, device: torch.device) -> Mesh:
     return Mesh(
         plan.mesh_sizes,
         plan.mesh_names,
-        None if device.type == "meta" else device,
+        device,
         pipeline=plan.pipeline,
         modes=plan.modes,
         pipeline_place=plan.pipeline_place,
@@ -293,7 +292,9 @@ def _check(
             "autopar.plan"
         )
     for path, leaf in tree_flatten_with_path(sample)[0]:
-        if isinstance(leaf, torch.Tensor) and leaf.device.type != device.type != "meta":
+        if device.type == "meta" or not isinstance(leaf, torch.Tensor):
+            continue
+        if not same_device(leaf.device, device):
             place = f"sample_input{keystr(path)} is on {leaf.device}, the model on {device}"
             raise RunError(
                 f"{place}: a batch must lie where the model does, so pass it .to({str(device)!r})"

@@ -209,7 +209,7 @@ def _batches(microbatches: int) -> None:
             {**sample, "x": sample["x"].double()},
             "x is torch.float64, the sample had torch.float32: convert it",
         ),
-        (elsewhere, r"x is on meta, the program runs on cpu: pass x.to\('cpu'\)"),
+        (elsewhere, r"x is on meta, this rank's program runs on cpu: pass x.to\('cpu'\)"),
         ({"x": sample["x"]}, "missing y: the sample had x, y"),
         ({**sample, "mask": sample["x"]}, "got an argument 'mask', the sample had x, y"),
     ]:

@@ -117,7 +117,7 @@ def _errors() -> None:
         ({"x": x[:6], "y": y}, r"x has size 6 in dim 0, expected 8 .*drop_last=True"),
         ({"x": x[0], "y": y}, r"x has 1 dims \(6,\), the sample had 2: \(8, 6\)"),
         ({"x": x.float(), "y": y}, r"x is torch.float32, the sample had torch.float64"),
-        ({"x": x.to("meta"), "y": y}, r"x is on meta, the program runs on cpu"),
+        ({"x": x.to("meta"), "y": y}, r"x is on meta, this rank's program runs on cpu"),
         ({"x": x}, "missing y: the sample had x, y"),
         ({"x": x, "y": y, "z": y}, "got an argument 'z', the sample had x, y"),
         ({"x": 3, "y": y}, r"x is 3, the sample had a tensor of shape \(8, 6\)"),

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from autopar.cost_model import Cluster
 from autopar.errors import PlanError
+from autopar.runtime.communication.groups import backends
 
 
 def machine(device: torch.device, backend: str, ranks: int) -> dict[str, str]:
@@ -24,6 +25,11 @@ def machine(device: torch.device, backend: str, ranks: int) -> dict[str, str]:
     }
 
 
+def backend_of(device: torch.device) -> str:
+    """The backend that sends tensors of ``device``; "none" where there is no process group."""
+    return backends().get(device.type, "none") if dist.is_initialized() else "none"
+
+
 def check_machine(cluster: Cluster, device: torch.device) -> None:
     """Raises PlanError where the cluster is a profile of another machine or of other software.
 
@@ -32,7 +38,7 @@ def check_machine(cluster: Cluster, device: torch.device) -> None:
     """
     here = machine(
         device,
-        dist.get_backend() if dist.is_initialized() else "none",
+        backend_of(device),
         dist.get_world_size() if dist.is_initialized() else 1,
     )
     has_one_rank = cluster.machine.get("ranks") == "1"  # no collectives, so any backend fits

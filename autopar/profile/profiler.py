@@ -25,10 +25,11 @@ from autopar.errors import RunError
 from autopar.formatting.files import write_json
 from autopar.profile import measurements
 from autopar.profile.fit_cluster import fit_cluster, noisy_measurements
-from autopar.profile.machine import machine
+from autopar.profile.machine import backend_of, machine
 from autopar.profile.measurements import Measure, Measurements
 from autopar.profile.rank_group import RankGroup
 from autopar.profile.timing import Timing, pool_timings
+from autopar.runtime.communication.rank_device import device_type_of, take_device
 
 NOISY = 0.5  # measurements with a larger spread get a warning
 # All measurements run this many times, because other load on the machine comes and goes.
@@ -40,25 +41,17 @@ def measure_cluster(path: Path, device: str | None, progress: bool, seconds: flo
     """See :meth:`Cluster.measure`."""
     if not seconds > 0:
         raise RunError(f"seconds={seconds!r}: give the time to measure for, above 0")
-    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    if kind == "cuda" and torch.cuda.device_count() <= local:
-        raise RunError(
-            f"rank {local} of this machine has no GPU of its own: {torch.cuda.device_count()} are "
-            "here; start fewer, or --device cpu"
-        )
-    place = torch.device(kind, local) if kind == "cuda" else torch.device("cpu")
-    if kind == "cuda":
-        torch.cuda.set_device(place)
+    place = take_device(torch.device(device or device_type_of(None)))
     own = not dist.is_initialized() and "RANK" in os.environ
     if own:
         # Keys of its own in the store, so that the program can start another group afterwards.
         store, rank, size = next(dist.rendezvous("env://"))
         dist.init_process_group(
-            "nccl" if kind == "cuda" else "gloo",
+            "nccl" if place.type == "cuda" else "gloo",
             store=dist.PrefixStore("autopar-profile", store),
             rank=rank,
             world_size=size,
+            device_id=place if place.type == "cuda" else None,
         )
     try:
         return Profiler(path, place, progress, seconds).run()
@@ -94,7 +87,7 @@ class Profiler:
         self.measurements = Measurements(
             device, self.ranks, self.ranks_per_core, is_short=seconds < SHORT
         )
-        self.machine = machine(device, self.ranks.backend, self.ranks.size)
+        self.machine = machine(device, backend_of(device), self.ranks.size)
         self.path, self.part = path, path.with_suffix(path.suffix + ".part")
         self.done = self._resumed()
 

@@ -16,7 +16,6 @@ class RankGroup:
     def __init__(self) -> None:
         self.size = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.backend = dist.get_backend() if dist.is_initialized() else "none"
 
     def barrier(self) -> None:
         if self.size > 1:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import AutoparError, RunError
-from autopar.runtime.communication.groups import groups
+from autopar.runtime.communication.groups import backends, groups
 from autopar.runtime.communication.watch.watchdog import blocking_section
 
 T = TypeVar("T")
@@ -126,8 +126,7 @@ def _first_failing(failure: Exception | None) -> int | None:
 def _least(numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> list[int]:
     """For each place, the least number that a rank of ``group`` has there."""
     group = group or groups().everyone()
-    backends = dist.get_backend_config(group).split(",")  # such as ["cpu:gloo", "cuda:nccl"]
-    kinds = [backend.partition(":")[0] for backend in backends]
+    kinds = list(backends(group))
     least = torch.tensor(numbers, dtype=torch.int64, device="cpu" if "cpu" in kinds else kinds[0])
     dist.all_reduce(least, dist.ReduceOp.MIN, group)
     return least.tolist()

@@ -90,6 +90,14 @@ def groups() -> Groups:
     return _GROUPS[world]
 
 
+def backends(group: dist.ProcessGroup | None = None) -> dict[str, str]:
+    """The backend of ``group``, by default of the world, for each type of device, such as
+    ``{"cpu": "gloo", "cuda": "nccl"}``.
+    """
+    pairs = dist.get_backend_config(group or dist.group.WORLD).split(",")
+    return dict(pair.split(":", 1) for pair in pairs)
+
+
 def check_timeout(seconds: float | None) -> None:
     """Raises :class:`RunError` for what is no time to wait."""
     if seconds is None:

@@ -15,12 +15,8 @@ from autopar.errors import RunError
 from autopar.ir.plan_data import PIPELINE
 from autopar.runtime.communication.groups import groups
 from autopar.runtime.communication.random_streams import RandomStreams
-from autopar.runtime.communication.world_mesh import (
-    device_type_of,
-    lines_of,
-    place_along,
-    world_mesh,
-)
+from autopar.runtime.communication.rank_device import device_type_of
+from autopar.runtime.communication.world_mesh import lines_of, place_along, world_mesh
 from autopar.runtime.measure.step_recorder import StepRecorder
 
 Item = TypeVar("Item")
@@ -30,7 +26,7 @@ class Mesh:
     """A named grid of ranks over the default process group, the axis with the slowest links first.
 
     Arguments: ``sizes``, the ranks along each axis; ``names``, one for each axis; ``device``,
-    ``"cpu"`` or ``"cuda"`` (by default cuda where the default group runs NCCL, else cpu);
+    ``"cpu"`` or ``"cuda"``, which is then the current GPU (by default as for a meta model);
     ``pipeline``, the ranks along a pipeline: the world is then that many meshes, and this is the
     mesh of this rank; ``pipeline_place``, how many axes cross slower links than the
     pipeline; ``pipeline_order``, for each pipeline rank the number of its block of ranks, if not

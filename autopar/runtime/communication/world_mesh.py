@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
@@ -15,14 +14,6 @@ from autopar.errors import RunError
 from autopar.runtime.communication.groups import groups
 
 _MESHES: WeakKeyDictionary[dist.ProcessGroup, dict[tuple, DeviceMesh]] = WeakKeyDictionary()
-
-
-def device_type_of(device: torch.device | str | None) -> str:
-    """The type of a mesh's devices; by default that of the default process group."""
-    if device is not None:
-        return torch.device(device).type
-    on_gpu = dist.is_initialized() and "nccl" in dist.get_backend() and torch.cuda.is_available()
-    return "cuda" if on_gpu else "cpu"
 
 
 def world_mesh(
@@ -54,9 +45,6 @@ def _make_mesh(
     sizes: tuple[int, ...], names: tuple[str, ...], device_type: str, order: tuple[int, ...]
 ) -> DeviceMesh:
     """torch's ``init_device_mesh``, with the timeout of :class:`Groups` for each group."""
-    if device_type == "cuda" and not torch.cuda.is_initialized():
-        local = int(os.environ.get("LOCAL_RANK", dist.get_rank() % torch.cuda.device_count()))
-        torch.cuda.set_device(local)
     ranks = torch.arange(math.prod(sizes)).reshape(sizes)
     if order:
         ranks = ranks[list(order)].contiguous()

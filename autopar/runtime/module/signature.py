@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from autopar.errors import RunError
 from autopar.ir.layout import Type
+from autopar.runtime.communication.rank_device import same_device
 from autopar.runtime.data.rank_batch import RankBatch
 
 if TYPE_CHECKING:
@@ -138,9 +139,9 @@ class Signature:
             raise RunError(
                 f"{name} is {value.dtype}, the sample had {dtype}: convert it, or compile again"
             )
-        if value.device.type != self._device.type:
+        if not same_device(value.device, self._device):
             raise RunError(
-                f"{name} is on {value.device}, the program runs on {self._device}: pass "
+                f"{name} is on {value.device}, this rank's program runs on {self._device}: pass "
                 f"{name}.to({str(self._device)!r})"
             )
         return value

@@ -18,6 +18,8 @@ from collections.abc import Collection, Iterator
 import torch
 import torch.distributed as dist
 
+from autopar.runtime.communication.groups import backends
+
 Address = tuple[str, int]  # host and port
 
 
@@ -39,7 +41,7 @@ def abort_connections(peers: Collection[Address], store: dist.Store) -> None:
         own, peer = connection.getsockname()[:2], connection.getpeername()[:2]
         if peer in peers and _port(store) not in (own[1], peer[1]):
             connection.shutdown(socket.SHUT_RDWR)
-    if torch.cuda.is_available() and dist.is_initialized() and "nccl" in dist.get_backend():
+    if torch.cuda.is_available() and dist.is_initialized() and "nccl" in backends().values():
         dist.distributed_c10d._abort_process_group()
 
 
