@@ -291,10 +291,8 @@ def _check(
             f"plan= decides everything, so {unused} would have no effect: give the options to "
             "autopar.plan"
         )
-    for path, leaf in tree_flatten_with_path(sample)[0]:
-        if device.type == "meta" or not isinstance(leaf, torch.Tensor):
-            continue
-        if not same_device(leaf.device, device):
+    for path, leaf in [] if device.type == "meta" else tree_flatten_with_path(sample)[0]:
+        if isinstance(leaf, torch.Tensor) and not same_device(leaf.device, device):
             place = f"sample_input{keystr(path)} is on {leaf.device}, the model on {device}"
             raise RunError(
                 f"{place}: a batch must lie where the model does, so pass it .to({str(device)!r})"

@@ -11,11 +11,10 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from autopar.errors import AutoparError, RunError
-from autopar.runtime.communication.groups import backends, groups
+from autopar.runtime.communication.groups import groups, least_over_ranks
 from autopar.runtime.communication.watch.watchdog import blocking_section
 
 T = TypeVar("T")
@@ -91,7 +90,7 @@ def on_any_rank(flag: bool) -> bool:
     if not dist.is_initialized():
         return bool(flag)
     with blocking_section("asking all ranks"):
-        return _least([-bool(flag)])[0] < 0
+        return least_over_ranks([-bool(flag)], groups().everyone())[0] < 0
 
 
 def check_same_on_all_ranks(
@@ -100,13 +99,14 @@ def check_same_on_all_ranks(
     """Raises :class:`RunError`, on every rank, unless all ranks of ``group`` (by default the whole
     world) pass the same ``fingerprint``; ``what`` names its subject in the error.
     """
+    members = group or groups().everyone()
     digest = struct.unpack("<4q", hashlib.sha256(fingerprint.encode()).digest())
-    found = _least([*digest, *(~part for part in digest)], group)  # ~ turns the order around
+    both = [*digest, *(~part for part in digest)]  # ~ turns the order around
+    found = least_over_ranks(both, members)
     if all(least == ~other for least, other in zip(found[:4], found[4:], strict=True)):
         return
-    group = group or groups().everyone()
-    digests: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(digests, digest, group=group)
+    digests: list[Any] = [None] * dist.get_world_size(members)
+    dist.all_gather_object(digests, digest, group=members)
     differing = [rank for rank, other in enumerate(digests) if other != digests[0]]
     raise RunError(
         f"{what} is not the same on all ranks: rank {', '.join(map(str, differing))} of "
@@ -119,17 +119,9 @@ def check_same_on_all_ranks(
 def _first_failing(failure: Exception | None) -> int | None:
     """The first rank with a failure; None where there is none."""
     ranks = dist.get_world_size()
-    found = _least([ranks if failure is None else dist.get_rank()])[0]
+    own = ranks if failure is None else dist.get_rank()
+    found = least_over_ranks([own], groups().everyone())[0]
     return None if found == ranks else found
-
-
-def _least(numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> list[int]:
-    """For each place, the least number that a rank of ``group`` has there."""
-    group = group or groups().everyone()
-    kinds = list(backends(group))
-    least = torch.tensor(numbers, dtype=torch.int64, device="cpu" if "cpu" in kinds else kinds[0])
-    dist.all_reduce(least, dist.ReduceOp.MIN, group)
-    return least.tolist()
 
 
 def _from_rank(rank: int, own: Any) -> Any:

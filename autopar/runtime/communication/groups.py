@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
 from autopar.errors import RunError
@@ -27,7 +28,7 @@ class Groups:
 
     def __init__(self, world: dist.ProcessGroup) -> None:
         self.timeout = self._default = _timeout_of(world)
-        self._made: dict[tuple, dist.ProcessGroup] = {}
+        self._made: dict[tuple, dist.ProcessGroup | None] = {}
 
     def set_timeout(self, seconds: float | None) -> None:
         """Sets the timeout of the groups that are made from now on; None for that of the default
@@ -50,27 +51,67 @@ class Groups:
         must make the first call.
         """
         key = (purpose, self.timeout)
-        if key not in self._made:
-            self._made[key] = self.new()
-        return self._made[key]
+        if (group := self._made.get(key)) is None:
+            group = self._made[key] = self.new()
+        return group
 
     def own_of(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
         """The group of that one of ``parts`` of the ranks that has this rank. None where none has.
         All ranks must make the same call.
         """
-        own = None
-        for part in parts:
-            group = self._of_ranks(part)
-            own = group if dist.get_rank() in part else own
-        return own
-
-    def _of_ranks(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        if len(ranks) == dist.get_world_size():
+        if len(parts) == 1 and len(parts[0]) == dist.get_world_size():
             return self.everyone()
-        key = (tuple(ranks), self.timeout)
+        key = (tuple(map(tuple, parts)), self.timeout)
         if key not in self._made:
-            self._made[key] = self.new(ranks)
+            self._made[key] = self._make_own(parts)
         return self._made[key]
+
+    def _make_own(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+        """Makes the group in one call of torch wherever that can be: a call in which a rank gets no
+        group costs a bound NCCL another split of the communicator of all ranks.
+        """
+        world, rank = dist.group.WORLD, dist.get_rank()
+        assert world is not None
+        own = next((part for part in parts if rank in part), None)
+        # The others have a group, too, so that all ranks stay in the same number of groups.
+        others = sorted(set(range(world.size())).difference(*parts))
+        every = [list(part) for part in (*parts, *[others] * bool(others))]
+        if not self._names_agree():
+            made = {tuple(part): self.new(part) for part in every}
+            group = made.get(tuple(own or ()))
+        elif _splits(world):
+            group = dist.split_group(world, every, self.timeout)
+        else:
+            mine = others if own is None else own
+            group = dist.new_group(mine, timeout=self.timeout, use_local_synchronization=True)
+        return None if own is None else group
+
+    def _names_agree(self) -> bool:
+        """Whether the ranks of a group that not all ranks make would give it the same name, which
+        they know it by. It contains the number of groups that the rank is in.
+        """
+        count = len(dist.distributed_c10d._world.pg_names)
+        least, most = least_over_ranks([count, -count], self.everyone())
+        return least == -most
+
+
+def _splits(world: dist.ProcessGroup) -> bool:
+    """Whether torch divides ``world`` in one call: it is bound to a device, and has one backend,
+    which can split its communicator. gloo beside NCCL would get torch's timeout in place of ours.
+    """
+    if world.bound_device_id is None or len(set(backends(world).values())) > 1:
+        return False
+    return world._get_backend(world.bound_device_id).supports_splitting
+
+
+def least_over_ranks(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
+    """For each place, the least number that a rank of ``group`` has there. All its ranks must call
+    it.
+    """
+    kinds = list(backends(group))
+    least = torch.tensor(numbers, dtype=torch.int64, device="cpu" if "cpu" in kinds else kinds[0])
+    dist.all_reduce(least, dist.ReduceOp.MIN, group)
+    return least.tolist()
 
 
 _GROUPS: WeakKeyDictionary[dist.ProcessGroup, Groups] = WeakKeyDictionary()
