@@ -14,6 +14,7 @@ from pipeline_cases import build, part
 from pool import Pools
 from staged import Case
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar.errors import PlanError, RunError
@@ -117,3 +118,24 @@ def _fails() -> None:
 
 def test_a_failed_step_leaves_nothing(ranks: Pools) -> None:
     ranks(2).run(_fails)
+
+
+def _is_checkpointed(case: Case) -> str:
+    model, sample = zoo.mlp(dtype=torch.float64, batch=case.batch)
+    compiled = build(model, sample, case)
+
+    def loss(*_: Any) -> torch.Tensor:
+        return loss_of(compiled(**sample))
+
+    try:
+        checkpoint(loss, torch.zeros(()), use_reentrant=False).backward()
+    except RunError as e:
+        return str(e)
+    return ""
+
+
+def test_checkpointing_around_a_pipeline_is_refused() -> None:
+    pool = Pools()(2)
+    case = Case(2, "1f1b", options=part(2))
+    for message in pool.run_to_the_end(_is_checkpointed, case, timeout=120):
+        assert "the compiled model is called inside of its own call" in message

@@ -23,6 +23,7 @@ from autopar.runtime.data.rank_batch import RankBatch
 from autopar.runtime.dtensors.sharding import redistributed_like
 from autopar.runtime.measure.peak_memory import step_peak_bytes
 from autopar.runtime.module.call_agreement import agree_on_call, make_detector
+from autopar.runtime.module.call_guard import CallGuard
 from autopar.runtime.module.module_tree import (
     build_tree,
     check_attribute,
@@ -92,10 +93,10 @@ class Compiled(DataLoading, Checkpoints, ModelValues, GradientHandling, Unwrappe
         self._rank_batch = batch = RankBatch(captured, plan, lowered.batch, mesh)
         times = lowered.input_time_types
         self._signature = Signature(captured, mesh.device, plan.microbatches, times, batch)
-        self._output_structure = OutputStructure(captured)
+        self._guard, self._output_structure = CallGuard(), OutputStructure(captured)
         holders = Holders(captured, lowered, mesh.pipeline) if lowered.stages else None
         keep = holders.held_by(mesh.pipeline_rank) if holders else None
-        values = None if like is None else like._state
+        values = like and like._state
         # Ranks meet in the backward that the user calls: no other runs inside the call.
         meets = plan.microbatches == 1 and holders is None
         self._state: ModelState = ModelState(
@@ -266,7 +267,7 @@ class Compiled(DataLoading, Checkpoints, ModelValues, GradientHandling, Unwrappe
         return self._call(*args, **kwargs)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if self._desync is None else self._desync.enter_call():
+        with self._guard, nullcontext() if self._desync is None else self._desync.enter_call():
             self._runner.check_stages()
             variant = self._variants.current()
             inputs = self._signature.bind(args, kwargs)
@@ -275,8 +276,7 @@ class Compiled(DataLoading, Checkpoints, ModelValues, GradientHandling, Unwrappe
             streams, runner = self._mesh.random_streams, self._runner
             agree_on_call(self._desync, streams, inputs, variant, self.training, runner)
             self._mesh.recorder.begin(self.training and torch.is_grad_enabled())
-            parts = self._rank_batch.parts(inputs)
-            return self._output_structure.build(runner(parts, variant))
+            return self._output_structure.build(runner(self._rank_batch.parts(inputs), variant))
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
