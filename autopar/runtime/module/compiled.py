@@ -96,7 +96,7 @@ class Compiled(DataLoading, Checkpoints, ModelValues, GradientHandling, Unwrappe
         self._guard, self._output_structure = CallGuard(), OutputStructure(captured)
         holders = Holders(captured, lowered, mesh.pipeline) if lowered.stages else None
         keep = holders.held_by(mesh.pipeline_rank) if holders else None
-        values = like and like._state
+        values = None if like is None else like._state
         # Ranks meet in the backward that the user calls: no other runs inside the call.
         meets = plan.microbatches == 1 and holders is None
         self._state: ModelState = ModelState(
