@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from kernel_checks import SIZES, Tensors, close, compare, convert, draw, make_mesh, run
 from pool import Pools
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.errors import RunError
 from autopar.runtime.kernels import graph_kernels
 
 LOSSES = tuple(itertools.product((-100, 3), (0.0, 0.1), (False, True)))
@@ -105,20 +108,59 @@ def test_cross_entropy_vocabulary_in_bfloat16_with_large_logits(ranks: Pools) ->
     run(ranks, (2,), vocabulary_loss_halves)
 
 
-def out_of_range(sizes: tuple[int, ...]) -> None:
+def out_of_range(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     mesh, axes = make_mesh(sizes)
-    with pytest.raises(RuntimeError, match=r"target out of range: must be in \[0, 8\)"):
-        graph_kernels.cross_entropy_vocabulary(
-            draw(2, 4), torch.tensor([8, 0]), None, -100, 0.0, mesh, axes
-        )
-    with pytest.raises(RuntimeError, match=r"index out of range: must be in \[0, 8\)"):
-        graph_kernels.embedding_vocabulary(
-            draw(4, 2), torch.tensor([-1, 0]), None, False, False, mesh, axes
-        )
+    for wrong in (8, 100, -1, -9):
+        ids = torch.tensor([wrong, 0], dtype=dtype)
+        with pytest.raises(RunError, match=rf"target out of range: .* \[0, 8\), .*{wrong}"):
+            graph_kernels.cross_entropy_vocabulary(
+                draw(2, 4), ids.long(), None, -100, 0.0, mesh, axes
+            )
+        with pytest.raises(RunError, match=rf"index out of range: .* \[0, 8\), .*{wrong}"):
+            graph_kernels.embedding_vocabulary(draw(4, 2), ids, None, False, False, mesh, axes)
 
 
-def test_an_index_that_no_rank_holds_is_an_error(ranks: Pools) -> None:
-    run(ranks, (2,), out_of_range)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_an_index_that_no_rank_holds_is_an_error_on_every_rank(
+    ranks: Pools, dtype: torch.dtype
+) -> None:
+    run(ranks, (2,), out_of_range, dtype)
+
+
+class Operators(TorchDispatchMode):
+    """The names of the operators that run, views aside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def operators(sizes: tuple[int, ...]) -> tuple[list[str], list[str]]:
+    mesh, axes = make_mesh(sizes)
+    ids = torch.tensor([5, 0])
+    with Operators() as embedding:
+        graph_kernels.embedding_vocabulary(draw(4, 2), ids, None, False, False, mesh, axes)
+    with Operators() as loss:
+        graph_kernels.cross_entropy_vocabulary(draw(2, 4), ids, None, -100, 0.0, mesh, axes)
+    return embedding.names, loss.names
+
+
+def test_no_operator_checks_indices_alone(ranks: Pools) -> None:
+    """A lookup of a place that is no row fails by itself. What gives the places is needed anyway,
+    and it is less than what computes them and the outside without a check: sub, lt, ge, or, fill.
+    """
+    rows = ["div", "clamp_", "sub"]
+    for embedding, loss in ranks(2).run(operators, (2,)):
+        own = embedding[embedding.index("div") :]
+        assert own == [*rows, "embedding", "ne", "masked_fill_"]
+        targets = loss[loss.index("ne") : loss.index("amax")]
+        assert targets == ["ne", "bitwise_not", "masked_fill", *rows, "eq", "logical_and_"]
+        assert not [name for name in loss if "assert" in name]
 
 
 def embed(sizes: tuple[int, ...], padding: int | None) -> None:

@@ -4,11 +4,14 @@ classes, or some of the rows.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from autopar.errors import RunError
 from autopar.runtime.communication.kernel_collectives import all_reduce
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.kernels.accumulation import accumulation_dtype
@@ -100,13 +103,14 @@ class _CrossEntropyVocabulary(torch.autograd.Function):
         axes: Axes,
     ) -> torch.Tensor:
         group, local = mesh.axes_group(axes), logits.shape[-1]
+        part_of = local, mesh.index(axes), mesh.count(axes)
         start, vocabulary = local * mesh.index(axes), local * mesh.count(axes)
-        counted, classes, mine, column = _targets(target, ignore_index, start, local)
-        _check_range(classes, vocabulary, "target")
+        counted, classes, mine, column = _targets(target, ignore_index, *part_of)
         x = logits.to(accumulation_dtype(logits.dtype))
         x = x - all_reduce(x.amax(-1, keepdim=True), group, "max")
 
-        parts = [x.gather(-1, column).squeeze(-1).masked_fill_(~mine, 0.0)]
+        with _indices_in_range(classes, vocabulary, "target"):
+            parts = [x.gather(-1, column).squeeze(-1).masked_fill_(~mine, 0.0)]
         weights = None if weight is None else weight[start : start + local].to(x.dtype)
         if smoothing:
             parts.append(x.sum(-1) if weights is None else x @ weights)
@@ -126,22 +130,20 @@ class _CrossEntropyVocabulary(torch.autograd.Function):
             mass = vocabulary if weight is None else weight.to(x.dtype).sum()
             loss = loss + (mass * log_total - smooth[0]) * scale * (smoothing / vocabulary)
         ctx.save_for_backward(softmax.to(logits.dtype), target, weight)
-        ctx.smoothing, ctx.ignore_index = smoothing, ignore_index
-        ctx.start, ctx.vocabulary = start, vocabulary
+        ctx.smoothing, ctx.ignore_index, ctx.part_of = smoothing, ignore_index, part_of
         return loss.sum()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         softmax, target, weight = ctx.saved_tensors
-        counted, classes, mine, column = _targets(
-            target, ctx.ignore_index, ctx.start, softmax.shape[-1]
-        )
-        smooth = ctx.smoothing / ctx.vocabulary
+        counted, classes, mine, column = _targets(target, ctx.ignore_index, *ctx.part_of)
+        local, place, count = ctx.part_of
+        smooth = ctx.smoothing / (local * count)
         kind = accumulation_dtype(softmax.dtype)
         scale = counted.to(kind) * grad
         at_target = scale * (1.0 - ctx.smoothing)
-        mass: torch.Tensor | int = ctx.vocabulary
+        mass: torch.Tensor | int = local * count
         if weight is not None:
             at_target = at_target * weight.to(kind)[classes]
             mass = weight.to(kind).sum()
@@ -150,7 +152,7 @@ class _CrossEntropyVocabulary(torch.autograd.Function):
             shares = (
                 smooth
                 if weight is None
-                else smooth * weight[ctx.start : ctx.start + softmax.shape[-1]].to(kind)
+                else smooth * weight[local * place : local * (place + 1)].to(kind)
             )
             result -= scale.unsqueeze(-1) * shares
         result.scatter_add_(-1, column, -(at_target * mine).unsqueeze(-1))
@@ -158,24 +160,44 @@ class _CrossEntropyVocabulary(torch.autograd.Function):
 
 
 def _targets(
-    target: torch.Tensor, ignore_index: int, start: int, size: int
+    target: torch.Tensor, ignore_index: int, size: int, place: int, parts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """For each target: whether it counts, its class (0 if it does not count), whether the class is
-    among the ``size`` classes from ``start`` on, and its place among these.
+    in part ``place``, and its place in the part that has it, as :func:`_rows` gives it.
     """
     counted = target != ignore_index
     classes = target.masked_fill(~counted, 0)
-    mine = counted & (classes >= start) & (classes < start + size)
-    return counted, classes, mine, (classes - start).clamp_(0, size - 1).unsqueeze(-1)
+    column, part = _rows(classes, size, parts)
+    return counted, classes, (part == place).logical_and_(counted), column.unsqueeze(-1)
 
 
-def _check_range(index: torch.Tensor, size: int, what: str) -> None:
-    """Checks indices on the device. Each rank looks up its own part only, so an index that no rank
-    holds would cause no error.
+def _rows(ids: torch.Tensor, size: int, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each of ``ids`` in a vocabulary of ``parts`` parts of ``size`` rows: its place in the
+    part that has it, and the number of this part.
+
+    An id that is not in the vocabulary has no place within 0 and ``size``. So the operator that
+    looks it up in a part raises an error, on every rank and as on one device, although a rank looks
+    up its own part only; nothing else checks the ids.
     """
-    torch._assert_async(
-        ((index >= 0) & (index < size)).all(), f"{what} out of range: must be in [0, {size})"
-    )
+    part = torch.div(ids, size, rounding_mode="floor").clamp_(0, parts - 1)
+    return torch.sub(ids, part, alpha=size), part
+
+
+@contextmanager
+def _indices_in_range(index: torch.Tensor, size: int, name: str) -> Iterator[None]:
+    """A context in which an operator of the CPU looks up ``index``. Where this fails because the
+    index is not within 0 and ``size``, it raises :class:`RunError` with the numbers.
+    """
+    try:
+        yield
+    except (IndexError, RuntimeError):
+        if index.device.type == "cpu":
+            least, most = (int(n) for n in index.aminmax())
+            if least < 0 or most >= size:
+                raise RunError(
+                    f"{name} out of range: must be in [0, {size}), found {least} to {most}"
+                ) from None
+        raise
 
 
 def embedding_vocabulary(
@@ -213,34 +235,27 @@ class _EmbeddingVocabulary(torch.autograd.Function):
         mesh: Mesh,
         axes: Axes,
     ) -> torch.Tensor:
-        size = weight.shape[0]
-        ctx.start, ctx.size = size * mesh.index(axes), size
-        _check_range(ids, size * mesh.count(axes), "index")
-        padding = -1 if padding_idx is None or padding_idx < 0 else padding_idx - ctx.start
+        size, place, parts = weight.shape[0], mesh.index(axes), mesh.count(axes)
+        ctx.part_of = size, place, parts
+        padding = -1 if padding_idx is None or padding_idx < 0 else padding_idx - size * place
         ctx.padding = padding if 0 <= padding < size else -1
         ctx.save_for_backward(ids)
-        index, outside = _rows(ids, ctx.start, size)
-        return torch.embedding(weight, index).masked_fill_(outside.unsqueeze(-1), 0.0)
+        index, part = _rows(ids, size, parts)
+        with _indices_in_range(ids, size * parts, "index"):
+            found = torch.embedding(weight, index)
+        return found.masked_fill_((part != place).unsqueeze(-1), 0.0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         (ids,) = ctx.saved_tensors
-        index, outside = _rows(ids, ctx.start, ctx.size)
-        grad = grad.masked_fill(outside.unsqueeze(-1), 0.0)
+        size, place, parts = ctx.part_of
+        index, part = _rows(ids, size, parts)
+        grad = grad.masked_fill((part != place).unsqueeze(-1), 0.0)
         return (
-            torch.ops.aten.embedding_dense_backward(grad, index, ctx.size, ctx.padding, False),
+            torch.ops.aten.embedding_dense_backward(grad, index, size, ctx.padding, False),
             None,
             None,
             None,
             None,
         )
-
-
-def _rows(ids: torch.Tensor, start: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The places of ``ids`` among the ``size`` rows from ``start`` on, and which ids are not among
-    them; these have place 0.
-    """
-    index = ids - start
-    outside = (index < 0) | (index >= size)
-    return index.masked_fill_(outside, 0), outside
