@@ -89,6 +89,7 @@ class Mesh:
         other = copy.copy(self)
         other.random_streams = RandomStreams(device=self.device)
         other.recorder = StepRecorder(self.device)
+        other.recorder.is_on = self.recorder.is_on
         return other
 
     def __repr__(self) -> str:

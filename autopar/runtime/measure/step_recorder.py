@@ -4,6 +4,8 @@ The recorder makes a mark before and after each part. On a CPU a mark is a time.
 event on the step's stream, so that no step waits for the device: the recorder reads the times of
 the events some steps later. Parts do not overlap, with two exceptions: "forward" and "backward"
 contain their conversions, and a pipeline's "schedule" contains both.
+
+It records the first steps, and then every tenth.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from autopar.ir.state_buckets import is_kept_on_host
 # and a GPU loads its kernels.
 WARM_UP = 2
 LEAST = 3  # counted steps that a median needs
-KEPT = 1000  # the latest steps, whose times the recorder keeps
+FIRST = 10  # steps after the warm-up that are all recorded; later every EVERY-th is
+EVERY = 10
+KEPT = 1000  # the latest recorded steps, whose times the recorder keeps
 
 IN_STAGES = ("forward", "backward", "forward conversions", "backward conversions")
 Mark = Any  # seconds on a CPU, a torch.cuda.Event on a GPU
@@ -59,14 +63,11 @@ class RankTimes:
 
 @dataclass
 class _Step:
-    start: Mark
+    start: Mark  # None if the step is not recorded
     is_clean: bool  # whether all work in it is this step's work
     end: Mark = None
+    has_backward: bool = False
     parts: list[tuple[Part, Mark, Mark]] = field(default_factory=list)
-
-    @property
-    def has_backward(self) -> bool:
-        return any(kind == "backward" for (kind, _), _, _ in self.parts)
 
 
 class StepRecorder:
@@ -74,6 +75,8 @@ class StepRecorder:
 
     A step lasts from one training call to the next. It counts if a backward ran in it and no other
     call. In a loop that accumulates gradients over several calls, every call is a step.
+
+    Attributes: ``is_on``, whether steps that begin from now on are recorded.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -81,7 +84,9 @@ class StepRecorder:
         self._open: _Step | None = None
         self._passing: deque[_Step] = deque()  # ended steps that the device may still run
         self._steps: deque[dict[Part, float]] = deque(maxlen=KEPT)
-        self._ended = 0
+        self.is_on = True
+        self._ended = 0  # recorded steps
+        self._begun = 0  # steps that began since a recorded one ended
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         # The optimizers' step() calls that run now, the outermost first.
         self._optimizer_steps: list[tuple[_Step | None, Mark]] = []
@@ -106,18 +111,20 @@ class StepRecorder:
         before, self._open = self._open, None
         if not trains:
             return
-        now = self._now()
-        if before is not None and before.is_clean and before.has_backward:
-            before.end = now
+        now: Mark = None
+        if before and before.is_clean and before.has_backward and before.start is not None:
+            now = before.end = self._now()
             self._end(before)
+        self._begun += 1
+        is_due = self._ended < WARM_UP + FIRST or self._begun >= EVERY
+        start = (now or self._now()) if is_due and self.is_on else None
         # If the step before had no backward, its backward may run in the step that begins.
-        self._open = _Step(now, is_clean=before is None or before.has_backward)
+        self._open = _Step(start, is_clean=before is None or before.has_backward)
 
     def _end(self, step: _Step) -> None:
         self._passing.append(step)
         self._ended += 1
-        if self._ended == WARM_UP and self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+        self._begun = 0
         while self._passing and (self._device.type != "cuda" or self._passing[0].end.query()):
             self._read()
 
@@ -148,8 +155,8 @@ class StepRecorder:
             self._open.is_clean = False
 
     def mark(self) -> Mark:
-        """The time at which a part begins; None outside of steps."""
-        return self._now() if self._open is not None else None
+        """The time at which a part begins; None outside of recorded steps."""
+        return None if self._open is None or self._open.start is None else self._now()
 
     @property
     def doing(self) -> Part:
@@ -172,12 +179,16 @@ class StepRecorder:
     def end_conversion(self, start: Mark) -> None:
         """Ends a conversion that began at ``start``."""
         kind, stage = self._computing
-        if kind:
+        if kind and start is not None:
             self.add(f"{kind} conversions", start, stage)
 
     def add(self, kind: str, start: Mark, stage: int = -1) -> None:
         """Ends a part that began at ``start``."""
-        if self._open is not None and start is not None:
+        if self._open is None:
+            return
+        if kind == "backward":
+            self._open.has_backward = True
+        if start is not None:
             self._open.parts.append(((kind, stage), start, self._now()))
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
@@ -198,12 +209,13 @@ class StepRecorder:
 
     @property
     def steps(self) -> int:
-        """The number of steps that ended after the warm-up."""
+        """The number of recorded steps that ended after the warm-up."""
         return max(0, self._ended - WARM_UP)
 
     def times(self, rank: int, stages: Sequence[int], nbytes: int | None) -> RankTimes:
         """The medians for pipeline rank ``rank`` and its ``stages``. ``nbytes``: the peak memory as
-        measured elsewhere, used on a CPU alone. The running step will not count.
+        measured elsewhere, used on a CPU alone; on a GPU it is the most that torch's allocator held
+        since the script reset its statistics. The running step will not count.
         """
         self._discard_step()
         if self._passing:
@@ -257,6 +269,6 @@ def gather_rank_times(times: RankTimes) -> list[RankTimes]:
             f"compare() needs {needed}, rank {found.index(fewest)} of {len(found)} has seen "
             f"{fewest.steps}: call it after {WARM_UP + LEAST + 1} or more calls in training (a "
             "step ends with the next call, and counts if its loss was propagated back and nothing "
-            "was evaluated in between)"
+            "was evaluated in between), with compiled.recording = True"
         )
     return found

@@ -7,5 +7,6 @@ In reading order:
 - ``call_agreement``: all ranks make the same call;
 - ``module_tree``: its parts, under the model's names;
 - ``mode_overrides``: a model's own ``train()`` and ``eval()``;
+- ``measurement``: how its steps are measured;
 - ``wrappers``: which it refuses.
 """

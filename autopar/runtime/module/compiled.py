@@ -6,7 +6,6 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -15,15 +14,14 @@ from torch import nn
 from autopar.errors import RunError
 from autopar.runtime.agreement.replicas import check_replicas
 from autopar.runtime.checkpoint.methods import Checkpoints
-from autopar.runtime.communication.all_ranks import run_on_all_ranks
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.compilation.backends import make_backend
 from autopar.runtime.data.data_loading import DataLoading
 from autopar.runtime.data.rank_batch import RankBatch
 from autopar.runtime.dtensors.sharding import redistributed_like
-from autopar.runtime.measure.peak_memory import step_peak_bytes
 from autopar.runtime.module.call_agreement import agree_on_call, make_detector
 from autopar.runtime.module.call_guard import CallGuard
+from autopar.runtime.module.measurement import Measurement
 from autopar.runtime.module.module_tree import (
     build_tree,
     check_attribute,
@@ -51,10 +49,9 @@ if TYPE_CHECKING:
     from autopar.ir.captured import CapturedModel
     from autopar.passes.lowering.lower import LoweredModel
     from autopar.plan import Plan
-    from autopar.runtime.measure.comparison import Comparison
 
 
-class Compiled(DataLoading, Checkpoints, ModelValues, GradientHandling, Unwrapped):
+class Compiled(DataLoading, Checkpoints, Measurement, ModelValues, GradientHandling, Unwrapped):
     """A model as a distributed program, called and trained like the model itself.
 
     The loss in its output is that of the whole batch, on every rank; other outputs are DTensors.
@@ -222,31 +219,6 @@ class Compiled(DataLoading, Checkpoints, ModelValues, GradientHandling, Unwrappe
     def __setattr__(self, name: str, value: Any) -> None:
         check_attribute(self, name)
         super().__setattr__(name, value)
-
-    def compare(self, sample: Any = None) -> Comparison:
-        """The plan's predictions beside the measurements of the steps so far, by kind, stage and
-        device; the same on every rank. All ranks must call it, after six or more calls of an
-        ordinary training loop. The running step does not count. Raises :class:`RunError`, on every
-        rank, if a rank has seen too few steps.
-
-        On a GPU the memory is the most that torch's allocator held in a step. On a CPU it is
-        measured only if a ``sample`` is given (a batch, in the form of the sample input): in one
-        more forward and backward, which leave no trace.
-        """
-        from autopar.runtime.measure.compare import compare_ranks
-
-        peak = None
-        backend = self._plan.backend_on(self._mesh.device.type)
-        if sample is not None and backend == "inductor":
-            raise RunError(
-                "compare(sample) counts the tensors that operators make, and a compiled program "
-                'makes others: call compare(), or compile with backend="eager"'
-            )
-        if sample is not None and self._mesh.device.type == "cpu":
-            loss_of, handlers = self._output_structure.loss_of, self._runner.gradient_handlers
-            step = partial(step_peak_bytes, self, self._mesh, loss_of, sample, handlers)
-            peak = run_on_all_ranks("a step for its memory", step)
-        return compare_ranks(self._plan, self._mesh, peak)
 
     def print_program(self) -> None:
         """Prints the program of one microbatch on this rank, as Python."""
