@@ -14,7 +14,7 @@ from autopar.memory.saved_tensors import SavedTensors
 from autopar.rules import Rule
 from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.problem_graph import ProblemGraph, StagesOf, one_stage
-from autopar.search.ilp.problem_parts import ProblemParts
+from autopar.search.ilp.problem_parts import Parts
 from autopar.search.ilp.tensor_conversions import Port, TensorConversions
 from autopar.search.ilp.vertex import Vertex
 from autopar.search.pricing.costs import Costs, NodeCosts
@@ -38,7 +38,7 @@ def build_problem(
     stages_of: StagesOf = one_stage,
     stages: int = 1,
     solver: str = "highs",
-    parts: ProblemParts | None = None,
+    parts: Parts | None = None,
 ) -> Problem:
     """The problem of choosing for every node of ``graph``.
 
@@ -76,7 +76,7 @@ class _Builder:
         rules: Mapping[fx.Node, Rule | None],
         costs: Costs,
         recompute: RecomputePolicy,
-        parts: ProblemParts | None,
+        parts: Parts | None,
     ) -> None:
         self._choices, self._rules, self._costs = choices, rules, costs
         self._recompute, self._parts = recompute, parts

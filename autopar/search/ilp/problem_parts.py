@@ -28,6 +28,35 @@ class Kept(Protocol):
         """The value of ``key``; ``make`` makes a value that is absent."""
 
 
+class Parts(Protocol):
+    """The parts of a problem, of which some may be the same object."""
+
+    @property
+    def graph(self) -> ProblemGraph:
+        """The vertices and tensors without choices."""
+
+    def vertex(
+        self,
+        node: fx.Node,
+        rule: Rule | None,
+        choices: Choices,
+        states: tuple[int, ...],
+        price: Callable[[], NodeCosts],
+        make: Callable[[NodeCosts], Vertex],
+    ) -> Vertex:
+        """As :meth:`ProblemParts.vertex`."""
+
+    def tensor(
+        self,
+        producer: int,
+        ports: tuple[Port, ...],
+        choices: Sequence[Choices],
+        recompute: tuple[bool, bool],
+        make: Callable[[], TensorConversions],
+    ) -> TensorConversions:
+        """As :meth:`ProblemParts.tensor`."""
+
+
 @dataclass(frozen=True)
 class ProblemParts:
     """The parts of the problem of one mesh.

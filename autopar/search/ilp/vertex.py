@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -81,6 +82,14 @@ class Vertex:
             + weight.saved * self.kept
             + weight.state * self.state
         )
+
+    def of_node(self, node: fx.Node, count: np.ndarray) -> Vertex:
+        """The vertex of another node with the same choices and costs, which occurs ``count``
+        times, [stage].
+        """
+        other = copy.copy(self)
+        other.node, other.count = node, count
+        return other
 
     def freed_choices(self) -> dict[int, int]:
         """For each choice that saves the result, on the device or on the host, the choice of the

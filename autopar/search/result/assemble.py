@@ -5,6 +5,7 @@ solution of its unit decides, and the whole is priced.
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 
 import numpy as np
 import torch.fx as fx
@@ -15,6 +16,7 @@ from autopar.runtime.kernels.graph_kernels import send
 from autopar.search.ilp.build_problem import build_problem
 from autopar.search.ilp.cost_weights import CostWeights
 from autopar.search.ilp.problem import Problem
+from autopar.search.ilp.problem_graph import ProblemGraph
 from autopar.search.ilp.solution import Solution
 from autopar.search.ilp.solve import best_choices
 from autopar.search.inner.candidate import Candidate
@@ -22,6 +24,7 @@ from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.pricing.costs import Costs
 from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.result.staged_graph import staged_costs, staged_graph
+from autopar.search.result.staged_parts import StagedParts
 from autopar.search.space.choices.node_choices import NodeChoices
 from autopar.search.space.recompute_policy import (
     FREED,
@@ -108,6 +111,14 @@ class _Assembly:
             for n, states in decided.items()
             if n.op == "call_function"
         }
+        shape = ProblemGraph.of(
+            analysis.graph,
+            self.representative,
+            choices,
+            analysis.loss,
+            self.stage_of.__getitem__,
+            configuration.stages,
+        )
         return build_problem(
             analysis.graph,
             self.representative,
@@ -115,10 +126,19 @@ class _Assembly:
             analysis.rules,
             costs,
             _DecidedRecomputation(state_of),
-            lambda n: self.stage_of[n],
-            configuration.stages,
-            self.search.options.solver,
+            solver=self.search.options.solver,
+            parts=StagedParts(shape, partial(self._costs_alike, costs)),
         )
+
+    def _costs_alike(self, costs: Costs, node: fx.Node) -> tuple:
+        """What nodes share that cost the same in equal choices, whatever their stages: they have
+        one representative, run on the same devices, launch the same kernels (a result that is sent
+        on has fewer gradients to sum), and as many ranks of the pipeline hold them.
+        """
+        pipeline, own = self.candidate.configuration.pipeline, costs.of(node)
+        ranks = {stage % pipeline for stage in self.stage_of[node]}
+        launches = tuple((late, *each[:-1]) for late, each in own.kernels.launches(node))
+        return self.staged.representative[node], id(own), launches, len(ranks)
 
     def _solution_of_node(self) -> dict[fx.Node, int]:
         """The number of the solution that each node takes: that of the node's unit. A parameter, or

@@ -16,6 +16,7 @@ import numpy as np
 from autopar.search.ilp.cost_weights import CostWeights, price_bytes
 from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.tensor_conversions import Port, TensorConversions
+from autopar.search.ilp.vertex import Vertex
 from autopar.search.space.recompute_policy import OFFLOADED, SAVED
 
 MOST_ENTRIES = 1e7  # of a table
@@ -67,9 +68,15 @@ def vertex_costs(problem: Problem, weights: CostWeights) -> list[np.ndarray]:
     # Where bytes are free, what may be saved is: Problem.free_unneeded_results then frees what no
     # backward reads. A result that is recomputed or freed takes seconds where it is recomputed.
     return [
-        np.where(v.available | ~np.isin(v.states, (SAVED, OFFLOADED)).any(), cost, np.inf)
+        np.where(v.available, cost, np.inf) if _may_be_freed(v) else cost
         for v, cost in zip(problem.vertices, costs, strict=True)
     ]
+
+
+def _may_be_freed(vertex: Vertex) -> bool:
+    """Whether the result of a vertex may be freed, and may also be saved."""
+    saves = (vertex.states == SAVED) | (vertex.states == OFFLOADED)
+    return not vertex.available.all() and bool(saves.any())
 
 
 def edge_costs(

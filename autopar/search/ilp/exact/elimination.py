@@ -104,6 +104,8 @@ class Elimination:
         return math.prod(min(float(n), len(self.costs[u])) for u, n in counts.items())
 
     def _eliminate(self, v: int) -> _Step:
+        if not self._of_vertex[v]:  # no other cost depends on its choice
+            return self._add_step(v, (), CostTable({}, self.costs[v].min()))
         scope, numbers = self._scope(v), tuple(sorted(self._of_vertex[v]))
         own = scope.pop(v, np.zeros(len(self.costs[v]), dtype=np.int64))
         dims = [*scope, v]
@@ -116,6 +118,9 @@ class Elimination:
             sums = sums + _aligned(self.tables[number], dims, first)
         sums = np.broadcast_to(sums, [len(first[u]) for u in dims])
         result = _of_several_classes(CostTable(scope, sums.min(axis=-1)))
+        return self._add_step(v, numbers, result)
+
+    def _add_step(self, v: int, numbers: tuple[int, ...], result: CostTable) -> _Step:
         self._replace(v, numbers, result)
         self.steps.append(_Step(v, numbers, result))
         return self.steps[-1]
