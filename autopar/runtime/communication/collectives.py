@@ -19,10 +19,10 @@ import torch
 
 from autopar.errors import RunError
 from autopar.ir.layout import Type, parse_type
+from autopar.runtime.communication import functional
 from autopar.runtime.communication.mesh import Mesh
 
-_functional = torch.ops._c10d_functional
-_wait = _functional.wait_tensor
+_wait = functional.wait_tensor
 
 
 def redistribute(
@@ -127,7 +127,7 @@ def _first_only(
 def _all_reduce(
     x: torch.Tensor, group: str, n: int, place: int, src: int, dst: int
 ) -> torch.Tensor:
-    return _wait(_functional.all_reduce(x.contiguous(), "sum", group))
+    return _wait(functional.all_reduce(x.contiguous(), "sum", group))
 
 
 def _slice(x: torch.Tensor, group: str, n: int, place: int, src: int, dst: int) -> torch.Tensor:
@@ -146,13 +146,13 @@ def _pad(x: torch.Tensor, group: str, n: int, place: int, src: int, dst: int) ->
 def _all_gather(
     x: torch.Tensor, group: str, n: int, place: int, src: int, dst: int
 ) -> torch.Tensor:
-    return _join(_wait(_functional.all_gather_into_tensor(x.contiguous(), n, group)), n, src)
+    return _join(_wait(functional.all_gather_into_tensor(x.contiguous(), n, group)), n, src)
 
 
 def _reduce_scatter(
     x: torch.Tensor, group: str, n: int, place: int, src: int, dst: int
 ) -> torch.Tensor:
-    return _wait(_functional.reduce_scatter_tensor(_cut(x, n, dst), "sum", n, group))
+    return _wait(functional.reduce_scatter_tensor(_cut(x, n, dst), "sum", n, group))
 
 
 def _all_to_all(
@@ -160,7 +160,7 @@ def _all_to_all(
 ) -> torch.Tensor:
     cut = _cut(x, n, dst)
     sizes = [cut.shape[0] // n] * n
-    return _join(_wait(_functional.all_to_all_single(cut, sizes, sizes, group)), n, src)
+    return _join(_wait(functional.all_to_all_single(cut, sizes, sizes, group)), n, src)
 
 
 def _cut(x: torch.Tensor, n: int, dim: int) -> torch.Tensor:
@@ -222,7 +222,7 @@ def reorder_pieces(
     sizes = [sum(each) for each in lengths], [sum(map(len, pieces)) for pieces in sent]
     flat = torch.cat([piece for pieces in sent for piece in pieces])
     del sent  # before the collective allocates what it receives
-    received = _wait(_functional.all_to_all_single(flat, *sizes, mesh.group(axis).group_name))
+    received = _wait(functional.all_to_all_single(flat, *sizes, mesh.group(axis).group_name))
     del flat
     flat_pieces = received.split(list(itertools.chain(*lengths)))
     arrived = dict(zip(itertools.chain(*arriving), flat_pieces, strict=True))

@@ -7,19 +7,20 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-_functional = torch.ops._c10d_functional
-_wait = _functional.wait_tensor
+from autopar.runtime.communication import functional
+
+_wait = functional.wait_tensor
 
 
 def all_reduce(x: torch.Tensor, group: dist.ProcessGroup, op: str = "sum") -> torch.Tensor:
     """Reduces ``x`` over ``group`` by ``"sum"`` or ``"max"``, into a new tensor."""
-    return _wait(_functional.all_reduce(x.contiguous(), op, group.group_name))
+    return _wait(functional.all_reduce(x.contiguous(), op, group.group_name))
 
 
 def all_gather_stacked(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Gathers every rank's ``x`` [...] into a tensor [ranks, ...], in the group's order."""
     return _wait(
-        _functional.all_gather_into_tensor(
+        functional.all_gather_into_tensor(
             x.contiguous().unsqueeze(0), group.size(), group.group_name
         )
     )
@@ -35,7 +36,7 @@ def start_ring_shift(
     flat = x.contiguous().view(-1)
     sent, received = [0] * ranks, [0] * ranks
     sent[(place + 1) % ranks] = received[(place - 1) % ranks] = len(flat)
-    coming = _functional.all_to_all_single(flat, received, sent, group)
+    coming = functional.all_to_all_single(flat, received, sent, group)
     return lambda: _wait(coming).view(x.shape)
 
 
@@ -57,7 +58,7 @@ def exchange_with_neighbours(
             sent_sizes[neighbour], received_sizes[neighbour] = mine.numel(), its.numel()
             sent.append(mine.reshape(-1))
     received = _wait(
-        _functional.all_to_all_single(torch.cat(sent), received_sizes, sent_sizes, group.group_name)
+        functional.all_to_all_single(torch.cat(sent), received_sizes, sent_sizes, group.group_name)
     )
     pieces = iter(received.split([n for n in received_sizes if n]))
 

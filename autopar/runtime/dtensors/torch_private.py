@@ -13,7 +13,8 @@ from torch.distributed.checkpoint import state_dict as checkpoint_functions
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 
-_functional = torch.ops._c10d_functional
+from autopar.runtime.communication import functional
+
 _dispatcher: Any = DTensor._op_dispatcher
 
 RANDOM_OPERATORS: frozenset[Any] = frozenset(_dispatcher._random_ops)
@@ -73,22 +74,22 @@ def scale_in_place(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
 
 def start_all_gather(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Every rank's ``flat``, one after the other; read it after :func:`wait`."""
-    return _functional.all_gather_into_tensor(flat, group.size(), group.group_name)
+    return functional.all_gather_into_tensor(flat, group.size(), group.group_name)
 
 
 def start_reduce_scatter(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """This rank's chunk of the sum of all ``flat``; read it after :func:`wait`."""
-    return _functional.reduce_scatter_tensor(flat, "sum", group.size(), group.group_name)
+    return functional.reduce_scatter_tensor(flat, "sum", group.size(), group.group_name)
 
 
 def start_all_reduce(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """``flat``, which becomes the sum of all ranks' in place; read it after :func:`wait`."""
-    return _functional.all_reduce_(flat, "sum", group.group_name)
+    return functional.all_reduce_(flat, "sum", group.group_name)
 
 
 def wait(started: torch.Tensor) -> torch.Tensor:
     """The result of a collective."""
-    return _functional.wait_tensor(started)
+    return functional.wait_tensor(started)
 
 
 # Functions of torch that are replaced while a pipelined program lives

@@ -22,10 +22,9 @@ from typing import Any
 
 import torch
 
+from autopar.runtime.communication import functional
 from autopar.runtime.communication.kernel_collectives import start_ring_shift
 from autopar.runtime.communication.mesh import Mesh
-
-_functional = torch.ops._c10d_functional
 
 
 def summa_linear(
@@ -90,12 +89,12 @@ def _broadcasts(own: torch.Tensor, mesh: Mesh, axis: int, order: range) -> Itera
             if source == me
             else torch.empty_like(own, memory_format=torch.contiguous_format)
         )
-        return _functional.broadcast_(block, source, group) if n > 1 else block
+        return functional.broadcast_(block, source, group) if n > 1 else block
 
     coming = sent(0)
     for step in range(len(order)):
         block, coming = coming, sent(step + 1) if step + 1 < len(order) else coming
-        yield _functional.wait_tensor(block) if n > 1 else block
+        yield functional.wait_tensor(block) if n > 1 else block
 
 
 def _sum_order(mesh: Mesh, axis: int) -> range:

@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
 
 from autopar.errors import RunError
+from autopar.runtime.communication.functional import as_message
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.pipeline.stage_backward import MicrobatchBackward, StageEntry
 from autopar.runtime.pipeline.torch_schedules import make_schedule
@@ -194,7 +195,7 @@ class _Stage(PipelineStage):
     def _message(
         self, operation: Callable[..., Any], tensors: Sequence[torch.Tensor], peer: int
     ) -> list[dist.P2POp]:
-        messages = [dist.P2POp(operation, t, peer, self._group) for t in tensors]
+        messages = [dist.P2POp(operation, as_message(t), peer, self._group) for t in tensors]
         self._messages += messages
         return messages
 

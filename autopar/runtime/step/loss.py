@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_iter
 
+from autopar.runtime.communication import functional
 from autopar.runtime.communication.watch.watchdog import blocking_section
-
-_functional = torch.ops._c10d_functional
 
 
 class LossSum:
@@ -47,7 +46,7 @@ class LossSum:
     def wait(self) -> None:
         """Blocks until the last loss is summed."""
         if self._pending is not None:
-            _functional.wait_tensor(self._pending)
+            functional.wait_tensor(self._pending)
             self._pending = None
 
 
@@ -62,10 +61,10 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        value = _functional.all_reduce_(share.detach().clone(), "sum", group.group_name)
+        value = functional.all_reduce_(share.detach().clone(), "sum", group.group_name)
         # The collective refers to its tensor until someone waits for it. A detached tensor of the
         # same memory keeps the graph of the loss out of that tensor.
-        return _functional.wait_tensor(value) if value.is_cuda else value.detach()
+        return functional.wait_tensor(value) if value.is_cuda else value.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
@@ -118,7 +117,7 @@ class PendingLoss(torch.Tensor):
         """Blocks until the loss is summed."""
         if self.pending is not None:
             with blocking_section("summing the loss"):
-                _functional.wait_tensor(self.pending)
+                functional.wait_tensor(self.pending)
             self.pending = None
 
 
