@@ -27,7 +27,7 @@ REFITS = 6
 LEAST_UNUSED = 0.02  # the part of a device's memory that is worth another try
 LEAST_GAIN = 0.002  # the relative improvement of the step time that is worth one
 EXACT_TRIES = 6
-LEAST_STEP = 1e-3  # the least additional reserve of the exact search, relative to the budget
+LEAST_STEP = 1e-3  # the least additional reserve, relative to the budget
 
 
 def fit_to_memory(searches: InnerSearches, candidate: Candidate, reserves: Reserves) -> PricedPlan:
@@ -155,7 +155,9 @@ def refit(
         over = bytes_over(search, priced)
         if max(over) <= 0:
             return priced
-        reserve[:] = _larger(reserve, over, attempt)
+        # Steps of a few bytes may lead to the same candidate, and none of them to one that fits.
+        least = attempt * LEAST_STEP * max(search.budgets(configuration))
+        reserve[:] = _larger(reserve, over, attempt, least)
         try:
             candidate = searches.candidate(
                 configuration, reserve, same_layouts, step_prices=candidate.step_prices
