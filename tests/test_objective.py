@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from objective import ALLOWED, measure
 from regret_cases import CASES
@@ -47,9 +49,23 @@ def test_a_known_ratio_of_unequal_stages_holds_for_all_meshes_but_not_after_the_
     families.push(waiting(1.0, chunks=4))
     families.push(waiting(1.2, chunks=1))
     families.push(waiting(1.6, chunks=4, level=Level.CUT))
-    families.learn_ratio(pipeline(4, microbatches=16), 1.5)
-    families.learn_ratio(pipeline(4, microbatches=32), 1.7)  # the lowest ratio counts
+    families.learn_ratio(Level.CUT, pipeline(4, microbatches=16), 1.5)
+    families.learn_ratio(Level.CUT, pipeline(4, microbatches=32), 1.7)  # the lowest ratio counts
     assert [families.pop().estimate for _ in range(3)] == [1.2, 1.0, 1.6]
+
+
+def test_a_known_ratio_of_scarce_memory_holds_for_as_many_replicas_and_microbatches() -> None:
+    def of_one_replica(replicas: int, tensor: int, microbatches: int = 8) -> OpenFamily:
+        axes = Axis("tensor", tensor, use="tensor"), Axis("data", replicas, use="data")
+        configuration = replace(pipeline(1, microbatches), axes=axes)
+        return OpenFamily(1.0, 0.5, Level.PLACED, (configuration,))
+
+    families = OpenFamilies()
+    families.learn_ratio(Level.SOLVED, of_one_replica(4, 2).family[0], 2.0)
+    assert families.estimate(of_one_replica(4, 3)) == 2.0
+    assert families.estimate(of_one_replica(4, 2)._replace(level=Level.SOLVED)) == 1.0
+    assert families.estimate(of_one_replica(2, 4)) == 1.0
+    assert families.estimate(of_one_replica(4, 2, microbatches=16)) == 1.0
 
 
 def test_similar_configurations_leave_free_what_one_had_to() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+import math
+from collections.abc import Hashable, Iterable
 from itertools import count
 from typing import NamedTuple
 
@@ -36,26 +37,28 @@ class OpenFamilies:
     """The families that wait.
 
     Estimates without stage cuts take stages as equal. How unequal the best cut is depends mostly on
-    the number of stages and hardly on the mesh. So the ratio of the two estimates, once known for a
-    number of stages, holds for the others in the order of the queue. No bound depends on it.
+    the number of stages and hardly on the mesh. Estimates of one replica leave out what lasts from
+    step to step. How much time it costs to save that memory depends mostly on the stages, the
+    microbatches and the number of replicas. So the ratio of two such estimates, once known, holds
+    for similar configurations in the order of the queue. No bound depends on it.
     """
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, float, int, OpenFamily]] = []
         self._numbers = count()
-        self._ratios: dict[tuple[str, int, int], float] = {}
+        self._ratios: dict[tuple[Hashable, ...], float] = {}
 
     def __bool__(self) -> bool:
         return bool(self._heap)
 
     def push(self, each: OpenFamily) -> None:
-        heapq.heappush(self._heap, (self._estimate(each), each.bound, next(self._numbers), each))
+        heapq.heappush(self._heap, (self.estimate(each), each.bound, next(self._numbers), each))
 
     def pop(self) -> OpenFamily:
         """The family with the lowest estimate, which is no longer in the queue."""
         while True:
             before, _, _, each = heapq.heappop(self._heap)
-            if self._estimate(each) <= before or not self._heap:
+            if self.estimate(each) <= before or not self._heap:
                 return each
             self.push(each)
 
@@ -67,16 +70,26 @@ class OpenFamilies:
         """The bound of each family."""
         return (each.bound for *_, each in self._heap)
 
-    def learn_ratio(self, configuration: Configuration, ratio: float) -> None:
-        """Keeps the ratio of the estimate with stage cuts to the estimate of equal stages."""
-        key = _stages(configuration)
+    def learn_ratio(self, level: Level, configuration: Configuration, ratio: float) -> None:
+        """Keeps the ratio of the estimate of a configuration at a level to that at the level
+        before: of SOLVED to one replica, or of CUT to equal stages.
+        """
+        key = _likeness(level, configuration)
         self._ratios[key] = max(1.0, min(ratio, self._ratios.get(key, ratio)))
 
-    def _estimate(self, each: OpenFamily) -> float:
-        if each.level >= Level.CUT:
-            return each.estimate
-        return each.estimate * self._ratios.get(_stages(each.family[0]), 1.0)
+    def estimate(self, each: OpenFamily) -> float:
+        """About the seconds of the best plan of a family's first configuration, with all ratios
+        that are known.
+        """
+        later = (level for level in (Level.SOLVED, Level.CUT) if each.level < level)
+        ratios = (self._ratios.get(_likeness(level, each.family[0]), 1.0) for level in later)
+        return each.estimate * math.prod(ratios)
 
 
-def _stages(configuration: Configuration) -> tuple[str, int, int]:
-    return configuration.schedule, configuration.pipeline, configuration.chunks
+def _likeness(level: Level, configuration: Configuration) -> tuple[Hashable, ...]:
+    """Equal for configurations that share a ratio."""
+    stages = level, configuration.schedule, configuration.pipeline, configuration.chunks
+    if level == Level.CUT:
+        return stages
+    replicas = math.prod(a.size for a in configuration.axes if a.use == "data")
+    return *stages, configuration.microbatches, replicas

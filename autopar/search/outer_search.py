@@ -140,7 +140,7 @@ class OuterSearch:
         """Counts candidates until no configuration is left that may be faster."""
         while self._open and not self._fitting.is_enough(self.searches.is_out_of_time()):
             each = self._open.pop()
-            if self._fitting.leaves_out(each.estimate):
+            if self._fitting.leaves_out(self._open.estimate(each)):
                 self._open.push(each)
                 return
             first, others = each.family[0], each.family[1:]
@@ -172,11 +172,11 @@ class OuterSearch:
         found = self._bound(each.family[0], level)
         if found is None:
             return False
-        if level == Level.CUT:
-            self._open.learn_ratio(each.family[0], found.estimate / each.estimate)
-            if self._fitting.leaves_out(found.estimate):
-                self._keep_bound(each.family[0], each.bound)
-                return False
+        if level in (Level.SOLVED, Level.CUT):
+            self._open.learn_ratio(level, each.family[0], found.estimate / each.estimate)
+        if level == Level.CUT and self._fitting.leaves_out(found.estimate):
+            self._keep_bound(each.family[0], each.bound)
+            return False
         bound, estimate = max(each.bound, found.bound), max(each.estimate, found.estimate)
         self._open.push(each._replace(estimate=estimate, bound=bound, level=level))
         return True
