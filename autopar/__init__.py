@@ -1,8 +1,8 @@
 """One call turns a single-device PyTorch model into a distributed training program.
 
 This package exports the public names. Reading order of its files: ``api`` has ``plan`` and
-``compile`` as lists of steps, ``plan`` the plan, ``check``, ``sweep`` and ``compare_modes`` the
-further calls, ``cli`` the command line, and ``errors`` the exceptions.
+``compile`` as lists of steps, ``plan`` the plan, ``check``, ``sweep``, ``compare_modes`` and
+``rehearse`` the further calls, ``cli`` the command line, and ``errors`` the exceptions.
 """
 
 from autopar.api import compile, plan
@@ -16,6 +16,7 @@ from autopar.rules import Option, register_rule
 from autopar.runtime.checkpoint.files.folder import newest_checkpoint
 from autopar.runtime.communication.all_ranks import on_any_rank
 from autopar.runtime.measure.comparison import Comparison
+from autopar.runtime.measure.rehearsal import Rehearsal
 from autopar.runtime.module.compiled import Compiled
 from autopar.runtime.optimizer.gradient_clipping import clip_grad_norm_
 from autopar.runtime.optimizer.loss_scaler import LossScaler
@@ -46,6 +47,7 @@ __all__ = [
     "ParameterGradient",
     "Plan",
     "PlanError",
+    "Rehearsal",
     "RunError",
     "Sweep",
     "check",

@@ -147,10 +147,10 @@ def compile(
         plan = run_on_all_ranks("the batch", partial(with_batch, plan or made, batch))
         decided = dataclasses.replace(plan, timings={}, options={"batch": plan.batch})
         check_same_on_all_ranks(repr(decided), "the plan")
-        return _program_of_plan(traced, plan, notes, own, progress)
+        return program_of_plan(traced, plan, notes, own, progress)
 
 
-def _program_of_plan(
+def program_of_plan(
     traced: TracedModel, plan: Plan, notes: list[str], device: torch.device, progress: bool
 ) -> Compiled:
     """The program of ``plan`` on this rank; ``notes`` go to those of the plan."""

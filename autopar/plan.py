@@ -5,13 +5,20 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autopar.errors import PlanError
 from autopar.formatting.files import write_json, write_whole
 from autopar.ir.plan_data import VERSION, PlanData
 from autopar.ir.plan_json import read_plan, to_json_data
 from autopar.report import chrome_trace, draw_timeline, report_text
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from autopar.ir.captured import LossFunction
+    from autopar.runtime.measure.rehearsal import Rehearsal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +51,47 @@ class Plan(PlanData):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON. Where writing fails, ``path`` stays unchanged."""
         write_json(path, {"version": VERSION, **to_json_data(self)}, indent=1)
+
+    def rehearse(
+        self,
+        model: nn.Module,
+        sample_input: Any,
+        rank: int = 0,
+        *,
+        loss_fn: LossFunction | None = None,
+        device: str | torch.device | None = None,
+        steps: int = 5,
+        progress: bool = True,
+    ) -> Rehearsal:
+        """Run the program of one ``rank``, alone, for a plan of any size on the one device at hand.
+
+        The rank compiles what it would compile, and trains a few steps of the whole batch. In place
+        of communication it has buffers of the right shapes, on torch's ``fake`` process group. The
+        result has the time of each part that computes, and the peak memory, beside the prediction.
+
+        A rehearsal does not know: the time of communication, and what of it is hidden; what ranks
+        lose where they share links, hosts or cores; the memory of the communication library; values
+        (what a rank receives is random, so the loss means nothing). Kernels that communicate, such
+        as ring attention, are timed without their messages. The learning rate is 0.
+
+        Args:
+            model, sample_input, loss_fn: as for :func:`autopar.plan`. The model stays unchanged. On
+                the meta device, only this rank's part of it takes memory, and gets random values.
+                Of a sample on the meta device, integers are zeros.
+            rank: of the plan's world.
+            device: "cpu" or "cuda"; by default the model's, and for the meta device a GPU if there
+                is one.
+            steps: the number of steps to time; four others precede them.
+            progress: whether to show a progress bar where a program is compiled.
+
+        Raises:
+            RunError: this process has a process group; the model does not give the plan's graph;
+                the rank does not fit the device; or its program depends on received values.
+        """
+        from autopar.rehearse import rehearse
+
+        how: dict[str, Any] = dict(loss_fn=loss_fn, device=device, steps=steps, progress=progress)
+        return rehearse(self, model, sample_input, rank, **how)
 
     def write_problem(self, path: str | os.PathLike[str]) -> None:
         """Write the integer linear program of the plan's configuration for other solvers: as MPS

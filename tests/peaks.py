@@ -17,9 +17,9 @@ from torch import nn
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import autopar
-from autopar.ir.state_buckets import is_kept_on_host
 from autopar.plan import Plan
-from autopar.runtime.measure.live_bytes import LiveBytes, storage_key
+from autopar.runtime.measure.live_bytes import LiveBytes
+from autopar.runtime.measure.rank_memory import storages_on_host
 
 SEQUENCE, VOCABULARY, WIDTH, LAYERS = 64, 512, 64, 4
 STEPS = 4
@@ -149,13 +149,6 @@ def measured(plan: Plan, name: str, batch: int, slow: float = 0.0) -> float:
     return peak(model, sample, plan.world_size, plan=plan)
 
 
-def on_host(optimizer: torch.optim.Optimizer) -> set[int]:
-    """The storages of the state that is in the memory of the host."""
-    kept = (state for p, state in optimizer.state.items() if is_kept_on_host(p))
-    tensors = (t for state in kept for name, t in state.items() if name != "step")
-    return {key for t in tensors if (key := storage_key(t)) is not None}
-
-
 def peak(model: nn.Module, sample: dict[str, Any], world_size: int, **options: Any) -> float:
     """The same of a model that is compiled with these options."""
     _clear_sharding_prop_cache()
@@ -169,7 +162,7 @@ def peak(model: nn.Module, sample: dict[str, Any], world_size: int, **options: A
         )
         optimizer = torch.optim.AdamW(compiled.parameters(), lr=1e-3)
         for _ in range(STEPS):
-            live.uncounted |= on_host(optimizer)
+            live.uncounted |= storages_on_host(optimizer)
             live.start()
             loss = loss_of(compiled(**sample))
             loss.backward()

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from autopar.errors import AutoparError, RunError
 from autopar.runtime.communication.all_ranks import check_same_on_all_ranks
 from autopar.runtime.communication.mesh import Mesh
+from autopar.runtime.communication.stand_ins import runs_alone
 from autopar.runtime.compilation.compiler_graph import CompilerGraph
 from autopar.runtime.compilation.inductor import (
     Compiled,
@@ -91,7 +92,7 @@ class InductorBackend:
         graph = CompilerGraph(program, self._mesh)
         self.compilations += 1
         called: list[str] = []
-        hidden = not self._progress or dist.get_rank() != 0
+        hidden = not self._progress or (dist.get_rank() != 0 and not runs_alone())
         with tqdm(desc="compiling", unit=" parts", disable=hidden, leave=False) as bar:
 
             def begin(part: fx.Graph) -> None:

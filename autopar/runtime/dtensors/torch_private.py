@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict as checkpoint_functions
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn.utils import clip_grad
 
 from autopar.runtime.communication import functional
@@ -21,6 +22,13 @@ RANDOM_OPERATORS: frozenset[Any] = frozenset(_dispatcher._random_ops)
 DTENSOR_HANDLERS: dict[Any, Callable[..., Any]] = _dispatcher._custom_op_handlers
 torch_total_norm = clip_grad._get_total_norm
 torch_verify_options = checkpoint_functions._verify_options
+
+
+def forget_meshes() -> None:
+    """Clears what DTensor remembers of its operators. It takes equal meshes for one, also those of
+    process groups that have ended.
+    """
+    _clear_sharding_prop_cache()
 
 
 # Tensors

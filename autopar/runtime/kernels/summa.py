@@ -25,6 +25,7 @@ import torch
 from autopar.runtime.communication import functional
 from autopar.runtime.communication.kernel_collectives import start_ring_shift
 from autopar.runtime.communication.mesh import Mesh
+from autopar.runtime.communication.stand_ins import runs_alone
 
 
 def summa_linear(
@@ -84,11 +85,12 @@ def _broadcasts(own: torch.Tensor, mesh: Mesh, axis: int, order: range) -> Itera
 
     def sent(step: int) -> torch.Tensor:
         source = order[step] % n
-        block = (
-            own.contiguous()
-            if source == me
-            else torch.empty_like(own, memory_format=torch.contiguous_format)
-        )
+        if source == me:
+            block = own.contiguous()
+        elif runs_alone():
+            block = own.clone(memory_format=torch.contiguous_format)
+        else:
+            block = torch.empty_like(own, memory_format=torch.contiguous_format)
         return functional.broadcast_(block, source, group) if n > 1 else block
 
     coming = sent(0)

@@ -5,6 +5,8 @@ In reading order:
 
 - ``step_recorder``: the times of a step's parts;
 - ``live_bytes``, ``peak_memory``: the bytes of tensors, and of a step;
+- ``rank_memory``: the bytes that stay between steps;
 - ``compare``: predicted beside measured;
-- ``comparison``: the result, as a table and as a file.
+- ``comparison``: the result, as a table and as a file;
+- ``rehearsal``: the same of one rank that runs alone.
 """

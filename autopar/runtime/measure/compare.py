@@ -114,22 +114,23 @@ def _step(plan: PlanData, devices: Sequence[RankTimes]) -> Iterator[Row]:
 
 def _stages(plan: PlanData, devices: Sequence[RankTimes]) -> Iterator[Row]:
     for i, stage in enumerate(plan.stages):
-        took, where, times = devices[i % plan.pipeline].stages[i], f"stage {i}", plan.microbatches
+        took = devices[i % plan.pipeline].stages[i]
+        yield from compute_rows(plan, i, took)
         converted = stage.seconds.get("conversions", 0.0)
-        yield Row(
-            where,
-            "forward",
-            stage.seconds["forward"] * times,
-            took["forward"] - took["forward conversions"],
-        )
-        yield Row(
-            where,
-            "backward",
-            (stage.seconds["backward"] - converted) * times,
-            took["backward"] - took["backward conversions"],
-        )
         if converted or _converted(took):
-            yield Row(where, "conversions", converted * times, _converted(took))
+            seconds = converted * plan.microbatches
+            yield Row(f"stage {i}", "conversions", seconds, _converted(took))
+
+
+def compute_rows(plan: PlanData, i: int, took: dict[str, float]) -> Iterator[Row]:
+    """The forward and the backward of stage ``i`` in a step, without conversions; ``took`` are its
+    measured seconds, as in :class:`RankTimes`.
+    """
+    seconds, times = plan.stages[i].seconds, plan.microbatches
+    without = {"forward": 0.0, "backward": seconds.get("conversions", 0.0)}
+    for kind, converted in without.items():
+        predicted = (seconds[kind] - converted) * times
+        yield Row(f"stage {i}", kind, predicted, took[kind] - took[f"{kind} conversions"])
 
 
 def _devices(plan: PlanData, devices: Sequence[RankTimes]) -> Iterator[Row]:

@@ -48,7 +48,7 @@ class LiveBytes(TorchDispatchMode):
                 and key not in there
                 and key not in self._storages
             ):
-                held = _storage(t)
+                held = storage_of(t)
                 assert held is not None
                 if (held.device.type == "meta") is self._meta:
                     # A weak reference keeps the address from being used again, so that no storage
@@ -71,11 +71,12 @@ class LiveBytes(TorchDispatchMode):
 
 def storage_key(value: Any) -> int | None:
     """A number for the memory of a tensor, or of a storage; None if ``value`` is neither."""
-    held = _storage(value)
+    held = storage_of(value)
     return None if held is None else held._cdata
 
 
-def _storage(value: Any) -> torch.UntypedStorage | None:
+def storage_of(value: Any) -> torch.UntypedStorage | None:
+    """The memory of a tensor on this rank, or a storage itself; None if ``value`` is neither."""
     if isinstance(value, DTensor):  # its only memory is its local tensor's
         value = value._local_tensor
     if isinstance(value, torch.UntypedStorage):  # an argument of set_

@@ -9,7 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from autopar.errors import RunError
+from autopar.runtime.communication.stand_ins import fill
 from autopar.runtime.dtensors.torch_private import local_tensor, write_count
+
+_STAND_IN_SCALE = 0.02  # of a usual initialisation, with which results stay finite
 
 
 def marked_as_missing(
@@ -34,6 +37,14 @@ class MissingValues:
     def __init__(self, tensors: Mapping[str, torch.Tensor], buffers: Iterable[str]) -> None:
         self._tensors = {name: (t, _write_counts(t)) for name, t in tensors.items()}
         self._buffers = set(buffers)
+
+    def fill(self) -> None:
+        """Writes stand-ins to all of them, on this rank's parts."""
+        with torch.no_grad():
+            for tensor, _ in self._tensors.values():
+                local = fill(local_tensor(tensor.detach()))
+                if local.is_floating_point() or local.is_complex():
+                    local.mul_(_STAND_IN_SCALE)
 
     def check(self) -> None:
         """Raises :class:`RunError` with the names of the tensors that nothing was written to."""

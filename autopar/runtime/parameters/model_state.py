@@ -96,6 +96,13 @@ class ModelState:
             run_on_all_ranks("the first step", self._missing_values.check)
             self._missing_values = None
 
+    def fill_missing(self) -> None:
+        """Gives the tensors without values small random numbers, or zeros where they hold no
+        floating-point numbers: stand-ins, on which a program takes the time that it takes.
+        """
+        if self._missing_values is not None:
+            self._missing_values.fill()
+
     def local_copies(self) -> dict[str, torch.Tensor]:
         """Copies of this rank's parts of all tensors that it holds."""
         parts = {name: w.parameter.detach() for name, w in self.weights.items()} | self.buffers

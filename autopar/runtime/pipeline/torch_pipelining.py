@@ -22,6 +22,7 @@ from torch.distributed.pipelining import PipelineStage
 from autopar.errors import RunError
 from autopar.runtime.communication.functional import as_message
 from autopar.runtime.communication.mesh import Mesh
+from autopar.runtime.communication.stand_ins import runs_alone, stand_in
 from autopar.runtime.pipeline.stage_backward import MicrobatchBackward, StageEntry
 from autopar.runtime.pipeline.torch_schedules import make_schedule
 
@@ -196,6 +197,8 @@ class _Stage(PipelineStage):
         self, operation: Callable[..., Any], tensors: Sequence[torch.Tensor], peer: int
     ) -> list[dist.P2POp]:
         messages = [dist.P2POp(operation, as_message(t), peer, self._group) for t in tensors]
+        if runs_alone():
+            stand_in(messages)
         self._messages += messages
         return messages
 
