@@ -80,8 +80,8 @@ class Plan(PlanData):
                 Of a sample on the meta device, integers are zeros.
             rank: of the plan's world.
             device: "cpu" or "cuda"; by default the model's, and for the meta device a GPU if there
-                is one.
-            steps: the number of steps to time; four others precede them.
+                is one. torch's peak statistics of a GPU are reset.
+            steps: the number of steps to time, ten at most; four others precede them.
             progress: whether to show a progress bar where a program is compiled.
 
         Raises:

@@ -6,6 +6,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +30,7 @@ from autopar.runtime.dtensors.torch_private import forget_meshes
 from autopar.runtime.measure.live_bytes import LiveBytes
 from autopar.runtime.measure.rank_memory import lasting_bytes, storages_on_host
 from autopar.runtime.measure.rehearsal import Rehearsal, rehearsed_rows
-from autopar.runtime.measure.step_recorder import WARM_UP, RankTimes
+from autopar.runtime.measure.step_recorder import FIRST, WARM_UP, RankTimes
 from autopar.runtime.module.compiled import Compiled
 
 _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -56,20 +57,19 @@ def rehearse(
     traced = TracedModel(model, sample_input, loss_fn, plan.precision)
     gpus = [found] if found.type == "cuda" else []
     try:
-        with torch.random.fork_rng(gpus), _alone(rank, plan.world_size), torch.enable_grad():
+        with (
+            torch.cuda.device(found) if gpus else nullcontext(),
+            torch.random.fork_rng(gpus),
+            torch.enable_grad(),
+            _alone(rank, plan.world_size),
+        ):
             times, lasting = _measured(plan, traced, found, steps, progress)
     except AutoparError:
         raise
     except torch.OutOfMemoryError as e:
         raise RunError(_no_memory(plan, rank, found)) from e
     except Exception as e:
-        raise RunError(
-            f"rehearse: the program of rank {rank} of {plan.world_size} fails without the other "
-            f"ranks, {type(e).__name__}: {e}. What it receives from them is random numbers, and "
-            "zeros in place of integers: a program whose control flow depends on received values "
-            "cannot be rehearsed. A sample on the meta device is replaced in the same way: give "
-            "one with values"
-        ) from e
+        raise RunError(_failed(plan, rank, e)) from e
     return Rehearsal(
         rank,
         plan.world_size,
@@ -87,14 +87,15 @@ def _checked(
 ) -> torch.device:
     """The device of the rehearsal. Raises an error for arguments that are wrong."""
     validated_plan(plan, Plan)
-    for name, value, least, end in (
-        ("rank", rank, 0, plan.world_size),
-        ("steps", steps, 1, float("inf")),
+    # The recorder records so many steps one after the other.
+    for name, value, least, most in (
+        ("rank", rank, 0, plan.world_size - 1),
+        ("steps", steps, 1, FIRST),
     ):
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < end:
-            most = "" if end == float("inf") else f" to {end - 1:g}"
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        if not is_whole or not least <= value <= most:
             raise RunError(
-                f"rehearse: {name}={value!r:.50}: give a whole number from {least}{most}"
+                f"rehearse: {name}={value!r:.50}: give a whole number from {least} to {most}"
             )
     if dist.is_initialized():
         raise RunError(
@@ -112,9 +113,12 @@ def _checked(
         found = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if found.type not in ("cpu", "cuda"):
         raise RunError(f'rehearse: device={str(found)!r}: give "cpu" or "cuda"')
-    if found.type == "cuda" and not torch.cuda.is_available():
+    if found.type == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
         raise RunError('rehearse: device="cuda", and torch finds no GPU here: give device="cpu"')
-    return found
+    number = torch.cuda.current_device() if found.index is None else found.index
+    return torch.device("cuda", number)
 
 
 @contextmanager
@@ -133,9 +137,7 @@ def _measured(
     plan: Plan, traced: TracedModel, device: torch.device, steps: int, progress: bool
 ) -> tuple[RankTimes, dict[str, int]]:
     """The times and the peak memory of the rank, and the bytes that stay between its steps."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        before = torch.cuda.memory_allocated(device)
+    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     # Counting slows operators down, so that other steps are timed.
     counts = device.type == "cpu" and plan.backend_on("cpu") == "eager"
     peak = None
@@ -149,6 +151,8 @@ def _measured(
                     live.start()
                 step.run().item()
             peak = None if live is None else live.peak
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     for _ in range(WARM_UP + steps):
         loss = step.run()
     recorder.begin(trains=True)  # the last step ends where the next one would begin
@@ -156,10 +160,8 @@ def _measured(
     mesh = step.program.mesh
     own = range(mesh.pipeline_rank, len(plan.stages), mesh.pipeline)
     times = recorder.times(mesh.pipeline_rank, own, peak)
-    if device.type == "cuda" and times.nbytes is not None:
-        times = RankTimes(
-            times.steps, times.rank, times.seconds, times.stages, times.nbytes - before
-        )
+    if times.nbytes is not None:  # on a GPU with what the process held before
+        times = replace(times, nbytes=times.nbytes - before)
     return times, lasting_bytes(step.program, step.optimizer, step.batch)
 
 
@@ -206,6 +208,15 @@ class _Step:
             self.optimizer.step()
             self.optimizer.zero_grad()
         return loss.detach()
+
+
+def _failed(plan: Plan, rank: int, e: Exception) -> str:
+    return (
+        f"rehearse: the program of rank {rank} of {plan.world_size} fails without the other ranks, "
+        f"{type(e).__name__}: {e}. What it receives from them is random numbers, and zeros in "
+        "place of integers: a program whose control flow depends on received values cannot be "
+        "rehearsed. A sample on the meta device is replaced in the same way: give one with values"
+    )
 
 
 def _no_memory(plan: Plan, rank: int, device: torch.device) -> str:

@@ -143,7 +143,7 @@ def test_a_rank_holds_its_part_of_a_local_batch(small: Plan) -> None:
     [
         (dict(rank=2), "rank=2: give a whole number from 0 to 1"),
         (dict(rank=-1), "rank=-1: give a whole number from 0 to 1"),
-        (dict(steps=0), "steps=0: give a whole number from 1"),
+        (dict(steps=0), "steps=0: give a whole number from 1 to 10"),
         (dict(device="tpu"), 'device=\'tpu\': give "cpu" or "cuda"'),
         (dict(device="meta"), 'device=\'meta\': give "cpu" or "cuda"'),
     ],
