@@ -76,6 +76,10 @@ class ConversionCosts:
         other.pipeline = links
         return other
 
+    def copy_seconds(self, nbytes: float) -> float:
+        """Seconds of a copy that reads and writes ``nbytes`` in total."""
+        return float(self._steps.copy_seconds(nbytes))
+
     def matrix(
         self,
         shape: Sequence[int],

@@ -101,7 +101,7 @@ class StepCosts:
             if count
         ]
         if copy:
-            seconds = copy * float(self._copy_seconds(nbytes))
+            seconds = copy * float(self.copy_seconds(nbytes))
             result.append(Term("copy", axis, copy * nbytes, seconds, phase))
         return result
 
@@ -124,7 +124,7 @@ class StepCosts:
         return np.stack(
             [
                 *(collective_seconds(kind, nbytes, self._axes[axis]) for kind in COLLECTIVES),
-                self._copy_seconds(nbytes),
+                self.copy_seconds(nbytes),
             ]
         )
 
@@ -143,6 +143,6 @@ class StepCosts:
             self._tables[key] = table
         return self._tables[key]
 
-    def _copy_seconds(self, nbytes: FloatArray | float) -> FloatArray:
+    def copy_seconds(self, nbytes: FloatArray | float) -> FloatArray:
         """Seconds of a kernel that reads and writes ``nbytes`` in total, without its launch."""
         return nbytes / self._compute.peak("copy", "float32", nbytes)

@@ -15,6 +15,7 @@ from megatron import configuration, gpt, searched
 
 from autopar.cost_model import Cluster
 from autopar.frontend.traced_model import TracedModel
+from autopar.search.result.chosen_program import chosen_program
 from autopar.search.result.cost_items import BACKWARD, FORWARD, RECOMPUTATION, STEP, cost_items
 
 A100 = Cluster.load("a100-sxm")
@@ -58,6 +59,18 @@ def test_items_add_up_to_the_seconds_of_a_plan(
         for end_of_step_estimate in found.end_of_step_estimate
     )
     assert phases[STEP].sum() == pytest.approx(synchronised)
+
+
+def test_gathers_in_buckets_add_up_too(traced: TracedModel) -> None:
+    """Also those that the backward makes again."""
+    asked = configuration(1, 1, 2, 2) | dict(recompute="full", zero=3)
+    with searched(traced, 16, A100, **asked) as found:
+        phases, cost_breakdown = added_up(found), found.solution.cost_breakdown
+        assert chosen_program(found).zero_buckets
+    assert phases[FORWARD] + phases[BACKWARD] + phases[RECOMPUTATION] == pytest.approx(
+        cost_breakdown.forward + cost_breakdown.backward, rel=1e-4
+    )
+    assert phases[RECOMPUTATION] == pytest.approx(cost_breakdown.recomputation, rel=1e-4)
 
 
 def test_kernels_that_communicate_add_up_too() -> None:

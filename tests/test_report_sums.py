@@ -141,7 +141,7 @@ def test_conversions_that_must_be_recomputed_free_the_bytes_of_their_results() -
 
 def held(analysis: Analysis, plan: Plan, recomputed: Sequence[str]) -> dict[int, float]:
     return SavedActivations(
-        CallTrace(analysis, plan.nodes, plan.conversions, plan.mesh_sizes, OperatorTracer("cpu"))
+        CallTrace(analysis, plan, plan.mesh_sizes, OperatorTracer("cpu"))
     ).nbytes(recomputed)
 
 

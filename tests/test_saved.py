@@ -54,9 +54,7 @@ def _analysed(name: str, **options: Any) -> tuple[nn.Module, dict[str, Any], Ana
 
 
 def held_by(analysis: Analysis, plan: Plan) -> SavedActivations:
-    return SavedActivations(
-        CallTrace(analysis, plan.nodes, plan.conversions, plan.mesh_sizes, OperatorTracer("cpu"))
-    )
+    return SavedActivations(CallTrace(analysis, plan, plan.mesh_sizes, OperatorTracer("cpu")))
 
 
 def predicted(analysis: Analysis, plan: Plan, stage: int = 0) -> float:

@@ -109,6 +109,7 @@ class PlanData:
         nodes: by the node's name in the graph.
         parameters: by the parameter's name in the model.
         conversions: by the name of a tensor's node and by the wanted layout, the steps to it.
+        zero_buckets: the conversions of parameters, as "name -> layout", that share a collective.
         seconds: the predicted step time by kind; the sum is :attr:`step_time`.
         gap: how far the step time may be from the best plan of all configurations compared, by
             their lower bounds; as a part of the step time.
@@ -151,6 +152,7 @@ class PlanData:
     schedule_order: str = ""
     recomputed: tuple[str, ...] = ()
     offloaded: tuple[str, ...] = ()
+    zero_buckets: tuple[tuple[str, ...], ...] = ()
     precision: str | None = None
     reduce_dtype: str | None = None
     rows: dict[str, list[list[Any]]] = field(default_factory=dict)
@@ -175,9 +177,7 @@ class PlanData:
         """What does not fit together, as sentences for the user."""
         yield from self._misfits_of_mesh()
         if not self.stages or len(self.stages) % self.pipeline:
-            yield (
-                f"{len(self.stages)} stages are no multiple of the pipeline's {self.pipeline} ranks"
-            )
+            yield f"{len(self.stages)} stages are no multiple of a pipeline's {self.pipeline} ranks"
         if (unknown := unknown_schedule(self.schedule)) is not None:
             yield unknown
         if self.backend not in BACKENDS:

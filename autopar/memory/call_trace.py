@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.fx as fx
 
-from autopar.ir.layout import Layout, S, format_layout, parse_type
+from autopar.ir.layout import Layout, S
 from autopar.ir.nodes import operands, slices_of
-from autopar.ir.plan_data import ConversionStep, NodePlan
 from autopar.kernel_trace.fake_mesh import FakeMesh
-from autopar.kernel_trace.operator_trace import OperatorTrace, OperatorTracer
+from autopar.kernel_trace.operator_trace import OperatorTracer
 from autopar.kernel_trace.tensor_spec import TensorSpec, contiguous_spec, with_grad
-from autopar.memory.folding import Folding
+from autopar.memory.conversion_trace import ConversionTrace, TracedTensor, complete
+from autopar.memory.folding import Folding, Program
 from autopar.memory.local_operator import LocalOperators
 from autopar.memory.staged_calls import StagedCalls, stage_of
 from autopar.memory.traced_call import GradientSlot, StageInput, TracedCall, TracedStorage
@@ -29,15 +29,6 @@ from autopar.runtime.communication.collectives import redistribute
 from autopar.runtime.kernels.graph_kernels import send
 
 _SLICE = torch.ops.aten.slice.Tensor
-
-
-class _Tensor(NamedTuple):
-    """A tensor in some layout, and the conversion that made it, if any."""
-
-    value: Any
-    storage: TracedStorage | None
-    slot: GradientSlot | None
-    conversion: TracedCall | None = None
 
 
 class CallTrace:
@@ -54,7 +45,7 @@ class CallTrace:
     Args:
         analysis: the analysis of the graph of one microbatch. In a graph that is cut into stages,
             ``meta["stage"]`` of a node gives its stage.
-        nodes, conversions: as in a plan.
+        program: the plan, or the fields of it that make the program.
         sizes: the mesh's axis sizes, inside one stage.
         tracer: traces calls for the device type where the program will run.
         reduction_dtype: the dtype in which ranks sum gradients of parameters; None for the dtype
@@ -65,24 +56,28 @@ class CallTrace:
     def __init__(
         self,
         analysis: Analysis,
-        nodes: Mapping[str, NodePlan],
-        conversions: Mapping[str, Mapping[str, tuple[ConversionStep, ...]]],
+        program: Program,
         sizes: Sequence[int],
         tracer: OperatorTracer,
         reduction_dtype: torch.dtype | None = None,
         folding: Folding | None = None,
     ) -> None:
-        self._analysis, self._nodes, self._conversions = analysis, nodes, conversions
+        self._analysis, self._nodes = analysis, program.nodes
         self._folding = folding or Folding.of_every_call(StagedCalls.of_single_nodes(analysis))
-        self._tracer, self._reduction_dtype = tracer, reduction_dtype
-        self._mesh = FakeMesh(tuple(sizes))
-        self._operators = LocalOperators(analysis, nodes, sizes, tracer)
+        self._tracer, self._mesh = tracer, FakeMesh(tuple(sizes))
+        self._operators = LocalOperators(analysis, program.nodes, sizes, tracer)
+        self._conversions = ConversionTrace(
+            analysis.graph,
+            program,
+            self._folding,
+            tracer,
+            self._mesh,
+            reduction_dtype,
+            self._source,
+        )
         self._values: dict[fx.Node, Any] = {}
         self._storages: dict[fx.Node, tuple[TracedStorage | None, ...]] = {}
         self._slots: dict[fx.Node, tuple[GradientSlot | None, ...]] = {}
-        self._converted: dict[tuple[fx.Node, tuple[ConversionStep, ...]], _Tensor] = {}
-        # conversions, by the place in the graph after which they run
-        self._chains: dict[float, list[TracedCall]] = {}
         self._call_of: dict[fx.Node, TracedCall] = {}
         self._place = {node: place for place, node in enumerate(analysis.graph.nodes)}
         self.calls: list[TracedCall] = []
@@ -90,8 +85,13 @@ class CallTrace:
         for node, place in self._place.items():
             if node.op == "call_function" and self._folding.is_traced(node):
                 self._visit(node, place)
-        self._insert_conversions()
+        self.calls += self._conversions.calls()
+        self.calls.sort(key=lambda call: call.order)
         self._join_slices()
+        self._note_outputs()
+
+    def _note_outputs(self) -> None:
+        analysis = self._analysis
         returned = analysis.outputs[: analysis.captured.out_spec.num_leaves]
         others = [n for n in returned if isinstance(n, fx.Node) and n is not analysis.loss]
         self.outputs = [self._storages.get(n, (None,))[0] for n in (analysis.loss, *others)]
@@ -151,7 +151,7 @@ class CallTrace:
         self._slots[node] = tuple(
             GradientSlot(call) if r.tensor.grad else None for r in trace.results
         )
-        _complete(call, trace, storages, made, self._slots[node])
+        complete(call, trace, storages, made, self._slots[node])
         self.calls.append(call)
 
     def _send(self, node: fx.Node, place: int) -> None:
@@ -168,7 +168,7 @@ class CallTrace:
             StageInput(stage_of(node) or 0, sent, arrived, source if value.grad else None, slot)
         )
 
-    def _operand(self, node: fx.Node, wanted: Layout, reader: fx.Node) -> _Tensor:
+    def _operand(self, node: fx.Node, wanted: Layout, reader: fx.Node) -> TracedTensor:
         """The result of ``node`` in the layout that ``reader`` wants."""
         node = self._folding.traced(node)
         if node.op == "placeholder" and node not in self._values:
@@ -177,12 +177,18 @@ class CallTrace:
         storages, slots = self._storages[node], self._slots[node]
         if wanted == layout or not isinstance(self._values[node], TensorSpec):
             is_single = len(storages) == 1
-            return _Tensor(
+            return TracedTensor(
                 self._values[node],
                 storages[0] if is_single else None,
                 slots[0] if is_single else None,
             )
-        return self._convert(node, wanted, reader)
+        return self._conversions.convert(node, wanted, reader)
+
+    def _source(self, node: fx.Node) -> TracedTensor:
+        """The result of ``node``, which is one tensor, as the node makes it."""
+        if node.op == "placeholder" and node not in self._values:
+            self._visit_input(node)
+        return TracedTensor(self._values[node], self._storages[node][0], self._slots[node][0])
 
     def _bytes_to_return(self, node: fx.Node) -> int:
         """The bytes of an output in an order that a DTensor has, and of its conversion; or 0."""
@@ -192,73 +198,6 @@ class CallTrace:
                 args = [value, self._mesh, axis, repr(t), repr(S(t.dim)), None]
                 found += self._tracer.trace(redistribute, args, {}).footprint.forward
         return found
-
-    # Conversions
-
-    def _convert(self, node: fx.Node, wanted: Layout, reader: fx.Node) -> _Tensor:
-        """The result of ``node`` after the plan's steps to another layout.
-
-        Conversions that start with the same steps share them.
-        """
-        layout = list(self._nodes[node.name].out)
-        tensor = _Tensor(self._values[node], self._storages[node][0], self._slots[node][0])
-        steps = self._conversions[node.name][format_layout(wanted)]
-        for i, (axis, _, dst) in enumerate(steps):
-            layout[axis] = parse_type(dst)
-            key = (node, tuple(steps[: i + 1]))
-            if key not in self._converted:
-                self._converted[key] = self._step(node, tuple(layout), tensor, steps[i], reader)
-            tensor = self._converted[key]
-        if tensor.conversion is not None:
-            tensor.conversion.is_read = True
-        return tensor
-
-    def _step(
-        self, node: fx.Node, layout: Layout, tensor: _Tensor, step: ConversionStep, reader: fx.Node
-    ) -> _Tensor:
-        """One step of a conversion to ``layout``."""
-        call = self._place_conversion(node, layout, tensor.conversion, reader)
-        value = tensor.value
-        sums = node.op == "placeholder" and step[2] == "R" and value.dtype.is_floating_point
-        args = [value, self._mesh, *step, self._reduction_dtype if sums else None]
-        trace = self._tracer.trace(redistribute, args, {})
-        (result,) = trace.results
-        storage = tensor.storage if result.alias is not None else TracedStorage(result.nbytes, call)
-        slot = GradientSlot(call) if result.tensor.grad else None
-        call.operand_slots = [tensor.slot]
-        _complete(call, trace, [tensor.storage], [storage], [slot])
-        return _Tensor(trace.value, storage, slot, call)
-
-    def _place_conversion(
-        self, node: fx.Node, layout: Layout, before: TracedCall | None, reader: fx.Node
-    ) -> TracedCall:
-        """A new conversion call, inserted into the program's order.
-
-        It runs right after the tensor that it converts, before earlier conversions of the tensor. A
-        conversion of an input runs before the first reader, after earlier conversions.
-        """
-        is_input = node.op == "placeholder"
-        if before is not None:
-            place = before.order[0]
-        else:
-            place = self._place[reader] - 0.5 if is_input else self._place[node]
-        chain = self._chains.setdefault(place, [])
-        block = self._folding.block(reader if is_input else node)
-        name = f"{node.name} -> {format_layout(layout)}"
-        call = TracedCall(name, (place, 0), stage_of(node), block, is_read=False)
-        if before is not None:
-            chain.insert(chain.index(before) + 1, call)
-            before.later.append(call)
-        else:
-            chain.insert(len(chain) if is_input else 0, call)
-        return call
-
-    def _insert_conversions(self) -> None:
-        for chain in self._chains.values():
-            for number, call in enumerate(chain, 1):
-                call.order = call.order[0], number
-                self.calls.append(call)
-        self.calls.sort(key=lambda call: call.order)
 
     def _join_slices(self) -> None:
         """Notes the slices that lowering joins into one split (``passes.join_slices``).
@@ -280,20 +219,3 @@ class CallTrace:
 
     def _allocated_bytes(self, value: TensorSpec) -> int:
         return self._tracer.allocated_bytes(math.prod(value.shape) * value.dtype.itemsize)
-
-
-def _complete(
-    call: TracedCall,
-    trace: OperatorTrace,
-    storages: Sequence[TracedStorage | None],
-    made: Sequence[TracedStorage | None],
-    slots: Sequence[GradientSlot | None],
-) -> None:
-    """Fills in the rest of ``call``, from its trace and the storages of operands and results."""
-    call.reads = [s for s in storages if s is not None]
-    call.made = [s for s in made if s is not None and s.call is call]
-    saved = {storages[k] for k in trace.operands}
-    saved |= {s for s, r in zip(made, trace.results, strict=True) if r.saved}
-    call.saved = [s for s in saved if s is not None]
-    call.internal, call.footprint = sum(trace.internal), trace.footprint
-    call.result_slots = [slot if slot is not None else GradientSlot(call) for slot in slots]

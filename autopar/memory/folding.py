@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch.fx as fx
 
 from autopar.ir.plan_data import ConversionStep, NodePlan, ParameterPlan
-from autopar.memory.staged_calls import Operand, StagedCalls
+from autopar.memory.staged_calls import Operand, StagedCalls, StageSequence
 
 TRACED_BLOCKS = 4  # of a run: the first three, and the last
 LIKE_OTHERS = 2  # the number of the block that stands for those left out
@@ -33,6 +33,8 @@ class Program(Protocol):
     def recomputed(self) -> Collection[str]: ...
     @property
     def offloaded(self) -> Collection[str]: ...
+    @property
+    def zero_buckets(self) -> Collection[Sequence[str]]: ...
 
 
 class Run(NamedTuple):
@@ -122,6 +124,8 @@ class Folding:
     def __init__(self, calls: StagedCalls, program: Program) -> None:
         self.calls = calls
         decisions = _Decisions(calls, program)
+        bucket_of = {name: i for i, bucket in enumerate(program.zero_buckets) for name in bucket}
+        self._in_buckets = [_places_in_buckets(s, bucket_of) for s in calls.stages]
         codes = [decisions.of_stage(stage) for stage in range(len(calls.stages))]
         self.folds = [StageFold(self._runs(*each)) for each in enumerate(codes)]
         first: dict[Hashable, int] = {}
@@ -146,13 +150,22 @@ class Folding:
             gap, end = gaps[place], place
             while gap and gaps[end] == gap and codes[end] == codes[end + gap]:
                 end += 1
-            run = Run(place, gap, (end - place) // gap + 1 if gap else 0)
+            start = self._between_buckets(stage, place, gap)
+            run = Run(start, gap, (end - start) // gap + 1 if gap else 0)
             inner = readers[run.start + gap : run.end - gap]
             if run.blocks > TRACED_BLOCKS and max(inner) < run.end:
                 found.append(run)
                 end = run.end
             place = max(end, place + 1)
         return found
+
+    def _between_buckets(self, stage: int, place: int, gap: int) -> int:
+        """The first place from ``place`` on where a block of ``gap`` calls begins that reads no
+        ZeRO bucket in part; ``place`` where there is none.
+        """
+        inside = self._in_buckets[stage]
+        places = range(place, place + gap)
+        return next((p for p in places if p not in inside and p + gap not in inside), place)
 
     def _key(self, stage: int, codes: list[int], decisions: _Decisions) -> Hashable:
         """Equal for stages that are equal but for the number of blocks in their runs."""
@@ -197,6 +210,18 @@ class Folding:
         return self.folds[at[0]].block(at[1]) if at is not None else None
 
 
+def _places_in_buckets(sequence: StageSequence, bucket_of: Mapping[str, int]) -> set[int]:
+    """The places of calls of a stage between the first and the last that read one ZeRO bucket,
+    without the first.
+    """
+    readers: dict[int, list[int]] = {}
+    for place, operands in enumerate(sequence.operands):
+        for operand in operands:
+            if (bucket := bucket_of.get(operand.node.name)) is not None:
+                readers.setdefault(bucket, []).append(place)
+    return {p for places in readers.values() for p in range(places[0] + 1, places[-1] + 1)}
+
+
 class _Decisions:
     """Numbers what a plan decides for each node: equal numbers for equal nodes with equal
     decisions.
@@ -211,6 +236,12 @@ class _Decisions:
             node, _, layout = name.partition(" -> ")
             self._recomputed[node] = (*self._recomputed.get(node, ()), layout)
         self._offloaded = frozenset(program.offloaded)
+        # of a parameter in a bucket, its number and the number of parameters
+        self._place_in_bucket = {
+            name: (i, len(bucket))
+            for bucket in program.zero_buckets
+            for i, name in enumerate(bucket)
+        }
         self._numbers: dict[Hashable, int] = {}
         self._plans: dict[int, int] = {}  # by the identity of the NodePlan, which saves hashing it
         self._placeholders: dict[fx.Node, int] = {}
@@ -230,7 +261,8 @@ class _Decisions:
         converted = self._conversions.get(name)
         steps = tuple(converted.items()) if converted else ()
         again = self._recomputed.get(name, ())
-        return self._number((kind, self._plan(name), steps, again, name in self._offloaded))
+        bucket, offloaded = self._place_in_bucket.get(name), name in self._offloaded
+        return self._number((kind, self._plan(name), steps, again, bucket, offloaded))
 
     def _of_inputs(self, operands: Sequence[Operand]) -> list[int]:
         inputs = [o.node for o in operands if o.node.op == "placeholder"]

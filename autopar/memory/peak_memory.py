@@ -95,8 +95,7 @@ class PeakMemory:
         program, settings = self._program, self._settings
         trace = CallTrace(
             self._analysis,
-            program.nodes,
-            program.conversions,
+            program,
             self._sizes,
             self._tracer,
             settings.reduction_dtype,

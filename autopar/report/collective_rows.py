@@ -13,14 +13,18 @@ import torch.fx as fx
 from autopar.cost_model.conversion import STEP_SECONDS
 from autopar.cost_model.conversion_steps import Term
 from autopar.ir.layout import Layout
+from autopar.ir.zero_buckets import gathered_together
 from autopar.report.block_rows import BlockRows
 from autopar.report.module_paths import ModulePaths
+from autopar.search.result.chosen_program import chosen_program
 from autopar.search.result.end_of_step import end_of_step, has_no_bucket
 from autopar.search.result.priced_plan import SYNC, PricedPlan
 from autopar.search.space.recompute_policy import RECOMPUTED
 from autopar.search.space.strategies import ParameterStrategy
 
 Row = list[Any]
+
+_IN_GRAPH, _IN_BUCKETS = ("conversions", "recomputation"), ("all_gather", "reduce_scatter")
 
 
 @dataclass
@@ -44,6 +48,8 @@ class _Sum:
 def collective_rows(found: PricedPlan, names: ModulePaths, blocks: BlockRows) -> list[Row]:
     """``rows["collectives"]`` of a plan: the collectives of one rank, in a pipeline the busiest."""
     sums: dict[tuple, _Sum] = defaultdict(_Sum)
+    together = gathered_together(chosen_program(found))
+    joined = {name for names in together for name in names[1:]}  # in the collective of another
     for part, nodes, term, times in _terms(found):
         for node in nodes:
             if term.kind == "copy":
@@ -57,7 +63,8 @@ def collective_rows(found: PricedPlan, names: ModulePaths, blocks: BlockRows) ->
                 if instance is not None:
                     row.numbers.add(instance[1])
                     row.modules[module] = None
-            row.times += times if term.nbytes else 0
+            is_joined = part in _IN_GRAPH and term.kind in _IN_BUCKETS and node.name in joined
+            row.times += times if term.nbytes and not is_joined else 0
             row.nbytes += times * term.nbytes
             row.seconds += times * term.seconds
     rows: list[Row] = []
@@ -104,11 +111,10 @@ def _conversions(found: PricedPlan) -> _Terms:
             terms = _path_terms(found, node, source, wanted)
             for term in terms:
                 yield "conversions", nodes[g], term, found.microbatches
-            if (
-                needed
-                and (g, wanted) in solution.recomputed
-                and tensor.moves[tensor.sources[source], tensor.targets[wanted]]
-            ):
+            is_again = (needed and (g, wanted) in solution.recomputed) or (
+                (g, wanted) in found.gathered_again
+            )
+            if is_again and tensor.moves[tensor.sources[source], tensor.targets[wanted]]:
                 for term in terms:
                     if term.phase == "forward":
                         yield "recomputation", nodes[g], term, found.microbatches
@@ -154,6 +160,6 @@ def _path_terms(found: PricedPlan, node: fx.Node, source: Layout, target: Layout
         return []
     steps = len(found.costs.of(node).conversions.path(node, source, target))
     return [
-        *found.costs.of(node).conversions.terms(node, source, target),
+        *found.costs.of(node).conversions.terms_in_graph(node, source, target),
         Term("copy", -1, 0.0, steps * STEP_SECONDS, "forward"),
     ]

@@ -176,7 +176,8 @@ class _Recomputation:
         return self._found.problem.vertices[v], self._found.solution.chosen[v]
 
     def _conversions(self) -> Iterator[tuple[fx.Node, Layout, bool, float, float]]:
-        """The conversions whose results the backward needs and that allocate memory.
+        """The conversions that allocate memory and whose results the backward needs, or makes
+        because they are in a ZeRO bucket with such.
 
         Yields the node, the layout after the conversion, whether it is recomputed, the seconds to
         recompute it, and the bytes of its result.
@@ -187,11 +188,12 @@ class _Recomputation:
             s = tensor.sources[problem.made(tensor, solution.chosen)[0]]
             for target, needed in problem.wanted(tensor, solution.chosen).items():
                 t = tensor.targets[target]
-                if needed and tensor.moves[s, t]:
+                joined = (g, target) in self._found.gathered_again
+                if (needed or joined) and tensor.moves[s, t]:
                     yield (
                         node,
                         target,
-                        (g, target) in solution.recomputed,
+                        joined or (g, target) in solution.recomputed,
                         float(tensor.recompute_seconds[s, t]),
                         # Not the problem's: those are infinite where it may not be saved.
                         float(self._costs.local_bytes(node, [target])[0]),

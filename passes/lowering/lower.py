@@ -17,6 +17,7 @@ from autopar.ir.layout import Layout, R, Type
 from autopar.ir.nodes import new_node, set_device
 from autopar.ir.plan_data import ParameterPlan, PlanData
 from autopar.passes.lowering.admit_gradients import admit_gradients
+from autopar.passes.lowering.bucket_gathers import bucket_gathers
 from autopar.passes.lowering.choose_kernels import choose_kernels
 from autopar.passes.lowering.evaluation_mode import (
     EvaluationMode,
@@ -185,6 +186,9 @@ def _lower_graph(
     evaluate = evaluation_graph(graph, old_values)
     # Marks come after the passes above, which know operators by their targets.
     mark_recomputed(graph, plan.recomputed, plan.offloaded, rules, changing)
+    # Buckets come after the marks: what a plan recomputes has the names of single conversions.
+    for each in (evaluate, graph):
+        bucket_gathers(each, plan.zero_buckets)
     # Only a backward gains by it, and each slice had to have its own name, layout and mark.
     join_slices(graph)
     outputs = graph.output_node().args[0][: len(tensors)]  # type: ignore[index]

@@ -4,6 +4,7 @@ offloaded calls, whose results the host saves.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from autopar.ir.layout import format_layout
 from autopar.ir.nodes import operands
 from autopar.rules import Rule
 from autopar.runtime.communication.collectives import redistribute
+from autopar.runtime.communication.zero_buckets import gather_bucket
 from autopar.runtime.pipeline.recompute import (
     OffloadedOperator,
     RecomputeContext,
@@ -65,12 +67,12 @@ def mark_recomputed(
     context = RecomputeContext()
     for node in marked:
         # detach makes a view, so that recomputing it saves nothing; its readers know its target.
-        operator: Any = node.target
-        if operator is not aten.detach.default:
-            node.target = RecomputedOperator(operator, _changing(node, rules, changing), context)
+        target: Any = node.target
+        if target is not aten.detach.default:
+            node.target = RecomputedOperator(target, _changing(node, rules, changing), context)
     for node, name in names.items():
         if name in on_host and node.target is not redistribute:
-            target: Any = node.target
+            target = node.target
             node.target = OffloadedOperator(target, context)
 
 
@@ -85,10 +87,21 @@ def recomputable(graph: fx.Graph) -> dict[fx.Node, str]:
 
 def _name(node: fx.Node) -> str:
     origin = node
-    while operator_of(origin.target) is redistribute:
-        origin = origin.all_input_nodes[0]
+    while (tensor := _converted(origin)) is not None:
+        origin = tensor
     name = origin.meta.get("plan_name", origin.name)
     return name if origin is node else f"{name} -> {format_layout(node.meta['layout'])}"
+
+
+def _converted(node: fx.Node) -> fx.Node | None:
+    """The tensor that a conversion converts, alone or in a ZeRO bucket; None for another node."""
+    if operator_of(node.target) is redistribute:
+        return node.all_input_nodes[0]
+    source = node.args[0] if node.target is operator.getitem else None
+    if isinstance(source, fx.Node) and operator_of(source.target) is gather_bucket:
+        converted: fx.Node = source.all_input_nodes[node.args[1]]  # type: ignore[index]
+        return converted
+    return None
 
 
 def _changing(

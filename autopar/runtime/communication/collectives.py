@@ -146,24 +146,24 @@ def _pad(x: torch.Tensor, group: str, n: int, place: int, src: int, dst: int) ->
 def _all_gather(
     x: torch.Tensor, group: str, n: int, place: int, src: int, dst: int
 ) -> torch.Tensor:
-    return _join(_wait(functional.all_gather_into_tensor(x.contiguous(), n, group)), n, src)
+    return join_dim(_wait(functional.all_gather_into_tensor(x.contiguous(), n, group)), n, src)
 
 
 def _reduce_scatter(
     x: torch.Tensor, group: str, n: int, place: int, src: int, dst: int
 ) -> torch.Tensor:
-    return _wait(functional.reduce_scatter_tensor(_cut(x, n, dst), "sum", n, group))
+    return _wait(functional.reduce_scatter_tensor(cut_dim(x, n, dst), "sum", n, group))
 
 
 def _all_to_all(
     x: torch.Tensor, group: str, n: int, place: int, src: int, dst: int
 ) -> torch.Tensor:
-    cut = _cut(x, n, dst)
+    cut = cut_dim(x, n, dst)
     sizes = [cut.shape[0] // n] * n
-    return _join(_wait(functional.all_to_all_single(cut, sizes, sizes, group)), n, src)
+    return join_dim(_wait(functional.all_to_all_single(cut, sizes, sizes, group)), n, src)
 
 
-def _cut(x: torch.Tensor, n: int, dim: int) -> torch.Tensor:
+def cut_dim(x: torch.Tensor, n: int, dim: int) -> torch.Tensor:
     """The ``n`` chunks of ``dim``, one for each rank of the group, one after the other along dim
     0.
     """
@@ -174,8 +174,8 @@ def _cut(x: torch.Tensor, n: int, dim: int) -> torch.Tensor:
     )
 
 
-def _join(x: torch.Tensor, n: int, dim: int) -> torch.Tensor:
-    """The inverse of :func:`_cut`: joins chunks that lie along dim 0 along ``dim``."""
+def join_dim(x: torch.Tensor, n: int, dim: int) -> torch.Tensor:
+    """The inverse of :func:`cut_dim`: joins chunks that lie along dim 0 along ``dim``."""
     return (
         x.unflatten(0, (n, x.shape[0] // n)).movedim(0, dim).flatten(dim, dim + 1).contiguous()
         if dim

@@ -8,6 +8,8 @@ of the same bytes, and a complex number is summed as its two parts. Sums of othe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from autopar.errors import RunError
@@ -74,6 +76,24 @@ def all_reduce_(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
 def all_gather_into_tensor(x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
     """``x`` of all ranks, one after the other along dim 0."""
     return _from_message(_ops.all_gather_into_tensor(as_message(x), ranks, group), x.dtype)
+
+
+def all_gather_into_tensor_coalesced(
+    parts: Sequence[torch.Tensor], ranks: int, group: str
+) -> list[torch.Tensor]:
+    """:func:`all_gather_into_tensor` of each of ``parts``, in one collective."""
+    messages = [as_message(x) for x in parts]
+    started = _ops.all_gather_into_tensor_coalesced(messages, ranks, group)
+    return [_from_message(y, x.dtype) for y, x in zip(started, parts, strict=True)]
+
+
+def reduce_scatter_tensor_coalesced(
+    parts: Sequence[torch.Tensor], op: str, ranks: int, group: str
+) -> list[torch.Tensor]:
+    """:func:`reduce_scatter_tensor` of each of ``parts``, in one collective."""
+    messages = [_as_summands(x, op) for x in parts]
+    started = _ops.reduce_scatter_tensor_coalesced(messages, op, ranks, group)
+    return [_from_message(y, x.dtype) for y, x in zip(started, parts, strict=True)]
 
 
 def reduce_scatter_tensor(x: torch.Tensor, op: str, ranks: int, group: str) -> torch.Tensor:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.ir.nodes import result_tensors
+
 Compiled = Callable[..., Sequence[torch.Tensor]]
 
 
@@ -66,7 +68,7 @@ def collectives(graph: fx.Graph) -> list[str]:
     on all ranks of a mesh. Sizes need not be: a rank at the end of an axis may send less.
     """
     return [
-        f"{node.target} {node.meta['val'].dtype}"
+        " ".join([str(node.target), *(str(t.dtype) for t in result_tensors(node))])
         for node in graph.nodes
         if getattr(node.target, "namespace", "") == "_c10d_functional"
         if node.target is not torch.ops._c10d_functional.wait_tensor.default

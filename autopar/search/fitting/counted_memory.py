@@ -9,9 +9,31 @@ from dataclasses import replace
 from autopar.kernel_trace.operator_trace import OperatorTracer
 from autopar.memory.peak_memory import PeakMemory
 from autopar.memory.step_settings import StepSettings
+from autopar.search.inner.candidate import Candidate
+from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.plan_check.data_degree import data_degree
+from autopar.search.result.assemble import assemble
 from autopar.search.result.chosen_program import chosen_program
 from autopar.search.result.priced_plan import PricedPlan
+
+
+def counted(search: InnerSearch, candidate: Candidate) -> PricedPlan:
+    """The candidate as a plan with counted memory: without ZeRO buckets where it has them and only
+    so needs no more than the budget, or less beyond it.
+    """
+    plan = count_memory(assemble(search, candidate), search.tracer)
+    over = max(bytes_over(search, plan))
+    if over > 0 and chosen_program(plan).zero_buckets:
+        alone = count_memory(assemble(search, candidate, has_buckets=False), search.tracer)
+        if max(bytes_over(search, alone)) < over:
+            return alone
+    return plan
+
+
+def bytes_over(search: InnerSearch, priced: PricedPlan) -> list[float]:
+    """Bytes that each pipeline rank's device is above its budget."""
+    budgets = search.budgets(priced.configuration)
+    return [n - budget for n, budget in zip(priced.device_bytes(), budgets, strict=True)]
 
 
 def count_memory(priced: PricedPlan, tracer: OperatorTracer) -> PricedPlan:

@@ -28,6 +28,7 @@ from autopar.search.pipeline.units import rank_without_parameter
 from autopar.search.pricing.costs import Costs
 from autopar.search.pricing.resize import resized
 from autopar.search.pricing.step_prices import StepPrices
+from autopar.search.result.bucket_prices import at_own_buckets
 from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.result.staged_graph import (
     costs_at_pace,
@@ -236,22 +237,27 @@ class _CutProblem:
         self._configuration, self._analysis, self._costs = configuration, analysis, costs
         self._step_prices = step_prices
         self._stage_of = stages_of(analysis, stages)
+        self._search, self._stages = search, stages
+        self.problem = self._problem(costs.at(step_prices))
+
+    def _problem(self, costs: Costs) -> Problem:
+        analysis, search = self._analysis, self._search
         own = {n: n for n in analysis.graph.nodes}
-        self.problem = build_problem(
+        return build_problem(
             analysis.graph,
             own,
-            NodeChoices(analysis, own, search.options).on_mesh(configuration.axes),
+            NodeChoices(analysis, own, search.options).on_mesh(self._configuration.axes),
             analysis.rules,
-            costs.at(step_prices),
+            costs,
             search.recompute,
             self._stage_of.__getitem__,
-            stages,
+            self._stages,
             search.options.solver,
         )
 
     def priced_plan(self, solution: Solution, gap: float) -> PricedPlan:
         """The plan of a solution."""
-        return PricedPlan(
+        priced = PricedPlan(
             self._analysis,
             self._configuration,
             self.problem,
@@ -261,6 +267,7 @@ class _CutProblem:
             self._stage_of,
             step_prices=self._step_prices,
         )
+        return at_own_buckets(priced, self._problem)
 
 
 def _flow_columns(problem: Problem) -> float:

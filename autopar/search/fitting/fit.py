@@ -11,16 +11,14 @@ from dataclasses import replace
 from itertools import pairwise
 
 from autopar.errors import BudgetError
-from autopar.search.fitting.counted_memory import count_memory
+from autopar.search.fitting.counted_memory import bytes_over, count_memory, counted
 from autopar.search.fitting.exact_search import EXACT_OPERATIONS, solve_exactly
 from autopar.search.fitting.reserves import Reserves
 from autopar.search.inner.candidate import Candidate
-from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.inner.inner_searches import ESTIMATE_MARGIN, InnerSearches
 from autopar.search.inner.no_plan_errors import over_budget_error
 from autopar.search.inner.step_bounds import Level, equal_stages_bytes, step_bound
 from autopar.search.pricing.resize import resized
-from autopar.search.result.assemble import assemble
 from autopar.search.result.priced_plan import PricedPlan
 
 REFITS = 6
@@ -111,12 +109,6 @@ def _fastest_plan(searches: InnerSearches, candidate: Candidate) -> PricedPlan |
     return priced if max(bytes_over(search, priced)) <= 0 else None
 
 
-def bytes_over(search: InnerSearch, priced: PricedPlan) -> list[float]:
-    """Bytes that each pipeline rank's device is above its budget."""
-    budgets = search.budgets(priced.configuration)
-    return [n - budget for n, budget in zip(priced.device_bytes(), budgets, strict=True)]
-
-
 def count_plan(searches: InnerSearches, candidate: Candidate) -> PricedPlan:
     """The candidate as a priced plan with counted memory."""
     search, samples = searches.of_configuration(candidate.configuration)
@@ -124,9 +116,10 @@ def count_plan(searches: InnerSearches, candidate: Candidate) -> PricedPlan:
 
     def count() -> PricedPlan:
         with resized(search.analysis, samples, search.analysis.rules):
-            return count_memory(assemble(search, candidate), search.tracer)
+            return counted(search, candidate)
 
-    key = search.option_key, search.units.starts, samples, candidate.decisions
+    budgets = tuple(search.budgets(candidate.configuration))
+    key = search.option_key, search.units.starts, samples, candidate.decisions, budgets
     priced: PricedPlan = search.cache.counted.of(key, count)
     search.add_time("fit", start)
     return priced

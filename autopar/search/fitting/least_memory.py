@@ -111,7 +111,9 @@ def least_memory_plan(
                 prices.seconds(solution),
                 prices.gap(solution, search.budget(configuration)),
             )
-            counted[key] = count_memory(assemble(search, candidate), search.tracer)
+            counted[key] = count_memory(
+                assemble(search, candidate, has_buckets=False), search.tracer
+            )
         return counted[key]
 
     def nbytes(plan: PricedPlan) -> float:

@@ -6,6 +6,7 @@ that a reader wants in another layout is converted, in steps that exist. A plan 
 the loss and the gradients of one device.
 
 In reading order: ``check_plan`` (all checks, in order), ``plan_view`` (the plan beside its graph),
-``check_nodes``, ``check_parameters`` and ``check_conversions`` (the checks of each),
+``check_nodes``, ``check_parameters``, ``check_conversions`` and ``check_buckets`` (the checks of
+each),
 ``data_degree`` (into how many parts a plan splits the batch).
 """

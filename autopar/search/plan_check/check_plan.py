@@ -13,6 +13,7 @@ from autopar.ir.nodes import operands
 from autopar.ir.plan_data import PlanData
 from autopar.rules.analysis import Analysis
 from autopar.runtime.kernels.graph_kernels import send
+from autopar.search.plan_check.check_buckets import bucket_errors
 from autopar.search.plan_check.check_conversions import (
     conversion_errors,
     is_on_the_way,
@@ -94,6 +95,7 @@ def _errors(view: PlanView) -> Iterator[str]:
     yield from _write_errors(view)
     yield from _recomputation_errors(view)
     yield from _offload_errors(view)
+    yield from bucket_errors(view)
     degree = data_degree(analysis, plan.nodes, view.sizes)
     if plan.data_degree != degree:
         yield (

@@ -1,17 +1,27 @@
-"""The path, the seconds and the collectives of converting a node's tensor between layouts."""
+"""The path, the seconds and the collectives of converting a node's tensor between layouts.
+
+Parameters that are gathered in a ZeRO bucket share one collective. Each pays its part of the
+bucket's seconds, by its bytes. As long as a plan has no buckets, the bucket is taken to be as large
+as it may be, so that no plan takes less than the sum of these parts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 import torch.fx as fx
 
-from autopar.cost_model import AxisLinks, ConversionCosts, Term
+from autopar.cost_model import AxisLinks, ConversionCosts, Term, collective_seconds
 from autopar.cost_model.conversion import Step
 from autopar.ir.layout import Layout
+from autopar.ir.zero_buckets import bucket_steps, is_small
 from autopar.rules.analysis import Analysis
+from autopar.search.pricing.node_sizes import chunk_count
+from autopar.search.space.gather_groups import group_elements
 
 
 class NodeConversionCosts:
@@ -27,7 +37,18 @@ class NodeConversionCosts:
     ) -> None:
         self._analysis, self._conversions = analysis, conversions
         self._reduction_dtype = reduction_dtype
+        # of each parameter in a bucket, the elements of the bucket that a rank gathers
+        self._bucket_elements: Mapping[fx.Node, float] = analysis.cached(group_elements)
         self._known: dict[tuple, np.ndarray] = {}
+        self._saved: dict[tuple, tuple[float, float]] = {}
+
+    def in_buckets(self, elements: Mapping[fx.Node, float]) -> NodeConversionCosts:
+        """The costs where these parameters are in buckets of so many elements on a rank, and no
+        others are in buckets.
+        """
+        other = copy.copy(self)
+        other._bucket_elements, other._known, other._saved = elements, {}, {}
+        return other
 
     @property
     def axes(self) -> list[AxisLinks]:
@@ -61,13 +82,17 @@ class NodeConversionCosts:
             value.dtype.itemsize,
             backward and node in self._analysis.differentiable,
         )
-        key = *tensor, self._summed_itemsize(node), tuple(sources), tuple(targets)
+        bucket = self._bucket_elements.get(node)
+        key = *tensor, self._summed_itemsize(node), bucket, tuple(sources), tuple(targets)
         if key not in self._known:
             layouts = list(dict.fromkeys([*sources, *targets]))
             place = {layout: i for i, layout in enumerate(layouts)}
             matrix = self._conversions.matrix(*tensor, layouts, self._summed_itemsize(node))
             rows, columns = [place[s] for s in sources], [place[t] for t in targets]
-            self._known[key] = matrix[np.ix_(rows, columns)]
+            found = matrix[np.ix_(rows, columns)]
+            if bucket is not None:
+                found = found - self._saved_by_bucket(node, sources, targets, backward)
+            self._known[key] = found
         return self._known[key]
 
     def path(self, node: fx.Node, source: Layout, target: Layout) -> tuple[Step, ...]:
@@ -87,6 +112,71 @@ class NodeConversionCosts:
         return self._conversions.terms(
             shape, itemsize, differentiable, source, target, self._summed_itemsize(node)
         )
+
+    def terms_in_graph(self, node: fx.Node, source: Layout, target: Layout) -> list[Term]:
+        """:meth:`terms` of a conversion in the graph, with the parameter's part of its bucket."""
+        found = self.terms(node, source, target)
+        if not self._is_in_bucket(node, source, target):
+            return found
+        own = node.meta["val"].numel() / chunk_count(target, self._conversions.sizes)
+        ratio = max(1.0, self._bucket_elements[node] / own)
+        return [part for term in found for part in self._parts(term, ratio)]
+
+    def _parts(self, term: Term, ratio: float) -> list[Term]:
+        """What becomes of a term in a bucket that has ``ratio`` times as many bytes."""
+        if term.kind not in ("all_gather", "reduce_scatter"):
+            return [term]
+        axis = self.axes[term.axis]
+        seconds = float(collective_seconds(term.kind, term.nbytes * ratio, axis)) / ratio
+        parts = [replace(term, seconds=seconds)]
+        if term.kind == "reduce_scatter" and is_small(term.nbytes):  # copied to others, and back
+            copied = 2 * term.nbytes * (1 + 1 / axis.size)
+            taken = float(self._conversions.copy_seconds(copied))
+            parts.append(Term("copy", term.axis, copied, taken, term.phase))
+        return parts
+
+    def _saved_by_bucket(
+        self, node: fx.Node, sources: Sequence[Layout], targets: Sequence[Layout], backward: bool
+    ) -> np.ndarray:
+        """Seconds that a parameter saves because it is gathered in a bucket, [source, target]."""
+        saved = np.zeros((len(sources), len(targets)))
+        own = *self._tensor(node), self._summed_itemsize(node), self._bucket_elements.get(node)
+        for i, source in enumerate(sources):
+            if not any(t.is_shard for t in source):
+                continue
+            for j, target in enumerate(targets):
+                key = *own, source, target
+                if key not in self._saved:
+                    self._saved[key] = self._saved_seconds(node, source, target)
+                forward, whole = self._saved[key]
+                saved[i, j] = whole if backward else forward
+        return saved
+
+    def _saved_seconds(self, node: fx.Node, source: Layout, target: Layout) -> tuple[float, float]:
+        """Seconds that one conversion saves in a bucket, in its forward and in all."""
+        if not self._is_in_bucket(node, source, target):
+            return 0.0, 0.0
+
+        def seconds(terms: list[Term]) -> np.ndarray:
+            forward = sum(term.seconds for term in terms if term.phase == "forward")
+            return np.array([forward, sum(term.seconds for term in terms)])
+
+        alone, together = (
+            self.terms(node, source, target),
+            self.terms_in_graph(node, source, target),
+        )
+        forward, whole = (seconds(alone) - seconds(together)).tolist()
+        return forward, whole
+
+    def _is_in_bucket(self, node: fx.Node, source: Layout, target: Layout) -> bool:
+        """Whether a bucket takes the conversion of a parameter."""
+        pairs = [(s, t) for s, t in zip(source, target, strict=True) if s != t]
+        if node not in self._bucket_elements or not any(s.is_shard for s, _ in pairs):
+            return False
+        if any(t.kind not in "IR" for _, t in pairs):
+            return False
+        steps = self.path(node, source, target)
+        return bucket_steps((axis, repr(s), repr(t)) for axis, s, t in steps) is not None
 
     def _tensor(self, node: fx.Node) -> tuple[tuple[int, ...], int, bool]:
         value = node.meta["val"]

@@ -135,6 +135,15 @@ class Costs:
         other._stages = tuple(each.at(step_prices) for each in self._stages)
         return other
 
+    def in_buckets(self, elements: Mapping[fx.Node, float]) -> Costs:
+        """These costs with the ZeRO buckets of a plan; see
+        :meth:`NodeConversionCosts.in_buckets`.
+        """
+        other = copy.copy(self)
+        other.conversions = self.conversions.in_buckets(elements)
+        other._stages = tuple(each.in_buckets(elements) for each in self._stages)
+        return other
+
     @property
     def overhead(self) -> float:
         """Seconds of a step outside kernels, on the devices that need fewest."""

@@ -4,7 +4,8 @@ solution of its unit decides, and the whole is priced.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import defaultdict
+from collections.abc import Collection, Hashable
 from functools import partial
 
 import numpy as np
@@ -22,10 +23,12 @@ from autopar.search.ilp.solve import best_choices
 from autopar.search.inner.candidate import Candidate
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.pricing.costs import Costs
+from autopar.search.result.bucket_prices import at_own_buckets
 from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.result.staged_graph import staged_costs, staged_graph
 from autopar.search.result.staged_parts import StagedParts
 from autopar.search.space.choices.node_choices import NodeChoices
+from autopar.search.space.gather_groups import gather_groups
 from autopar.search.space.recompute_policy import (
     FREED,
     OFFLOADED,
@@ -36,11 +39,14 @@ from autopar.search.space.recompute_policy import (
 from autopar.search.space.strategies import Choice
 
 
-def assemble(search: InnerSearch, candidate: Candidate) -> PricedPlan:
+def assemble(search: InnerSearch, candidate: Candidate, has_buckets: bool = True) -> PricedPlan:
     """The priced plan of ``candidate``. The search's graph must have the shapes of the candidate's
     microbatch.
+
+    Args:
+        has_buckets: whether parameters that may share a ZeRO bucket do.
     """
-    return _Assembly(search, candidate).priced_plan()
+    return _Assembly(search, candidate).priced_plan(has_buckets)
 
 
 class _Assembly:
@@ -54,22 +60,28 @@ class _Assembly:
         self.staged = staged_graph(search, candidate.starts)
         self.analysis, self.stage_of = self.staged.analysis, self.staged.stage_of
         self.solution_of = self._solution_of_node()
-        # Nodes that stand for one another must have the same stages and the same decisions.
-        first: dict[tuple, fx.Node] = {}
-        self.representative = {
-            n: first.setdefault(
-                (
-                    self.staged.representative[n],
-                    self.stage_of[n],
-                    self._deciding_solutions(n),
-                    self._recomputed_layouts(n),
-                ),
-                n,
+        # Nodes that stand for one another must have the same stages and the same decisions, and
+        # parameters the same buckets.
+        alike = {
+            n: (
+                self.staged.representative[n],
+                self.stage_of[n],
+                self._deciding_solutions(n),
+                self._recomputed_layouts(n),
             )
             for n in self.analysis.graph.nodes
         }
+        groups, of_group = gather_groups(self.analysis), defaultdict[Hashable, list](list)
+        for n, group in groups.items():
+            of_group[group].append(alike[n])
+        numbers: dict[tuple, int] = {}
+        number = {g: numbers.setdefault(tuple(k), len(numbers)) for g, k in of_group.items()}
+        first: dict[tuple, fx.Node] = {}
+        self.representative = {
+            n: first.setdefault((*key, number.get(groups.get(n))), n) for n, key in alike.items()
+        }
 
-    def priced_plan(self) -> PricedPlan:
+    def priced_plan(self, has_buckets: bool) -> PricedPlan:
         search, configuration, analysis = self.search, self.candidate.configuration, self.analysis
         costs = staged_costs(search, configuration, analysis, self.staged.saved, self.stage_of)
         problem = self._problem(costs.at(self.candidate.step_prices))
@@ -83,7 +95,7 @@ class _Assembly:
         breakdown = problem.cost_breakdown(chosen, recomputed)
         solution = Solution(tuple(chosen), recomputed, breakdown)
         gap = self.candidate.gap
-        return PricedPlan(
+        priced = PricedPlan(
             analysis,
             configuration,
             problem,
@@ -92,8 +104,10 @@ class _Assembly:
             gap,
             self.stage_of,
             self.staged.calls,
-            self.candidate.step_prices,
+            has_buckets,
+            step_prices=self.candidate.step_prices,
         )
+        return at_own_buckets(priced, self._problem)
 
     def _problem(self, costs: Costs) -> Problem:
         """The problem of the cut graph. Nodes of the searched graph have the choices that the

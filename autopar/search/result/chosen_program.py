@@ -15,6 +15,7 @@ from autopar.ir.nodes import operands
 from autopar.ir.plan_data import ConversionStep, NodePlan, ParameterPlan
 from autopar.rules.analysis import Analysis
 from autopar.search.result.priced_plan import PricedPlan
+from autopar.search.space.gather_groups import zero_buckets
 from autopar.search.space.strategies import Choice, ParameterStrategy
 
 
@@ -27,6 +28,7 @@ class ChosenProgram:
     conversions: dict[str, dict[str, tuple[ConversionStep, ...]]]
     recomputed: tuple[str, ...]
     offloaded: tuple[str, ...]
+    zero_buckets: tuple[tuple[str, ...], ...]
 
 
 def chosen_program(priced: PricedPlan) -> ChosenProgram:
@@ -46,7 +48,11 @@ def chosen_program(priced: PricedPlan) -> ChosenProgram:
     conversions = _conversions(priced, nodes)
     calls = (n for n in priced.analysis.graph.nodes if n.op == "call_function")
     offloaded = tuple(n.name for n in calls if priced.is_offloaded(n))
-    return ChosenProgram(nodes, parameters, conversions, tuple(_recomputed(priced)), offloaded)
+    recomputed = tuple(_recomputed(priced))
+    buckets = (
+        zero_buckets(priced.analysis, conversions, priced.stage_of) if priced.has_buckets else ()
+    )
+    return ChosenProgram(nodes, parameters, conversions, recomputed, offloaded, buckets)
 
 
 def _node_plan(choice: Choice) -> NodePlan:
@@ -96,7 +102,7 @@ def _wanted_layouts(analysis: Analysis, nodes: dict[str, NodePlan]) -> dict[fx.N
 def _recomputed(priced: PricedPlan) -> Iterator[str]:
     """The names of recomputed nodes, and recomputed conversions as "name -> layout"."""
     layouts: dict[int, list[str]] = defaultdict(list)
-    for tensor, layout in priced.solution.recomputed:
+    for tensor, layout in (*priced.solution.recomputed, *priced.gathered_again):
         layouts[tensor].append(format_layout(layout))
     for node in priced.analysis.graph.nodes:
         if node.op == "call_function" and priced.is_recomputed(node):

@@ -16,7 +16,7 @@ from autopar.cost_model import Timeline, simulate_schedule
 from autopar.ir.plan_data import HOST_COPIES
 from autopar.memory.staged_calls import StagedCalls
 from autopar.rules.analysis import Analysis
-from autopar.search.ilp.problem import Problem
+from autopar.search.ilp.problem import Problem, RecomputedConversions
 from autopar.search.ilp.solution import Solution
 from autopar.search.pricing.costs import Costs
 from autopar.search.pricing.step_prices import StepPrices
@@ -38,6 +38,9 @@ class PricedPlan:
         stage_of: the stages in which each node runs, or holds its tensor.
         calls: the calls of the graph, with those that may stand for others where memory is
             counted. None to count every call.
+        has_buckets: whether parameters that may share a ZeRO bucket do.
+        gathered_again: the conversions that the backward makes although it needs none of them:
+            those of parameters in a ZeRO bucket with others that it needs.
         step_prices: at which the solution was found; None for those of full buckets.
         counted_saved_bytes: by stage: bytes that autograd saves in one microbatch, counted storage
             by storage. None before the count.
@@ -56,6 +59,8 @@ class PricedPlan:
     gap: float
     stage_of: dict[fx.Node, tuple[int, ...]]
     calls: StagedCalls | None = None
+    has_buckets: bool = True
+    gathered_again: RecomputedConversions = frozenset()
     step_prices: StepPrices | None = None
     counted_saved_bytes: list[float] | None = None
     counted_bytes: list[dict[str, float]] | None = None

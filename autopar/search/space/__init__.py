@@ -6,6 +6,6 @@ parallelism, as restrictions of the search space), ``meshes`` (the axes of a sta
 ``check_schedule`` and ``user_cuts`` (which schedules and which cuts are possible),
 ``zero_options`` (what the option ``zero`` fixes), ``strategies``
 (how a node or a parameter lies on a mesh), ``choices`` (the strategies that each node may have),
-``recompute_policy`` (which results may be saved or recomputed) and ``repeated_blocks`` (which nodes
-share one decision).
+``recompute_policy`` (which results may be saved or recomputed), ``repeated_blocks`` (which nodes
+share one decision) and ``gather_groups`` (which parameters may be gathered together).
 """
