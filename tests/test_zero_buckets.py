@@ -119,6 +119,7 @@ def test_parameters_of_a_bucket_may_differ_in_what_is_recomputed(ranks: Pools) -
         assert gradient < 1e-8
 
 
+@pytest.mark.slow
 def test_buckets_make_a_plan_faster_and_are_left_out_where_memory_is_short(ranks: Pools) -> None:
     """With room for less than a block's parameters at a time, each is gathered alone."""
     net, sample = peaks.made("gpt2", 4)
