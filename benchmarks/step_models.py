@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch_pipeline import ByHand, boundaries
 
 import autopar
@@ -49,9 +51,10 @@ def build(
 def variants(
     options: argparse.Namespace, device: torch.device, backend: str = "eager"
 ) -> dict[str, tuple[torch.nn.Module, dict[str, torch.Tensor]]]:
-    """The plain model (DistributedDataParallel on its share of the batch, given several ranks) and
-    the compiled one on the whole batch. With the backend "inductor" the plain model goes through
-    ``torch.compile``.
+    """The plain model (DistributedDataParallel on its share of the batch, given several ranks, or
+    FSDP2 where ``zero`` is 3) and the compiled one on the whole batch. With the backend "inductor"
+    the plain model goes through ``torch.compile``. Under FSDP2 there is also a compiled one that
+    gathers each parameter alone.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     tokens = torch.randint(
@@ -61,7 +64,9 @@ def variants(
     plain: torch.nn.Module = build(options).to(device)
     if backend == "inductor":
         plain = torch.compile(plain)  # type: ignore[assignment]
-    if ranks > 1:
+    if options.zero == 3:
+        fully_shard_blocks(plain, options)
+    elif ranks > 1:
         plain = torch.nn.parallel.DistributedDataParallel(plain, gradient_as_bucket_view=True)
     compiled = autopar.compile(
         build(options).to(device),
@@ -72,7 +77,19 @@ def variants(
         zero=options.zero,
         backend=backend,
     )
-    return {"plain": (plain, inputs(share)), "compiled": (compiled, whole)}
+    found = {"plain": (plain, inputs(share)), "compiled": (compiled, whole)}
+    if options.zero == 3:
+        alone = dataclasses.replace(compiled.plan, zero_buckets=())
+        found["alone"] = autopar.compile(build(options).to(device), whole, ranks, plan=alone), whole
+    return found
+
+
+def fully_shard_blocks(model: torch.nn.Module, options: argparse.Namespace) -> None:
+    """FSDP2, a group of parameters for each block and one for the rest."""
+    blocks = "transformer.h" if options.model == "gpt2" else "model.layers"
+    for block in model.get_submodule(blocks).children():
+        fully_shard(block)
+    fully_shard(model)
 
 
 def inputs(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
