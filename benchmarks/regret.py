@@ -134,6 +134,8 @@ def measure(
         for options, plan in zip(queue[at : at + 16], plans, strict=True):
             if plan is not None:
                 found.append((plan.step_time, options))
+        fastest = min((seconds for seconds, _ in found), default=math.inf)
+        bar.set_postfix_str(f"{tried} tried, regret {free.step_time / fastest - 1:+.2%}")
         bar.update(sum(plan is not None for plan in plans))
     bar.close()
     best, options = min(found, key=lambda f: f[0], default=(math.inf, {}))
