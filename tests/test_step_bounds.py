@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,7 +21,9 @@ from autopar.frontend.traced_model import TracedModel
 from autopar.search.fitting import fitting_plans
 from autopar.search.inner import partition_bound as module
 from autopar.search.inner.inner_search import InnerSearch
+from autopar.search.inner.inner_searches import InnerSearches
 from autopar.search.inner.step_bounds import Level, _first_fitting, step_bound
+from autopar.search.outer_search import OuterSearch
 from autopar.search.space import options as options_module
 from autopar.search.space.check_schedule import check_schedule
 from autopar.search.space.configuration import Configuration, least_step_ratio
@@ -103,6 +106,29 @@ def test_more_time_leads_to_no_slower_plan(world_size: int) -> None:
         assert longer.step_time <= shorter.step_time * 1.002
     assert all(0 <= plan.configuration_gap <= plan.gap <= 1 for plan in plans)
     assert plans[0].gap >= plans[-1].gap
+
+
+def bounds_before_a_plan(world_size: int) -> tuple[int, float]:
+    """How many bounds a search sharpens before a plan fits, and the step time of its plan."""
+    model, sample = zoo.gpt2(batch=12, dropout=0.0)
+    sharpen, calls = OuterSearch._sharpen, list[bool]()
+
+    def counted(self: OuterSearch, each: Any) -> bool:
+        calls.append(bool(self._fitting.plans))
+        return sharpen(self, each)
+
+    with mock.patch.object(OuterSearch, "_sharpen", counted):
+        plan = autopar.plan(model, sample, world_size, cluster="cpu", progress=False)
+    return calls.count(False), plan.step_time
+
+
+@pytest.mark.slow
+def test_a_search_that_hurries_finds_a_plan_after_fewer_bounds() -> None:
+    usual, step_time = bounds_before_a_plan(4)
+    with mock.patch.object(InnerSearches, "has_half_the_time", return_value=False):
+        hurried, hurried_step_time = bounds_before_a_plan(4)
+    assert hurried < usual / 2
+    assert hurried_step_time <= step_time * 1.002
 
 
 def test_the_first_price_that_fits_is_found_from_any_guess() -> None:

@@ -54,8 +54,15 @@ class OpenFamilies:
     def push(self, each: OpenFamily) -> None:
         heapq.heappush(self._heap, (self.estimate(each), each.bound, next(self._numbers), each))
 
-    def pop(self) -> OpenFamily:
-        """The family with the lowest estimate, which is no longer in the queue."""
+    def pop(self, sharpest: bool = False) -> OpenFamily:
+        """The family with the lowest estimate, which is no longer in the queue; of those with the
+        ``sharpest`` level if asked for.
+        """
+        if sharpest:
+            entry = min(self._heap, key=lambda entry: (-entry[-1].level, *entry[:3]))
+            self._heap.remove(entry)
+            heapq.heapify(self._heap)
+            return entry[-1]
         while True:
             before, _, _, each = heapq.heappop(self._heap)
             if self.estimate(each) <= before or not self._heap:

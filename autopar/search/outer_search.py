@@ -1,9 +1,10 @@
 """The outer search: which parallel configuration has the fastest plan that fits.
 
 A configuration has a lower bound of the step time and an estimate, in levels from cheap to sharp.
-The search always takes the configuration with the lowest estimate and sharpens both; after the
-sharpest level it makes a candidate: stage cuts, a solution of each unit, an estimated step time.
-When the candidate has the lowest estimate, its memory is counted in full. A configuration is
+The search takes the configuration with the lowest estimate and sharpens both; after the sharpest
+level it makes a candidate: stage cuts, a solution of each unit, an estimated step time. When the
+candidate has the lowest estimate, its memory is counted in full. Where half of the time limit has
+passed and no plan fits, it takes the one with the sharpest estimate first. A configuration is
 dropped when its bound is about as high as the fastest plan that fits. The search ends when none is
 left, or on many devices none whose estimate is not clearly above the fastest plan.
 
@@ -139,7 +140,8 @@ class OuterSearch:
     def _search(self) -> None:
         """Counts candidates until no configuration is left that may be faster."""
         while self._open and not self._fitting.is_enough(self.searches.is_out_of_time()):
-            each = self._open.pop()
+            no_plan = not self._fitting.plans
+            each = self._open.pop(sharpest=no_plan and not self.searches.has_half_the_time())
             if self._fitting.leaves_out(self._open.estimate(each)):
                 self._open.push(each)
                 return
@@ -195,9 +197,7 @@ class OuterSearch:
             self._open.push(each._replace(family=family))
 
     def _make_first_candidates(self) -> None:
-        """Makes the first candidate that fits, whatever time limit the user gave, so that more time
-        leads to no slower plan.
-        """
+        """Makes the first candidate that fits, at any limit: more time gives no slower plan."""
         for entry in self._open.first(MOST_FIRST):
             candidate = self._make_candidate(entry.family[0], entry.bound)
             if candidate is not None:
