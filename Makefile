@@ -69,7 +69,7 @@ format: $(STAMP) ## rewrite the sources in the style that check asks for
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-bench: $(STAMP) ## planning time and memory; overhead of a step; tensor modes; time against memory; planning all together; a sweep; accuracy
+bench: $(STAMP) ## planning time and memory; overhead of a step; tensor modes; time against memory; planning all together; a sweep; accuracy; rehearsals
 	$(BIN)/python benchmarks/planning.py
 	$(BIN)/python benchmarks/verify.py
 	$(BIN)/python benchmarks/step_time.py
@@ -78,6 +78,7 @@ bench: $(STAMP) ## planning time and memory; overhead of a step; tensor modes; t
 	$(BIN)/python benchmarks/joint.py
 	$(BIN)/python benchmarks/sweep.py
 	$(BIN)/python benchmarks/accuracy.py --published --here
+	$(BIN)/python benchmarks/rehearsal.py
 
 docs: $(DOCS_STAMP) ## build the pages of docs/ into build/site; a broken link is an error
 	$(BIN)/zensical build --strict --clean

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
+from inspect import cleandoc
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -89,7 +90,7 @@ def _add_rehearse(commands: Commands) -> None:
     rehearse = commands.add_parser(
         "rehearse",
         help="run one rank of a plan, alone, on the device at hand",
-        description=Plan.rehearse.__doc__,
+        description=cleandoc(Plan.rehearse.__doc__ or "").partition("\n\nArgs:")[0],
     )
     rehearse.formatter_class = argparse.RawDescriptionHelpFormatter
     rehearse.add_argument("plan", type=Path, help="the file that Plan.save wrote")

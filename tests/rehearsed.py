@@ -22,6 +22,7 @@ PIPELINE = dict(micro_batch_size=2, schedule="1f1b")
 PLANS: dict[str, dict[str, Any]] = {
     "data": dict(parallel=dict(data=4), zero=0),
     "zero=3": dict(parallel=dict(data=4), zero=3),
+    "offloaded": dict(parallel=dict(data=4), zero=dict(stage=1, offload="optimizer")),
     "tensor 1d": dict(parallel=dict(tensor=dict(size=4, mode="1d"))),
     "1f1b": dict(parallel=dict(pipeline=4), **PIPELINE),
     "1f1b, recomputed": dict(parallel=dict(pipeline=4), recompute="full", **PIPELINE),

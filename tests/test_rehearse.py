@@ -65,7 +65,7 @@ def test_a_real_rank_computes_as_long(ranks: Pools, name: str) -> None:
 class Blocks(nn.Module):
     """Linear layers and an embedding, to a loss."""
 
-    def __init__(self, layers: int = 8, width: int = 64) -> None:
+    def __init__(self, layers: int, width: int) -> None:
         super().__init__()
         self.words = nn.Embedding(128, width)
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
@@ -78,10 +78,12 @@ class Blocks(nn.Module):
         return nn.functional.cross_entropy(x @ self.words.weight.T, labels)
 
 
-def blocks(device: str, batch: int = 8, width: int = 64) -> tuple[nn.Module, dict[str, Any]]:
+def blocks(
+    device: str, batch: int = 8, width: int = 64, layers: int = 8
+) -> tuple[nn.Module, dict[str, Any]]:
     with torch.device(device):
         ids = torch.zeros(batch, dtype=torch.long)
-        return Blocks(width=width), {"ids": ids, "labels": ids.clone()}
+        return Blocks(layers, width), {"ids": ids, "labels": ids.clone()}
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +93,7 @@ def small() -> Plan:
 
 @pytest.mark.parametrize(
     "parallel",
-    [dict(data=1024), pytest.param(dict(data=256, pipeline=4), marks=pytest.mark.slow)],
+    [dict(data=1024), pytest.param(dict(data=256, pipeline=4), marks=pytest.mark.exhaustive)],
     ids=["data", "pipeline"],
 )
 def test_ranks_of_a_thousand_from_the_meta_device(parallel: dict[str, Any]) -> None:
@@ -232,8 +234,12 @@ def test_messages_keep_their_tensors_and_fill_what_they_receive() -> None:
 
 
 @pytest.mark.slow
-def test_a_compiled_program() -> None:
-    model, sample = blocks("cpu")
+@pytest.mark.filterwarnings("ignore")  # of inductor's own parts
+def test_a_compiled_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # No process of the compiler outlives the test.
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    model, sample = blocks("cpu", layers=1)
     how = dict(parallel=dict(data=2), backend="inductor", progress=False)
     found = autopar.plan(model, sample, 2, **how).rehearse(model, sample, 1, progress=False)
     assert found.backend == "inductor"
