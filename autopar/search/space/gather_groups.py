@@ -15,8 +15,8 @@ from autopar.search.space.repeated_blocks import block_of
 
 
 def gather_groups(analysis: Analysis) -> dict[fx.Node, Hashable]:
-    """The group of each parameter that a call reads, in the order of their first readers.
-    Parameters of one group have one dtype, and all or none of them have a gradient.
+    """The group of each parameter that a call reads and that has elements, in the order of their
+    first readers. Parameters of one group have one dtype, and all or none of them have a gradient.
     """
     found: dict[fx.Node, Hashable] = {}
     changing, before = analysis.captured.updates, None
@@ -28,6 +28,8 @@ def gather_groups(analysis: Analysis) -> dict[fx.Node, Hashable]:
         for node in reader.all_input_nodes:
             state = analysis.state.get(node)
             if state is None or node in found or state.target in changing:
+                continue
+            if not node.meta["val"].numel():
                 continue
             kind = node.meta["val"].dtype, node in analysis.differentiable
             found[node] = (block is not None, before, *kind)
