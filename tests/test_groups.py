@@ -90,7 +90,7 @@ def sums_alone() -> tuple[list[int | None], dict[str, int]]:
 
 def test_each_rank_makes_its_own_group_alone(ranks: Pools) -> None:
     expected = [(found, dict(new_group=2, split_group=0)) for found in PAIR_SUMS]
-    assert ranks(4).run(sums_alone) == expected
+    assert ranks(4).run_to_the_end(sums_alone, timeout=60) == expected
 
 
 def sums_after_a_group_of_some() -> tuple[list[int | None], dict[str, int]]:
@@ -111,7 +111,7 @@ def sums_of_some_ranks() -> tuple[list[int | None], dict[str, int]]:
 def test_a_group_of_some_ranks(ranks: Pools) -> None:
     totals = zip((None, 3, 3, None), (2, 4, 2, 4), strict=True)
     expected = [([*both], dict(new_group=2, split_group=0)) for both in totals]
-    assert ranks(4).run(sums_of_some_ranks) == expected
+    assert ranks(4).run_to_the_end(sums_of_some_ranks, timeout=60) == expected
 
 
 def test_a_bound_group_that_can_be_split_is(a_thousand_ranks: None) -> None:

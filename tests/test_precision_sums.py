@@ -23,12 +23,12 @@ class Sent(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
-        if (
-            name.startswith("_c10d_functional::")
-            and not name.endswith("wait_tensor")
-            and args[0].numel() > 1
-        ):
-            self.dtypes.setdefault(name.partition("::")[2], set()).add(args[0].dtype)
+        if name.startswith("_c10d_functional::") and not name.endswith("wait_tensor"):
+            kind = name.partition("::")[2].replace("_coalesced", "")
+            sent = args[0] if isinstance(args[0], list | tuple) else [args[0]]
+            for tensor in sent:
+                if tensor.numel() > 1:
+                    self.dtypes.setdefault(kind, set()).add(tensor.dtype)
         return func(*args, **(kwargs or {}))
 
 

@@ -2,7 +2,8 @@
 
 With the prices of full buckets the objective is mostly below the reported step time. So the
 problem is solved again with the prices that the buckets of its solution give, and the plan is kept
-where its reported step time is lower. A plan whose own prices lead to the same plan has a reported
+where its reported step time is lower. The same holds for ZeRO buckets, which are first taken to be
+as large as they may be. A plan whose own prices lead to the same plan has a reported
 step time equal to the objective. Rounds that lead to prices of an earlier round would repeat it.
 """
 
@@ -32,10 +33,9 @@ def at_own_step_prices(
     for _ in range(MOST_ROUNDS):
         reported = reported_seconds(plan)
         objective = plan.seconds + plan.costs.overhead
-        if abs(reported - objective) < SMALL_DIFFERENCE * reported:
-            break
         prices = own_step_prices(plan)
-        if prices in tried:
+        is_small = abs(reported - objective) < SMALL_DIFFERENCE * reported
+        if prices in tried or (is_small and prices.zero_buckets is None):
             break
         tried.append(prices)
         reserve = reserves.of(configuration)

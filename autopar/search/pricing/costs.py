@@ -132,6 +132,10 @@ class Costs:
             return self
         other = copy.copy(self)
         other.parameters = self.parameters.at(step_prices)
+        if step_prices.zero_buckets is not None:
+            elements = dict(step_prices.zero_buckets)
+            nodes = [node for node in self.analysis.state if node.name in elements]
+            other.conversions = self.conversions.in_buckets({n: elements[n.name] for n in nodes})
         other._stages = tuple(each.at(step_prices) for each in self._stages)
         return other
 

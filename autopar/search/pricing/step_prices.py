@@ -1,4 +1,4 @@
-"""Prices of gradient synchronisation, from the buckets of one plan.
+"""Prices of gradient synchronisation and of gathered parameters, from the buckets of one plan.
 
 What a parameter adds to the step end depends on all parameters: they share buckets, and the last
 backward hides all buckets but the last. An ILP needs a cost for each parameter. So it is solved
@@ -29,17 +29,21 @@ class Traffic(NamedTuple):
 
 
 class StepPrices(NamedTuple):
-    """What gradient synchronisation takes at the buckets of a plan.
+    """What gradient synchronisation and gathered parameters take at the buckets of a plan.
 
     Attributes:
         seconds: that a byte adds, for each kind of collectives that the plan has.
         exposed: the part of further seconds of collectives in the backward that is not hidden.
         constant: seconds that do not depend on the bytes.
+        zero_buckets: by the name of each parameter that is in a ZeRO bucket, the elements of the
+            bucket that a rank gathers; None, where the plan gathers no parameter, for buckets as
+            large as they may be.
     """
 
     seconds: tuple[tuple[Traffic, float], ...]
     exposed: float
     constant: float
+    zero_buckets: tuple[tuple[str, float], ...] | None = None
 
     def of_byte(self, traffic: Traffic) -> float | None:
         """The seconds that a byte adds; None where the plan has no such collective."""

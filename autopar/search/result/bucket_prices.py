@@ -35,8 +35,9 @@ def at_own_buckets(priced: PricedPlan, problem_at: Callable[[Costs], Problem]) -
     needed = problem.needed_conversions(more, solution.chosen)
     solution = replace(solution, recomputed=solution.recomputed | needed)
     priced = replace(priced, solution=solution, gathered_again=more - needed)
-    costs = priced.costs.in_buckets(_bucket_elements(priced, chosen_program(priced)))
-    problem = problem_at(costs.at(priced.step_prices))
+    elements = _bucket_elements(priced, chosen_program(priced))
+    problem = problem_at(priced.costs.at(priced.step_prices).in_buckets(elements))
+    costs = priced.costs.in_buckets(elements)
     breakdown = problem.cost_breakdown(solution.chosen, solution.recomputed)
     for c in problem.conversions(solution.chosen):
         if (c.number, c.layout) in priced.gathered_again:
@@ -48,6 +49,15 @@ def at_own_buckets(priced: PricedPlan, problem_at: Callable[[Costs], Problem]) -
             )
     solution = replace(solution, cost_breakdown=breakdown)
     return replace(priced, problem=problem, costs=costs, solution=solution)
+
+
+def own_zero_buckets(priced: PricedPlan) -> tuple[tuple[str, float], ...] | None:
+    """The ZeRO buckets of a plan, as in :class:`StepPrices`."""
+    program = chosen_program(priced)
+    if not _gathers_parameters(priced, program):
+        return None
+    elements = _bucket_elements(priced, program)
+    return tuple(sorted((node.name, number) for node, number in elements.items()))
 
 
 def _gathered_again(
