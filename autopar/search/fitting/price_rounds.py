@@ -1,10 +1,10 @@
 """Plans chosen anew at the step prices of their own buckets, in a few rounds.
 
-With the prices of full buckets the objective is mostly below the reported step time. So the
-problem is solved again with the prices that the buckets of its solution give, and the plan is kept
-where its reported step time is lower. The same holds for ZeRO buckets, which are first taken to be
-as large as they may be. A plan whose own prices lead to the same plan has a reported
-step time equal to the objective. Rounds that lead to prices of an earlier round would repeat it.
+With the prices of full buckets the objective is mostly below the reported step time. So the problem
+is solved again with the prices that the buckets of its solution give, and the plan is kept where
+its reported step time is lower. The same holds for ZeRO buckets, which are first taken to be as
+large as they may be. A plan whose own prices lead to the same plan has a reported step time equal
+to the objective. Rounds that lead to prices of an earlier round would repeat it.
 """
 
 from __future__ import annotations
