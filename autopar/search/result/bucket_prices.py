@@ -48,16 +48,8 @@ def at_own_buckets(priced: PricedPlan, problem_at: Callable[[Costs], Problem]) -
                 backward=breakdown.backward + seconds,
             )
     solution = replace(solution, cost_breakdown=breakdown)
-    return replace(priced, problem=problem, costs=costs, solution=solution)
-
-
-def own_zero_buckets(priced: PricedPlan) -> tuple[tuple[str, float], ...] | None:
-    """The ZeRO buckets of a plan, as in :class:`StepPrices`."""
-    program = chosen_program(priced)
-    if not _gathers_parameters(priced, program):
-        return None
-    elements = _bucket_elements(priced, program)
-    return tuple(sorted((node.name, number) for node, number in elements.items()))
+    buckets = tuple(sorted((node.name, number) for node, number in elements.items()))
+    return replace(priced, problem=problem, costs=costs, solution=solution, zero_buckets=buckets)
 
 
 def _gathered_again(

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from autopar.cost_model import Term, collective_seconds
 from autopar.ir.parameter_collectives import bucket_count
 from autopar.search.pricing.step_prices import LEAST_EXPOSED, StepPrices, Traffic
-from autopar.search.result.bucket_prices import own_zero_buckets
 from autopar.search.result.priced_plan import OPTIMIZER, SYNC, PricedPlan
 
 _SMALL_PART = 0.1  # of a bucket, whose seconds are those of its last bytes
@@ -117,5 +116,4 @@ def own_step_prices(priced: PricedPlan) -> StepPrices:
     }
     of_bytes = sum(price * found.nbytes[traffic] for traffic, price in prices.items())
     constant = found.exposed_seconds - found.no_bucket - of_bytes
-    buckets = own_zero_buckets(priced)
-    return StepPrices(tuple(sorted(prices.items())), exposed, constant, buckets)
+    return StepPrices(tuple(sorted(prices.items())), exposed, constant, priced.zero_buckets)

@@ -41,6 +41,7 @@ class PricedPlan:
         has_buckets: whether parameters that may share a ZeRO bucket do.
         gathered_again: the conversions that the backward makes although it needs none of them:
             those of parameters in a ZeRO bucket with others that it needs.
+        zero_buckets: the plan's own, as in :class:`StepPrices`.
         step_prices: at which the solution was found; None for those of full buckets.
         counted_saved_bytes: by stage: bytes that autograd saves in one microbatch, counted storage
             by storage. None before the count.
@@ -61,6 +62,7 @@ class PricedPlan:
     calls: StagedCalls | None = None
     has_buckets: bool = True
     gathered_again: RecomputedConversions = frozenset()
+    zero_buckets: tuple[tuple[str, float], ...] | None = None
     step_prices: StepPrices | None = None
     counted_saved_bytes: list[float] | None = None
     counted_bytes: list[dict[str, float]] | None = None
