@@ -1,6 +1,7 @@
 """What one GPU can show of a program for one device: its step beside the plain model's, eager and
-compiled; its time within the memory that torch's ``activation_memory_budget`` takes; and a plan's
-predictions beside the measurements, after a profile of the GPU.
+compiled; its time within the memory that torch's ``activation_memory_budget`` takes; a plan's
+predictions beside the measurements, after a profile of the GPU; and the first rank of plans for
+more GPUs, rehearsed.
 
 Prints one table, and writes it as JSON after each part, so that a run that is cut off leaves what
 it had. A part that fails becomes a row with its error, and the exit status is 1.
@@ -21,8 +22,10 @@ from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
+import torch.distributed as dist
 from frontier import peak_bytes
 from gpu_models import MODELS, Sample, build, sample
+from gpu_rehearsals import REHEARSED
 from local_ranks import one_thread_a_rank
 from tabulate import tabulate
 from torch import nn
@@ -179,6 +182,22 @@ def predictions(bench: Bench, name: str) -> Iterator[Row]:
         bench.free()
 
 
+def rehearsals(bench: Bench, name: str) -> Iterator[Row]:
+    """Rank 0 of a plan for more GPUs: what it computes in a step, and its peak memory."""
+    options, small = bench.options, bench.options.small
+    if dist.is_initialized():  # a rehearsal has a group of its own
+        dist.destroy_process_group()
+    for backend in options.backends:
+        plan = REHEARSED[name].plan(options.plans, options.cluster, backend, small)
+        given = *REHEARSED[name].made(small), 0
+        found = plan.rehearse(*given, device=bench.device, progress=False)
+        for row in (found.row("total"), found.row("peak memory")):
+            unit = "bytes" if row.what == "peak memory" else "s"
+            case = f"{REHEARSED[name].gpus} GPUs, {backend}, {row.what}"
+            yield Row("rehearsal", name, case, unit, row.predicted, row.measured, row.ratio)
+        bench.free()
+
+
 def _row(part: str, model: str, case: str, found: dict[str, float]) -> Row:
     numbers = found["reference"], found["seconds"], found["ratio"], found["low"], found["high"]
     return Row(part, model, case, "s", *numbers)
@@ -188,6 +207,7 @@ PARTS: dict[str, Callable[[Bench, str], Iterator[Row]]] = {
     "step": steps,
     "frontier": frontier,
     "prediction": predictions,
+    "rehearsal": rehearsals,
 }
 
 
@@ -245,6 +265,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="*", choices=MODELS, default=[*MODELS])
     parser.add_argument("--parts", nargs="*", choices=[*PARTS], default=[*PARTS])
     parser.add_argument("--backends", nargs="*", choices=BACKENDS, default=[*BACKENDS])
+    parser.add_argument("--rehearsals", nargs="*", choices=[*REHEARSED], default=[*REHEARSED])
+    parser.add_argument("--plans", type=Path, default=Path("gpu-plans"), help="of the rehearsals")
     parser.add_argument("--cluster", default="h100-sxm", help="of plans for a GPU not profiled")
     parser.add_argument("--profile", type=Path, default=Path("gpu-cluster.json"))
     parser.add_argument("--profile-seconds", type=float, default=60)
@@ -265,7 +287,7 @@ def main(asked: Sequence[str] | None = None) -> int:
         given = options.profile, options.device, shown, options.profile_seconds
         autopar.Cluster.measure(*given)
     for part in options.parts:
-        for model in options.models:
+        for model in options.rehearsals if part == "rehearsal" else options.models:
             for row in rows_of(part, bench, model):
                 rows.append(row)
                 write(options, bench, rows)

@@ -237,14 +237,17 @@ class Outcome:
 
 
 def check(
-    name: str, dtype: torch.dtype, configurations: dict[str, dict[str, Any]]
+    name: str,
+    dtype: torch.dtype,
+    configurations: dict[str, dict[str, Any]],
+    device: str = "cpu",
 ) -> dict[str, Outcome]:
     """One zoo model under each configuration of compile's options; the first is planned by compile
     itself.
     """
     _clear_sharding_prop_cache()  # it holds meshes of earlier tests, whose groups are gone
     found = {}
-    model, sample = getattr(zoo, name)(dtype=dtype)
+    model, sample = zoo.on(device, getattr(zoo, name)(dtype=dtype))
     with Double():
         vanishes = vanishing(step(*getattr(zoo, name)(dtype=torch.float64)))
     normalises = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())

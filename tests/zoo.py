@@ -47,6 +47,13 @@ def _seeded(make: Callable[..., Made]) -> Callable[..., Made]:
     return seeded
 
 
+def on(device: str, made: Made) -> Made:
+    """A model and its sample on ``device``."""
+    model, sample = made
+    moved = {k: v.to(device) if torch.is_tensor(v) else v for k, v in sample.items()}
+    return model.to(device), moved
+
+
 def _text(batch: int, ignored: bool = True) -> dict[str, Any]:
     labels = torch.randint(VOCABULARY, (batch, SEQUENCE))
     if ignored:
