@@ -137,6 +137,7 @@ def _measured(
     plan: Plan, traced: TracedModel, device: torch.device, steps: int, progress: bool
 ) -> tuple[RankTimes, dict[str, int]]:
     """The times and the peak memory of the rank, and the bytes that stay between its steps."""
+    gc.collect()  # what is freed later must not count as held before
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     # Counting slows operators down, so that other steps are timed.
     counts = device.type == "cpu" and plan.backend_on("cpu") == "eager"

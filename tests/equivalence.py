@@ -36,10 +36,10 @@ class Double(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
+        if args and isinstance(args[0], torch.Tensor):
             if func is torch.Tensor.float:
-                return args[0]
-            if func is torch.Tensor.to:
+                return args[0].double()
+            if func is torch.Tensor.to and args[0].dtype == torch.float64:
                 args = tuple(torch.float64 if a is torch.float32 else a for a in args)
                 kwargs = {
                     k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # torch's compiler has its own
     pytest.mark.timeout(240),
 ]
+WORKSPACES = 2 * 2**25  # bytes that cuBLAS and cuBLASLt keep on a Hopper GPU
 BACKENDS = ("eager", "inductor")
+CLUSTER = "h100-sxm"  # whose prices decide nothing here but what a free plan is
 MODELS = ("gpt2", "llama", "bert", "vit", "t5", "cnn", "mlp")
 
 
@@ -42,7 +45,7 @@ def _exact_products() -> Iterator[None]:
 
 def compiled_on_gpu(made: zoo.Made, **options: Any) -> Any:
     model, sample = zoo.on("cuda", made)
-    return autopar.compile(model, sample, 1, progress=False, **options)
+    return autopar.compile(model, sample, 1, progress=False, **(dict(cluster=CLUSTER) | options))
 
 
 def train(
@@ -73,7 +76,9 @@ def test_one_gpu_equals_the_plain_model(name: str, backend: str) -> None:
         vanishes = equivalence.vanishing(step(*doubled))
     with Double():
         expected = step(copy.deepcopy(model), sample)
-        program = autopar.compile(model, sample, 1, backend=backend, progress=False)
+        program = autopar.compile(
+            model, sample, 1, cluster=CLUSTER, backend=backend, progress=False
+        )
         found = step(program, sample)
     assert dist.get_backend() == "nccl"
     assert all(p.is_cuda for p in program.parameters())
@@ -174,22 +179,28 @@ def test_batches_are_copied_ahead() -> None:
 def test_peak_memory_is_as_predicted(options: dict[str, Any]) -> None:
     import transformers as hf
 
+    gc.collect()
+    before = torch.cuda.memory_allocated()
     torch.manual_seed(0)
     sizes = dict(n_embd=512, n_layer=6, n_head=8, n_positions=512, vocab_size=8192)
     off = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     ids = torch.randint(8192, (8, 512))
     config = hf.GPT2Config(**sizes, **off, bos_token_id=0, eos_token_id=0, use_cache=False)
     made = hf.GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids.clone()}
-    program = compiled_on_gpu(made, backend="eager", cluster="h100-sxm", **options)
+    program = compiled_on_gpu(made, backend="eager", **options)
     sample = zoo.on("cuda", made)[1]
     del made
-    train(program, sample, 2)
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    train(program, sample, 12)
+    optimizer = torch.optim.AdamW(program.parameters())
+    for number in range(12):
+        if number == 2:
+            torch.cuda.reset_peak_memory_stats()
+        equivalence.loss_of(program(**sample)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
     row = next(row for row in program.compare().rows if row.what == "peak memory")
-    print(options, row.predicted, row.measured, row.ratio)
-    assert row.ratio == pytest.approx(1, abs=0.05)
+    own = row.measured - before - WORKSPACES
+    print(options, row.predicted, own, own / row.predicted)
+    assert own == pytest.approx(row.predicted, rel=0.03)
 
 
 TWO_RANKS = {
@@ -204,7 +215,11 @@ TWO_RANKS = {
 @pytest.mark.parametrize("name", ["gpt2", "llama", "cnn", "mlp"])
 def test_two_ranks_on_one_gpu_over_gloo(ranks: Pools, name: str) -> None:
     asked = configurations(name, 2) | (TWO_RANKS if name in ("gpt2", "llama") else {})
-    asked = {label: dict(backend="eager") | options for label, options in asked.items()}
+    asked = {
+        label: dict(cluster=CLUSTER) | options | dict(backend="eager")
+        for label, options in asked.items()
+        if not label.startswith("its own choice")  # which is for other devices
+    }
     found: list[dict[str, Outcome]] = ranks(2).run(check, name, torch.float64, asked, "cuda")
     errors = {label: max(one[label].worst for one in found) for label in found[0]}
     assert all(e < 1e-9 for e, _ in errors.values()), errors
@@ -230,7 +245,7 @@ def test_ranks_of_larger_plans_are_rehearsed(backend: str) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
         plan = autopar.plan(
-            model, sample, 2, backend=backend, progress=False, cluster="h100-sxm", **options
+            model, sample, 2, backend=backend, progress=False, cluster=CLUSTER, **options
         )
         found = plan.rehearse(model, sample, 1, device="cuda", steps=2, progress=False)
         assert found.compute > 0, label

@@ -35,7 +35,8 @@ def run(folder: Path, *more: str) -> tuple[int, dict[str, Any]]:
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own, and a busy machine's
 def test_all_parts(tmp_path: Path, one_process: None, capsys: pytest.CaptureFixture[str]) -> None:
     # The frontier compiles. The other parts do the same with either backend.
-    status, found = run(tmp_path, "--profile-seconds", "2", "--backends", "eager")
+    rehearsal = ["--rehearsals", "llama-1b", "--plans", f"{tmp_path / 'plans'}"]
+    status, found = run(tmp_path, "--profile-seconds", "2", "--backends", "eager", *rehearsal)
     assert (status, found["device"], found["small"]) == (0, "cpu", True)
     rows = found["rows"]
     assert [(row["part"], row["unit"]) for row in rows] == [
@@ -44,13 +45,15 @@ def test_all_parts(tmp_path: Path, one_process: None, capsys: pytest.CaptureFixt
         ("frontier", "bytes"),
         ("prediction", "s"),
         ("prediction", "bytes"),
+        ("rehearsal", "s"),
+        ("rehearsal", "bytes"),
     ]
     for row in rows:
         assert row["ratio"] > 0
         assert row["reference"] > 0
         assert row["value"] > 0
-    *_, memory = rows
-    assert memory["ratio"] == pytest.approx(1, abs=0.02)  # a count on a CPU, and a count planned
+    for row in rows[-3::2]:  # a count on a CPU, and a count planned
+        assert row["ratio"] == pytest.approx(1, abs=0.02)
     printed = capsys.readouterr().out
     assert all(row["case"] in printed and f"{row['ratio']:.3f}" in printed for row in rows)
 

@@ -66,7 +66,7 @@ def _quick(monkeypatch: Any) -> None:
     monkeypatch.setattr(measurements, "probe_launches", few)
     monkeypatch.setattr(measurements, "probe_sizes", lambda device, dtype: (1 << 12,))
     monkeypatch.setattr(measurements, "LARGE", 1 << 20)
-    monkeypatch.setattr(measurements, "UPDATED", (1 << 6, 1 << 10, 1 << 14))
+    monkeypatch.setattr(measurements, "UPDATED", {"cpu": (1 << 6, 1 << 10, 1 << 14)})
     monkeypatch.setattr(measurements, "MESSAGES", (1 << 10, 1 << 16))
     for name, budget in (("BUDGET", 0.003), ("MESSAGE_BUDGET", 0.003)):
         monkeypatch.setattr(measurements, name, budget)

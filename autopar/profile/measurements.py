@@ -34,12 +34,12 @@ MESSAGES: tuple[int, ...] = (
 CHAIN = 50  # tiny kernels in a chain that measures the launch
 # the side of a square product that takes some milliseconds on one CPU core, or on a GPU
 SIDE = {"cpu": 640, "cuda": 4096}
-UPDATED: tuple[int, ...] = (
-    1 << 14,
-    1 << 6,
-    1 << 18,
-)  # elements of each of PARAMETERS that an optimizer updates
-PARAMETERS = 16
+# the number of parameters that an optimizer updates, and the elements of each of them
+PARAMETERS = {"cpu": 16, "cuda": 64}
+UPDATED: dict[str, tuple[int, ...]] = {
+    "cpu": (1 << 14, 1 << 6, 1 << 18),
+    "cuda": (1 << 18, 1 << 6, 1 << 22),
+}
 LARGE = 1 << 26  # bytes that no cache holds
 NEEDED_SIZES, NEEDED_MESSAGES = 2, 3  # of float32 operands and of messages, in each profile
 Measure = Callable[[], Timing]
@@ -88,12 +88,12 @@ class Measurements:
             self._groups[ranks] = dist.new_subgroups(ranks)[0]
         if size > 1:
             jobs.append(Job(HIDDEN, self._hidden, True))
-        sizes = self._sizes(torch.float32)
-        for number in range(max(len(sizes), len(UPDATED), len(MESSAGES))):
+        sizes, updated = self._sizes(torch.float32), UPDATED[self._device.type]
+        for number in range(max(len(sizes), len(updated), len(MESSAGES))):
             at, needed = slice(number, number + 1), number < NEEDED_SIZES
             for n in sizes[at]:
                 jobs += [Job(*job, needed) for job in self._kernel_jobs(torch.float32, n)]
-            jobs += [self._optimizer_job(elements, needed) for elements in UPDATED[at]]
+            jobs += [self._optimizer_job(elements, needed) for elements in updated[at]]
             for nbytes, ranks, kind in product(MESSAGES[at], self._groups, COLLECTIVES):
                 name = MESSAGE.format(kind=kind, ranks=ranks, nbytes=nbytes)
                 measure = partial(self._collective, kind, nbytes, ranks)
@@ -152,14 +152,15 @@ class Measurements:
 
         With several ranks the step uses ``foreach``, as it does for DTensors.
         """
+        number = PARAMETERS[self._device.type]
         parameters = [
-            torch.ones(elements, device=self._device, requires_grad=True) for _ in range(PARAMETERS)
+            torch.ones(elements, device=self._device, requires_grad=True) for _ in range(number)
         ]
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
         foreach = True if self._ranks.size > 1 else None
         found = self._time_call(torch.optim.AdamW(parameters, foreach=foreach).step)
-        return Timing(found.seconds / PARAMETERS, found.spread)
+        return Timing(found.seconds / number, found.spread)
 
     def _kernel(self, launch: KernelLaunch) -> Timing:
         """The timing of one kernel; 0 for a kernel that does not run on this device.

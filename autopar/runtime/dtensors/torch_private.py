@@ -80,6 +80,13 @@ def scale_in_place(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
 # Collectives that return at once
 
 
+def cast_together(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Copies of ``tensors`` in ``dtype``, in few kernels on a GPU."""
+    copies = [torch.empty_like(x, dtype=dtype) for x in tensors]
+    torch._foreach_copy_(copies, tensors)
+    return copies
+
+
 def start_all_gather(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Every rank's ``flat``, one after the other; read it after :func:`wait`."""
     return functional.all_gather_into_tensor(flat, group.size(), group.group_name)

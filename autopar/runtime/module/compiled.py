@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -86,7 +87,7 @@ class Compiled(DataLoading, Checkpoints, Measurement, ModelValues, GradientHandl
     ) -> None:
         super().__init__()
         self._captured = with_meta_state(captured)
-        self._plan, self._mesh, self._lowered = plan, mesh, lowered
+        self._plan, self._mesh, self._lowered, self._was_called = plan, mesh, lowered, False
         self._rank_batch = batch = RankBatch(captured, plan, lowered.batch, mesh)
         times = lowered.input_time_types
         self._signature = Signature(captured, mesh.device, plan.microbatches, times, batch)
@@ -239,6 +240,10 @@ class Compiled(DataLoading, Checkpoints, Measurement, ModelValues, GradientHandl
         return self._call(*args, **kwargs)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._was_called:
+            self._was_called = True
+            if self._mesh.device.type == "cuda":
+                gc.collect()  # the parameters of the user's model, which circles of the trace hold
         with self._guard, nullcontext() if self._desync is None else self._desync.enter_call():
             self._runner.check_stages()
             variant = self._variants.current()

@@ -8,6 +8,7 @@ are those of ``ir.parameter_collectives``.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -16,7 +17,7 @@ from autopar.ir.layout import Type
 from autopar.ir.parameter_collectives import BUCKET_BYTES, Bucket, ParameterSpec, gather_order
 from autopar.runtime.communication.collectives import reorder_pieces
 from autopar.runtime.communication.mesh import Mesh
-from autopar.runtime.dtensors.torch_private import start_all_gather, wait
+from autopar.runtime.dtensors.torch_private import cast_together, start_all_gather, wait
 from autopar.runtime.parameters.weight import Weight
 
 
@@ -96,7 +97,9 @@ class Gather:
         def members(bucket: Bucket[ParameterSpec]) -> list[Weight]:
             return [by_name[spec.name] for spec in bucket.parameters]
 
-        self._cast = [by_name[spec.name] for spec in order.cast]
+        self._cast = defaultdict[torch.dtype, list[Weight]](list)
+        for spec in order.cast:
+            self._cast[by_name[spec.name].leaf.dtype].append(by_name[spec.name])
         self._gathered = [(bucket, members(bucket)) for bucket in order.gathered]
         self._exchanged = [members(bucket) for bucket in order.exchanged]
         for bucket in order.gathered:
@@ -108,8 +111,10 @@ class Gather:
         """Makes the copies from the current values."""
         since = self._mesh.recorder.mark()
         started = [self._start(bucket, weights) for bucket, weights in self._gathered]
-        for weight in self._cast:
-            weight.leaf.data = weight.local.to(weight.leaf.dtype)
+        for dtype, weights in self._cast.items():
+            copies = cast_together([weight.local for weight in weights], dtype)
+            for weight, copy in zip(weights, copies, strict=True):
+                weight.leaf.data = copy
         for weights in self._exchanged:
             self._fill(weights, [weight.local.to(weight.leaf.dtype) for weight in weights])
         started.reverse()
@@ -149,7 +154,7 @@ class Gather:
     def close(self) -> None:
         """Drops the copies. A graph that autograd keeps may open again before its backward."""
         gathered = [weights for _, weights in self._gathered]
-        for weights in filter(None, (self._cast, *self._exchanged, *gathered)):
+        for weights in (*self._cast.values(), *self._exchanged, *gathered):
             nothing = weights[0].leaf.new_empty(0)
             for weight in weights:
                 weight.leaf.data = nothing
