@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -37,9 +38,10 @@ class Rehearsed:
         """The plan in ``folder``, which is made if it is not there."""
         path = folder / f"{self.gpus}-{backend}.json"
         if not path.exists():
-            options = dict(cluster=cluster, backend=backend, precision="bf16", progress=False)
             folder.mkdir(parents=True, exist_ok=True)
-            autopar.plan(*self.made(small), self.gpus, **options).save(path)
+            model, sample = self.made(small)
+            asked = dict[str, Any](backend=backend, precision="bf16", progress=False)
+            autopar.plan(model, sample, self.gpus, cluster=cluster, **asked).save(path)
         return autopar.Plan.load(path)
 
 

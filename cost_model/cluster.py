@@ -197,6 +197,16 @@ class Cluster:
         self._refuse_if_joined("calibrate its groups, each by a run of its own")
         return calibrated(self, comparison, name or f"{self.name}-calibrated")
 
+    def run_by(self, backend: str | None) -> Cluster:
+        """This cluster for programs of a plan's ``backend``; None is a GPU's default, inductor. A
+        profile of a GPU measures eager kernels: the cluster that prices inductor's programs joins
+        pointwise ones. A preset stays as it is, with the software that was asked for.
+        """
+        is_gpu_profile = bool(self.machine) and self.device.kind == "cuda"
+        if backend == "eager" or not is_gpu_profile or self.software.fuses:
+            return self
+        return replace(self, software=replace(self.software, name="inductor", fuses=True))
+
     def _refuse_if_joined(self, instead: str) -> None:
         if self.parts:
             raise PlanError(f"cluster {self.name!r} has several kinds of devices: {instead}")

@@ -17,6 +17,7 @@ from autopar.cost_model.products import ProductRates
 from autopar.errors import PlanError
 
 FloatArray = npt.NDArray[np.float64]
+_HALF, _ALIGNED = ("bfloat16", "float16"), 8  # whose elements, and how many, are 16 bytes
 ARITHMETIC = KERNEL_KINDS[:3]  # kinds whose work counts in FLOPs; other kinds count bytes
 
 
@@ -96,8 +97,9 @@ class ComputeCosts:
             nbytes: bytes read and written.
             operator: the name of the kernel, which may have an efficiency curve of its own.
             product: for a matmul: the number of products in the batch, the rows and the columns of
-                a result, and the summands of one element. Without it the product takes the best
-                rate that its shape could give.
+                a result, the summands of one element and, if it is known, a number of elements
+                that divides the rows of all matrices in memory. Without sizes the product takes
+                the best rate that its shape could give.
         """
         moved = np.asarray(nbytes, dtype=np.float64)
         taken = moved / self.peak(
@@ -120,11 +122,16 @@ class ComputeCosts:
         self, kind: str, dtype: str, work: FloatArray, sizes: Sequence[FloatArray], operator: str
     ) -> FloatArray:
         """FLOP/s of a kernel; ``sizes`` of a product, as for :meth:`seconds`."""
+        shape, rest = sizes[:4], sizes[4:]
         if kind == "matmul" and self._products is not None:
-            share = self._products.share(*sizes) if sizes else self._products.largest
+            share = self._products.share(*shape) if shape else self._products.largest
             return self._flops_per_second(dtype) * np.asarray(share)
         rate = self.peak(kind, dtype, work, operator)
-        return rate * tile_utilisation(self._device, *sizes) if sizes else rate
+        if shape:
+            rate = rate * tile_utilisation(self._device, *shape)
+        for divisor in rest if dtype.removeprefix("torch.") in _HALF and not self.fuses else ():
+            rate = np.where(divisor % _ALIGNED == 0, rate, rate * self._device.unaligned)
+        return rate
 
     def optimizer_seconds(self, nbytes: float, copied: float = 0.0) -> float:
         """Seconds that an optimizer takes to move ``nbytes`` in total, as

@@ -61,6 +61,9 @@ class Device:
         products: the rates of measured matrix products. Where there are any, they take the place
             of ``tiles``, ``inner`` and the efficiency of products, for each dtype: a product is
             taken to reach the same share of the peak in another dtype.
+        unaligned: the rate of a half-precision product on a GPU in which a row of a matrix is no
+            whole number of 16 bytes long, relative to the rate of others. A compiler that joins
+            kernels pads such matrices.
         ranks_per_core: ranks that shared one core, all busy, while the kernels were measured.
         host_bandwidth: B/s of a copy to the memory of the host, and of one back, while all devices
             of the machine copy; None where it is not known, and nothing moves to the host.
@@ -76,6 +79,7 @@ class Device:
     tiles: tuple[Tile, ...] = ()
     inner: float = 0.0
     products: tuple[Product, ...] = ()
+    unaligned: float = 1.0
     ranks_per_core: float = 1.0
     host_bandwidth: float | None = None
 
@@ -97,7 +101,7 @@ class Device:
             )
         for dtype, value in self.peak.items():
             check_positive(f"device.peak.{dtype}", value)
-        for name in ("memory_bandwidth", "memory", "units", "ranks_per_core"):
+        for name in ("memory_bandwidth", "memory", "units", "unaligned", "ranks_per_core"):
             check_positive(f"device.{name}", getattr(self, name))
         check_positive("device.inner", self.inner, zero=True)
         if self.host_bandwidth is not None:

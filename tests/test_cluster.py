@@ -24,7 +24,8 @@ def figures(cluster: Cluster) -> set[str]:
         device = {
             name: value for name, value in device.items() if name not in ("units", "tiles", "inner")
         }
-    told = ("name", "kind", *["ranks_per_core"] * (cluster.device.ranks_per_core == 1))
+    alike = [n for n in ("ranks_per_core", "unaligned") if getattr(cluster.device, n) == 1]
+    told = ("name", "kind", *alike)
     paths |= {f"device.{name}" for name in device if name not in told}
     # Eager PyTorch joins no kernels; software that does so says where that is known from.
     without = ("name", *["fuses"] * (not cluster.software.fuses))

@@ -201,7 +201,7 @@ def make_plan(
         keep_program: whether the plan can write its problem, which takes memory.
     """
     chosen = Options(world_size, **check_option_names(options))
-    hardware = resolve_cluster(cluster, traced.model)
+    hardware = resolve_cluster(cluster, traced.model).run_by(chosen.backend)
     hardware.check(world_size)
     check_sample(traced.sample)
     asked = {

@@ -26,6 +26,7 @@ KERNEL = "{operator}.{dtype} {kind} {work:.6g}"
 MESSAGE = "{kind} of {ranks} ranks, {nbytes}"
 CALL, LAUNCH, MEMORY, HIDDEN = "call", "launch", "memory", "computing beside a collective"
 HOST = "copy to the host and back"
+UNALIGNED = "the rate of an unaligned product"
 _KERNEL = re.compile(r"(\w+)\.(\w+) (\w+) (\S+)")
 _MESSAGE = re.compile(r"(\w+) of (\d+) ranks, (\d+)")
 # (work, seconds) by operator, dtype and kind of a kernel
@@ -67,6 +68,7 @@ def fit_cluster(
         memory=_memory(device, ranks),
         efficiency=_curves(points, peak, bandwidth),
         kind=device.type,
+        unaligned=found[UNALIGNED].seconds if device.type == "cuda" else 1.0,
         ranks_per_core=ranks_per_core,
         # A copy on a CPU reads and writes.
         host_bandwidth=bandwidth / 2 if device.type == "cpu" else 2 * large / found[HOST].seconds,

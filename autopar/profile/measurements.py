@@ -15,10 +15,26 @@ from autopar.cost_model import optimizer_traffic
 from autopar.cost_model.compute import ARITHMETIC
 from autopar.kernel_trace.kernel_launches import KernelLaunch
 from autopar.profile.collective_probes import COLLECTIVES, probe_collective
-from autopar.profile.fit_cluster import CALL, HIDDEN, HOST, KERNEL, LAUNCH, MEMORY, MESSAGE
+from autopar.profile.fit_cluster import (
+    CALL,
+    HIDDEN,
+    HOST,
+    KERNEL,
+    LAUNCH,
+    MEMORY,
+    MESSAGE,
+    UNALIGNED,
+)
 from autopar.profile.kernel_probes import probe_launches, probe_sizes
 from autopar.profile.rank_group import RankGroup
-from autopar.profile.timing import Timing, cycle_operands, replay, seconds_per_call, time_call
+from autopar.profile.timing import (
+    Timing,
+    cycle_operands,
+    replay,
+    seconds_per_call,
+    time_call,
+    time_kernel_on_gpu,
+)
 
 BUDGET = 0.013  # seconds to measure one kernel of one size in a round
 MESSAGE_BUDGET = 0.08  # seconds to measure one collective of one size in a round
@@ -82,6 +98,7 @@ class Measurements:
         ]
         if self._device.type == "cuda":
             host = torch.empty(large.shape, pin_memory=True)
+            jobs.append(Job(UNALIGNED, self._unaligned, True))
             jobs.append(Job(HOST, lambda: self._time_call(lambda: _to_and_fro(large, host)), True))
         size = self._ranks.size
         for ranks in (n for n in range(2, size + 1) if size % n == 0):
@@ -147,6 +164,20 @@ class Measurements:
         found = self._time_call(chain)
         return Timing(found.seconds / (2 * CHAIN), found.spread)
 
+    def _unaligned(self) -> Timing:
+        """The rate of a product with rows of an odd length, relative to one of an even length; a
+        number, not seconds. The mean over forward and backward of a linear layer.
+        """
+        side, device = SIDE[self._device.type], self._device
+        found = list[Timing]()
+        for n in (side, side + 1):
+            left = torch.ones(side, side, dtype=torch.bfloat16, device=device)
+            right, out = left.new_ones(n, side), left.new_ones(side, n)
+            for a, b in ((left, right.t()), (out, right), (out.t(), left)):
+                found.append(time_kernel_on_gpu(partial(torch.mm, a, b), device, BUDGET))
+        even, odd = (sum(timing.seconds for timing in part) for part in (found[:3], found[3:]))
+        return Timing(min(even / odd, 1.0), max(timing.spread for timing in found))
+
     def _optimizer(self, elements: int) -> Timing:
         """The timing of one parameter in a step of torch's AdamW.
 
@@ -172,6 +203,8 @@ class Measurements:
             call = replay(launch.call, self._device)
             # Ranks take unequal time to allocate operands, but must compute at the same time.
             self._ranks.barrier()
+            if self._device.type == "cuda":
+                return time_kernel_on_gpu(call, self._device, BUDGET)
             return self._time_call(call)
         except (RuntimeError, NotImplementedError):
             return Timing(0.0, 0.0)

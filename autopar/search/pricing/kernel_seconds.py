@@ -91,7 +91,8 @@ class RankShares:
 
     def product_sizes(self, launch: KernelLaunch, backward: bool) -> list[np.ndarray] | None:
         """Number of matrix products in a kernel, and their rows, columns and summands on one rank,
-        for each strategy. None where the node is no matrix product.
+        and what divides the rows of their matrices, for each strategy. None where the node is no
+        matrix product.
         """
         if self.rule is None or self.rule.kind != "matmul":
             return None
@@ -99,11 +100,14 @@ class RankShares:
             return None
         first, second = next(sorted(term) for term in self.rule.terms if len(term) == 2)
         count, rows, columns, summands = factors
+        lengths = [self._local_size(f).astype(np.int64) for f in (columns, summands)]
         if backward and launch.writes == first:
             columns, summands = summands, columns
         elif backward and launch.writes == second:
             rows, summands = summands, rows
-        return [self._local_size(f) for f in (count, rows, columns, summands)]
+        sizes = [self._local_size(f) for f in (count, rows, columns, summands)]
+        # A matrix and its gradient lie alike in memory: the forward's lengths are the backward's.
+        return [*sizes, np.gcd(*lengths)]
 
     def _local_size(self, factors: frozenset[str]) -> np.ndarray:
         assert self.rule is not None

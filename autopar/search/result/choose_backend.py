@@ -62,7 +62,9 @@ def choose_backend(
         refused.append('results that the host keeps until the backward (offload="auto")')
     if reasons := refused or costly:
         how = "does not compile" if refused else "would hold all scores of"
-        return "eager", (f"the program runs eagerly: inductor {how} {reasons[0]}",)
+        note = f"the program runs eagerly: inductor {how} {reasons[0]}"
+        prices = "; its prices are those of joined kernels" if cluster.software.fuses else ""
+        return "eager", (note + prices,)
     return "inductor", ()
 
 
