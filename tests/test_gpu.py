@@ -8,6 +8,8 @@ import copy
 import dataclasses
 import gc
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # torch's compiler has its own
     pytest.mark.timeout(240),
 ]
-WORKSPACES = 2 * 2**25  # bytes that cuBLAS and cuBLASLt keep on a Hopper GPU
 BACKENDS = ("eager", "inductor")
 CLUSTER = "h100-sxm"  # whose prices decide nothing here but what a free plan is
 MODELS = ("gpt2", "llama", "bert", "vit", "t5", "cnn", "mlp")
@@ -66,15 +67,17 @@ def train(
     return losses, optimizer
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [*product(MODELS, ["eager"]), *product(("gpt2", "cnn", "mlp"), ["inductor"])],
+)
 def test_one_gpu_equals_the_plain_model(name: str, backend: str) -> None:
     dtype = torch.float64 if backend == "eager" else torch.float32
     model, sample = zoo.on("cuda", getattr(zoo, name)(dtype=dtype))
     with Double():
         doubled = zoo.on("cuda", getattr(zoo, name)(dtype=torch.float64))
         vanishes = equivalence.vanishing(step(*doubled))
-    with Double():
+    with Double() if dtype is torch.float64 else nullcontext():
         expected = step(copy.deepcopy(model), sample)
         program = autopar.compile(
             model, sample, 1, cluster=CLUSTER, backend=backend, progress=False
@@ -179,8 +182,9 @@ def test_batches_are_copied_ahead() -> None:
 def test_peak_memory_is_as_predicted(options: dict[str, Any]) -> None:
     import transformers as hf
 
+    train(compiled_on_gpu(zoo.mlp(), backend="eager"), zoo.on("cuda", zoo.mlp())[1])
     gc.collect()
-    before = torch.cuda.memory_allocated()
+    before = torch.cuda.memory_allocated()  # with the workspaces of cuBLAS
     torch.manual_seed(0)
     sizes = dict(n_embd=512, n_layer=6, n_head=8, n_positions=512, vocab_size=8192)
     off = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
@@ -198,7 +202,7 @@ def test_peak_memory_is_as_predicted(options: dict[str, Any]) -> None:
         optimizer.step()
         optimizer.zero_grad()
     row = next(row for row in program.compare().rows if row.what == "peak memory")
-    own = row.measured - before - WORKSPACES
+    own = row.measured - before
     print(options, row.predicted, own, own / row.predicted)
     assert own == pytest.approx(row.predicted, rel=0.03)
 
@@ -212,9 +216,9 @@ TWO_RANKS = {
 }
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "cnn", "mlp"])
+@pytest.mark.parametrize("name", ["gpt2", "cnn", "mlp"])
 def test_two_ranks_on_one_gpu_over_gloo(ranks: Pools, name: str) -> None:
-    asked = configurations(name, 2) | (TWO_RANKS if name in ("gpt2", "llama") else {})
+    asked = configurations(name, 2) | (TWO_RANKS if name == "gpt2" else {})
     asked = {
         label: dict(cluster=CLUSTER) | options | dict(backend="eager")
         for label, options in asked.items()
