@@ -212,3 +212,20 @@ def test_an_unknown_optimizer() -> None:
         r"fused-adamw",
     ):
         parameter_memory(1, 4, "lion")
+
+
+def test_a_product_with_rows_of_an_odd_length_is_slower_in_half_precision() -> None:
+    flops, nbytes = 2.0 * 1024 * 4096 * 4097, 1.0
+
+    def seconds(divisor: int, dtype: str = "bfloat16", **software: Any) -> float:
+        figures = replace(A100.software, launch=0.0, **software)
+        compute = ComputeCosts(
+            replace(A100, device=replace(DEVICE, unaligned=0.25), software=figures)
+        )
+        product = [np.array(n) for n in (1, 1024, 4097, 4096, divisor)]
+        return float(compute.seconds("matmul", dtype, flops, nbytes, product))
+
+    assert seconds(8) == seconds(64)
+    assert seconds(1) == seconds(4) == pytest.approx(4 * seconds(8))
+    assert seconds(1, "float32") == seconds(8, "float32")
+    assert seconds(1, fuses=True) == seconds(8, fuses=True)  # the compiler pads
