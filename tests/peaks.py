@@ -125,6 +125,23 @@ def returning(batch: int) -> tuple[nn.Module, dict[str, Any]]:
     return Returning(), {"x": torch.randn(batch, SEQUENCE, WIDTH)}
 
 
+class Wide(nn.Module):
+    """Its parameters take more bytes than its results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4 * WIDTH, 4 * WIDTH) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.float().square().mean()
+
+
+def wide(batch: int) -> tuple[nn.Module, dict[str, Any]]:
+    return Wide(), {"x": torch.randn(batch, 4 * WIDTH)}
+
+
 def _by_name(
     *models: Callable[[int], tuple[nn.Module, dict[str, Any]]],
 ) -> dict[str, Callable[[int], tuple[nn.Module, dict[str, Any]]]]:
@@ -132,7 +149,7 @@ def _by_name(
 
 
 MODELS = _by_name(gpt2, gpt2_with_dropout, llama, vit, cnn)
-ALL_MODELS = MODELS | _by_name(chain, returning)
+ALL_MODELS = MODELS | _by_name(chain, returning, wide)
 
 
 def made(name: str, batch: int) -> tuple[nn.Module, dict[str, Any]]:

@@ -175,6 +175,13 @@ def test_with_results_on_the_host(ranks: Pools, name: str, way: str) -> None:
     check(ranks, offloaded(name, way), name)
 
 
+@pytest.mark.parametrize("micro_batch_size", [None, 4])
+def test_in_bfloat16_on_one_device(ranks: Pools, micro_batch_size: int | None) -> None:
+    """Most of the peak are gradients, which are cast one by one."""
+    options = dict(precision="bf16", micro_batch_size=micro_batch_size)
+    check(ranks, planned("wide", 1, **options), "wide")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_in_bfloat16(ranks: Pools, name: str) -> None:

@@ -84,7 +84,7 @@ class GradientMemory:
             live.add(TRANSIENT, -gradient.nbytes)
         bucket = self._bucket_of.get(name)
         is_launching = bucket is not None and self._is_last_backward
-        if parameter.is_cast and not self._is_direct and (not is_launching or name in self._summed):
+        if parameter.is_cast and (not is_launching or name in self._summed):
             self._add_to_sum(parameter, live)
         if bucket is not None and is_launching:
             self._put_into_bucket(parameter, bucket, live)
