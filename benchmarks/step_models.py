@@ -53,8 +53,8 @@ def variants(
 ) -> dict[str, tuple[torch.nn.Module, dict[str, torch.Tensor]]]:
     """The plain model (DistributedDataParallel on its share of the batch, given several ranks, or
     FSDP2 where ``zero`` is 3) and the compiled one on the whole batch. With the backend "inductor"
-    the plain model goes through ``torch.compile``. Under FSDP2 there is also a compiled one that
-    gathers each parameter alone.
+    the plain model goes through ``torch.compile``. Under FSDP2 there are also a compiled one that
+    gathers each parameter alone, and, where the plan prefetches, one that does not.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     tokens = torch.randint(
@@ -79,8 +79,13 @@ def variants(
     )
     found = {"plain": (plain, inputs(share)), "compiled": (compiled, whole)}
     if options.zero == 3:
-        alone = dataclasses.replace(compiled.plan, zero_buckets=())
-        found["alone"] = autopar.compile(build(options).to(device), whole, ranks, plan=alone), whole
+        others: dict[str, dict[str, Any]] = {"alone": dict(zero_buckets=(), prefetch=0)}
+        if compiled.plan.prefetch:
+            others["at need"] = dict(prefetch=0)
+        for name, changed in others.items():
+            plan = dataclasses.replace(compiled.plan, **changed)
+            model = autopar.compile(build(options).to(device), whole, ranks, plan=plan)
+            found[name] = model, whole
     return found
 
 

@@ -67,7 +67,7 @@ def arguments() -> argparse.Namespace:
         type=int,
         choices=(0, 1, 2, 3),
         help="fix how parameters are kept; otherwise the search decides. 3 is measured against "
-        "FSDP2, with ZeRO buckets and without",
+        "FSDP2, with ZeRO buckets that are prefetched, with others, and without",
     )
     # For the ranks of a case: where rank 0 leaves the rows, and whether the case is a pipeline.
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
@@ -132,6 +132,7 @@ def backend_case(options: argparse.Namespace, device: torch.device, backend: str
             )
             for ours, what, wanted in (
                 ("compiled", "", target),
+                ("at need", ", without prefetch", None),
                 ("alone", ", each parameter gathered alone", None),
             )
             if ours in times

@@ -124,7 +124,9 @@ def test_buckets_make_a_plan_faster_and_are_left_out_where_memory_is_short(ranks
     """With room for less than a block's parameters at a time, each is gathered alone."""
     net, sample = peaks.made("gpt2", 4)
     options = dict(parallel=dict(data=2), zero=3, recompute="full", progress=False)
-    together = autopar.plan(net, sample, 2, **options)
+    ahead = autopar.plan(net, sample, 2, **options)
+    together = autopar.plan(net, sample, 2, **options, memory_budget=max(ahead.peak_memory) - 1000)
+    assert (ahead.prefetch, together.prefetch) == (1, 0)
     budget = max(together.peak_memory) - 1000
     alone = autopar.plan(net, sample, 2, **options, memory_budget=budget)
     assert together.zero_buckets

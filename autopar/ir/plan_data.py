@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,19 +83,16 @@ class PlanData:
     """A distributed program for one model, sample input and cluster.
 
     Attributes:
-        fingerprint: a hash of the captured graph. A plan compiles only the graph that it was made
-            for.
+        fingerprint: a hash of the captured graph, the only graph that the plan compiles.
         mesh_sizes, mesh_names: the axes of one stage's mesh, slowest links first.
         pipeline: the number of ranks along the pipeline.
         pipeline_place: the number of mesh axes that cross slower links than the pipeline. Ranks are
             numbered row-major in the order of :attr:`placement`. At place 0 the first
             ``prod(mesh_sizes)`` ranks are pipeline rank 0.
-        device_kinds: where devices are of several kinds, the cluster of each pipeline rank's; else
-            empty.
+        device_kinds: the cluster of each pipeline rank where devices are of several kinds.
         pipeline_order: where the kinds follow each other in another order than the ranks, for each
             pipeline rank the number of its block of ``prod(mesh_sizes)`` ranks; else empty.
-        schedule: the order of microbatches in the pipeline: the name of a built-in schedule, or of
-            a registered one.
+        schedule: the name of the order of microbatches in the pipeline, built in or registered.
         schedule_order: for a registered schedule a digest of its order; else "".
         stages: the parts of the model, in its order: ``pipeline`` x chunks of them.
         recomputed: what the backward computes again instead of saving it: names of nodes, and of
@@ -109,7 +107,8 @@ class PlanData:
         nodes: by the node's name in the graph.
         parameters: by the parameter's name in the model.
         conversions: by the name of a tensor's node and by the wanted layout, the steps to it.
-        zero_buckets: the conversions of parameters, as "name -> layout", that share a collective.
+        zero_buckets: the parameters, by the names of their nodes, whose gathers share a collective.
+        prefetch: how many ZeRO buckets an eager program gathers ahead of the one in use: 0 or 1.
         seconds: the predicted step time by kind; the sum is :attr:`step_time`.
         gap: how far the step time may be from the best plan of all configurations compared, by
             their lower bounds; as a part of the step time.
@@ -153,6 +152,7 @@ class PlanData:
     recomputed: tuple[str, ...] = ()
     offloaded: tuple[str, ...] = ()
     zero_buckets: tuple[tuple[str, ...], ...] = ()
+    prefetch: int = 0
     precision: str | None = None
     reduce_dtype: str | None = None
     rows: dict[str, list[list[Any]]] = field(default_factory=dict)
@@ -184,6 +184,8 @@ class PlanData:
             yield f"backend {self.backend!r} is none of {', '.join(BACKENDS)}"
         if self.backend == "inductor" and self.offloaded:
             yield f"the plan offloads {self.offloaded[0]!r}, which inductor does not do"
+        if self.prefetch not in ((0,) if self.backend == "inductor" else (0, 1)):
+            yield f"prefetch {self.prefetch!r}: give 0, or 1 for a program that runs eagerly"
         for what, value, known in (
             ("precision", self.precision, COMPUTE_DTYPES),
             ("reduce_dtype", self.reduce_dtype, REDUCE_DTYPES),
@@ -231,14 +233,14 @@ class PlanData:
     def _misfits_of_layouts(self) -> Iterator[str]:
         axes = len(self.mesh_sizes)
         different = {id(node): (name, node) for name, node in self.nodes.items()}
-        for name, node in different.values():
-            if any(
-                len(layout) != axes for layout in (*node.ins, node.out, node.factors, node.kernels)
-            ):
-                yield f"node {name!r} has not one type for each of the {axes} mesh axes"
-        for name, parameter in self.parameters.items():
-            if len(parameter.stored) != axes or len(parameter.used) != axes:
-                yield f"parameter {name!r} has not one type for each of the {axes} mesh axes"
+        each: list[tuple[str, tuple[Sized, ...]]] = [
+            (f"node {name!r}", (*node.ins, node.out, node.factors, node.kernels))
+            for name, node in different.values()
+        ]
+        each += [(f"parameter {name!r}", (p.stored, p.used)) for name, p in self.parameters.items()]
+        for what, layouts in each:
+            if any(len(layout) != axes for layout in layouts):
+                yield f"{what} has not one type for each of the {axes} mesh axes"
 
     @property
     def step_time(self) -> float:
@@ -265,12 +267,10 @@ class PlanData:
     @property
     def memory(self) -> tuple[dict[str, float], ...]:
         """Predicted peak bytes of a device, for each pipeline rank, by kind."""
-        devices: list[dict[str, float]] = [{} for _ in range(self.pipeline)]
+        devices: list[Counter[str]] = [Counter() for _ in range(self.pipeline)]
         for i, stage in enumerate(self.stages):
-            device = devices[i % self.pipeline]
-            for kind, nbytes in stage.nbytes.items():
-                device[kind] = device.get(kind, 0.0) + nbytes
-        return tuple(devices)
+            devices[i % self.pipeline].update(stage.nbytes)  # type: ignore[arg-type]
+        return tuple(map(dict, devices))
 
     @property
     def host_memory(self) -> tuple[float, ...]:

@@ -25,7 +25,13 @@ if typing.TYPE_CHECKING:
 
 AnyPlan = TypeVar("AnyPlan", bound="PlanData")
 # What files of this version that were written before a field was added have there.
-_ADDED = {"backend": "eager", "schedule_order": "", "offloaded": [], "zero_buckets": []}
+_ADDED: dict[str, Any] = {
+    "backend": "eager",
+    "schedule_order": "",
+    "offloaded": [],
+    "zero_buckets": [],
+    "prefetch": 0,
+}
 _ADDED_INSIDE: dict[str, dict[str, Any]] = {
     "parameters": {"offloaded": False},
     "stages": {"host": {}},

@@ -55,7 +55,9 @@ class ConversionTrace:
     ) -> None:
         self._nodes, self._conversions = program.nodes, program.conversions
         self._folding, self._tracer, self._mesh, self._source = folding, tracer, mesh, source
-        self._reduction_dtype = reduction_dtype
+        self._reduction_dtype, self._prefetch = reduction_dtype, program.prefetch
+        # of each stage, the gather of a bucket that came last
+        self._latest: dict[int | None, TracedCall] = {}
         self._place = {node: place for place, node in enumerate(graph.nodes)}
         by_name = {n.name: n for n in self._place if n.op == "placeholder"}
         each = ([by_name[name] for name in names] for names in gathered_together(program))
@@ -127,10 +129,24 @@ class ConversionTrace:
         slots = [GradientSlot(call) if r.tensor.grad else None for r in trace.results]
         call.operand_slots = [t.slot for t in tensors]
         complete(call, trace, [t.storage for t in tensors], storages, slots)
+        if self._prefetch and len(nodes) > 1 and all(t.conversion is None for t in tensors):
+            self._start_early(call, reader)
         return [
             TracedTensor(r.tensor, storage, slot, call)
             for r, storage, slot in zip(trace.results, storages, slots, strict=True)
         ]
+
+    def _start_early(self, gather: TracedCall, reader: fx.Node) -> None:
+        """Lets a gather start where the one before it in the same stage has arrived, as
+        ``prefetch_gathers`` does.
+        """
+        stage, _ = self._folding.calls.places.get(reader, (None, 0))
+        before, self._latest[stage] = self._latest.get(stage), gather
+        if before is not None:
+            start = TracedCall(f"start {gather.name}", before.order, before.stage, before.block)
+            start.starts, gather.is_started, gather.before = gather, True, before
+            chain = self._chains[before.order[0]]
+            chain.insert(chain.index(before) + 1, start)
 
     def _place_call(
         self, node: fx.Node, layout: Layout, tensors: Sequence[TracedTensor], reader: fx.Node

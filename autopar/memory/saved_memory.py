@@ -25,6 +25,7 @@ class SavedMemory:
             self._readers[storage] += 1
         self._kind = dict.fromkeys(stage.saved_storages.kept, ACTIVATIONS)
         self._done: set[TracedCall] = set()
+        self._started: set[TracedCall] = set()  # gathers that have memory, and are not there yet
         on_host = [s for c in stage.calls for s in c.made if s in stage.saved_storages.offloaded]
         self._on_host = set(on_host)
         # With a storage, the one that was copied to the host before it comes back.
@@ -57,6 +58,8 @@ class SavedMemory:
     def _recompute(self, call: TracedCall, live: LiveMemory) -> None:
         self._missing.remove(call)
         self._fetch(call.reads, live)
+        if call in self._started:
+            live.add(RECOMPUTED, -call.made_bytes)  # counted from here on as for other calls
         live.add_briefly(call.footprint.forward)
         live.add(RECOMPUTED, call.internal)
         for storage in call.made:
@@ -66,6 +69,9 @@ class SavedMemory:
         live.add(ACTIVATIONS, -call.cloned)
         for storage in call.reads:
             self._drop(storage, live)
+        if call.before in self._missing and call.before not in self._started:
+            self._started.add(call.before)
+            live.add(RECOMPUTED, call.before.made_bytes)
 
     def _fetch(self, storages: Collection[TracedStorage], live: LiveMemory) -> None:
         """Gets storages from the host, if they are there."""

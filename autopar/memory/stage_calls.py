@@ -169,9 +169,13 @@ class _Forward:
     def _call(self, call: TracedCall) -> None:
         is_cloned = call in self._stage.saved_storages.recomputed
         self._live.add(ACTIVATIONS, call.cloned if is_cloned else 0)
-        self._live.add_briefly(call.footprint.forward)
+        if call.starts is not None:
+            for storage in call.starts.made:
+                self._allocate(storage)
+        self._live.add_briefly(call.footprint.forward - call.made_bytes * call.is_started)
         for storage in call.made:
-            self._allocate(storage)
+            if not call.is_started:
+                self._allocate(storage)
             if call in self._stage.offloaded:
                 self._copy(storage)
         is_recomputed = is_cloned or call in self._stage.recomputed
@@ -219,14 +223,18 @@ def _needed_calls(
     calls: Sequence[TracedCall], stage: int, departures: Sequence[StageInput]
 ) -> list[TracedCall]:
     """The calls of the stage, and the calls without a stage whose results these need."""
-    found, storages = list[TracedCall](), {a.sent for a in departures}
+    found, storages = dict[TracedCall, None](), {a.sent for a in departures}
     slots = {a.source for a in departures}
     for call in reversed(calls):
-        if call.stage == stage or (
-            call.stage is None
-            and (storages.intersection(call.made) or slots.intersection(call.result_slots))
+        if (
+            call.stage == stage
+            or call.starts in found
+            or (
+                call.stage is None
+                and (storages.intersection(call.made) or slots.intersection(call.result_slots))
+            )
         ):
-            found.append(call)
+            found[call] = None
             storages.update(call.reads)
             slots.update(call.operand_slots)
-    return found[::-1]
+    return list(found)[::-1]

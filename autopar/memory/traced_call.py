@@ -49,6 +49,10 @@ class TracedCall:
         result_slots: where the gradients of its results are added up.
         joined_slices: the slices that lowering joins into one split, this call among them; unless
             one of them is recomputed.
+        starts: the gather of a ZeRO bucket that it starts: the results have memory from here on.
+        is_started: whether an earlier call starts it.
+        before: the gather of the ZeRO bucket before, which starts in the backward, if that makes
+            both again, when this one is done.
     """
 
     name: str
@@ -66,6 +70,14 @@ class TracedCall:
     operand_slots: list[GradientSlot | None] = field(default_factory=list)
     result_slots: list[GradientSlot] = field(default_factory=list)
     joined_slices: list[TracedCall] = field(default_factory=list)
+    starts: TracedCall | None = None
+    is_started: bool = False
+    before: TracedCall | None = None
+
+    @property
+    def made_bytes(self) -> int:
+        """Bytes of the storages of its results."""
+        return sum(storage.nbytes for storage in self.made)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ def header(plan: PlanData) -> str:
         schedule_line(plan),
         _precision(plan),
         f"backend {plan.backend}",
+        _prefetch(plan),
         f"predicted: {format_seconds(plan.step_time)} a step, "
         f"{format_bytes(max(plan.peak_memory))} a device",
         _host_memory(plan),
@@ -58,6 +59,14 @@ def _precision(plan: PlanData) -> str:
     computed = f"computed in {plan.precision}" if plan.precision else ""
     summed = f"gradients summed over ranks in {plan.reduce_dtype}" if plan.reduce_dtype else ""
     return ", ".join(part for part in (computed, summed) if part)
+
+
+def _prefetch(plan: PlanData) -> str:
+    """When an eager program gathers its ZeRO buckets; "" where it has none."""
+    if not plan.zero_buckets or plan.backend != "eager":
+        return ""
+    when = "while the one before is in use" if plan.prefetch else "where it is first read"
+    return f"prefetch {plan.prefetch}: each ZeRO bucket is gathered {when}"
 
 
 def _batch(plan: PlanData, samples: int | None) -> str:

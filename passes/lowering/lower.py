@@ -30,6 +30,7 @@ from autopar.passes.lowering.join_slices import join_slices
 from autopar.passes.lowering.localise import localise
 from autopar.passes.lowering.mark_recomputed import mark_recomputed
 from autopar.passes.lowering.place_batch import place_batch
+from autopar.passes.lowering.prefetch_gathers import prefetch_gathers
 from autopar.passes.lowering.split_stages import StageProgram, split_stages
 from autopar.passes.lowering.verify_lowered import verify_layouts, verify_shapes
 from autopar.rules.analysis import Analysis
@@ -189,6 +190,8 @@ def _lower_graph(
     # Buckets come after the marks: what a plan recomputes has the names of single conversions.
     for each in (evaluate, graph):
         bucket_gathers(each, plan.zero_buckets)
+        if plan.prefetch:
+            prefetch_gathers(each)
     # Only a backward gains by it, and each slice had to have its own name, layout and mark.
     join_slices(graph)
     outputs = graph.output_node().args[0][: len(tensors)]  # type: ignore[index]

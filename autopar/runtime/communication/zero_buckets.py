@@ -1,5 +1,5 @@
 """Gathers of several split parameters in one collective, differentiable: their gradients leave in
-one reduce-scatter.
+one reduce-scatter. A gather may start before the program needs what it gathers.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -17,6 +18,58 @@ from autopar.runtime.communication.collectives import cut_dim, join_dim, redistr
 from autopar.runtime.communication.mesh import Mesh
 
 
+class StartedGather:
+    """The all-gather of a bucket: it starts where this object is made, and in the backward, if that
+    gathers the bucket again, when the bucket after it has arrived there.
+
+    Args:
+        parts: the parameters of this rank.
+        before: the gather of the bucket before, where the backward makes that again.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[torch.Tensor],
+        mesh: Mesh,
+        axis: int,
+        before: StartedGather | None = None,
+    ) -> None:
+        self._parts, self._mesh, self._axis = parts, mesh, axis
+        # What the backward makes again holds its gather. Nothing else may hold it: the backward
+        # starts no gather whose results it does not need.
+        self._before = None if before is None else ref(before)
+        self._arriving: list[torch.Tensor] | None = None
+        self._is_again = False
+        self.start()
+
+    def start(self) -> None:
+        """Starts the gather, unless it is under way."""
+        if self._arriving is None:
+            with torch.no_grad():
+                self._arriving = _start_gather(self._parts, self._mesh, self._axis)
+
+    def take(self) -> list[torch.Tensor]:
+        """What arrives, to be read after ``wait_tensor``."""
+        self.start()
+        arriving, self._arriving = self._arriving, None
+        assert arriving is not None
+        return arriving
+
+    def end(self) -> None:
+        """The results are there. In the backward, the gather of the bucket before starts."""
+        before = self._before() if self._before is not None else None
+        if self._is_again and before is not None:
+            before.start()
+        self._is_again = True
+
+
+def start_gather(
+    parts: Sequence[torch.Tensor], mesh: Mesh, axis: int, before: StartedGather | None = None
+) -> StartedGather:
+    """Starts to gather ``parts`` along mesh ``axis``, for :func:`gather_bucket`."""
+    return StartedGather(parts, mesh, axis, before)
+
+
 def gather_bucket(
     parts: Sequence[torch.Tensor],
     mesh: Mesh,
@@ -24,6 +77,7 @@ def gather_bucket(
     sources: Sequence[str],
     dst: str,
     reduction_dtype: torch.dtype | None = None,
+    started: StartedGather | None = None,
 ) -> list[torch.Tensor]:
     """``parts`` of one dtype, of types ``sources`` along mesh ``axis``, gathered in one collective:
     what :func:`redistribute` makes of each.
@@ -33,12 +87,14 @@ def gather_bucket(
         dst: ``"R"``, whose gradients are summed in one reduce-scatter, or ``"I"``, of whose
             gradients each rank takes its slice.
         reduction_dtype: the dtype of that sum (by default the gradients' own).
+        started: the gather of ``parts`` along ``axis``, if it has started before.
     """
     if mesh.sizes[axis] == 1:
         return list(parts)
     if torch.is_grad_enabled() and any(x.requires_grad for x in parts):
-        return list(_GatherBucket.apply(mesh, axis, tuple(sources), dst, reduction_dtype, *parts))
-    return _gather(parts, mesh, axis, sources)
+        how = mesh, axis, tuple(sources), dst, reduction_dtype, started
+        return list(_GatherBucket.apply(*how, *parts))
+    return _gather(parts, mesh, axis, sources, started)
 
 
 class _GatherBucket(torch.autograd.Function):
@@ -50,11 +106,12 @@ class _GatherBucket(torch.autograd.Function):
         sources: tuple[str, ...],
         dst: str,
         reduction_dtype: torch.dtype | None,
+        started: StartedGather | None,
         *parts: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.conversion = mesh, axis, sources, dst, reduction_dtype
         ctx.set_materialize_grads(False)
-        wholes = _gather(parts, mesh, axis, sources)
+        wholes = _gather(parts, mesh, axis, sources, started)
         frozen = [w for w, x in zip(wholes, parts, strict=True) if not x.requires_grad]
         ctx.mark_non_differentiable(*frozen)
         return tuple(wholes)
@@ -74,21 +131,35 @@ class _GatherBucket(torch.autograd.Function):
             ]
         for i, part in zip(arrived, own, strict=True):
             found[i] = part
-        return (None, None, None, None, None, *found)
+        return (None, None, None, None, None, None, *found)
+
+
+def _start_gather(parts: Sequence[torch.Tensor], mesh: Mesh, axis: int) -> list[torch.Tensor]:
+    since, n = mesh.recorder.mark(), mesh.sizes[axis]
+    group = mesh.group(axis).group_name
+    arriving = functional.all_gather_into_tensor_coalesced(parts, n, group)
+    mesh.recorder.end_conversion(since)
+    return arriving
 
 
 def _gather(
-    parts: Sequence[torch.Tensor], mesh: Mesh, axis: int, sources: Sequence[str]
+    parts: Sequence[torch.Tensor],
+    mesh: Mesh,
+    axis: int,
+    sources: Sequence[str],
+    started: StartedGather | None,
 ) -> list[torch.Tensor]:
+    arriving = _start_gather(parts, mesh, axis) if started is None else started.take()
     since, n = mesh.recorder.mark(), mesh.sizes[axis]
-    started = functional.all_gather_into_tensor_coalesced(parts, n, mesh.group(axis).group_name)
-    started.reverse()
+    arriving.reverse()
     # Each result is freed as soon as it is joined.
     wholes = [
-        join_dim(functional.wait_tensor(started.pop()), n, parse_type(source).dim)
+        join_dim(functional.wait_tensor(arriving.pop()), n, parse_type(source).dim)
         for source in sources
     ]
     mesh.recorder.end_conversion(since)
+    if started is not None:
+        started.end()
     return wholes
 
 

@@ -28,7 +28,7 @@ from autopar.errors import RunError
 from autopar.ir.layout import I, Layout, format_layout, local_shape, parse_type
 from autopar.runtime.communication.collectives import redistribute
 from autopar.runtime.communication.mesh import Mesh
-from autopar.runtime.communication.zero_buckets import gather_bucket
+from autopar.runtime.communication.zero_buckets import gather_bucket, start_gather
 from autopar.runtime.pipeline.recompute import operator_of
 from autopar.runtime.typecheck.conversion_types import redistributed
 from autopar.runtime.typecheck.equations import einsum
@@ -147,6 +147,8 @@ class _Checker(Interpreter):
         target = operator_of(n.target)
         if target is redistribute:
             return redistributed(self._axes, *args, **kwargs)
+        if target is start_gather:
+            return None
         if target is gather_bucket:
             parts, mesh, axis, sources, *rest = args
             pairs = zip(parts, sources, strict=True)

@@ -4,8 +4,10 @@ optimizer. The problem's own estimate counts less.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
+from autopar.ir.zero_buckets import gathered_together
 from autopar.kernel_trace.operator_trace import OperatorTracer
 from autopar.memory.peak_memory import PeakMemory
 from autopar.memory.step_settings import StepSettings
@@ -13,6 +15,7 @@ from autopar.search.inner.candidate import Candidate
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.plan_check.data_degree import data_degree
 from autopar.search.result.assemble import assemble
+from autopar.search.result.choose_backend import is_eager
 from autopar.search.result.chosen_program import chosen_program
 from autopar.search.result.priced_plan import PricedPlan
 
@@ -21,13 +24,31 @@ def counted(search: InnerSearch, candidate: Candidate) -> PricedPlan:
     """The candidate as a plan with counted memory: without ZeRO buckets where it has them and only
     so needs no more than the budget, or less beyond it.
     """
-    plan = count_memory(assemble(search, candidate), search.tracer)
+    plan = count_and_prefetch(search, assemble(search, candidate))
     over = max(bytes_over(search, plan))
     if over > 0 and chosen_program(plan).zero_buckets:
         alone = count_memory(assemble(search, candidate, has_buckets=False), search.tracer)
         if max(bytes_over(search, alone)) < over:
             return alone
     return plan
+
+
+def count_and_prefetch(search: InnerSearch, priced: PricedPlan) -> PricedPlan:
+    """The same plan with counted memory. If it runs eagerly, each ZeRO bucket is gathered one
+    ahead, where that needs no more than the budget.
+    """
+    if is_eager(search.options, search.cluster) and _has_next_bucket(priced):
+        ahead = count_memory(replace(priced, prefetch=1), search.tracer)
+        if max(bytes_over(search, ahead)) <= 0:
+            return ahead
+    return count_memory(replace(priced, prefetch=0), search.tracer)
+
+
+def _has_next_bucket(priced: PricedPlan) -> bool:
+    """Whether a stage has more than one ZeRO bucket."""
+    stage_of = {node.name: priced.stage_of[node] for node in priced.analysis.state}
+    buckets = gathered_together(chosen_program(priced))
+    return max(Counter(stage_of[bucket[0]] for bucket in buckets).values(), default=0) > 1
 
 
 def bytes_over(search: InnerSearch, priced: PricedPlan) -> list[float]:

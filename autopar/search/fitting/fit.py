@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from autopar.errors import BudgetError
-from autopar.search.fitting.counted_memory import bytes_over, count_memory, counted
+from autopar.search.fitting.counted_memory import bytes_over, count_and_prefetch, counted
 from autopar.search.fitting.exact_search import EXACT_OPERATIONS, solve_exactly
 from autopar.search.fitting.reserves import Reserves
 from autopar.search.inner.candidate import Candidate
@@ -119,7 +119,8 @@ def count_plan(searches: InnerSearches, candidate: Candidate) -> PricedPlan:
             return counted(search, candidate)
 
     budgets = tuple(search.budgets(candidate.configuration))
-    key = search.option_key, search.units.starts, samples, candidate.decisions, budgets
+    backend = search.options.backend
+    key = search.option_key, backend, search.units.starts, samples, candidate.decisions, budgets
     priced: PricedPlan = search.cache.counted.of(key, count)
     search.add_time("fit", start)
     return priced
@@ -227,7 +228,7 @@ def _exact_plan(
         bound = bound if attempt else found.seconds * (1 - found.gap)
         with resized(search.analysis, samples, search.analysis.rules):
             found = replace(found, gap=max(0.0, 1 - bound / found.seconds))
-            found = count_memory(found, search.tracer)
+            found = count_and_prefetch(search, found)
             over = bytes_over(search, found)
         if max(over) <= 0:
             return found if best is None or found.seconds < best.seconds else best

@@ -28,6 +28,11 @@ def check_software(options: Options, cluster: Cluster) -> None:
         )
 
 
+def is_eager(options: Options, cluster: Cluster) -> bool:
+    """Whether the options and the cluster alone leave no backend but eager."""
+    return options.backend == "eager" or (options.backend is None and cluster.device.kind == "cpu")
+
+
 def choose_backend(
     options: Options,
     cluster: Cluster,
@@ -46,7 +51,7 @@ def choose_backend(
     Raises:
         PlanError: inductor was asked for, and does not compile the plan.
     """
-    if options.backend == "eager" or (options.backend is None and cluster.device.kind == "cpu"):
+    if is_eager(options, cluster):
         return "eager", ()
     refused, costly = _found(graph, program.nodes)
     if options.backend == "inductor":

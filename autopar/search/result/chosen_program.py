@@ -29,6 +29,7 @@ class ChosenProgram:
     recomputed: tuple[str, ...]
     offloaded: tuple[str, ...]
     zero_buckets: tuple[tuple[str, ...], ...]
+    prefetch: int
 
 
 def chosen_program(priced: PricedPlan) -> ChosenProgram:
@@ -52,7 +53,9 @@ def chosen_program(priced: PricedPlan) -> ChosenProgram:
     buckets = (
         zero_buckets(priced.analysis, conversions, priced.stage_of) if priced.has_buckets else ()
     )
-    return ChosenProgram(nodes, parameters, conversions, recomputed, offloaded, buckets)
+    return ChosenProgram(
+        nodes, parameters, conversions, recomputed, offloaded, buckets, priced.prefetch
+    )
 
 
 def _node_plan(choice: Choice) -> NodePlan:

@@ -39,6 +39,7 @@ class PricedPlan:
         calls: the calls of the graph, with those that may stand for others where memory is
             counted. None to count every call.
         has_buckets: whether parameters that may share a ZeRO bucket do.
+        prefetch: how many ZeRO buckets are gathered ahead of the one in use.
         gathered_again: the conversions that the backward makes although it needs none of them:
             those of parameters in a ZeRO bucket with others that it needs.
         zero_buckets: the plan's own, as in :class:`StepPrices`.
@@ -61,6 +62,7 @@ class PricedPlan:
     stage_of: dict[fx.Node, tuple[int, ...]]
     calls: StagedCalls | None = None
     has_buckets: bool = True
+    prefetch: int = 0
     gathered_again: RecomputedConversions = frozenset()
     zero_buckets: tuple[tuple[str, float], ...] | None = None
     step_prices: StepPrices | None = None

@@ -1,0 +1,230 @@
+"""Prefetch: a ZeRO bucket is gathered while the one before is in use, forward and backward."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+from unittest import mock
+
+import peaks
+import pytest
+import torch
+import zoo
+from equivalence import loss_of
+from pool import Pools
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autopar
+from autopar.errors import PlanError
+from autopar.plan import Plan
+from autopar.runtime.communication import functional
+
+LAYERS = 8
+ZERO3 = dict(parallel=dict(data=2), zero=3)
+PRODUCTS = ("mm", "addmm", "bmm")
+
+
+def model(dtype: torch.dtype = torch.float64) -> tuple[torch.nn.Module, dict[str, Any]]:
+    return zoo.gpt2(dtype=dtype, layers=LAYERS)
+
+
+class Order(TorchDispatchMode):
+    """Records the order of a program: "start" and "end" of each bucket's gather, with the number of
+    its start, and "product" for any number of matrix products between them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[tuple[str, int]] = []
+        self._arriving: dict[int, int] = {}
+        self._starts = 0
+
+    def __torch_dispatch__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = f(*args, **(kwargs or {}))
+        name = f.__name__.partition(".")[0]
+        if name == "all_gather_into_tensor_coalesced":
+            self._arriving |= dict.fromkeys(map(torch.Tensor.data_ptr, out), self._starts)
+            self.events.append(("start", self._starts))
+            self._starts += 1
+        elif name == "wait_tensor":
+            number = self._arriving.pop(args[0].data_ptr(), None)
+            if number is not None and number not in self._arriving.values():
+                self.events.append(("end", number))
+        elif name in PRODUCTS and self.events[-1:] != [("product", 0)]:
+            self.events.append(("product", 0))
+        return out
+
+
+def recorded(plan: Plan) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    """The order of a forward, and of its backward."""
+    net, sample = model()
+    compiled = autopar.compile(net, sample, plan.world_size, plan=plan, progress=False)
+    with Order() as order:
+        loss = loss_of(compiled(**sample))
+        forward, order.events = order.events, []
+        loss.backward()
+    return forward, order.events
+
+
+def under_way(events: list[tuple[str, int]]) -> list[int]:
+    """How many gathers are under way at each group of products."""
+    found, now = [], 0
+    for kind, _ in events:
+        now += {"start": 1, "end": -1, "product": 0}[kind]
+        assert now in (0, 1)
+        found += [now] * (kind == "product")
+    assert now == 0
+    return found
+
+
+def test_the_next_bucket_is_gathered_while_one_is_in_use(ranks: Pools) -> None:
+    plan = autopar.plan(*model(), 2, **ZERO3, recompute="full", progress=False)
+    assert plan.prefetch == 1
+    assert "prefetch 1: each ZeRO bucket is gathered while the one before" in plan.report()
+    orders = ranks(2).run(recorded, plan)
+    assert orders[0] == orders[1]  # the ranks' collectives match
+    forward, backward = map(under_way, orders[0])
+    # In the forward what is left after the last block, in the backward the embeddings, reads no
+    # other bucket behind it.
+    assert forward[:LAYERS] == [1] * LAYERS
+    assert sum(backward) >= LAYERS - 1
+    at_need = ranks(2).run(recorded, dataclasses.replace(plan, prefetch=0))
+    assert at_need[0] == at_need[1]
+    for events, other in zip(at_need[0], orders[0], strict=True):
+        assert set(under_way(events)) == {0}
+        assert sum(kind == "start" for kind, _ in events) == sum(k == "start" for k, _ in other)
+
+
+class SlowLink:
+    """Lets what each gather of a bucket sends arrive ``seconds`` after its start at the earliest,
+    as over a link with this latency.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._arrives: dict[int, float] = {}
+        self._gather, self._wait = (
+            functional.all_gather_into_tensor_coalesced,
+            functional.wait_tensor,
+        )
+
+    def gather(self, *args: Any) -> list[torch.Tensor]:
+        arriving = self._gather(*args)
+        now = time.perf_counter()
+        self._arrives |= {t.data_ptr(): now + self._seconds for t in arriving}
+        return arriving
+
+    def wait(self, t: torch.Tensor) -> torch.Tensor:
+        time.sleep(max(0.0, self._arrives.pop(t.data_ptr(), 0.0) - time.perf_counter()))
+        return self._wait(t)
+
+
+def slowed(plans: list[Plan]) -> list[float]:
+    """The least seconds of a step of each plan, in turns. The link's latency is about what a block
+    computes.
+    """
+    net, sample = zoo.gpt2(batch=16, layers=LAYERS)
+    steps = [
+        autopar.compile(net, sample, plan.world_size, plan=plan, progress=False) for plan in plans
+    ]
+
+    def timed(compiled: Any) -> float:
+        torch.distributed.barrier()
+        start = time.perf_counter()
+        loss_of(compiled(**sample)).backward()
+        return time.perf_counter() - start
+
+    plain = torch.tensor(min(timed(steps[0]) for _ in range(4)))
+    torch.distributed.all_reduce(plain, torch.distributed.ReduceOp.MAX)
+    link = SlowLink(float(plain) / (2 * LAYERS))
+    with (
+        mock.patch.object(functional, "all_gather_into_tensor_coalesced", link.gather),
+        mock.patch.object(functional, "wait_tensor", link.wait),
+    ):
+        times = [[timed(compiled) for compiled in steps] for _ in range(8)]
+    return [min(each) for each in zip(*times, strict=True)]
+
+
+def test_a_slow_link_is_hidden(ranks: Pools) -> None:
+    """At need a step waits for the link about as long as it computes."""
+    net, sample = zoo.gpt2(batch=16, layers=LAYERS)
+    plan = autopar.plan(net, sample, 2, **ZERO3, recompute="full", progress=False)
+    plans = [dataclasses.replace(plan, prefetch=depth) for depth in (0, 1)]
+    for at_need, ahead in ranks(2).run(slowed, plans):
+        assert ahead < 0.85 * at_need
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_memory_counts_the_bucket_that_is_gathered_ahead(ranks: Pools, recompute: str) -> None:
+    """Where the budget has no room for it, each is gathered where it is read."""
+    net, sample = peaks.made("gpt2", 4)
+    options = dict(ZERO3, recompute=recompute, progress=False)
+    ahead = autopar.plan(net, sample, 2, **options)
+    block = max(net.transformer.h[0].parameters(), key=torch.Tensor.numel).nbytes
+    plans = [ahead]
+    if recompute == "full":
+        budget = max(ahead.peak_memory) - 1000
+        plans.append(at_need := autopar.plan(net, sample, 2, **options, memory_budget=budget))
+        assert (ahead.prefetch, at_need.prefetch) == (1, 0)
+        assert at_need.zero_buckets == ahead.zero_buckets
+        assert max(at_need.peak_memory) <= max(ahead.peak_memory) - block
+        assert "prefetch 0: each ZeRO bucket is gathered where it is" in at_need.report()
+    for plan in plans:
+        assert ranks(2).run(peaks.measured, plan, "gpt2", 4) == pytest.approx(
+            [plan.peak_memory[0]] * 2, rel=1e-3
+        )
+
+
+def staged(plan: Plan) -> tuple[float, float]:
+    """The error of the loss of a pipeline, and the largest of a gradient of this rank."""
+    net, sample = model()
+    single, _ = model()
+    single.load_state_dict(net.state_dict())
+    compiled = autopar.compile(net, sample, plan.world_size, plan=plan, progress=False)
+    loss, expected = loss_of(compiled(**sample)), loss_of(single(**sample))
+    loss.backward()
+    expected.backward()
+    whole = {name: p.grad for name, p in single.named_parameters()}
+    errors = [
+        float((p.grad.full_tensor() - whole[name]).abs().max())
+        for name, p in compiled.named_parameters()
+    ]
+    return float(loss.detach() - expected.detach()), max(errors)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_stages_prefetch_their_own_buckets(ranks: Pools, schedule: str) -> None:
+    options = dict(parallel=dict(data=2, pipeline=2), zero=3, schedule=schedule, recompute="full")
+    plan = autopar.plan(*model(), 4, **options, micro_batch_size=1, progress=False)
+    assert (plan.prefetch, plan.schedule) == (1, schedule)
+    for loss, gradient in ranks(4).run(staged, plan):
+        assert abs(loss) < 1e-6  # GPT-2's loss is float32
+        assert gradient < 1e-8
+
+
+def evaluated(plan: Plan) -> float:
+    net, sample = model()
+    compiled = autopar.compile(net, sample, plan.world_size, plan=plan, progress=False).eval()
+    with torch.no_grad():
+        return float(loss_of(compiled(**sample)) - loss_of(net.eval()(**sample)))
+
+
+def test_evaluation_prefetches(ranks: Pools) -> None:
+    plan = autopar.plan(*model(), 2, **ZERO3, progress=False)
+    assert plan.prefetch == 1
+    assert all(abs(each) < 1e-6 for each in ranks(2).run(evaluated, plan))
+
+
+def test_a_depth_that_no_program_has_is_refused() -> None:
+    plan = autopar.plan(*model(), 2, **ZERO3, progress=False)
+    for wrong in (dict(prefetch=2), dict(prefetch=1, backend="inductor")):
+        with pytest.raises(PlanError, match="give 0, or 1 for a program that runs eagerly"):
+            dataclasses.replace(plan, **wrong)
+
+
+def test_a_compiler_orders_gathers_itself() -> None:
+    plan = autopar.plan(*model(), 2, **ZERO3, backend="inductor", progress=False)
+    assert plan.zero_buckets
+    assert plan.prefetch == 0
+    assert "prefetch" not in plan.report()
