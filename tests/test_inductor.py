@@ -39,7 +39,10 @@ def both(
             sample,
             world,
             plan=dataclasses.replace(
-                plan, backend=backend, options=plan.options | {"backend": backend}
+                plan,
+                backend=backend,
+                prefetch=plan.prefetch if backend == "eager" else 0,
+                options=plan.options | {"backend": backend},
             ),
             progress=False,
         )

@@ -16,6 +16,7 @@ from autopar.ir.zero_buckets import gathered_together, is_gather
 from autopar.kernel_trace.fake_mesh import FakeMesh
 from autopar.kernel_trace.operator_trace import OperatorTrace, OperatorTracer
 from autopar.memory.folding import Folding, Program
+from autopar.memory.prefetched_gather import PrefetchedGather
 from autopar.memory.staged_calls import stage_of
 from autopar.memory.traced_call import GradientSlot, TracedCall, TracedStorage
 from autopar.runtime.communication.collectives import redistribute
@@ -130,23 +131,25 @@ class ConversionTrace:
         call.operand_slots = [t.slot for t in tensors]
         complete(call, trace, [t.storage for t in tensors], storages, slots)
         if self._prefetch and len(nodes) > 1 and all(t.conversion is None for t in tensors):
-            self._start_early(call, reader)
+            sources = [source for _, source, _ in steps]
+            gather = PrefetchedGather(call, trace, self._tracer, self._mesh, axis, sources, end[1])
+            self._prefetch_it(gather, call, reader, target == "R")
         return [
             TracedTensor(r.tensor, storage, slot, call)
             for r, storage, slot in zip(trace.results, storages, slots, strict=True)
         ]
 
-    def _start_early(self, gather: TracedCall, reader: fx.Node) -> None:
-        """Lets a gather start where the one before it in the same stage has arrived, as
-        ``prefetch_gathers`` does.
+    def _prefetch_it(
+        self, gather: PrefetchedGather, call: TracedCall, reader: fx.Node, sums: bool
+    ) -> None:
+        """Starts a gather where the one before it in the same stage has arrived, as
+        ``prefetch_gathers`` does; the first of a stage where it is needed.
         """
         stage, _ = self._folding.calls.places.get(reader, (None, 0))
-        before, self._latest[stage] = self._latest.get(stage), gather
-        if before is not None:
-            start = TracedCall(f"start {gather.name}", before.order, before.stage, before.block)
-            start.starts, gather.is_started, gather.before = gather, True, before
-            chain = self._chains[before.order[0]]
-            chain.insert(chain.index(before) + 1, start)
+        call.before, self._latest[stage] = self._latest.get(stage), call
+        at = call.before or call
+        chain = self._chains[at.order[0]]
+        chain.insert(chain.index(at) + (at is not call), gather.start(at, sums))
 
     def _place_call(
         self, node: fx.Node, layout: Layout, tensors: Sequence[TracedTensor], reader: fx.Node

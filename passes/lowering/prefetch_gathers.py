@@ -2,7 +2,9 @@
 runs while that is computed with.
 
 The backward makes recomputed gathers again, last bucket first: there too each starts when the one
-that is made again before it has arrived (:class:`StartedGather`).
+that is made again before it has arrived (:class:`StartedGather`). The dual of a gather is the
+reduce-scatter of the gradients. It starts where the backward of the gather runs, and is waited for
+where that of the start does, which is behind the backward of all calls between the two.
 """
 
 from __future__ import annotations

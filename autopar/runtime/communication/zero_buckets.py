@@ -4,7 +4,6 @@ one reduce-scatter. A gather may start before the program needs what it gathers.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 from weakref import ref
@@ -12,15 +11,17 @@ from weakref import ref
 import torch
 
 from autopar.ir.layout import parse_type
-from autopar.ir.zero_buckets import is_small
 from autopar.runtime.communication import functional
-from autopar.runtime.communication.collectives import cut_dim, join_dim, redistribute
+from autopar.runtime.communication.bucket_sums import BucketSums, reduce_scatter
+from autopar.runtime.communication.collectives import join_dim, redistribute
 from autopar.runtime.communication.mesh import Mesh
 
 
 class StartedGather:
     """The all-gather of a bucket: it starts where this object is made, and in the backward, if that
     gathers the bucket again, when the bucket after it has arrived there.
+
+    Attributes: ``sums``, those of the bucket's gradients.
 
     Args:
         parts: the parameters of this rank.
@@ -40,11 +41,22 @@ class StartedGather:
         self._before = None if before is None else ref(before)
         self._arriving: list[torch.Tensor] | None = None
         self._is_again = False
+        self.sums = BucketSums(mesh, axis)
+        self._differentiable: tuple[torch.Tensor, ...] | None = None
+        if torch.is_grad_enabled() and any(x.requires_grad for x in parts):
+            self._differentiable = _StartGather.apply(self.sums, *parts)
         self.start()
+
+    def parts(self) -> tuple[torch.Tensor, ...] | None:
+        """The parameters, whose gradients come back to where the gather was started; once, because
+        nothing may hold autograd's graph.
+        """
+        found, self._differentiable = self._differentiable, None
+        return found
 
     def start(self) -> None:
         """Starts the gather, unless it is under way."""
-        if self._arriving is None:
+        if self._arriving is None and self._mesh.sizes[self._axis] > 1:
             with torch.no_grad():
                 self._arriving = _start_gather(self._parts, self._mesh, self._axis)
 
@@ -93,8 +105,30 @@ def gather_bucket(
         return list(parts)
     if torch.is_grad_enabled() and any(x.requires_grad for x in parts):
         how = mesh, axis, tuple(sources), dst, reduction_dtype, started
-        return list(_GatherBucket.apply(*how, *parts))
+        given = started.parts() if started is not None else None
+        return list(_GatherBucket.apply(*how, *(given or parts)))
     return _gather(parts, mesh, axis, sources, started)
+
+
+class _StartGather(torch.autograd.Function):
+    """The place in autograd's graph where a gather starts: in the backward, where the sums end."""
+
+    @staticmethod
+    def forward(ctx: Any, sums: BucketSums, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.sums = sums
+        ctx.set_materialize_grads(False)
+        views = tuple(x.view_as(x) for x in parts)
+        frozen = [view for view, x in zip(views, parts, strict=True) if not x.requires_grad]
+        ctx.mark_non_differentiable(*frozen)
+        return views
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        summed = ctx.sums.end()
+        if summed is None:
+            return (None, *gradients)
+        parts = iter(summed)
+        return (None, *(None if g is None else next(parts) for g in gradients))
 
 
 class _GatherBucket(torch.autograd.Function):
@@ -110,6 +144,7 @@ class _GatherBucket(torch.autograd.Function):
         *parts: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.conversion = mesh, axis, sources, dst, reduction_dtype
+        ctx.sums = None if started is None else started.sums
         ctx.set_materialize_grads(False)
         wholes = _gather(parts, mesh, axis, sources, started)
         frozen = [w for w, x in zip(wholes, parts, strict=True) if not x.requires_grad]
@@ -121,12 +156,16 @@ class _GatherBucket(torch.autograd.Function):
         mesh, axis, sources, dst, reduction_dtype = ctx.conversion
         arrived = [i for i, g in enumerate(gradients) if g is not None]
         found: list[torch.Tensor | None] = [None] * len(gradients)
-        taken = [gradients[i] for i in arrived]
+        taken = [g for g in gradients if g is not None]
         if dst == "R" and taken:
-            own = _reduce_scatter(taken, mesh, axis, [sources[i] for i in arrived], reduction_dtype)
+            how = [sources[i] for i in arrived], reduction_dtype
+            if ctx.sums is None:
+                own = reduce_scatter(taken, mesh, axis, *how)
+            else:
+                own = ctx.sums.start(taken, *how)
         else:
             own = [
-                redistribute(g, mesh, axis, "I", sources[i])  # type: ignore[arg-type]
+                redistribute(g, mesh, axis, "I", sources[i])
                 for i, g in zip(arrived, taken, strict=True)
             ]
         for i, part in zip(arrived, own, strict=True):
@@ -161,38 +200,3 @@ def _gather(
     if started is not None:
         started.end()
     return wholes
-
-
-def _reduce_scatter(
-    gradients: Sequence[Any],
-    mesh: Mesh,
-    axis: int,
-    sources: Sequence[str],
-    reduction_dtype: torch.dtype | None,
-) -> list[torch.Tensor]:
-    """This rank's part of the sum of each gradient."""
-    since, n = mesh.recorder.mark(), mesh.sizes[axis]
-    dims, dtype = [parse_type(source).dim for source in sources], gradients[0].dtype
-    cut = [
-        cut_dim(g, n, dim).to(reduction_dtype or dtype)
-        for g, dim in zip(gradients, dims, strict=True)
-    ]
-    shapes = [(x.shape[0] // n, *x.shape[1:]) for x in cut]
-    small = [i for i, x in enumerate(cut) if is_small(x.numel() * x.element_size())]
-    large = [i for i in range(len(cut)) if i not in small]
-    sent = [cut[i] for i in large]
-    if small:
-        sent.append(torch.cat([cut[i].view(n, -1) for i in small], dim=1).view(-1))
-    del cut
-    group = mesh.group(axis).group_name
-    started = functional.reduce_scatter_tensor_coalesced(sent, "sum", n, group)
-    del sent
-    summed = [functional.wait_tensor(x) for x in started]
-    parts = dict(zip(large, summed, strict=False))
-    if small:
-        # Each has memory of its own, so that it lives no longer than its parameter's gradient.
-        pieces = summed[-1].split([math.prod(shapes[i]) for i in small])
-        parts |= {i: x.view(shapes[i]).clone() for i, x in zip(small, pieces, strict=True)}
-    own = [parts[i].to(dtype) for i in range(len(gradients))]
-    mesh.recorder.end_conversion(since)
-    return own
