@@ -5,7 +5,10 @@ width, so that logits count."""
 from __future__ import annotations
 
 import gc
+import itertools
+import os
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +18,11 @@ import zoo
 from equivalence import loss_of
 from torch import nn
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.profiler import ProfilerActivity, profile
 
 import autopar
 from autopar.plan import Plan
+from autopar.runtime.dtensors.torch_private import local_tensor
 from autopar.runtime.measure.live_bytes import LiveBytes
 from autopar.runtime.measure.rank_memory import storages_on_host
 
@@ -190,3 +195,35 @@ def peak(model: nn.Module, sample: dict[str, Any], world_size: int, **options: A
             peaks.append(live.peak)
             time.sleep(0.01)
     return min(peaks[1:])
+
+
+def measured_compiled(plan: Plan, name: str, batch: int, folder: str) -> float:
+    """The same of a compiled program, whose kernels allocate what no dispatcher sees: the bytes
+    that torch's allocator has given, over those that last.
+    """
+    os.environ.update(TORCHINDUCTOR_CACHE_DIR=folder, TORCHINDUCTOR_COMPILE_THREADS="1")
+    warnings.filterwarnings("ignore", module="torch")  # of its own parts
+    model, sample = made(name, batch)
+    compiled = autopar.compile(model, sample, plan.world_size, plan=plan, progress=False)
+    assert compiled.plan.backend == "inductor"
+    optimizer = torch.optim.AdamW(compiled.parameters(), lr=1e-3)
+
+    def step() -> None:
+        loss_of(compiled(**sample)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(STEPS):
+        step()
+    gc.collect()
+    lasting = [*compiled.parameters(), *compiled.buffers(), *sample.values()]
+    lasting += [t for state in optimizer.state.values() for t in state.values()]
+    held = {local_tensor(t).untyped_storage() for t in lasting if isinstance(t, torch.Tensor)}
+    # Tensors of the size of the step's counter are none that a plan counts.
+    bytes_before = sum(storage.nbytes() for storage in held if storage.nbytes() > 8)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        step()
+    assert profiled.profiler is not None
+    events = profiled.profiler.kineto_results.events()
+    made_or_freed = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    return bytes_before + max(itertools.accumulate(n for _, n in made_or_freed))

@@ -5,6 +5,7 @@ all ways to cut and recompute.
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import peaks
@@ -194,3 +195,47 @@ def test_in_bfloat16(ranks: Pools, name: str) -> None:
             planned(name, 2, parallel=dict(data=2), precision="bf16", reduce_dtype=reduce_dtype),
             name,
         )
+
+
+COMPILED = [
+    ("gpt2", "one"),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in [
+            ("llama", "one"),
+            ("vit", "one"),
+            ("cnn", "one"),
+            ("gpt2_with_dropout", "microbatches"),
+            ("gpt2", "data"),
+            ("llama", "zero 3"),
+            ("gpt2", "pipeline"),
+        ]
+    ),
+]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("name", "way"), COMPILED)
+def test_of_a_compiled_program(ranks: Pools, tmp_path: Path, name: str, way: str) -> None:
+    """Kernels are fused: the eager program would take up to half more."""
+    world, options = WAYS[way]
+    plan = planned(name, world, backend="inductor", **options)
+    arguments = (plan, name, BATCH, str(tmp_path))
+    found = ranks(world).run(peaks.measured_compiled, *arguments, timeout=500)
+    for rank, real in enumerate(found):
+        said = plan.peak_memory[rank // (world // plan.pipeline)]
+        assert abs(said - real) <= 0.03 * real, (rank, said, real)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("name", "way"), [("gpt2", "full"), ("gpt2", "tensor")])
+def test_of_a_compiled_program_that_counts_as_an_eager_one(
+    ranks: Pools, tmp_path: Path, name: str, way: str
+) -> None:
+    world, options = WAYS[way]
+    plan = planned(name, world, backend="inductor", **options)
+    assert plan.peak_memory == planned(name, world, **options).peak_memory
+    arguments = (plan, name, BATCH, str(tmp_path))
+    found = ranks(world).run(peaks.measured_compiled, *arguments, timeout=500)
+    assert max(found) <= max(plan.peak_memory)

@@ -7,7 +7,7 @@ kernels has to be correct.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -101,8 +101,38 @@ _NO_KERNEL = {
     "new_empty_strided",
     "_fused_sdp_choice",
 }
+# A compiler computes kernels of these kinds together, in one kernel. Reads by index, and a loss's
+# choice of one class, are parts of such kernels, too.
+_FUSED_KINDS = {"elementwise", "transcendental", "normalisation", "reduction", "random", "copy"}
+_FUSED = {"embedding", "gather", "index", "index_select", "nll_loss_forward", "nll_loss_backward"}
+# fused kernels that the compiler runs in the forward alone, and saves the result of
+_NOT_REPEATED = {"embedding", "index_select", "cat", "stack", "constant_pad_nd", "repeat", "cumsum"}
+# the norms whose statistics need a pass of their own
+_NORMS_OF_CHANNELS = ("batch_norm", "group_norm")
 # collectives that kernels send piece by piece while they compute
 STREAMED_COLLECTIVES = ("broadcast", "shift")
+
+
+def fuse(launches: Iterable[KernelLaunch]) -> bool:
+    """Whether a compiler that fuses pointwise operators and reductions, such as inductor, computes
+    all these kernels in a kernel with its neighbours.
+    """
+    return all(
+        (launch.kind in _FUSED_KINDS or launch.operator in _FUSED)
+        and not launch.sends
+        and not any(norm in launch.operator for norm in _NORMS_OF_CHANNELS)
+        for launch in launches
+    )
+
+
+def may_repeat(launches: Iterable[KernelLaunch]) -> bool:
+    """Whether such a compiler may compute these kernels again in the backward, in a kernel with
+    others, instead of saving what they compute.
+    """
+    launches = list(launches)
+    return fuse(launches) and not any(
+        launch.operator in _NOT_REPEATED or launch.kind == "random" for launch in launches
+    )
 
 
 def collectives_of_launch(launch: KernelLaunch) -> list[tuple[str, float, tuple[int, ...]]]:

@@ -4,8 +4,8 @@ Reading order: ``saved_tensors`` gives the tensors that autograd saves for each 
 model. ``traced_call`` and ``call_trace`` are the program of one rank, with ``local_operator`` for
 one rank's part of a call, ``conversion_trace`` for its conversions and ``prefetched_gather`` for
 gathers that start early, and ``saved_activations`` are the storages that this program keeps for the
-backward. ``live_memory`` counts live bytes,
-``stage_calls`` in one forward of a stage, ``stage_backward`` and ``saved_memory`` in one backward,
-``gradient_memory`` for the gradients of parameters. ``step_settings``, ``stage_memory``,
-``schedule_walk`` and ``peak_memory`` put a whole step together.
+backward. ``live_memory`` counts live bytes, ``stage_calls`` in one forward of a stage,
+``stage_backward`` and ``saved_memory`` in one backward, ``gradient_memory`` for the gradients of
+parameters. ``fused_calls`` and ``fused_backward`` are for a program whose compiler fuses kernels.
+``step_settings``, ``stage_memory``, ``schedule_walk`` and ``peak_memory`` put a step together.
 """

@@ -14,6 +14,7 @@ from autopar.ir.layout import Layout, format_layout, parse_type
 from autopar.ir.plan_data import ConversionStep
 from autopar.ir.zero_buckets import gathered_together, is_gather
 from autopar.kernel_trace.fake_mesh import FakeMesh
+from autopar.kernel_trace.kernel_launches import fuse, may_repeat
 from autopar.kernel_trace.operator_trace import OperatorTrace, OperatorTracer
 from autopar.memory.folding import Folding, Program
 from autopar.memory.prefetched_gather import PrefetchedGather
@@ -201,4 +202,11 @@ def complete(
     saved |= {s for s, r in zip(made, trace.results, strict=True) if r.saved}
     call.saved = [s for s in saved if s is not None]
     call.internal, call.footprint = sum(trace.internal), trace.footprint
+    call.is_view = not trace.forward
+    call.fuses = not call.is_view and fuse(trace.forward)
+    call.fuses_back = fuse(trace.backward)
+    call.may_repeat = may_repeat(trace.forward)
+    if call.may_repeat and call.fuses_back:
+        read = max((n for launch in trace.forward for _, n in launch.touched), default=0)
+        call.wide = sum(n for n in trace.internal if 4 * n >= read)
     call.result_slots = [slot if slot is not None else GradientSlot(call) for slot in slots]

@@ -20,7 +20,7 @@ from autopar.rules import Rule
 from autopar.rules.analysis import Analysis
 
 # kernels that run the operator itself, with random numbers from a stream of the runtime
-_RANDOM_KERNELS = {"attention", "drawn", "dropout"}
+RANDOM_KERNELS = {"attention", "drawn", "dropout"}
 
 
 class LocalOperators:
@@ -46,7 +46,7 @@ class LocalOperators:
     def trace(self, node: fx.Node, tensors: list[Any]) -> OperatorTrace:
         """Trace a call; ``tensors`` are the specifications of the rank's parts of its operands."""
         chosen, like = self._nodes[node.name], self._like(node)
-        if any(chosen.kernels) and not _RANDOM_KERNELS.intersection(chosen.kernels):
+        if any(chosen.kernels) and not RANDOM_KERNELS.intersection(chosen.kernels):
             return trace_kernel(self._tracer, node, chosen, self._mesh, tensors, like)
         rule = self._rules.get(node)
         args, kwargs = self._localised(node, rule, chosen, *with_operands(node, tensors))

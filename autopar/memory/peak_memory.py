@@ -7,6 +7,10 @@ The peak counts the bytes that tensors take from torch's allocator, which rounds
 GPU. It does not count workspaces of kernels (cuBLAS, collectives), the CUDA context, or the free
 parts of the allocator's segments. It predicts ``torch.cuda.max_memory_allocated``, not
 ``max_memory_reserved``.
+
+A compiled program that recomputes, or in which ranks exchange activations, is counted as an eager
+one: its compiler chooses when it computes results again and what it keeps of those exchanged, and
+may hold more than a count of fused kernels would say.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from autopar.ir.state_buckets import NEIGHBOURS_ON_GPU, state_buckets
 from autopar.kernel_trace.operator_trace import OperatorTracer
 from autopar.memory.call_trace import CallTrace
 from autopar.memory.folding import Folding, Program
+from autopar.memory.fused_calls import fuse_calls
 from autopar.memory.gradient_memory import GradientMemory, LocalParameter, gather_memory
 from autopar.memory.live_memory import ACTIVATIONS, OUTPUTS, TRANSIENT, LiveMemory
 from autopar.memory.local_parameters import LocalParameters
@@ -33,7 +38,7 @@ from autopar.memory.stage_logs import StageLogs
 from autopar.memory.stage_memory import StageMemory
 from autopar.memory.staged_calls import StagedCalls
 from autopar.memory.steady_state import NotSteadyError
-from autopar.memory.step_settings import StepSettings
+from autopar.memory.step_settings import StepSettings, is_fused
 from autopar.rules.analysis import Analysis
 
 
@@ -104,6 +109,10 @@ class PeakMemory:
         saved = SavedActivations(trace)
         recomputed = saved.recomputed_calls(program.recomputed)
         offloaded = saved.offloaded_calls(program.offloaded)
+        if settings.is_compiled:
+            sent = (arrival.sent for arrival in trace.arrivals)
+            lasting = {s for s in (*trace.outputs, *sent) if s is not None}
+            fuse_calls(trace.calls, lasting, recomputed)
         found = {}
         for stage in sorted(set(folding.like)):
             picked = self._picked_bytes(stage)
@@ -284,5 +293,6 @@ def peak_memory_of_plan(
         optimizer,
         dtype_of(plan.reduce_dtype),
         tracer.device_type,
+        is_fused(plan.backend, plan, analysis.graph),
     )
     return PeakMemory(analysis, plan, plan.mesh_sizes, settings, tracer, calls)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from autopar.ir.schedules import BACKWARD, FORWARD, WEIGHT
+from autopar.memory.fused_backward import FusedBackward
 from autopar.memory.live_memory import ACTIVATIONS, OUTPUTS, TRANSIENT
 from autopar.memory.memory_log import MemoryLog
 from autopar.memory.parameter_places import ParameterPlaces
@@ -79,12 +80,16 @@ class StageLogs:
         returned = set[TracedStorage]()
         if self._settings.collects_outputs:
             returned = calls.returned & calls.saved_storages.kept
-        # The parameters' part also simulates the inputs' part, but does not count its memory.
-        inputs_live = MemoryLog() if kind == WEIGHT and not is_whole else live
-        backward = StageBackward(calls, inputs_live, {*held, *returned})
-        sent = backward.run() if is_whole else backward.run_inputs()
-        if kind == WEIGHT and not is_whole:
-            backward.run_parameters(live)
+        held = {*held, *returned}
+        if self._settings.is_compiled:
+            sent = FusedBackward(calls, live, held).run()
+        else:
+            # The parameters' part also simulates the inputs' part, but does not count its memory.
+            inputs_live = MemoryLog() if kind == WEIGHT and not is_whole else live
+            backward = StageBackward(calls, inputs_live, held)
+            sent = backward.run() if is_whole else backward.run_inputs()
+            if kind == WEIGHT and not is_whole:
+                backward.run_parameters(live)
         in_transit = sent if kind == BACKWARD else 0
         if kind == last_part:  # autograd frees the outputs, but the step still holds them
             live.move(sum(s.nbytes for s in returned), ACTIVATIONS, OUTPUTS)

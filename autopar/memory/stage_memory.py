@@ -60,12 +60,22 @@ class StageMemory:
     def _replay(self, kind: str, sender_holds: bool) -> ActionMemory:
         """The log of the traced stage, with this stage's blocks and this stage's parameters."""
         log, live = self._logs.of(kind, sender_holds), LiveMemory()
+        returned: list[tuple[str, GradientBuffer]] = []
         for each, block in unfolded(log, self._runs):
             for part in each.parts:
                 if isinstance(part, ParameterGradient):
                     name = self._logs.parameters.name(part.name, self._stage, each.block, block)
                     buffer = GradientBuffer(part.nbytes, part.dense, part.refs)
-                    self.owners[name].add_gradient(name, buffer, live)
+                    returned.append((name, buffer))
+                    if not self._settings.is_compiled:  # else the program returns them at its end
+                        self._add_gradients(returned, live)
                 else:
                     live.add_part(part)
+        self._add_gradients(returned, live)
         return ActionMemory.of(live, log.in_transit)
+
+    def _add_gradients(self, returned: list[tuple[str, GradientBuffer]], live: LiveMemory) -> None:
+        """Takes the gradients of parameters from a backward."""
+        for name, buffer in returned:
+            self.owners[name].add_gradient(name, buffer, live)
+        returned.clear()

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.fx as fx
 
 from autopar.cost_model.schedule import Traits, actions, early_messages, traits
 from autopar.ir.schedules import BACKWARD, FORWARD, WEIGHT, Action
+from autopar.memory.folding import Program
+from autopar.memory.local_operator import RANDOM_KERNELS
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,7 @@ class StepSettings:
         reduction_dtype: the dtype in which ranks sum gradients of parameters; None for the dtype
             of each gradient.
         device_type: where the program runs, "cpu" or "cuda".
+        is_compiled: whether the memory is that of programs whose compiler fuses kernels.
     """
 
     pipeline: int
@@ -30,6 +34,7 @@ class StepSettings:
     optimizer: str
     reduction_dtype: torch.dtype | None
     device_type: str
+    is_compiled: bool = False
 
     @property
     def traits(self) -> Traits:
@@ -72,3 +77,19 @@ class StepSettings:
         return early_messages(
             self.schedule, self.pipeline, self.stages // self.pipeline, self.microbatches
         )
+
+
+def is_fused(backend: str, program: Program, graph: fx.Graph) -> bool:
+    """Whether the memory of a program counts as that of fused kernels: a compiler runs it, nothing
+    is recomputed, and ranks exchange no activations but single numbers.
+
+    Args:
+        graph: the program's, with nodes of the same names.
+    """
+    if backend != "inductor" or program.recomputed:
+        return False
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    kernels = {kernel for node in calls for kernel in program.nodes[node.name].kernels if kernel}
+    converted = [n.meta["val"] for n in calls if any(program.conversions.get(n.name, {}).values())]
+    exchanges = any(val.ndim and val.is_floating_point() for val in converted)
+    return RANDOM_KERNELS.issuperset(kernels) and not exchanges

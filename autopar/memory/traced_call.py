@@ -53,6 +53,12 @@ class TracedCall:
         is_started: whether an earlier call starts it.
         before: the gather of the ZeRO bucket before, which starts in the backward, if that makes
             both again, when this one is done.
+        is_view: whether it launches no kernel.
+        fuses, fuses_back: whether a compiler fuses the kernels of its forward, and of its backward,
+            with those of other calls.
+        may_repeat: whether a compiler may compute it again in the backward, in a fused kernel.
+        wide: the part of ``internal`` that a compiler has the backward compute again from the
+            operands: tensors about as large as these.
     """
 
     name: str
@@ -73,6 +79,11 @@ class TracedCall:
     starts: TracedCall | None = None
     is_started: bool = False
     before: TracedCall | None = None
+    is_view: bool = False
+    fuses: bool = False
+    fuses_back: bool = False
+    may_repeat: bool = False
+    wide: int = 0
 
     @property
     def made_bytes(self) -> int:

@@ -8,14 +8,13 @@ from collections import Counter
 from dataclasses import replace
 
 from autopar.ir.zero_buckets import gathered_together
-from autopar.kernel_trace.operator_trace import OperatorTracer
 from autopar.memory.peak_memory import PeakMemory
-from autopar.memory.step_settings import StepSettings
+from autopar.memory.step_settings import StepSettings, is_fused
 from autopar.search.inner.candidate import Candidate
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.plan_check.data_degree import data_degree
 from autopar.search.result.assemble import assemble
-from autopar.search.result.choose_backend import is_eager
+from autopar.search.result.choose_backend import choose_backend, is_eager
 from autopar.search.result.chosen_program import chosen_program
 from autopar.search.result.priced_plan import PricedPlan
 
@@ -27,7 +26,7 @@ def counted(search: InnerSearch, candidate: Candidate) -> PricedPlan:
     plan = count_and_prefetch(search, assemble(search, candidate))
     over = max(bytes_over(search, plan))
     if over > 0 and chosen_program(plan).zero_buckets:
-        alone = count_memory(assemble(search, candidate, has_buckets=False), search.tracer)
+        alone = count_memory(search, assemble(search, candidate, has_buckets=False))
         if max(bytes_over(search, alone)) < over:
             return alone
     return plan
@@ -38,10 +37,10 @@ def count_and_prefetch(search: InnerSearch, priced: PricedPlan) -> PricedPlan:
     ahead, where that needs no more than the budget.
     """
     if is_eager(search.options, search.cluster) and _has_next_bucket(priced):
-        ahead = count_memory(replace(priced, prefetch=1), search.tracer)
+        ahead = count_memory(search, replace(priced, prefetch=1))
         if max(bytes_over(search, ahead)) <= 0:
             return ahead
-    return count_memory(replace(priced, prefetch=0), search.tracer)
+    return count_memory(search, replace(priced, prefetch=0))
 
 
 def _has_next_bucket(priced: PricedPlan) -> bool:
@@ -57,12 +56,15 @@ def bytes_over(search: InnerSearch, priced: PricedPlan) -> list[float]:
     return [n - budget for n, budget in zip(priced.device_bytes(), budgets, strict=True)]
 
 
-def count_memory(priced: PricedPlan, tracer: OperatorTracer) -> PricedPlan:
+def count_memory(search: InnerSearch, priced: PricedPlan) -> PricedPlan:
     """The same plan with counted memory. The graph must have the shapes of the plan's
     microbatch.
     """
     analysis, configuration, costs = priced.analysis, priced.configuration, priced.costs
-    program, sizes = chosen_program(priced), configuration.sizes
+    program, sizes, tracer = chosen_program(priced), configuration.sizes, search.tracer
+    backend, _ = choose_backend(
+        search.options, search.cluster, analysis.graph, program, configuration
+    )
     settings = StepSettings(
         configuration.pipeline,
         configuration.stages,
@@ -72,6 +74,7 @@ def count_memory(priced: PricedPlan, tracer: OperatorTracer) -> PricedPlan:
         costs.optimizer,
         costs.reduction_dtype,
         tracer.device_type,
+        is_fused(backend, program, analysis.graph),
     )
     peak = PeakMemory(analysis, program, sizes, settings, tracer, priced.calls)
     return replace(priced, counted_saved_bytes=peak.saved_bytes, counted_bytes=peak.by_kind)

@@ -111,9 +111,7 @@ def least_memory_plan(
                 prices.seconds(solution),
                 prices.gap(solution, search.budget(configuration)),
             )
-            counted[key] = count_memory(
-                assemble(search, candidate, has_buckets=False), search.tracer
-            )
+            counted[key] = count_memory(search, assemble(search, candidate, has_buckets=False))
         return counted[key]
 
     def nbytes(plan: PricedPlan) -> float:

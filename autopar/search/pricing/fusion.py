@@ -19,13 +19,11 @@ from typing import Any
 import torch.fx as fx
 
 from autopar.ir.nodes import operands, result_tensors
-from autopar.kernel_trace.kernel_launches import KernelLaunch
+from autopar.kernel_trace.kernel_launches import KernelLaunch, fuse
 from autopar.memory.saved_tensors import SavedTensors
 from autopar.runtime.kernels.graph_kernels import send
 from autopar.search.pricing.node_sizes import tensor_bytes
 
-_KINDS = {"elementwise", "transcendental", "normalisation", "reduction", "random", "copy"}
-# Reads by index, and the losses' choice of one class, are parts of pointwise kernels too.
 _INDEXED = {"embedding", "gather", "index", "index_select", "nll_loss_forward", "nll_loss_backward"}
 
 
@@ -50,8 +48,8 @@ class FusedKernels:
             self._of_target.setdefault(node.target, each)
         calls = [n for n in nodes if n.op == "call_function" and n.target is not send]
         calls = [n for n in calls if not self._is_view(n)]
-        self._fused = {n for n in calls if _all_fuse(self._saved_of(n).forward)}
-        self._fused_back = {n for n in calls if _all_fuse(self._saved_of(n).backward)}
+        self._fused = {n for n in calls if fuse(self._saved_of(n).forward)}
+        self._fused_back = {n for n in calls if fuse(self._saved_of(n).backward)}
         self._depth = self._depths(nodes, self._fused, self._sources)
         self._backward_depth = self._depths(nodes[::-1], self._fused_back, self._gradient_readers)
         self._first, self._first_back = _FirstReaders(), _FirstReaders()
@@ -266,18 +264,6 @@ class _FirstReaders:
 def _kernel(late: bool, touched: list[tuple[int, int]]) -> Iterator[tuple[bool, KernelLaunch]]:
     if touched:
         yield late, KernelLaunch("fused", "elementwise", tuple(touched), touched[-1][0])
-
-
-def _all_fuse(launches: Iterable[KernelLaunch]) -> bool:
-    return all(
-        (n.kind in _KINDS or n.operator in _INDEXED) and not _is_norm_of_channels(n.operator)
-        for n in launches
-    )
-
-
-def _is_norm_of_channels(name: str) -> bool:
-    """Whether an operator is a norm whose statistics need a pass of their own."""
-    return "batch_norm" in name or "group_norm" in name
 
 
 def _picks(node: fx.Node) -> bool:
