@@ -22,6 +22,8 @@ from functools import lru_cache
 from itertools import zip_longest
 from typing import NamedTuple
 
+import numpy as np
+
 from autopar.cost_model.own_orders import OwnOrders, own_orders
 from autopar.errors import PlanError
 from autopar.ir.schedules import (
@@ -83,13 +85,8 @@ class Pattern:
         turns, within = divmod(n, self.turn)
         return turns % self.chunks, turns // self.chunks * self.turn + within
 
-    def done(self, n: int, chunk: int) -> int:
-        """The number of forwards of ``chunk`` among the first ``n`` forwards."""
-        rounds, rest = divmod(n, self.turn * self.chunks)
-        return rounds * self.turn + min(max(rest - chunk * self.turn, 0), self.turn)
-
-    def in_flight(self, chunk: int) -> int:
-        """The most microbatches of ``chunk`` between their forward and the end of their backward.
+    def in_flight(self) -> list[int]:
+        """For each chunk the most microbatches between their forward and the end of their backward.
 
         After forward ``warmup + k``, ``k - lag`` backwards are done. Both counts repeat after a
         round and are linear between two turns, so the maximum is at a turn.
@@ -100,13 +97,20 @@ class Pattern:
             *range(self.lag, self.lag + period + 1, self.turn),
             *range(-(self.warmup + 1) % self.turn, self.lag + period, self.turn),
         )
-        held = [self.done(self.warmup, chunk)]
-        for k in {min(bend, last) for bend in bends} if last >= 0 else ():
-            held.append(
-                self.done(self.warmup + k + 1, chunk)
-                - self.done(max(k - self.lag, 0), self.chunks - 1 - chunk)
-            )
-        return max(held)
+        chunks = np.arange(self.chunks)
+        held = self._done(np.array([self.warmup]), chunks)
+        if last >= 0:
+            k = np.array(sorted({min(bend, last) for bend in bends}))
+            after = self._done(self.warmup + k + 1, chunks)
+            freed = self._done(np.maximum(k - self.lag, 0), chunks)[::-1]
+            held = np.concatenate([held, after - freed], axis=1)
+        return [int(most) for most in held.max(axis=1)]
+
+    def _done(self, n: np.ndarray, chunks: np.ndarray) -> np.ndarray:
+        """The forwards of each chunk among the first ``n`` forwards, [chunk, number]."""
+        rounds, rest = np.divmod(n, self.turn * self.chunks)
+        within = np.clip(rest[None, :] - chunks[:, None] * self.turn, 0, self.turn)
+        return rounds * self.turn + within
 
 
 def rank_pattern(
@@ -283,10 +287,8 @@ def in_flight(schedule: str, pipeline: int, chunks: int, microbatches: int) -> t
 def _builtin_in_flight(
     schedule: str, pipeline: int, chunks: int, microbatches: int
 ) -> tuple[int, ...]:
-    patterns = [
-        rank_pattern(schedule, pipeline, chunks, microbatches, rank) for rank in range(pipeline)
+    by_rank = [
+        rank_pattern(schedule, pipeline, chunks, microbatches, rank).in_flight()
+        for rank in range(pipeline)
     ]
-    return tuple(
-        patterns[stage % pipeline].in_flight(stage // pipeline)
-        for stage in range(pipeline * chunks)
-    )
+    return tuple(by_rank[stage % pipeline][stage // pipeline] for stage in range(pipeline * chunks))

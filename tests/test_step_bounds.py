@@ -18,10 +18,10 @@ import autopar
 from autopar.cost_model import Cluster, schedule_seconds
 from autopar.errors import PlanError
 from autopar.frontend.traced_model import TracedModel
+from autopar.search import outer_search
 from autopar.search.fitting import fitting_plans
 from autopar.search.inner import partition_bound as module
 from autopar.search.inner.inner_search import InnerSearch
-from autopar.search.inner.inner_searches import InnerSearches
 from autopar.search.inner.step_bounds import Level, _first_fitting, step_bound
 from autopar.search.outer_search import OuterSearch
 from autopar.search.space import options as options_module
@@ -111,24 +111,25 @@ def test_more_time_leads_to_no_slower_plan(world_size: int) -> None:
 def bounds_before_a_plan(world_size: int) -> tuple[int, float]:
     """How many bounds a search sharpens before a plan fits, and the step time of its plan."""
     model, sample = zoo.gpt2(batch=12, dropout=0.0)
-    sharpen, calls = OuterSearch._sharpen, list[bool]()
+    sharpen, calls = OuterSearch._sharper, list[bool]()
 
-    def counted(self: OuterSearch, each: Any) -> bool:
+    def counted(self: OuterSearch, each: Any) -> Any:
         calls.append(bool(self._fitting.plans))
         return sharpen(self, each)
 
-    with mock.patch.object(OuterSearch, "_sharpen", counted):
+    with mock.patch.object(OuterSearch, "_sharper", counted):
         plan = autopar.plan(model, sample, world_size, cluster="cpu", progress=False)
     return calls.count(False), plan.step_time
 
 
 @pytest.mark.slow
-def test_a_search_that_hurries_finds_a_plan_after_fewer_bounds() -> None:
-    usual, step_time = bounds_before_a_plan(4)
-    with mock.patch.object(InnerSearches, "has_half_the_time", return_value=False):
-        hurried, hurried_step_time = bounds_before_a_plan(4)
-    assert hurried < usual / 2
-    assert hurried_step_time <= step_time * 1.002
+def test_a_search_that_dives_finds_a_plan_after_fewer_bounds() -> None:
+    with mock.patch.object(outer_search, "DIVE_AFTER", 10**6):
+        usual, step_time = bounds_before_a_plan(4)
+    with mock.patch.object(outer_search, "DIVE_AFTER", 10):
+        diving, other_step_time = bounds_before_a_plan(4)
+    assert diving < usual / 2
+    assert other_step_time <= step_time * 1.002
 
 
 def test_the_first_price_that_fits_is_found_from_any_guess() -> None:

@@ -54,20 +54,25 @@ class OpenFamilies:
     def push(self, each: OpenFamily) -> None:
         heapq.heappush(self._heap, (self.estimate(each), each.bound, next(self._numbers), each))
 
-    def pop(self, sharpest: bool = False) -> OpenFamily:
-        """The family with the lowest estimate, which is no longer in the queue; of those with the
-        ``sharpest`` level if asked for.
-        """
-        if sharpest:
-            entry = min(self._heap, key=lambda entry: (-entry[-1].level, *entry[:3]))
-            self._heap.remove(entry)
-            heapq.heapify(self._heap)
-            return entry[-1]
+    def pop(self) -> OpenFamily:
+        """The family with the lowest estimate, which is no longer in the queue."""
         while True:
             before, _, _, each = heapq.heappop(self._heap)
             if self.estimate(each) <= before or not self._heap:
                 return each
             self.push(each)
+
+    def pop_best_of_each_pipeline(self) -> list[OpenFamily]:
+        """Of each number of pipeline ranks the family with the lowest estimate. They are no longer
+        in the queue.
+        """
+        best = dict[int, tuple[float, float, int, OpenFamily]]()
+        for entry in sorted(self._heap):
+            best.setdefault(entry[-1].family[0].pipeline, entry)
+        popped = {entry[2] for entry in best.values()}
+        self._heap = [entry for entry in self._heap if entry[2] not in popped]
+        heapq.heapify(self._heap)
+        return [entry[-1] for entry in best.values()]
 
     def first(self, most: int) -> list[OpenFamily]:
         """The ``most`` families with the lowest estimates, which stay in the queue."""

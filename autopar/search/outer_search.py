@@ -3,10 +3,13 @@
 A configuration has a lower bound of the step time and an estimate, in levels from cheap to sharp.
 The search takes the configuration with the lowest estimate and sharpens both; after the sharpest
 level it makes a candidate: stage cuts, a solution of each unit, an estimated step time. When the
-candidate has the lowest estimate, its memory is counted in full. Where half of the time limit has
-passed and no plan fits, it takes the one with the sharpest estimate first. A configuration is
-dropped when its bound is about as high as the fastest plan that fits. The search ends when none is
-left, or on many devices none whose estimate is not clearly above the fastest plan.
+candidate has the lowest estimate, its memory is counted in full. A configuration is dropped when
+its bound is about as high as the fastest plan that fits. The search ends when none is left, or on
+many devices none whose estimate is not clearly above the fastest plan.
+
+Now and then the search dives: it sharpens the most promising configuration of each number of
+pipeline ranks to the end and counts the best of them, because a faster plan drops more
+configurations. An exhaustive search dives only until it has a plan.
 
 Until the bound of a configuration is that of one replica, each axis has the fastest links of any
 placement. Then the configuration stands in the queue once for each placement.
@@ -34,6 +37,7 @@ from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.space.configuration import Configuration
 
 MOST_FIRST = 3  # candidates that are made before the clock counts, until one fits
+DIVE_AFTER = 200  # configurations that are sharpened or tried before a dive
 NEIGHBOURHOODS = 4  # configurations around which others are tried
 MOST_MODE_MESHES = 8  # meshes of modes that are solved around one configuration
 
@@ -139,9 +143,13 @@ class OuterSearch:
 
     def _search(self) -> None:
         """Counts candidates until no configuration is left that may be faster."""
+        taken, next_dive = 0, DIVE_AFTER
         while self._open and not self._fitting.is_enough(self.searches.is_out_of_time()):
-            no_plan = not self._fitting.plans
-            each = self._open.pop(sharpest=no_plan and not self.searches.has_half_the_time())
+            taken += 1
+            if taken > next_dive and not (self._fitting.plans and self.options.is_exhaustive):
+                next_dive = taken + DIVE_AFTER if self._dive() else 2 * taken
+                continue
+            each = self._open.pop()
             if self._fitting.leaves_out(self._open.estimate(each)):
                 self._open.push(each)
                 return
@@ -161,40 +169,77 @@ class OuterSearch:
                 # More microbatches may be faster where memory is scarce.
                 if others and (candidate is None or len(candidate.solutions) > 1):
                     self._open.push(each._replace(level=Level.UNSOLVED, family=others))
-            elif each.level == Level.REPLICA and first.place is None:
-                self._place(each)
-            elif not self._sharpen(each) and others:
-                self._open.push(each._replace(family=others))
+            else:
+                for sharper in self._sharpened(each):
+                    self._open.push(sharper)
 
-    def _sharpen(self, each: OpenFamily) -> bool:
-        """Puts a family back with the next level of its first configuration; False where that has
-        no plan.
+    def _dive(self) -> bool:
+        """Sharpens the most promising configuration of each number of pipeline ranks to the end,
+        and counts the best candidates of these until one fits that is clearly faster than the
+        fastest plan. Returns whether one does.
         """
+        sharp = []
+        for each in self._open.pop_best_of_each_pipeline():
+            found = [each]
+            for _ in range(2 * Level.CUT):
+                if not found or found[0].level == _sharpest(found[0].family[0]):
+                    break
+                found = self._sharpened(found[0]) + found[1:]
+            sharp += found[:1]
+            for other in found[1:]:
+                self._open.push(other)
+        is_found = False
+        for each in sorted(sharp, key=lambda each: each.estimate):
+            is_sharp = each.candidate is None and each.level == _sharpest(each.family[0])
+            if is_sharp and not is_found and self._fitting.is_clearly_faster(each.estimate):
+                before = len(self._fitting.plans)
+                candidate = self._make_candidate(each.family[0], each.bound)
+                if candidate is not None:
+                    self._fitting.count(candidate)
+                is_found = len(self._fitting.plans) > before
+            self._open.push(each)
+        return is_found
+
+    def _sharpened(self, each: OpenFamily) -> list[OpenFamily]:
+        """A family with the next level of its first configuration, or at each placement; without
+        that configuration where it has no plan.
+        """
+        first, others = each.family[0], each.family[1:]
+        if each.level == Level.REPLICA and first.place is None:
+            return self._placed(each)
+        if (sharper := self._sharper(each)) is not None:
+            return [sharper]
+        return [each._replace(family=others)] if others else []
+
+    def _sharper(self, each: OpenFamily) -> OpenFamily | None:
+        """A family with the next level of its first configuration; None where that has no plan."""
         level = Level(each.level + 1)
         found = self._bound(each.family[0], level)
         if found is None:
-            return False
+            return None
         if level in (Level.SOLVED, Level.CUT):
             self._open.learn_ratio(level, each.family[0], found.estimate / each.estimate)
         if level == Level.CUT and self._fitting.leaves_out(found.estimate):
             self._keep_bound(each.family[0], each.bound)
-            return False
+            return None
         bound, estimate = max(each.bound, found.bound), max(each.estimate, found.estimate)
-        self._open.push(each._replace(estimate=estimate, bound=bound, level=level))
-        return True
+        return each._replace(estimate=estimate, bound=bound, level=level)
 
-    def _place(self, each: OpenFamily) -> None:
-        """Opens the placements of a family; its bound so far holds for all of them."""
+    def _placed(self, each: OpenFamily) -> list[OpenFamily]:
+        """The placements of a family; its bound so far holds for all of them."""
         try:
             placed = self.searches.placements(each.family[0])
         except PlanError as e:
             self.enumeration.failures.append(e)
-            return
-        for c in placed:
-            family = tuple(
-                replace(f, axes=c.axes, place=c.place, kinds=c.kinds) for f in each.family
+            return []
+        return [
+            each._replace(
+                family=tuple(
+                    replace(f, axes=c.axes, place=c.place, kinds=c.kinds) for f in each.family
+                )
             )
-            self._open.push(each._replace(family=family))
+            for c in placed
+        ]
 
     def _make_first_candidates(self) -> None:
         """Makes the first candidate that fits, at any limit: more time gives no slower plan."""

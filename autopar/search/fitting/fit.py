@@ -53,7 +53,7 @@ def fit_to_memory(searches: InnerSearches, candidate: Candidate, reserves: Reser
             best = _with_less_reserve(searches, candidate, best, reserves)
     except BudgetError as e:
         failure = e
-    if is_mixed:
+    if is_mixed and (best is None or not searches.is_out_of_time()):
         with suppress(BudgetError):
             same = searches.candidate(configuration, reserve, same_layouts=True)
             if best is None or same.seconds < best.seconds:
@@ -76,7 +76,8 @@ def _with_less_reserve(
     search = searches.of(configuration.microbatches)
     needed = reserves.of(configuration)
     unused = [r - n for r, n in zip(candidate.reserve, needed, strict=True)]
-    if max(unused) < LEAST_UNUSED * search.budget(configuration):
+    is_little = max(unused) < LEAST_UNUSED * search.budget(configuration)
+    if is_little or searches.is_out_of_time():
         return plan
     other = searches.candidate(configuration, needed)
     if other.seconds >= plan.seconds * (1 - LEAST_GAIN):
@@ -162,7 +163,8 @@ def refit(
                 return plan
             raise
         tried.append(list(reserve))
-        if to_beat is not None and candidate.seconds >= to_beat.seconds:
+        is_slower = to_beat is not None and candidate.seconds >= to_beat.seconds
+        if is_slower or (to_beat is not None and searches.is_out_of_time()):
             return None
     if (plan := _exact_plan(searches, candidate, reserve, None)) is not None:
         return plan

@@ -28,6 +28,7 @@ MOST_LATE = 24  # times that the search goes on beyond its time limit, where non
 # configurations within 5 % of the best plan, estimates without stage cuts were above the step time
 # by 2 % at most. Of 139 within 6 %, those with stage cuts were more than 10 % above it for 17.
 LEFT_OUT = 1.1
+CLEARLY = 0.97  # an estimate so many times the fastest plan is clearly below it
 # Plans that are proven: the chosen one, and those that take at most so many times as long.
 MOST_PROVEN, NEAR_PIPELINE, NEAR_OTHER = 4, 1.15, 1.02
 
@@ -65,6 +66,12 @@ class FittingPlans:
             return True
         fastest = min(self.plans, key=lambda p: p.seconds)
         return seconds + fastest.plan.costs.overhead < fastest.seconds * (1 - EQUAL)
+
+    def is_clearly_faster(self, estimate: float) -> bool:
+        """Whether an estimate is so far below the fastest plan that its candidate is worth making
+        before others.
+        """
+        return not self.plans or estimate < CLEARLY * min(p.seconds for p in self.plans)
 
     def leaves_out(self, estimate: float) -> bool:
         """Whether an estimate is so far above the fastest plan that the search leaves the
@@ -138,6 +145,8 @@ class FittingPlans:
         ]
         found: list[FittingPlan] = []
         for each in (chosen, *near[: MOST_PROVEN - 1]):
+            if found and self.searches.is_out_of_time():
+                break
             plan = prove(self.searches, each.candidate, each.plan)
             configuration = each.candidate.configuration
             # The objective is mostly below the reported seconds, and its own step prices raise it.

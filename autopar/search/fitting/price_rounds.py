@@ -31,6 +31,8 @@ def at_own_step_prices(
     bound, best = plan.seconds * (1 - plan.gap), plan
     tried: list[StepPrices] = []
     for _ in range(MOST_ROUNDS):
+        if tried and searches.is_out_of_time():
+            break
         reported = reported_seconds(plan)
         objective = plan.seconds + plan.costs.overhead
         prices = own_step_prices(plan)

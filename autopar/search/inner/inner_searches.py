@@ -191,10 +191,6 @@ class InnerSearches:
         """Whether the ``time_limit`` of the search has passed."""
         return time.perf_counter() > self._deadline
 
-    def has_half_the_time(self) -> bool:
-        """Whether at least half of the ``time_limit`` is left."""
-        return self._deadline - time.perf_counter() >= self.options.search_seconds / 2
-
     def step_bound(self, configuration: Configuration, level: Level) -> StepBound:
         """:func:`step_bound` of a configuration."""
         search, samples = self.of_configuration(configuration)

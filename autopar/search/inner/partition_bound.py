@@ -27,6 +27,8 @@ from autopar.search.ilp.problem import Problem
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.space.configuration import Configuration
 
+_TOLERANCE = 1e-4
+
 
 def partition_bound(search: InnerSearch, configuration: Configuration, problem: Problem) -> float:
     """Seconds of a step that no cut of a configuration into stages goes below.
@@ -81,7 +83,11 @@ def _least_unit_seconds(search: InnerSearch, problem: Problem) -> tuple[np.ndarr
 
 
 def _least_of_largest(of_range: np.ndarray, stages: int) -> float:
-    """The least, over all cuts of the units into stages, of the largest value of a stage.
+    """The least, over all cuts of the units into stages, of the largest value of a stage, less at
+    most the part ``_TOLERANCE``.
+
+    A range's value is not below that of a part of the range. So units can be cut into stages of at
+    most some value if the longest such stages, one after the other, are no more than ``stages``.
 
     Args:
         of_range: the value of a range of units, [first unit, unit after the last].
@@ -89,10 +95,22 @@ def _least_of_largest(of_range: np.ndarray, stages: int) -> float:
     units = len(of_range) - 1
     if stages > units:
         return math.inf
-    of_range = of_range.copy()
-    of_range[np.tril_indices(units + 1)] = np.inf  # a stage has a unit at least
-    least = np.full(units + 1, np.inf)
-    least[0] = 0.0
-    for _ in range(stages):
-        least = np.maximum(least[:, None], of_range).min(axis=0)
-    return float(least[units])
+    first = np.arange(units)
+    low, high = float(of_range[first, first + 1].max()), float(of_range[0, units])
+
+    def is_enough(most: float) -> bool:
+        # of each unit, the unit after the longest stage that begins there
+        ends = (units - (of_range[:-1] > most)[:, ::-1].argmin(axis=1)).tolist()
+        unit = 0
+        for _ in range(stages):
+            unit = ends[unit]
+            if unit == units:
+                return True
+        return False
+
+    if is_enough(low):
+        return low
+    while high > low * (1 + _TOLERANCE):
+        middle = (low + high) / 2
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return low

@@ -31,7 +31,9 @@ MOST_SHARINGS = 8
 LEAST_GAIN = 1e-4  # the relative gain of the bound that is worth another sharing
 # Parts of the bound within which choices belong to the first small problems.
 TOLERANCES = (1e-5, 1e-3)
-SMALL = 20_000  # pairs of labels of a problem that is eliminated as it is
+# Pairs of labels of a problem that is eliminated as it is: so many, or so many for each node, as
+# in a problem in which nearly all is decided.
+SMALL, FEW = 20_000, 8
 ROUNDING = 1e-9  # the relative difference of two costs that rounding may make
 
 
@@ -61,7 +63,7 @@ def find_optimum(problem: Problem, weights: CostWeights) -> Optimum:
     """The best solution that eliminations find; an optimum where they are small enough."""
     numbers = [np.flatnonzero(np.isfinite(c)) for c in vertex_costs(problem, weights)]
     found = Optimum([], np.inf, -np.inf, numbers)
-    if problem.label_pair_count < SMALL:
+    if problem.label_pair_count < max(SMALL, FEW * len(problem.vertices)):
         try:
             return _with_solution(found, _eliminate(problem, weights), None, np.inf)
         except TooWideError:
