@@ -23,7 +23,7 @@ from autopar.search.fitting import fitting_plans
 from autopar.search.inner import partition_bound as module
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.inner.step_bounds import Level, _first_fitting, step_bound
-from autopar.search.outer_search import OuterSearch
+from autopar.search.sharpening import Sharpening
 from autopar.search.space import options as options_module
 from autopar.search.space.check_schedule import check_schedule
 from autopar.search.space.configuration import Configuration, least_step_ratio
@@ -111,13 +111,13 @@ def test_more_time_leads_to_no_slower_plan(world_size: int) -> None:
 def bounds_before_a_plan(world_size: int) -> tuple[int, float]:
     """How many bounds a search sharpens before a plan fits, and the step time of its plan."""
     model, sample = zoo.gpt2(batch=12, dropout=0.0)
-    sharpen, calls = OuterSearch._sharper, list[bool]()
+    sharpen, calls = Sharpening._sharper, list[bool]()
 
-    def counted(self: OuterSearch, each: Any) -> Any:
+    def counted(self: Sharpening, each: Any) -> Any:
         calls.append(bool(self._fitting.plans))
         return sharpen(self, each)
 
-    with mock.patch.object(OuterSearch, "_sharper", counted):
+    with mock.patch.object(Sharpening, "_sharper", counted):
         plan = autopar.plan(model, sample, world_size, cluster="cpu", progress=False)
     return calls.count(False), plan.step_time
 

@@ -127,7 +127,7 @@ class Planner:
             compared=best.compared,
             not_searched=best.not_searched,
         )
-        self.timings, self.is_final = searches.timings, not searches.is_out_of_time()
+        self.timings, self.is_final = searches.timings, not searches.has_compared_enough()
         if self.file is not None and self.is_final:
             self.file.write(plan)
         return KnownPlan(plan, self._program(searches, found))

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from autopar.memory.fused_calls import backward_depths
-from autopar.memory.live_memory import TRANSIENT, GradientBuffer
+from autopar.memory.live_memory import GRADIENTS, TRANSIENT, GradientBuffer
 from autopar.memory.memory_log import MemoryLog
 from autopar.memory.saved_memory import SavedMemory
 from autopar.memory.stage_calls import StageCalls
@@ -173,6 +173,7 @@ class FusedBackward:
         self._still_to_come[slot] -= 1
         if not self._still_to_come[slot] and slot.parameter:
             (buffer,) = self._gradients.pop(slot).buffers
+            self._live.move(buffer.nbytes, TRANSIENT, GRADIENTS)
             self._live.add_gradient(slot.parameter, buffer)
 
     def _new(self, nbytes: int) -> GradientBuffer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopar.memory.folding import Folding
 from autopar.memory.gradient_memory import GradientMemory, LocalParameter
-from autopar.memory.live_memory import GradientBuffer, LiveMemory
+from autopar.memory.live_memory import GRADIENTS, TRANSIENT, GradientBuffer, LiveMemory
 from autopar.memory.memory_log import ParameterGradient, unfolded
 from autopar.memory.schedule_walk import ActionMemory
 from autopar.memory.stage_logs import StageLogs
@@ -77,5 +77,7 @@ class StageMemory:
     def _add_gradients(self, returned: list[tuple[str, GradientBuffer]], live: LiveMemory) -> None:
         """Takes the gradients of parameters from a backward."""
         for name, buffer in returned:
+            if self._settings.is_compiled:  # counted as a gradient since it was made
+                live.move(buffer.nbytes, GRADIENTS, TRANSIENT)
             self.owners[name].add_gradient(name, buffer, live)
         returned.clear()

@@ -23,17 +23,17 @@ from dataclasses import replace
 from autopar.errors import BudgetError, PlanError
 from autopar.search.enumeration import Enumeration
 from autopar.search.fitting.fitting_plans import FittingPlans
-from autopar.search.ilp.programs.linear_program import UnsolvedError
 from autopar.search.inner.candidate import Candidate
 from autopar.search.inner.inner_searches import InnerSearches
 from autopar.search.inner.no_plan_errors import no_plan_error, time_limit_error
-from autopar.search.inner.step_bounds import Level, StepBound
+from autopar.search.inner.step_bounds import Level
 from autopar.search.least_memory_search import LeastMemorySearch
 from autopar.search.neighbours import free_meshes, tensor_modes
 from autopar.search.open_families import OpenFamilies, OpenFamily
 from autopar.search.over_budget import OverBudget
 from autopar.search.result.best_plan import BestPlan, not_searched
 from autopar.search.result.priced_plan import PricedPlan
+from autopar.search.sharpening import Sharpening, sharpest
 from autopar.search.space.configuration import Configuration
 
 MOST_FIRST = 3  # candidates that are made before the clock counts, until one fits
@@ -81,11 +81,11 @@ class OuterSearch:
         self._open = OpenFamilies()
         self._compared: set[Configuration] = set()
         self._candidates: list[Candidate] = []
-        # The sharpest bounds of configurations with a candidate, without a plan found that fits,
-        # and of those that were dropped by their bound.
-        self._bounds: dict[Configuration, float] = {}
         self._fitting = FittingPlans(searches)
         self._over_budget = OverBudget(searches)
+        self._sharpening = Sharpening(
+            searches, self.enumeration, self._open, self._fitting, self._over_budget
+        )
 
     def run(self) -> BestPlan:
         """The best plan; PlanError as for :func:`best_plan`."""
@@ -134,7 +134,7 @@ class OuterSearch:
             level = Level.FLOOR if most is None else Level.UNSOLVED
             if self._over_budget.is_family_over(possible):
                 continue
-            if possible and (found := self._bound(possible[0], level)) is not None:
+            if possible and (found := self._sharpening.bound(possible[0], level)) is not None:
                 opened.append(OpenFamily(found.estimate, found.bound, level, possible))
         # Sorting is stable: of equal families the first stays first.
         for each in sorted(opened, key=lambda each: each[:2])[:most]:
@@ -144,7 +144,7 @@ class OuterSearch:
     def _search(self) -> None:
         """Counts candidates until no configuration is left that may be faster."""
         taken, next_dive = 0, DIVE_AFTER
-        while self._open and not self._fitting.is_enough(self.searches.is_out_of_time()):
+        while self._open and not self._fitting.is_enough(self.searches.has_compared_enough()):
             taken += 1
             if taken > next_dive and not (self._fitting.plans and self.options.is_exhaustive):
                 next_dive = taken + DIVE_AFTER if self._dive() else 2 * taken
@@ -155,12 +155,12 @@ class OuterSearch:
                 return
             first, others = each.family[0], each.family[1:]
             if not self._fitting.may_be_faster(each.bound):
-                self._keep_bound(first, each.bound)
+                self._sharpening.keep_bound(first, each.bound)
                 continue
             self.searches.progress(str(first))
             if each.candidate is not None:
                 self._fitting.count(each.candidate)
-            elif each.level == _sharpest(first) or self.searches.is_out_of_time():
+            elif each.level == sharpest(first) or self.searches.has_compared_enough():
                 candidate = self._make_candidate(first, each.bound)
                 if candidate is not None:
                     seconds = candidate.seconds
@@ -170,7 +170,7 @@ class OuterSearch:
                 if others and (candidate is None or len(candidate.solutions) > 1):
                     self._open.push(each._replace(level=Level.UNSOLVED, family=others))
             else:
-                for sharper in self._sharpened(each):
+                for sharper in self._sharpening.sharpened(each):
                     self._open.push(sharper)
 
     def _dive(self) -> bool:
@@ -182,15 +182,15 @@ class OuterSearch:
         for each in self._open.pop_best_of_each_pipeline():
             found = [each]
             for _ in range(2 * Level.CUT):
-                if not found or found[0].level == _sharpest(found[0].family[0]):
+                if not found or found[0].level == sharpest(found[0].family[0]):
                     break
-                found = self._sharpened(found[0]) + found[1:]
+                found = self._sharpening.sharpened(found[0]) + found[1:]
             sharp += found[:1]
             for other in found[1:]:
                 self._open.push(other)
         is_found = False
         for each in sorted(sharp, key=lambda each: each.estimate):
-            is_sharp = each.candidate is None and each.level == _sharpest(each.family[0])
+            is_sharp = each.candidate is None and each.level == sharpest(each.family[0])
             if is_sharp and not is_found and self._fitting.is_clearly_faster(each.estimate):
                 before = len(self._fitting.plans)
                 candidate = self._make_candidate(each.family[0], each.bound)
@@ -199,47 +199,6 @@ class OuterSearch:
                 is_found = len(self._fitting.plans) > before
             self._open.push(each)
         return is_found
-
-    def _sharpened(self, each: OpenFamily) -> list[OpenFamily]:
-        """A family with the next level of its first configuration, or at each placement; without
-        that configuration where it has no plan.
-        """
-        first, others = each.family[0], each.family[1:]
-        if each.level == Level.REPLICA and first.place is None:
-            return self._placed(each)
-        if (sharper := self._sharper(each)) is not None:
-            return [sharper]
-        return [each._replace(family=others)] if others else []
-
-    def _sharper(self, each: OpenFamily) -> OpenFamily | None:
-        """A family with the next level of its first configuration; None where that has no plan."""
-        level = Level(each.level + 1)
-        found = self._bound(each.family[0], level)
-        if found is None:
-            return None
-        if level in (Level.SOLVED, Level.CUT):
-            self._open.learn_ratio(level, each.family[0], found.estimate / each.estimate)
-        if level == Level.CUT and self._fitting.leaves_out(found.estimate):
-            self._keep_bound(each.family[0], each.bound)
-            return None
-        bound, estimate = max(each.bound, found.bound), max(each.estimate, found.estimate)
-        return each._replace(estimate=estimate, bound=bound, level=level)
-
-    def _placed(self, each: OpenFamily) -> list[OpenFamily]:
-        """The placements of a family; its bound so far holds for all of them."""
-        try:
-            placed = self.searches.placements(each.family[0])
-        except PlanError as e:
-            self.enumeration.failures.append(e)
-            return []
-        return [
-            each._replace(
-                family=tuple(
-                    replace(f, axes=c.axes, place=c.place, kinds=c.kinds) for f in each.family
-                )
-            )
-            for c in placed
-        ]
 
     def _make_first_candidates(self) -> None:
         """Makes the first candidate that fits, at any limit: more time gives no slower plan."""
@@ -250,21 +209,6 @@ class OuterSearch:
             if self._fitting.plans:
                 return
 
-    def _bound(self, configuration: Configuration, level: Level) -> StepBound | None:
-        """A bound and an estimate of the step time; None where the configuration has no plan."""
-        try:
-            if level == Level.CUT:
-                candidate = self.searches.candidate(configuration, unlimited=True)
-                return StepBound(0.0, candidate.seconds)
-            if level == Level.UNSOLVED:
-                least = self.searches.least_bytes(configuration)
-                if self._over_budget.is_over(configuration, least):
-                    return None
-            return self.searches.step_bound(configuration, level)
-        except PlanError as e:
-            self._remember_failure(configuration, e)
-        return None
-
     def _make_candidate(self, configuration: Configuration, bound: float) -> Candidate | None:
         """The candidate of a configuration; None where it has none."""
         self.may_fit = True
@@ -274,29 +218,17 @@ class OuterSearch:
             candidate = self._fitting.candidate(configuration)
         except BudgetError as e:
             # No plan was found that fits, which is no proof that there is none.
-            self._keep_bound(configuration, bound)
+            self._sharpening.keep_bound(configuration, bound)
             self._over_budget.found.append((e.least, configuration))
             return None
         except PlanError as e:
-            self._remember_failure(configuration, e)
+            self._sharpening.remember_failure(configuration, e)
             return None
         if configuration.stages == 1:
             bound = max(bound, candidate.seconds * (1 - candidate.gap))
-        self._keep_bound(configuration, bound)
+        self._sharpening.keep_bound(configuration, bound)
         self._candidates.append(candidate)
         return candidate
-
-    def _keep_bound(self, configuration: Configuration, bound: float) -> None:
-        self._bounds[configuration] = max(bound, self._bounds.get(configuration, 0.0))
-
-    def _remember_failure(self, configuration: Configuration, error: PlanError) -> None:
-        """Keeps the reason why a configuration has no plan. A mode that the user did not ask for
-        has a low limit of operations, so that an unsolved one says nothing.
-        """
-        if not isinstance(error, UnsolvedError):
-            self.enumeration.failures.append(error)
-        elif not self.options.is_unrequested_mode(configuration.mode):
-            self.searches.unsolved.append(configuration)
 
     # Meshes around the best configurations
 
@@ -311,7 +243,7 @@ class OuterSearch:
         for _ in range(NEIGHBOURHOODS):
             near = [replace(c, place=None, kinds=()) for c in self._near()]
             new = [c for c in near if c not in searched]
-            if not new or self.searches.is_out_of_time():
+            if not new or self.searches.has_compared_enough():
                 return
             searched.update(new)
             for configuration in new:
@@ -335,11 +267,8 @@ class OuterSearch:
         return [c for _, c in sorted(self._over_budget.found, key=lambda o: o[0])[:2]]
 
     def _best_plan(self, plan: PricedPlan) -> BestPlan:
-        bound = max(min((*self._bounds.values(), *self._open.bounds()), default=0.0), 0.0)
+        bound = max(
+            min((*self._sharpening.bounds.values(), *self._open.bounds()), default=0.0), 0.0
+        )
         left_out = tuple(not_searched(self.searches, self._fitting.left_out_from))
         return BestPlan(plan, bound, len(self._compared), left_out)
-
-
-def _sharpest(configuration: Configuration) -> Level:
-    """The level after which a configuration gets a candidate."""
-    return Level.CUT if configuration.stages > 1 else Level.SOLVED

@@ -28,15 +28,20 @@ EXACT_TRIES = 6
 LEAST_STEP = 1e-3  # the least additional reserve, relative to the budget
 
 
-def fit_to_memory(searches: InnerSearches, candidate: Candidate, reserves: Reserves) -> PricedPlan:
+def fit_to_memory(
+    searches: InnerSearches, candidate: Candidate, reserves: Reserves, ends_in_time: bool = False
+) -> PricedPlan:
     """The candidate as a plan that fits the memory.
 
     Units with different solutions may have different layouts, and their borders then have
     conversions that the candidate's estimate does not contain. So the candidate whose units all
     have the layouts of the fastest solution is tried too. The faster plan is returned.
 
+    Args:
+        ends_in_time: whether nothing more is tried after the time limit: another plan fits.
+
     Raises:
-        BudgetError: the plan does not fit.
+        BudgetError: the plan does not fit, or none that does was found in time.
     """
     is_mixed = len(candidate.solutions) > 1
     if is_mixed and (fastest := _fastest_plan(searches, candidate)) is not None:
@@ -46,7 +51,7 @@ def fit_to_memory(searches: InnerSearches, candidate: Candidate, reserves: Reser
     best: PricedPlan | None = None
     failure: BudgetError | None = None
     try:
-        best = refit(searches, candidate, reserve)
+        best = refit(searches, candidate, reserve, ends_in_time=ends_in_time)
         if best is not None:
             over = bytes_over(searches.of(configuration.microbatches), best)
             reserves.learn(configuration, reserve, over)
@@ -133,6 +138,7 @@ def refit(
     reserve: list[float],
     same_layouts: bool = False,
     to_beat: PricedPlan | None = None,
+    ends_in_time: bool = False,
 ) -> PricedPlan | None:
     """The candidate, or the first of its successors, whose counted memory fits. Each successor has
     less room, by the bytes that its predecessor is above the budget; ``reserve`` adds them up for
@@ -150,6 +156,8 @@ def refit(
         over = bytes_over(search, priced)
         if max(over) <= 0:
             return priced
+        if ends_in_time and searches.is_out_of_time():
+            break
         # Steps of a few bytes may lead to the same candidate, and none of them to one that fits.
         least = attempt * LEAST_STEP * max(search.budgets(configuration))
         reserve[:] = _larger(reserve, over, attempt, least)
@@ -166,8 +174,9 @@ def refit(
         is_slower = to_beat is not None and candidate.seconds >= to_beat.seconds
         if is_slower or (to_beat is not None and searches.is_out_of_time()):
             return None
-    if (plan := _exact_plan(searches, candidate, reserve, None)) is not None:
-        return plan
+    else:
+        if (plan := _exact_plan(searches, candidate, reserve, None)) is not None:
+            return plan
     kinds = priced.bytes_by_kind(over.index(max(over)))
     raise over_budget_error(search, configuration, samples, kinds)
 

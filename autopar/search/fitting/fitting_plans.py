@@ -119,11 +119,12 @@ class FittingPlans:
 
     def _plan(self, candidate: Candidate) -> PricedPlan:
         """The candidate as a plan that fits the memory; BudgetError where it does not."""
+        has_other = bool(self.plans)
         if any(candidate.reserve):
             with suppress(BudgetError):
-                return fit_to_memory(self.searches, candidate, self._reserves)
+                return fit_to_memory(self.searches, candidate, self._reserves, has_other)
             candidate = self.searches.candidate(candidate.configuration)
-        return fit_to_memory(self.searches, candidate, self._reserves)
+        return fit_to_memory(self.searches, candidate, self._reserves, has_other)
 
     def chosen(self) -> FittingPlan:
         """The simplest of the plans that are about as fast as the fastest."""
@@ -162,7 +163,8 @@ class FittingPlans:
         than the plans that fit.
         """
         for candidate in sorted(self._too_large, key=lambda c: c.seconds)[:MOST_RETRIED]:
-            if self.may_be_faster(candidate.seconds):
+            is_over = self.plans and self.searches.is_out_of_time()
+            if self.may_be_faster(candidate.seconds) and not is_over:
                 with suppress(PlanError):
                     plan = first_that_fits(self.searches, [(0.0, candidate.configuration)])
                     if plan is not None:

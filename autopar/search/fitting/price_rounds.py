@@ -31,7 +31,7 @@ def at_own_step_prices(
     bound, best = plan.seconds * (1 - plan.gap), plan
     tried: list[StepPrices] = []
     for _ in range(MOST_ROUNDS):
-        if tried and searches.is_out_of_time():
+        if searches.is_out_of_time():
             break
         reported = reported_seconds(plan)
         objective = plan.seconds + plan.costs.overhead

@@ -28,6 +28,8 @@ Progress = Callable[[str], None]
 # An estimate of memory may be this many times the counted memory.
 ESTIMATE_MARGIN = 1.25
 
+COMPARING = 0.85  # the part of the time limit in which configurations are compared
+
 
 class InnerSearches:
     """Makes an :class:`InnerSearch` when the outer search asks for it.
@@ -53,7 +55,9 @@ class InnerSearches:
         self.options, self.progress = options, progress
         self.timings: dict[str, float] = {}
         self.unsolved: list[Configuration] = []
-        self._deadline = time.perf_counter() + options.search_seconds
+        start = time.perf_counter()
+        self._deadline = start + options.search_seconds
+        self._end_of_comparing = start + COMPARING * options.search_seconds
         self._searches: dict[bool, InnerSearch] = {}
         self._failed: dict[int, PlanError] = {}
 
@@ -138,7 +142,7 @@ class InnerSearches:
         options = replace(self.options, recompute="full")
         other = InnerSearches(self.search_cache_of, self.samples, options, self.progress)
         other.timings, other.unsolved = self.timings, self.unsolved
-        other._deadline = self._deadline
+        other._deadline, other._end_of_comparing = self._deadline, self._end_of_comparing
         return other
 
     def microbatch_samples(self, configuration: Configuration) -> int:
@@ -186,6 +190,10 @@ class InnerSearches:
                 slower = [c for c in rivals if own.are_no_slower(links_of(c))]
                 kept = [*(c for c in kept if c not in slower), placed]
         return kept
+
+    def has_compared_enough(self) -> bool:
+        """Whether the rest of the ``time_limit`` is for the plans that were found."""
+        return time.perf_counter() > self._end_of_comparing
 
     def is_out_of_time(self) -> bool:
         """Whether the ``time_limit`` of the search has passed."""
