@@ -15,31 +15,20 @@ from collections.abc import Collection, Iterable, Sequence
 from autopar.memory.traced_call import GradientSlot, TracedCall, TracedStorage
 
 
-def fuse_calls(
-    calls: Sequence[TracedCall],
-    lasting: Collection[TracedStorage],
-    recomputed: Collection[TracedCall],
-) -> None:
+def fuse_calls(calls: Sequence[TracedCall], lasting: Collection[TracedStorage]) -> None:
     """Takes the memory from the results that only their own chain reads, and lets backwards read
     the tensors that these are computed from.
 
     Args:
-        calls: the calls of a program, in its order. They are changed.
+        calls: the calls of a program that recomputes none, in its order. They are changed.
         lasting: storages that stages send or the program returns.
-        recomputed: the calls that the plan has the backward compute again. What they read from
-            other calls, and what other calls read from them, the compiler is told to save.
     """
-    _Fusion(calls, lasting, recomputed).run()
+    _Fusion(calls, lasting).run()
 
 
 class _Fusion:
-    def __init__(
-        self,
-        calls: Sequence[TracedCall],
-        lasting: Collection[TracedStorage],
-        recomputed: Collection[TracedCall],
-    ) -> None:
-        self._calls, self._recomputed = calls, recomputed
+    def __init__(self, calls: Sequence[TracedCall], lasting: Collection[TracedStorage]) -> None:
+        self._calls = calls
         for call in calls:
             if call.wide:
                 call.internal -= call.wide
@@ -81,12 +70,7 @@ class _Fusion:
 
     def _are_chained(self, call: TracedCall, reader: TracedCall) -> bool:
         """Whether one kernel computes a call and a reader of the result."""
-        return (
-            call.fuses
-            and reader.fuses
-            and self._depth[call] == self._depth[reader]
-            and (call in self._recomputed) == (reader in self._recomputed)
-        )
+        return call.fuses and reader.fuses and self._depth[call] == self._depth[reader]
 
     def _choose(self, storage: TracedStorage) -> None:
         """Saves a storage that a backward reads, or, if that takes less memory, the storages that

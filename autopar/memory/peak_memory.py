@@ -112,7 +112,7 @@ class PeakMemory:
         if settings.is_compiled:
             sent = (arrival.sent for arrival in trace.arrivals)
             lasting = {s for s in (*trace.outputs, *sent) if s is not None}
-            fuse_calls(trace.calls, lasting, recomputed)
+            fuse_calls(trace.calls, lasting)
         found = {}
         for stage in sorted(set(folding.like)):
             picked = self._picked_bytes(stage)
