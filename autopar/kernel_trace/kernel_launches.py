@@ -104,7 +104,14 @@ _NO_KERNEL = {
 # A compiler computes kernels of these kinds together, in one kernel. Reads by index, and a loss's
 # choice of one class, are parts of such kernels, too.
 _FUSED_KINDS = {"elementwise", "transcendental", "normalisation", "reduction", "random", "copy"}
-_FUSED = {"embedding", "gather", "index", "index_select", "nll_loss_forward", "nll_loss_backward"}
+FUSED_READS = {
+    "embedding",
+    "gather",
+    "index",
+    "index_select",
+    "nll_loss_forward",
+    "nll_loss_backward",
+}
 # fused kernels that the compiler runs in the forward alone, and saves the result of
 _NOT_REPEATED = {"embedding", "index_select", "cat", "stack", "constant_pad_nd", "repeat", "cumsum"}
 # the norms whose statistics need a pass of their own
@@ -118,7 +125,7 @@ def fuse(launches: Iterable[KernelLaunch]) -> bool:
     all these kernels in a kernel with its neighbours.
     """
     return all(
-        (launch.kind in _FUSED_KINDS or launch.operator in _FUSED)
+        (launch.kind in _FUSED_KINDS or launch.operator in FUSED_READS)
         and not launch.sends
         and not any(norm in launch.operator for norm in _NORMS_OF_CHANNELS)
         for launch in launches

@@ -62,6 +62,7 @@ class FusedBackward:
             self._call(call)
         self._live.enter(None)
         nbytes = self._gradients_of_inputs()
+        self._release(self._zeros.values())  # of outputs that the loss does not depend on
         for buffer in held if received else ():
             self._release([buffer])
         return nbytes
@@ -82,7 +83,6 @@ class FusedBackward:
         slices = self._stage.joined_slices(call)
         if slices and call is not slices[0]:
             return
-        self._saved.recompute_for(call, self._live)
         slots = [slot for each in slices or [call] for slot in each.result_slots]
         arriving = [self._gradients.pop(slot, None) for slot in slots]
         done = slices or [call]

@@ -153,7 +153,7 @@ class OuterSearch:
             if self._fitting.leaves_out(self._open.estimate(each)):
                 self._open.push(each)
                 return
-            first, others = each.family[0], each.family[1:]
+            first = each.family[0]
             if not self._fitting.may_be_faster(each.bound):
                 self._sharpening.keep_bound(first, each.bound)
                 continue
@@ -166,9 +166,7 @@ class OuterSearch:
                     seconds = candidate.seconds
                     waits = each._replace(estimate=seconds, level=Level.CUT, candidate=candidate)
                     self._open.push(waits)
-                # More microbatches may be faster where memory is scarce.
-                if others and (candidate is None or len(candidate.solutions) > 1):
-                    self._open.push(each._replace(level=Level.UNSOLVED, family=others))
+                self._push_others(each, candidate)
             else:
                 for sharper in self._sharpening.sharpened(each):
                     self._open.push(sharper)
@@ -197,8 +195,18 @@ class OuterSearch:
                 if candidate is not None:
                     self._fitting.count(candidate)
                 is_found = len(self._fitting.plans) > before
-            self._open.push(each)
+                self._push_others(each, candidate)
+            else:
+                self._open.push(each)
         return is_found
+
+    def _push_others(self, each: OpenFamily, candidate: Candidate | None) -> None:
+        """Puts a family back without its first configuration, which has the ``candidate``, if any:
+        more microbatches may be faster where memory is scarce.
+        """
+        others = each.family[1:]
+        if others and (candidate is None or len(candidate.solutions) > 1):
+            self._open.push(each._replace(level=Level.UNSOLVED, family=others))
 
     def _make_first_candidates(self) -> None:
         """Makes the first candidate that fits, at any limit: more time gives no slower plan."""

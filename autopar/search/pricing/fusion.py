@@ -19,12 +19,10 @@ from typing import Any
 import torch.fx as fx
 
 from autopar.ir.nodes import operands, result_tensors
-from autopar.kernel_trace.kernel_launches import KernelLaunch, fuse
+from autopar.kernel_trace.kernel_launches import FUSED_READS, KernelLaunch, fuse
 from autopar.memory.saved_tensors import SavedTensors
 from autopar.runtime.kernels.graph_kernels import send
 from autopar.search.pricing.node_sizes import tensor_bytes
-
-_INDEXED = {"embedding", "gather", "index", "index_select", "nll_loss_forward", "nll_loss_backward"}
 
 
 class FusedKernels:
@@ -268,6 +266,6 @@ def _kernel(late: bool, touched: list[tuple[int, int]]) -> Iterator[tuple[bool, 
 
 def _picks(node: fx.Node) -> bool:
     """Whether a call reads no more than it writes."""
-    return getattr(node.target, "__name__", "").split(".")[0] in _INDEXED and bool(
+    return getattr(node.target, "__name__", "").split(".")[0] in FUSED_READS and bool(
         result_tensors(node)
     )
