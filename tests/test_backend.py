@@ -143,7 +143,7 @@ def test_graph_says_what_the_backward_recomputes() -> None:
     model, sample = zoo.gpt2(layers=1, dropout=0.1)
     compiled = autopar.compile(model, sample, 1, recompute="full", progress=False)
     recomputed = set(compiled.plan.recomputed)
-    graph = CompilerGraph(compiled._lowered.train, compiled.mesh)
+    graph = CompilerGraph(compiled._lowered.train, compiled.mesh, (0,))
     assert graph.draws
     tags = {node.name: node.meta.get("recompute") for node in graph.module.graph.nodes}
     marked = {n for n, tag in tags.items() if tag is CheckpointPolicy.MUST_RECOMPUTE}
@@ -159,8 +159,8 @@ def test_graph_says_what_the_backward_recomputes() -> None:
 class Traced(InductorBackend):
     """Runs a program eagerly once the compiler has divided its forward and backward."""
 
-    def run(self, program: Any, arguments: Any) -> Any:
-        self._compile(program, arguments, torch.tensor(MOMENT), is_first=False)
+    def run(self, program: Any, arguments: Any, roots: Any) -> Any:
+        self._compile(program, arguments, roots, torch.tensor(MOMENT), is_first=False)
         return recompute.run(program, self._mesh, arguments)
 
 
@@ -200,4 +200,4 @@ def test_compiler_saves_what_the_plan_saves_or_less(
 def test_kernels_that_draw_otherwise_are_refused() -> None:
     compiled = autopar.compile(Net(), BATCH, 1, progress=False)
     with pytest.raises(autopar.AutoparError, match="call_random_operator that draws"):
-        CompilerGraph(compiled._lowered.train, compiled.mesh)
+        CompilerGraph(compiled._lowered.train, compiled.mesh, (0,))

@@ -1,5 +1,6 @@
 """Programs compiled by inductor compute what they compute eagerly, dropout included, and are
-compiled once. That the eager program is that of one device: test_equivalence.py.
+compiled once. Outputs besides the loss have no gradients. That the eager program is that of one
+device: test_equivalence.py.
 """
 
 from __future__ import annotations
@@ -121,3 +122,54 @@ def two_ranks(folder: Path) -> None:
             error = worst(train(compiled, made[1], 2), expected)
         assert error < (1e-9, ""), label
         assert compilations(compiled) == 1, label
+
+
+class Heads(nn.Module):
+    """A head that the loss depends on, and heads that are only returned, of the first and of the
+    last layer.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 16)
+        self.head, self.early, self.late = nn.Linear(16, 1), nn.Linear(16, 3), nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        early = self.first(x).relu()
+        late = self.last(early).relu()
+        y = self.head(late)
+        return {
+            "loss": y.square().mean(),
+            "y": y,
+            "early": self.early(early),
+            "late": self.late(late),
+        }
+
+
+def heads() -> zoo.Made:
+    torch.manual_seed(0)
+    return Heads(), {"x": torch.randn(8, 8)}
+
+
+def test_parameters_of_other_outputs_have_no_gradient(tmp_path: Path, ranks: Any) -> None:
+    ranks(1).run(other_outputs, tmp_path, {}, timeout=600)
+    for options in (dict(parallel=dict(data=2)), CONFIGURATIONS["1f1b"]):
+        ranks(2).run(other_outputs, tmp_path, options, timeout=600)
+
+
+def other_outputs(folder: Path, options: dict[str, Any]) -> None:
+    model, sample = heads()
+    model(**sample)["loss"].backward()
+    _, programs = both(heads(), dist.get_world_size(), folder, zero=0, **options)
+    for program in programs:
+        out = program(**sample)
+        assert all(each.requires_grad for each in out.values())
+        out["loss"].backward()
+        for name, p in program.named_parameters():
+            expected = model.get_parameter(name).grad
+            assert (p.grad is None) == (expected is None), name
+            if expected is not None:
+                torch.testing.assert_close(equivalence.full(p.grad), expected)
+    for output in ("y", "early", "late"):
+        with pytest.raises(autopar.RunError, match="a gradient came back through an output that"):
+            programs[1](**sample)[output].to_local().sum().backward()

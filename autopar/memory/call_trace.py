@@ -41,7 +41,6 @@ class CallTrace:
             parameter or an input.
         output_bytes: the bytes that it takes to bring an output into a DTensor, by its storage.
         loss: where the backward starts.
-        other_slots: where gradients of the other outputs would start, with the outputs' bytes.
 
     Args:
         analysis: the analysis of the graph of one microbatch. In a graph that is cut into stages,
@@ -102,12 +101,6 @@ class CallTrace:
             if (storage := self._storages.get(n, (None,))[0]) is not None
         }
         self.loss = self._slots[analysis.loss][0]
-        self.other_slots = {
-            slot: storage.nbytes
-            for n in others
-            if (slot := self._slots.get(n, (None,))[0]) is not None
-            and (storage := self._storages[n][0]) is not None
-        }
 
     def _visit(self, node: fx.Node, place: int) -> None:
         if node.target is operator.getitem:

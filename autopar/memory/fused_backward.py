@@ -42,7 +42,6 @@ class FusedBackward:
         self._still_to_come = dict(stage.gradient_counts)
         self._saved = SavedMemory(stage, held)
         self._depth = backward_depths(stage.calls)
-        self._zeros: dict[GradientSlot, GradientBuffer] = {}
 
     def run(self) -> int:
         """Runs the whole backward.
@@ -55,14 +54,11 @@ class FusedBackward:
         for root, buffer in zip(roots, held, strict=True):
             buffer.refs += bool(received)  # the schedule holds it until the backward ends
             self._add(root, _Gradient((buffer,), is_written=True))
-        # AOTAutograd takes a gradient for each output: zeros, which are added where others arrive.
-        self._zeros = {slot: self._new(n) for slot, n in self._stage.other_slots.items()}
         for call in reversed(self._stage.calls):
             self._live.enter(call.block)
             self._call(call)
         self._live.enter(None)
         nbytes = self._gradients_of_inputs()
-        self._release(self._zeros.values())  # of outputs that the loss does not depend on
         for buffer in held if received else ():
             self._release([buffer])
         return nbytes
@@ -168,8 +164,6 @@ class FusedBackward:
         self._note_added(slot)
 
     def _note_added(self, slot: GradientSlot) -> None:
-        if slot in self._zeros:
-            self._release([self._zeros.pop(slot)])
         self._still_to_come[slot] -= 1
         if not self._still_to_come[slot] and slot.parameter:
             (buffer,) = self._gradients.pop(slot).buffers

@@ -21,7 +21,6 @@ class StageCalls:
         arrivals, departures: the tensors that the stage receives, and those that it sends.
         outputs: the storages of the program's outputs that this stage makes; None for an output
             that is a parameter or an input.
-        other_slots: where gradients of outputs besides the loss would start, with their bytes.
         recomputed: the calls that the backward computes again.
         offloaded: the calls whose results the host keeps for the backward.
         saved_storages: the memory that the stage keeps for the backward.
@@ -54,11 +53,6 @@ class StageCalls:
         makes = {s for call in own for s in call.made} | {a.storage for a in self.arrivals}
         self.outputs = [s for s in trace.outputs if s is None or s in makes]
         self.output_bytes = sum(trace.output_bytes.get(s, 0) for s in set(self.outputs) if s)
-        self.other_slots = {
-            slot: n
-            for slot, n in trace.other_slots.items()
-            if slot.call and slot.call.stage == stage
-        }
         self.calls = _needed_calls(trace.calls, stage, self.departures)
         self.saved_storages = saved.saved_storages(self.calls, recomputed, offloaded)
         self.recomputed, self.offloaded = recomputed, offloaded

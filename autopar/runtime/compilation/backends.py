@@ -5,8 +5,8 @@ inductor.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch import fx
 from tqdm import tqdm
 
 from autopar.errors import AutoparError, RunError
+from autopar.ir.nodes import gradient_sources
 from autopar.runtime.communication.all_ranks import check_same_on_all_ranks
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.communication.stand_ins import runs_alone
@@ -31,9 +32,16 @@ class Backend(Protocol):
     """Runs programs, whole ones or those of stages."""
 
     def run(
-        self, program: fx.GraphModule, arguments: Sequence[torch.Tensor]
+        self,
+        program: fx.GraphModule,
+        arguments: Sequence[torch.Tensor],
+        roots: Collection[int],
     ) -> Sequence[torch.Tensor]:
-        """What ``program`` returns for the tensors ``arguments``, as functions of them."""
+        """The results of ``program`` for the tensors ``arguments``, as functions of them.
+
+        ``roots`` are the places of the results at which backwards begin: the loss, and the tensors
+        that go to the next stage.
+        """
 
 
 def make_backend(name: str, mesh: Mesh, progress: bool) -> Backend:
@@ -48,7 +56,10 @@ class EagerBackend:
         self._mesh = mesh
 
     def run(
-        self, program: fx.GraphModule, arguments: Sequence[torch.Tensor]
+        self,
+        program: fx.GraphModule,
+        arguments: Sequence[torch.Tensor],
+        roots: Collection[int],
     ) -> Sequence[torch.Tensor]:
         """See :class:`Backend`."""
         return recompute.run(program, self._mesh, arguments)
@@ -57,7 +68,7 @@ class EagerBackend:
 class InductorBackend:
     """Compiles each program at its first call. Later calls are compiled again only where something
     differs that the code depends on: which tensors require a gradient, strides, and settings of
-    torch.
+    torch. A backward through a result that is not among ``roots`` raises :class:`RunError`.
 
     Arguments: ``progress``, whether to show a progress bar while a program is compiled.
 
@@ -68,28 +79,33 @@ class InductorBackend:
         self._mesh, self._progress = mesh, progress
         self._compiled: defaultdict[fx.GraphModule, dict[Hashable, Compiled]] = defaultdict(dict)
         self.compilations = 0
+        self._anchor = torch.zeros((), requires_grad=True)
         if mesh.size > 1:
             mesh.make_all_groups()  # no group can be made while a program is traced
 
     def run(
-        self, program: fx.GraphModule, arguments: Sequence[torch.Tensor]
+        self,
+        program: fx.GraphModule,
+        arguments: Sequence[torch.Tensor],
+        roots: Collection[int],
     ) -> Sequence[torch.Tensor]:
         """See :class:`Backend`."""
         known = self._compiled[program]
         key = _settings(self._mesh.device.type), tuple([_form(x) for x in arguments])
         moment = torch.tensor([part or 0 for part in self._mesh.random_streams.moment])
         if key not in known:
-            known[key] = self._compile(program, arguments, moment, is_first=not known)
+            known[key] = self._compile(program, arguments, roots, moment, is_first=not known)
         return known[key](*arguments, moment)
 
     def _compile(
         self,
         program: fx.GraphModule,
         arguments: Sequence[torch.Tensor],
+        roots: Collection[int],
         moment: torch.Tensor,
         is_first: bool,
     ) -> Compiled:
-        graph = CompilerGraph(program, self._mesh)
+        graph = CompilerGraph(program, self._mesh, roots)
         self.compilations += 1
         called: list[str] = []
         hidden = not self._progress or (dist.get_rank() != 0 and not runs_alone())
@@ -106,7 +122,46 @@ class InductorBackend:
             # All ranks compile a program for the first time in the same call. Later they need not.
             group = self._mesh.axes_group(range(len(self._mesh.sizes)))
             check_same_on_all_ranks("\n".join(called), "the order of compiled collectives", group)
-        return compiled if graph.draws else lambda *given: compiled(*given[:-1])
+        taken = None if graph.draws else -1
+        read_only = _read_only_results(program, arguments, roots)
+
+        def call(*given: torch.Tensor) -> Sequence[torch.Tensor]:
+            results = list(compiled(*given[:taken]))
+            for place in read_only if torch.is_grad_enabled() else ():
+                results[place] = _ReadOnly.apply(results[place], self._anchor)
+            return results
+
+        return call
+
+
+def _read_only_results(
+    program: fx.GraphModule, arguments: Sequence[torch.Tensor], roots: Collection[int]
+) -> list[int]:
+    """The places of the results that would have a gradient in eager mode, besides ``roots``."""
+    _, *inputs = program.graph.find_nodes(op="placeholder")
+    with_gradient = [n for n, x in zip(inputs, arguments, strict=True) if x.requires_grad]
+    sources = gradient_sources(program.graph.nodes, {n: i for i, n in enumerate(with_gradient)})
+    results: Sequence[fx.Node] = program.graph.output_node().args[0]  # type: ignore[assignment]
+    return [i for i, n in enumerate(results) if n in sources and i not in roots]
+
+
+class _ReadOnly(torch.autograd.Function):
+    """A result that backwards do not begin at. It requires a gradient, as in eager mode, so that
+    autograd does not leave its gradient out in silence.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # type: ignore[override]
+        raise RunError(
+            "a gradient came back through an output that is not the loss: the program was compiled "
+            "for the gradients of its own loss. Compute what you add in the model, or in "
+            "loss_fn(output, batch); detach() an output that is only read; or plan with "
+            'backend="eager"'
+        )
 
 
 def _check_random(part: fx.Graph) -> None:

@@ -1,11 +1,11 @@
-"""A program of one rank as a graph that a compiler takes: it takes tensors alone, and its random
-kernels draw from one of them.
+"""A program of one rank as a graph that a compiler takes: it takes tensors alone, its random
+kernels draw from one of them, and backwards begin at some of its results alone.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,11 @@ _SAVED, _RECOMPUTED = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUT
 class CompilerGraph:
     """``program``, which takes the mesh and tensors, as a graph that takes the tensors alone.
 
+    AOTAutograd's backward takes a gradient for each result that has one, and autograd fills in
+    zeros where none arrives. It would take their memory, and parameters on which the loss does not
+    depend would get gradients of zeros instead of None. So all results are detached but those at
+    the places ``roots``, where backwards begin.
+
     Attributes:
         module: the graph.
         draws: whether it draws random numbers. It then takes one more tensor, the moment: see
@@ -35,7 +40,7 @@ class CompilerGraph:
         RunError: the program has a kernel that is not compiled.
     """
 
-    def __init__(self, program: fx.GraphModule, mesh: Mesh) -> None:
+    def __init__(self, program: fx.GraphModule, mesh: Mesh, roots: Collection[int]) -> None:
         # The tracer must not leave marks in the recorder of the running step.
         self._mesh = mesh.copy_for_program()
         nodes = list(program.graph.nodes)
@@ -56,6 +61,7 @@ class CompilerGraph:
                 if _draws(node):
                     assert moment is not None
                     self._draw_from(moment, node, copy)
+        _detach_results(graph, roots)
         self.module = fx.GraphModule(root, graph, "Program")
 
     def _draw_from(self, moment: fx.Node, node: fx.Node, copy: fx.Node) -> None:
@@ -74,6 +80,19 @@ class CompilerGraph:
                 f'backend="inductor" compiles no {getattr(kernel, "__name__", kernel)} that draws '
                 f'random numbers (node {node.name}): plan with backend="eager", or without it'
             )
+
+
+def _detach_results(graph: fx.Graph, roots: Collection[int]) -> None:
+    """Detaches the results of ``graph`` but those at the places ``roots``."""
+    output = graph.output_node()
+    results: Sequence[fx.Node] = output.args[0]  # type: ignore[assignment]
+    with graph.inserting_before(output):
+        output.args = (
+            tuple(
+                n if i in roots else graph.call_function(aten.detach.default, (n,))
+                for i, n in enumerate(results)
+            ),
+        )
 
 
 def _draws(node: fx.Node) -> bool:

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from autopar.passes.lowering.split_stages import BoundaryTensor, StageProgram
 
 
+Compute = Callable[
+    [fx.GraphModule, Sequence[torch.Tensor], Collection[int]], Sequence[torch.Tensor]
+]
+
+
 class RankStages:
     """Runs the stages of this rank for one call of the program.
 
@@ -95,7 +100,7 @@ class RankStages:
 
     def run(
         self,
-        compute: Callable[[fx.GraphModule, Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+        compute: Compute,
         values: Sequence[torch.Tensor | None],
         update: Callable[[int, torch.Tensor], None],
         stages: Sequence[StageProgram],
@@ -105,8 +110,8 @@ class RankStages:
         """Runs one call. Returns the outputs that this rank's stages made, by their places, of each
         microbatch.
 
-        Arguments: ``compute`` calls a stage's program; ``values`` are the arguments of the whole
-        program (None: this rank does not hold it); ``update(i, value)`` writes a buffer's new
+        Arguments: ``compute`` is :meth:`StepWork.compute`; ``values`` are the arguments of the
+        whole program (None: this rank does not hold it); ``update(i, value)`` writes a buffer's new
         value; ``stages`` are those of all ranks, in their current modes; ``backward``, whether to
         run the backward, in which gradients come back for the tensors ``returned``.
         """
@@ -138,7 +143,7 @@ class RankStages:
         graph = call.stages[index]
         self._mesh.random_streams.microbatch = number
         arguments = [self._argument(call, i, number) for i in graph.used_placeholders]
-        flat = call.compute(self._module(graph), [*arguments, *received])
+        flat = call.compute(self._module(graph), [*arguments, *received], self._roots(graph))
         sent, results = flat[: len(graph.sent)], flat[len(graph.sent) :]
         for i, value in zip(graph.updates, results[len(graph.results) :], strict=True):
             call.update(i, value)
@@ -147,6 +152,14 @@ class RankStages:
             call.made[i].append(value.detach())
             loss = self._loss_scale.scaled(value) if i == self._loss else loss
         return list(sent), loss
+
+    def _roots(self, graph: StageProgram) -> list[int]:
+        """The places of the results of a stage at which its backward may begin."""
+        places = enumerate(graph.results, len(graph.sent))
+        return [
+            *(i for i, tensor in enumerate(graph.sent) if tensor.sources),
+            *(i for i, result in places if result == self._loss),
+        ]
 
     def _argument(self, call: _Call, i: int, number: int) -> torch.Tensor:
         value = call.values[i]
@@ -201,7 +214,7 @@ class RankStages:
 class _Call:
     """The arguments of :meth:`RankStages.run`, and the outputs that its stages have made."""
 
-    compute: Callable[[fx.GraphModule, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+    compute: Compute
     values: Sequence[torch.Tensor | None]
     update: Callable[[int, torch.Tensor], None]
     stages: Sequence[StageProgram]

@@ -107,7 +107,7 @@ class StepRunner:
             self.stages = RankStages(plan, lowered, mesh, microbatches, loss, begin, scale)
         else:
             sync = GradientSync(self.weights, mesh, handlers, dtype=dtype_of(plan.reduce_dtype))
-        self._work = StepWork(captured, lowered, mesh, state, microbatches, sync, backend)
+        self._work = StepWork(captured, lowered, mesh, state, microbatches, loss, sync, backend)
         self._order = self._work_order(captured, microbatches)
         self._loss_sum = LossSum(self._loss_group(), on_backward)
         self._bridge: AutogradBridge | None = None

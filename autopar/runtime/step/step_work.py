@@ -5,7 +5,7 @@ All of it is timed here, except the actions of a pipeline's schedule. :mod:`work
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -46,7 +46,8 @@ class StepWork:
     """Runs the programs of one rank and updates the model's buffers.
 
     Arguments: ``microbatches`` selects a microbatch of the arguments (None: the step is one
-    microbatch); ``sync`` synchronises the gradients; ``backend`` runs programs.
+    microbatch); ``loss``, its place among the outputs; ``sync`` synchronises the gradients;
+    ``backend`` runs programs.
     """
 
     def __init__(
@@ -56,18 +57,25 @@ class StepWork:
         mesh: Mesh,
         state: ModelState,
         microbatches: Microbatches | None,
+        loss: int,
         sync: Synchronisation,
         backend: Backend,
     ) -> None:
         self._updates, self._lowered = captured.updates, lowered
         self._mesh, self._state, self._microbatches = mesh, state, microbatches
+        self._loss = loss
         self.sync, self._backend = sync, backend
 
     def compute(
-        self, program: fx.GraphModule, arguments: Sequence[torch.Tensor]
+        self,
+        program: fx.GraphModule,
+        arguments: Sequence[torch.Tensor],
+        roots: Collection[int],
     ) -> Sequence[torch.Tensor]:
-        """Calls a program of this rank: the whole one, or that of a stage."""
-        return self._backend.run(program, arguments)
+        """Calls a program of this rank: the whole one, or that of a stage. Backwards begin at the
+        results at the places ``roots``.
+        """
+        return self._backend.run(program, arguments, roots)
 
     def forward(
         self, variant: ProgramVariant, arguments: Sequence[torch.Tensor], microbatch: int
@@ -82,7 +90,7 @@ class StepWork:
             first = len(self._lowered.state)
             batch = self._microbatches.select(arguments[first:], microbatch)
             arguments = [*arguments[:first], *batch]
-        results = self.compute(variant.program, arguments)
+        results = self.compute(variant.program, arguments, (self._loss,))
         count = len(self._lowered.output_layouts)
         for i, value in enumerate(results[count:]):
             self.update(variant, i, value)
