@@ -99,14 +99,15 @@ def test_masks_are_those_of_the_eager_kernel(dtype: torch.dtype) -> None:
     with streams.seeded_for(3, 1):
         expected = torch.native_dropout(x, 0.3, True)[0]
     before = torch.get_rng_state()
-    found = random_masks.dropout(x, 0.3, torch.tensor(MOMENT), 3, 1)
+    found = random_masks.dropout(x, 0.3, torch.tensor((*MOMENT, 1)), 2, 1)
     assert torch.equal(found, expected)
     assert torch.equal(torch.get_rng_state(), before)
     for moment, node, chunk in (
-        ((5, 3, 1), 3, 1),
-        ((5, 2, 0), 3, 1),
-        (MOMENT, 4, 1),
-        (MOMENT, 3, 0),
+        ((5, 3, 1, 1), 2, 1),
+        ((5, 2, 0, 1), 2, 1),
+        ((*MOMENT, 2), 2, 1),
+        ((*MOMENT, 1), 3, 1),
+        ((*MOMENT, 1), 2, 0),
     ):
         assert not torch.equal(
             random_masks.dropout(x, 0.3, torch.tensor(moment), node, chunk), found
@@ -127,7 +128,7 @@ def test_attention_with_dropout_is_torchs(case: str) -> None:
     for compiled in (False, True):
         leaves = [t.clone().requires_grad_() for t in (q, k, v)]
         if compiled:
-            drawn = torch.tensor(MOMENT), 3, 1
+            drawn = torch.tensor((*MOMENT, 1)), 2, 1
             out = random_masks.attention(*leaves, *given, case == "grouped", *drawn)
         else:
             with streams.seeded_for(3, 1):
@@ -144,7 +145,7 @@ def test_graph_says_what_the_backward_recomputes() -> None:
     compiled = autopar.compile(model, sample, 1, recompute="full", progress=False)
     recomputed = set(compiled.plan.recomputed)
     graph = CompilerGraph(compiled._lowered.train, compiled.mesh, (0,))
-    assert graph.draws
+    assert graph.first_draw is not None
     tags = {node.name: node.meta.get("recompute") for node in graph.module.graph.nodes}
     marked = {n for n, tag in tags.items() if tag is CheckpointPolicy.MUST_RECOMPUTE}
     rest = {node.name for node in graph.module.graph.nodes if node.name in recomputed} - marked
@@ -160,7 +161,7 @@ class Traced(InductorBackend):
     """Runs a program eagerly once the compiler has divided its forward and backward."""
 
     def run(self, program: Any, arguments: Any, roots: Any) -> Any:
-        self._compile(program, arguments, roots, torch.tensor(MOMENT), is_first=False)
+        self._compile(program, arguments, roots, settings=None)
         return recompute.run(program, self._mesh, arguments)
 
 

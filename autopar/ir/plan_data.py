@@ -108,7 +108,7 @@ class PlanData:
         parameters: by the parameter's name in the model.
         conversions: by the name of a tensor's node and by the wanted layout, the steps to it.
         zero_buckets: the parameters, by the names of their nodes, whose gathers share a collective.
-        prefetch: how many ZeRO buckets an eager program gathers ahead, and sums behind: 0 or 1.
+        prefetch: how many ZeRO buckets the program gathers ahead, and sums behind: 0 or 1.
         seconds: the predicted step time by kind; the sum is :attr:`step_time`.
         gap: how far the step time may be from the best plan of all configurations compared, by
             their lower bounds; as a part of the step time.
@@ -184,8 +184,8 @@ class PlanData:
             yield f"backend {self.backend!r} is none of {', '.join(BACKENDS)}"
         if self.backend == "inductor" and self.offloaded:
             yield f"the plan offloads {self.offloaded[0]!r}, which inductor does not do"
-        if self.prefetch not in ((0,) if self.backend == "inductor" else (0, 1)):
-            yield f"prefetch {self.prefetch!r}, backend {self.backend}: give 0, or 1 with eager"
+        if self.prefetch not in (0, 1):
+            yield f"prefetch {self.prefetch!r}: give 0 or 1"
         for what, value, known in (
             ("precision", self.precision, COMPUTE_DTYPES),
             ("reduce_dtype", self.reduce_dtype, REDUCE_DTYPES),

@@ -149,7 +149,9 @@ class FusedBackward:
 
     def _are_chained(self, call: TracedCall, maker: TracedCall | None) -> bool:
         """Whether one kernel computes the backward of a call and of the maker of its operand."""
-        return maker in self._depth and maker.fuses_back and self._depth[call] == self._depth[maker]  # type: ignore[index, union-attr]
+        if maker not in self._depth or not maker.fuses_back or call.part != maker.part:  # type: ignore[union-attr]
+            return False
+        return self._depth[call] == self._depth[maker]  # type: ignore[index]
 
     def _add(self, slot: GradientSlot, gradient: _Gradient) -> None:
         """Adds a gradient to the sum in its slot, whose reader adds them up if it fuses."""

@@ -12,6 +12,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
+import torch.fx as fx
+
+from autopar.ir.model_blocks import number_blocks
 from autopar.memory.traced_call import GradientSlot, TracedCall, TracedStorage
 
 
@@ -20,10 +23,21 @@ def fuse_calls(calls: Sequence[TracedCall], lasting: Collection[TracedStorage]) 
     the tensors that these are computed from.
 
     Args:
-        calls: the calls of a program that recomputes none, in its order. They are changed.
+        calls: the calls of a program that recomputes none, in its order. They are changed. Those of
+            one ``part`` are compiled together.
         lasting: storages that stages send or the program returns.
     """
     _Fusion(calls, lasting).run()
+
+
+def divide_into_blocks(calls: Iterable[TracedCall], graph: fx.Graph) -> None:
+    """Notes the part of each call of a program on several ranks, where each block is compiled
+    alone. ``graph`` has a node for each call but conversions, which no kernel is fused with.
+    """
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    numbers = {node.name: number for node, number in number_blocks(nodes).items()}
+    for call in calls:
+        call.part = numbers.get(call.name, 0)
 
 
 class _Fusion:
@@ -50,9 +64,9 @@ class _Fusion:
         self._kept = {
             storage
             for call in calls
-            if not call.fuses_back
             for storage in call.saved
             if storage not in self._chained
+            and (not call.fuses_back or storage.call.part != call.part)
         }
 
     def run(self) -> None:
@@ -70,7 +84,8 @@ class _Fusion:
 
     def _are_chained(self, call: TracedCall, reader: TracedCall) -> bool:
         """Whether one kernel computes a call and a reader of the result."""
-        return call.fuses and reader.fuses and self._depth[call] == self._depth[reader]
+        depths = self._depth[call], self._depth[reader]
+        return call.fuses and reader.fuses and depths[0] == depths[1] and call.part == reader.part
 
     def _choose(self, storage: TracedStorage) -> None:
         """Saves a storage that a backward reads, or, if that takes less memory, the storages that

@@ -26,7 +26,7 @@ from autopar.ir.state_buckets import NEIGHBOURS_ON_GPU, state_buckets
 from autopar.kernel_trace.operator_trace import OperatorTracer
 from autopar.memory.call_trace import CallTrace
 from autopar.memory.folding import Folding, Program
-from autopar.memory.fused_calls import fuse_calls
+from autopar.memory.fused_calls import divide_into_blocks, fuse_calls
 from autopar.memory.gradient_memory import GradientMemory, LocalParameter, gather_memory
 from autopar.memory.live_memory import ACTIVATIONS, OUTPUTS, TRANSIENT, LiveMemory
 from autopar.memory.local_parameters import LocalParameters
@@ -112,6 +112,8 @@ class PeakMemory:
         if settings.is_compiled:
             sent = (arrival.sent for arrival in trace.arrivals)
             lasting = {s for s in (*trace.outputs, *sent) if s is not None}
+            if math.prod(self._sizes) > 1:
+                divide_into_blocks(trace.calls, self._analysis.graph)
             fuse_calls(trace.calls, lasting)
         found = {}
         for stage in sorted(set(folding.like)):

@@ -57,6 +57,7 @@ class TracedCall:
         fuses, fuses_back: whether a compiler fuses the kernels of its forward, and of its backward,
             with those of other calls.
         may_repeat: whether a compiler may compute it again in the backward, in a fused kernel.
+        part: the number of the part of the program that is compiled with it alone.
         wide: the part of ``internal`` that a compiler has the backward compute again from the
             operands: tensors about as large as these.
     """
@@ -83,6 +84,7 @@ class TracedCall:
     fuses: bool = False
     fuses_back: bool = False
     may_repeat: bool = False
+    part: int = 0
     wide: int = 0
 
     @property

@@ -62,8 +62,8 @@ def _precision(plan: PlanData) -> str:
 
 
 def _prefetch(plan: PlanData) -> str:
-    """When an eager program gathers its ZeRO buckets; "" where it has none."""
-    if not plan.zero_buckets or plan.backend != "eager":
+    """When the program gathers its ZeRO buckets; "" where it has none."""
+    if not plan.zero_buckets:
         return ""
     when = "while the one before is in use" if plan.prefetch else "where it is first read"
     return f"prefetch {plan.prefetch}: each ZeRO bucket is gathered {when}"

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import fx
+from torch.autograd.graph import saved_tensors_hooks
 from tqdm import tqdm
 
 from autopar.errors import AutoparError, RunError
@@ -18,6 +19,8 @@ from autopar.ir.nodes import gradient_sources
 from autopar.runtime.communication.all_ranks import check_same_on_all_ranks
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.communication.stand_ins import runs_alone
+from autopar.runtime.communication.watch.watchdog import blocking_section
+from autopar.runtime.compilation.block_parts import cut_into_parts
 from autopar.runtime.compilation.compiler_graph import CompilerGraph
 from autopar.runtime.compilation.inductor import (
     Compiled,
@@ -70,6 +73,9 @@ class InductorBackend:
     differs that the code depends on: which tensors require a gradient, strides, and settings of
     torch. A backward through a result that is not among ``roots`` raises :class:`RunError`.
 
+    On a mesh of several ranks, each block of the model is compiled alone, and equal ones once: see
+    :mod:`block_parts`.
+
     Arguments: ``progress``, whether to show a progress bar while a program is compiled.
 
     Attributes: ``compilations``, their number so far.
@@ -77,9 +83,14 @@ class InductorBackend:
 
     def __init__(self, mesh: Mesh, progress: bool) -> None:
         self._mesh, self._progress = mesh, progress
-        self._compiled: defaultdict[fx.GraphModule, dict[Hashable, Compiled]] = defaultdict(dict)
-        self.compilations = 0
+        self._cut: dict[fx.GraphModule, fx.GraphModule | None] = {}
+        self._compiled: defaultdict[fx.GraphModule, dict[Hashable, CompiledProgram]] = defaultdict(
+            dict
+        )
+        self._made: dict[Hashable, CompiledProgram] = {}
+        self._read_only: dict[Hashable, list[int]] = {}
         self._anchor = torch.zeros((), requires_grad=True)
+        self.compilations = 0
         if mesh.size > 1:
             mesh.make_all_groups()  # no group can be made while a program is traced
 
@@ -90,22 +101,66 @@ class InductorBackend:
         roots: Collection[int],
     ) -> Sequence[torch.Tensor]:
         """See :class:`Backend`."""
+        if program not in self._cut:
+            self._cut[program] = (
+                cut_into_parts(program, roots, self._call) if self._mesh.size > 1 else None
+            )
+        cut = self._cut[program]
+        if cut is None:
+            results = self._call(program, arguments, roots)
+        else:
+            results = recompute.run(cut, self._mesh, arguments)
+        if not torch.is_grad_enabled():
+            return results
+        key = program, tuple([x.requires_grad for x in arguments])
+        if key not in self._read_only:
+            self._read_only[key] = _read_only_results(program, arguments, roots)
+        results = list(results)
+        for place in self._read_only[key]:
+            results[place] = _ReadOnly.apply(results[place], self._anchor)
+        return results
+
+    def _call(
+        self,
+        program: fx.GraphModule,
+        arguments: Sequence[torch.Tensor],
+        roots: Collection[int],
+    ) -> Sequence[torch.Tensor]:
+        """Calls a program, or that of a part."""
         known = self._compiled[program]
         key = _settings(self._mesh.device.type), tuple([_form(x) for x in arguments])
-        moment = torch.tensor([part or 0 for part in self._mesh.random_streams.moment])
         if key not in known:
-            known[key] = self._compile(program, arguments, roots, moment, is_first=not known)
-        return known[key](*arguments, moment)
+            # Hooks on saved tensors are those of the call and not of its tracing.
+            with saved_tensors_hooks(_same, _same), blocking_section("compiling"):
+                made = self._compile(program, arguments, roots, key)
+            if not known and self._mesh.size > 1:
+                # All ranks compile a program for the first time in the same call. Later they need
+                # not.
+                group = self._mesh.axes_group(range(len(self._mesh.sizes)))
+                check_same_on_all_ranks(made.calls, "the order of compiled collectives", group)
+            known[key] = made
+        found = known[key]
+        return found.call(*arguments, *self._moment(found.first_draw))
+
+    def _moment(self, first_draw: int | None) -> list[torch.Tensor]:
+        """The last argument of a program that draws random numbers."""
+        if first_draw is None:
+            return []
+        seed, step, microbatch = self._mesh.random_streams.moment
+        return [torch.tensor([seed or 0, step, microbatch, first_draw])]
 
     def _compile(
         self,
         program: fx.GraphModule,
         arguments: Sequence[torch.Tensor],
         roots: Collection[int],
-        moment: torch.Tensor,
-        is_first: bool,
-    ) -> Compiled:
+        settings: Hashable,
+    ) -> CompiledProgram:
         graph = CompilerGraph(program, self._mesh, roots)
+        shapes = tuple([(x.shape, x.dtype, x.device) for x in arguments])
+        key = graph.structure(), shapes, settings
+        if key in self._made:
+            return self._made[key]._replace(first_draw=graph.first_draw)
         self.compilations += 1
         called: list[str] = []
         hidden = not self._progress or (dist.get_rank() != 0 and not runs_alone())
@@ -116,22 +171,29 @@ class InductorBackend:
                 called.extend(["a part", *collectives(part)])
                 bar.update()
 
-            examples = [*_examples(arguments), *[moment] * graph.draws]
-            compiled = _compile_or_explain(lambda: compile_graph(graph.module, examples, begin))
-        if is_first and self._mesh.size > 1:
-            # All ranks compile a program for the first time in the same call. Later they need not.
-            group = self._mesh.axes_group(range(len(self._mesh.sizes)))
-            check_same_on_all_ranks("\n".join(called), "the order of compiled collectives", group)
-        taken = None if graph.draws else -1
-        read_only = _read_only_results(program, arguments, roots)
+            examples = [*_examples(arguments), *self._moment(graph.first_draw)]
+            call = _compile_or_explain(lambda: compile_graph(graph.module, examples, begin))
+        self._made[key] = made = CompiledProgram(call, graph.first_draw, "\n".join(called))
+        return made
 
-        def call(*given: torch.Tensor) -> Sequence[torch.Tensor]:
-            results = list(compiled(*given[:taken]))
-            for place in read_only if torch.is_grad_enabled() else ():
-                results[place] = _ReadOnly.apply(results[place], self._anchor)
-            return results
 
-        return call
+class CompiledProgram(NamedTuple):
+    """A compiled program.
+
+    Attributes:
+        call: computes it.
+        first_draw: the number of its first call that draws random numbers; None where none does.
+            If one does, ``call`` takes one more tensor: see :func:`random_masks.keep_mask`.
+        calls: the collectives that it calls.
+    """
+
+    call: Compiled
+    first_draw: int | None
+    calls: str
+
+
+def _same(x: Any) -> Any:
+    return x
 
 
 def _read_only_results(

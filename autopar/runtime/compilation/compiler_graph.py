@@ -5,7 +5,7 @@ kernels draw from one of them, and backwards begin at some of its results alone.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,8 @@ class CompilerGraph:
 
     Attributes:
         module: the graph.
-        draws: whether it draws random numbers. It then takes one more tensor, the moment: see
+        first_draw: the number of the first call that draws random numbers; None where none does.
+            If one does, the graph takes one more tensor, the moment: see
             :func:`random_masks.keep_mask`.
 
     Raises:
@@ -44,14 +45,15 @@ class CompilerGraph:
         # The tracer must not leave marks in the recorder of the running step.
         self._mesh = mesh.copy_for_program()
         nodes = list(program.graph.nodes)
-        self.draws = any(map(_draws, nodes))
+        numbers = [_draw_number(node) for node in nodes if _draws(node)]
+        self.first_draw = min(numbers, default=None)
         root = nn.Module()
         root.mesh = self._mesh  # type: ignore[assignment]
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         inputs = [node for node in nodes if node.op == "placeholder"]
         for node in inputs[1:]:
             copies[node] = graph.placeholder(node.name)
-        moment = graph.placeholder("moment") if self.draws else None
+        moment = graph.placeholder("moment") if numbers else None
         copies[inputs[0]] = graph.get_attr("mesh")
         for node in nodes:
             if node.op != "placeholder":
@@ -64,22 +66,40 @@ class CompilerGraph:
         _detach_results(graph, roots)
         self.module = fx.GraphModule(root, graph, "Program")
 
+    def structure(self) -> Hashable:
+        """Equal for graphs that compute the same with the same arguments."""
+        nodes = self.module.graph.nodes
+        number = {node: f"%{i}" for i, node in enumerate(nodes)}
+
+        def text(arguments: Any) -> str:
+            return repr(fx.map_arg(arguments, lambda node: _Name(number[node])))
+
+        return tuple(
+            (
+                node.op,
+                None if node.op == "placeholder" else node.target,
+                text(node.args),
+                text(node.kwargs),
+                node.meta.get("recompute"),
+            )
+            for node in nodes
+        )
+
     def _draw_from(self, moment: fx.Node, node: fx.Node, copy: fx.Node) -> None:
         """Replaces a random kernel by one that draws from the tensor ``moment``."""
-        kernel, args = operator_of(node.target), copy.args
-        if kernel is graph_kernels.dropout:
-            x, p, _, _, number, axes = args
-            copy.target = random_masks.dropout
-            copy.args = (x, p, moment, number, self._mesh.index(axes))  # type: ignore[arg-type]
-        elif kernel is graph_kernels.attention:
-            *operands, _, number, axes = args
-            copy.target = random_masks.attention
-            copy.args = (*operands, moment, number, self._mesh.index(axes))  # type: ignore[arg-type]
+        *operands, number, axes = copy.args
+        draw = moment, number - self.first_draw, self._mesh.index(axes)  # type: ignore[operator, arg-type]
+        if operator_of(node.target) is graph_kernels.dropout:
+            copy.target, copy.args = random_masks.dropout, (*operands[:2], *draw)
         else:
-            raise RunError(
-                f'backend="inductor" compiles no {getattr(kernel, "__name__", kernel)} that draws '
-                f'random numbers (node {node.name}): plan with backend="eager", or without it'
-            )
+            copy.target, copy.args = random_masks.attention, (*operands[:-1], *draw)
+
+
+class _Name(str):
+    """A node in the text of a call's arguments."""
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 def _detach_results(graph: fx.Graph, roots: Collection[int]) -> None:
@@ -99,6 +119,17 @@ def _draws(node: fx.Node) -> bool:
     return node.op == "call_function" and graph_kernels.draws_random_numbers(
         operator_of(node.target), node.args
     )
+
+
+def _draw_number(node: fx.Node) -> int:
+    """The number from which a call's random numbers follow; RunError if none does."""
+    kernel = operator_of(node.target)
+    if kernel not in (graph_kernels.dropout, graph_kernels.attention):
+        raise RunError(
+            f'backend="inductor" compiles no {getattr(kernel, "__name__", kernel)} that draws '
+            f'random numbers (node {node.name}): plan with backend="eager", or without it'
+        )
+    return node.args[-2]  # type: ignore[return-value]
 
 
 def _tags(node: fx.Node) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """Dropout in a compiled program.
 
 The eager kernels seed torch's generator with a number that depends on the step. A compiled program
-must not contain that number. So it takes the moment (seed, step, microbatch) as a tensor, and the
-operator of this file draws a mask from the moment, the node and the chunk. On every device it draws
-what the eager kernel of dropout draws.
+must not contain that number, nor that of its node, if equal blocks are to share it. So it takes the
+moment (seed, step, microbatch, first node) as a tensor, and the operator of this file draws a mask
+from the moment, the node and the chunk. On every device it draws what the eager kernel of dropout
+draws.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ def keep_mask(
     chunk: int,
 ) -> torch.Tensor:
     """Which elements dropout with rate ``p`` keeps of a tensor with this geometry, as a bool tensor
-    with the same geometry. ``moment`` is an int64 tensor [3] on the CPU: the seed, the step and the
-    microbatch.
+    with the same geometry. ``moment`` is an int64 tensor [4] on the CPU: the seed, the step, the
+    microbatch, and the number from which ``node_id`` counts.
     """
     streams = RandomStreams(device=device)
-    seed, step, microbatch = moment.tolist()
+    seed, step, microbatch, first = moment.tolist()
     streams.moment = seed, step, microbatch
-    with streams.seeded_for(node_id, chunk):
+    with streams.seeded_for(first + node_id, chunk):
         if device.type == "cpu":
             mask = torch.empty_strided(size, stride, dtype=torch.bool)
             return mask.bernoulli_(1.0 - p)

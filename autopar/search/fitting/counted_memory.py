@@ -14,7 +14,7 @@ from autopar.search.inner.candidate import Candidate
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.plan_check.data_degree import data_degree
 from autopar.search.result.assemble import assemble
-from autopar.search.result.choose_backend import choose_backend, is_eager
+from autopar.search.result.choose_backend import choose_backend
 from autopar.search.result.chosen_program import chosen_program
 from autopar.search.result.priced_plan import PricedPlan
 
@@ -33,10 +33,10 @@ def counted(search: InnerSearch, candidate: Candidate) -> PricedPlan:
 
 
 def count_and_prefetch(search: InnerSearch, priced: PricedPlan) -> PricedPlan:
-    """The same plan with counted memory. If it runs eagerly, each ZeRO bucket is gathered one
-    ahead, where that needs no more than the budget.
+    """The same plan with counted memory. Each ZeRO bucket is gathered one ahead, where that needs
+    no more than the budget.
     """
-    if is_eager(search.options, search.cluster) and _has_next_bucket(priced):
+    if _has_next_bucket(priced):
         ahead = count_memory(search, replace(priced, prefetch=1))
         if max(bytes_over(search, ahead)) <= 0:
             return ahead
