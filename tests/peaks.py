@@ -147,6 +147,21 @@ def wide(batch: int) -> tuple[nn.Module, dict[str, Any]]:
     return Wide(), {"x": torch.randn(batch, 4 * WIDTH)}
 
 
+class Alone(nn.Module):
+    """Its one parameter takes more bytes than its results, and is in a bucket of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8 * WIDTH, 8 * WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).float().square().mean()
+
+
+def alone(batch: int) -> tuple[nn.Module, dict[str, Any]]:
+    return Alone(), {"x": torch.randn(batch, 8 * WIDTH)}
+
+
 def _by_name(
     *models: Callable[[int], tuple[nn.Module, dict[str, Any]]],
 ) -> dict[str, Callable[[int], tuple[nn.Module, dict[str, Any]]]]:
@@ -154,7 +169,7 @@ def _by_name(
 
 
 MODELS = _by_name(gpt2, gpt2_with_dropout, llama, vit, cnn)
-ALL_MODELS = MODELS | _by_name(chain, returning, wide)
+ALL_MODELS = MODELS | _by_name(chain, returning, wide, alone)
 
 
 def made(name: str, batch: int) -> tuple[nn.Module, dict[str, Any]]:

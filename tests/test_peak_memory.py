@@ -183,6 +183,23 @@ def test_in_bfloat16_on_one_device(ranks: Pools, micro_batch_size: int | None) -
     check(ranks, planned("wide", 1, **options), "wide")
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(zero=0),
+        dict(zero=0, micro_batch_size=2),
+        dict(zero=1),
+        dict(zero=2, micro_batch_size=2),
+        dict(zero=1, precision="bf16", reduce_dtype="fp32"),
+        dict(zero=0, precision="bf16", reduce_dtype="bf16"),
+    ],
+    ids=str,
+)
+def test_of_a_gradient_in_a_bucket_of_its_own(ranks: Pools, options: dict[str, Any]) -> None:
+    """It is summed where it is, without a copy."""
+    check(ranks, planned("alone", 2, parallel=dict(data=2), **options), "alone")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_in_bfloat16(ranks: Pools, name: str) -> None:

@@ -33,6 +33,14 @@ class LocalParameter(ParameterSpec):
         """Whether the gathered parts, one after the other, are the whole parameter."""
         return [self.stored[axis].dim for axis in self.collectives.gathered] == [0]
 
+    @property
+    def is_sent_as_it_is(self) -> bool:
+        """Whether the gradient, after any exchange of its pieces, has the order in memory of what
+        the collective sends.
+        """
+        found = self.collectives
+        return not found.gathered or (self.is_joined_in_place and found.scattered == found.gathered)
+
 
 class GradientMemory:
     """Counts the gradients of one stage's parameters.
@@ -114,11 +122,13 @@ class GradientMemory:
     def _put_into_bucket(self, parameter: LocalParameter, place: int, live: LiveMemory) -> None:
         """Launches all buckets that are complete with this gradient.
 
-        A bucket that is only all-reduced collects its gradients in a flat tensor.
+        A bucket that is only all-reduced collects its gradients in a flat tensor. A gradient alone
+        is summed where it is.
         """
-        if not (parameter.scatter_ranks > 1 or parameter.collectives.is_moved):
+        trained = [p for p in self._buckets[place] if p.is_trainable]
+        if not (parameter.scatter_ranks > 1 or parameter.collectives.is_moved or len(trained) == 1):
             if place not in self._flat_bytes:
-                elements = sum(p.elements for p in self._buckets[place] if p.is_trainable)
+                elements = sum(p.elements for p in trained)
                 itemsize = parameter.bucket_dtype(self._reduction_dtype).itemsize
                 self._flat_bytes[place] = elements * itemsize
                 live.add(GRADIENTS, self._flat_bytes[place])
@@ -142,8 +152,8 @@ class GradientMemory:
         joined = sum(
             nbytes if ranks > 1 else nbytes // n for nbytes, n in zip(made, parts, strict=True)
         )
-        if len(bucket) == 1 and first.exchanged and not first.gathered:
-            joined = 0  # the exchanged gradient is the operand as it is
+        if len(bucket) == 1 and bucket[0].is_sent_as_it_is:
+            joined = 0
         sent = itemsize * sum(p.elements if ranks > 1 else p.stored_elements for p in bucket)
         result = sent // ranks
         cast = 0 if itemsize * sum(p.elements for p in bucket) == sum(made) else sent
@@ -155,6 +165,12 @@ class GradientMemory:
 
     def _free(self, name: str, live: LiveMemory) -> None:
         live.add(GRADIENTS, -self._made.pop(name, 0) - self._summed.pop(name, 0))
+
+
+def _bytes_sent(bucket: Sequence[LocalParameter]) -> int:
+    """Bytes of the copy that an all-gather sends: none for one parameter in its own dtype."""
+    is_copied = len(bucket) > 1 or bucket[0].is_cast
+    return is_copied * sum(p.stored_elements * p.dtype.itemsize for p in bucket)
 
 
 def _exchange_bytes(bucket: Sequence[LocalParameter], made: Sequence[int]) -> int:
@@ -181,7 +197,7 @@ def gather_memory(parameters: Sequence[LocalParameter]) -> tuple[int, int, int]:
     copies = sum(p.leaf_bytes for p in order.cast)
     buckets = [bucket.parameters for bucket in order.gathered]
     wholes = [sum(p.leaf_bytes for p in bucket) for bucket in buckets]
-    sent = [sum(p.stored_elements * p.dtype.itemsize for p in bucket) for bucket in buckets]
+    sent = [_bytes_sent(bucket) for bucket in buckets]
     gathered, peak, now = sum(wholes), 0, 0
     for whole, part in zip(wholes, sent, strict=True):
         now += whole

@@ -37,6 +37,11 @@ def join_chunks(
     return chunks.reshape(*sizes, *local).permute(_order(types, len(local))).reshape(whole)
 
 
+def join_flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """``tensors`` one after the other along their last dim; a single one as it is."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim=-1)
+
+
 def split_chunks(whole: torch.Tensor, sizes: Sequence[int], types: Sequence[Type]) -> torch.Tensor:
     """The inverse of :func:`join_chunks`, as a view of shape ``(*sizes, *local)``."""
     if [t.dim for t in types] == [0]:
@@ -129,7 +134,7 @@ class Gather:
         group = self._mesh.axes_group(bucket.collectives.gathered)
         # Cast first, so that the graph's dtype is sent.
         parts = [weight.local.to(weight.leaf.dtype).reshape(-1) for weight in weights]
-        return start_all_gather(torch.cat(parts), group)
+        return start_all_gather(join_flat(parts).contiguous(), group)
 
     def _finish(
         self, bucket: Bucket[ParameterSpec], weights: list[Weight], started: list[torch.Tensor]

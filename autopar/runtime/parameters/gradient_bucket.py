@@ -11,7 +11,7 @@ from autopar.ir.layout import I
 from autopar.ir.parameter_collectives import ParameterCollectives
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.dtensors.torch_private import start_all_reduce, start_reduce_scatter
-from autopar.runtime.parameters.gather import exchange_pieces, split_chunks
+from autopar.runtime.parameters.gather import exchange_pieces, join_flat, split_chunks
 from autopar.runtime.parameters.weight import Weight
 
 
@@ -59,7 +59,8 @@ class GradientBucket:
 
     def put(self, weight: Weight) -> None:
         """Moves a gradient into the buffer of the all-reduce while it is in the cache, and frees
-        its memory. Gradients that are scattered, exchanged or sliced wait for :meth:`start`.
+        its memory. Gradients that are scattered, exchanged or sliced wait for :meth:`start`, and so
+        does a gradient alone, which is summed where it is.
         """
         gradient = weight.gradient
         if (
@@ -68,6 +69,7 @@ class GradientBucket:
             or self._collectives.scattered
             or weight.spec.collectives.is_moved
             or weight.name not in self.expected
+            or len(self.expected) == 1
         ):
             return
         if self._buffer is None:
@@ -99,8 +101,9 @@ class GradientBucket:
         ]
         if self._collectives.scattered:
             return self._reduce_scatter(present, gradients, mesh)
-        flat = [g.reshape(-1) for g in gradients]
-        joined = flat[0] if len(flat) == 1 else torch.cat(flat)
+        joined = join_flat([g.reshape(-1) for g in gradients])
+        if joined.untyped_storage().nbytes() > joined.nbytes:
+            joined = joined.clone()  # a slice would hold the whole gradient
         return self._all_reduce(present, joined.contiguous().to(self._dtype), mesh)
 
     def _all_reduce(self, weights: list[Weight], flat: torch.Tensor, mesh: Mesh) -> StartedBucket:
@@ -112,8 +115,8 @@ class GradientBucket:
         self, weights: list[Weight], gradients: Sequence[torch.Tensor], mesh: Mesh
     ) -> StartedBucket:
         group = mesh.axes_group(self._collectives.scattered)
-        rows = torch.cat([g.reshape(group.size(), -1) for g in gradients], dim=1)
-        flat = start_reduce_scatter(rows.view(-1).to(self._dtype), group)
+        rows = join_flat([g.reshape(group.size(), -1) for g in gradients])
+        flat = start_reduce_scatter(rows.reshape(-1).to(self._dtype), group)
         return StartedBucket(weights, flat, self._collectives.reduced)
 
 
