@@ -17,6 +17,7 @@ from autopar.ir.layout import Layout, R, Type
 from autopar.ir.nodes import new_node, set_device
 from autopar.ir.plan_data import ParameterPlan, PlanData
 from autopar.passes.lowering.admit_gradients import admit_gradients
+from autopar.passes.lowering.await_parameters import await_parameters, gathered_parameters
 from autopar.passes.lowering.bucket_gathers import bucket_gathers
 from autopar.passes.lowering.choose_kernels import choose_kernels
 from autopar.passes.lowering.evaluation_mode import (
@@ -194,6 +195,8 @@ def _lower_graph(
             prefetch_gathers(each)
     # Only a backward gains by it, and each slice had to have its own name, layout and mark.
     join_slices(graph)
+    for each in (evaluate, graph):
+        await_parameters(each, gathered_parameters(analysis, plan))
     outputs = graph.output_node().args[0][: len(tensors)]  # type: ignore[index]
     _keep_old_values(graph, changing, outputs)  # type: ignore[arg-type]
     return graph, evaluate

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from autopar.errors import RunError
 from autopar.ir.plan_data import PIPELINE
+from autopar.runtime.communication.arrivals import Arrivals
 from autopar.runtime.communication.groups import groups
 from autopar.runtime.communication.random_streams import RandomStreams
 from autopar.runtime.communication.rank_device import device_type_of
@@ -35,8 +36,8 @@ class Mesh:
 
     Attributes: ``world``, the torch mesh of all ranks, in which a pipeline is an axis at
         ``pipeline_place``; ``coordinate``, this rank's place along each axis; ``pipeline_rank``,
-        its place along the pipeline; ``random_streams`` and ``recorder`` of the program that runs
-        on the mesh.
+        its place along the pipeline; ``random_streams``, ``recorder`` and ``arrivals`` of the
+        program that runs on the mesh.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Mesh:
         )
         self.random_streams = RandomStreams(device=self.device)
         self.recorder = StepRecorder(self.device)
+        self.arrivals = Arrivals()
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         if pipeline > 1:
             self.make_all_groups()
@@ -83,13 +85,14 @@ class Mesh:
             self.axes_group(axes)
 
     def copy_for_program(self) -> Mesh:
-        """A mesh of the same ranks and groups for another program: its random streams and its
-        recorder are new.
+        """A mesh of the same ranks and groups for another program: its random streams, its recorder
+        and its arrivals are new.
         """
         other = copy.copy(self)
         other.random_streams = RandomStreams(device=self.device)
         other.recorder = StepRecorder(self.device)
         other.recorder.is_on = self.recorder.is_on
+        other.arrivals = Arrivals()
         return other
 
     def __repr__(self) -> str:

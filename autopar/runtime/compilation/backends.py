@@ -107,6 +107,7 @@ class InductorBackend:
             )
         cut = self._cut[program]
         if cut is None:
+            self._mesh.arrivals.take_all()
             results = self._call(program, arguments, roots)
         else:
             results = recompute.run(cut, self._mesh, arguments)

@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 
 from autopar.ir.model_blocks import number_blocks
+from autopar.runtime.communication.arrivals import arrived
 from autopar.runtime.communication.collectives import redistribute
 from autopar.runtime.communication.zero_buckets import gather_bucket, start_gather
 from autopar.runtime.pipeline.recompute import operator_of
@@ -54,12 +55,12 @@ def cut_into_parts(
 
 
 def _gathers(graph: fx.Graph) -> set[fx.Node]:
-    """The calls that gather parameters, or convert them in another way."""
+    """The calls that gather parameters, wait for them, or convert them in another way."""
     placeholders = graph.find_nodes(op="placeholder")
     found = set(placeholders)
     for node in graph.nodes:
         target = operator_of(node.target)
-        is_conversion = target in (redistribute, gather_bucket, start_gather)
+        is_conversion = target in (redistribute, gather_bucket, start_gather, arrived)
         is_item = target is operator.getitem and node.args[0] in found
         if (is_conversion or is_item) and found.issuperset(node.all_input_nodes):
             found.add(node)

@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from autopar.errors import RunError
+from autopar.runtime.communication.arrivals import arrived
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.compilation import random_masks
 from autopar.runtime.kernels import graph_kernels
@@ -56,7 +57,9 @@ class CompilerGraph:
         moment = graph.placeholder("moment") if numbers else None
         copies[inputs[0]] = graph.get_attr("mesh")
         for node in nodes:
-            if node.op != "placeholder":
+            if node.target is arrived:
+                copies[node] = copies[node.args[0]]  # type: ignore[index]
+            elif node.op != "placeholder":
                 copies[node] = copy = graph.node_copy(node, copies.__getitem__)
                 copy.meta = _tags(node)
                 copy.target = operator_of(node.target)

@@ -67,7 +67,8 @@ class _Step:
     is_clean: bool  # whether all work in it is this step's work
     end: Mark = None
     has_backward: bool = False
-    parts: list[tuple[Part, Mark, Mark]] = field(default_factory=list)
+    # each with 1, or with -1 where its seconds are no part of it
+    parts: list[tuple[Part, Mark, Mark, int]] = field(default_factory=list)
 
 
 class StepRecorder:
@@ -131,8 +132,8 @@ class StepRecorder:
     def _read(self) -> None:
         step = self._passing.popleft()
         took: defaultdict[Part, float] = defaultdict(float)
-        for part, start, end in step.parts:
-            took[part] += self._between(start, end)
+        for part, start, end, sign in step.parts:
+            took[part] += sign * self._between(start, end)
         took["step", -1] = self._between(step.start, step.end)
         self._steps.append(dict(took))
 
@@ -182,6 +183,15 @@ class StepRecorder:
         if kind and start is not None:
             self.add(f"{kind} conversions", start, stage)
 
+    def end_wait(self, start: Mark) -> None:
+        """Ends a wait for parameters that began at ``start``. It does not count to what is computed
+        now.
+        """
+        kind, stage = self._computing
+        if kind and start is not None and self._open is not None:
+            self._open.parts.append(((kind, stage), start, self._now(), -1))
+        self.add("gradient synchronisation", start)
+
     def add(self, kind: str, start: Mark, stage: int = -1) -> None:
         """Ends a part that began at ``start``."""
         if self._open is None:
@@ -189,7 +199,7 @@ class StepRecorder:
         if kind == "backward":
             self._open.has_backward = True
         if start is not None:
-            self._open.parts.append(((kind, stage), start, self._now()))
+            self._open.parts.append(((kind, stage), start, self._now(), 1))
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """``step()`` of ``optimizer`` begins, which has parameters of the program."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 
@@ -89,7 +90,8 @@ class Gather:
     """The copies of ``weights``, which come in the order of first use.
 
     Between :meth:`open` and :meth:`close` the leaves hold the values that the graph takes, in its
-    dtype; outside they hold nothing. ``bucket_bytes``: the most that one collective carries.
+    dtype; outside they hold nothing. Gathered values arrive later: the mesh's ``arrivals`` wait for
+    them. ``bucket_bytes``: the most that one collective carries.
     """
 
     def __init__(
@@ -109,22 +111,24 @@ class Gather:
         self._exchanged = [members(bucket) for bucket in order.exchanged]
         for bucket in order.gathered:
             mesh.axes_group(bucket.collectives.gathered)  # made while all ranks are here
+        self._under_way: dict[int, torch.Tensor] = {}  # all-gathers, by the number of the bucket
         self.is_open = False
 
     @torch.no_grad()
     def open(self) -> None:
-        """Makes the copies from the current values."""
+        """Makes the copies from the current values, and starts to gather the others."""
         since = self._mesh.recorder.mark()
-        started = [self._start(bucket, weights) for bucket, weights in self._gathered]
+        for number, (bucket, weights) in enumerate(self._gathered):
+            self._under_way[number] = self._start(bucket, weights)
         for dtype, weights in self._cast.items():
             copies = cast_together([weight.local for weight in weights], dtype)
             for weight, copy in zip(weights, copies, strict=True):
                 weight.leaf.data = copy
         for weights in self._exchanged:
             self._fill(weights, [weight.local.to(weight.leaf.dtype) for weight in weights])
-        started.reverse()
-        for bucket, weights in self._gathered:
-            self._finish(bucket, weights, started)
+        for number, (_, weights) in enumerate(self._gathered):
+            leaves = [weight.leaf for weight in weights]
+            self._mesh.arrivals.expect(leaves, partial(self._finish, number))
         self.is_open = True
         if self._gathered or self._exchanged:
             # The cost model counts ZeRO's gathers under this name, too.
@@ -136,21 +140,23 @@ class Gather:
         parts = [weight.local.to(weight.leaf.dtype).reshape(-1) for weight in weights]
         return start_all_gather(join_flat(parts).contiguous(), group)
 
-    def _finish(
-        self, bucket: Bucket[ParameterSpec], weights: list[Weight], started: list[torch.Tensor]
-    ) -> None:
-        """Takes the all-gather of ``bucket`` from the end of ``started``, so that its result is
-        freed as soon as it is copied.
+    def _finish(self, number: int) -> list[torch.Tensor]:
+        """Waits for an all-gather, whose result is freed as soon as it is copied. Returns the
+        leaves that have arrived.
         """
+        since = self._mesh.recorder.mark()
+        bucket, weights = self._gathered[number]
         axes = bucket.collectives.gathered
         sizes = [self._mesh.sizes[axis] for axis in axes]
-        chunks = wait(started.pop()).view(math.prod(sizes), -1)
+        chunks = wait(self._under_way.pop(number)).view(math.prod(sizes), -1)
         parts = chunks.split([weight.local.numel() for weight in weights], dim=1)
         wholes = [
             join_chunks(part, sizes, [w.spec.stored[axis] for axis in axes], w.local.shape)
             for w, part in zip(weights, parts, strict=True)
         ]
         self._fill(weights, wholes)
+        self._mesh.recorder.end_wait(since)
+        return [weight.leaf for weight in weights]
 
     def _fill(self, weights: list[Weight], parts: Sequence[torch.Tensor]) -> None:
         for weight, part in zip(weights, exchange_pieces(parts, weights, self._mesh), strict=True):
@@ -158,6 +164,8 @@ class Gather:
 
     def close(self) -> None:
         """Drops the copies. A graph that autograd keeps may open again before its backward."""
+        if self._under_way:  # of parameters that the program did not read
+            self._mesh.arrivals.take_all()
         gathered = [weights for _, weights in self._gathered]
         for weights in (*self._cast.values(), *self._exchanged, *gathered):
             nothing = weights[0].leaf.new_empty(0)

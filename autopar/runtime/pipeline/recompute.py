@@ -119,11 +119,12 @@ def run(program: fx.GraphModule, mesh: Mesh, arguments: Sequence[torch.Tensor]) 
     if context is None or not torch.is_grad_enabled():
         return program(mesh, *arguments)
     context.forward = forward = _Forward(mesh.random_streams, arguments, context)
+    mesh.arrivals.on_arrival = forward.add_input
     try:
         with saved_tensors_hooks(forward.pack, unpack):
             return program(mesh, *arguments)
     finally:
-        context.forward = None
+        context.forward = mesh.arrivals.on_arrival = None
         forward.end()
 
 
@@ -142,7 +143,11 @@ class _Forward:
         self._sources: dict[int, tuple[StorageSource, StorageWeakRef]] = {}
         for t in arguments:
             if isinstance(t, torch.Tensor) and t.is_leaf:
-                self._add_source(t, ProgramInput(t))
+                self.add_input(t)
+
+    def add_input(self, t: torch.Tensor) -> None:
+        """An input, or a parameter whose values have arrived."""
+        self._add_source(t, ProgramInput(t))
 
     def end(self) -> None:
         """Forgets the storages: autograd keeps ``pack`` alive."""

@@ -122,6 +122,7 @@ class StepWork:
         """Runs the backward from ``roots``: tensors or edges of the graph. ``last``: no other
         backward of the step comes after it, so that full buckets of gradients may start.
         """
+        self._mesh.arrivals.take_all()
         if last:
             self.sync.begin()
         since = self._mesh.recorder.begin_compute("backward")

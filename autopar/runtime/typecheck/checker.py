@@ -26,6 +26,7 @@ import autopar.runtime.typecheck.type_rules_shape  # noqa: F401 - these register
 from autopar.capture.function_operator import FunctionOperator
 from autopar.errors import RunError
 from autopar.ir.layout import I, Layout, format_layout, local_shape, parse_type
+from autopar.runtime.communication.arrivals import arrived
 from autopar.runtime.communication.collectives import redistribute
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.communication.zero_buckets import gather_bucket, start_gather
@@ -147,6 +148,8 @@ class _Checker(Interpreter):
         target = operator_of(n.target)
         if target is redistribute:
             return redistributed(self._axes, *args, **kwargs)
+        if target is arrived:
+            return args[0]
         if target is start_gather:
             return None
         if target is gather_bucket:
