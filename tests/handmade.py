@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten
 from autopar.ir.batch_layouts import global_batch
 from autopar.ir.layout import P, R, S, Type, parse_layout
 from autopar.ir.plan_data import ParameterPlan
+from autopar.passes.lowering.await_parameters import await_parameters
 from autopar.passes.lowering.evaluation_mode import EvaluationMode
 from autopar.runtime.communication.collectives import redistribute
 from autopar.runtime.communication.mesh import Mesh
@@ -108,7 +109,10 @@ def graph(data: tuple[int, ...], tensor: int | None, whole: bool) -> torch.fx.Gr
     ) -> tuple:
         return _body(mesh, (w1, b1, w2, b2, idle, calls, scale), x, y, data, tensor, whole)
 
-    return torch.fx.symbolic_trace(program)
+    traced = torch.fx.symbolic_trace(program)
+    await_parameters(traced.graph, ("w1", "b1", "w2", "b2", "idle"))
+    traced.recompile()
+    return traced
 
 
 def captured(model: nn.Module, sample: dict[str, torch.Tensor]) -> SimpleNamespace:
