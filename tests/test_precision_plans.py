@@ -50,6 +50,7 @@ def _holds(options: dict[str, Any]) -> tuple[dict[str, float], dict[str, float]]
 
     gathered: list[int] = []  # bytes of gradients that wait until their bucket is full
     compiled._runner._gather.open()
+    compiled.mesh.arrivals.take_all()
     copies = float(sum(w.leaf.untyped_storage().nbytes() for w in weights))
     compiled._runner._gather.close()
     compiled._desync = None  # its records live from call to call

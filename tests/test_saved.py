@@ -34,6 +34,7 @@ from autopar.passes.lowering.lower import lower
 from autopar.passes.lowering.mark_recomputed import recomputable
 from autopar.plan import Plan
 from autopar.rules.analysis import Analysis
+from autopar.runtime.communication.arrivals import Arrivals
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.communication.random_streams import RandomStreams
 from autopar.runtime.measure.live_bytes import LiveBytes
@@ -207,7 +208,7 @@ def stage_by_stage(analysis: Analysis, plan: Plan, sample: dict[str, Any]) -> li
             ]
             flat = recompute.run(
                 program,
-                SimpleNamespace(random_streams=RandomStreams(0)),
+                SimpleNamespace(random_streams=RandomStreams(0), arrivals=Arrivals()),
                 [*(arguments[i] for i in graph.used_placeholders), *received],
             )
             edges = [torch.autograd.graph.get_gradient_edge(t) for t in flat if t.requires_grad]

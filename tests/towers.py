@@ -15,6 +15,7 @@ from by_hand import calls, one_device, part_of
 from torch import fx, nn
 
 from autopar.passes.lowering.lower import lower
+from autopar.runtime.communication.arrivals import Arrivals
 from autopar.runtime.communication.random_streams import RandomStreams
 from autopar.runtime.pipeline import recompute, recomputed_call
 
@@ -46,7 +47,10 @@ class Program:
     def __call__(self, x: torch.Tensor, microbatch: int = 0) -> torch.Tensor:
         self.random_streams.microbatch = microbatch
         mesh: Any = SimpleNamespace(
-            random_streams=self.random_streams, index=lambda axes: 0, count=lambda axes: 1
+            random_streams=self.random_streams,
+            arrivals=Arrivals(),
+            index=lambda axes: 0,
+            count=lambda axes: 1,
         )
         return recompute.run(self.module, mesh, [*self.state, x])[0]
 

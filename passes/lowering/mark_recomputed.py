@@ -15,6 +15,7 @@ from autopar.errors import PlanError
 from autopar.ir.layout import format_layout
 from autopar.ir.nodes import operands
 from autopar.rules import Rule
+from autopar.runtime.communication.arrivals import arrived
 from autopar.runtime.communication.collectives import redistribute
 from autopar.runtime.communication.zero_buckets import gather_bucket
 from autopar.runtime.pipeline.recompute import (
@@ -81,7 +82,9 @@ def recomputable(graph: fx.Graph) -> dict[fx.Node, str]:
     return {
         node: _name(node)
         for node in graph.nodes
-        if node.op == "call_function" and not isinstance(node.meta["val"], list)
+        if node.op == "call_function"
+        and node.target is not arrived
+        and not isinstance(node.meta["val"], list)
     }
 
 
@@ -94,8 +97,10 @@ def _name(node: fx.Node) -> str:
 
 
 def _converted(node: fx.Node) -> fx.Node | None:
-    """The tensor that a conversion converts, alone or in a ZeRO bucket; None for another node."""
-    if operator_of(node.target) is redistribute:
+    """The tensor that a conversion converts, alone or in a ZeRO bucket, or that has arrived; None
+    for another node.
+    """
+    if operator_of(node.target) in (redistribute, arrived):
         return node.all_input_nodes[0]
     source = node.args[0] if node.target is operator.getitem else None
     if isinstance(source, fx.Node) and operator_of(source.target) is gather_bucket:
