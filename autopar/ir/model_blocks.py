@@ -21,21 +21,17 @@ def number_blocks(calls: Sequence[fx.Node]) -> dict[fx.Node, int]:
     """
     paths = [str(call.meta.get("module") or "") for call in calls]
     blocks = {found[0] for path in paths if (found := _BLOCK.match(path))}
-    places = [i for i, path in enumerate(paths) if _block(path) in blocks]
+    last = max((i for i, path in enumerate(paths) if _block(path) in blocks), default=-1)
     numbers, current, number = dict[fx.Node, int](), "", 0
     for i, (call, path) in enumerate(zip(calls, paths, strict=True)):
-        block = _block(path)
-        if block in blocks:
+        if (block := _block(path)) in blocks:
             number, current = number + (block != current), block
-        elif not any(numbers.get(n, 0) for n in call.all_input_nodes) and i < max(
-            places, default=0
-        ):
-            numbers[call] = 0
-            continue
-        elif places and i > places[-1]:
-            numbers[call] = number + 1
-            continue
-        numbers[call] = number
+            numbers[call] = number
+        elif i > last:
+            numbers[call] = number + bool(blocks)
+        else:
+            needs_block = any(numbers.get(n, 0) for n in call.all_input_nodes)
+            numbers[call] = number if needs_block else 0
     return numbers
 
 

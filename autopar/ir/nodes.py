@@ -227,6 +227,17 @@ def gradient_sources(
     return found
 
 
+def with_operands(results: Iterable[fx.Node]) -> set[fx.Node]:
+    """``results``, and all nodes that they are computed from."""
+    found, rest = set[fx.Node](), list(results)
+    while rest:
+        node = rest.pop()
+        if node not in found:
+            found.add(node)
+            rest += node.all_input_nodes
+    return found
+
+
 def carries_grad(node: fx.Node, needing: Collection[fx.Node]) -> bool:
     """Whether autograd records a call, given the earlier nodes that need a gradient."""
     if node.meta.get("no_grad") or node.target is torch.ops.aten.detach.default:

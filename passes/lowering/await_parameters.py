@@ -1,5 +1,5 @@
 """Await parameters: a parameter whose gather starts with the step (ZeRO-1 and 2) is waited for
-where the program reads it first. So gathers run behind the forward, in the order of use.
+where the program reads it first. So gathers go on while the forward runs, in the order of use.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import torch.fx as fx
 from autopar.ir.batch_layouts import BatchLayouts
 from autopar.ir.captured import BatchDivision
 from autopar.ir.layout import Layout, R, Type
-from autopar.ir.nodes import new_node, set_device
+from autopar.ir.nodes import new_node, set_device, with_operands
 from autopar.ir.plan_data import ParameterPlan, PlanData
 from autopar.passes.lowering.admit_gradients import admit_gradients
 from autopar.passes.lowering.await_parameters import await_parameters, gathered_parameters
@@ -195,8 +195,9 @@ def _lower_graph(
             prefetch_gathers(each)
     # Only a backward gains by it, and each slice had to have its own name, layout and mark.
     join_slices(graph)
+    started = gathered_parameters(analysis, plan)
     for each in (evaluate, graph):
-        await_parameters(each, gathered_parameters(analysis, plan))
+        await_parameters(each, started)
     outputs = graph.output_node().args[0][: len(tensors)]  # type: ignore[index]
     _keep_old_values(graph, changing, outputs)  # type: ignore[arg-type]
     return graph, evaluate
@@ -245,12 +246,7 @@ def _keep_old_values(
 
     Autograd may save a buffer for the backward, and these buffers have new values by then.
     """
-    reading, rest = set[fx.Node](), list(outputs)
-    while rest:
-        node = rest.pop()
-        if node not in reading:
-            reading.add(node)
-            rest += node.all_input_nodes
+    reading = with_operands(outputs)
     for buffer in (n for n in changing if n in reading):
         with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
             copy = new_node(

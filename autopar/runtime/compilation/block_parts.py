@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 
 from autopar.ir.model_blocks import number_blocks
+from autopar.ir.nodes import with_operands
 from autopar.runtime.communication.arrivals import arrived
 from autopar.runtime.communication.collectives import redistribute
 from autopar.runtime.communication.zero_buckets import gather_bucket, start_gather
@@ -75,7 +76,7 @@ class _Cutter:
         self._mesh = self._source.find_nodes(op="placeholder")[0]
         self._results: Sequence[fx.Node] = self._source.output_node().args[0]  # type: ignore[assignment]
         self._roots = [self._results[i] for i in roots]
-        self._with_gradient = _needed(self._roots)
+        self._with_gradient = with_operands(self._roots)
         self._graph, self._copies = fx.Graph(), dict[fx.Node, fx.Node]()
         self._root = nn.Module()
 
@@ -129,14 +130,3 @@ class _Cutter:
             copies[node] = graph.node_copy(node, copies.__getitem__)
         graph.output(tuple(copies[n] for n in results))
         return fx.GraphModule(nn.Module(), graph, "Part")
-
-
-def _needed(results: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes that ``results`` are computed from, and these."""
-    found, rest = set[fx.Node](), list(results)
-    while rest:
-        node = rest.pop()
-        if node not in found:
-            found.add(node)
-            rest += node.all_input_nodes
-    return found

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.communication.placements import convert_for_dtensor
+from autopar.runtime.compilation.block_parts import Run
 from autopar.runtime.pipeline.microbatches import Microbatches
 from autopar.runtime.pipeline.torch_pipelining import ScheduleRunner, StageBoundary
 from autopar.runtime.step.loss import LossScale
@@ -22,11 +23,6 @@ if TYPE_CHECKING:
     from autopar.ir.plan_data import PlanData
     from autopar.passes.lowering.lower import LoweredModel
     from autopar.passes.lowering.split_stages import BoundaryTensor, StageProgram
-
-
-Compute = Callable[
-    [fx.GraphModule, Sequence[torch.Tensor], Collection[int]], Sequence[torch.Tensor]
-]
 
 
 class RankStages:
@@ -100,7 +96,7 @@ class RankStages:
 
     def run(
         self,
-        compute: Compute,
+        compute: Run,
         values: Sequence[torch.Tensor | None],
         update: Callable[[int, torch.Tensor], None],
         stages: Sequence[StageProgram],
@@ -214,7 +210,7 @@ class RankStages:
 class _Call:
     """The arguments of :meth:`RankStages.run`, and the outputs that its stages have made."""
 
-    compute: Compute
+    compute: Run
     values: Sequence[torch.Tensor | None]
     update: Callable[[int, torch.Tensor], None]
     stages: Sequence[StageProgram]
