@@ -93,6 +93,7 @@ def measure(plan: Plan) -> None:
     forward = RankStages._forward
 
     def counted(self: RankStages, index: int, number: int, received: list[torch.Tensor]) -> Any:
+        self._mesh.arrivals.take_all()  # buffers of gathered parameters last until they arrive
         copies.append(settled(live) - sum(t.nbytes for t in received))
         sent, loss = forward(self, index, number, received)
         # What was sent may still be on its way; here no backward needs it, being a sum.

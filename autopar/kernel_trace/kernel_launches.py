@@ -217,6 +217,42 @@ class KernelRecorder(TorchDispatchMode):
         return tuple(found)
 
 
+def backward_launches(
+    operands: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], places: dict[int, int]
+) -> tuple[KernelLaunch, ...]:
+    """The kernels that the backward launches.
+
+    A backward that does not run on meta tensors counts as one kernel, which reads the results'
+    gradients and all operands, and writes the operands' gradients.
+    """
+    inputs = [t for t in operands if t.requires_grad]
+    if not outputs or not inputs:
+        return ()
+    arriving = [torch.empty_like(t) for t in outputs]
+    try:
+        with KernelRecorder() as recorder:
+            gradients = torch.autograd.grad(outputs, inputs, arriving, allow_unused=True)
+    except Exception:  # meta kernels raise any exception
+        nbytes = [
+            (places[storage_id(t)], t.numel() * t.dtype.itemsize)
+            for t in (*outputs, *operands, *inputs)
+        ]
+        return (
+            KernelLaunch("backward", "elementwise", tuple(nbytes), places[storage_id(inputs[0])]),
+        )
+    # A gradient has the place of its operand; an arriving gradient has the place of its result.
+    gradient_of = {
+        storage_id(g): places[storage_id(t)]
+        for g, t in zip(gradients, inputs, strict=True)
+        if g is not None
+    }
+    places = places | gradient_of
+    arriving_of = {
+        storage_id(g): places[storage_id(t)] for g, t in zip(arriving, outputs, strict=True)
+    }
+    return recorder.launches(places | arriving_of)
+
+
 def storage_id(t: torch.Tensor) -> int:
     """The identity of a tensor's storage."""
     return t.untyped_storage()._cdata

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +22,12 @@ from autopar.capture.function_operator import FunctionOperator
 from autopar.cost_model.memory import allocated_bytes
 from autopar.kernel_trace import meta_kernels
 from autopar.kernel_trace.footprint import Footprint, assumed_footprint, trace_footprint
-from autopar.kernel_trace.kernel_launches import KernelLaunch, KernelRecorder, storage_id
+from autopar.kernel_trace.kernel_launches import (
+    KernelLaunch,
+    KernelRecorder,
+    backward_launches,
+    storage_id,
+)
 from autopar.kernel_trace.tensor_spec import TensorSpec, input_spec
 
 aten = torch.ops.aten
@@ -46,7 +53,8 @@ class TracedResult(NamedTuple):
     saved: bool
 
 
-class OperatorTrace(NamedTuple):
+@dataclass(eq=False)
+class OperatorTrace:
     """The behaviour of one call.
 
     Attributes:
@@ -55,16 +63,23 @@ class OperatorTrace(NamedTuple):
         internal: bytes of each saved tensor that is neither an operand nor a result.
         several: whether it returns a tuple.
         forward, backward: the kernels that it launches.
-        footprint: the memory that it takes while it runs.
+        measure: runs the call once more and measures its footprint.
     """
 
     results: tuple[TracedResult, ...]
     operands: frozenset[int]
     internal: tuple[int, ...]
     several: bool
-    forward: tuple[KernelLaunch, ...] = ()
-    backward: tuple[KernelLaunch, ...] = ()
-    footprint: Footprint = Footprint()
+    forward: tuple[KernelLaunch, ...]
+    backward: tuple[KernelLaunch, ...]
+    measure: Callable[[], Footprint]
+
+    @cached_property
+    def footprint(self) -> Footprint:
+        """The memory that it takes while it runs. Most traces are of calls that the search prices
+        and no plan has, so that nobody asks for it.
+        """
+        return self.measure()
 
     @property
     def value(self) -> Any:
@@ -158,9 +173,7 @@ class OperatorTracer:
         results = tuple(self._result(t, own.get(storage_id(t)), saved) for t in outputs)
         returned = {storage_id(t) for t in outputs}
         places = {storage_id(t): -1 - j for j, t in enumerate(outputs)} | own
-        backward = _backward_launches(operands, [t for t in outputs if t.requires_grad], places)
-        # A second run takes fresh operands, because the recorder keeps the tensors of the first.
-        fresh, run_args, run_kwargs = _meta_arguments(args, kwargs)
+        backward = backward_launches(operands, [t for t in outputs if t.requires_grad], places)
         return OperatorTrace(
             results,
             frozenset(k for k, t in enumerate(operands) if storage_id(t) in saved),
@@ -168,8 +181,23 @@ class OperatorTracer:
             isinstance(out, (tuple, list)),
             forward.launches(places),
             backward,
-            trace_footprint(call, run_args, run_kwargs, fresh, self.allocated_bytes),
+            partial(self._footprint, call, args, kwargs, sum(r.nbytes for r in results)),
         )
+
+    def _footprint(
+        self, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], nbytes: int
+    ) -> Footprint:
+        """The footprint of a second run, with operands of its own, because the recorder keeps the
+        tensors of the first. Of a call that does not run so, it is assumed.
+
+        Args:
+            nbytes: of the results.
+        """
+        operands, run_args, run_kwargs = _meta_arguments(args, kwargs)
+        try:
+            return trace_footprint(call, run_args, run_kwargs, operands, self.allocated_bytes)
+        except Exception:  # meta kernels raise any exception
+            return assumed_footprint(nbytes, operands, self.allocated_bytes)
 
     def _result(self, t: torch.Tensor, alias: int | None, saved: Mapping[int, int]) -> TracedResult:
         tensor = TensorSpec(tuple(t.shape), t.stride(), t.dtype, t.requires_grad)
@@ -201,8 +229,11 @@ class OperatorTracer:
             isinstance(val, (tuple, list)),
             once,
             once if grad else (),
-            assumed_footprint(
-                sum(r.nbytes for r in results), inputs if grad else [], self.allocated_bytes
+            partial(
+                assumed_footprint,
+                sum(r.nbytes for r in results),
+                inputs if grad else [],
+                self.allocated_bytes,
             ),
         )
 
@@ -217,42 +248,6 @@ class OperatorTracer:
                 else meta_kernels.attention_on_gpu
             )
         return target
-
-
-def _backward_launches(
-    operands: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], places: dict[int, int]
-) -> tuple[KernelLaunch, ...]:
-    """The kernels that the backward launches.
-
-    A backward that does not run on meta tensors counts as one kernel, which reads the results'
-    gradients and all operands, and writes the operands' gradients.
-    """
-    inputs = [t for t in operands if t.requires_grad]
-    if not outputs or not inputs:
-        return ()
-    arriving = [torch.empty_like(t) for t in outputs]
-    try:
-        with KernelRecorder() as recorder:
-            gradients = torch.autograd.grad(outputs, inputs, arriving, allow_unused=True)
-    except Exception:  # meta kernels raise any exception
-        nbytes = [
-            (places[storage_id(t)], t.numel() * t.dtype.itemsize)
-            for t in (*outputs, *operands, *inputs)
-        ]
-        return (
-            KernelLaunch("backward", "elementwise", tuple(nbytes), places[storage_id(inputs[0])]),
-        )
-    # A gradient has the place of its operand; an arriving gradient has the place of its result.
-    gradient_of = {
-        storage_id(g): places[storage_id(t)]
-        for g, t in zip(gradients, inputs, strict=True)
-        if g is not None
-    }
-    places = places | gradient_of
-    arriving_of = {
-        storage_id(g): places[storage_id(t)] for g, t in zip(arriving, outputs, strict=True)
-    }
-    return recorder.launches(places | arriving_of)
 
 
 def _bytes(t: TensorSpec) -> int:

@@ -9,7 +9,7 @@ from itertools import product
 import numpy as np
 import torch.fx as fx
 
-from autopar.ir.layout import Layout
+from autopar.ir.layout import I, Layout, R, Type
 from autopar.memory.saved_tensors import SavedTensors
 from autopar.rules import Rule
 from autopar.search.ilp.problem import Problem
@@ -201,15 +201,12 @@ def _tensor(
 
 @lru_cache(maxsize=4096)
 def _moving(sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> np.ndarray:
-    """:func:`_moves` of each source and target, [source, target]."""
-    return np.array([[_moves(s, t) for t in targets] for s in sources])
-
-
-def _moves(source: Layout, target: Layout) -> bool:
-    """Whether the result of a conversion has memory of its own. From I to R, and from R to I, it
-    shares the memory of the tensor.
+    """Whether the result of each conversion has memory of its own, [source, target]. From I to R,
+    and from R to I, it shares the memory of the tensor.
     """
-    return any(
-        s is not t and not (s.kind in "IR" and t.kind in "IR")
-        for s, t in zip(source, target, strict=True)
-    )
+    numbers: dict[Type, int] = {I: 0, R: 0}
+
+    def numbered(layouts: Sequence[Layout]) -> np.ndarray:
+        return np.array([[numbers.setdefault(t, len(numbers)) for t in own] for own in layouts])
+
+    return (numbered(sources)[:, None] != numbered(targets)).any(axis=2)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
+from itertools import product
 
 import numpy as np
 import torch
@@ -141,15 +143,12 @@ class NodeConversionCosts:
         """Seconds that a parameter saves because it is gathered in a bucket, [source, target]."""
         saved = np.zeros((len(sources), len(targets)))
         own = *self._tensor(node), self._summed_itemsize(node), self._bucket_elements.get(node)
-        for i, source in enumerate(sources):
-            if not any(t.is_shard for t in source):
-                continue
-            for j, target in enumerate(targets):
-                key = *own, source, target
-                if key not in self._saved:
-                    self._saved[key] = self._saved_seconds(node, source, target)
-                forward, whole = self._saved[key]
-                saved[i, j] = whole if backward else forward
+        for i, j in _gathering_pairs(tuple(sources), tuple(targets)):
+            key = *own, sources[i], targets[j]
+            if key not in self._saved:
+                self._saved[key] = self._saved_seconds(node, sources[i], targets[j])
+            forward, whole = self._saved[key]
+            saved[i, j] = whole if backward else forward
         return saved
 
     def _saved_seconds(self, node: fx.Node, source: Layout, target: Layout) -> tuple[float, float]:
@@ -170,10 +169,7 @@ class NodeConversionCosts:
 
     def _is_in_bucket(self, node: fx.Node, source: Layout, target: Layout) -> bool:
         """Whether a bucket takes the conversion of a parameter."""
-        pairs = [(s, t) for s, t in zip(source, target, strict=True) if s != t]
-        if node not in self._bucket_elements or not any(s.is_shard for s, _ in pairs):
-            return False
-        if any(t.kind not in "IR" for _, t in pairs):
+        if node not in self._bucket_elements or not _gathers(source, target):
             return False
         steps = self.path(node, source, target)
         return bucket_steps((axis, repr(s), repr(t)) for axis, s, t in steps) is not None
@@ -190,3 +186,18 @@ class NodeConversionCosts:
         if self._reduction_dtype is None or node not in self._analysis.state:
             return None
         return self._reduction_dtype.itemsize
+
+
+@lru_cache(maxsize=4096)
+def _gathering_pairs(
+    sources: tuple[Layout, ...], targets: tuple[Layout, ...]
+) -> list[tuple[int, int]]:
+    """The numbers of each source and target between which a conversion only :func:`_gathers`."""
+    pairs = product(enumerate(sources), enumerate(targets))
+    return [(i, j) for (i, source), (j, target) in pairs if _gathers(source, target)]
+
+
+def _gathers(source: Layout, target: Layout) -> bool:
+    """Whether a conversion makes shards whole along some axes, and changes nothing else."""
+    changed = [(s, t) for s, t in zip(source, target, strict=True) if s != t]
+    return any(s.is_shard for s, _ in changed) and all(t.kind in "IR" for _, t in changed)
