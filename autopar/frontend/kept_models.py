@@ -21,7 +21,7 @@ from autopar.runtime.parameters.model_state import with_meta_state
 from autopar.search.inner.search_cache import LruCache, SearchCache
 from autopar.search.result.priced_plan import PricedPlan
 
-MOST_MODELS = 4  # a model's graphs and prices take some ten megabytes
+MOST_MODELS = 4  # a model's graphs and prices take some ten megabytes; with 0, none is kept
 MOST_CACHES = 8  # of a model: two a cluster
 MOST_WRITTEN = 4  # of a model: plans as data, with the searches' own
 

@@ -24,6 +24,7 @@ from autopar.capture.process_state import process_state, random_states
 from autopar.capture.state_parts import UnknownStateError
 from autopar.capture.trace_state import TraceState
 from autopar.cost_model import Cluster
+from autopar.frontend import kept_models
 from autopar.frontend.kept_models import KEPT_MODELS, ModelGraphs
 from autopar.ir.captured import CapturedModel, LossFunction
 from autopar.ir.precision import dtype_of
@@ -75,7 +76,9 @@ class TracedModel:
         return graphs
 
     def _state(self) -> TraceState | None:
-        """All that a trace of the model may read; None where it cannot be told."""
+        """All that a trace of the model may read; None where it cannot be told, or nobody asks."""
+        if not kept_models.MOST_MODELS:
+            return None
         model, asked = self.model, (self.sample, self.loss_fn, self.precision)
         given = [t for t in tree_leaves(self.sample) if isinstance(t, torch.Tensor)]
         try:
