@@ -25,6 +25,7 @@ from typing import Any
 
 GROUP_TIMEOUT_SECONDS = 240  # a test of seconds may take minutes on a busy machine
 START_SECONDS = 120
+OTHER_FAILURES_SECONDS = 3
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
@@ -109,37 +110,43 @@ class Pool:
             raise
 
     def _collect(self, timeout: float) -> list[Any]:
-        """One answer from each rank. The first failure counts: the others' often follow from it."""
+        """One answer from each rank.
+
+        Raises:
+            RankError: with the failures of all ranks that fail within a few seconds of the first,
+                because one often follows from another.
+        """
         rank_of = {connection: rank for rank, (_, connection) in enumerate(self._workers)}
         results: list[Any] = [None] * self.world_size
+        failures: list[str] = []
         deadline = time.monotonic() + timeout
         while rank_of:
             ready = wait(list(rank_of), max(0.0, deadline - time.monotonic()))
+            if not ready and not failures:
+                failures.append(f"no answer from ranks {sorted(rank_of.values())} in {timeout:g} s")
             if not ready:
-                self._fail(
-                    f"no answer from ranks {sorted(rank_of.values())} of {self.world_size} within "
-                    f"{timeout:g} s"
-                )
+                break
             for connection in ready:
                 rank = rank_of.pop(connection)  # type: ignore[call-overload]
-                try:
-                    ok, value = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
-                except (EOFError, ConnectionError):
-                    process = self._workers[rank][0]
-                    process.join(timeout=10)
-                    code, stacks = process.exitcode, _stack_file(self._store, rank)
-                    found = stacks.read_text() if stacks.exists() else ""
-                    self._fail(
-                        f"rank {rank} of {self.world_size} died with exit code {code}\n{found}"
-                    )
+                ok, results[rank] = self._answer(rank, connection)  # type: ignore[arg-type]
                 if not ok:
-                    self._fail(f"rank {rank} of {self.world_size}:\n{value}")
-                results[rank] = value
+                    failures.append(f"rank {rank} of {self.world_size} {results[rank]}")
+                    deadline = min(deadline, time.monotonic() + OTHER_FAILURES_SECONDS)
+        if failures:
+            self.close()
+            raise RankError("\n\n".join(failures))
         return results
 
-    def _fail(self, message: str) -> None:
-        self.close()
-        raise RankError(message)
+    def _answer(self, rank: int, connection: Connection) -> tuple[bool, Any]:
+        """Whether a rank's call returned, and its result or what went wrong."""
+        try:
+            return pickle.loads(connection.recv_bytes())
+        except (EOFError, ConnectionError):
+            process = self._workers[rank][0]
+            process.join(timeout=10)
+            stacks = _stack_file(self._store, rank)
+            found = stacks.read_text() if stacks.exists() else ""
+            return False, f"died with exit code {process.exitcode}\n{found}"
 
 
 class Pools:
@@ -188,7 +195,7 @@ def _work(connection: Connection, rank: int, world_size: int, store: str) -> Non
                 warnings.simplefilter("error")
                 answer = pickle.dumps((True, _obey(*pickle.loads(message))))
         except BaseException:  # whatever it is, the parent shall hear of it
-            answer = pickle.dumps((False, traceback.format_exc()))
+            answer = pickle.dumps((False, f"failed:\n{traceback.format_exc()}"))
         connection.send_bytes(answer)
 
 

@@ -5,6 +5,8 @@ each rank reads no more than its part.
 from __future__ import annotations
 
 import copy
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -66,10 +68,16 @@ def _folder(family: str, path: Path) -> tuple[str, dict[str, Any]]:
     return str(path / family), sample
 
 
-@pytest.mark.parametrize(
-    "family", ["gpt2", *(pytest.param(f, marks=pytest.mark.slow) for f in list(AUTO)[1:])]
-)
-@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+def _cases() -> Iterator[Any]:
+    """Each family on two ranks, and one on one and on four; the others are exhaustive tests."""
+    for family, world in itertools.product(AUTO, (1, 2, 4)):
+        is_fast = family == "gpt2" and world < 4
+        is_slow = family == "gpt2" or world == 2
+        marks = [] if is_fast else [pytest.mark.slow if is_slow else pytest.mark.exhaustive]
+        yield pytest.param(family, world, marks=marks)
+
+
+@pytest.mark.parametrize(("family", "world"), [*_cases()])
 def test_values_loss_and_gradients_are_those_of_from_pretrained(
     ranks: Pools, tmp_path: Path, family: str, world: int
 ) -> None:

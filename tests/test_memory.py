@@ -118,13 +118,18 @@ def measure(plan: Plan) -> None:
     assert abs(warm - said) <= 0.02 * said, (stage, warm, said)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recompute", ["auto", "none", "selective", "full"])
+def _marked(slow: tuple[str, ...], exhaustive: tuple[str, ...]) -> list[Any]:
+    return [
+        *(pytest.param(name, marks=pytest.mark.slow) for name in slow),
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in exhaustive),
+    ]
+
+
+@pytest.mark.parametrize("recompute", _marked(("auto", "none"), ("selective", "full")))
 def test_each_stage(ranks: Pools, recompute: str) -> None:
     ranks(4).run(measure, plan(recompute, 4, {}), timeout=300)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recompute", ["none", "full", "auto"])
+@pytest.mark.parametrize("recompute", _marked(("auto",), ("none", "full")))
 def test_each_stage_with_tensors_cut(ranks: Pools, recompute: str) -> None:
     ranks(8).run(measure, plan(recompute, 8, TENSOR), timeout=300)

@@ -106,11 +106,9 @@ OTHER_WAYS = ("one", "full", "zero 3", "1f1b", "zero-bubble")
 
 
 def _marked(cases: list[tuple[str, str]]) -> list[Any]:
-    """One of three pairs of model and way as a slow test, the others as exhaustive ones. Numbers of
-    ways are no multiples of three, so that each model and each way has slow tests.
-    """
-    marks = pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.exhaustive
-    return [pytest.param(*c, marks=marks[i % 3]) for i, c in enumerate(cases)]
+    """One of five pairs of model and way as a slow test, the others as exhaustive ones."""
+    marks = pytest.mark.slow, *[pytest.mark.exhaustive] * 4
+    return [pytest.param(*c, marks=marks[i % 5]) for i, c in enumerate(cases)]
 
 
 @pytest.mark.parametrize(("name", "way"), [*FAST, *_marked([c for c in ALL if c not in FAST])])
@@ -138,9 +136,14 @@ def test_with_results_on_the_host(way: str) -> None:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)  # on a busy machine; each plan also takes the trace of all layers
-@pytest.mark.parametrize("name", ["fused", "llama"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("fused", marks=pytest.mark.slow),
+        pytest.param("llama", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_within_a_budget(name: str) -> None:
     """Blocks recompute what the memory asks for; some may recompute more than others."""
     for way in ("one", "1f1b"):
@@ -166,8 +169,10 @@ def test_random_plans_of_deep_models(seed: int) -> None:
     check(*found)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "ranks",
+    [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.exhaustive)],
+)
 def test_random_plans(ranks: int) -> None:
     for job in planned(range(24), ranks, 0, 1):
         if job.plan is not None:

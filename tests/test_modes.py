@@ -139,7 +139,7 @@ def test_all_modes_of_four_ranks_are_one_device(ranks: Pools, name: str) -> None
     "name",
     [
         pytest.param(
-            n, marks=pytest.mark.exhaustive if n in ("llama", "bert") else pytest.mark.slow
+            n, marks=pytest.mark.exhaustive if n in ("llama", "bert", "vit16") else pytest.mark.slow
         )
         for n in MODELS
     ],

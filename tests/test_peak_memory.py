@@ -215,20 +215,11 @@ def test_in_bfloat16(ranks: Pools, name: str) -> None:
 
 
 COMPILED = [
-    ("gpt2", "one"),
-    *(
-        pytest.param(*case, marks=pytest.mark.slow)
-        for case in [
-            ("llama", "one"),
-            ("vit", "one"),
-            ("cnn", "one"),
-            ("gpt2_with_dropout", "microbatches"),
-            ("gpt2", "data"),
-            ("llama", "zero 3"),
-            ("gpt2", "pipeline"),
-        ]
-    ),
+    *(("gpt2", way) for way in ("one", "pipeline")),
+    ("llama", "zero 3"),
+    ("gpt2_with_dropout", "microbatches"),
 ]
+ALIKE = [*((name, "one") for name in ("llama", "vit", "cnn")), ("gpt2", "data")]
 
 
 def of_compiled(ranks: Pool, plan: Plan, name: str, folder: Path) -> list[float]:
@@ -242,7 +233,13 @@ def of_compiled(ranks: Pool, plan: Plan, name: str, folder: Path) -> list[float]
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("name", "way"), COMPILED)
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in COMPILED),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in ALIKE),
+    ],
+)
 def test_of_a_compiled_program(ranks: Pools, tmp_path: Path, name: str, way: str) -> None:
     """Kernels are fused: the eager program would take up to half more."""
     world, options = WAYS[way]
@@ -253,9 +250,14 @@ def test_of_a_compiled_program(ranks: Pools, tmp_path: Path, name: str, way: str
         assert abs(said - real) <= 0.03 * real, (rank, said, real)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("name", "way"), [("gpt2", "full"), ("gpt2", "tensor")])
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        pytest.param("gpt2", "full", marks=pytest.mark.exhaustive),
+        pytest.param("gpt2", "tensor", marks=pytest.mark.slow),
+    ],
+)
 def test_of_a_compiled_program_that_counts_as_an_eager_one(
     ranks: Pools, tmp_path: Path, name: str, way: str
 ) -> None:

@@ -38,7 +38,7 @@ EIGHT = [
 ]
 MODELS = ("gpt2", "llama", "t5", "vit", "unet")
 ON_FOUR = ("gpt2", "unet")  # on four ranks in tests that are not slow
-OFTEN = ("gpt2", "t5", "unet")  # in slow tests: one stack, two stacks, skips. The others are alike
+OFTEN = ("gpt2", "unet")  # in slow tests: one stack, and skips. The others are alike
 SLOW_MODELS = [
     pytest.param(name, marks=pytest.mark.slow if name in OFTEN else pytest.mark.exhaustive)
     for name in MODELS

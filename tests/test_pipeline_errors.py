@@ -36,8 +36,8 @@ def _held(case: Case) -> list[list[int]]:
     tags: list[list[weakref.ref[_Tag]]] = [[] for _ in stage_of]
     counts: list[list[int]] = [[] for _ in stage_of]
 
-    def watched(program: nn.Module, arguments: Any) -> Any:
-        flat = compute(program, arguments)
+    def watched(program: nn.Module, arguments: Any, roots: Any) -> Any:
+        flat = compute(program, arguments, roots)
         tag, i = _Tag(), stage_of[id(program)]
         next(x for x in flat if x.requires_grad).grad_fn.metadata["tag"] = tag
         tags[i].append(weakref.ref(tag))

@@ -136,7 +136,7 @@ def test_half_precision_on_two_ranks(ranks: Pools) -> None:
     "name",
     some_of(
         ["gpt2", "llama", "bert", "vit", "cnn", "mixer", "mlp", "t5"],
-        slow=["gpt2", "vit", "cnn", "mixer"],
+        slow=["vit", "mixer"],
     ),
 )
 def test_half_precision_of_more_models(ranks: Pools, name: str) -> None:

@@ -42,7 +42,13 @@ def test_the_graph_is_that_of_a_full_trace(name: str) -> None:
     "name",
     [
         "llama",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in zoo.MODELS if name != "llama"),
+        *(
+            pytest.param(
+                name, marks=pytest.mark.slow if name in ("gpt2", "t5") else pytest.mark.exhaustive
+            )
+            for name in zoo.MODELS
+            if name != "llama"
+        ),
     ],
 )
 def test_memory_and_plan_are_those_of_a_full_trace(name: str) -> None:
