@@ -80,4 +80,4 @@ def test_a_budget_below_the_floor_is_refused_without_a_search() -> None:
         pytest.raises(BudgetError, match="a model that returns its loss alone") as caught,
     ):
         autopar.plan(model, sample, 8, cluster="a100-sxm", progress=False, memory_budget=2**27)
-    assert 2**29 < caught.value.least < 2**30
+    assert 2**29 < caught.value.least < 2**30  # logits are cut: whole, they take 6.6 GB

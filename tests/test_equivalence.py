@@ -109,7 +109,9 @@ SHORT = [
     *((name, 2) for name in ("gpt2", "llama", "bert", "vit", "cnn", "mlp")),
 ]  # and not slow
 
-LONG = [("t5", 4), ("qwen3", 4), ("bert", 4)]  # and exhaustive, as float32 is
+LONG = [
+    (name, 4) for name in ("t5", "qwen3", "bert", "cnn", "llama")
+]  # and exhaustive, as float32 is
 
 
 def _marks(dtype: torch.dtype, name: str, ranks: int) -> list[pytest.MarkDecorator]:

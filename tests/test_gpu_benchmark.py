@@ -30,7 +30,7 @@ def run(folder: Path, *more: str) -> tuple[int, dict[str, Any]]:
     return status, json.loads(out.read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own, and a busy machine's
 def test_all_parts(tmp_path: Path, one_process: None, capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,6 +70,7 @@ def test_two_dimensions_hold_what_one_does_not(ranks: Pools) -> None:
     assert max(measured) <= 1.02 * budget
 
 
+@pytest.mark.slow
 def test_a_ring_holds_a_sequence_that_one_rank_does_not(ranks: Pools) -> None:
     """The memory grows with the length of the sequence divided by the ranks."""
     alone = autopar.plan(*attention(2048), 1, cluster="cpu", recompute="none", progress=False)

@@ -4,7 +4,7 @@ and lays tensors out as the mode says.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -37,6 +37,14 @@ EIGHT = {
 }
 QUICK = ("2d", "sequence, both")  # the modes in which GPT-2 runs in tests that are not slow
 MODELS = ("wide", "gpt2", "llama", "vit16", "bert")
+
+
+def _marked(slow: Collection[str]) -> list[Any]:
+    """Models as parameters of slow tests; those not in ``slow``, of exhaustive tests."""
+    return [
+        pytest.param(name, marks=pytest.mark.slow if name in slow else pytest.mark.exhaustive)
+        for name in MODELS
+    ]
 
 
 def _possible(name: str, cases: Mapping[str, dict[str, Any]]) -> Iterator[str]:
@@ -118,9 +126,8 @@ def test_four_ranks_are_one_device(ranks: Pools, name: str) -> None:
     _run(ranks, 4, name, {label: FOUR[label] for label in QUICK})
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", _marked(["gpt2", "vit16"]))
 def test_all_modes_of_four_ranks_are_one_device(ranks: Pools, name: str) -> None:
     _run(
         ranks,
@@ -135,15 +142,7 @@ def test_all_modes_of_four_ranks_are_one_device(ranks: Pools, name: str) -> None
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            n, marks=pytest.mark.exhaustive if n in ("llama", "bert", "vit16") else pytest.mark.slow
-        )
-        for n in MODELS
-    ],
-)
+@pytest.mark.parametrize("name", _marked(["wide"]))
 def test_all_modes_of_eight_ranks_are_one_device(ranks: Pools, name: str) -> None:
     _run(ranks, 8, name, EIGHT, timeout=900)
 

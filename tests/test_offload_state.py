@@ -69,7 +69,7 @@ def _goes_on(label: str, folder: str, to_host: bool, from_host: bool) -> None:
     ("label", "to_host", "from_host"),
     [
         ("zero 3", True, True),
-        ("zero 3", False, True),
+        pytest.param("zero 3", False, True, marks=pytest.mark.exhaustive),
         pytest.param("zero 3", True, False, marks=pytest.mark.slow),
         pytest.param("pipeline", True, True, marks=pytest.mark.slow),
         pytest.param("tensor", True, True, marks=pytest.mark.slow),

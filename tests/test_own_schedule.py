@@ -191,7 +191,7 @@ def _peak(plan: Any, name: str) -> float:
         ("chain", "last-first", 1),
         ("chain", "late-weights", 2),
         *(
-            pytest.param("gpt2", *case, marks=pytest.mark.slow)
+            pytest.param("gpt2", *case, marks=pytest.mark.exhaustive)
             for case in (
                 ("own-1f1b", 1),
                 ("last-first", 1),

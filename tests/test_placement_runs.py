@@ -78,13 +78,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, list[int]]]] = {
 }
 
 
-SLOW = ("pipeline inside tensor", "pipeline inside data, parameters split")
+MARKS = {
+    "pipeline inside data, parameters split": [pytest.mark.slow],
+    "pipeline inside tensor": [pytest.mark.exhaustive],
+}
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else []) for case in CASES],
-)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=MARKS.get(c, [])) for c in CASES])
 def test_equals_one_device(ranks: Pools, case: str) -> None:
     options, groups = CASES[case]
     outcomes = ranks(4).run(check, options)

@@ -39,6 +39,7 @@ def test_a_plan_has_its_phases(tiny: tuple[torch.nn.Module, Sample]) -> None:
     assert measured.peak > 2**27
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("measure", [further_plans, sweep])
 def test_the_slowest_of_further_plans(tiny: tuple[torch.nn.Module, Sample], measure: Any) -> None:
     measured = measure(*tiny, 4, "cpu", FIXED, [dict(zero=3), dict(micro_batch_size=2)])

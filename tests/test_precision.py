@@ -150,6 +150,6 @@ def test_half_precision_of_more_models(ranks: Pools, name: str) -> None:
     check_half(ranks(2).run(_half, name, torch.bfloat16, configurations, timeout=400))
 
 
-@pytest.mark.parametrize("name", some_of(["gpt2", "llama"], slow=["gpt2"]))
+@pytest.mark.parametrize("name", some_of(["gpt2", "llama"], slow=[]))
 def test_half_precision_on_four_ranks(ranks: Pools, name: str) -> None:
     check_half(ranks(4).run(_half, name, torch.bfloat16, FOUR, timeout=400))

@@ -173,7 +173,7 @@ def test_a_slow_link_is_hidden(ranks: Pools, tmp_path: Path, backend: str) -> No
         assert ahead < 0.8 * at_need
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.slow)])
 def test_memory_counts_the_bucket_that_is_gathered_ahead(ranks: Pools, recompute: str) -> None:
     """Where the budget has no room for it, each is gathered where it is read."""
     net, sample = peaks.made("gpt2", 4)
@@ -211,6 +211,7 @@ def staged(plan: Plan) -> tuple[float, float]:
     return float(loss.detach() - expected.detach()), max(errors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_stages_prefetch_their_own_buckets(ranks: Pools, schedule: str) -> None:
     options = dict(parallel=dict(data=2, pipeline=2), zero=3, schedule=schedule, recompute="full")

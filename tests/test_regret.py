@@ -15,7 +15,7 @@ import autopar
     ("name", "draws"),
     [
         ("cnn-5-cpu", 12),
-        ("gpt-4l-7-cpu", 8),
+        pytest.param("gpt-4l-7-cpu", 8, marks=pytest.mark.slow),
         pytest.param("llama-4l-3-a100", 12, marks=pytest.mark.slow),
     ],
 )

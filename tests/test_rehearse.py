@@ -22,12 +22,10 @@ from autopar import Plan, RunError, cli
 from autopar.ir.batch_layouts import with_batch
 from autopar.runtime.communication.stand_ins import stand_in
 
-FAST, SLOW = "1f1b, recomputed", ("zero=3", "data, microbatches", "interleaved")
+SLOW = "1f1b, recomputed", "zero=3", "interleaved"
 
 
 def _marked(name: str) -> Any:
-    if name == FAST:
-        return name
     return pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.exhaustive)
 
 
@@ -35,7 +33,7 @@ def _marked(name: str) -> Any:
 def test_the_memory_is_that_of_a_real_rank(ranks: Pools, name: str) -> None:
     plan = planned(name)
     real = ranks(RANKS).run(real_peak, plan)
-    for rank in (0, 3) if name == FAST else range(RANKS):
+    for rank in range(RANKS):
         found = plan.rehearse(*made(), rank, steps=1, progress=False).peak_memory
         print(f"{name}: rank {rank}: rehearsed {found:,.0f} bytes, real {real[rank]:,}")
         assert found == pytest.approx(real[rank], rel=0.01)

@@ -95,7 +95,7 @@ def test_sharded_storage_is_called_zero() -> None:
     assert "all-reduce of gradients" in whole.report()
 
 
-@pytest.mark.parametrize("name", ["t5", "cnn", "mixer"])
+@pytest.mark.parametrize("name", [pytest.param("t5", marks=pytest.mark.exhaustive), "cnn", "mixer"])
 def test_every_family_has_a_report(name: str) -> None:
     plan = small(name, parallel=MIXED)
     assert max(map(len, plan.report().splitlines())) <= WIDTH
@@ -191,7 +191,7 @@ def test_a_pipeline_shows_its_stages_and_devices() -> None:
     assert "from stage to stage" in report
 
 
-@pytest.mark.parametrize(("p", "c"), [(64, 1), (16, 4)])
+@pytest.mark.parametrize(("p", "c"), [pytest.param(64, 1, marks=pytest.mark.exhaustive), (16, 4)])
 def test_large_pipelines_fit_the_width(p: int, c: int) -> None:
     plan = pipelined(
         p,

@@ -110,7 +110,7 @@ def one_rank(name: str, dropout: float) -> list[tuple[float, float]]:
     [
         ("gpt2", 0.1),
         ("llama", 0.0),
-        *(pytest.param(name, 0.0, marks=pytest.mark.slow) for name in MODELS),
+        *(pytest.param(name, 0.0, marks=pytest.mark.exhaustive) for name in MODELS),
         pytest.param("t5", 0.1, marks=pytest.mark.slow),
     ],
 )

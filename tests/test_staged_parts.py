@@ -27,10 +27,14 @@ def test_a_shared_vertex_has_the_costs_of_each_node(monkeypatch: pytest.MonkeyPa
         rule: Any,
         choices: Any,
         states: Any,
+        returned: float,
         price: Callable[[], Any],
         make: Callable[[Any], Vertex],
     ) -> Vertex:
-        found, own = shared(parts, node, rule, choices, states, price, make), make(price())
+        found, own = (
+            shared(parts, node, rule, choices, states, returned, price, make),
+            make(price()),
+        )
         for name in COSTS:
             np.testing.assert_array_equal(getattr(found, name), getattr(own, name), node.name)
         assert (found.node, found.choices, found.in_labels) == (node, own.choices, own.in_labels)

@@ -6,8 +6,9 @@ import heapq
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 
-from autopar.errors import BudgetError, PlanError
+from autopar.errors import PlanError
 from autopar.search.enumeration import Enumeration
 from autopar.search.fitting.least_memory import first_that_fits
 from autopar.search.inner.inner_searches import InnerSearches
@@ -18,7 +19,7 @@ from autopar.search.space.configuration import Configuration
 
 # Configurations whose least memory is worked out; where bounds show that nothing fits, only to say
 # about how much is needed.
-MOST_LEAST, MOST_WHERE_NOTHING_FITS = 12, 3
+MOST_LEAST, MOST_WHERE_NOTHING_FITS = 12, 1
 NEAR = 1.05  # there a plan that needs so many times a bound is enough
 MOST_ORDERED = 50
 MOST_MODES = 2  # meshes of modes
@@ -46,7 +47,6 @@ class LeastMemorySearch:
         near: Configuration | None,
         candidates: Sequence[Configuration],
         may_fit: bool,
-        error: BudgetError | None = None,
     ) -> PricedPlan | None:
         """The first plan that fits; None where no configuration can split the batch.
 
@@ -54,15 +54,14 @@ class LeastMemorySearch:
             near: the configuration of the fastest candidate; None where there is no candidate.
             candidates: the configurations of all candidates.
             may_fit: whether bounds leave any configuration that may fit.
-            error: of a search before this one, with the least memory that it found.
 
         Raises:
             BudgetError: no plan fits; of the configuration that needs least memory.
         """
         if near is None:
             if may_fit:
-                return self._first_that_fits(self.over_budget, MOST_LEAST, error)
-            return self._first_that_fits(self.over_budget, MOST_WHERE_NOTHING_FITS, error, NEAR)
+                return self._first_that_fits(self.over_budget, MOST_LEAST)
+            return self._first_that_fits(self.over_budget, MOST_WHERE_NOTHING_FITS, NEAR)
         counts = self.enumeration.microbatch_counts(near)
         several = [replace(near, microbatches=m) for m in counts]
         tried = dict.fromkeys((*self.enumeration.possible(several), *candidates))
@@ -70,13 +69,12 @@ class LeastMemorySearch:
         modes = self._modes(replace(near, microbatches=most))
         ordered = [(0.0, c) for c in tried] + [(0.5, c) for c in modes]
         ordered += [(max(least, 1.0), c) for least, c in self.over_budget]
-        return self._first_that_fits(ordered, MOST_LEAST + len(modes), error)
+        return self._first_that_fits(ordered, MOST_LEAST + len(modes))
 
     def _first_that_fits(
         self,
         configurations: Sequence[tuple[float, Configuration]],
         most: int,
-        error: BudgetError | None,
         near: float = 1.0,
     ) -> PricedPlan | None:
         """The first least-memory plan that fits, among those of ``most`` configurations: those
@@ -96,8 +94,9 @@ class LeastMemorySearch:
             return nbytes(found), fullest / configuration.chunks, len(configuration.axes)
 
         # The microbatches in flight are counted one by one, and not for thousands of schedules.
-        few = heapq.nsmallest(MOST_ORDERED, configurations, key=nbytes)
-        return first_that_fits(self.searches, sorted(few, key=order)[:most], error, near)
+        few = sorted(heapq.nsmallest(MOST_ORDERED, configurations, key=nbytes), key=order)
+        divide_batch = ((n, c) for n, c in few if self.searches.can_split(c))
+        return first_that_fits(self.searches, islice(divide_batch, most), near)
 
     def _modes(self, near: Configuration) -> list[Configuration]:
         """The configurations of modes that may fit, of the families with the least bound of their

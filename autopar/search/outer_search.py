@@ -104,23 +104,20 @@ class OuterSearch:
 
     def _least_memory_plan(self) -> PricedPlan | None:
         """The plan that fits of those that need least memory; BudgetError where none fits."""
-        every = [self.searches]
+        searches = self.searches
         if not self.may_fit and self.options.recompute == "auto":
-            # Nothing fits. With whole blocks recomputed, perhaps less memory is needed.
-            every.append(self.searches.with_full_recomputation())
+            # Nothing fits. Of plans that recompute whole blocks, those of least memory are quickly
+            # found, and mostly need less than others that are.
+            searches = searches.with_full_recomputation()
         near = self._near()[0] if self._candidates else None
         candidates = [candidate.configuration for candidate in self._candidates]
-        error: BudgetError | None = None
-        for searches in every:
-            search = LeastMemorySearch(searches, self.enumeration, self._over_budget.found)
-            try:
-                plan = search.run(near, candidates, self.may_fit, error)
-            except BudgetError as e:
-                error = e
-            else:
-                return plan
-        assert error is not None
-        raise time_limit_error(error, self.options) if self.searches.is_out_of_time() else error
+        search = LeastMemorySearch(searches, self.enumeration, self._over_budget.found)
+        try:
+            return search.run(near, candidates, self.may_fit)
+        except BudgetError as e:
+            if searches.is_out_of_time():
+                raise time_limit_error(e, self.options) from None
+            raise
 
     # Configurations in the order of their bounds
 

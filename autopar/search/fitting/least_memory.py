@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -33,32 +33,28 @@ FIRST, HIGHER, LOWER = 4.0, tuple(4.0**i for i in range(2, 7)), (1.0, 0.25, 0.06
 
 def first_that_fits(
     searches: InnerSearches,
-    configurations: Sequence[tuple[float, Configuration]],
-    error: BudgetError | None = None,
+    configurations: Iterable[tuple[float, Configuration]],
     near: float = 1.0,
 ) -> PricedPlan | None:
-    """The first least-memory plan that fits. None where no configuration can split the batch.
-    Beyond the time limit, one configuration is tried.
+    """The first least-memory plan that fits; None where there is no configuration. Beyond the time
+    limit, one configuration is tried.
 
     Args:
-        configurations: in rising order of the memory that they need at least, with these bytes. The
-            bytes may be an estimate below the truth.
-        error: of a search before this one, with the least memory that it found.
+        configurations: all divide the batch; in rising order of the memory that they need at least,
+            with these bytes. The bytes may be an estimate below the truth.
         near: a plan that needs at most so many times a configuration's bytes ends the search for
             less. More than 1 only where these bytes are bounds above the budget.
 
     Raises:
         BudgetError: no plan fits; of the configuration that needs least memory.
     """
-    errors = [error] if error is not None else []
+    errors: list[BudgetError] = []
     for least, configuration in configurations:
         enough = near * least
         found = min((e.least for e in errors), default=math.inf)
         if found <= enough or (errors and searches.is_out_of_time()):
             break
         searches.progress(f"saving memory, {configuration}")
-        if not searches.can_split(configuration):
-            continue
         if configuration.place is None:  # no placement needs more memory than another
             configuration = searches.placements(configuration)[0]
         search, samples = searches.of_configuration(configuration)
@@ -124,7 +120,8 @@ def _least_along_prices(
     at: Callable[[float], PricedPlan], nbytes: Callable[[PricedPlan], float], enough: float
 ) -> PricedPlan:
     """The plan of the fewest bytes up to the first that needs at most ``enough``, or else along
-    rising and falling prices until bytes rise; of all prices where no number of bytes is enough.
+    rising and falling prices as long as bytes fall; of all prices where no number of bytes is
+    enough.
     """
     best = first = at(FIRST)
     for ladder in (HIGHER, LOWER):
@@ -133,7 +130,7 @@ def _least_along_prices(
             if nbytes(best) <= enough:
                 return best
             plan = at(price)
-            if enough and nbytes(plan) > nbytes(before):
+            if enough and nbytes(plan) >= nbytes(before):
                 break
             best, before = min(best, plan, key=nbytes), plan
     return best

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import product
@@ -58,13 +59,23 @@ def build_problem(
         if parts is None
         else parts.graph
     )
-    builder = _Builder(choices, rules, costs, recompute, parts)
+    builder = _Builder(choices, rules, costs, recompute, parts, _returned(shape, costs))
     vertices = [builder.vertex(node, count) for node, count in shape.vertices.items()]
     tensors = [
         builder.tensor(vertices, producer, ports, count)
         for (producer, ports), count in shape.tensors.items()
     ]
     return Problem(vertices, tensors, shape.vertex_of, shape.tensor_of, shape.stages, solver)
+
+
+def _returned(shape: ProblemGraph, costs: Costs) -> dict[fx.Node, float]:
+    """How many results of earlier microbatches the model returns, by the node that makes one. They
+    last to the end of the step, in the layout in which they are made.
+    """
+    nodes = list(shape.vertices)
+    found = Counter(nodes[shape.vertex_of[n]] for n in costs.returned if n in shape.vertex_of)
+    earlier = costs.microbatches - 1
+    return {n: earlier * k / float(shape.vertices[n].sum()) for n, k in found.items() if earlier}
 
 
 class _Builder:
@@ -77,23 +88,26 @@ class _Builder:
         costs: Costs,
         recompute: RecomputePolicy,
         parts: Parts | None,
+        returned: Mapping[fx.Node, float],
     ) -> None:
         self._choices, self._rules, self._costs = choices, rules, costs
-        self._recompute, self._parts = recompute, parts
+        self._recompute, self._parts, self._returned = recompute, parts, returned
 
     def vertex(self, node: fx.Node, count: np.ndarray) -> Vertex:
         choices, rule = self._choices[node], self._rules.get(node)
         states = _states(node, self._costs.saved(node), self._recompute)
+        returned = self._returned.get(node, 0.0)
 
         def price() -> NodeCosts:
             return self._costs.of(node).node_costs(node, rule, choices)
 
         def make(prices: NodeCosts) -> Vertex:
-            return _vertex(node, count, choices, prices, self._costs.saved(node), states)
+            saved = self._costs.saved(node)
+            return _vertex(node, count, choices, prices, saved, states, returned)
 
         if self._parts is None:
             return make(price())
-        return self._parts.vertex(node, rule, choices, states, price, make)
+        return self._parts.vertex(node, rule, choices, states, returned, price, make)
 
     def tensor(
         self,
@@ -121,6 +135,7 @@ def _vertex(
     prices: NodeCosts,
     saved: SavedTensors,
     states: tuple[int, ...],
+    returned: float,
 ) -> Vertex:
     """The vertex of a node: every choice with every state that the node's result may have."""
     has_memory = node.op == "call_function" and saved.alias is None
@@ -149,7 +164,7 @@ def _vertex(
         send=prices.send[which],
         step=prices.step[which],
         kept=result_bytes + internal_bytes,
-        state=prices.state[which],
+        state=(prices.state + returned * prices.result)[which],
         result=prices.result[which],
     )
 

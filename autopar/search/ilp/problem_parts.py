@@ -41,6 +41,7 @@ class Parts(Protocol):
         rule: Rule | None,
         choices: Choices,
         states: tuple[int, ...],
+        returned: float,
         price: Callable[[], NodeCosts],
         make: Callable[[NodeCosts], Vertex],
     ) -> Vertex:
@@ -85,12 +86,14 @@ class ProblemParts:
         rule: Rule | None,
         choices: Choices,
         states: tuple[int, ...],
+        returned: float,
         price: Callable[[], NodeCosts],
         make: Callable[[NodeCosts], Vertex],
     ) -> Vertex:
         """The vertex of a node, whose result may have these states.
 
         Args:
+            returned: how many results of earlier microbatches the model returns, with this one.
             price: the costs of the choices, which do not depend on the states.
             make: the vertex with these costs.
         """
@@ -100,7 +103,7 @@ class ProblemParts:
         elif rule is not None and rule.composed:  # there are collectives inside its kernels
             depends = self.work, self.links
         return self._part(
-            (node, states, depends),
+            (node, states, returned, depends),
             [choices],
             lambda: make(self._part((node, depends), [choices], price)),
         )

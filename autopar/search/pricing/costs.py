@@ -87,6 +87,7 @@ class Costs:
     ) -> None:
         self.analysis, self.compute, self.sizes = analysis, compute, conversions.sizes
         self.optimizer, self.reduction_dtype = optimizer, reduction_dtype
+        self.microbatches = microbatches
         self._stages: tuple[Costs, ...] = ()
         self._stage_of: Mapping[fx.Node, Sequence[int]] = {}
         tracer = tracer or OperatorTracer(compute.device_kind)
@@ -147,6 +148,17 @@ class Costs:
         other.conversions = self.conversions.in_buckets(elements)
         other._stages = tuple(each.in_buckets(elements) for each in self._stages)
         return other
+
+    @property
+    def returned(self) -> list[fx.Node]:
+        """The results besides the loss that the model returns."""
+        outputs = self.analysis.outputs[: self.analysis.captured.out_spec.num_leaves]
+        loss = self.analysis.loss
+        return [
+            n
+            for n in outputs
+            if isinstance(n, fx.Node) and n is not loss and n.op == "call_function"
+        ]
 
     @property
     def overhead(self) -> float:

@@ -36,11 +36,17 @@ class StagedParts:
         rule: Rule | None,
         choices: Choices,
         states: tuple[int, ...],
+        returned: float,
         price: Callable[[], NodeCosts],
         make: Callable[[NodeCosts], Vertex],
     ) -> Vertex:
         """The vertex of a node, with the costs of the first node equal to it."""
-        key = self.equal(node), states, tuple(map(id, choices))  # the vertex keeps them alive
+        key = (
+            self.equal(node),
+            states,
+            returned,
+            tuple(map(id, choices)),
+        )  # the vertex keeps them alive
         if key not in self._vertices:
             self._vertices[key] = make(price())
         return self._vertices[key].of_node(node, self.graph.vertices[node])
