@@ -107,6 +107,11 @@ class StageFold:
                 return TracedBlock(number, min(block, TRACED_BLOCKS - 1))
         return None
 
+    def blocks_left_out(self, place: int) -> int:
+        """The number of blocks that are not traced before a place."""
+        before = (run for run in self.runs if run.left_out.stop <= place)
+        return sum(run.blocks - TRACED_BLOCKS for run in before)
+
     def is_left_out(self, place: int) -> bool:
         return any(place in run.left_out for run in self.runs)
 

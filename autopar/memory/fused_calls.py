@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch.fx as fx
 
 from autopar.ir.model_blocks import number_blocks
+from autopar.memory.folding import Folding
 from autopar.memory.traced_call import GradientSlot, TracedCall, TracedStorage
 
 
@@ -30,14 +31,22 @@ def fuse_calls(calls: Sequence[TracedCall], lasting: Collection[TracedStorage]) 
     _Fusion(calls, lasting).run()
 
 
-def divide_into_blocks(calls: Iterable[TracedCall], graph: fx.Graph) -> None:
-    """Notes the part of each call of a program on several ranks, where each block is compiled
-    alone. ``graph`` has a node for each call but conversions, which no kernel is fused with.
+def divide_into_blocks(calls: Iterable[TracedCall], graph: fx.Graph, folding: Folding) -> None:
+    """Notes the part of each traced call of a program on several ranks, where each block is
+    compiled alone. ``graph`` has a node for each call but conversions, which no kernel is fused
+    with.
+
+    A traced block may reach into two parts. Its part in the next traced block keeps its number, so
+    blocks that are not traced have none.
     """
     nodes = [node for node in graph.nodes if node.op == "call_function"]
-    numbers = {node.name: number for node, number in number_blocks(nodes).items()}
+    parts = dict[str, int]()
+    for node, number in number_blocks(nodes).items():
+        at = folding.calls.places.get(node)
+        left_out = folding.folds[at[0]].blocks_left_out(at[1]) if at is not None else 0
+        parts[node.name] = number and number - left_out
     for call in calls:
-        call.part = numbers.get(call.name, 0)
+        call.part = parts.get(call.name, 0)
 
 
 class _Fusion:

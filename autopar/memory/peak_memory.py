@@ -113,7 +113,7 @@ class PeakMemory:
             sent = (arrival.sent for arrival in trace.arrivals)
             lasting = {s for s in (*trace.outputs, *sent) if s is not None}
             if math.prod(self._sizes) > 1:
-                divide_into_blocks(trace.calls, self._analysis.graph)
+                divide_into_blocks(trace.calls, self._analysis.graph, folding)
             fuse_calls(trace.calls, lasting)
         found = {}
         for stage in sorted(set(folding.like)):
