@@ -24,6 +24,7 @@ from autopar.search.result.priced_plan import PricedPlan
 REFITS = 6
 LEAST_UNUSED = 0.02  # the part of a device's memory that is worth another try
 LEAST_GAIN = 0.002  # the relative improvement of the step time that is worth one
+CLOSER_TRIES = 3  # candidates with more room than that of a plan that leaves room
 EXACT_TRIES = 6
 LEAST_STEP = 1e-3  # the least additional reserve, relative to the budget
 
@@ -55,7 +56,7 @@ def fit_to_memory(
         if best is not None:
             over = bytes_over(searches.of(configuration.microbatches), best)
             reserves.learn(configuration, reserve, over)
-            best = _with_less_reserve(searches, candidate, best, reserves)
+            best = _with_less_reserve(searches, candidate, best, reserve, reserves)
     except BudgetError as e:
         failure = e
     if is_mixed and (best is None or not searches.is_out_of_time()):
@@ -72,24 +73,32 @@ def fit_to_memory(
 
 
 def _with_less_reserve(
-    searches: InnerSearches, candidate: Candidate, plan: PricedPlan, reserves: Reserves
+    searches: InnerSearches,
+    candidate: Candidate,
+    plan: PricedPlan,
+    reserve: Sequence[float],
+    reserves: Reserves,
 ) -> PricedPlan:
-    """The faster plan that leaves as many bytes free as ``plan`` had to, where ``plan`` left
-    clearly more; otherwise ``plan``.
+    """The faster plan that leaves about as many bytes free as ``plan`` had to, where ``plan`` left
+    clearly more, by ``reserve``; otherwise ``plan``.
     """
     configuration = candidate.configuration
     search = searches.of(configuration.microbatches)
     needed = reserves.of(configuration)
-    unused = [r - n for r, n in zip(candidate.reserve, needed, strict=True)]
+    unused = [r - n for r, n in zip(reserve, needed, strict=True)]
     is_little = max(unused) < LEAST_UNUSED * search.budget(configuration)
     if is_little or searches.is_out_of_time():
         return plan
-    other = searches.candidate(configuration, needed)
-    if other.seconds >= plan.seconds * (1 - LEAST_GAIN):
-        return plan
-    priced = count_plan(searches, other)
-    fits = max(bytes_over(search, priced)) <= 0
-    return priced if fits and priced.seconds < plan.seconds else plan
+    for _ in range(CLOSER_TRIES):
+        other = searches.candidate(configuration, needed)
+        if other.seconds >= plan.seconds * (1 - LEAST_GAIN):
+            break
+        priced = count_plan(searches, other)
+        over = bytes_over(search, priced)
+        if max(over) <= 0:
+            return priced if priced.seconds < plan.seconds else plan
+        needed = [n + max(o, 0.0) for n, o in zip(needed, over, strict=True)]
+    return plan
 
 
 def _with_proven_gap(searches: InnerSearches, priced: PricedPlan) -> PricedPlan:
