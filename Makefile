@@ -69,10 +69,11 @@ format: $(STAMP) ## rewrite the sources in the style that check asks for
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-bench: $(STAMP) ## planning time and memory; overhead of a step; tensor modes; time against memory; planning all together; a sweep; accuracy; rehearsals
+bench: $(STAMP) ## planning time and memory; overhead of a step; a slow link; tensor modes; time against memory; planning all together; a sweep; accuracy; rehearsals
 	$(BIN)/python benchmarks/planning.py
 	$(BIN)/python benchmarks/verify.py
 	$(BIN)/python benchmarks/step_time.py
+	$(BIN)/python benchmarks/slowed_link.py
 	$(BIN)/python benchmarks/modes.py
 	$(BIN)/python benchmarks/frontier.py
 	$(BIN)/python benchmarks/joint.py

@@ -125,7 +125,7 @@ def steps(folder: Path) -> list[dict[str, Any]]:
     return [line for line in read_lines(folder / "run" / "metrics.jsonl") if "loss" in line]
 
 
-def wait_for_step(folder: Path, step: int, seconds: float = 150) -> None:
+def wait_for_step(folder: Path, step: int, seconds: float = 300) -> None:
     end = time.monotonic() + seconds
     while not any(line["step"] >= step for line in steps(folder)):
         assert time.monotonic() < end, f"step {step} did not come within {seconds} s"
