@@ -130,6 +130,27 @@ def exposed_in_order(events: Sequence[Event]) -> float:
     return longer
 
 
+def _plans(
+    name: str, options: argparse.Namespace, cluster: Cluster, model: torch.nn.Module, sample: Any
+) -> list[autopar.Plan]:
+    """The plan on a cluster with the slow link, and on one whose link takes no time."""
+    slow = Level("slow", None, options.latency, options.bandwidth)
+    software = replace(cluster.software, overlap=1.0)
+    return [
+        autopar.plan(
+            model,
+            sample,
+            RANKS,
+            cluster=replace(cluster, links=(link,), software=software),
+            recompute="none",
+            backend="eager",
+            progress=False,
+            **PLANS[name],
+        )
+        for link in (slow, replace(slow, latency=0.0, bandwidth=1e15))
+    ]
+
+
 def case(
     name: str, options: argparse.Namespace, cluster: Cluster, model: torch.nn.Module
 ) -> dict[str, Any]:
@@ -137,18 +158,7 @@ def case(
     tokens = torch.randint(
         0, 1024, (options.batch, options.sequence), generator=torch.Generator().manual_seed(1)
     )
-    link = Level("slow", None, options.latency, options.bandwidth)
-    free = replace(link, latency=0.0, bandwidth=1e15)
-    plans = [
-        autopar.plan(
-            model, inputs(tokens), RANKS,
-            cluster=replace(
-                cluster, links=(each,), software=replace(cluster.software, overlap=1.0)
-            ),
-            recompute="none", backend="eager", progress=False, **PLANS[name],
-        )
-        for each in (link, free)
-    ]  # fmt: skip
+    plans = _plans(name, options, cluster, model, inputs(tokens))
     compiled = autopar.compile(model, inputs(tokens), RANKS, plan=plans[0], progress=False)
     slowed, device = SlowLink(options.latency, options.bandwidth), torch.device("cpu")
     step = backward_of(compiled, inputs(tokens))

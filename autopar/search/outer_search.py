@@ -104,20 +104,21 @@ class OuterSearch:
 
     def _least_memory_plan(self) -> PricedPlan | None:
         """The plan that fits of those that need least memory; BudgetError where none fits."""
-        searches = self.searches
+        every = [self.searches]
         if not self.may_fit and self.options.recompute == "auto":
-            # Nothing fits. Of plans that recompute whole blocks, those of least memory are quickly
-            # found, and mostly need less than others that are.
-            searches = searches.with_full_recomputation()
+            # Nothing fits. With whole blocks recomputed, perhaps less memory is needed.
+            every.append(self.searches.with_full_recomputation())
         near = self._near()[0] if self._candidates else None
         candidates = [candidate.configuration for candidate in self._candidates]
-        search = LeastMemorySearch(searches, self.enumeration, self._over_budget.found)
-        try:
-            return search.run(near, candidates, self.may_fit)
-        except BudgetError as e:
-            if searches.is_out_of_time():
-                raise time_limit_error(e, self.options) from None
-            raise
+        errors = []
+        for searches in every:
+            search = LeastMemorySearch(searches, self.enumeration, self._over_budget.found)
+            try:
+                return search.run(near, candidates, self.may_fit)
+            except BudgetError as e:
+                errors.append(e)
+        error = min(errors, key=lambda e: e.least)
+        raise time_limit_error(error, self.options) if self.searches.is_out_of_time() else error
 
     # Configurations in the order of their bounds
 

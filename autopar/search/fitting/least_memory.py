@@ -120,8 +120,7 @@ def _least_along_prices(
     at: Callable[[float], PricedPlan], nbytes: Callable[[PricedPlan], float], enough: float
 ) -> PricedPlan:
     """The plan of the fewest bytes up to the first that needs at most ``enough``, or else along
-    rising and falling prices as long as bytes fall; of all prices where no number of bytes is
-    enough.
+    rising and falling prices until bytes rise; of all prices where no number of bytes is enough.
     """
     best = first = at(FIRST)
     for ladder in (HIGHER, LOWER):
@@ -130,7 +129,7 @@ def _least_along_prices(
             if nbytes(best) <= enough:
                 return best
             plan = at(price)
-            if enough and nbytes(plan) >= nbytes(before):
+            if enough and nbytes(plan) > nbytes(before):
                 break
             best, before = min(best, plan, key=nbytes), plan
     return best
