@@ -160,6 +160,13 @@ class Analysis:
         return tuple(next(iter(reversed(self.graph.nodes))).args[0])  # type: ignore[arg-type]
 
     @property
+    def returned(self) -> list[fx.Node]:
+        """The results of calls that the model returns besides its loss, each once."""
+        own = dict.fromkeys(self.outputs[: self.captured.out_spec.num_leaves])
+        calls = [n for n in own if isinstance(n, fx.Node) and n.op == "call_function"]
+        return [n for n in calls if n is not self.loss]
+
+    @property
     def loss(self) -> fx.Node:
         return self.outputs[self.captured.loss]
 

@@ -73,7 +73,9 @@ def _returned(shape: ProblemGraph, costs: Costs) -> dict[fx.Node, float]:
     last to the end of the step, in the layout in which they are made.
     """
     nodes = list(shape.vertices)
-    found = Counter(nodes[shape.vertex_of[n]] for n in costs.returned if n in shape.vertex_of)
+    found = Counter(
+        nodes[shape.vertex_of[n]] for n in costs.analysis.returned if n in shape.vertex_of
+    )
     earlier = costs.microbatches - 1
     return {n: earlier * k / float(shape.vertices[n].sum()) for n, k in found.items() if earlier}
 
@@ -164,7 +166,7 @@ def _vertex(
         send=prices.send[which],
         step=prices.step[which],
         kept=result_bytes + internal_bytes,
-        state=(prices.state + returned * prices.result)[which],
+        state=(prices.state + returned * has_memory * prices.result)[which],
         result=prices.result[which],
     )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.fx as fx
 
 from autopar.cost_model import parameter_memory
 from autopar.search.inner.inner_search import InnerSearch
@@ -59,9 +58,7 @@ def _lasting_bytes(search: InnerSearch, has_gradients: bool) -> float:
 def _output_bytes(search: InnerSearch) -> float:
     """Bytes of the largest tensor with a batch that the model returns besides its loss."""
     analysis = search.analysis
-    returned = analysis.outputs[: analysis.captured.out_spec.num_leaves]
-    others = [n for n in returned if isinstance(n, fx.Node) and n is not analysis.loss]
-    made = [n for n in others if n.op == "call_function" and analysis.batch.dim(n) is not None]
+    made = [n for n in analysis.returned if analysis.batch.dim(n) is not None]
     tensors = [n.meta["val"] for n in made if isinstance(n.meta["val"], torch.Tensor)]
     return float(max((_bytes(t) for t in tensors), default=0))
 

@@ -150,17 +150,6 @@ class Costs:
         return other
 
     @property
-    def returned(self) -> list[fx.Node]:
-        """The results besides the loss that the model returns."""
-        outputs = self.analysis.outputs[: self.analysis.captured.out_spec.num_leaves]
-        loss = self.analysis.loss
-        return [
-            n
-            for n in outputs
-            if isinstance(n, fx.Node) and n is not loss and n.op == "call_function"
-        ]
-
-    @property
     def overhead(self) -> float:
         """Seconds of a step outside kernels, on the devices that need fewest."""
         return min(each.compute.overhead for each in self._stages or (self,))

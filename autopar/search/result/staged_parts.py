@@ -41,12 +41,8 @@ class StagedParts:
         make: Callable[[NodeCosts], Vertex],
     ) -> Vertex:
         """The vertex of a node, with the costs of the first node equal to it."""
-        key = (
-            self.equal(node),
-            states,
-            returned,
-            tuple(map(id, choices)),
-        )  # the vertex keeps them alive
+        own = tuple(map(id, choices))  # the vertex keeps them alive
+        key = self.equal(node), states, returned, own
         if key not in self._vertices:
             self._vertices[key] = make(price())
         return self._vertices[key].of_node(node, self.graph.vertices[node])
