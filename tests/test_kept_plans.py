@@ -18,6 +18,8 @@ import autopar
 from autopar.frontend import planner, traced_model
 from autopar.frontend.kept_models import KEPT_MODELS
 from autopar.frontend.traced_model import TracedModel
+from autopar.memory.peak_memory import PeakMemory
+from autopar.search.fitting import counted_memory
 
 pytestmark = pytest.mark.usefixtures("models_are_kept")
 
@@ -133,3 +135,34 @@ def test_a_second_plan_traces_nothing(count: int, monkeypatch: pytest.MonkeyPatc
     for other, second in zip(others * count, found, strict=True):
         assert second == autopar.plan(model, sample, 2, **OPTIONS, **other)
         KEPT_MODELS.clear()
+
+
+def test_the_memory_of_a_program_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan for another budget that is the same program has its memory from the first plan, and
+    has the memory that a first call with that budget counts.
+    """
+    counts: list[PeakMemory] = []
+
+    def counted(*args: Any) -> PeakMemory:
+        counts.append(PeakMemory(*args))
+        return counts[-1]
+
+    monkeypatch.setattr(counted_memory, "PeakMemory", counted)
+    model, sample = zoo.gpt2(layers=3)
+    options = dict(parallel=dict(data=2), zero=3, micro_batch_size=1, progress=False)
+    first = autopar.plan(model, sample, 2, memory_budget=1e9, **options)
+    assert counts
+    assert first.prefetch == 1
+    counts.clear()
+    second = autopar.plan(model, sample, 2, memory_budget=2e9, **options)
+    assert not counts
+    KEPT_MODELS.clear()
+    alone = autopar.plan(model, sample, 2, memory_budget=2e9, **options)
+    assert counts
+    assert second == alone
+    assert second.peak_memory == first.peak_memory
+    counts.clear()
+    tight = sum(first.peak_memory) - 1.0  # too little for prefetch
+    third = autopar.plan(model, sample, 2, memory_budget=tight, **options)
+    assert counts
+    assert max(third.peak_memory) <= tight

@@ -5,42 +5,81 @@ optimizer. The problem's own estimate counts less.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from autopar.ir.zero_buckets import gathered_together
 from autopar.memory.peak_memory import PeakMemory
 from autopar.memory.step_settings import StepSettings, is_fused
+from autopar.rules.analysis import Analysis
 from autopar.search.inner.candidate import Candidate
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.plan_check.data_degree import data_degree
-from autopar.search.result.assemble import assemble
+from autopar.search.result.assemble import Assembly
 from autopar.search.result.choose_backend import choose_backend
-from autopar.search.result.chosen_program import chosen_program
+from autopar.search.result.chosen_program import ChosenProgram, chosen_program
 from autopar.search.result.priced_plan import PricedPlan
+
+MOST_PEAKS = 8  # programs of one cut graph and step whose memory is kept
+# A plan with buckets that is estimated to need more than this part of the budget is counted without
+# prefetch first.
+NEARLY_FULL = 0.9
+
+
+@dataclass(frozen=True)
+class CountedProgram:
+    """A program and its peak memory; ``saved_bytes`` and ``by_kind`` as in
+    :class:`PeakMemory`.
+    """
+
+    analysis: Analysis
+    program: ChosenProgram
+    saved_bytes: list[float]
+    by_kind: list[dict[str, float]]
 
 
 def counted(search: InnerSearch, candidate: Candidate) -> PricedPlan:
     """The candidate as a plan with counted memory: without ZeRO buckets where it has them and only
     so needs no more than the budget, or less beyond it.
     """
-    plan = count_and_prefetch(search, assemble(search, candidate))
+    assembly = Assembly(search, candidate)
+    with_buckets = assembly.priced_plan(has_buckets=True)
+    plan = count_and_prefetch(search, with_buckets, candidate.reserve)
     over = max(bytes_over(search, plan))
     if over > 0 and chosen_program(plan).zero_buckets:
-        alone = count_memory(search, assemble(search, candidate, has_buckets=False))
+        alone = count_memory(search, assembly.priced_plan(has_buckets=False))
         if max(bytes_over(search, alone)) < over:
             return alone
     return plan
 
 
-def count_and_prefetch(search: InnerSearch, priced: PricedPlan) -> PricedPlan:
+def count_and_prefetch(
+    search: InnerSearch, priced: PricedPlan, reserve: Sequence[float]
+) -> PricedPlan:
     """The same plan with counted memory. Each ZeRO bucket is gathered one ahead, where that needs
-    no more than the budget.
+    no more than the budget. A plan that is over its budget without is so with it, too.
+
+    Args:
+        reserve: bytes of each pipeline rank's device that the plan had to leave free, because
+            counted memory is above its estimate.
     """
-    if _has_next_bucket(priced):
-        ahead = count_memory(search, replace(priced, prefetch=1))
-        if max(bytes_over(search, ahead)) <= 0:
-            return ahead
-    return count_memory(search, replace(priced, prefetch=0))
+    alone = replace(priced, prefetch=0) if priced.prefetch else priced
+    if not _has_next_bucket(alone):
+        return count_memory(search, alone)
+    if _is_nearly_full(search, alone, reserve):
+        alone = count_memory(search, alone)
+        if max(bytes_over(search, alone)) > 0:
+            return alone
+    ahead = count_memory(search, replace(alone, prefetch=1))
+    return ahead if max(bytes_over(search, ahead)) <= 0 else count_memory(search, alone)
+
+
+def _is_nearly_full(search: InnerSearch, priced: PricedPlan, reserve: Sequence[float]) -> bool:
+    """Whether a device is estimated to be nearly full, by a plan without counted memory."""
+    budgets = search.budgets(priced.configuration)
+    reserved = reserve or [0.0] * len(budgets)
+    estimates = zip(priced.device_bytes(), reserved, budgets, strict=True)
+    return any(nbytes + free > NEARLY_FULL * budget for nbytes, free, budget in estimates)
 
 
 def _has_next_bucket(priced: PricedPlan) -> bool:
@@ -76,5 +115,27 @@ def count_memory(search: InnerSearch, priced: PricedPlan) -> PricedPlan:
         tracer.device_type,
         is_fused(backend, program, analysis.graph),
     )
-    peak = PeakMemory(analysis, program, sizes, settings, tracer, priced.calls)
-    return replace(priced, counted_saved_bytes=peak.saved_bytes, counted_bytes=peak.by_kind)
+
+    def count() -> CountedProgram:
+        peak = PeakMemory(analysis, program, sizes, settings, tracer, priced.calls)
+        return CountedProgram(analysis, program, peak.saved_bytes, peak.by_kind)
+
+    # Plans at other prices or for another budget are often the same program.
+    key = id(analysis), analysis.batch.size, sizes, settings, priced.calls is None
+    found = _kept(search.cache.counted_programs.of(key, list), analysis, program, count)
+    return replace(priced, counted_saved_bytes=found.saved_bytes, counted_bytes=found.by_kind)
+
+
+def _kept(
+    kept: list[CountedProgram],
+    analysis: Analysis,
+    program: ChosenProgram,
+    count: Callable[[], CountedProgram],
+) -> CountedProgram:
+    """The program among those kept; otherwise ``count`` counts it, and it is kept."""
+    for each in kept:
+        if each.analysis is analysis and each.program == program:
+            return each
+    kept.insert(0, count())
+    del kept[MOST_PEAKS:]
+    return kept[0]

@@ -248,7 +248,7 @@ def _exact_plan(
         bound = bound if attempt else found.seconds * (1 - found.gap)
         with resized(search.analysis, samples, search.analysis.rules):
             found = replace(found, gap=max(0.0, 1 - bound / found.seconds))
-            found = count_and_prefetch(search, found)
+            found = count_and_prefetch(search, found, reserve)
             over = bytes_over(search, found)
         if max(over) <= 0:
             return found if best is None or found.seconds < best.seconds else best

@@ -115,9 +115,11 @@ class SearchCache:
             self.tracer, self.work = OperatorTracer(cluster.device.kind), LruCache[WorkByKind]()
             self.staged_graphs = LruCache[StagedGraph]()
             self._saved = LruCache[dict[fx.Node, SavedTensors]]()
+            self.counted_programs = LruCache[list[Any]]()  # with their peak memory
         else:
             self.tracer, self.work = like.tracer, like.work
             self.staged_graphs, self._saved = like.staged_graphs, like._saved
+            self.counted_programs = like.counted_programs
         # Choices and the form of problems depend on the graph and the options alone.
         self.choices: LruCache[Any] = like.choices if like else LruCache()
         self._graph: LruCache[ProblemGraph] = like._graph if like else LruCache(1)

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Hashable
-from functools import partial
+from dataclasses import replace
+from functools import cached_property, partial
 
 import numpy as np
 import torch.fx as fx
@@ -46,10 +47,10 @@ def assemble(search: InnerSearch, candidate: Candidate, has_buckets: bool = True
     Args:
         has_buckets: whether parameters that may share a ZeRO bucket do.
     """
-    return _Assembly(search, candidate).priced_plan(has_buckets)
+    return Assembly(search, candidate).priced_plan(has_buckets)
 
 
-class _Assembly:
+class Assembly:
     """Transfers a candidate's decisions from the search's graph to the graph that is cut into
     stages. Nodes of both graphs have the same names; the cut graph has ``send`` nodes besides.
     """
@@ -82,6 +83,13 @@ class _Assembly:
         }
 
     def priced_plan(self, has_buckets: bool) -> PricedPlan:
+        """As :func:`assemble`."""
+        plan = replace(self._with_largest_buckets, has_buckets=has_buckets)
+        return at_own_buckets(plan, self._problem)
+
+    @cached_property
+    def _with_largest_buckets(self) -> PricedPlan:
+        """The plan where each gathered parameter is taken to be in the largest possible bucket."""
         search, configuration, analysis = self.search, self.candidate.configuration, self.analysis
         costs = staged_costs(search, configuration, analysis, self.staged.saved, self.stage_of)
         problem = self._problem(costs.at(self.candidate.step_prices))
@@ -95,7 +103,7 @@ class _Assembly:
         breakdown = problem.cost_breakdown(chosen, recomputed)
         solution = Solution(tuple(chosen), recomputed, breakdown)
         gap = self.candidate.gap
-        priced = PricedPlan(
+        return PricedPlan(
             analysis,
             configuration,
             problem,
@@ -104,10 +112,8 @@ class _Assembly:
             gap,
             self.stage_of,
             self.staged.calls,
-            has_buckets,
             step_prices=self.candidate.step_prices,
         )
-        return at_own_buckets(priced, self._problem)
 
     def _problem(self, costs: Costs) -> Problem:
         """The problem of the cut graph. Nodes of the searched graph have the choices that the

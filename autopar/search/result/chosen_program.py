@@ -34,6 +34,12 @@ class ChosenProgram:
 
 def chosen_program(priced: PricedPlan) -> ChosenProgram:
     """The program of a priced plan."""
+    if priced.known_program is None:
+        priced.known_program = _chosen_program(priced)
+    return priced.known_program
+
+
+def _chosen_program(priced: PricedPlan) -> ChosenProgram:
     # Nodes of equal blocks share a choice, and so what the plan has of them.
     known: dict[int, NodePlan] = {}
     nodes: dict[str, NodePlan] = {}

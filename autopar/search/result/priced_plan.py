@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch.fx as fx
@@ -24,6 +25,9 @@ from autopar.search.space.configuration import Configuration
 from autopar.search.space.meshes import Axis
 from autopar.search.space.recompute_policy import OFFLOADED, RECOMPUTED
 from autopar.search.space.strategies import Choice, ParameterStrategy
+
+if TYPE_CHECKING:
+    from autopar.search.result.chosen_program import ChosenProgram
 
 SYNC, OPTIMIZER = "gradient synchronisation", "optimizer"  # the kinds of seconds of a step end
 
@@ -50,7 +54,8 @@ class PricedPlan:
             count.
         output_bytes: by stage: bytes of the outputs besides the loss that it makes, of all
             microbatches. Where microbatches run inside the call, outputs are alive until it ends.
-        known_ends: what :func:`end_of_step` found. None before its first call.
+        known_ends, known_program: what :func:`end_of_step` and :func:`chosen_program` found. None
+            before the first call.
     """
 
     analysis: Analysis
@@ -70,6 +75,7 @@ class PricedPlan:
     counted_bytes: list[dict[str, float]] | None = None
     output_bytes: list[float] = field(default_factory=list)
     known_ends: list[dict[str, float]] | None = field(default=None, init=False, compare=False)
+    known_program: ChosenProgram | None = field(default=None, init=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.output_bytes:
