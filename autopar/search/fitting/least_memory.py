@@ -60,7 +60,14 @@ def first_that_fits(
         search, samples = searches.of_configuration(configuration)
         with resized(search.analysis, samples, search.analysis.rules):
             starts = searches.user_starts(search)
-            priced = least_memory_plan(search, configuration, samples, starts, enough * (near > 1))
+            priced = least_memory_plan(
+                search,
+                configuration,
+                samples,
+                starts,
+                enough * (near > 1),
+                searches.is_out_of_time,
+            )
             rank, kinds = _fullest_rank(search, priced)
         if sum(kinds.values()) <= search.budgets(configuration)[rank]:
             return priced
@@ -76,6 +83,7 @@ def least_memory_plan(
     samples: int,
     starts: Sequence[int] | None = None,
     enough: float = 0.0,
+    is_out_of_time: Callable[[], bool] = lambda: False,
 ) -> PricedPlan:
     """The plan of one configuration that needs least memory, among the plans at a few prices of
     memory. It does not depend on the budget.
@@ -86,6 +94,7 @@ def least_memory_plan(
         starts: the first unit of each stage, where the user cut the stages.
         enough: bytes; a plan that needs no more is not followed by another price. 0 where the plan
             may fit, so that all prices are tried.
+        is_out_of_time: whether a plan that fits the budget is enough.
     """
     prices = search.prices(configuration, samples)
     fastest = prices.at(0.0)
@@ -113,11 +122,16 @@ def least_memory_plan(
     def nbytes(plan: PricedPlan) -> float:
         return max(_fullness(search, plan))
 
-    return _least_along_prices(at, nbytes, enough)
+    def wanted() -> float:
+        return max(enough, search.budget(configuration)) if is_out_of_time() else enough
+
+    return _least_along_prices(at, nbytes, wanted)
 
 
 def _least_along_prices(
-    at: Callable[[float], PricedPlan], nbytes: Callable[[PricedPlan], float], enough: float
+    at: Callable[[float], PricedPlan],
+    nbytes: Callable[[PricedPlan], float],
+    enough: Callable[[], float],
 ) -> PricedPlan:
     """The plan of the fewest bytes up to the first that needs at most ``enough``, or else along
     rising and falling prices until bytes rise; of all prices where no number of bytes is enough.
@@ -126,10 +140,10 @@ def _least_along_prices(
     for ladder in (HIGHER, LOWER):
         before = first
         for price in ladder:
-            if nbytes(best) <= enough:
+            if nbytes(best) <= enough():
                 return best
             plan = at(price)
-            if enough and nbytes(plan) > nbytes(before):
+            if enough() and nbytes(plan) > nbytes(before):
                 break
             best, before = min(best, plan, key=nbytes), plan
     return best

@@ -31,9 +31,10 @@ MOST_SHARINGS = 8
 LEAST_GAIN = 1e-4  # the relative gain of the bound that is worth another sharing
 # Parts of the bound within which choices belong to the first small problems.
 TOLERANCES = (1e-5, 1e-3)
-# Pairs of labels of a problem that is eliminated as it is: so many, or so many for each node, as
-# in a problem in which nearly all is decided.
-SMALL, FEW = 20_000, 8
+# A problem is eliminated as it is where it has fewer pairs of labels, or where at most one vertex
+# in so many has more than two choices: nearly all is decided, as in a graph that is cut into
+# stages, in which sends alone are free.
+SMALL, ONE_IN = 20_000, 8
 ROUNDING = 1e-9  # the relative difference of two costs that rounding may make
 
 
@@ -63,7 +64,7 @@ def find_optimum(problem: Problem, weights: CostWeights) -> Optimum:
     """The best solution that eliminations find; an optimum where they are small enough."""
     numbers = [np.flatnonzero(np.isfinite(c)) for c in vertex_costs(problem, weights)]
     found = Optimum([], np.inf, -np.inf, numbers)
-    if problem.label_pair_count < max(SMALL, FEW * len(problem.vertices)):
+    if problem.label_pair_count < SMALL or _is_nearly_decided(numbers):
         try:
             return _with_solution(found, _eliminate(problem, weights), None, np.inf)
         except TooWideError:
@@ -73,6 +74,11 @@ def find_optimum(problem: Problem, weights: CostWeights) -> Optimum:
         found = _narrow(problem, weights, found)
         if found.is_exact or sum(map(len, found.numbers)) > 0.9 * size:
             return found
+
+
+def _is_nearly_decided(numbers: Sequence[np.ndarray]) -> bool:
+    """Whether few vertices have more than two choices, which differ in what becomes of a result."""
+    return ONE_IN * sum(len(each) > 2 for each in numbers) <= len(numbers)
 
 
 def _narrow(problem: Problem, weights: CostWeights, found: Optimum) -> Optimum:

@@ -18,6 +18,7 @@ from autopar.ir.nodes import operands
 from autopar.rules import Option
 from autopar.rules.analysis import Analysis
 from autopar.rules.registry import operator_name
+from autopar.runtime.kernels.graph_kernels import send
 from autopar.search.space.choices.constraints import constrain, constrained_layouts
 from autopar.search.space.choices.fused_weights import fused_dims
 from autopar.search.space.choices.node_strategies import node_strategies
@@ -52,6 +53,7 @@ class NodeChoices:
         # A buffer is kept whole on each rank, so its new value must be whole, too.
         updates = analysis.outputs[analysis.captured.out_spec.num_leaves :]
         self._new_values = {representative[n] for n in updates if isinstance(n, fx.Node)}
+        self._of_sends: list[tuple[Any, Sequence[Choice]]] = []
 
     def on_mesh(
         self, axes: Sequence[Axis], nodes: Sequence[fx.Node] | None = None
@@ -157,6 +159,19 @@ class NodeChoices:
         """
         if node.target is operator.getitem:
             return self._item_choices(node, axes)
+        if node.target is not send:
+            return self._strategies(node, axes)
+        # A tensor passes through a send at each border of stages: the choices of all are equal.
+        trains = [n in self._analysis.differentiable for n, _ in operands(node)]
+        parts = self._analysis.cached(fused_dims)[0].get(node, {})
+        alike = tuple(axes), self._operation(node), trains, parts, node.meta["val"].dtype
+        found = next((found for key, found in self._of_sends if key == alike), None)
+        if found is None:
+            found = self._strategies(node, axes)
+            self._of_sends.append((alike, found))
+        return found
+
+    def _strategies(self, node: fx.Node, axes: Sequence[Axis]) -> Sequence[Strategy]:
         mesh_mode = MeshMode.of(axes)
         zigzag = () if mesh_mode.mode is None else mesh_mode.mode.zigzag
         options = OptionFilter(node, self._operation(node), axes)
