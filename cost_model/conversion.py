@@ -70,6 +70,11 @@ class ConversionCosts:
             tuple[tuple[int, ...], int, bool, Layout, Layout, int | None], list[Term]
         ] = {}
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tables of all tensors so far."""
+        return sum(graph.nbytes for graphs in self._graphs.values() for graph in graphs)
+
     def with_pipeline(self, links: AxisLinks) -> ConversionCosts:
         """The same conversions in a pipeline whose stages have these links between them."""
         other = copy.copy(self)

@@ -43,6 +43,12 @@ class LayoutGraph:
         self._rows: dict[int, FloatArray] = {}
         self._columns: dict[int, FloatArray] = {}
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tables so far."""
+        tables = self.to, self.costs, self._arriving, *self._rows.values(), *self._columns.values()
+        return sum(table.nbytes for table in tables)
+
     def distances(self, sources: Sequence[int]) -> FloatArray:
         """[source, state]: the cost of the cheapest path, by the Bellman-Ford algorithm."""
         missing = [s for s in dict.fromkeys(sources) if s not in self._rows]

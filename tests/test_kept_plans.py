@@ -20,6 +20,7 @@ from autopar.frontend.kept_models import KEPT_MODELS
 from autopar.frontend.traced_model import TracedModel
 from autopar.memory.peak_memory import PeakMemory
 from autopar.search.fitting import counted_memory
+from autopar.search.inner import search_cache
 
 pytestmark = pytest.mark.usefixtures("models_are_kept")
 
@@ -166,3 +167,26 @@ def test_the_memory_of_a_program_is_counted_once(monkeypatch: pytest.MonkeyPatch
     third = autopar.plan(model, sample, 2, memory_budget=tight, **options)
     assert counts
     assert max(third.peak_memory) <= tight
+
+
+def test_values_of_many_bytes_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search_cache, "MOST_BYTES", 100.0)
+    cache = search_cache.LruCache[int](most=40, nbytes=float)
+    made: list[int] = []
+    for number in range(20, 50):
+        assert cache.of(number, lambda number=number: made.append(number) or number) == number
+        assert cache.known(number) == number
+        kept = [n for n in range(20, 50) if cache.known(n) is not None]
+        assert sum(kept[:-2]) <= 100, kept
+    assert cache.of(1_000, lambda: 1_000) == 1_000
+    assert cache.known(1_000) == 1_000
+    assert made == list(range(20, 50))
+
+
+def test_a_search_that_keeps_little_finds_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sample = zoo.gpt2(layers=3)
+    options = dict(micro_batch_size=1, progress=False)
+    first = autopar.plan(model, sample, 4, **options)
+    KEPT_MODELS.clear()
+    monkeypatch.setattr(search_cache, "MOST_BYTES", 0.0)
+    assert autopar.plan(model, sample, 4, **options) == first

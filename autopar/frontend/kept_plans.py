@@ -39,7 +39,11 @@ class KeptPlans:
         return key, known._replace(write_program=None)
 
     def keep(self, key: Hashable, known: KnownPlan) -> None:
-        """Keeps a plan until others follow."""
+        """Keeps a plan until others follow. Only the newest keeps its problem, which may be large,
+        to write its program from.
+        """
+        if (newest := self.newest()) is not None:
+            self._plans[newest[0]] = newest[1]
         self._plans[key] = known
         self._plans.move_to_end(key)
         if len(self._plans) > MOST_PLANS:

@@ -42,6 +42,7 @@ from autopar.search.space.repeated_blocks import block_representatives
 MOST_VALUES = 32  # of each kind: a value of a large graph may take megabytes
 MOST_SOLUTIONS = 1024
 MOST_PLANS = 16  # with their problems
+MOST_BYTES = 2.0**28  # of problems, of their parts, and of the conversions on all meshes
 
 Value = TypeVar("Value")
 # [FLOPs or bytes, kernel] by operator, kind and dtype of the kernels.
@@ -49,20 +50,42 @@ WorkByKind = dict[tuple[str, str, str], np.ndarray]
 
 
 class LruCache(Generic[Value]):
-    """The values used last, by key."""
+    """The values used last, by key.
 
-    def __init__(self, most: int = MOST_VALUES) -> None:
-        self._most = most
+    Args:
+        most: the number of values.
+        nbytes: about the bytes that a value takes; values of more than MOST_BYTES together are not
+            kept. Bytes are added up again when a quarter of the values is new.
+    """
+
+    def __init__(
+        self, most: int = MOST_VALUES, nbytes: Callable[[Value], float] | None = None
+    ) -> None:
+        self._most, self._nbytes, self._new = most, nbytes, 0
         self._values: OrderedDict[Hashable, Value] = OrderedDict()
 
     def of(self, key: Hashable, make: Callable[[], Value]) -> Value:
         """The value of ``key``; ``make`` makes a value that is absent."""
         if key not in self._values:
             self._values[key] = make()
+            self._new += 1
+            if self._nbytes is not None and 4 * self._new > len(self._values):
+                self._drop_above(MOST_BYTES, self._nbytes)
         self._values.move_to_end(key)
         if len(self._values) > self._most:
             self._values.popitem(last=False)
         return self._values[key]
+
+    def _drop_above(self, most: float, nbytes: Callable[[Value], float]) -> None:
+        """Drops the values used first, until the others take at most ``most`` bytes together."""
+        self._new = 0
+        sizes = {key: nbytes(value) for key, value in self._values.items()}
+        total = sum(sizes.values())
+        for key in list(self._values)[:-1]:  # the last is the new one
+            if total <= most:
+                break
+            total -= sizes[key]
+            del self._values[key]
 
     def known(self, key: Hashable) -> Value | None:
         """The value of ``key``, if it is among them."""
@@ -123,14 +146,15 @@ class SearchCache:
         # Choices and the form of problems depend on the graph and the options alone.
         self.choices: LruCache[Any] = like.choices if like else LruCache()
         self._graph: LruCache[ProblemGraph] = like._graph if like else LruCache(1)
-        self._parts = LruCache[Any](
-            3 * MOST_VALUES * len(self.nodes)
-        )  # vertices, their costs, tensors
+        self._parts = LruCache[Any](  # vertices, their costs, tensors
+            3 * MOST_VALUES * len(self.nodes), lambda part: array_bytes(part[0])
+        )
         self.tf32, self._compute = tf32, LruCache[ComputeCosts]()
-        self.problems, self.solutions = LruCache[Problem](), LruCache[Solution](MOST_SOLUTIONS)
+        self.problems = LruCache[Problem](nbytes=lambda p: sum(map(array_bytes, p.tensors)))
+        self.solutions = LruCache[Solution](MOST_SOLUTIONS)
         self.floors = LruCache[float](MOST_SOLUTIONS)
         self._units: LruCache[Units] = like._units if like else LruCache()
-        self._conversions = LruCache[ConversionCosts]()
+        self._conversions = LruCache[ConversionCosts](nbytes=lambda costs: costs.nbytes)
         self._links = LruCache[MeshLinks](MOST_SOLUTIONS)
         self.counted = LruCache[Any](MOST_PLANS)  # priced plans with counted memory
 
@@ -215,6 +239,11 @@ class SearchCache:
             lambda: ConversionCosts(sizes, self.cluster, links=links, compute=compute),
         )
         return of_axes.with_pipeline(links.pipeline)
+
+
+def array_bytes(part: object) -> int:
+    """Bytes of the arrays among the attributes of a part of a problem."""
+    return sum(each.nbytes for each in vars(part).values() if isinstance(each, np.ndarray))
 
 
 def representatives(analysis: Analysis) -> dict[fx.Node, fx.Node]:
