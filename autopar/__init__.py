@@ -9,7 +9,14 @@ from autopar.api import compile, plan
 from autopar.check import Checked, check
 from autopar.compare_modes import Modes, compare_modes
 from autopar.cost_model import Cluster
-from autopar.errors import AutoparError, CaptureError, CheckpointError, PlanError, RunError
+from autopar.errors import (
+    AutoparError,
+    BudgetError,
+    CaptureError,
+    CheckpointError,
+    PlanError,
+    RunError,
+)
 from autopar.ir.schedules import Action, register_schedule
 from autopar.plan import Plan
 from autopar.rules import Option, register_rule
@@ -32,6 +39,7 @@ from autopar.sweep import Sweep, sweep
 __all__ = [
     "Action",
     "AutoparError",
+    "BudgetError",
     "CaptureError",
     "Checked",
     "CheckpointError",

@@ -24,9 +24,11 @@ class PlanError(AutoparError):
 
 
 class BudgetError(PlanError):
-    """No plan fits the memory of a device; ``least`` is the fewest bytes that any plan needs."""
+    """No plan that was found fits the memory of a device. ``least`` is the fewest bytes of a device
+    that one of them needs.
+    """
 
-    def __init__(self, message: str, least: float = 0.0) -> None:
+    def __init__(self, message: str, least: float) -> None:
         super().__init__(message)
         self.least = least
 
