@@ -4,6 +4,8 @@ all.
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class AutoparError(Exception):
     """Base of every error that autopar raises on purpose."""
@@ -31,6 +33,9 @@ class BudgetError(PlanError):
     def __init__(self, message: str, least: float) -> None:
         super().__init__(message)
         self.least = least
+
+    def __reduce__(self) -> tuple[type[BudgetError], tuple[str, float], dict[str, Any]]:
+        return type(self), (str(self), self.least), self.__dict__
 
 
 class RunError(AutoparError):

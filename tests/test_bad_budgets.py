@@ -5,6 +5,7 @@ some.
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from typing import Any
 
 import pytest
@@ -113,3 +114,11 @@ def test_a_budget_that_no_recomputation_meets() -> None:
     fits = plan(**piped | dict(memory_budget=leasts["auto"]))
     assert fits.recomputed
     assert max(fits.peak_memory) <= leasts["auto"]
+
+
+def test_the_error_is_the_same_in_another_process() -> None:
+    error = autopar.BudgetError("no plan fits", 3.0)
+    error.add_note("of the model")
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), str(copy), copy.least) == (autopar.BudgetError, "no plan fits", 3.0)
+    assert copy.__notes__ == ["of the model"]

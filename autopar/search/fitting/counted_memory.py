@@ -38,11 +38,10 @@ class CountedProgram:
     by_kind: list[dict[str, float]]
 
 
-def counted(search: InnerSearch, candidate: Candidate) -> PricedPlan:
-    """The candidate as a plan with counted memory: without ZeRO buckets where it has them and only
-    so needs no more than the budget, or less beyond it.
+def counted(search: InnerSearch, candidate: Candidate, assembly: Assembly) -> PricedPlan:
+    """The candidate, assembled, as a plan with counted memory: without ZeRO buckets where it has
+    them and only so needs no more than the budget, or less beyond it.
     """
-    assembly = Assembly(search, candidate)
     with_buckets = assembly.priced_plan(has_buckets=True)
     plan = count_and_prefetch(search, with_buckets, candidate.reserve)
     over = max(bytes_over(search, plan))

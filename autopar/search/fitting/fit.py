@@ -19,6 +19,7 @@ from autopar.search.inner.inner_searches import ESTIMATE_MARGIN, InnerSearches
 from autopar.search.inner.no_plan_errors import over_budget_error
 from autopar.search.inner.step_bounds import Level, equal_stages_bytes, step_bound
 from autopar.search.pricing.resize import resized
+from autopar.search.result.assemble import Assembly
 from autopar.search.result.priced_plan import PricedPlan
 
 REFITS = 6
@@ -129,14 +130,16 @@ def count_plan(searches: InnerSearches, candidate: Candidate) -> PricedPlan:
     search, samples = searches.of_configuration(candidate.configuration)
     start = time.perf_counter()
 
+    backend, starts = search.options.backend, search.units.starts
+    key = search.option_key, backend, starts, samples, candidate.decisions
+
     def count() -> PricedPlan:
         with resized(search.analysis, samples, search.analysis.rules):
-            return counted(search, candidate)
+            assembly = search.cache.assemblies.of(key, lambda: Assembly(search, candidate))
+            return counted(search, candidate, assembly)
 
     budgets = tuple(search.budgets(candidate.configuration))
-    backend = search.options.backend
-    key = search.option_key, backend, search.units.starts, samples, candidate.decisions, budgets
-    priced: PricedPlan = search.cache.counted.of(key, count)
+    priced: PricedPlan = search.cache.counted.of((*key, budgets), count)
     search.add_time("fit", start)
     return priced
 

@@ -41,7 +41,7 @@ from autopar.search.space.repeated_blocks import block_representatives
 
 MOST_VALUES = 32  # of each kind: a value of a large graph may take megabytes
 MOST_SOLUTIONS = 1024
-MOST_PLANS = 16  # with their problems
+MOST_PLANS, MOST_ASSEMBLIES = 16, 4  # with their problems
 MOST_BYTES = 2.0**28  # of problems, of their parts, and of the conversions on all meshes
 
 Value = TypeVar("Value")
@@ -156,7 +156,8 @@ class SearchCache:
         self._units: LruCache[Units] = like._units if like else LruCache()
         self._conversions = LruCache[ConversionCosts](nbytes=lambda costs: costs.nbytes)
         self._links = LruCache[MeshLinks](MOST_SOLUTIONS)
-        self.counted = LruCache[Any](MOST_PLANS)  # priced plans with counted memory
+        # Candidates assembled for any budget, and priced plans with counted memory.
+        self.assemblies, self.counted = LruCache[Any](MOST_ASSEMBLIES), LruCache[Any](MOST_PLANS)
 
     def saved(self, samples: int) -> dict[fx.Node, SavedTensors]:
         """What autograd saves of the representatives. The graph must have the shapes of a

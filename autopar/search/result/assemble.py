@@ -57,6 +57,7 @@ class Assembly:
 
     def __init__(self, search: InnerSearch, candidate: Candidate) -> None:
         self.search, self.candidate = search, candidate
+        self._plans: dict[bool, PricedPlan] = {}  # by whether they have buckets
         self.searched = {n.name: n for n in search.analysis.graph.nodes}
         self.staged = staged_graph(search, candidate.starts)
         self.analysis, self.stage_of = self.staged.analysis, self.staged.stage_of
@@ -84,8 +85,10 @@ class Assembly:
 
     def priced_plan(self, has_buckets: bool) -> PricedPlan:
         """As :func:`assemble`."""
-        plan = replace(self._with_largest_buckets, has_buckets=has_buckets)
-        return at_own_buckets(plan, self._problem)
+        if has_buckets not in self._plans:
+            plan = replace(self._with_largest_buckets, has_buckets=has_buckets)
+            self._plans[has_buckets] = at_own_buckets(plan, self._problem)
+        return self._plans[has_buckets]
 
     @cached_property
     def _with_largest_buckets(self) -> PricedPlan:
