@@ -56,7 +56,7 @@ def count_and_prefetch(
     search: InnerSearch, priced: PricedPlan, reserve: Sequence[float]
 ) -> PricedPlan:
     """The same plan with counted memory. Each ZeRO bucket is gathered one ahead, where that needs
-    no more than the budget. A plan that is over its budget without is so with it, too.
+    no more than the budget. A plan over its budget without prefetch is taken to be over it with.
 
     Args:
         reserve: bytes of each pipeline rank's device that the plan had to leave free, because

@@ -86,7 +86,7 @@ def least_memory_plan(
     is_out_of_time: Callable[[], bool] = lambda: False,
 ) -> PricedPlan:
     """The plan of one configuration that needs least memory, among the plans at a few prices of
-    memory. It does not depend on the budget.
+    memory. Before the time limit it does not depend on the budget.
 
     The search's graph must have the shapes of a microbatch of ``samples``.
 
@@ -94,7 +94,8 @@ def least_memory_plan(
         starts: the first unit of each stage, where the user cut the stages.
         enough: bytes; a plan that needs no more is not followed by another price. 0 where the plan
             may fit, so that all prices are tried.
-        is_out_of_time: whether a plan that fits the budget is enough.
+        is_out_of_time: whether the time limit has passed. Then a plan that fits the budget is
+            enough, and prices end where bytes rise.
     """
     prices = search.prices(configuration, samples)
     fastest = prices.at(0.0)
@@ -134,7 +135,7 @@ def _least_along_prices(
     enough: Callable[[], float],
 ) -> PricedPlan:
     """The plan of the fewest bytes up to the first that needs at most ``enough``, or else along
-    rising and falling prices until bytes rise; of all prices where no number of bytes is enough.
+    rising and falling prices until bytes rise; of all prices as long as ``enough`` is 0.
     """
     best = first = at(FIRST)
     for ladder in (HIGHER, LOWER):

@@ -42,7 +42,7 @@ from autopar.search.space.repeated_blocks import block_representatives
 MOST_VALUES = 32  # of each kind: a value of a large graph may take megabytes
 MOST_SOLUTIONS = 1024
 MOST_PLANS, MOST_ASSEMBLIES = 16, 4  # with their problems
-MOST_BYTES = 2.0**28  # of problems, of their parts, and of the conversions on all meshes
+MOST_BYTES = 2.0**28  # of problems, of their parts and of conversions, each
 
 Value = TypeVar("Value")
 # [FLOPs or bytes, kernel] by operator, kind and dtype of the kernels.
@@ -54,8 +54,8 @@ class LruCache(Generic[Value]):
 
     Args:
         most: the number of values.
-        nbytes: about the bytes that a value takes; values of more than MOST_BYTES together are not
-            kept. Bytes are added up again when a quarter of the values is new.
+        nbytes: about the bytes that a value takes. Whenever a quarter of the values is new, the
+            oldest are dropped until the others take at most MOST_BYTES together.
     """
 
     def __init__(
