@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import zoo
-from random_plans import planned
+from random_plans import FREE, planned
 from random_programs import program
 from torch import nn
 
@@ -32,31 +32,56 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def floor_of(model: nn.Module, sample: Any, plan: Plan, zero: int | None) -> float:
+def floor_of(
+    model: nn.Module, sample: Any, plan: Plan, zero: int | None, device: str = "cuda"
+) -> float:
     """The floor of the configuration of a plan."""
     analysis = TracedModel(model, sample, None, plan.precision).analyse(1)[0]
     options = SimpleNamespace(
         optimizer="adamw", zero_stage=zero, state_on_host=(False,), world_size=plan.world_size
     )
     search = SimpleNamespace(
-        cache=SimpleNamespace(floors=LruCache()), options=options, analysis=analysis
+        cache=SimpleNamespace(floors=LruCache()),
+        options=options,
+        analysis=analysis,
+        tracer=SimpleNamespace(device_type=device),
     )
     axes = [SimpleNamespace(size=plan.data_degree, use="data")]
     configuration = SimpleNamespace(
-        microbatches=plan.microbatches, stages=len(plan.stages), axes=axes
+        microbatches=plan.microbatches,
+        stages=len(plan.stages),
+        axes=axes,
+        sizes=tuple(plan.mesh.values()),
     )
     return byte_floor(search, configuration, analysis.batch.size)  # type: ignore[arg-type]
 
 
+CLUSTERS = {"cuda": "a100-sxm", "cpu": "cpu"}
+
+
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("device", CLUSTERS)
 @pytest.mark.parametrize(
     "name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "t5"))]
 )
-def test_zoo(name: str, way: str) -> None:
+def test_zoo(name: str, device: str, way: str) -> None:
     model, sample = getattr(zoo, name)()
-    plan = autopar.plan(model, sample, 4, cluster="a100-sxm", progress=False, **WAYS[way])
-    floor = floor_of(model, sample, plan, WAYS[way].get("zero"))
+    plan = autopar.plan(model, sample, 4, cluster=CLUSTERS[device], progress=False, **WAYS[way])
+    floor = floor_of(model, sample, plan, WAYS[way].get("zero"), device)
     assert 0.05 * max(plan.peak_memory) < floor <= max(plan.peak_memory)
+
+
+def test_the_least_plan_of_a_vision_model_needs_the_floor() -> None:
+    """The batch, and the denominators that torch's AdamW makes of all parameters together."""
+    transformers = pytest.importorskip("transformers")
+    with torch.device("meta"):
+        model = transformers.ViTForImageClassification(transformers.ViTConfig(num_hidden_layers=4))
+        images = torch.zeros(16, 3, 224, 224)
+    sample = {"pixel_values": images, "labels": torch.zeros(16, dtype=torch.long)}
+    with pytest.raises(BudgetError) as caught:
+        autopar.plan(model, sample, 4, cluster="cpu", progress=False, memory_budget=1e6)
+    floor = (_trained_bytes(model) * 5 / 4 + 4 * images.numel()) / 4
+    assert floor <= caught.value.least <= 1.06 * floor  # small tensors are not cut
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -65,7 +90,7 @@ def test_random_plans(ranks: int) -> None:
     assert len(jobs) > 2
     for job in jobs:
         model, batches = program(job.seed)
-        floor = floor_of(model, batches[0], job.plan, None)
+        floor = floor_of(model, batches[0], job.plan, None, FREE.device.kind)
         assert floor <= max(job.plan.peak_memory)
 
 

@@ -78,7 +78,7 @@ class Planner:
             self.capture_seconds += time.perf_counter() - start
             key = self.cluster, repr(self.options)
             with graphs.lock:
-                known = graphs.plans.find(key) or self._kept_in_file() or self._search()
+                known = graphs.plans.find(key) or self._kept_in_file() or self._search(start)
                 if self.is_final:
                     graphs.plans.keep(key, known)
         self.write_program = known.write_program or self._search_and_write
@@ -107,14 +107,14 @@ class Planner:
     def _search_and_write(self, path: str) -> None:
         """Searches, and writes the program of the plan's configuration to a path."""
         with self.traced.graphs.lock:
-            found = self._search()
+            found = self._search(time.perf_counter())
             assert found.write_program is not None
             found.write_program(path)
 
-    def _search(self) -> KnownPlan:
-        """The plan that the search finds."""
+    def _search(self, started: float) -> KnownPlan:
+        """The plan that the search finds; ``started`` as for :class:`InnerSearches`."""
         samples = batch_size(self.traced.sample)
-        searches = InnerSearches(self._search_cache, samples, self.options, self._step)
+        searches = InnerSearches(self._search_cache, samples, self.options, self._step, started)
         best = best_plan(searches)
         self._step("reporting")
         found = best.plan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
@@ -17,9 +17,9 @@ from autopar.search.open_families import Family
 from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.space.configuration import Configuration
 
-# Configurations whose least memory is worked out; where bounds show that nothing fits, only to say
-# about how much is needed.
-MOST_LEAST, MOST_WHERE_NOTHING_FITS = 12, 1
+# Configurations whose least memory is worked out; where bounds show that nothing fits, those of one
+# stage and of several, only to say about how much is needed.
+MOST_LEAST, MOST_WHERE_NOTHING_FITS = 12, (2, 1)
 NEAR = 1.05  # there a plan that needs so many times a bound is enough
 MOST_ORDERED = 50
 MOST_MODES = 2  # meshes of modes
@@ -31,6 +31,10 @@ class LeastMemorySearch:
     Args:
         over_budget: configurations that are over the budget, with about the least bytes that they
             need.
+
+    Attributes:
+        near_bound: about the bytes that no plan of the tried configurations goes below, where
+            bounds show that nothing fits; 0 elsewhere.
     """
 
     def __init__(
@@ -41,6 +45,7 @@ class LeastMemorySearch:
     ) -> None:
         self.searches, self.enumeration = searches, enumeration
         self.over_budget = over_budget
+        self.near_bound = 0.0
 
     def run(
         self,
@@ -60,8 +65,11 @@ class LeastMemorySearch:
         """
         if near is None:
             if may_fit:
-                return self._first_that_fits(self.over_budget, MOST_LEAST)
-            return self._first_that_fits(self.over_budget, MOST_WHERE_NOTHING_FITS, NEAR)
+                half = MOST_LEAST // 2
+                return first_that_fits(self.searches, self._of_over_budget(half, half))
+            first = self._of_over_budget(*MOST_WHERE_NOTHING_FITS)
+            self.near_bound = NEAR * max((least for least, _ in first), default=0.0)
+            return first_that_fits(self.searches, first, NEAR)
         counts = self.enumeration.microbatch_counts(near)
         several = [replace(near, microbatches=m) for m in counts]
         tried = dict.fromkeys((*self.enumeration.possible(several), *candidates))
@@ -69,17 +77,25 @@ class LeastMemorySearch:
         modes = self._modes(replace(near, microbatches=most))
         ordered = [(0.0, c) for c in tried] + [(0.5, c) for c in modes]
         ordered += [(max(least, 1.0), c) for least, c in self.over_budget]
-        return self._first_that_fits(ordered, MOST_LEAST + len(modes))
+        of_all = islice(self._in_order(ordered), MOST_LEAST + len(modes))
+        return first_that_fits(self.searches, of_all)
 
-    def _first_that_fits(
-        self,
-        configurations: Sequence[tuple[float, Configuration]],
-        most: int,
-        near: float = 1.0,
-    ) -> PricedPlan | None:
-        """The first least-memory plan that fits, among those of ``most`` configurations: those
-        with the fewest bytes, together with the largest tensor and its gradient, and then with the
-        fewest microbatches in flight.
+    def _of_over_budget(self, *most: int) -> list[tuple[float, Configuration]]:
+        """The first configurations over the budget, so many of one stage and so many of several:
+        bounds take stages as equal, which they need not be.
+        """
+        found = []
+        for has_stages, of_kind in zip((False, True), most, strict=True):
+            alike = [each for each in self.over_budget if (each[1].stages > 1) == has_stages]
+            found += list(islice(self._in_order(alike), of_kind))
+        return found
+
+    def _in_order(
+        self, configurations: Sequence[tuple[float, Configuration]]
+    ) -> Iterator[tuple[float, Configuration]]:
+        """The configurations that divide the batch: those first that have the fewest bytes,
+        together with the largest tensor and its gradient, and then the fewest microbatches in
+        flight.
         """
 
         def nbytes(found: tuple[float, Configuration]) -> float:
@@ -95,8 +111,7 @@ class LeastMemorySearch:
 
         # The microbatches in flight are counted one by one, and not for thousands of schedules.
         few = sorted(heapq.nsmallest(MOST_ORDERED, configurations, key=nbytes), key=order)
-        divide_batch = ((n, c) for n, c in few if self.searches.can_split(c))
-        return first_that_fits(self.searches, islice(divide_batch, most), near)
+        return ((n, c) for n, c in few if self.searches.can_split(c))
 
     def _modes(self, near: Configuration) -> list[Configuration]:
         """The configurations of modes that may fit, of the families with the least bound of their

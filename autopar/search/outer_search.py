@@ -106,17 +106,20 @@ class OuterSearch:
         """The plan that fits of those that need least memory; BudgetError where none fits."""
         every = [self.searches]
         if not self.may_fit and self.options.recompute == "auto":
-            # Nothing fits. With whole blocks recomputed, perhaps less memory is needed.
-            every.append(self.searches.with_full_recomputation())
+            # Nothing fits. With whole blocks recomputed, perhaps less memory is needed; the problem
+            # is smaller, so that it comes first.
+            every.insert(0, self.searches.with_full_recomputation())
         near = self._near()[0] if self._candidates else None
         candidates = [candidate.configuration for candidate in self._candidates]
-        errors = []
+        errors: list[BudgetError] = []
         for searches in every:
             search = LeastMemorySearch(searches, self.enumeration, self._over_budget.found)
             try:
                 return search.run(near, candidates, self.may_fit)
             except BudgetError as e:
                 errors.append(e)
+            if errors[-1].least <= search.near_bound or self.searches.is_out_of_time(False):
+                break
         error = min(errors, key=lambda e: e.least)
         raise time_limit_error(error, self.options) if self.searches.is_out_of_time() else error
 
@@ -142,7 +145,7 @@ class OuterSearch:
     def _search(self) -> None:
         """Counts candidates until no configuration is left that may be faster."""
         taken, next_dive = 0, DIVE_AFTER
-        while self._open and not self._fitting.is_enough(self.searches.has_compared_enough()):
+        while self._open and not self._fitting.is_enough():
             taken += 1
             if taken > next_dive and not (self._fitting.plans and self.options.is_exhaustive):
                 next_dive = taken + DIVE_AFTER if self._dive() else 2 * taken
@@ -212,7 +215,7 @@ class OuterSearch:
             candidate = self._make_candidate(entry.family[0], entry.bound)
             if candidate is not None:
                 self._fitting.count(candidate)
-            if self._fitting.plans:
+            if self._fitting.plans or self._fitting.is_enough():
                 return
 
     def _make_candidate(self, configuration: Configuration, bound: float) -> Candidate | None:

@@ -103,7 +103,7 @@ class _ExactSearch:
     def run(self, cut: Cut | None) -> PricedPlan | None:
         """The best plan of the user's cut, or of all cuts where that is None."""
         cuts = self._possible_cuts() if cut is None else [cut]
-        if not cuts or not self._is_small():
+        if not cuts or self._operations <= 0 or not self._is_small():
             return self._best
         bounds = self._bounds(cuts)
         proven = math.inf

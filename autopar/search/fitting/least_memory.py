@@ -29,6 +29,7 @@ from autopar.search.space.configuration import Configuration
 
 # Prices of all bytes of the fastest solution, in multiples of its step time.
 FIRST, HIGHER, LOWER = 4.0, tuple(4.0**i for i in range(2, 7)), (1.0, 0.25, 0.0625, 0.0)
+FAR = 1.25  # times the budget, above which other prices are not tried beyond the time limit
 
 
 def first_that_fits(
@@ -37,13 +38,14 @@ def first_that_fits(
     near: float = 1.0,
 ) -> PricedPlan | None:
     """The first least-memory plan that fits; None where there is no configuration. Beyond the time
-    limit, one configuration is tried.
+    limit, a configuration is tried only if none was tried before.
 
     Args:
-        configurations: all divide the batch; in rising order of the memory that they need at least,
-            with these bytes. The bytes may be an estimate below the truth.
-        near: a plan that needs at most so many times a configuration's bytes ends the search for
-            less. More than 1 only where these bytes are bounds above the budget.
+        configurations: all divide the batch; with about the least bytes that they need, those first
+            that probably need least. The bytes may be an estimate below the truth.
+        near: a plan that needs at most so many times the bytes of its configuration, or of the
+            next, ends the search for less. More than 1 only where these bytes are bounds above the
+            budget.
 
     Raises:
         BudgetError: no plan fits; of the configuration that needs least memory.
@@ -52,7 +54,7 @@ def first_that_fits(
     for least, configuration in configurations:
         enough = near * least
         found = min((e.least for e in errors), default=math.inf)
-        if found <= enough or (errors and searches.is_out_of_time()):
+        if found <= enough or (errors and searches.is_out_of_time(has_plan=False)):
             break
         searches.progress(f"saving memory, {configuration}")
         if configuration.place is None:  # no placement needs more memory than another
@@ -66,12 +68,14 @@ def first_that_fits(
                 samples,
                 starts,
                 enough * (near > 1),
-                searches.is_out_of_time,
+                near > 1 and bool(errors),
             )
             rank, kinds = _fullest_rank(search, priced)
         if sum(kinds.values()) <= search.budgets(configuration)[rank]:
             return priced
         errors.append(over_budget_error(search, configuration, samples, kinds, rank))
+        if near > 1 and errors[-1].least <= enough:
+            break
     if errors:
         raise min(errors, key=lambda e: e.least)
     return None
@@ -83,10 +87,12 @@ def least_memory_plan(
     samples: int,
     starts: Sequence[int] | None = None,
     enough: float = 0.0,
-    is_out_of_time: Callable[[], bool] = lambda: False,
+    one_price: bool = False,
 ) -> PricedPlan:
     """The plan of one configuration that needs least memory, among the plans at a few prices of
-    memory. Before the time limit it does not depend on the budget.
+    memory. Before the time limit it does not depend on the budget. Beyond it, a plan that fits the
+    budget is enough, or one so far above it that no price is likely to lead to a plan that fits,
+    and prices end where bytes rise.
 
     The search's graph must have the shapes of a microbatch of ``samples``.
 
@@ -94,8 +100,7 @@ def least_memory_plan(
         starts: the first unit of each stage, where the user cut the stages.
         enough: bytes; a plan that needs no more is not followed by another price. 0 where the plan
             may fit, so that all prices are tried.
-        is_out_of_time: whether the time limit has passed. Then a plan that fits the budget is
-            enough, and prices end where bytes rise.
+        one_price: whether the plan at the first price is enough.
     """
     prices = search.prices(configuration, samples)
     fastest = prices.at(0.0)
@@ -123,28 +128,31 @@ def least_memory_plan(
     def nbytes(plan: PricedPlan) -> float:
         return max(_fullness(search, plan))
 
-    def wanted() -> float:
-        return max(enough, search.budget(configuration)) if is_out_of_time() else enough
+    def is_enough(plan: PricedPlan) -> bool:
+        needed, budget = nbytes(plan), search.budget(configuration)
+        is_over = search.is_out_of_time() and not budget < needed <= FAR * budget
+        return one_price or needed <= enough or is_over
 
-    return _least_along_prices(at, nbytes, wanted)
+    return _least_along_prices(at, nbytes, is_enough, lambda: enough > 0 or search.is_out_of_time())
 
 
 def _least_along_prices(
     at: Callable[[float], PricedPlan],
     nbytes: Callable[[PricedPlan], float],
-    enough: Callable[[], float],
+    is_enough: Callable[[PricedPlan], bool],
+    ends_early: Callable[[], bool],
 ) -> PricedPlan:
-    """The plan of the fewest bytes up to the first that needs at most ``enough``, or else along
-    rising and falling prices until bytes rise; of all prices as long as ``enough`` is 0.
+    """The plan of the fewest bytes up to the first that is enough, along rising and then along
+    falling prices: all of them, or until bytes rise.
     """
     best = first = at(FIRST)
     for ladder in (HIGHER, LOWER):
         before = first
         for price in ladder:
-            if nbytes(best) <= enough():
+            if is_enough(best):
                 return best
             plan = at(price)
-            if enough() and nbytes(plan) > nbytes(before):
+            if ends_early() and nbytes(plan) > nbytes(before):
                 break
             best, before = min(best, plan, key=nbytes), plan
     return best

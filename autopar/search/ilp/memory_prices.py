@@ -144,7 +144,7 @@ class MemoryPrices:
             return first, self.gap(first, budget)
         too_large, fitting = self._around(first, budget)
         most = MAX_LARGE_SOLVES if self.problem.label_pair_count > LARGE else MAX_SOLVES
-        for _ in range(min(max_solves or most, most)):
+        for _ in range(most if max_solves is None else min(max_solves, most)):
             best = self.best(budget)
             if self.gap(best, budget) < SMALL_GAP:
                 break

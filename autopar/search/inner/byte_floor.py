@@ -7,6 +7,7 @@ import math
 import torch
 
 from autopar.cost_model import parameter_memory
+from autopar.cost_model.memory import optimizer_temporaries
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.pricing.node_sizes import stored_dtype
 from autopar.search.space.configuration import Configuration
@@ -16,10 +17,10 @@ def byte_floor(search: InnerSearch, configuration: Configuration, samples: int) 
     """Bytes that the fullest device of a configuration holds in any plan.
 
     The bytes that exist on all devices together are spread evenly. At the end of a step these are
-    parameters, gradients, the optimizer's state and, of several microbatches or stages, the largest
-    output: the parts and the whole into which they are concatenated. In a step of one part the
-    output is there before the gradients. Without ZeRO, each data-parallel replica has a copy of
-    what lasts.
+    the batch, parameters, gradients, the optimizer's state and, of several microbatches or stages,
+    the largest output: the parts and the whole into which they are concatenated, or the whole and
+    the optimizer's temporary tensors. In a step of one part the output is there before the
+    gradients. Without ZeRO, each data-parallel replica has a copy of what lasts.
 
     State of the optimizer that may be in the memory of the host counts for nothing.
 
@@ -32,14 +33,17 @@ def byte_floor(search: InnerSearch, configuration: Configuration, samples: int) 
     at_output = floors.of(("bytes at output", *state), lambda: _lasting_bytes(search, False))
     output = floors.of("output bytes", lambda: _output_bytes(search))
     output *= samples / search.analysis.batch.size
+    batch = floors.of("batch bytes", lambda: _batch_bytes(search))
+    batch *= samples / search.analysis.batch.size
+    temporaries = _temporary_bytes(search, configuration)
     copies = 1
     if search.options.zero_stage == 0:
         copies = math.prod(a.size for a in configuration.axes if a.use == "data")
     if configuration.microbatches == configuration.stages == 1:
-        total = max(lasting * copies, at_output * copies + output)
+        total = max((lasting + temporaries) * copies, at_output * copies + output)
     else:
-        total = lasting * copies + 2 * output
-    return total / search.options.world_size
+        total = lasting * copies + output + max(output, temporaries * copies)
+    return (total + batch) / search.options.world_size
 
 
 def _lasting_bytes(search: InnerSearch, has_gradients: bool) -> float:
@@ -53,6 +57,27 @@ def _lasting_bytes(search: InnerSearch, has_gradients: bool) -> float:
         memory = parameter_memory(elements, itemsize, search.options.optimizer, rounded=int)
         total += memory.parameters + memory.optimizer * has_state + memory.gradients * has_gradients
     return float(total)
+
+
+def _temporary_bytes(search: InnerSearch, configuration: Configuration) -> float:
+    """Bytes of the temporary tensors of the optimizer's step, of one copy of all parameters. 0
+    where they need not exist for all parameters together.
+    """
+    options, is_cuda = search.options, search.tracer.device_type == "cuda"
+    together = math.prod(configuration.sizes) > 1 or is_cuda
+    if True in options.state_on_host or not together:
+        return 0.0
+    analysis = search.analysis
+    trained = [n for n in analysis.state if n in analysis.differentiable]
+    stored = [n.meta["val"].numel() * stored_dtype(n).itemsize for n in trained]
+    return float(optimizer_temporaries(stored, options.optimizer, together))
+
+
+def _batch_bytes(search: InnerSearch) -> float:
+    """Bytes of the inputs that have a batch."""
+    analysis = search.analysis
+    inputs = [n for n in analysis.inputs if analysis.batch.dim(n) is not None]
+    return float(sum(_bytes(n.meta["val"]) for n in inputs))
 
 
 def _output_bytes(search: InnerSearch) -> float:

@@ -147,10 +147,10 @@ def _solve_within(
     on which nothing fits may still run a small stage.
     """
     start = time.perf_counter()
-    pipeline, solves = (
-        configuration.pipeline,
-        None if configuration.stages == 1 else PIPELINE_SOLVES,
-    )
+    pipeline = configuration.pipeline
+    solves = None if configuration.stages == 1 else PIPELINE_SOLVES
+    if search.is_out_of_time():
+        solves = 0
     gaps, failures = [], list[DoesNotFitError]()
     for kind, of_kind in prices.items():
         least = min(r for rank, r in enumerate(room) if configuration.kind_of(rank) == kind)

@@ -94,6 +94,10 @@ class InnerSearch:
         self.first_prices: dict[Hashable, int] = {}
         self.add_time("blocks", start)
 
+    def is_out_of_time(self) -> bool:
+        """Whether the search should end."""
+        return time.perf_counter() > self.deadline
+
     def budget(self, configuration: Configuration) -> float:
         """Bytes that a plan may use, of the device that may use most."""
         return max(self.budgets(configuration))

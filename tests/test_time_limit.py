@@ -1,0 +1,74 @@
+"""A time limit bounds the whole planning."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+import zoo
+
+import autopar
+from autopar.errors import BudgetError
+from autopar.search.fitting import fit, least_memory
+from autopar.search.inner import inner_searches
+from autopar.search.inner.inner_searches import InnerSearches
+
+OPTIONS: dict[str, Any] = dict(
+    cluster="a100-sxm", progress=False, parallel=dict(data=2), zero=0, recompute="auto"
+)
+
+
+def least_bytes(model: Any, sample: Any) -> float:
+    """About the least memory that a plan needs, in bytes."""
+    with pytest.raises(BudgetError) as caught:
+        autopar.plan(model, sample, 2, memory_budget=1000, **OPTIONS)
+    return caught.value.least
+
+
+def test_beyond_the_limit_a_plan_of_least_memory_follows_the_first_that_is_too_large(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(inner_searches, "GRACE_SECONDS", 0.0)
+    model, sample = zoo.gpt2(batch=8, dropout=0.0)
+    budget = 1.02 * least_bytes(model, sample)
+    with (
+        mock.patch.object(fit, "count_plan", wraps=fit.count_plan) as counted,
+        mock.patch.object(least_memory, "assemble", wraps=least_memory.assemble) as assembled,
+    ):
+        late = autopar.plan(model, sample, 2, memory_budget=budget, time_limit=1e-6, **OPTIONS)
+        assert counted.call_count <= 1
+        assert 1 <= assembled.call_count <= 2
+    assert max(late.peak_memory) <= budget
+    plan = autopar.plan(model, sample, 2, memory_budget=budget, **OPTIONS)
+    assert plan.step_time <= late.step_time * 1.0001
+
+
+def test_a_refusal_beyond_the_limit_counts_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inner_searches, "GRACE_SECONDS", 0.0)
+    model, sample = zoo.gpt2(batch=8, dropout=0.0)
+    budget = 0.7 * least_bytes(model, sample)
+    with (
+        mock.patch.object(least_memory, "assemble", wraps=least_memory.assemble) as assembled,
+        pytest.raises(BudgetError, match="The search ended at time_limit"),
+    ):
+        autopar.plan(model, sample, 2, memory_budget=budget, time_limit=1e-6, **OPTIONS)
+    assert assembled.call_count == 1
+
+
+def test_the_limit_counts_from_the_start_of_planning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capturing is a part of planning."""
+    started: list[float | None] = []
+    init = InnerSearches.__init__
+
+    def noted(self: InnerSearches, *args: Any) -> None:
+        started.append(args[4])
+        init(self, *args)
+
+    monkeypatch.setattr(InnerSearches, "__init__", noted)
+    model, sample = zoo.mlp()
+    before = time.perf_counter()
+    plan = autopar.plan(model, sample, 2, **OPTIONS)
+    assert started[0] is not None
+    assert started[0] - before < plan.timings["capture"]
