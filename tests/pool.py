@@ -26,6 +26,7 @@ from typing import Any
 GROUP_TIMEOUT_SECONDS = 240  # a test of seconds may take minutes on a busy machine
 START_SECONDS = 120
 OTHER_FAILURES_SECONDS = 3
+EARLIER_TESTS = 20  # of those that a process ran before the one in which it died, named in errors
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
@@ -44,6 +45,7 @@ class Pool:
         self.world_size = world_size
         self._workers: list[tuple[Any, Connection]] = []
         self._store = ""
+        self._tests: dict[str, None] = {}  # that ran in these processes, in their order
 
     def run(
         self,
@@ -89,6 +91,7 @@ class Pool:
             prefix="autopar-pool-"
         )  # FileStore opens it anew for each group
         os.close(handle)
+        self._tests = {}
         for rank in range(self.world_size):
             here, there = CONTEXT.Pipe()
             process = CONTEXT.Process(
@@ -101,6 +104,7 @@ class Pool:
 
     def _ask(self, message: tuple, timeout: float) -> list[Any]:
         data = pickle.dumps(message)
+        self._tests[os.environ.get("PYTEST_CURRENT_TEST", "no test").removesuffix(" (call)")] = None
         try:
             for _, connection in self._workers:
                 connection.send_bytes(data)
@@ -146,7 +150,15 @@ class Pool:
             process.join(timeout=10)
             stacks = _stack_file(self._store, rank)
             found = stacks.read_text() if stacks.exists() else ""
-            return False, f"died with exit code {process.exitcode}\n{found}"
+            return False, f"died with exit code {process.exitcode}, {self._history()}\n{found}"
+
+    def _history(self) -> str:
+        """The tests that the workers ran: what an earlier one wrote to freed memory may end a later
+        one.
+        """
+        *before, last = self._tests or ["the start"]
+        shown = ", ".join(before[-EARLIER_TESTS:]) or "none"
+        return f"in {last}; {len(before)} tests ran before in these processes, the last: {shown}"
 
 
 class Pools:
