@@ -158,7 +158,7 @@ class Options:
         if self.memory_budget is not None:
             check_positive("memory_budget", self.memory_budget, "bytes per device")
         if self.time_limit is not None:
-            check_positive("time_limit", self.time_limit, "seconds for the whole search")
+            check_positive("time_limit", self.time_limit, "seconds for the whole planning")
         if self.micro_batch_size is not None:
             what = "samples in a microbatch of one replica"
             check_whole("micro_batch_size", self.micro_batch_size, what)
