@@ -105,9 +105,9 @@ class Llama(nn.Module):
         self.register_buffer("turns", turns, persistent=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        h = self.words(ids)
+        h, turns = self.words(ids), self.get_buffer("turns")
         for layer in self.layers:
-            h = layer(h, self.turns[:, None])
+            h = layer(h, turns[:, None])
         return self.out(self.norm(h))
 
 
@@ -151,11 +151,10 @@ def _sharded(layers: int, is_compiled: bool, mesh: DeviceMesh) -> nn.Module:
     for number, block in enumerate(model.layers):
         kept = checkpoint_wrapper(block, context_fn=contexts, preserve_rng_state=False)
         frees = number < layers - 1  # the backward would gather the last block again at once
-        model.layers[number] = fully_shard(
-            kept, mesh=mesh, mp_policy=precision, reshard_after_forward=frees
-        )
-    sharded: nn.Module = fully_shard(model, mesh=mesh, mp_policy=precision)
-    return sharded
+        fully_shard(kept, mesh=mesh, mp_policy=precision, reshard_after_forward=frees)
+        model.layers[number] = kept
+    fully_shard(model, mesh=mesh, mp_policy=precision)
+    return model
 
 
 def _choose(
