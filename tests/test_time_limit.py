@@ -11,8 +11,8 @@ import zoo
 
 import autopar
 from autopar.errors import BudgetError
-from autopar.search.fitting import fit, least_memory
-from autopar.search.inner import inner_searches
+from autopar.search.fitting import least_memory
+from autopar.search.fitting.exact_search import _ExactSearch
 from autopar.search.inner.inner_searches import InnerSearches
 
 OPTIONS: dict[str, Any] = dict(
@@ -27,26 +27,20 @@ def least_bytes(model: Any, sample: Any) -> float:
     return caught.value.least
 
 
-def test_beyond_the_limit_a_plan_of_least_memory_follows_the_first_that_is_too_large(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(inner_searches, "GRACE_SECONDS", 0.0)
+def test_beyond_the_limit_there_is_a_plan_and_no_exact_search() -> None:
     model, sample = zoo.gpt2(batch=8, dropout=0.0)
     budget = 1.02 * least_bytes(model, sample)
-    with (
-        mock.patch.object(fit, "count_plan", wraps=fit.count_plan) as counted,
-        mock.patch.object(least_memory, "assemble", wraps=least_memory.assemble) as assembled,
-    ):
+    with mock.patch.object(_ExactSearch, "_is_small") as exact:
         late = autopar.plan(model, sample, 2, memory_budget=budget, time_limit=1e-6, **OPTIONS)
-        assert counted.call_count <= 1
-        assert 1 <= assembled.call_count <= 2
+        assert exact.call_count == 0
     assert max(late.peak_memory) <= budget
-    plan = autopar.plan(model, sample, 2, memory_budget=budget, **OPTIONS)
+    with mock.patch.object(_ExactSearch, "_is_small", return_value=False) as exact:
+        plan = autopar.plan(model, sample, 2, memory_budget=budget, **OPTIONS)
+        assert exact.call_count > 0
     assert plan.step_time <= late.step_time * 1.0001
 
 
-def test_a_refusal_beyond_the_limit_counts_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inner_searches, "GRACE_SECONDS", 0.0)
+def test_a_refusal_beyond_the_limit_counts_one_plan() -> None:
     model, sample = zoo.gpt2(batch=8, dropout=0.0)
     budget = 0.7 * least_bytes(model, sample)
     with (

@@ -118,7 +118,7 @@ class OuterSearch:
                 return search.run(near, candidates, self.may_fit)
             except BudgetError as e:
                 errors.append(e)
-            if errors[-1].least <= search.near_bound or self.searches.is_out_of_time(False):
+            if errors[-1].least <= search.near_bound or self.searches.is_out_of_time():
                 break
         error = min(errors, key=lambda e: e.least)
         raise time_limit_error(error, self.options) if self.searches.is_out_of_time() else error
@@ -145,7 +145,7 @@ class OuterSearch:
     def _search(self) -> None:
         """Counts candidates until no configuration is left that may be faster."""
         taken, next_dive = 0, DIVE_AFTER
-        while self._open and not self._fitting.is_enough():
+        while self._open and not self._fitting.is_enough(self.searches.has_compared_enough()):
             taken += 1
             if taken > next_dive and not (self._fitting.plans and self.options.is_exhaustive):
                 next_dive = taken + DIVE_AFTER if self._dive() else 2 * taken
@@ -215,7 +215,7 @@ class OuterSearch:
             candidate = self._make_candidate(entry.family[0], entry.bound)
             if candidate is not None:
                 self._fitting.count(candidate)
-            if self._fitting.plans or self._fitting.is_enough():
+            if self._fitting.plans:
                 return
 
     def _make_candidate(self, configuration: Configuration, bound: float) -> Candidate | None:

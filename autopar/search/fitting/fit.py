@@ -31,7 +31,7 @@ LEAST_STEP = 1e-3  # the least additional reserve, relative to the budget
 
 
 def fit_to_memory(
-    searches: InnerSearches, candidate: Candidate, reserves: Reserves, has_plan: bool = False
+    searches: InnerSearches, candidate: Candidate, reserves: Reserves, ends_in_time: bool = False
 ) -> PricedPlan:
     """The candidate as a plan that fits the memory.
 
@@ -40,11 +40,10 @@ def fit_to_memory(
     have the layouts of the fastest solution is tried too. The faster plan is returned.
 
     Args:
-        has_plan: whether a plan of another candidate fits, so that none is sought beyond the time
-            limit.
+        ends_in_time: whether nothing more is tried after the time limit: another plan fits.
 
     Raises:
-        BudgetError: the plan does not fit, or none that does was found within the time limit.
+        BudgetError: the plan does not fit, or none that does was found in time.
     """
     is_mixed = len(candidate.solutions) > 1
     if is_mixed and (fastest := _fastest_plan(searches, candidate)) is not None:
@@ -54,14 +53,14 @@ def fit_to_memory(
     best: PricedPlan | None = None
     failure: BudgetError | None = None
     try:
-        best = refit(searches, candidate, reserve, has_plan=has_plan)
+        best = refit(searches, candidate, reserve, ends_in_time=ends_in_time)
         if best is not None:
             over = bytes_over(searches.of(configuration.microbatches), best)
             reserves.learn(configuration, reserve, over)
             best = _with_less_reserve(searches, candidate, best, reserve, reserves)
     except BudgetError as e:
         failure = e
-    if is_mixed and not searches.is_out_of_time():
+    if is_mixed and (best is None or not searches.is_out_of_time()):
         with suppress(BudgetError):
             same = searches.candidate(configuration, reserve, same_layouts=True)
             if best is None or same.seconds < best.seconds:
@@ -151,14 +150,14 @@ def refit(
     reserve: list[float],
     same_layouts: bool = False,
     to_beat: PricedPlan | None = None,
-    has_plan: bool = True,
+    ends_in_time: bool = False,
 ) -> PricedPlan | None:
     """The candidate, or the first of its successors, whose counted memory fits. Each successor has
     less room, by the bytes that its predecessor is above the budget; ``reserve`` adds them up for
     each rank. None where a successor is no faster than the plan that it has to beat.
 
     Raises:
-        BudgetError: no successor fits, or none that was made within the time limit.
+        BudgetError: no successor fits.
     """
     configuration = candidate.configuration
     searches.progress(f"writing down {configuration}")
@@ -169,7 +168,7 @@ def refit(
         over = bytes_over(search, priced)
         if max(over) <= 0:
             return priced
-        if searches.is_out_of_time(has_plan):
+        if ends_in_time and searches.is_out_of_time():
             break
         # Steps of a few bytes may lead to the same candidate, and none of them to one that fits.
         least = attempt * LEAST_STEP * max(search.budgets(configuration))
@@ -184,7 +183,8 @@ def refit(
                 return plan
             raise
         tried.append(list(reserve))
-        if to_beat is not None and candidate.seconds >= to_beat.seconds:
+        is_slower = to_beat is not None and candidate.seconds >= to_beat.seconds
+        if is_slower or (to_beat is not None and searches.is_out_of_time()):
             return None
     else:
         if (plan := _exact_plan(searches, candidate, reserve, None)) is not None:

@@ -54,7 +54,7 @@ def first_that_fits(
     for least, configuration in configurations:
         enough = near * least
         found = min((e.least for e in errors), default=math.inf)
-        if found <= enough or (errors and searches.is_out_of_time(has_plan=False)):
+        if found <= enough or (errors and searches.is_out_of_time()):
             break
         searches.progress(f"saving memory, {configuration}")
         if configuration.place is None:  # no placement needs more memory than another
@@ -130,8 +130,8 @@ def least_memory_plan(
 
     def is_enough(plan: PricedPlan) -> bool:
         needed, budget = nbytes(plan), search.budget(configuration)
-        is_over = search.is_out_of_time() and not budget < needed <= FAR * budget
-        return one_price or needed <= enough or is_over
+        is_hopeful = budget < needed <= FAR * budget  # another price may fit
+        return one_price or needed <= enough or (search.is_out_of_time() and not is_hopeful)
 
     return _least_along_prices(at, nbytes, is_enough, lambda: enough > 0 or search.is_out_of_time())
 

@@ -35,7 +35,10 @@ def byte_floor(search: InnerSearch, configuration: Configuration, samples: int) 
     output *= samples / search.analysis.batch.size
     batch = floors.of("batch bytes", lambda: _batch_bytes(search))
     batch *= samples / search.analysis.batch.size
-    temporaries = _temporary_bytes(search, configuration)
+    together = math.prod(configuration.sizes) > 1 or search.tracer.device_type == "cuda"
+    temporaries = floors.of(
+        ("temporary bytes", together, *state), lambda: _temporary_bytes(search, together)
+    )
     copies = 1
     if search.options.zero_stage == 0:
         copies = math.prod(a.size for a in configuration.axes if a.use == "data")
@@ -59,12 +62,11 @@ def _lasting_bytes(search: InnerSearch, has_gradients: bool) -> float:
     return float(total)
 
 
-def _temporary_bytes(search: InnerSearch, configuration: Configuration) -> float:
-    """Bytes of the temporary tensors of the optimizer's step, of one copy of all parameters. 0
-    where they need not exist for all parameters together.
+def _temporary_bytes(search: InnerSearch, together: bool) -> float:
+    """Bytes of the temporary tensors of the optimizer's step, of one copy of all parameters, if it
+    updates them ``together``; 0 where these need not exist at one time.
     """
-    options, is_cuda = search.options, search.tracer.device_type == "cuda"
-    together = math.prod(configuration.sizes) > 1 or is_cuda
+    options = search.options
     if True in options.state_on_host or not together:
         return 0.0
     analysis = search.analysis

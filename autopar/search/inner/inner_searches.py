@@ -16,7 +16,7 @@ from autopar.ir.captured import BatchDivision
 from autopar.search.inner.byte_floor import byte_floor
 from autopar.search.inner.candidate import Candidate, best_candidate
 from autopar.search.inner.inner_search import InnerSearch
-from autopar.search.inner.kept_solutions import OPERATIONS_A_SECOND
+from autopar.search.inner.kept_solutions import operations_until
 from autopar.search.inner.search_cache import SearchCache
 from autopar.search.inner.step_bounds import Level, StepBound, least_bytes, step_bound
 from autopar.search.pricing.step_prices import StepPrices
@@ -30,7 +30,6 @@ Progress = Callable[[str], None]
 ESTIMATE_MARGIN = 1.25
 
 COMPARING = 0.85  # the part of the time limit in which configurations are compared
-GRACE_SECONDS = 2.0  # beyond the time limit, for a first plan that fits
 
 
 class InnerSearches:
@@ -200,16 +199,13 @@ class InnerSearches:
         """Whether the rest of the ``time_limit`` is for the plans that were found."""
         return time.perf_counter() > self._end_of_comparing
 
-    def is_out_of_time(self, has_plan: bool = True) -> bool:
-        """Whether the ``time_limit`` has passed. Without a plan that fits, the search goes on for
-        some seconds more.
-        """
-        return time.perf_counter() > self._deadline + GRACE_SECONDS * (not has_plan)
+    def is_out_of_time(self) -> bool:
+        """Whether the ``time_limit`` has passed."""
+        return time.perf_counter() > self._deadline
 
     def operations_left(self, limit: float) -> float:
         """The solver's operations up to ``limit`` for which time is left; 0 beyond the limit."""
-        seconds = max(self._deadline - time.perf_counter(), 0.0)
-        return min(limit, seconds * OPERATIONS_A_SECOND)
+        return operations_until(self._deadline, limit)
 
     def step_bound(self, configuration: Configuration, level: Level) -> StepBound:
         """:func:`step_bound` of a configuration."""

@@ -17,6 +17,14 @@ OPERATIONS_A_SECOND, LEAST_SOLVE_SECONDS = 1e9, 2.0
 OPTIMAL = 1e-9  # the gap of a solution that more time would not improve
 
 
+def operations_until(deadline: float, limit: float, least_seconds: float = 0.0) -> float:
+    """The solver's operations up to ``limit`` for which time is left: until a moment of
+    ``time.perf_counter``, and at least so many seconds.
+    """
+    seconds = max(deadline - time.perf_counter(), least_seconds)
+    return min(limit, seconds * OPERATIONS_A_SECOND)
+
+
 @dataclass(frozen=True)
 class KeptSolutions:
     """The solutions of one problem.
@@ -37,8 +45,7 @@ class KeptSolutions:
         """The operations that the next solve may take: the limit, or what the time that is left
         allows.
         """
-        seconds = max(self.deadline - time.perf_counter(), LEAST_SOLVE_SECONDS)
-        return min(self.limit, seconds * OPERATIONS_A_SECOND)
+        return operations_until(self.deadline, self.limit, LEAST_SOLVE_SECONDS)
 
     def at(self, price: float, solve: Callable[[], Solution]) -> Solution:
         """The solution at a price. One that the time limit may have made worse is not kept."""

@@ -86,10 +86,11 @@ class Options:
             ``torch.optim.AdamW``, ``Adam`` and ``SGD`` themselves mean their names.
         constraints: layouts by pattern of a parameter's name or a module's path:
             ``{"*.mlp.up_proj.weight": "I S0"}``.
-        time_limit: seconds for the whole planning, with the capture of the model. The search ends
-            then with the best plan so far. If none fits by then, it goes on for a few seconds, and
-            ends with a plan of least memory. None: no limit up to 16 ranks; for more, 60 s, and the
-            search ends before where all configurations left are estimated to be clearly slower.
+        time_limit: seconds for the whole planning, with the capture of the model. The search then
+            ends with the best plan so far, after the solve that has begun. If none fits by then,
+            the search tries some candidates more, and last the plan of least memory, and so exceeds
+            a small limit. None: no limit up to 16 ranks; for more, 60 s, and the search ends before
+            where all configurations left are estimated to be clearly slower.
         solver: "highs", or "pulp:NAME" for any solver that PuLP knows: "pulp:CBC",
             "pulp:GUROBI". Limits of PuLP's solvers are seconds, so that plans may depend on the
             machine.
