@@ -10,8 +10,10 @@ from typing import Any
 
 import peaks
 import pytest
+import torch
 from by_hand import calls, part_of
 from pool import Pool, Pools
+from torch import nn
 
 import autopar
 from autopar.frontend.traced_model import TracedModel
@@ -268,3 +270,26 @@ def test_of_a_compiled_program_that_counts_as_an_eager_one(
     assert plan.peak_memory == planned(name, world, **options).peak_memory
     found = of_compiled(ranks(world), plan, name, tmp_path)
     assert max(found) <= max(plan.peak_memory)
+
+
+class WideThenNarrow(nn.Module):
+    """A product with a result of 128 MiB, and six products of one row; parameters of 64 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(4096, 4096, bias=False)
+        self.narrow = nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(6)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.narrow(self.wide(x).sigmoid().mean(0, keepdim=True)).sum()
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_gradients_of_parameters_stay_until_the_step_ends(backend: str) -> None:
+    """The backward ends with the wide product, when the gradients of the others are there."""
+    with torch.device("meta"):
+        model, sample = WideThenNarrow(), torch.zeros(8192, 4096)
+    options = dict(backend=backend, optimizer="sgd", recompute="none", cluster="h100-sxm")
+    plan = autopar.plan(model, sample, 1, progress=False, **options)
+    kinds = plan.memory[0]
+    assert kinds["gradients"] == pytest.approx(6 * 64 * 2**20, abs=2**20)

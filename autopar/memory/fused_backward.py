@@ -134,6 +134,7 @@ class FusedBackward:
         """The backward of a call that no kernel is fused with."""
         self._live.add_briefly(call.footprint.backward)
         made = [self._new(nbytes) for nbytes in call.footprint.made]
+        found = list[tuple[GradientSlot, _Gradient]]()
         for gradient, slot in zip(call.footprint.gradients, call.operand_slots, strict=False):
             if gradient is None or slot is None:
                 continue
@@ -144,8 +145,10 @@ class FusedBackward:
             if value is not None:
                 for buffer in value.buffers:
                     buffer.refs += 1
-                self._add(slot, value)
+                found.append((slot, value))
         self._release(made)
+        for slot, value in found:
+            self._add(slot, value)
 
     def _are_chained(self, call: TracedCall, maker: TracedCall | None) -> bool:
         """Whether one kernel computes the backward of a call and of the maker of its operand."""
