@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import highspy
 import numpy as np
 
+from autopar.search.ilp.programs.silent_highs import SilentHighs
+
 
 def choose_solutions(
     seconds: np.ndarray, nbytes: np.ndarray, unit_class: np.ndarray, room: float
@@ -49,8 +51,7 @@ def _solution_counts(
     """How many of the ``n`` units of each class (n, seconds, bytes) take each solution, so that all
     fit together and take least time.
     """
-    highs = highspy.Highs()
-    highs.setOptionValue("output_flag", False)
+    highs = SilentHighs()
     seconds = np.concatenate([s for _, s, _ in classes])
     nbytes = np.concatenate([b for _, _, b in classes])
     width = len(classes[0][1])

@@ -14,6 +14,7 @@ import numpy as np
 from autopar.errors import PlanError
 from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.programs.pulp_solver import solve_with_pulp
+from autopar.search.ilp.programs.silent_highs import SilentHighs
 from autopar.search.ilp.tensor_conversions import Port
 
 # About the multiplications and additions that one solve may take; a clock would let the plan depend
@@ -109,8 +110,7 @@ class LinearProgram:
         """A solver of the program so far, without integers. Each solve stops after about so many
         ``operations``.
         """
-        solver = highspy.Highs()
-        solver.setOptionValue("output_flag", False)
+        solver = SilentHighs()
         solver.setOptionValue("threads", 2)
         solver.cbMipInterrupt += self._interrupt
         self.limit_solver(solver, operations)
