@@ -51,7 +51,7 @@ def _check_module(module: nn.Module, place: str) -> None:
             "(compiled.save(path, extra=...))"
         )
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    if any(not _comes_from("torch.nn.utils.", hook) for hook in hooks):
+    if any(not comes_from("torch.nn.utils.", hook) for hook in hooks):
         warnings.warn(
             f"{place} has a forward hook: it runs while the model is traced, and the compiled "
             "program has what it computes with "
@@ -73,14 +73,15 @@ def _state_addition(module: nn.Module) -> str:
     none.
     """
     hooks = [*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values()]
-    if any(not _comes_from("torch.", hook) for hook in hooks):
+    if any(not comes_from("torch.", hook) for hook in hooks):
         return "a hook on its state_dict()"
     for method in ("get_extra_state", "_save_to_state_dict", "state_dict"):
         found = getattr(type(module), method)
-        if found is not getattr(nn.Module, method) and not _comes_from("torch.", found):
+        if found is not getattr(nn.Module, method) and not comes_from("torch.", found):
             return f"a {method}() of its own"
     return ""
 
 
-def _comes_from(package: str, code: Any) -> bool:
+def comes_from(package: str, code: Any) -> bool:
+    """Whether a function, or a callable object, is of a package such as ``torch.``"""
     return str(getattr(code, "__module__", "")).startswith(package)

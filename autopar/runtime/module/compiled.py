@@ -22,6 +22,7 @@ from autopar.runtime.data.rank_batch import RankBatch
 from autopar.runtime.dtensors.sharding import redistributed_like
 from autopar.runtime.module.call_agreement import agree_on_call, make_detector
 from autopar.runtime.module.call_guard import CallGuard
+from autopar.runtime.module.load_hooks import check_own_loading, converting, places
 from autopar.runtime.module.measurement import Measurement
 from autopar.runtime.module.module_tree import (
     build_tree,
@@ -260,16 +261,21 @@ class Compiled(DataLoading, Checkpoints, Measurement, ModelValues, GradientHandl
     ) -> Any:
         """As ``nn.Module.load_state_dict``. Values may be DTensors, or whole tensors that are the
         same on every rank. Always copies, because the graph refers to the parameters' memory:
-        ``assign`` has no effect. Skips tensors that only other ranks of a pipeline hold.
+        ``assign`` has no effect. Skips tensors that only other ranks of a pipeline hold. Hooks on
+        ``load_state_dict`` of the model's modules run; :class:`RunError` where a module has a
+        ``_load_from_state_dict()`` of its own and a name or a shape is not that of the model.
         """
         own, remote = self.state_dict(), self._runner.remote_state
-        converted = OrderedDict(
-            (name, redistributed_like(own.get(name), value, self._mesh))
-            for name, value in state_dict.items()
-            if name not in remote
-        )
-        converted._metadata = getattr(state_dict, "_metadata", {})  # type: ignore[attr-defined]
-        return super().load_state_dict(converted, strict=strict)
+        check_own_loading(self, state_dict, remote)
+        elsewhere = set(remote) - places(self)
+        given = OrderedDict((n, v) for n, v in state_dict.items() if n not in elsewhere)
+        given._metadata = getattr(state_dict, "_metadata", {})  # type: ignore[attr-defined]
+
+        def convert(name: str, value: Any) -> Any:
+            return None if name in remote else redistributed_like(own.get(name), value, self._mesh)
+
+        with converting(self, convert):
+            return super().load_state_dict(given, strict=strict)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Compiled:
         """``to``, ``half``, ``cuda`` and others call it."""

@@ -14,6 +14,7 @@ from torch import nn
 
 from autopar.errors import RunError
 from autopar.runtime.module import mode_overrides
+from autopar.runtime.module.load_hooks import copy_load_hooks
 from autopar.runtime.parameters.model_state import check_dtype_and_device
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ def copy_tree(model: nn.Module, root: nn.Module, replace: Replace) -> None:
     class, because users make optimizer groups by class (no weight decay on ``LayerNorm``).
     """
     root.training = model.training
+    copy_load_hooks(model, root)
     _fill(model, root, "", replace, {})
     mode_overrides.copy_mode_overrides(model, root, "")
 
@@ -127,6 +129,7 @@ def _shell(module: nn.Module) -> nn.Module:
 def _finish(module: nn.Module, shell: nn.Module, path: str) -> None:
     for name in _HOOKS:
         shell.__dict__[name] = partial(_refuse_hook, path, name)
+    copy_load_hooks(module, shell)
     shell.__dict__["_apply"] = partial(_stay, weakref.ref(shell))
     mode_overrides.copy_mode_overrides(module, shell, path)
     seal(shell, path, forward_attributes(module))
