@@ -49,6 +49,10 @@ class Network(nn.Module):
         self.beta = 4.0
         self.double()
 
+    @property
+    def depth(self) -> int:
+        return 1
+
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         y = self.head(self.dropout(self.bn(self.block(x)).tanh())) * self.beta * self.gain
         return {"loss": y.square().mean(), "y": y}
@@ -293,3 +297,14 @@ def test_code_that_would_not_run_is_refused(message: str) -> None:
     ADDITIONS[message](model)
     with pytest.raises(autopar.CaptureError, match=message):
         autopar.plan(model, sample(), 1, progress=False)
+
+
+def test_code_of_the_model_that_is_asked_for_is_named() -> None:
+    compiled = autopar.compile(Network(), sample(), 1, progress=False)
+    with pytest.raises(autopar.RunError, match=r"compiled.block cannot be called: it has param"):
+        compiled.block(torch.ones(1))
+    with pytest.raises(AttributeError, match=r"has no depth: .* of Network and none of its code"):
+        _ = compiled.depth
+    assert not hasattr(compiled, "depth")
+    with pytest.raises(AttributeError, match="'Compiled' object has no attribute 'width'"):
+        _ = compiled.width

@@ -27,6 +27,7 @@ from autopar.runtime.module.measurement import Measurement
 from autopar.runtime.module.module_tree import (
     build_tree,
     check_attribute,
+    code_error,
     copy_tree,
     forward_attributes,
     seal,
@@ -276,6 +277,15 @@ class Compiled(DataLoading, Checkpoints, Measurement, ModelValues, GradientHandl
 
         with converting(self, convert):
             return super().load_state_dict(given, strict=strict)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            model_class = self.__dict__.get("model_class")
+            if model_class is not None and hasattr(model_class, name):
+                raise code_error(model_class, name) from None
+            raise
 
     def _apply(self, fn: Any, recurse: bool = True) -> Compiled:
         """``to``, ``half``, ``cuda`` and others call it."""

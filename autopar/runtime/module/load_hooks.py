@@ -27,6 +27,7 @@ def copy_load_hooks(source: nn.Module, target: nn.Module) -> None:
     A hook that is a method of ``source`` becomes that of a copy without tensors, so that nothing
     keeps the tensors of ``source``.
     """
+    wrapped: Any  # torch keeps each hook with whether it takes the module
     for wrapped in source._load_state_dict_pre_hooks.values():
         if not comes_from("torch.", wrapped.hook):
             hook = _of_copy(wrapped.hook, source)
@@ -48,9 +49,7 @@ def _of_copy(hook: Callable[..., Any], source: nn.Module) -> Callable[..., Any]:
     return MethodType(hook.__func__, copy)  # type: ignore[attr-defined]
 
 
-def check_own_loading(
-    model: nn.Module, given: Mapping[str, Any], remote: Collection[str]
-) -> None:
+def check_own_loading(model: nn.Module, given: Mapping[str, Any], remote: Collection[str]) -> None:
     """Raises :class:`RunError` where a module has a method of its own for loading, and the names or
     shapes of what is ``given`` are not the model's. ``remote`` is held by other ranks.
     """
@@ -95,9 +94,7 @@ def converting(model: nn.Module, convert: Convert) -> Iterator[None]:
                 if value is not None:
                     state[key] = value
 
-    handles = [
-        module.register_load_state_dict_pre_hook(convert_own) for module in model.modules()
-    ]
+    handles = [module.register_load_state_dict_pre_hook(convert_own) for module in model.modules()]
     try:
         yield
     finally:

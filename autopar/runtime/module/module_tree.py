@@ -32,6 +32,10 @@ _HOOKS = (
 _STATE = ("_parameters", "_buffers", "_modules")
 _SEALED = "_sealed_attributes"
 _CODE = (staticmethod, classmethod, property)
+_PLAIN = (
+    "to run other code of the model, write the values (compiled.save_pretrained(folder)) and load "
+    "them into a model (load_state_dict, from_pretrained)"
+)
 
 
 class ModuleShell(nn.Module):
@@ -40,6 +44,13 @@ class ModuleShell(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         check_attribute(self, name)
         super().__setattr__(name, value)
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RunError(
+            f"compiled.{self.__dict__[_SEALED][0]} cannot be called: it has parameters and none of "
+            "the model's code. Call compiled itself, and return from forward what you need; "
+            f"{_PLAIN}"
+        )
 
 
 class SealedDict(dict[str, Any]):
@@ -169,6 +180,15 @@ def check_attribute(module: nn.Module, name: str) -> None:
     path, names = module.__dict__.get(_SEALED, ("", ()))
     if name in names:
         raise _fixed(path, name)
+
+
+def code_error(model_class: type, name: str) -> AttributeError:
+    """The error for a method or a property of the model that a compiled model is asked for."""
+    return AttributeError(
+        f"compiled has no {name}: it has the parameters of {model_class.__name__} and none of its "
+        f"code; {_PLAIN}",
+        name=name,
+    )
 
 
 def _fixed(path: str, name: str) -> RunError:
