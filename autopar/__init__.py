@@ -1,14 +1,16 @@
 """One call turns a single-device PyTorch model into a distributed training program.
 
 This package exports the public names. Reading order of its files: ``api`` has ``plan`` and
-``compile`` as lists of steps, ``plan`` the plan, ``check``, ``sweep``, ``compare_modes`` and
-``rehearse`` the further calls, ``cli`` the command line, and ``errors`` the exceptions.
+``compile`` as lists of steps, ``plan`` the plan, ``check``, ``sweep``, ``compare_modes``,
+``rehearse`` and ``reserved_memory`` the further calls, ``cli`` the command line, and ``errors`` the
+exceptions.
 """
 
 from autopar.api import compile, plan
 from autopar.check import Checked, check
 from autopar.compare_modes import Modes, compare_modes
 from autopar.cost_model import Cluster
+from autopar.cost_model.caching_allocator import AllocatorStatistics
 from autopar.errors import (
     AutoparError,
     BudgetError,
@@ -38,6 +40,7 @@ from autopar.sweep import Sweep, sweep
 
 __all__ = [
     "Action",
+    "AllocatorStatistics",
     "AutoparError",
     "BudgetError",
     "CaptureError",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from autopar.cost_model.caching_allocator import AllocatorStatistics
     from autopar.ir.captured import LossFunction
     from autopar.runtime.measure.rehearsal import Rehearsal
 
@@ -92,6 +93,40 @@ class Plan(PlanData):
 
         how: dict[str, Any] = dict(loss_fn=loss_fn, device=device, steps=steps, progress=progress)
         return rehearse(self, model, sample_input, rank, **how)
+
+    def reserved_memory(
+        self,
+        model: nn.Module,
+        sample_input: Any,
+        *,
+        loss_fn: LossFunction | None = None,
+        expandable_segments: bool = False,
+    ) -> AllocatorStatistics:
+        """What torch's CUDA allocator reserves for the program of a rank, where ``peak_memory`` is
+        what tensors hold: a simulation of the allocator over three steps, with nothing run.
+
+        A GPU runs out of memory by what is reserved: by segments that hold tensors, and by free
+        parts of them that fit no request. The allocations and frees are those that
+        :attr:`peak_memory` counts, call by call, on one stream. Not counted: workspaces of cuBLAS
+        and of collectives, the CUDA context, and what waits for another stream.
+
+        Args:
+            model, sample_input, loss_fn: as for :func:`autopar.plan`.
+            expandable_segments: whether ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`` is
+                set.
+
+        Returns:
+            Bytes that are ``allocated`` and ``reserved`` at most. ``retries`` is 0, because no
+            capacity is given: a plan whose reserved bytes fit a device fits it without retries.
+
+        Raises:
+            PlanError: the plan has several pipeline stages.
+            RunError: the model does not give the plan's graph.
+        """
+        from autopar.reserved_memory import reserved_memory
+
+        how: dict[str, Any] = dict(loss_fn=loss_fn, expandable_segments=expandable_segments)
+        return reserved_memory(self, model, sample_input, **how)
 
     def write_problem(self, path: str | os.PathLike[str]) -> None:
         """Write the integer linear program of the plan's configuration for other solvers: as MPS

@@ -176,11 +176,12 @@ class FusedBackward:
             self._live.add_gradient(slot.parameter, buffer)
 
     def _new(self, nbytes: int) -> GradientBuffer:
-        self._live.add(TRANSIENT, nbytes)
-        return GradientBuffer(nbytes)
+        buffer = GradientBuffer(nbytes)
+        self._live.add(TRANSIENT, nbytes, buffer)
+        return buffer
 
     def _release(self, buffers: Iterable[GradientBuffer]) -> None:
         for buffer in buffers:
             buffer.refs -= 1
             if not buffer.refs:
-                self._live.add(TRANSIENT, -buffer.nbytes)
+                self._live.add(TRANSIENT, -buffer.nbytes, buffer)

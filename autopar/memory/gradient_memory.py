@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from autopar.ir.parameter_collectives import ParameterSpec, gather_order, gradient_buckets
-from autopar.memory.live_memory import GRADIENTS, TRANSIENT, GradientBuffer, LiveMemory
+from autopar.memory.live_memory import GRADIENTS, TRANSIENT, Change, GradientBuffer, LiveMemory
+from autopar.memory.recorded_step import HeldGradient
 
 
 @dataclass(frozen=True)
@@ -83,13 +84,14 @@ class GradientMemory:
         elif is_taken_over:
             self._made[name] = gradient.nbytes
             live.move(gradient.nbytes, TRANSIENT, GRADIENTS)
+            live.rename(gradient.tensor, HeldGradient(name, "made"))
             gradient = GradientBuffer(0)
         else:
             self._made[name] = parameter.leaf_bytes
-            live.add(GRADIENTS, parameter.leaf_bytes)
+            live.add(GRADIENTS, parameter.leaf_bytes, HeldGradient(name, "made"))
         gradient.refs -= 1
         if not gradient.refs:
-            live.add(TRANSIENT, -gradient.nbytes)
+            live.add(TRANSIENT, -gradient.nbytes, gradient.tensor)
         bucket = self._bucket_of.get(name)
         is_launching = bucket is not None and self._is_last_backward
         if parameter.is_cast and (not is_launching or name in self._summed):
@@ -106,8 +108,10 @@ class GradientMemory:
         for place, nbytes in self._flat_bytes.items():
             bucket = [p for p in self._buckets[place] if p.is_trainable]
             if bucket[0].bucket_dtype(self._reduction_dtype) != bucket[0].stored_dtype:
-                live.add(GRADIENTS, sum(p.stored_bytes for p in bucket))
-                live.add(GRADIENTS, -nbytes)
+                live.add(
+                    GRADIENTS, sum(p.stored_bytes for p in bucket), HeldGradient(place, "cast")
+                )
+                live.add(GRADIENTS, -nbytes, HeldGradient(place, "flat"))
         self._flat_bytes, self._is_last_backward = {}, False
 
     def _add_to_sum(self, parameter: LocalParameter, live: LiveMemory) -> None:
@@ -116,8 +120,8 @@ class GradientMemory:
         live.add_briefly(nbytes)
         if parameter.name not in self._summed:
             self._summed[parameter.name] = nbytes
-            live.add(GRADIENTS, nbytes)
-        live.add(GRADIENTS, -self._made.pop(parameter.name))
+            live.add(GRADIENTS, nbytes, HeldGradient(parameter.name, "summed"))
+        live.add(GRADIENTS, -self._made.pop(parameter.name), HeldGradient(parameter.name, "made"))
 
     def _put_into_bucket(self, parameter: LocalParameter, place: int, live: LiveMemory) -> None:
         """Launches all buckets that are complete with this gradient.
@@ -131,7 +135,7 @@ class GradientMemory:
                 elements = sum(p.elements for p in trained)
                 itemsize = parameter.bucket_dtype(self._reduction_dtype).itemsize
                 self._flat_bytes[place] = elements * itemsize
-                live.add(GRADIENTS, self._flat_bytes[place])
+                live.add(GRADIENTS, self._flat_bytes[place], HeldGradient(place, "flat"))
             self._free(parameter.name, live)
         self._missing[place].discard(parameter.name)
         while self._next < len(self._buckets) and not self._missing[self._next]:
@@ -158,13 +162,17 @@ class GradientMemory:
         result = sent // ranks
         cast = 0 if itemsize * sum(p.elements for p in bucket) == sum(made) else sent
         live.add_briefly(joined + cast + (result if ranks > 1 else 0))
+        if ranks > 1:
+            live.add(GRADIENTS, result, HeldGradient(place, "flat"))
         for parameter in bucket:
             self._free(parameter.name, live)
+        if ranks == 1:  # summed in place, or in what is counted above
+            live.add(GRADIENTS, result, HeldGradient(place, "flat"))
         self._flat_bytes[place] = result
-        live.add(GRADIENTS, result)
 
     def _free(self, name: str, live: LiveMemory) -> None:
-        live.add(GRADIENTS, -self._made.pop(name, 0) - self._summed.pop(name, 0))
+        live.add(GRADIENTS, -self._made.pop(name, 0), HeldGradient(name, "made"))
+        live.add(GRADIENTS, -self._summed.pop(name, 0), HeldGradient(name, "summed"))
 
 
 def _bytes_sent(bucket: Sequence[LocalParameter]) -> int:
@@ -215,3 +223,13 @@ def gather_memory(parameters: Sequence[LocalParameter]) -> tuple[int, int, int]:
         exchange = _exchange_bytes(bucket, made) if bucket[0].collectives.exchanged else 0
         peak = max(peak, now + joined + exchange)
     return copies, gathered, max(0, peak - gathered - copies)
+
+
+def gather_changes(parameters: Sequence[LocalParameter]) -> list[Change]:
+    """What :func:`gather_memory` counts, tensor by tensor."""
+    copies, gathered, temporary = gather_memory(parameters)
+    order = gather_order(parameters)
+    buckets = (bucket.parameters for bucket in (*order.gathered, *order.exchanged))
+    made = [*order.cast, *(p for bucket in buckets for p in bucket)]
+    wholes = [Change((p.name, i, "whole"), p.leaf_bytes) for i, p in enumerate(made)]
+    return [Change(None, copies + gathered + temporary), *wholes]

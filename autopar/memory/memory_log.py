@@ -13,12 +13,16 @@ from autopar.memory.live_memory import GradientBuffer, LiveMemory
 
 
 class ParameterGradient(NamedTuple):
-    """A backward has the whole gradient of the parameter ``name``; see :class:`GradientBuffer`."""
+    """A backward has the whole gradient of the parameter ``name``; see :class:`GradientBuffer`.
+
+    ``tensor`` is its storage, in a log that records tensors.
+    """
 
     name: str
     nbytes: int
     dense: bool
     refs: int
+    tensor: GradientBuffer | None = None
 
 
 @dataclass
@@ -37,8 +41,8 @@ class MemoryLog(LiveMemory):
         in_transit: bytes that are sent to another rank in the end.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, records: bool = False) -> None:
+        super().__init__(records)
         self.blocks = [BlockLog(None)]
         self.in_transit = 0
 
@@ -51,14 +55,16 @@ class MemoryLog(LiveMemory):
     def add_gradient(self, name: str, gradient: GradientBuffer) -> None:
         """A backward has the whole gradient of a parameter, and holds it no longer."""
         self.end_entry()
-        entry = ParameterGradient(name, gradient.nbytes, gradient.dense, gradient.refs)
+        tensor = gradient.tensor if self.changes is not None else None
+        entry = ParameterGradient(name, gradient.nbytes, gradient.dense, gradient.refs, tensor)
         self.blocks[-1].parts.append(entry)
         gradient.refs -= 1
 
     def end_entry(self) -> None:
         """Writes down what was counted since the last entry."""
-        if self.now or self.peak:
+        if self.now or self.peak or self.changes:
             part = LiveMemory()
+            part.changes = self.changes
             part.now, part.total, part.peak, part.at_peak = (
                 self.now,
                 self.total,
@@ -66,7 +72,7 @@ class MemoryLog(LiveMemory):
                 self.at_peak,
             )
             self.blocks[-1].parts.append(part)
-            super().__init__()
+            super().__init__(self.changes is not None)
 
 
 def unfolded(log: MemoryLog, runs: Sequence[Run]) -> Iterator[tuple[BlockLog, int]]:

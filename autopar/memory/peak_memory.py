@@ -18,19 +18,20 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from autopar.cost_model.memory import allocated_bytes, optimizer_temporaries
+from autopar.cost_model.memory import allocated_bytes
 from autopar.ir.plan_data import PlanData
 from autopar.ir.precision import dtype_of
 from autopar.ir.schedules import BACKWARD, FORWARD, Action
-from autopar.ir.state_buckets import NEIGHBOURS_ON_GPU, state_buckets
 from autopar.kernel_trace.operator_trace import OperatorTracer
 from autopar.memory.call_trace import CallTrace
 from autopar.memory.folding import Folding, Program
 from autopar.memory.fused_calls import divide_into_blocks, fuse_calls
-from autopar.memory.gradient_memory import GradientMemory, LocalParameter, gather_memory
+from autopar.memory.gradient_memory import GradientMemory, gather_changes, gather_memory
 from autopar.memory.live_memory import ACTIVATIONS, OUTPUTS, TRANSIENT, LiveMemory
 from autopar.memory.local_parameters import LocalParameters
+from autopar.memory.optimizer_step import optimizer_step
 from autopar.memory.parameter_places import ParameterPlaces
+from autopar.memory.recorded_step import RecordedStep
 from autopar.memory.saved_activations import SavedActivations
 from autopar.memory.schedule_walk import ActionMemory, ScheduleWalk
 from autopar.memory.stage_calls import StageCalls
@@ -50,6 +51,7 @@ class PeakMemory:
             backward.
         by_kind: by stage: its part of its rank's peak, bytes by kind.
         folding: which calls were traced.
+        recorded: what the rank allocates and frees, where that is recorded.
 
     Args:
         analysis: the analysis of the graph of one microbatch, cut into the plan's stages.
@@ -59,6 +61,7 @@ class PeakMemory:
         tracer: traces calls for the device type where the program will run.
         calls: the calls of the graph, with those that may stand for others; by default, every call
             is traced.
+        records: whether to record it, for a program of one stage; then every call is traced.
     """
 
     def __init__(
@@ -69,12 +72,17 @@ class PeakMemory:
         settings: StepSettings,
         tracer: OperatorTracer,
         calls: StagedCalls | None = None,
+        records: bool = False,
     ) -> None:
+        self.recorded = RecordedStep() if records else None
         self._analysis, self._settings, self._tracer = analysis, settings, tracer
         self._program, self._sizes = program, sizes
         self._allocated = allocated_bytes if settings.device_type == "cuda" else int
         self._calls = calls or StagedCalls.of_single_nodes(analysis)
         self._local = LocalParameters(analysis, self._calls, program.parameters, sizes, settings)
+        if records:
+            self._count(Folding.of_every_call(self._calls))
+            return
         try:
             self._count(Folding(self._calls, program))
         except NotSteadyError:
@@ -119,7 +127,8 @@ class PeakMemory:
         for stage in sorted(set(folding.like)):
             picked = self._picked_bytes(stage)
             calls = StageCalls(trace, saved, stage, recomputed, offloaded, picked)
-            found[stage] = StageLogs(calls, settings, ParameterPlaces(folding, stage))
+            places, records = ParameterPlaces(folding, stage), self.recorded is not None
+            found[stage] = StageLogs(calls, settings, places, records)
         return found
 
     def _stage(self, number: int, logs: dict[int, StageLogs], folding: Folding) -> StageMemory:
@@ -165,7 +174,7 @@ class PeakMemory:
         self, own: range, order: list[Action], early: list[list[Action]]
     ) -> dict[int, dict[str, int]]:
         """Walks through a rank's step. Returns the bytes at its peak, by stage and kind."""
-        walk = ScheduleWalk(own, keeps_messages=self._settings.is_looped)
+        walk = ScheduleWalk(own, self._settings.is_looped, self.recorded)
         for number in own:
             self._add_permanent(number, own, walk)
         self._gather(own, walk)
@@ -208,16 +217,16 @@ class PeakMemory:
         for name in self._local.used(stage):
             if name not in seen:
                 memory = self._local.memory(name)
-                walk.add_permanent(stage, "parameters", memory.parameters)
+                walk.add_permanent(stage, "parameters", memory.parameters, name)
                 if not self._local.is_offloaded(name):
-                    walk.add_permanent(stage, "optimizer", memory.optimizer)
+                    walk.add_permanent(stage, "optimizer", memory.optimizer, name)
         if stage == own[0]:
             hoisted = (n for n in self._analysis.hoisted if n.meta["val"].ndim)
             for node in (*self._analysis.inputs, *hoisted):
                 val, has_batch = node.meta["val"], self._analysis.batch.dim(node) is not None
                 times = self._settings.microbatches if has_batch else 1
                 nbytes = self._allocated(val.numel() * val.dtype.itemsize * times)
-                walk.add_permanent(stage, "inputs", nbytes)
+                walk.add_permanent(stage, "inputs", nbytes, node.name)
 
     def _gather(self, own: range, walk: ScheduleWalk) -> None:
         """The step starts: it casts and gathers the parameters."""
@@ -225,7 +234,10 @@ class PeakMemory:
         copies, gathered, temporary = gather_memory(list(parameters.values()))
         made = {"compute copies": copies, "gathered parameters": gathered}
         at_peak = {**made, TRANSIENT: temporary}
-        walk.run_action(own[0], ActionMemory(made, copies + gathered + temporary, at_peak))
+        memory = ActionMemory(made, copies + gathered + temporary, at_peak)
+        if self.recorded is not None:
+            memory = memory.recorded(gather_changes(list(parameters.values())))
+        walk.run_action(own[0], memory)
         walk.copies = own[0], made
 
     def _finish(self, own: range, walk: ScheduleWalk) -> None:
@@ -237,37 +249,16 @@ class PeakMemory:
                 largest = max(storage.nbytes for storage in stage.calls.returned)
                 nbytes = self._settings.microbatches * largest
                 walk.run_action(number, ActionMemory.temporary(OUTPUTS, nbytes))
-            live = LiveMemory()
+            live = LiveMemory(self.recorded is not None)
             stage.gradients.finish(live)
             walk.run_action(number, ActionMemory.of(live))
         parameters = [p for stage in stages.values() for p in stage.parameters]
         shared = sum(p.stored_bytes for p in parameters if self._local.is_shared(p.name))
         walk.run_action(own[0], ActionMemory.temporary(TRANSIENT, shared))
         walk.close()
-        nbytes = self._optimizer_bytes([p for p in parameters if p.is_trainable])
-        walk.run_action(own[0], ActionMemory.temporary("optimizer", nbytes))
-
-    def _optimizer_bytes(self, parameters: list[LocalParameter]) -> int:
-        """The most bytes that the optimizer's step takes besides what lasts: its temporaries, and
-        the buckets of state that come from the host. State that stays on the device is updated
-        first.
-        """
-        sizes = {p.name: p.stored_bytes for p in parameters}
-        names = self._local.in_order_of_model(sizes)
-        buckets = [[name for name in names if not self._local.is_offloaded(name)]]
-        buckets += state_buckets(filter(self._local.is_offloaded, names), sizes.__getitem__)
-        state = [sum(self._local.memory(name).optimizer for name in b) for b in buckets]
-        state[0] = 0
-        is_cuda = self._settings.device_type == "cuda"
-        neighbours = NEIGHBOURS_ON_GPU if is_cuda else 0
-        together = math.prod(self._sizes) > 1 or is_cuda
-        most = 0
-        for i, bucket in enumerate(buckets):
-            on_device = sum(state[max(i - neighbours, 0) : i + neighbours + 1])
-            stored = [sizes[name] for name in bucket]
-            temporary = optimizer_temporaries(stored, self._settings.optimizer, together)
-            most = max(most, on_device + temporary)
-        return most
+        trained = [p for p in parameters if p.is_trainable]
+        together = math.prod(self._sizes) > 1 or self._settings.device_type == "cuda"
+        walk.run_action(own[0], optimizer_step(trained, self._local, self._settings, together))
 
 
 def peak_memory_of_plan(
@@ -276,6 +267,7 @@ def peak_memory_of_plan(
     optimizer: str,
     tracer: OperatorTracer,
     calls: StagedCalls | None = None,
+    records: bool = False,
 ) -> PeakMemory:
     """The peak memory of a plan.
 
@@ -284,7 +276,7 @@ def peak_memory_of_plan(
         plan: the plan.
         optimizer: the optimizer's name.
         tracer: traces calls for the device type where the program will run.
-        calls: as for :class:`PeakMemory`.
+        calls, records: as for :class:`PeakMemory`.
     """
     settings = StepSettings(
         plan.pipeline,
@@ -297,4 +289,4 @@ def peak_memory_of_plan(
         tracer.device_type,
         is_fused(plan.backend, plan, analysis.graph),
     )
-    return PeakMemory(analysis, plan, plan.mesh_sizes, settings, tracer, calls)
+    return PeakMemory(analysis, plan, plan.mesh_sizes, settings, tracer, calls, records)

@@ -53,25 +53,27 @@ class SavedMemory:
         self._done.add(call)
         for storage in call.saved:
             self._drop(storage, live)
-        live.add(RECOMPUTED if call in self._recomputed else ACTIVATIONS, -call.internal)
+        kind = RECOMPUTED if call in self._recomputed else ACTIVATIONS
+        live.add(kind, -call.internal, (call, "internal"))
 
     def _recompute(self, call: TracedCall, live: LiveMemory) -> None:
         self._missing.remove(call)
         self._fetch(call.reads, live)
         if call in self._started:
-            live.add(RECOMPUTED, -call.made_bytes)  # counted from here on as for other calls
+            # counted from here on as for other calls
+            live.add(RECOMPUTED, -call.made_bytes, (call, "started"))
         live.add_briefly(call.footprint.forward)
-        live.add(RECOMPUTED, call.internal)
+        live.add(RECOMPUTED, call.internal, (call, "internal"))
         for storage in call.made:
             if self._readers.get(storage):
                 self._kind[storage] = RECOMPUTED
-                live.add(RECOMPUTED, storage.nbytes)
-        live.add(ACTIVATIONS, -call.cloned)
+                live.add(RECOMPUTED, storage.nbytes, storage)
+        live.add(ACTIVATIONS, -call.cloned, (call, "cloned"))
         for storage in call.reads:
             self._drop(storage, live)
         if call.before in self._missing and call.before not in self._started:
             self._started.add(call.before)
-            live.add(RECOMPUTED, call.before.made_bytes)
+            live.add(RECOMPUTED, call.before.made_bytes, (call.before, "started"))
 
     def _fetch(self, storages: Collection[TracedStorage], live: LiveMemory) -> None:
         """Gets storages from the host, if they are there."""
@@ -80,7 +82,7 @@ class SavedMemory:
                 if each in self._on_host:
                     self._on_host.remove(each)
                     self._kind[each] = ACTIVATIONS
-                    live.add(ACTIVATIONS, each.nbytes)
+                    live.add(ACTIVATIONS, each.nbytes, each)
 
     def _drop(self, storage: TracedStorage, live: LiveMemory) -> None:
         """One reader of the storage is done; the last one frees it."""
@@ -91,4 +93,4 @@ class SavedMemory:
         if is_free:
             self._on_host.discard(storage)
         if is_free and storage in self._kind:
-            live.add(self._kind[storage], -storage.nbytes)
+            live.add(self._kind[storage], -storage.nbytes, storage)

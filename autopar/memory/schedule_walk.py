@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from autopar.memory.live_memory import OUTPUTS, TRANSIENT, LiveMemory
+from autopar.memory.live_memory import OUTPUTS, TRANSIENT, Change, LiveMemory
+from autopar.memory.recorded_step import RecordedStep
 
 
 @dataclass
@@ -18,22 +19,28 @@ class ActionMemory:
         peak: the most bytes that it holds at once, beyond the bytes before it.
         at_peak: ``peak`` by kind.
         in_transit: bytes of ``change`` that are sent to another rank and then freed.
+        changes: what happened, where that is recorded.
     """
 
     change: dict[str, int]
     peak: int
     at_peak: dict[str, int]
     in_transit: int = 0
+    changes: Sequence[Change] = ()
 
     @classmethod
     def of(cls, live: LiveMemory, in_transit: int = 0) -> ActionMemory:
         """The memory that ``live`` counted during the action."""
-        return cls(dict(live.now), live.peak, live.at_peak, in_transit)
+        return cls(dict(live.now), live.peak, live.at_peak, in_transit, live.changes or ())
 
     @classmethod
     def temporary(cls, kind: str, nbytes: int) -> ActionMemory:
         """Bytes that are allocated and freed again."""
-        return cls({}, nbytes, {kind: nbytes})
+        return cls({}, nbytes, {kind: nbytes}, 0, [Change(None, nbytes)])
+
+    def recorded(self, changes: Sequence[Change]) -> ActionMemory:
+        """The same memory, which is recorded as ``changes``."""
+        return replace(self, changes=changes)
 
 
 @dataclass
@@ -61,9 +68,13 @@ class ScheduleWalk:
         own: the stages of the rank.
         keeps_messages: whether sent tensors live until the end of the step. torch's schedules of
             several stages a rank hold their messages.
+        recorded: where to record what happens; None for nowhere.
     """
 
-    def __init__(self, own: range, keeps_messages: bool) -> None:
+    def __init__(
+        self, own: range, keeps_messages: bool, recorded: RecordedStep | None = None
+    ) -> None:
+        self._recorded, self._changes = recorded, recorded.step if recorded is not None else None
         self._keeps_messages = keeps_messages
         self.now: dict[int, dict[str, int]] = {stage: defaultdict(int) for stage in own}
         self.at_peak: dict[int, dict[str, int]] = {stage: {} for stage in own}
@@ -77,8 +88,13 @@ class ScheduleWalk:
         """Whether :meth:`hold_sent` was called."""
         return self._held is not None
 
-    def add_permanent(self, stage: int, kind: str, nbytes: int) -> None:
-        """Adds bytes that live during the whole step."""
+    def add_permanent(self, stage: int, kind: str, nbytes: int, name: str) -> None:
+        """Adds bytes that live during the whole step: what a parameter or an input has of a
+        kind.
+        """
+        if self._recorded is not None:
+            lasting = self._recorded.state if kind == "optimizer" else self._recorded.lasting
+            lasting.append(Change((kind, name), nbytes))
         self._add(stage, {kind: nbytes}, 1)
 
     def run_action(self, stage: int, memory: ActionMemory, receive_buffers: int = 0) -> None:
@@ -87,6 +103,8 @@ class ScheduleWalk:
         ``receive_buffers`` are bytes of buffers for messages of later actions. The messages of the
         action before have arrived when this action ends, if not earlier.
         """
+        if self._changes is not None:
+            self._changes += memory.changes
         if self._total + memory.peak + receive_buffers >= self._peak:
             self._peak = self._total + memory.peak + receive_buffers
             self.at_peak = {s: dict(kinds) for s, kinds in self.now.items()}
@@ -143,6 +161,8 @@ class ScheduleWalk:
         self._add(stage, copies, -1)
         for stage, kinds in self.now.items():
             self._add(stage, {OUTPUTS: kinds[OUTPUTS]}, -1)
+        if self._recorded is not None:  # what follows is the optimizer's step
+            self._changes = self._recorded.update
 
     def _add(self, stage: int, kinds: Mapping[str, int], sign: int) -> None:
         for kind, nbytes in kinds.items():

@@ -101,7 +101,7 @@ class StageBackward:
         roots = self._stage.roots()  # none in a stage before all trainable parameters
         starts = received or [GradientBuffer(4) for _ in roots]
         for root, gradient in zip(roots, starts, strict=True):
-            self._live.add(TRANSIENT, gradient.nbytes)
+            self._live.add(TRANSIENT, gradient.nbytes, gradient)
             gradient.refs += bool(received)  # the schedule holds it until the backward ends
             self._add(root, gradient, gradient.nbytes)
         return received
@@ -112,7 +112,7 @@ class StageBackward:
         for slot, nbytes in slots:
             if slot not in self._gradients:
                 self._gradients[slot] = GradientBuffer(nbytes)
-                self._live.add(TRANSIENT, nbytes)
+                self._live.add(TRANSIENT, nbytes, self._gradients[slot])
         return sum(gradient.nbytes for gradient in {self._gradients[slot] for slot, _ in slots})
 
     def _call(self, call: TracedCall) -> None:
@@ -201,7 +201,7 @@ class StageBackward:
         """
         own = [GradientBuffer(nbytes) for nbytes in made]
         for buffer in own:
-            self._live.add(TRANSIENT, buffer.nbytes)
+            self._live.add(TRANSIENT, buffer.nbytes, buffer)
         self._free_saved(call)
         added = []
         for gradient, slot in zip(gradients, call.operand_slots, strict=False):
@@ -227,7 +227,7 @@ class StageBackward:
             self._release(gradient)
         else:
             self._gradients[slot] = GradientBuffer(nbytes)
-            self._live.add(TRANSIENT, nbytes)
+            self._live.add(TRANSIENT, nbytes, self._gradients[slot])
             self._release(before)
             self._release(gradient)
         self._still_to_come[slot] -= 1
@@ -237,7 +237,7 @@ class StageBackward:
     def _release(self, gradient: GradientBuffer) -> None:
         gradient.refs -= 1
         if not gradient.refs:
-            self._live.add(TRANSIENT, -gradient.nbytes)
+            self._live.add(TRANSIENT, -gradient.nbytes, gradient)
 
     def _free_saved(self, call: TracedCall) -> None:
         if not self._inputs_only:

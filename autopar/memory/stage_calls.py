@@ -149,7 +149,7 @@ class _Forward:
         outputs = [storage for storage in stage.outputs if storage is not None]
         for storage in (*outputs, *stage.sent):
             self._hold(storage)
-        live.add(TRANSIENT, picked_bytes)
+        live.add(TRANSIENT, picked_bytes, "samples")
         for arrival in stage.arrivals:
             self._hold(arrival.storage)  # an argument lives until the program returns
             self._allocate(arrival.storage)
@@ -160,7 +160,7 @@ class _Forward:
         self._copy(None)
         for arrival in stage.arrivals:
             self._release(arrival.storage)
-        live.add(TRANSIENT, -picked_bytes)
+        live.add(TRANSIENT, -picked_bytes, "samples")
         if not keeps_outputs:
             live.add_briefly(stage.output_bytes)
             for storage in outputs:
@@ -168,7 +168,7 @@ class _Forward:
 
     def _call(self, call: TracedCall) -> None:
         is_cloned = call in self._stage.saved_storages.recomputed
-        self._live.add(ACTIVATIONS, call.cloned if is_cloned else 0)
+        self._live.add(ACTIVATIONS, call.cloned if is_cloned else 0, (call, "cloned"))
         if call.starts is not None:
             for storage in call.starts.made:
                 self._allocate(storage)
@@ -179,7 +179,7 @@ class _Forward:
             if call in self._stage.offloaded:
                 self._copy(storage)
         is_recomputed = is_cloned or call in self._stage.recomputed
-        self._live.add(ACTIVATIONS, 0 if is_recomputed else call.internal)
+        self._live.add(ACTIVATIONS, 0 if is_recomputed else call.internal, (call, "internal"))
         for storage in call.reads:
             self._reads[storage] -= 1
         for storage in {*call.reads, *call.made}:
@@ -202,7 +202,7 @@ class _Forward:
 
     def _allocate(self, storage: TracedStorage) -> None:
         is_kept = storage in self._kept
-        self._live.add(ACTIVATIONS if is_kept else TRANSIENT, storage.nbytes)
+        self._live.add(ACTIVATIONS if is_kept else TRANSIENT, storage.nbytes, storage)
         if not is_kept:
             self._transient.add(storage)
 
@@ -210,7 +210,7 @@ class _Forward:
         """Frees a storage that nothing reads any more, unless autograd keeps it."""
         if storage in self._transient and not self._reads.get(storage):
             self._transient.remove(storage)
-            self._live.add(TRANSIENT, -storage.nbytes)
+            self._live.add(TRANSIENT, -storage.nbytes, storage)
 
 
 def _slots_with_gradient(call: TracedCall) -> list[GradientSlot]:

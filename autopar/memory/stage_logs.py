@@ -17,15 +17,21 @@ from autopar.memory.traced_call import TracedStorage
 
 
 class StageLogs:
-    """The logs of one stage, which holds for all stages like it.
+    """The logs of one stage, which holds for all stages like it. ``records`` says whether they
+    record tensors.
 
     Raises:
         NotSteadyError: no block stands for others; in the methods, too.
     """
 
     def __init__(
-        self, calls: StageCalls, settings: StepSettings, parameters: ParameterPlaces
+        self,
+        calls: StageCalls,
+        settings: StepSettings,
+        parameters: ParameterPlaces,
+        records: bool = False,
     ) -> None:
+        self._records = records
         self.calls, self._settings, self.parameters = calls, settings, parameters
         self._logs: dict[tuple[str, bool], MemoryLog] = {}
         check_locality(calls.calls, calls.recomputed)
@@ -43,7 +49,7 @@ class StageLogs:
                 sent.
         """
         if (kind, sender_holds) not in self._logs:
-            log = MemoryLog()
+            log = MemoryLog(self._records)
             if kind == FORWARD:
                 log.in_transit = self._forward(log)
             else:
@@ -74,7 +80,7 @@ class StageLogs:
         last_part = self._settings.last_part
         if is_split and is_whole:
             waiting = calls.receives(forward=False)
-            live.add(TRANSIENT, waiting if kind == BACKWARD else -waiting)
+            live.add(TRANSIENT, waiting if kind == BACKWARD else -waiting, "received")
             if kind == BACKWARD:
                 return 0
         returned = set[TracedStorage]()
@@ -96,6 +102,6 @@ class StageLogs:
         if self._settings.is_looped and kind == last_part:
             # Autograd frees the sent tensors, but the schedule still holds them.
             still_held = sum(s.nbytes for s in calls.sent_and_saved)
-            live.add(TRANSIENT, still_held)
+            live.add(TRANSIENT, still_held, "sent")
             in_transit += still_held
         return in_transit

@@ -59,13 +59,14 @@ class StageMemory:
 
     def _replay(self, kind: str, sender_holds: bool) -> ActionMemory:
         """The log of the traced stage, with this stage's blocks and this stage's parameters."""
-        log, live = self._logs.of(kind, sender_holds), LiveMemory()
+        log = self._logs.of(kind, sender_holds)
+        live = LiveMemory(log.changes is not None)
         returned: list[tuple[str, GradientBuffer]] = []
         for each, block in unfolded(log, self._runs):
             for part in each.parts:
                 if isinstance(part, ParameterGradient):
                     name = self._logs.parameters.name(part.name, self._stage, each.block, block)
-                    buffer = GradientBuffer(part.nbytes, part.dense, part.refs)
+                    buffer = GradientBuffer(part.nbytes, part.dense, part.refs, part.tensor)
                     returned.append((name, buffer))
                     if not self._settings.is_compiled:  # else the program returns them at its end
                         self._add_gradients(returned, live)
