@@ -7,5 +7,6 @@ gathers that start early, and ``saved_activations`` are the storages that this p
 backward. ``live_memory`` counts live bytes, ``stage_calls`` in one forward of a stage,
 ``stage_backward`` and ``saved_memory`` in one backward, ``gradient_memory`` for the gradients of
 parameters. ``fused_calls`` and ``fused_backward`` are for a program whose compiler fuses kernels.
-``step_settings``, ``stage_memory``, ``schedule_walk`` and ``peak_memory`` put a step together.
+``step_settings``, ``stage_memory``, ``schedule_walk``, ``optimizer_step`` and ``peak_memory`` put a
+step together, and ``recorded_step`` makes of it what an allocator meets.
 """

@@ -5,8 +5,8 @@ round on, when the optimizer has its state and gradients are allocated again.
 
 The peak counts the bytes that tensors take from torch's allocator, which rounds each tensor up on a
 GPU. It does not count workspaces of kernels (cuBLAS, collectives), the CUDA context, or the free
-parts of the allocator's segments. It predicts ``torch.cuda.max_memory_allocated``, not
-``max_memory_reserved``.
+parts of the allocator's segments. It predicts ``torch.cuda.max_memory_allocated``. For
+``max_memory_reserved``, the allocations and frees that are counted can be recorded.
 
 A compiled program that recomputes, or in which ranks exchange activations, is counted as an eager
 one: its compiler chooses when it computes results again and what it keeps of those exchanged, and
