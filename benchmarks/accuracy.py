@@ -98,8 +98,9 @@ def torchtitan(folder: Path) -> None:
         "program and of torchtitan's own,\nsimulated with expandable segments (as in its "
         "run_llama_train.sh), the latter also with torch's default; fitted: nothing"
     )
-    headers = ["GPUs", "software", "published", "plan", "reserved", "program", "reserved", "error %"]
-    print(tabulate(reserved, [*headers, "default", "error %"], floatfmt=".1f"))
+    simulations = ["plan", "reserved", "program", "reserved", "error %", "default", "error %"]
+    headers = ["GPUs", "software", "published", *simulations]
+    print(tabulate(reserved, headers, floatfmt=".1f"))
 
 
 def _torchtitan_model(gpus: int) -> Any:

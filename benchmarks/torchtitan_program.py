@@ -1,11 +1,12 @@
 """The training program of torchtitan's published Llama-3-8B, for the memory of one rank.
 
-It is written as torchtitan was at the end of 2024 (``benchmarks/llama3_h100_202412_torchtitan.md``
-of its repository names commit 9dec370; copies of its repository from around then were read: the
-casts of the loss, the checkpoints, FSDP2's arguments, AdamW, ``run_llama_train.sh``), and runs torch's own FSDP2, selective checkpoints, loss and
-AdamW on fake tensors, one rank of many. What differs from the published runs: it is the FSDP2 of
-the torch that is installed, not that of December 2024; gradients are not clipped, which takes only
-numbers; workspaces of cuBLAS are not there.
+It is written as torchtitan was at the end of 2024:
+``benchmarks/llama3_h100_202412_torchtitan.md`` of its repository names commit 9dec370; copies
+from around then were read for the casts of the loss, the checkpoints, the arguments of FSDP2,
+AdamW and ``run_llama_train.sh``. It runs torch's own FSDP2, checkpoints, loss and AdamW on fake
+tensors, one rank of many. What differs from the published runs: it is the FSDP2 of the torch that
+is installed; gradients are not clipped, which takes only numbers; workspaces of cuBLAS are not
+there.
 
 torchtitan compiles each block alone, and neither the loss nor the head. A compiled block is run
 here as it is, but the result of its last product is not saved: eager checkpoints keep it, although
