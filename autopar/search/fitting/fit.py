@@ -1,5 +1,5 @@
 """From a candidate to a plan that fits the memory: the candidate is assembled, and its memory is
-counted. Where that is too much, the next candidate has less room. Then the plan is proven.
+counted. Where that is too much, the next candidate has less room.
 """
 
 from __future__ import annotations
@@ -7,17 +7,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from itertools import pairwise
 
 from autopar.errors import BudgetError
-from autopar.search.fitting.counted_memory import bytes_over, count_and_prefetch, counted
-from autopar.search.fitting.exact_search import EXACT_OPERATIONS, solve_exactly
-from autopar.search.fitting.reserves import Reserves
+from autopar.search.fitting.counted_memory import bytes_over, counted
+from autopar.search.fitting.exact_plan import exact_plan
+from autopar.search.fitting.reserves import Reserves, larger
 from autopar.search.inner.candidate import Candidate
 from autopar.search.inner.inner_searches import ESTIMATE_MARGIN, InnerSearches
 from autopar.search.inner.no_plan_errors import over_budget_error
-from autopar.search.inner.step_bounds import Level, equal_stages_bytes, step_bound
+from autopar.search.inner.step_bounds import equal_stages_bytes
 from autopar.search.pricing.resize import resized
 from autopar.search.result.assemble import Assembly
 from autopar.search.result.priced_plan import PricedPlan
@@ -26,7 +25,6 @@ REFITS = 6
 LEAST_UNUSED = 0.02  # the part of a device's memory that is worth another try
 LEAST_GAIN = 0.002  # the relative improvement of the step time that is worth one
 CLOSER_TRIES = 3  # candidates with more room than that of a plan that leaves room
-EXACT_TRIES = 6
 LEAST_STEP = 1e-3  # the least additional reserve, relative to the budget
 
 
@@ -102,14 +100,6 @@ def _with_less_reserve(
     return plan
 
 
-def _with_proven_gap(searches: InnerSearches, priced: PricedPlan) -> PricedPlan:
-    """The plan with the gap to the bound of its configuration."""
-    configuration = priced.configuration
-    search, samples = searches.of_configuration(configuration)
-    bound = step_bound(search, configuration, samples, Level.SOLVED).bound
-    return replace(priced, gap=min(max(0.0, 1 - bound / priced.seconds), 1.0))
-
-
 def _fastest_plan(searches: InnerSearches, candidate: Candidate) -> PricedPlan | None:
     """The plan in which all units take the fastest solution, if its counted memory fits although
     its estimate does not.
@@ -172,7 +162,7 @@ def refit(
             break
         # Steps of a few bytes may lead to the same candidate, and none of them to one that fits.
         least = attempt * LEAST_STEP * max(search.budgets(configuration))
-        reserve[:] = _larger(reserve, over, attempt, least)
+        reserve[:] = larger(reserve, over, attempt, least)
         try:
             candidate = searches.candidate(
                 configuration, reserve, same_layouts, step_prices=candidate.step_prices
@@ -187,7 +177,7 @@ def refit(
         if is_slower or (to_beat is not None and searches.is_out_of_time()):
             return None
     else:
-        if (plan := _exact_plan(searches, candidate, reserve, None)) is not None:
+        if (plan := exact_plan(searches, candidate, reserve, None)) is not None:
             return plan
     kinds = priced.bytes_by_kind(over.index(max(over)))
     raise over_budget_error(search, configuration, samples, kinds)
@@ -212,62 +202,3 @@ def _between(
             if max(bytes_over(search, plan)) <= 0:
                 return plan
     return None
-
-
-def prove(searches: InnerSearches, candidate: Candidate, priced: PricedPlan) -> PricedPlan:
-    """The plan with its proven gap, or the better plan of the exact search, for small problems."""
-    if candidate.configuration.stages > 1:
-        priced = _with_proven_gap(searches, priced)
-    elif len(candidate.solutions) == 1:
-        return priced  # the gap of its candidate is proven, and there is no price of memory
-    reserve = [0.0] * candidate.configuration.pipeline
-    return _exact_plan(searches, candidate, reserve, priced) or priced
-
-
-def _exact_plan(
-    searches: InnerSearches, candidate: Candidate, reserve: list[float], best: PricedPlan | None
-) -> PricedPlan | None:
-    """The optimum whose counted memory fits, if the exact search finds it and it is faster than
-    ``best``; otherwise ``best``.
-    """
-    configuration, options = candidate.configuration, searches.options
-    search, samples = searches.of_configuration(configuration)
-    is_cut_by_user = options.pipeline and options.pipeline.split_before
-    starts = candidate.starts if is_cut_by_user else None
-    bound = 0.0  # of the step time, with all of the memory
-    for attempt in range(EXACT_TRIES):
-        found = solve_exactly(
-            search,
-            configuration,
-            samples,
-            searches.operations_left(EXACT_OPERATIONS),
-            best,
-            reserve,
-            starts,
-            candidate.step_prices,
-        )
-        if found is None or found is best:
-            return found
-        bound = bound if attempt else found.seconds * (1 - found.gap)
-        with resized(search.analysis, samples, search.analysis.rules):
-            found = replace(found, gap=max(0.0, 1 - bound / found.seconds))
-            found = count_and_prefetch(search, found, reserve)
-            over = bytes_over(search, found)
-        if max(over) <= 0:
-            return found if best is None or found.seconds < best.seconds else best
-        reserve = _larger(
-            reserve, over, attempt, least=LEAST_STEP * max(search.budgets(configuration))
-        )
-    return best
-
-
-def _larger(
-    reserve: Sequence[float], over: Sequence[float], attempt: int, least: float = 0.0
-) -> list[float]:
-    """The reserve with the bytes over the budget, and ever more than them; ``least`` is the least
-    increase of a rank that is over.
-    """
-    return [
-        r + max(o * (1 + attempt / 8), least) if o > 0 else r
-        for r, o in zip(reserve, over, strict=True)
-    ]

@@ -6,7 +6,8 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from autopar.errors import BudgetError, PlanError
-from autopar.search.fitting.fit import fit_to_memory, prove
+from autopar.search.fitting.exact_plan import prove
+from autopar.search.fitting.fit import fit_to_memory
 from autopar.search.fitting.least_memory import first_that_fits
 from autopar.search.fitting.price_rounds import at_own_step_prices
 from autopar.search.fitting.reserves import Reserves

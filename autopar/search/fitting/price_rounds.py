@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.errors import PlanError
-from autopar.search.fitting.fit import prove, refit
+from autopar.search.fitting.exact_plan import prove
+from autopar.search.fitting.fit import refit
 from autopar.search.fitting.reserves import Reserves
 from autopar.search.inner.inner_searches import InnerSearches
 from autopar.search.pricing.step_prices import StepPrices

@@ -39,3 +39,15 @@ class Reserves:
 def _key(configuration: Configuration) -> tuple:
     axes = tuple(sorted((axis.use, axis.size) for axis in configuration.axes))
     return configuration.pipeline, axes, configuration.microbatches, configuration.kinds
+
+
+def larger(
+    reserve: Sequence[float], over: Sequence[float], attempt: int, least: float = 0.0
+) -> list[float]:
+    """The reserve with the bytes over the budget, and ever more than them; ``least`` is the least
+    increase of a rank that is over.
+    """
+    return [
+        r + max(o * (1 + attempt / 8), least) if o > 0 else r
+        for r, o in zip(reserve, over, strict=True)
+    ]
