@@ -119,6 +119,7 @@ def test_a_free_mesh_also_splits_every_weight(megatron: tuple[Made, str, Plan]) 
         assert all(t.is_shard for t in layout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_a_small_model_with_a_large_batch_is_data_parallel(cluster: str) -> None:
     plan = planned(gpt2(hidden=768, vocabulary=50304, batch=256, sequence=512), cluster)

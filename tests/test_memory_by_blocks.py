@@ -97,7 +97,9 @@ def planned_way(name: str, way: str, **options: Any) -> tuple[nn.Module, Any, Pl
     return model, sample, autopar.plan(model, sample, world, **asked)
 
 
-FAST = [("fused", way) for way in WAYS if way != "interleaved"] + [("mlp", "zero 1")]
+SLOW = ("all", "gpipe", "full", "selective", "zero 2")  # of the fused model
+FAST = [("fused", way) for way in WAYS if way not in (*SLOW, "interleaved")] + [("mlp", "zero 1")]
+KNOWN = [*FAST, *(("fused", way) for way in SLOW)]
 ALL = [(name, way) for name in ("gpt2", "llama", "fused", "mlp") for way in WAYS]
 
 
@@ -111,7 +113,14 @@ def _marked(cases: list[tuple[str, str]]) -> list[Any]:
     return [pytest.param(*c, marks=marks[i % 5]) for i, c in enumerate(cases)]
 
 
-@pytest.mark.parametrize(("name", "way"), [*FAST, *_marked([c for c in ALL if c not in FAST])])
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *FAST,
+        *(pytest.param("fused", way, marks=pytest.mark.slow) for way in SLOW),
+        *_marked([c for c in ALL if c not in KNOWN]),
+    ],
+)
 def test_deep_models(name: str, way: str) -> None:
     assert is_folded(check(*planned_way(name, way)).folding)
 

@@ -68,7 +68,7 @@ def _goes_on(label: str, folder: str, to_host: bool, from_host: bool) -> None:
 @pytest.mark.parametrize(
     ("label", "to_host", "from_host"),
     [
-        ("zero 3", True, True),
+        pytest.param("zero 3", True, True, marks=pytest.mark.slow),
         pytest.param("zero 3", False, True, marks=pytest.mark.exhaustive),
         pytest.param("zero 3", True, False, marks=pytest.mark.slow),
         pytest.param("pipeline", True, True, marks=pytest.mark.slow),

@@ -114,7 +114,7 @@ def check_mixed(options: dict[str, Any], slow_first: bool) -> tuple[Any, autopar
     return errors, compiled.plan, compiled.mesh.world["pipeline"].mesh.tolist()
 
 
-@pytest.mark.parametrize("slow_first", [False, True])
+@pytest.mark.parametrize("slow_first", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("schedule", "chunks"), [("1f1b", 1), pytest.param("zero-bubble", 2, marks=pytest.mark.slow)]
 )

@@ -79,7 +79,7 @@ def assert_same(a: Problem, b: Problem) -> None:
                 assert_equal(getattr(one, field.name), getattr(other, field.name))
 
 
-@pytest.mark.parametrize("kind", ["cpu", "h100-sxm"])
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("h100-sxm", marks=pytest.mark.slow)])
 def test_problems_of_other_options_after_others(kind: str) -> None:
     analysis = analyse(*zoo.gpt2(layers=2, batch=8))
     cluster = Cluster.load(kind)

@@ -27,6 +27,7 @@ def test_no_pinned_plan_is_faster_than_the_free_plan(name: str, draws: int) -> N
     assert result.free.step_time * (1 - result.free.gap) <= result.best * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_the_first_order_of_axes_that_fits_is_not_taken_for_the_best() -> None:
     """With little memory the first candidate of the faster order of axes does not fit, and its plan
     of least memory does.
