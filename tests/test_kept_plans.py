@@ -190,3 +190,22 @@ def test_a_search_that_keeps_little_finds_the_same_plan(monkeypatch: pytest.Monk
     KEPT_MODELS.clear()
     monkeypatch.setattr(search_cache, "MOST_BYTES", 0.0)
     assert autopar.plan(model, sample, 4, **options) == first
+
+
+def test_clusters_share_what_is_kept_and_no_plan() -> None:
+    """The least recent plans are dropped, of whatever cluster they are."""
+    model, sample = zoo.gpt2(layers=3)
+    options = dict(parallel=dict(data=2), zero=1, micro_batch_size=1, progress=False)
+
+    def planned(cluster: str) -> autopar.Plan:
+        return autopar.plan(model, sample, 2, cluster=cluster, **options)
+
+    first, second = planned("h100-sxm"), planned("h200-sxm")
+    caches = list(TracedModel(model, sample, None).graphs.caches._values.values())
+    assert len(caches) == 2
+    assert caches[0].assemblies is caches[1].assemblies
+    assert all(assembly.nbytes > 1e4 for assembly in caches[0].assemblies._values.values())
+    assert {key[0] for key in caches[0].counted._values} == {each.number for each in caches}
+    for cluster, plan_with_others in (("h100-sxm", first), ("h200-sxm", second)):
+        KEPT_MODELS.clear()
+        assert planned(cluster) == plan_with_others

@@ -22,7 +22,7 @@ from pool import Pools
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import autopar
-from autopar.search.fitting import fit
+from autopar.search.fitting import exact_plan
 
 TOLERANCE = 1e-9
 RUNS = [("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2), ("zero-bubble", 1), ("zero-bubble", 2)]
@@ -109,7 +109,7 @@ def check(
         traced_once(),
         contextlib.nullcontext()
         if exactly
-        else mock.patch.object(fit, "solve_exactly", return_value=None),
+        else mock.patch.object(exact_plan, "solve_exactly", return_value=None),
     ):
         expected = step(copy.deepcopy(model), sample)
         plans = shared({repr(case): partial(planned, case) for case in cases})

@@ -18,7 +18,7 @@ import autopar
 from autopar import Plan, PlanError, Sweep
 from autopar.errors import BudgetError
 from autopar.frontend import traced_model as tracing
-from autopar.search.fitting import fit
+from autopar.search.fitting import exact_plan
 from autopar.search.inner.search_cache import LruCache
 
 BATCH = 16
@@ -87,7 +87,7 @@ FIXED = (0, 2, 3, 4, 5, 6)
 @pytest.fixture(scope="module", autouse=True)
 def _no_clock() -> Iterator[None]:
     """Turns off the exact search, which ends by the clock."""
-    with mock.patch.object(fit, "solve_exactly", return_value=None):
+    with mock.patch.object(exact_plan, "solve_exactly", return_value=None):
         yield
 
 

@@ -37,6 +37,11 @@ class CountedProgram:
     saved_bytes: list[float]
     by_kind: list[dict[str, float]]
 
+    @property
+    def nodes(self) -> int:
+        """The nodes of its graph."""
+        return len(self.analysis.graph.nodes)
+
 
 def counted(search: InnerSearch, candidate: Candidate, assembly: Assembly) -> PricedPlan:
     """The candidate, assembled, as a plan with counted memory: without ZeRO buckets where it has

@@ -121,7 +121,7 @@ def count_plan(searches: InnerSearches, candidate: Candidate) -> PricedPlan:
     start = time.perf_counter()
 
     backend, starts = search.options.backend, search.units.starts
-    key = search.option_key, backend, starts, samples, candidate.decisions
+    key = search.cache.number, search.option_key, backend, starts, samples, candidate.decisions
 
     def count() -> PricedPlan:
         with resized(search.analysis, samples, search.analysis.rules):

@@ -11,6 +11,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -42,9 +43,13 @@ from autopar.search.space.repeated_blocks import block_representatives
 MOST_VALUES = 32  # of each kind: a value of a large graph may take megabytes
 MOST_SOLUTIONS = 1024
 MOST_PLANS, MOST_ASSEMBLIES = 16, 4  # with their problems
-MOST_BYTES = 2.0**28  # of problems, of their parts and of conversions, each
+MOST_BYTES = 2.0**28  # of problems, of their parts, of conversions, cut graphs and programs, each
+MOST_PLAN_BYTES = 2.0**26  # of assembled candidates, and of priced plans
+NODE_BYTES = 2000  # about, of a node of a cut graph with its analysis
+DECISION_BYTES = 100  # about, of what a program decides of a node
 
 Value = TypeVar("Value")
+_NUMBERS = count()
 # [FLOPs or bytes, kernel] by operator, kind and dtype of the kernels.
 WorkByKind = dict[tuple[str, str, str], np.ndarray]
 
@@ -55,13 +60,18 @@ class LruCache(Generic[Value]):
     Args:
         most: the number of values.
         nbytes: about the bytes that a value takes. Whenever a quarter of the values is new, the
-            oldest are dropped until the others take at most MOST_BYTES together.
+            oldest are dropped until the others take at most ``most_bytes`` together.
+        most_bytes: None: MOST_BYTES.
     """
 
     def __init__(
-        self, most: int = MOST_VALUES, nbytes: Callable[[Value], float] | None = None
+        self,
+        most: int = MOST_VALUES,
+        nbytes: Callable[[Value], float] | None = None,
+        most_bytes: float | None = None,
     ) -> None:
         self._most, self._nbytes, self._new = most, nbytes, 0
+        self._most_bytes = most_bytes
         self._values: OrderedDict[Hashable, Value] = OrderedDict()
 
     def of(self, key: Hashable, make: Callable[[], Value]) -> Value:
@@ -70,7 +80,7 @@ class LruCache(Generic[Value]):
             self._values[key] = make()
             self._new += 1
             if self._nbytes is not None and 4 * self._new > len(self._values):
-                self._drop_above(MOST_BYTES, self._nbytes)
+                self._drop_above(self._most_bytes or MOST_BYTES, self._nbytes)
         self._values.move_to_end(key)
         if len(self._values) > self._most:
             self._values.popitem(last=False)
@@ -136,9 +146,12 @@ class SearchCache:
         self.nodes = [n for n in analysis.graph.nodes if self.representative[n] is n]
         if like is None or like.cluster.device.kind != cluster.device.kind:
             self.tracer, self.work = OperatorTracer(cluster.device.kind), LruCache[WorkByKind]()
-            self.staged_graphs = LruCache[StagedGraph]()
+            self.staged_graphs = LruCache[StagedGraph](
+                nbytes=lambda staged: NODE_BYTES * len(staged.representative)
+            )
             self._saved = LruCache[dict[fx.Node, SavedTensors]]()
-            self.counted_programs = LruCache[list[Any]]()  # with their peak memory
+            # with their peak memory
+            self.counted_programs = LruCache[list[Any]](nbytes=_bytes_of_programs)
         else:
             self.tracer, self.work = like.tracer, like.work
             self.staged_graphs, self._saved = like.staged_graphs, like._saved
@@ -156,8 +169,17 @@ class SearchCache:
         self._units: LruCache[Units] = like._units if like else LruCache()
         self._conversions = LruCache[ConversionCosts](nbytes=lambda costs: costs.nbytes)
         self._links = LruCache[MeshLinks](MOST_SOLUTIONS)
-        # Candidates assembled for any budget, and priced plans with counted memory.
-        self.assemblies, self.counted = LruCache[Any](MOST_ASSEMBLIES), LruCache[Any](MOST_PLANS)
+        # Candidates assembled for any budget, and priced plans with counted memory. Their keys have
+        # the cache's number.
+        self.number = next(_NUMBERS)
+        self.assemblies: LruCache[Any] = (
+            like.assemblies
+            if like
+            else LruCache(MOST_ASSEMBLIES, lambda a: a.nbytes, MOST_PLAN_BYTES)
+        )
+        self.counted: LruCache[Any] = (
+            like.counted if like else LruCache(MOST_PLANS, lambda p: p.nbytes, MOST_PLAN_BYTES)
+        )
 
     def saved(self, samples: int) -> dict[fx.Node, SavedTensors]:
         """What autograd saves of the representatives. The graph must have the shapes of a
@@ -240,6 +262,11 @@ class SearchCache:
             lambda: ConversionCosts(sizes, self.cluster, links=links, compute=compute),
         )
         return of_axes.with_pipeline(links.pipeline)
+
+
+def _bytes_of_programs(counted: list[Any]) -> float:
+    """About the bytes of some programs of one cut graph."""
+    return sum((NODE_BYTES / len(counted) + DECISION_BYTES) * c.nodes for c in counted)
 
 
 def array_bytes(part: object) -> int:

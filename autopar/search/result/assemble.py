@@ -90,6 +90,11 @@ class Assembly:
             self._plans[has_buckets] = at_own_buckets(plan, self._problem)
         return self._plans[has_buckets]
 
+    @property
+    def nbytes(self) -> float:
+        """About its bytes of memory."""
+        return sum(plan.nbytes for plan in self._plans.values())
+
     @cached_property
     def _with_largest_buckets(self) -> PricedPlan:
         """The plan where each gathered parameter is taken to be in the largest possible bucket."""

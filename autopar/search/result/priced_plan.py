@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 SYNC, OPTIMIZER = "gradient synchronisation", "optimizer"  # the kinds of seconds of a step end
 
+_PART_BYTES = 2000.0  # about, of a vertex or a tensor of a problem, or a node of its graph
+
 
 @dataclass
 class PricedPlan:
@@ -81,6 +83,12 @@ class PricedPlan:
         if not self.output_bytes:
             # The graph has the shapes of these microbatches now, and may have others later.
             self.output_bytes = [self._bytes_of_outputs(i) for i in range(self.problem.stages)]
+
+    @property
+    def nbytes(self) -> float:
+        """About the bytes of memory of its problem and graph."""
+        problem = self.problem
+        return _PART_BYTES * (len(problem.vertices) + len(problem.tensors) + len(self.stage_of))
 
     @property
     def axes(self) -> tuple[Axis, ...]:
