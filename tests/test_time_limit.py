@@ -11,8 +11,10 @@ import zoo
 
 import autopar
 from autopar.errors import BudgetError
+from autopar.search import outer_search
 from autopar.search.fitting import least_memory
 from autopar.search.fitting.exact_search import _ExactSearch
+from autopar.search.inner import inner_searches
 from autopar.search.inner.inner_searches import InnerSearches
 
 OPTIONS: dict[str, Any] = dict(
@@ -27,7 +29,10 @@ def least_bytes(model: Any, sample: Any) -> float:
     return caught.value.least
 
 
-def test_beyond_the_limit_there_is_a_plan_and_no_exact_search() -> None:
+def test_beyond_the_limit_there_is_a_plan_and_no_exact_search(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(inner_searches, "GRACE_SECONDS", 0.0)
     model, sample = zoo.gpt2(batch=8, dropout=0.0)
     budget = 1.02 * least_bytes(model, sample)
     with mock.patch.object(_ExactSearch, "_is_small") as exact:
@@ -40,7 +45,8 @@ def test_beyond_the_limit_there_is_a_plan_and_no_exact_search() -> None:
     assert plan.step_time <= late.step_time * 1.0001
 
 
-def test_a_refusal_beyond_the_limit_counts_one_plan() -> None:
+def test_a_refusal_beyond_the_limit_counts_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inner_searches, "GRACE_SECONDS", 0.0)
     model, sample = zoo.gpt2(batch=8, dropout=0.0)
     budget = 0.7 * least_bytes(model, sample)
     with (
@@ -66,3 +72,13 @@ def test_the_limit_counts_from_the_start_of_planning(monkeypatch: pytest.MonkeyP
     plan = autopar.plan(model, sample, 2, **OPTIONS)
     assert started[0] is not None
     assert started[0] - before < plan.timings["capture"]
+
+
+def test_without_time_for_a_candidate_the_plan_has_the_most_replicas(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(inner_searches, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(outer_search, "MOST_FIRST", 0)
+    model, sample = zoo.gpt2(batch=8, layers=4)
+    plan = autopar.plan(model, sample, 16, cluster="h100-sxm", progress=False, time_limit=1e-6)
+    assert (plan.pipeline, plan.data_degree) == (1, 8)

@@ -51,6 +51,9 @@ class OpenFamilies:
     def __bool__(self) -> bool:
         return bool(self._heap)
 
+    def __len__(self) -> int:
+        return len(self._heap)
+
     def push(self, each: OpenFamily) -> None:
         heapq.heappush(self._heap, (self.estimate(each), each.bound, next(self._numbers), each))
 

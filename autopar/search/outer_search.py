@@ -17,12 +17,15 @@ placement. Then the configuration stands in the queue once for each placement.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from autopar.errors import BudgetError, PlanError
 from autopar.search.enumeration import Enumeration
 from autopar.search.fitting.fitting_plans import FittingPlans
+from autopar.search.fitting.least_memory import first_that_fits
 from autopar.search.inner.candidate import Candidate
 from autopar.search.inner.inner_searches import InnerSearches
 from autopar.search.inner.no_plan_errors import no_plan_error, time_limit_error
@@ -57,7 +60,8 @@ def best_plan(searches: InnerSearches) -> BestPlan:
     try:
         return search.run()
     except BudgetError as e:
-        if searches.options.recompute != "auto" or not search.may_fit:
+        is_late = searches.is_out_of_time(has_plan=False)
+        if searches.options.recompute != "auto" or not search.may_fit or is_late:
             raise
         try:
             found = OuterSearch(searches.with_full_recomputation()).run()
@@ -104,13 +108,15 @@ class OuterSearch:
 
     def _least_memory_plan(self) -> PricedPlan | None:
         """The plan that fits of those that need least memory; BudgetError where none fits."""
-        every = [self.searches]
-        if not self.may_fit and self.options.recompute == "auto":
+        every, is_late = [self.searches], self.searches.is_out_of_time(has_plan=False)
+        if (is_late or not self.may_fit) and self.options.recompute == "auto":
             # Nothing fits. With whole blocks recomputed, perhaps less memory is needed; the problem
             # is smaller, so that it comes first.
             every.insert(0, self.searches.with_full_recomputation())
         near = self._near()[0] if self._candidates else None
         candidates = [candidate.configuration for candidate in self._candidates]
+        if is_late and (plan := self._safe_plan(every[0], near)) is not None:
+            return plan
         errors: list[BudgetError] = []
         for searches in every:
             search = LeastMemorySearch(searches, self.enumeration, self._over_budget.found)
@@ -118,10 +124,30 @@ class OuterSearch:
                 return search.run(near, candidates, self.may_fit)
             except BudgetError as e:
                 errors.append(e)
-            if errors[-1].least <= search.near_bound or self.searches.is_out_of_time():
+            if errors[-1].least <= search.near_bound or is_late:
                 break
         error = min(errors, key=lambda e: e.least)
         raise time_limit_error(error, self.options) if self.searches.is_out_of_time() else error
+
+    def _safe_plan(self, searches: InnerSearches, near: Configuration | None) -> PricedPlan | None:
+        """A plan of little memory of a configuration that the search has not come to: that with the
+        fewest pipeline ranks, the most replicas and the most microbatches. None where it does not
+        fit, or has the mesh of ``near``.
+        """
+
+        def order(each: Configuration) -> tuple[int, float, int]:
+            replicas = math.prod(axis.size for axis in each.axes if axis.use == "data")
+            return each.pipeline, -replicas, len(each.axes)
+
+        waiting = [each.family[-1] for each in self._open.first(len(self._open))]
+        safe = min(waiting, key=order, default=None)
+        if safe is None or (
+            near is not None and (safe.axes, safe.pipeline) == (near.axes, near.pipeline)
+        ):
+            return None
+        with suppress(BudgetError):
+            return first_that_fits(searches, [(0.0, safe)])
+        return None
 
     # Configurations in the order of their bounds
 
@@ -145,7 +171,7 @@ class OuterSearch:
     def _search(self) -> None:
         """Counts candidates until no configuration is left that may be faster."""
         taken, next_dive = 0, DIVE_AFTER
-        while self._open and not self._fitting.is_enough(self.searches.has_compared_enough()):
+        while self._open and not self._fitting.is_enough():
             taken += 1
             if taken > next_dive and not (self._fitting.plans and self.options.is_exhaustive):
                 next_dive = taken + DIVE_AFTER if self._dive() else 2 * taken
@@ -215,7 +241,7 @@ class OuterSearch:
             candidate = self._make_candidate(entry.family[0], entry.bound)
             if candidate is not None:
                 self._fitting.count(candidate)
-            if self._fitting.plans:
+            if self._fitting.plans or self._fitting.is_enough():
                 return
 
     def _make_candidate(self, configuration: Configuration, bound: float) -> Candidate | None:

@@ -22,6 +22,8 @@ from autopar.search.result.assemble import Assembly
 from autopar.search.result.priced_plan import PricedPlan
 
 REFITS = 6
+# Beyond the time limit so many, and only of a plan that is above the budget by less than this part.
+LATE_REFITS, LATE_PART = 2, 0.25
 LEAST_UNUSED = 0.02  # the part of a device's memory that is worth another try
 LEAST_GAIN = 0.002  # the relative improvement of the step time that is worth one
 CLOSER_TRIES = 3  # candidates with more room than that of a plan that leaves room
@@ -29,7 +31,7 @@ LEAST_STEP = 1e-3  # the least additional reserve, relative to the budget
 
 
 def fit_to_memory(
-    searches: InnerSearches, candidate: Candidate, reserves: Reserves, ends_in_time: bool = False
+    searches: InnerSearches, candidate: Candidate, reserves: Reserves, has_plan: bool = False
 ) -> PricedPlan:
     """The candidate as a plan that fits the memory.
 
@@ -38,10 +40,11 @@ def fit_to_memory(
     have the layouts of the fastest solution is tried too. The faster plan is returned.
 
     Args:
-        ends_in_time: whether nothing more is tried after the time limit: another plan fits.
+        has_plan: whether a plan of another candidate fits, so that none is sought beyond the time
+            limit.
 
     Raises:
-        BudgetError: the plan does not fit, or none that does was found in time.
+        BudgetError: the plan does not fit, or none that does was found within the time limit.
     """
     is_mixed = len(candidate.solutions) > 1
     if is_mixed and (fastest := _fastest_plan(searches, candidate)) is not None:
@@ -51,14 +54,14 @@ def fit_to_memory(
     best: PricedPlan | None = None
     failure: BudgetError | None = None
     try:
-        best = refit(searches, candidate, reserve, ends_in_time=ends_in_time)
+        best = refit(searches, candidate, reserve, has_plan=has_plan)
         if best is not None:
             over = bytes_over(searches.of(configuration.microbatches), best)
             reserves.learn(configuration, reserve, over)
             best = _with_less_reserve(searches, candidate, best, reserve, reserves)
     except BudgetError as e:
         failure = e
-    if is_mixed and (best is None or not searches.is_out_of_time()):
+    if is_mixed and not searches.is_out_of_time():
         with suppress(BudgetError):
             same = searches.candidate(configuration, reserve, same_layouts=True)
             if best is None or same.seconds < best.seconds:
@@ -140,14 +143,14 @@ def refit(
     reserve: list[float],
     same_layouts: bool = False,
     to_beat: PricedPlan | None = None,
-    ends_in_time: bool = False,
+    has_plan: bool = True,
 ) -> PricedPlan | None:
     """The candidate, or the first of its successors, whose counted memory fits. Each successor has
     less room, by the bytes that its predecessor is above the budget; ``reserve`` adds them up for
     each rank. None where a successor is no faster than the plan that it has to beat.
 
     Raises:
-        BudgetError: no successor fits.
+        BudgetError: no successor fits, or none that was made within the time limit.
     """
     configuration = candidate.configuration
     searches.progress(f"writing down {configuration}")
@@ -158,7 +161,10 @@ def refit(
         over = bytes_over(search, priced)
         if max(over) <= 0:
             return priced
-        if ends_in_time and searches.is_out_of_time():
+        is_near = max(over) < LATE_PART * max(search.budgets(configuration))
+        if searches.is_out_of_time(has_plan) and (
+            has_plan or attempt >= LATE_REFITS or not is_near
+        ):
             break
         # Steps of a few bytes may lead to the same candidate, and none of them to one that fits.
         least = attempt * LEAST_STEP * max(search.budgets(configuration))
@@ -173,8 +179,7 @@ def refit(
                 return plan
             raise
         tried.append(list(reserve))
-        is_slower = to_beat is not None and candidate.seconds >= to_beat.seconds
-        if is_slower or (to_beat is not None and searches.is_out_of_time()):
+        if to_beat is not None and candidate.seconds >= to_beat.seconds:
             return None
     else:
         if (plan := exact_plan(searches, candidate, reserve, None)) is not None:

@@ -23,7 +23,6 @@ EQUAL = 0.002
 MOST_COUNTED = 40  # candidates that are counted in full
 MOST_RETRIED = 4  # candidates that did not fit, of which the plan of least memory is tried
 MOST_TOO_LARGE = 12  # of them that do not fit, where none fits
-MOST_LATE = 24  # times that the search goes on beyond its time limit, where none fits
 # A search that is not exhaustive leaves out a configuration whose estimate is so many times the
 # fastest plan. In the row llama-3-8b of benchmarks/planning.py, searched for 400 s: of 112
 # configurations within 5 % of the best plan, estimates without stage cuts were above the step time
@@ -59,7 +58,6 @@ class FittingPlans:
         self.left_out_from: float | None = None
         self._reserves = Reserves()
         self._too_large: list[Candidate] = []
-        self._late = 0  # how often the search went on beyond the time limit
 
     def may_be_faster(self, seconds: float) -> bool:
         """Whether seconds without the overhead of every step may be those of a faster plan."""
@@ -85,14 +83,13 @@ class FittingPlans:
         self.left_out_from = LEFT_OUT
         return True
 
-    def is_enough(self, is_late: bool) -> bool:
-        """Whether no more candidates need be tried. Beyond the time limit that is where a plan fits
-        or some more were tried; before it, where so many have not fitted.
+    def is_enough(self) -> bool:
+        """Whether no more candidates need be tried: for lack of time, or because so many have not
+        fitted.
         """
         if self.plans:
-            return is_late
-        self._late += is_late
-        return self._late > MOST_LATE or self.counted >= MOST_TOO_LARGE
+            return self.searches.has_compared_enough()
+        return self.searches.is_out_of_time(has_plan=False) or self.counted >= MOST_TOO_LARGE
 
     def candidate(self, configuration: Configuration) -> Candidate:
         """The best candidate of a configuration, which leaves free what similar configurations had
@@ -120,12 +117,15 @@ class FittingPlans:
 
     def _plan(self, candidate: Candidate) -> PricedPlan:
         """The candidate as a plan that fits the memory; BudgetError where it does not."""
-        has_other = bool(self.plans)
+        has_plan = bool(self.plans)
         if any(candidate.reserve):
-            with suppress(BudgetError):
-                return fit_to_memory(self.searches, candidate, self._reserves, has_other)
+            try:
+                return fit_to_memory(self.searches, candidate, self._reserves, has_plan)
+            except BudgetError:
+                if self.searches.is_out_of_time(has_plan):
+                    raise
             candidate = self.searches.candidate(candidate.configuration)
-        return fit_to_memory(self.searches, candidate, self._reserves, has_other)
+        return fit_to_memory(self.searches, candidate, self._reserves, has_plan)
 
     def chosen(self) -> FittingPlan:
         """The simplest of the plans that are about as fast as the fastest."""

@@ -54,7 +54,7 @@ def first_that_fits(
     for least, configuration in configurations:
         enough = near * least
         found = min((e.least for e in errors), default=math.inf)
-        if found <= enough or (errors and searches.is_out_of_time()):
+        if found <= enough or (errors and searches.is_out_of_time(has_plan=False)):
             break
         searches.progress(f"saving memory, {configuration}")
         if configuration.place is None:  # no placement needs more memory than another

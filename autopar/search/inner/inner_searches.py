@@ -30,6 +30,7 @@ Progress = Callable[[str], None]
 ESTIMATE_MARGIN = 1.25
 
 COMPARING = 0.85  # the part of the time limit in which configurations are compared
+GRACE_SECONDS = 2.0  # beyond the time limit, for a first plan that fits
 
 
 class InnerSearches:
@@ -199,9 +200,11 @@ class InnerSearches:
         """Whether the rest of the ``time_limit`` is for the plans that were found."""
         return time.perf_counter() > self._end_of_comparing
 
-    def is_out_of_time(self) -> bool:
-        """Whether the ``time_limit`` has passed."""
-        return time.perf_counter() > self._deadline
+    def is_out_of_time(self, has_plan: bool = True) -> bool:
+        """Whether the ``time_limit`` has passed. Without a plan that fits, the search goes on for
+        some seconds more.
+        """
+        return time.perf_counter() > self._deadline + GRACE_SECONDS * (not has_plan)
 
     def operations_left(self, limit: float) -> float:
         """The solver's operations up to ``limit`` for which time is left; 0 beyond the limit."""

@@ -170,7 +170,7 @@ def mode_mesh(mode: Mode, data: int, pipeline: int) -> tuple[Axis, ...]:
     raise PlanError(
         f"mode {mode.name!r}: its groups are no grid of a stage's {stage} ranks, in which those "
         "along an axis lie equally far apart in all groups, as autopar.Mode.groups makes them; "
-        f"those of rank 0 are {first}"
+        f"those of rank 0 are { {name: list(ranks) for name, ranks in first.items()} }"
     )
 
 
@@ -192,4 +192,12 @@ def _is_shifted(groups: Groups, expected: Groups, first: int, names: Sequence[st
     """Whether the groups along the axes ``names`` are the expected groups, counted from the rank
     ``first``.
     """
-    return all(groups[name] == [first + rank for rank in expected[name]] for name in names)
+    return all(_equal(groups[name], expected[name], first) for name in names)
+
+
+def _equal(ranks: Sequence[int], expected: Sequence[int], first: int) -> bool:
+    """Whether ranks are the expected ones, counted from ``first``."""
+    if isinstance(ranks, range) and isinstance(expected, range):  # of thousands of ranks, perhaps
+        own = range(ranks.start - first, ranks.stop - first, ranks.step)
+        return own == expected
+    return list(ranks) == [first + rank for rank in expected]

@@ -18,7 +18,8 @@ from autopar.rules import Option, Rule
 # The option that an operator takes along each axis of a mode, by the axis's name. Axes of one rank
 # are left out.
 Split = Mapping[str, Option]
-Groups = dict[str, list[int]]  # the ranks of one rank's group along each axis, by the axis's name
+# the ranks of one rank's group along each axis, by the axis's name
+Groups = Mapping[str, Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -147,10 +148,10 @@ def grid(rank: int, sizes: Mapping[str, int]) -> Groups:
     """The groups of ``rank`` where each ``prod(sizes)`` consecutive ranks form a grid of these
     axes, the slowest axis first.
     """
-    groups: Groups = {}
+    groups = dict[str, Sequence[int]]()
     stride = math.prod(sizes.values())
     for name, n in sizes.items():
         stride //= n
         first = rank - rank // stride % n * stride
-        groups[name] = [first + i * stride for i in range(n)]
+        groups[name] = range(first, first + n * stride, stride)
     return groups
