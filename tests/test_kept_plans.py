@@ -203,9 +203,13 @@ def test_clusters_share_what_is_kept_and_no_plan() -> None:
     first, second = planned("h100-sxm"), planned("h200-sxm")
     caches = list(TracedModel(model, sample, None).graphs.caches._values.values())
     assert len(caches) == 2
-    assert caches[0].assemblies is caches[1].assemblies
-    assert all(assembly.nbytes > 1e4 for assembly in caches[0].assemblies._values.values())
-    assert {key[0] for key in caches[0].counted._values} == {each.number for each in caches}
+    assert caches[0].plan_caches is caches[1].plan_caches
+    assert all(
+        assembly.nbytes > 1e4 for assembly in caches[0].plan_caches.assemblies._values.values()
+    )
+    assert {key[0] for key in caches[0].plan_caches.counted._values} == {
+        each.number for each in caches
+    }
     for cluster, plan_with_others in (("h100-sxm", first), ("h200-sxm", second)):
         KEPT_MODELS.clear()
         assert planned(cluster) == plan_with_others

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -23,6 +24,24 @@ MOST_LEAST, MOST_WHERE_NOTHING_FITS = 12, (2, 1)
 NEAR = 1.05  # there a plan that needs so many times a bound is enough
 MOST_ORDERED = 50
 MOST_MODES = 2  # meshes of modes
+
+
+def safe_configuration(
+    waiting: Sequence[Configuration], near: Configuration | None
+) -> Configuration | None:
+    """Of configurations that the search has not come to one that probably needs little memory and
+    is not slow: that with the fewest pipeline ranks and the most replicas. None where that has the
+    mesh of ``near``.
+    """
+
+    def order(each: Configuration) -> tuple[int, float, int]:
+        replicas = math.prod(axis.size for axis in each.axes if axis.use == "data")
+        return each.pipeline, -replicas, len(each.axes)
+
+    safe = min(waiting, key=order, default=None)
+    if safe is None or near is None or (safe.axes, safe.pipeline) != (near.axes, near.pipeline):
+        return safe
+    return None
 
 
 class LeastMemorySearch:

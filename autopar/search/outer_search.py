@@ -17,7 +17,6 @@ placement. Then the configuration stands in the queue once for each placement.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -30,7 +29,7 @@ from autopar.search.inner.candidate import Candidate
 from autopar.search.inner.inner_searches import InnerSearches
 from autopar.search.inner.no_plan_errors import no_plan_error, time_limit_error
 from autopar.search.inner.step_bounds import Level
-from autopar.search.least_memory_search import LeastMemorySearch
+from autopar.search.least_memory_search import LeastMemorySearch, safe_configuration
 from autopar.search.neighbours import free_meshes, tensor_modes
 from autopar.search.open_families import OpenFamilies, OpenFamily
 from autopar.search.over_budget import OverBudget
@@ -115,8 +114,10 @@ class OuterSearch:
             every.insert(0, self.searches.with_full_recomputation())
         near = self._near()[0] if self._candidates else None
         candidates = [candidate.configuration for candidate in self._candidates]
-        if is_late and (plan := self._safe_plan(every[0], near)) is not None:
-            return plan
+        waiting = [each.family[-1] for each in self._open.first(len(self._open))]
+        if is_late and (safe := safe_configuration(waiting, near)) is not None:
+            with suppress(BudgetError):
+                return first_that_fits(every[0], [(0.0, safe)])
         errors: list[BudgetError] = []
         for searches in every:
             search = LeastMemorySearch(searches, self.enumeration, self._over_budget.found)
@@ -128,26 +129,6 @@ class OuterSearch:
                 break
         error = min(errors, key=lambda e: e.least)
         raise time_limit_error(error, self.options) if self.searches.is_out_of_time() else error
-
-    def _safe_plan(self, searches: InnerSearches, near: Configuration | None) -> PricedPlan | None:
-        """A plan of little memory of a configuration that the search has not come to: that with the
-        fewest pipeline ranks, the most replicas and the most microbatches. None where it does not
-        fit, or has the mesh of ``near``.
-        """
-
-        def order(each: Configuration) -> tuple[int, float, int]:
-            replicas = math.prod(axis.size for axis in each.axes if axis.use == "data")
-            return each.pipeline, -replicas, len(each.axes)
-
-        waiting = [each.family[-1] for each in self._open.first(len(self._open))]
-        safe = min(waiting, key=order, default=None)
-        if safe is None or (
-            near is not None and (safe.axes, safe.pipeline) == (near.axes, near.pipeline)
-        ):
-            return None
-        with suppress(BudgetError):
-            return first_that_fits(searches, [(0.0, safe)])
-        return None
 
     # Configurations in the order of their bounds
 

@@ -128,11 +128,13 @@ def count_plan(searches: InnerSearches, candidate: Candidate) -> PricedPlan:
 
     def count() -> PricedPlan:
         with resized(search.analysis, samples, search.analysis.rules):
-            assembly = search.cache.assemblies.of(key, lambda: Assembly(search, candidate))
+            assembly = search.cache.plan_caches.assemblies.of(
+                key, lambda: Assembly(search, candidate)
+            )
             return counted(search, candidate, assembly)
 
     budgets = tuple(search.budgets(candidate.configuration))
-    priced: PricedPlan = search.cache.counted.of((*key, budgets), count)
+    priced: PricedPlan = search.cache.plan_caches.counted.of((*key, budgets), count)
     search.add_time("fit", start)
     return priced
 
@@ -152,22 +154,19 @@ def refit(
     Raises:
         BudgetError: no successor fits, or none that was made within the time limit.
     """
-    configuration = candidate.configuration
+    configuration, tried = candidate.configuration, [list(reserve)]
     searches.progress(f"writing down {configuration}")
     search, samples = searches.of_configuration(configuration)
-    tried = [list(reserve)]
     for attempt in range(REFITS):
         priced = count_plan(searches, candidate)
         over = bytes_over(search, priced)
         if max(over) <= 0:
             return priced
-        is_near = max(over) < LATE_PART * max(search.budgets(configuration))
-        if searches.is_out_of_time(has_plan) and (
-            has_plan or attempt >= LATE_REFITS or not is_near
-        ):
+        is_far = attempt >= LATE_REFITS or max(over) > LATE_PART * search.budget(configuration)
+        if searches.is_out_of_time(has_plan) and (has_plan or is_far):
             break
         # Steps of a few bytes may lead to the same candidate, and none of them to one that fits.
-        least = attempt * LEAST_STEP * max(search.budgets(configuration))
+        least = attempt * LEAST_STEP * search.budget(configuration)
         reserve[:] = larger(reserve, over, attempt, least)
         try:
             candidate = searches.candidate(

@@ -120,6 +120,16 @@ class StagedGraph:
     calls: StagedCalls
 
 
+class PlanCaches:
+    """Candidates assembled for any budget, and priced plans with counted memory, on all clusters.
+    Their keys have the number of a :class:`SearchCache`.
+    """
+
+    def __init__(self) -> None:
+        self.assemblies = LruCache[Any](MOST_ASSEMBLIES, lambda a: a.nbytes, MOST_PLAN_BYTES)
+        self.counted = LruCache[Any](MOST_PLANS, lambda p: p.nbytes, MOST_PLAN_BYTES)
+
+
 class SearchCache:
     """Shared values of one captured graph, whose batch stands for a microbatch of any size, on one
     cluster.
@@ -146,12 +156,9 @@ class SearchCache:
         self.nodes = [n for n in analysis.graph.nodes if self.representative[n] is n]
         if like is None or like.cluster.device.kind != cluster.device.kind:
             self.tracer, self.work = OperatorTracer(cluster.device.kind), LruCache[WorkByKind]()
-            self.staged_graphs = LruCache[StagedGraph](
-                nbytes=lambda staged: NODE_BYTES * len(staged.representative)
-            )
+            self.staged_graphs = LruCache[StagedGraph](nbytes=_bytes_of_graph)
             self._saved = LruCache[dict[fx.Node, SavedTensors]]()
-            # with their peak memory
-            self.counted_programs = LruCache[list[Any]](nbytes=_bytes_of_programs)
+            self.counted_programs = LruCache[list[Any]](nbytes=_bytes_of_programs)  # with the peak
         else:
             self.tracer, self.work = like.tracer, like.work
             self.staged_graphs, self._saved = like.staged_graphs, like._saved
@@ -169,17 +176,8 @@ class SearchCache:
         self._units: LruCache[Units] = like._units if like else LruCache()
         self._conversions = LruCache[ConversionCosts](nbytes=lambda costs: costs.nbytes)
         self._links = LruCache[MeshLinks](MOST_SOLUTIONS)
-        # Candidates assembled for any budget, and priced plans with counted memory. Their keys have
-        # the cache's number.
-        self.number = next(_NUMBERS)
-        self.assemblies: LruCache[Any] = (
-            like.assemblies
-            if like
-            else LruCache(MOST_ASSEMBLIES, lambda a: a.nbytes, MOST_PLAN_BYTES)
-        )
-        self.counted: LruCache[Any] = (
-            like.counted if like else LruCache(MOST_PLANS, lambda p: p.nbytes, MOST_PLAN_BYTES)
-        )
+        self.number = next(_NUMBERS)  # in the keys of plan_caches
+        self.plan_caches: PlanCaches = like.plan_caches if like else PlanCaches()
 
     def saved(self, samples: int) -> dict[fx.Node, SavedTensors]:
         """What autograd saves of the representatives. The graph must have the shapes of a
@@ -262,6 +260,11 @@ class SearchCache:
             lambda: ConversionCosts(sizes, self.cluster, links=links, compute=compute),
         )
         return of_axes.with_pipeline(links.pipeline)
+
+
+def _bytes_of_graph(staged: StagedGraph) -> float:
+    """About the bytes of a cut graph."""
+    return NODE_BYTES * len(staged.representative)
 
 
 def _bytes_of_programs(counted: list[Any]) -> float:
