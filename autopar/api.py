@@ -11,14 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import fx, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from autopar.cost_model import Cluster
-from autopar.errors import PlanError, RunError
+from autopar.errors import RunError
+from autopar.frontend.compile_arguments import check_arguments
 from autopar.frontend.evaluation_trace import DeferredEvaluation, EvaluationTrace
 from autopar.frontend.planner import (
-    check_option_names,
-    check_sample,
     make_plan,
     make_plan_on_this_machine,
     model_device,
@@ -28,7 +26,6 @@ from autopar.frontend.traced_model import TracedModel, batch_size
 from autopar.ir.batch_layouts import with_batch
 from autopar.ir.captured import LossFunction
 from autopar.ir.nodes import describe_node
-from autopar.ir.plan_json import validated_plan
 from autopar.passes.lowering.cut_stages import cut_stages
 from autopar.passes.lowering.lower import LoweredModel, lower
 from autopar.plan import Plan
@@ -41,12 +38,10 @@ from autopar.runtime.communication.all_ranks import (
 from autopar.runtime.communication.groups import groups
 from autopar.runtime.communication.join import join_group
 from autopar.runtime.communication.mesh import Mesh
-from autopar.runtime.communication.rank_device import same_device
 from autopar.runtime.communication.watch.watchdog import blocking_section
 from autopar.runtime.module.compiled import Compiled
 from autopar.runtime.typecheck.checker import check_types
 from autopar.search.plan_check.check_plan import check_batch, check_plan
-from autopar.search.space.options import Options
 from autopar.verification.few_samples import compare
 
 
@@ -136,7 +131,7 @@ def compile(
     with blocking_section("compile"):
         check_same_on_all_ranks(f"{timeout}", "timeout=", dist.group.WORLD)
         groups().set_timeout(timeout)
-        check = partial(_check, world_size, device, traced.sample, plan, options)
+        check = partial(check_arguments, world_size, device, traced, plan, options)
         run_on_all_ranks("checking the arguments", check)
         check_same_on_all_ranks("to be made" if plan is None else "given", "the plan")
         # Each rank traces: rank 0 would first trace just as long, and then send what it has.
@@ -258,42 +253,3 @@ def _verify(traced: TracedModel) -> list[str]:
         if problem
         else []
     )
-
-
-def _check(
-    world_size: int, device: torch.device, sample: Any, plan: Plan | None, options: dict[str, Any]
-) -> None:
-    """Raises an error for arguments that are wrong, before anything is traced."""
-    if torch.is_inference_mode_enabled():
-        raise RunError(
-            "compile was called under torch.inference_mode(), where parameters are made that "
-            "cannot train: call it outside"
-        )
-    if plan is not None:
-        validated_plan(plan, Plan)
-    ranks = dist.get_world_size()
-    if ranks != world_size:
-        raise RunError(
-            f"compile was asked for world_size={world_size}, the process group has {ranks} ranks: "
-            f"pass world_size={ranks}"
-        )
-    if plan is not None and plan.world_size != world_size:
-        raise RunError(
-            f"the plan is for world_size={plan.world_size}, compile was asked for {world_size}: "
-            f"plan again for {world_size}"
-        )
-    if plan is None:
-        Options(world_size, **check_option_names(options))
-        check_sample(sample)
-    if plan is not None and options:
-        unused = ", ".join(sorted(options))
-        raise PlanError(
-            f"plan= decides everything, so {unused} would have no effect: give the options to "
-            "autopar.plan"
-        )
-    for path, leaf in [] if device.type == "meta" else tree_flatten_with_path(sample)[0]:
-        if isinstance(leaf, torch.Tensor) and not same_device(leaf.device, device):
-            place = f"sample_input{keystr(path)} is on {leaf.device}, the model on {device}"
-            raise RunError(
-                f"{place}: a batch must lie where the model does, so pass it .to({str(device)!r})"
-            )

@@ -81,3 +81,13 @@ def test_code_of_the_model_that_is_asked_for_is_named() -> None:
     assert not hasattr(compiled, "depth")
     with pytest.raises(AttributeError, match="'Compiled' object has no attribute 'width'"):
         _ = compiled.width
+
+
+def test_a_gradient_that_would_be_lost_is_refused() -> None:
+    model = Network()
+    model.head.bias.grad = torch.zeros_like(model.head.bias)
+    autopar.plan(model, sample(), 1, progress=False)
+    with pytest.raises(autopar.CaptureError, match=r"parameter head.bias has a gradient, which"):
+        autopar.compile(model, sample(), 1, progress=False)
+    model.zero_grad()
+    autopar.compile(model, sample(), 1, progress=False)

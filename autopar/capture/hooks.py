@@ -61,6 +61,18 @@ def _check_module(module: nn.Module, place: str) -> None:
         )
 
 
+def check_no_gradients(model: nn.Module) -> None:
+    """Raises :class:`CaptureError` where a parameter has a gradient: further gradients would be
+    added to it on one device, and the compiled program has parameters of its own.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            raise CaptureError(
+                f"parameter {name} has a gradient, which the compiled model would not have: let an "
+                "optimizer step, and call model.zero_grad(), before compile"
+            )
+
+
 def has_hooks(parameter: torch.Tensor) -> bool:
     """Whether hooks wait for the parameter's gradient."""
     return bool(
