@@ -41,7 +41,7 @@ from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.communication.watch.watchdog import blocking_section
 from autopar.runtime.module.compiled import Compiled
 from autopar.runtime.typecheck.checker import check_types
-from autopar.search.plan_check.check_plan import check_batch, check_plan
+from autopar.search.plan_check.check_plan import check_batch, check_fingerprint, check_plan
 from autopar.verification.few_samples import compare
 
 
@@ -185,13 +185,9 @@ def _graph_of_plan(traced: TracedModel, plan: Plan) -> tuple[Analysis, fx.Graph 
     run_on_all_ranks("checking the plan", check)  # a registered schedule may differ on one
     derive = partial(traced.analyse, plan.microbatches)
     analysis, prologue = run_on_all_ranks("deriving a microbatch", derive)
-    found = analysis.captured.fingerprint
-    check_same_on_all_ranks(found + analysis.captured.state_text, "the model")
-    if found != plan.fingerprint:
-        raise RunError(
-            f"the plan was made for a graph with fingerprint {plan.fingerprint}, this model and "
-            f"sample give {found}: plan again"
-        )
+    captured = analysis.captured
+    check_same_on_all_ranks(captured.fingerprint + captured.state_text, "the model")
+    check_fingerprint(plan, analysis)
     if len(plan.stages) > 1:
         analysis = cut_stages(analysis, [stage.start for stage in plan.stages[1:]])
     run_on_all_ranks("checking the plan", partial(check_plan, plan, analysis))

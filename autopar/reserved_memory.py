@@ -8,7 +8,7 @@ from torch import nn
 
 from autopar.cost_model.caching_allocator import AllocatorStatistics, simulate_allocator
 from autopar.cost_model.memory import state_copies
-from autopar.errors import PlanError, RunError
+from autopar.errors import PlanError
 from autopar.frontend.traced_model import TracedModel, batch_size
 from autopar.ir.captured import LossFunction
 from autopar.ir.plan_json import validated_plan
@@ -16,7 +16,7 @@ from autopar.kernel_trace.operator_trace import OperatorTracer
 from autopar.memory.peak_memory import peak_memory_of_plan
 from autopar.plan import Plan
 from autopar.rules.analysis import Analysis
-from autopar.search.plan_check.check_plan import check_batch, check_plan
+from autopar.search.plan_check.check_plan import check_batch, check_fingerprint, check_plan
 
 STEPS = 3  # the first has no state of the optimizer, the second finds what the first left
 
@@ -49,11 +49,6 @@ def _analysis(plan: Plan, traced: TracedModel) -> Analysis:
     """The graph of one microbatch, for which the plan was made."""
     check_batch(plan, batch_size(traced.sample))
     analysis, _ = traced.analyse(plan.microbatches)
-    found = analysis.captured.fingerprint
-    if found != plan.fingerprint:
-        raise RunError(
-            f"the plan was made for a graph with fingerprint {plan.fingerprint}, this model and "
-            f"sample give {found}: plan again"
-        )
+    check_fingerprint(plan, analysis)
     check_plan(plan, analysis)
     return analysis

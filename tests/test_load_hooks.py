@@ -157,3 +157,7 @@ def test_a_method_that_would_not_run_is_named() -> None:
     del state["blocks.1.count"], state["blocks.0.linear.bias"]
     with pytest.raises(autopar.RunError, match=r"'blocks.0.linear.bias' has another"):
         compiled.load_state_dict(state)
+    state["blocks.0.linear.weight"] = torch.ones(8, 8)
+    keys = compiled.load_state_dict(state, strict=False)
+    assert (keys.missing_keys, keys.unexpected_keys) == (["blocks.0.linear.bias"], [])
+    assert torch.equal(compiled.blocks[0].linear.weight, torch.ones(8, 8))

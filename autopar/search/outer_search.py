@@ -114,10 +114,12 @@ class OuterSearch:
             every.insert(0, self.searches.with_full_recomputation())
         near = self._near()[0] if self._candidates else None
         candidates = [candidate.configuration for candidate in self._candidates]
-        waiting = [each.family[-1] for each in self._open.first(len(self._open))]
-        if is_late and (safe := safe_configuration(waiting, near)) is not None:
+        if is_late:
+            waiting = [each.family[-1] for each in self._open.first(len(self._open))]
+            safe = safe_configuration(waiting, near)
             with suppress(BudgetError):
-                return first_that_fits(every[0], [(0.0, safe)])
+                if safe is not None:
+                    return first_that_fits(every[0], [(0.0, safe)])
         errors: list[BudgetError] = []
         for searches in every:
             search = LeastMemorySearch(searches, self.enumeration, self._over_budget.found)

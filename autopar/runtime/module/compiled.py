@@ -267,7 +267,7 @@ class Compiled(DataLoading, Checkpoints, Measurement, ModelValues, GradientHandl
         ``_load_from_state_dict()`` of its own and a name or a shape is not that of the model.
         """
         own, remote = self.state_dict(), self._runner.remote_state
-        check_own_loading(self, state_dict, remote)
+        check_own_loading(self, state_dict, remote, strict)
         elsewhere = set(remote) - places(self)
         given = OrderedDict((n, v) for n, v in state_dict.items() if n not in elsewhere)
         given._metadata = getattr(state_dict, "_metadata", {})  # type: ignore[attr-defined]

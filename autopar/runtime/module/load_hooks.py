@@ -49,9 +49,12 @@ def _of_copy(hook: Callable[..., Any], source: nn.Module) -> Callable[..., Any]:
     return MethodType(hook.__func__, copy)  # type: ignore[attr-defined]
 
 
-def check_own_loading(model: nn.Module, given: Mapping[str, Any], remote: Collection[str]) -> None:
+def check_own_loading(
+    model: nn.Module, given: Mapping[str, Any], remote: Collection[str], strict: bool
+) -> None:
     """Raises :class:`RunError` where a module has a method of its own for loading, and the names or
-    shapes of what is ``given`` are not the model's. ``remote`` is held by other ranks.
+    shapes of what is ``given`` are not the model's; unless ``strict``, names may be missing.
+    ``remote`` is held by other ranks.
     """
     for path, module in model.named_modules():
         if _OWN not in module.__dict__:
@@ -63,7 +66,8 @@ def check_own_loading(model: nn.Module, given: Mapping[str, Any], remote: Collec
             for name, value in given.items()
             if name.startswith(prefix) and name not in remote
         }
-        if different := sorted(dict(own.items() ^ found.items())):
+        missing = own.items() - found.items() if strict else set()
+        if different := sorted(dict((found.items() - own.items()) | missing)):
             raise RunError(
                 f"load_state_dict: {different[0]!r} has another name or shape in the state dict "
                 f"than in the compiled model, and {module.__dict__[_OWN]}, which might make one of "

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch.fx as fx
 
 from autopar.cost_model.schedule import order_digest
-from autopar.errors import PlanError
+from autopar.errors import PlanError, RunError
 from autopar.ir.layout import I, P, R, format_layout
 from autopar.ir.nodes import operands
 from autopar.ir.plan_data import PlanData
@@ -61,6 +61,15 @@ def check_batch(plan: PlanData, samples: int) -> None:
         raise PlanError(
             f"stage 0 starts at {plan.stages[0].start!r}: it is the first, and begins where the "
             "model does; plan again"
+        )
+
+
+def check_fingerprint(plan: PlanData, analysis: Analysis) -> None:
+    """Raises :class:`RunError` if the plan was made for another graph."""
+    if (found := analysis.captured.fingerprint) != plan.fingerprint:
+        raise RunError(
+            f"the plan was made for a graph with fingerprint {plan.fingerprint}, this model and "
+            f"sample give {found}: plan again"
         )
 
 

@@ -88,7 +88,7 @@ class Options:
             ``{"*.mlp.up_proj.weight": "I S0"}``.
         time_limit: seconds for the whole planning, with the capture of the model. The search then
             ends with the best plan so far, after the solve that has begun. If none fits by then,
-            it tries a few plans more, which takes seconds, and of a large model perhaps half a
+            it tries a few plans more, which takes seconds, and of the largest models up to about a
             minute. None: no limit up to 16 ranks; for more, 60 s, and the search ends before where
             all configurations left are estimated to be clearly slower.
         solver: "highs", or "pulp:NAME" for any solver that PuLP knows: "pulp:CBC",
