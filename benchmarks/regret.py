@@ -28,6 +28,7 @@ from autopar.ir.schedules import SCHEDULES
 ALLOWED = 0.005  # the regret that no case may exceed
 MODES = ("1d", "1d", "1d", "2d", "2.5d", "3d", "sequence")
 MOST_CHUNKS = 8
+SWEEP = 64  # pinned configurations of one sweep, which learns anew what sweeps before it kept
 
 
 class Result(NamedTuple):
@@ -126,12 +127,13 @@ def measure(
     tried = 0
     bar = tqdm(total=draws, desc=case.name, disable=not progress, leave=False)
     queue = list(pinned_plans(case, 40 * draws, seed, 8 * draws))
-    for at in range(0, len(queue), 16):
+    for at in range(0, len(queue), SWEEP):
         if len(found) >= draws:
             break
-        plans = sweep(model, sample, case, queue[at : at + 16], pinned_seconds)
+        asked = queue[at : at + SWEEP]
+        plans = sweep(model, sample, case, asked, pinned_seconds)
         tried += len(plans)
-        for options, plan in zip(queue[at : at + 16], plans, strict=True):
+        for options, plan in zip(asked, plans, strict=True):
             if plan is not None:
                 found.append((plan.step_time, options))
         fastest = min((seconds for seconds, _ in found), default=math.inf)

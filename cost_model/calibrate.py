@@ -5,12 +5,17 @@ the software's overhead. The predicted step has ``C`` seconds of compute, of whi
 inside kernels spend ``K`` on links, and ``V`` seconds of conversions and gradient synchronisation,
 of which ``L`` are on links and the rest are copies, which are kernels. With the measured seconds
 ``c`` and ``v``, the factors solve ``(C - K) x + K y = c`` and ``(V - L) x + L y = v``.
+
+What computation hides is not in ``V``: the smaller one of ``R`` seconds on links and ``H`` seconds
+of kernels. Where it is ``H``, ``L`` has ``H`` seconds more, which the ``V - L`` seconds of kernels
+have less. The factors must make that one the smaller one that was taken to be.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING, Protocol
 
 from autopar.cost_model.device import MAX_EFFICIENCY, Device
@@ -21,13 +26,15 @@ if TYPE_CHECKING:
     from autopar.cost_model.cluster import Cluster
 
 MAX_SPEEDUP = 20.0  # kernels that run faster than this multiple of the prediction are a mistake
+_EQUAL = 1e-9
 _COMMUNICATION = ("conversions", "gradient synchronisation")
 
 
 class ComparedStep(Protocol):
     """Predicted and measured seconds of a step by kind, as ``Compiled.compare`` reports them.
 
-    ``links`` is the part of the predicted seconds that is spent on links.
+    ``links`` is the part of the predicted seconds that is spent on links, and ``hidden`` has pairs
+    of seconds, on links and of kernels, of which the smaller one is hidden.
     """
 
     @property
@@ -42,6 +49,8 @@ class ComparedStep(Protocol):
     def measured(self) -> Mapping[str, float]: ...
     @property
     def links(self) -> Mapping[str, float]: ...
+    @property
+    def hidden(self) -> Sequence[tuple[float, float]]: ...
 
 
 def calibrated(cluster: Cluster, compared: ComparedStep, name: str) -> Cluster:
@@ -100,17 +109,36 @@ def _factors(compared: ComparedStep) -> tuple[float, float, str]:
         )
     if linked + inside <= 0:
         return found / compute, 1.0, " (none were used)"
-    determinant = (compute - inside) * linked - inside * (sent - linked)
-    if determinant:
-        kernels = (found * linked - inside * taken) / determinant
-        links = ((compute - inside) * taken - (sent - linked) * found) / determinant
-        if kernels > 0 and links > 0:
-            return kernels, links, ""
+    for smaller in product((True, False), repeat=len(compared.hidden)):
+        # V and L, where computation hides all of the links' seconds or not
+        both = list(zip(compared.hidden, smaller, strict=True))
+        saved = sum(map(min, compared.hidden))
+        v = sent + saved - sum(on_links if all_ else kernel for (on_links, kernel), all_ in both)
+        links_of_v = linked + saved - sum(on_links for (on_links, _), all_ in both if all_)
+        factors = _solved((compute - inside, inside), (v - links_of_v, links_of_v), found, taken)
+        if factors is not None:
+            x, y = factors
+            if all((a * y <= b * x * (1 + _EQUAL)) == all_ for (a, b), all_ in both):
+                return x, y, ""
     if sent <= 0 or taken <= 0:
         return found / compute, 1.0, " (not told apart from kernels)"
     # The equations have no positive solution, so copies and links cannot be told apart: all
     # communication gets one factor.
     return found / compute, taken / sent, " (with their copies)"
+
+
+def _solved(
+    compute: tuple[float, float], sent: tuple[float, float], found: float, taken: float
+) -> tuple[float, float] | None:
+    """The positive factors of kernels and of links at which both sums, each of seconds of kernels
+    and of links, are as measured; None where there are none.
+    """
+    determinant = compute[0] * sent[1] - compute[1] * sent[0]
+    if not determinant:
+        return None
+    kernels = (found * sent[1] - compute[1] * taken) / determinant
+    links = (compute[0] * taken - sent[0] * found) / determinant
+    return (kernels, links) if kernels > 0 and links > 0 else None
 
 
 def _device(device: Device, factor: float) -> Device:

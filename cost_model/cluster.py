@@ -175,9 +175,12 @@ class Cluster:
         """
         self._refuse_if_joined("give the measurements to one of its groups")
         device = with_measured_kernels(self.device, table, dtype)
-        curves = set(device.efficiency) - set(self.device.efficiency)
-        found = ("device.products", *(f"device.efficiency.{curve}" for curve in sorted(curves)))
-        sources = {**self.sources, **dict.fromkeys(found, f"measured: {Path(table).name}")}
+        before, after = self.device.efficiency, device.efficiency
+        new = [name for name, curve in after.items() if before.get(name) != curve]
+        gone = {f"device.efficiency.{name}" for name in set(before) - set(after)}
+        sources = {path: source for path, source in self.sources.items() if path not in gone}
+        found = ("device.products", *(f"device.efficiency.{name}" for name in sorted(new)))
+        sources |= dict.fromkeys(found, f"measured: {Path(table).name}")
         return replace(self, name=name, device=device, sources=sources)
 
     def calibrated(self, comparison: ComparedStep, name: str | None = None) -> Cluster:

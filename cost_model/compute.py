@@ -19,6 +19,9 @@ from autopar.errors import PlanError
 FloatArray = npt.NDArray[np.float64]
 _HALF, _ALIGNED = ("bfloat16", "float16"), 8  # whose elements, and how many, are 16 bytes
 ARITHMETIC = KERNEL_KINDS[:3]  # kinds whose work counts in FLOPs; other kinds count bytes
+# A fused kernel moves its bytes as fast as an addition does. (The mean of pointwise operators of a
+# profile would contain copies of transposed tensors.)
+_AS_FAST_AS = {"fused": "add"}
 
 
 class ComputeCosts:
@@ -168,7 +171,8 @@ class ComputeCosts:
 
     def _curve(self, kind: str, dtype: str, operator: str) -> Curve:
         curves, other = self._device.efficiency, "matmul" if kind in ARITHMETIC else "elementwise"
-        names = (f"{name}{of}" for name in (operator, kind, other) for of in (f".{dtype}", ""))
+        alike = _AS_FAST_AS.get(operator, operator)
+        names = (f"{name}{of}" for name in (alike, kind, other) for of in (f".{dtype}", ""))
         return next(curves[name] for name in names if name in curves)
 
 

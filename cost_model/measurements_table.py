@@ -73,8 +73,9 @@ def with_measured_kernels(
             raise PlanError(f"{path}, line {line}: {error}") from error
     curves = {operator: _curve(points) for operator, points in attention.items()}
     forward = curves.get(_ATTENTION["sdp_fwd"])
-    kind = {"attention": forward} if forward else {}
-    efficiency = {**device.efficiency, **kind, **curves}
+    measured = {**({"attention": forward} if forward else {}), **curves}
+    others = {n: c for n, c in device.efficiency.items() if n.partition(".")[0] not in measured}
+    efficiency = {**others, **measured}  # also in place of the curves of single dtypes
     return replace(device, efficiency=efficiency, products=(*device.products, *products))
 
 

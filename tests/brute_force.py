@@ -138,7 +138,9 @@ class _Walk:
             float(v.count[0]) * (v.state + weights.flight[0] * v.kept) for v in self.vertices
         ]
         seconds = [
-            weights.micro[0] * (v.forward + v.backward) + weights.step[0] * v.step
+            weights.forward[0] * v.forward
+            + weights.backward[0] * v.backward
+            + weights.step[0] * v.step
             for v in self.vertices
         ]
         self.costs = [

@@ -36,7 +36,7 @@ class TensorPrices:
         self.producer, self.ports = tensor.producer, tensor.ports
         self.made = problem.vertices[tensor.producer].out_labels
         self.wanted = {(v, p): problem.vertices[v].in_labels[p] for v, p in tensor.ports}
-        self.second = float(tensor.count[0] * weights.micro[0])
+        self.second = float(tensor.count[0] * weights.converting[0])
         self.byte = float(tensor.count[0] * weights.flight[0])
         self.price = float(weights.price[0])
         self._known: dict[tuple[int, Label], list[Price]] = {}

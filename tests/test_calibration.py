@@ -96,6 +96,7 @@ def test_links_that_turn_out_faster_than_assumed() -> None:
         steps=9,
         world_size=2,
         links={"compute": 0.0, "conversions": 1.0},
+        hidden=(),
         predicted={"compute": 1.0, "conversions": 1.0, "optimizer": 0.1, "total": 2.1},
         measured={
             "compute": 1.0,

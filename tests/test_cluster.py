@@ -72,7 +72,7 @@ def figure(cluster: Cluster, path: str) -> object:
     if part == "software":
         return getattr(cluster.software, rest[0])
     value = getattr(cluster.device, name)
-    return value[rest[0]] if rest else value
+    return value[".".join(rest)] if rest else value
 
 
 def test_the_software_is_a_part_of_a_cluster_apart_from_the_hardware() -> None:

@@ -238,8 +238,10 @@ def test_megatron_and_zero_are_conversions() -> None:
 
 
 def test_chunks_of_an_inner_dim_are_copied() -> None:
-    conversions = ConversionCosts((8,), H100)
-    bandwidth = H100.device.memory_bandwidth * H100.device.efficiency["elementwise"][0][1]
+    rates = {"matmul": ((1.0, 1.0),), "elementwise": ((1.0, 0.8),)}
+    device = replace(H100.device, efficiency=rates)
+    conversions = ConversionCosts((8,), replace(H100, device=device))
+    bandwidth = 0.8 * device.memory_bandwidth
     outer, inner = (
         conversions.matrix((64, 4096), 2, False, [(S(dim),), (R,)])[0, 1] for dim in (0, 1)
     )

@@ -6,15 +6,18 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 from megatron import batch, configuration, gpt, searched
 
 import autopar
 from autopar.cost_model import Cluster, axis_links, collective_seconds, point_to_point
 from autopar.frontend.traced_model import TracedModel
-from autopar.ir.parameter_collectives import BUCKET_BYTES
+from autopar.ir.layout import I, R
+from autopar.ir.parameter_collectives import BUCKET_BYTES, ParameterSpec, gradient_buckets
 from autopar.search.result.end_of_step import OPTIMIZER, SYNC, end_of_step
 from autopar.search.result.priced_plan import PricedPlan
 
+EMBEDDING = torch.ops.aten.embedding.default
 A100 = Cluster.load("a100-sxm")
 
 
@@ -26,20 +29,22 @@ def ends(
     links = tuple(replace(level, bandwidth=level.bandwidth * network) for level in A100.links)
     cluster = replace(A100, software=software, links=links)
     traced = TracedModel(gpt(hidden, 4, 2, 32, 512), batch(8, 32), None)
-    asked = configuration(1, 1, 2, 4) | dict(recompute="none", precision=None)
+    asked = configuration(1, 1, 2, 4) | dict(recompute="none", precision=None, zero=0)
     with searched(traced, 8, cluster, **asked) as found:
         (end,) = end_of_step(found)
     return end, found, cluster
 
 
+def summed(found: PricedPlan) -> set[str]:
+    """The parameters that two replicas use. The search may split others."""
+    state = (n for n in found.analysis.state if n in found.analysis.differentiable)
+    strategies = ((n, found.choice(n)) for n in state)
+    return {n.name for n, each in strategies if getattr(each, "used", None) == (R,)}
+
+
 def gradient_bytes(found: PricedPlan) -> float:
-    return float(
-        sum(
-            4 * n.meta["val"].numel()
-            for n in found.analysis.state
-            if n in found.analysis.differentiable
-        )
-    )
+    names = summed(found)
+    return float(sum(4 * n.meta["val"].numel() for n in found.analysis.state if n.name in names))
 
 
 def bucket(found: PricedPlan, cluster: Cluster) -> tuple[int, float]:
@@ -59,24 +64,43 @@ def test_a_single_bucket_has_nothing_to_hide_behind(overlap: float) -> None:
     assert found.end_of_step_estimate[0][SYNC] == pytest.approx(each)  # the search's estimate
 
 
-def test_all_but_the_last_bucket_hides_behind_a_long_backward() -> None:
-    end, found, cluster = ends(1024, 1.0)
-    count, each = bucket(found, cluster)
-    assert count > 3
-    assert float(found.solution.cost_breakdown.backward[0]) > count * each
-    assert end[SYNC] == pytest.approx(each)
-    halfway, _, _ = ends(1024, 0.5)
-    assert halfway[SYNC] == pytest.approx(count * each - (count - 1) * each / 2)
-    nothing, _, _ = ends(1024, 0.0)
-    assert nothing[SYNC] == pytest.approx(count * each)
+def played(found: PricedPlan, cluster: Cluster, backward: float) -> tuple[float, float]:
+    """The seconds of all buckets, and those that end after the backward.
+
+    The runtime's buckets of the graph's parameters in float32, summed one after the other. A
+    bucket starts when the backward has come to the first of its parameters.
+    """
+    specs = [
+        ParameterSpec(n.name, tuple(n.meta["val"].shape), (I,), (R,), (2,), *[torch.float32] * 2)
+        for n in found.analysis.state
+        if n in found.analysis.differentiable
+    ]
+    tables = {n.name for n in found.analysis.state if EMBEDDING in [u.target for u in n.users]}
+    work = {spec.name: 0 if spec.name in tables else spec.elements for spec in specs}
+    total, axis = sum(work.values()), axis_links((2,), cluster)[0]
+    names, now, whole = [spec.name for spec in specs], 0.0, 0.0
+    for each in gradient_buckets([spec for spec in specs if spec.name in summed(found)]):
+        place = min(names.index(spec.name) for spec in each.parameters)
+        before = sum(work[name] for name in names[:place])
+        seconds = collective_seconds("all_reduce", sum(s.leaf_bytes for s in each.parameters), axis)
+        now = max(now, backward * (1 - before / total)) + seconds
+        whole += seconds
+    return whole, max(0.0, now - backward)
 
 
-def test_what_takes_longer_than_the_backward_is_waited_for() -> None:
-    end, found, cluster = ends(1024, 1.0, network=1e-3)
-    count, each = bucket(found, cluster)
+@pytest.mark.parametrize("network", [1.0, 0.1, 0.03, 1e-3])
+@pytest.mark.parametrize("overlap", [0.0, 0.5, 1.0])
+def test_the_last_backward_hides_buckets(network: float, overlap: float) -> None:
+    end, found, cluster = ends(1024, overlap, network=network)
     backward = float(found.solution.cost_breakdown.backward[0])
-    assert (count - 1) * each > backward
-    assert end[SYNC] == pytest.approx(count * each - backward)
+    whole, exposed = played(found, cluster, backward)
+    count, average = bucket(found, cluster)
+    assert count >= 3
+    assert end[SYNC] == pytest.approx(whole - overlap * (whole - max(exposed, average)))
+    if network == 1:
+        assert exposed < 2 * average
+    if network == 1e-3:
+        assert exposed > whole / 2
 
 
 def test_a_plan_says_so_and_its_rows_add_up() -> None:

@@ -132,7 +132,7 @@ def test_a_small_model_with_a_large_batch_is_data_parallel(cluster: str) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("cluster", CLUSTERS[:1])
 def test_a_huge_vocabulary_is_vocabulary_parallel(cluster: str) -> None:
-    made = gpt2(hidden=256, vocabulary=250_000, batch=8, sequence=256)
+    made = gpt2(hidden=256, vocabulary=1_000_000, batch=8, sequence=256)
     plan = planned(made, cluster)
     layouts = used(plan, "wte.weight")  # tied: the embedding's table and the head's
     assert all(t.is_shard and t.dim == 0 for layout in layouts for t in layout)

@@ -75,6 +75,7 @@ def sums(
 
 
 CPU = torch.device("cpu", 0)
+EVERYONE = 1  # the group of all ranks that stands for the default one where that is of gloo
 PAIRS = [[[0, 1], [2, 3]], [[0, 2], [1, 3]]]
 PAIR_SUMS = [[1, 2], [1, 4], [5, 2], [5, 4]]
 
@@ -90,7 +91,7 @@ def sums_alone() -> tuple[list[int | None], dict[str, int]]:
 
 def test_each_rank_makes_its_own_group_alone(ranks: Pools) -> None:
     ranks(4).close()  # an earlier test may have left its ranks in different numbers of groups
-    expected = [(found, dict(new_group=2, split_group=0)) for found in PAIR_SUMS]
+    expected = [(found, dict(new_group=2 + EVERYONE, split_group=0)) for found in PAIR_SUMS]
     assert ranks(4).run_to_the_end(sums_alone, timeout=60) == expected
 
 
@@ -102,7 +103,8 @@ def sums_after_a_group_of_some() -> tuple[list[int | None], dict[str, int]]:
 
 def test_ranks_that_are_in_different_numbers_of_groups(ranks: Pools) -> None:
     found = ranks(4).run_to_the_end(sums_after_a_group_of_some, timeout=60)
-    assert found == [([total], dict(new_group=2, split_group=0)) for total in (1, 1, 5, 5)]
+    calls = dict(new_group=2 + EVERYONE, split_group=0)
+    assert found == [([total], calls) for total in (1, 1, 5, 5)]
 
 
 def sums_of_some_ranks() -> tuple[list[int | None], dict[str, int]]:
@@ -111,7 +113,7 @@ def sums_of_some_ranks() -> tuple[list[int | None], dict[str, int]]:
 
 def test_a_group_of_some_ranks(ranks: Pools) -> None:
     totals = zip((None, 3, 3, None), (2, 4, 2, 4), strict=True)
-    expected = [([*both], dict(new_group=2, split_group=0)) for both in totals]
+    expected = [([*both], dict(new_group=2 + EVERYONE, split_group=0)) for both in totals]
     assert ranks(4).run_to_the_end(sums_of_some_ranks, timeout=60) == expected
 
 

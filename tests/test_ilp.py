@@ -61,7 +61,7 @@ class _Textbook:
 
     def __init__(self, problem: Problem, weights: CostWeights) -> None:
         self.program = pulp.LpProblem("sharding", pulp.LpMinimize)
-        self.vertices, self.second = problem.vertices, float(weights.micro[0])
+        self.vertices, self.second = problem.vertices, float(weights.backward[0])
         self.byte = float(weights.price[0] * weights.flight[0])
         self.x = [
             [

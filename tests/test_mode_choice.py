@@ -30,7 +30,7 @@ from autopar.search.space.options import Options
 
 
 def _long_llama() -> tuple[torch.nn.Module, dict[str, Any]]:
-    """One sequence of 32768 tokens through Llama blocks of 12 heads, which do not divide by 16
+    """One sequence of 32768 tokens through Llama blocks of 12 heads, which do not divide by 32
     ranks.
     """
     config = transformers.LlamaConfig(
@@ -49,7 +49,7 @@ def _long_llama() -> tuple[torch.nn.Module, dict[str, Any]]:
 
 
 CASES: dict[str, tuple[Any, int, str, dict[str, Any]]] = {
-    "rings": (_long_llama, 16, "v100-sxm2", dict(tensor=dict(size=16, mode="sequence"))),
+    "rings": (_long_llama, 32, "v100-sxm2", dict(tensor=dict(size=32, mode="sequence"))),
 }
 
 

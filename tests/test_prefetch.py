@@ -161,6 +161,7 @@ def slowed(plans: list[Plan], folder: str) -> list[float]:
     return [min(each) for each in zip(*times, strict=True)]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_slow_link_is_hidden(ranks: Pools, tmp_path: Path, backend: str) -> None:
     """At need a step waits for the link about as long as it computes."""

@@ -18,13 +18,13 @@ from autopar.rules.analysis import Analysis
 from autopar.search.ilp.problem import Problem
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.inner.search_cache import SearchCache
-from autopar.search.pricing.step_prices import StepPrices, Traffic
+from autopar.search.pricing.step_prices import ByPhase, StepPrices, Traffic
 from autopar.search.space.configuration import Configuration
 from autopar.search.space.meshes import Axis
 from autopar.search.space.options import Options
 
 AXES = Axis("data", 2, use="data"), Axis("tensor", 2)
-PRICES = StepPrices(((Traffic("backward", "all_reduce", 0), 1e-9),), 0.5, 0.0)
+PRICES = StepPrices(((Traffic("backward", "all_reduce", 0), 1e-9),), ByPhase(0.5, 0.5), 0.0)
 Asked = dict[str, Any]  # options, and what else a problem is made for
 ASKED: dict[str, Asked] = {
     "first": {},

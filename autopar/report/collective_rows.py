@@ -16,8 +16,9 @@ from autopar.ir.layout import Layout
 from autopar.ir.zero_buckets import gathered_together
 from autopar.report.block_rows import BlockRows
 from autopar.report.module_paths import ModulePaths
+from autopar.search.pricing.step_prices import ALL_EXPOSED
 from autopar.search.result.chosen_program import chosen_program
-from autopar.search.result.end_of_step import end_of_step, has_no_bucket
+from autopar.search.result.end_of_step import end_of_step, has_no_bucket, hidden_seconds
 from autopar.search.result.priced_plan import SYNC, PricedPlan
 from autopar.search.space.recompute_policy import RECOMPUTED
 from autopar.search.space.strategies import ParameterStrategy
@@ -75,6 +76,20 @@ def collective_rows(found: PricedPlan, names: ModulePaths, blocks: BlockRows) ->
     return sorted(rows, key=lambda row: -row[8])
 
 
+def hidden_rows(found: PricedPlan) -> list[Row]:
+    """``rows["hidden"]`` of a plan."""
+    seconds = dict.fromkeys(_IN_GRAPH, 0.0)
+    if found.zero_exposed != ALL_EXPOSED:
+        elements = dict(found.zero_buckets or ())
+        whole = replace(found, costs=found.costs.in_buckets(elements, ALL_EXPOSED))
+        for sign, priced in ((1, whole), (-1, found)):
+            for part, nodes, term, times in _conversions(priced):
+                seconds[part] += sign * times * len(nodes) * term.seconds
+    rows: list[Row] = [[part, taken, taken] for part, taken in seconds.items()]
+    rows += [[SYNC, *taken] for taken in hidden_seconds(found)]
+    return [row for row in rows if min(row[1:]) > 0]
+
+
 # the kind of seconds that counts the term, the nodes, the term, and its number for each node
 _Terms = Iterator[tuple[str, Sequence[fx.Node], Term, int]]
 
@@ -108,22 +123,21 @@ def _conversions(found: PricedPlan) -> _Terms:
         node = problem.vertices[tensor.producer].node
         source = found.choice(node).out
         for wanted, needed in problem.wanted(tensor, solution.chosen).items():
-            terms = _path_terms(found, node, source, wanted)
-            for term in terms:
+            for term in _path_terms(found, node, source, wanted):
                 yield "conversions", nodes[g], term, found.microbatches
             is_again = (needed and (g, wanted) in solution.recomputed) or (
                 (g, wanted) in found.gathered_again
             )
             if is_again and tensor.moves[tensor.sources[source], tensor.targets[wanted]]:
-                for term in terms:
-                    if term.phase == "forward":
-                        yield "recomputation", nodes[g], term, found.microbatches
+                for term in _path_terms(found, node, source, wanted, again=True):
+                    yield "recomputation", nodes[g], term, found.microbatches
 
 
 def _synchronisation(found: PricedPlan, of_vertex: Mapping[int, Sequence[fx.Node]]) -> _Terms:
     """The collectives of parameters and gradients, once a step.
 
-    The terms of gradients in buckets add up to the seconds that the last backward does not hide.
+    The terms in buckets add up to the seconds that the first forward and the last backward do not
+    hide.
     """
     choices = ((i, v.node, found.choice(v.node)) for i, v in enumerate(found.problem.vertices))
     terms = [
@@ -154,12 +168,16 @@ def _nodes_here(found: PricedPlan, places: dict[fx.Node, int]) -> dict[int, list
     return nodes
 
 
-def _path_terms(found: PricedPlan, node: fx.Node, source: Layout, target: Layout) -> list[Term]:
-    """The terms of a conversion, and the fixed cost of its steps as a copy of zero bytes."""
+def _path_terms(
+    found: PricedPlan, node: fx.Node, source: Layout, target: Layout, again: bool = False
+) -> list[Term]:
+    """The terms of a conversion, or of the same made again in the backward, and the fixed cost of
+    its steps as a copy of zero bytes.
+    """
     if source == target or not isinstance(node.meta["val"], torch.Tensor):
         return []
     steps = len(found.costs.of(node).conversions.path(node, source, target))
     return [
-        *found.costs.of(node).conversions.terms_in_graph(node, source, target),
+        *found.costs.of(node).conversions.terms_in_graph(node, source, target, again),
         Term("copy", -1, 0.0, steps * STEP_SECONDS, "forward"),
     ]

@@ -15,6 +15,11 @@ The rows are made while the graph is at hand, so a plan that is loaded later rep
     rows of "conversions" and "gradient synchronisation" add up to these seconds. ``axis`` is the
     number of the mesh axis: -1 for local copies, one past the last axis for the pipeline. ``bytes``
     and ``seconds`` are totals of all ``times`` on one rank; of a pipeline, on the busiest rank.
+``rows["hidden"]``
+    [part, collectives, computation]: the step is shorter by the smaller one of these seconds, which
+    collectives take besides and which computation hides: of parameters before the forward, and of
+    gradients, those of all that can be hidden and those of the computation that hides. Of
+    collectives in the graph, both are the seconds that are hidden.
 ``rows["recomputed"]``
     [block, operators, times, bytes, seconds]: the tensors that the backward computes again. They
     count for one step, on one device of each stage together. ``bytes`` are the bytes that
@@ -33,7 +38,7 @@ import dataclasses
 from autopar.ir.nodes import numel
 from autopar.ir.plan_data import PlanData
 from autopar.report.block_rows import BlockRows
-from autopar.report.collective_rows import collective_rows
+from autopar.report.collective_rows import collective_rows, hidden_rows
 from autopar.report.module_paths import ModulePaths
 from autopar.report.recomputation_rows import offload_rows, recomputation_rows
 from autopar.search.result.priced_plan import PricedPlan
@@ -57,6 +62,7 @@ def add_report_rows(plan: PlanData, found: PricedPlan) -> PlanData:
         ],
         "blocks": blocks.rows(),
         "collectives": collective_rows(found, names, blocks),
+        "hidden": hidden_rows(found),
     }
     if plan.recomputed:
         rows["recomputed"] = recomputation_rows(found, names)

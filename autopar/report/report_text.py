@@ -159,10 +159,14 @@ def _collectives(plan: PlanData) -> str:
             else "nothing is sent between ranks but from stage to stage"
         )
     headers = ["sent in a step", "axis", "tensors of", "times", "each", "bytes", "time"]
-    legend = (
-        "bytes: of one rank's tensor, whole along the axis; times of gradients' collectives: "
-        "what the last backward does not hide"
-    )
+    legend = "bytes: of one rank's tensor, whole along the axis; "
+    legend += "time: what computation does not hide"
+    hidden: dict[str, float] = {}
+    for part, *taken in plan.rows.get("hidden", ()):
+        hidden[part] = hidden.get(part, 0.0) + min(taken)
+    if hidden:
+        parts = ", ".join(f"{format_seconds(taken)} of {part}" for part, taken in hidden.items())
+        legend += f" (it hides {parts})"
     legend += "; of the pipeline rank with most to do" if plan.pipeline > 1 else ""
     return table(rows, headers, "lllrrrr", flexible=(2,)) + "\n" + textwrap.fill(legend, WIDTH)
 

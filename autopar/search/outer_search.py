@@ -98,7 +98,11 @@ class OuterSearch:
         self._search()
         self._search_neighbours()
         if self._fitting.plans:
-            return self._best_plan(self._fitting.proven())
+            plan = self._fitting.proven()
+            for found in self._fitting.plans:
+                proven = found.plan.seconds * (1 - found.plan.gap)
+                self._sharpening.keep_bound(found.plan.configuration, proven)
+            return self._best_plan(plan)
         if (least := self._least_memory_plan()) is not None:
             return self._best_plan(least)
         raise no_plan_error(

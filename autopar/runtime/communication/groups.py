@@ -1,4 +1,4 @@
-"""The process groups that programs make, each with its timeout from the start.
+"""The process groups that programs make, each with its timeout and its threads from the start.
 
 torch gives a new group 10 or 30 minutes, whatever the default group has. A timeout that is set
 later holds for gloo's collectives, but not for its sends and receives, which a pipeline consists
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import RunError
+from autopar.runtime.communication.gloo_groups import one_thread_in_new_groups
 
 _MOST_SECONDS = 1e9  # 31 years; a timedelta has a limit
 
@@ -37,14 +38,22 @@ class Groups:
         self.timeout = self._default if seconds is None else timedelta(seconds=seconds)
 
     def everyone(self) -> dist.ProcessGroup:
-        """All ranks. All must make the first call with a timeout."""
+        """All ranks. All must make the first call with a timeout.
+
+        It is the default process group, unless that has another timeout, or is of gloo, whose
+        threads are those of torch.
+        """
         world = dist.group.WORLD
         assert world is not None
-        return world if self.timeout == self._default else self.of_purpose("everyone")
+        is_suited = self.timeout == self._default and set(backends(world).values()) != {"gloo"}
+        return world if is_suited else self.of_purpose("everyone")
 
-    def new(self, ranks: Sequence[int] | None = None, backend: str | None = None) -> Any:
-        """A new group, by default of all ranks. All ranks must make the call."""
-        return dist.new_group(ranks, timeout=self.timeout, backend=backend)
+    def new(self, ranks: Sequence[int] | None = None, **options: Any) -> Any:
+        """A new group, by default of all ranks, with further ``options`` of torch's ``new_group``.
+        All ranks must make the call, or with ``use_local_synchronization`` those of the group.
+        """
+        with one_thread_in_new_groups():
+            return dist.new_group(ranks, timeout=self.timeout, **options)
 
     def of_purpose(self, purpose: str) -> dist.ProcessGroup:
         """A group of all ranks for one ``purpose`` alone: its messages never meet others. All ranks
@@ -83,7 +92,7 @@ class Groups:
             group = dist.split_group(world, every, self.timeout)
         else:
             mine = others if own is None else own
-            group = dist.new_group(mine, timeout=self.timeout, use_local_synchronization=True)
+            group = self.new(mine, use_local_synchronization=True)
         return None if own is None else group
 
     def _names_agree(self) -> bool:

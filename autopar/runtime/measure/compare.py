@@ -44,6 +44,11 @@ def compare(plan: PlanData, ranks: Sequence[RankTimes]) -> Comparison:
         min(times.steps for times in ranks),
         rows,
         _links(plan),
+        tuple(
+            (collectives, computation)
+            for part, collectives, computation in plan.rows.get("hidden", ())
+            if part == "gradient synchronisation"
+        ),
     )
 
 

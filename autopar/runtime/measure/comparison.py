@@ -66,6 +66,8 @@ class Comparison:
         rows: all numbers.
         links: of the predicted seconds of "compute", "conversions" and "gradient synchronisation",
             the part that messages between devices take.
+        hidden: of messages of "gradient synchronisation" that computation hides, pairs of their
+            seconds and of the computation's. The prediction saves the smaller one of each pair.
     """
 
     cluster: str
@@ -74,6 +76,7 @@ class Comparison:
     steps: int
     rows: tuple[Row, ...]
     links: dict[str, float]
+    hidden: tuple[tuple[float, float], ...] = ()
 
     @property
     def predicted(self) -> dict[str, float]:
@@ -171,7 +174,9 @@ class Comparison:
                 "again"
             )
         try:
-            found = Comparison(**{**data, "rows": tuple(Row(**row) for row in data["rows"])})
+            pairs = tuple((a, b) for a, b in data.get("hidden", ()))
+            rows = tuple(Row(**row) for row in data["rows"])
+            found = Comparison(**{**data, "rows": rows, "hidden": pairs})
             _check(found)
         except (KeyError, TypeError, ValueError, AttributeError) as e:
             raise PlanError(
@@ -182,7 +187,8 @@ class Comparison:
 
 def _check(found: Comparison) -> None:
     numbers = [n for row in found.rows for n in (row.predicted, row.measured) if n is not None]
-    for n in (*numbers, *found.links.values(), found.steps, found.world_size):
+    hidden = (n for pair in found.hidden for n in pair)
+    for n in (*numbers, *found.links.values(), *hidden, found.steps, found.world_size):
         if isinstance(n, bool) or not isinstance(n, (int, float)):
             raise ValueError(f"{n!r} is no number")
     for name, kinds in (("predicted", found.predicted), ("measured", found.measured)):

@@ -16,6 +16,7 @@ from autopar.search.inner.candidate import Candidate
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.plan_check.data_degree import data_degree
 from autopar.search.result.assemble import Assembly
+from autopar.search.result.bucket_prices import with_prefetch
 from autopar.search.result.choose_backend import choose_backend
 from autopar.search.result.chosen_program import ChosenProgram, chosen_program
 from autopar.search.result.priced_plan import PricedPlan
@@ -53,8 +54,18 @@ def counted(search: InnerSearch, candidate: Candidate, assembly: Assembly) -> Pr
     if over > 0 and chosen_program(plan).zero_buckets:
         alone = count_memory(search, assembly.priced_plan(has_buckets=False))
         if max(bytes_over(search, alone)) < over:
-            return alone
-    return plan
+            plan = replace(alone, problem_at=None)
+    return _with_gap(candidate, plan)
+
+
+def _with_gap(candidate: Candidate, plan: PricedPlan) -> PricedPlan:
+    """The plan with the gap to the bound of its candidate, whose buckets are as large as may be,
+    and hidden as far as may be.
+    """
+    if plan.zero_buckets is None or candidate.step_prices is not None:
+        return plan
+    bound = candidate.seconds * (1 - candidate.gap)
+    return replace(plan, gap=min(max(candidate.gap, 1 - bound / plan.seconds), 1.0))
 
 
 def count_and_prefetch(
@@ -67,15 +78,23 @@ def count_and_prefetch(
         reserve: bytes of each pipeline rank's device that the plan had to leave free, because
             counted memory is above its estimate.
     """
-    alone = replace(priced, prefetch=0) if priced.prefetch else priced
-    if not _has_next_bucket(alone):
-        return count_memory(search, alone)
-    if _is_nearly_full(search, alone, reserve):
-        alone = count_memory(search, alone)
-        if max(bytes_over(search, alone)) > 0:
-            return alone
-    ahead = count_memory(search, replace(alone, prefetch=1))
-    return ahead if max(bytes_over(search, ahead)) <= 0 else count_memory(search, alone)
+    plan = _count_and_prefetch(search, priced, reserve)
+    return replace(plan, problem_at=None)
+
+
+def _count_and_prefetch(
+    search: InnerSearch, priced: PricedPlan, reserve: Sequence[float]
+) -> PricedPlan:
+    if not _has_next_bucket(priced):
+        return count_memory(search, priced)
+    if _is_nearly_full(search, priced, reserve):
+        priced = count_memory(search, priced)
+        if max(bytes_over(search, priced)) > 0:
+            return priced
+    ahead = count_memory(search, replace(priced, prefetch=1))
+    if max(bytes_over(search, ahead)) > 0:
+        return count_memory(search, priced)
+    return with_prefetch(ahead)
 
 
 def _is_nearly_full(search: InnerSearch, priced: PricedPlan, reserve: Sequence[float]) -> bool:

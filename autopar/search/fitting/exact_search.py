@@ -27,7 +27,7 @@ from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.pipeline.units import rank_without_parameter
 from autopar.search.pricing.costs import Costs
 from autopar.search.pricing.resize import resized
-from autopar.search.pricing.step_prices import StepPrices
+from autopar.search.pricing.step_prices import HIDES_NOTHING, StepPrices
 from autopar.search.result.bucket_prices import at_own_buckets
 from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.result.staged_graph import (
@@ -92,6 +92,7 @@ class _ExactSearch:
     ) -> None:
         self._step_prices = step_prices
         self._constant = step_prices.constant if step_prices else 0.0
+        self._hiding = step_prices.hiding if step_prices else HIDES_NOTHING
         self._search, self._configuration, self._best = search, configuration, best
         self._seconds = best.seconds if best else math.inf
         reserved = reserve or [0.0] * configuration.pipeline
@@ -154,7 +155,8 @@ class _ExactSearch:
             self._stage_seconds("backward", cuts),
         )
         if configuration.stages == 1:
-            return np.asarray(configuration.microbatches * (forward + backward)[0])
+            hiding, m = self._hiding, configuration.microbatches
+            return (m - hiding.forward) * forward[0] + (m - hiding.backward) * backward[0]
         weights = replace(CostWeights.of_one_stage(), step=np.zeros(1))
         microbatch = best_choices(whole, weights)[1]
         schedule = schedule_seconds(*configuration.schedule_numbers, forward, backward)
@@ -212,6 +214,7 @@ class _ExactSearch:
             self._room,
             about=self._seconds if self._best else 2 * bound + 1e-9,
             limit=self._seconds * (1 - LEAST_IMPROVEMENT) - self._constant,
+            hiding=self._hiding,
         )
         solution, least = program.best(self._operations)
         self._operations -= program.operations + _OPERATIONS_A_COLUMN * program.columns

@@ -31,6 +31,7 @@ LEFT_OUT = 1.1
 CLEARLY = 0.97  # an estimate so many times the fastest plan is clearly below it
 # Plans that are proven: the chosen one, and those that take at most so many times as long.
 MOST_PROVEN, NEAR_PIPELINE, NEAR_OTHER = 4, 1.15, 1.02
+NEAR_BUCKETS = 1.1  # where parameters are gathered in the graph, in buckets taken to be hidden
 
 
 class FittingPlan(NamedTuple):
@@ -151,8 +152,8 @@ class FittingPlans:
                 break
             plan = prove(self.searches, each.candidate, each.plan)
             configuration = each.candidate.configuration
-            # The objective is mostly below the reported seconds, and its own step prices raise it.
-            objective = plan.seconds + plan.costs.overhead
+            # Its own step prices may lead to a plan as fast as its candidate was estimated to be.
+            objective = min(plan.seconds, each.candidate.seconds) + plan.costs.overhead
             if not found or objective < min(f.seconds for f in found):
                 plan = at_own_step_prices(self.searches, configuration, plan, self._reserves)
             found.append(FittingPlan(reported_seconds(plan), each.candidate, plan))
@@ -174,4 +175,6 @@ class FittingPlans:
 
 def _nearly_as_fast(found: FittingPlan) -> float:
     """How many times as long as the fastest plan a plan may take that is proven, too."""
-    return NEAR_PIPELINE if found.candidate.configuration.stages > 1 else NEAR_OTHER
+    has_buckets = found.plan.zero_buckets is not None
+    is_pipeline = found.candidate.configuration.stages > 1
+    return NEAR_PIPELINE if is_pipeline else NEAR_BUCKETS if has_buckets else NEAR_OTHER

@@ -29,6 +29,7 @@ from autopar.search.space.configuration import Configuration
 
 # Prices of all bytes of the fastest solution, in multiples of its step time.
 FIRST, HIGHER, LOWER = 4.0, tuple(4.0**i for i in range(2, 7)), (1.0, 0.25, 0.0625, 0.0)
+RISE = 1.02  # times as many bytes as at the price before, from which on bytes count as rising
 FAR = 1.25  # times the budget, above which other prices are not tried beyond the time limit
 
 
@@ -152,7 +153,7 @@ def _least_along_prices(
             if is_enough(best):
                 return best
             plan = at(price)
-            if ends_early() and nbytes(plan) > nbytes(before):
+            if ends_early() and nbytes(plan) > RISE * nbytes(before):
                 break
             best, before = min(best, plan, key=nbytes), plan
     return best

@@ -12,14 +12,18 @@ class NodeWeights(NamedTuple):
     """What a second or a byte of one node counts, in all stages where the node occurs together.
 
     Attributes:
-        micro: for a second of one microbatch.
+        forward, backward: for a second of the forward, or the backward, of one microbatch, without
+            conversions.
+        converting: for a second of conversions of one microbatch.
         step: for a second once a step.
         send: for a second of sending between stages, in one microbatch.
         saved: for a byte that is saved for each microbatch in flight.
         state: for a byte that lasts from step to step.
     """
 
-    micro: float
+    forward: float
+    backward: float
+    converting: float
     step: float
     send: float
     saved: float
@@ -31,14 +35,18 @@ class CostWeights:
     """What a second and a byte count in each stage. Arrays are [stage].
 
     Attributes:
-        micro: for a second of one microbatch.
+        forward, backward: for a second of the forward, or the backward, of one microbatch, without
+            conversions.
+        converting: for a second of conversions of one microbatch.
         step: for a second once a step.
         send: for a second of sending between stages, in one microbatch.
         price: seconds for each byte.
         flight: the microbatches in flight, for each of which activations are saved.
     """
 
-    micro: np.ndarray
+    forward: np.ndarray
+    backward: np.ndarray
+    converting: np.ndarray
     step: np.ndarray
     send: np.ndarray
     price: np.ndarray
@@ -47,12 +55,16 @@ class CostWeights:
     @staticmethod
     def of_one_stage(microbatches: int = 1, price: float = 0.0, flight: float = 1.0) -> CostWeights:
         """The weights of a problem with one stage."""
-        return CostWeights(*(np.array([x]) for x in (float(microbatches), 1.0, 1.0, price, flight)))
+        micro = float(microbatches)
+        weights = (micro, micro, micro, 1.0, 1.0, price, flight)
+        return CostWeights(*(np.array([weight]) for weight in weights))
 
     def of(self, count: np.ndarray) -> NodeWeights:
         """The weights of a node that occurs ``count`` times, [stage]."""
         return NodeWeights(
-            float(count @ self.micro),
+            float(count @ self.forward),
+            float(count @ self.backward),
+            float(count @ self.converting),
             float(count @ self.step),
             float(count @ self.send),
             float(count @ (self.price * self.flight)),
@@ -65,10 +77,12 @@ class CostBreakdown:
     """What a solution costs. Arrays are [stage].
 
     Attributes:
-        forward, backward: seconds of a microbatch, on one rank.
+        forward, backward: seconds of a microbatch, on one rank. All conversions count to
+            ``backward``.
         recomputation: the part of ``backward`` that recomputes results.
         copying: the part of ``forward`` and ``backward`` that copies results to the host and back.
-        converting: the part of ``forward`` and ``backward`` that converts tensors.
+        converting: the part of ``backward`` that converts tensors for the first time.
+        converting_again: the part of ``recomputation`` that converts tensors again.
         send: seconds of sending between stages, of a microbatch.
         step: seconds once a step.
         kept: bytes that are saved for each microbatch in flight.
@@ -80,6 +94,7 @@ class CostBreakdown:
     recomputation: np.ndarray
     copying: np.ndarray
     converting: np.ndarray
+    converting_again: np.ndarray
     send: np.ndarray
     step: np.ndarray
     kept: np.ndarray
@@ -87,8 +102,11 @@ class CostBreakdown:
 
     def cost(self, weights: CostWeights) -> float:
         """The objective, in seconds."""
+        conversions = self.converting + self.converting_again
         seconds = (
-            weights.micro @ (self.forward + self.backward)
+            weights.forward @ self.forward
+            + weights.backward @ (self.backward - conversions)
+            + weights.converting @ conversions
             + weights.step @ self.step
             + weights.send @ self.send
         )

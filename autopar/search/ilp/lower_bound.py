@@ -21,9 +21,8 @@ class LowerBound:
         self._sizes = np.array([len(v.choices) for v in vertices])
         self._starts = np.cumsum([0, *self._sizes[:-1]])
         # Each array has the choices of all vertices, one vertex after the other.
-        self._micro = np.concatenate([v.forward + v.backward for v in vertices])
-        rest = ("step", "send", "kept", "state")
-        self._rest = [np.concatenate([getattr(v, name) for v in vertices]) for name in rest]
+        names = ("forward", "backward", "step", "send", "kept", "state")
+        self._costs = [np.concatenate([getattr(v, name) for v in vertices]) for name in names]
         converting = [_least_seconds(vertices, tensor) for tensor in tensors]
         self._converting = np.concatenate([np.zeros(0), *converting])
         self._tensor_counts = np.array([t.count for t in tensors]).reshape(
@@ -40,12 +39,13 @@ class LowerBound:
     def at(self, weights: CostWeights) -> float:
         """A cost that no solution is below at the weights."""
         saved = weights.price * weights.flight
-        of_vertex = self._counts @ np.array([weights.step, weights.send, saved, weights.price]).T
-        costs = np.repeat(self._counts @ weights.micro, self._sizes) * self._micro
-        for weight, values in zip(of_vertex.T, self._rest, strict=True):
+        seconds = weights.forward, weights.backward, weights.step, weights.send
+        of_vertex = self._counts @ np.array([*seconds, saved, weights.price]).T
+        costs = np.zeros(int(self._sizes.sum()))
+        for weight, values in zip(of_vertex.T, self._costs, strict=True):
             if weight.any():
                 costs += np.repeat(weight, self._sizes) * values
-        of_tensor = np.repeat(self._tensor_counts @ weights.micro, self._tensor_sizes)
+        of_tensor = np.repeat(self._tensor_counts @ weights.converting, self._tensor_sizes)
         np.add.at(costs, self._converted, of_tensor * self._converting)
         return float(np.minimum.reduceat(costs, self._starts).sum())
 

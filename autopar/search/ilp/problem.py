@@ -110,7 +110,8 @@ class Problem:
         and all other conversions that the backward needs are saved. This defines the objective.
         """
         names = ("forward", "backward", "copying", "send", "step", "kept", "state")
-        total = {name: np.zeros(self.stages) for name in (*names, "recomputation", "converting")}
+        parts = ("recomputation", "converting", "converting_again")
+        total = {name: np.zeros(self.stages) for name in (*names, *parts)}
         for v, k in zip(self.vertices, chosen, strict=True):
             for name in names:
                 total[name] += v.count * getattr(v, name)[k]
@@ -121,8 +122,10 @@ class Problem:
             total["converting"] += count * c.tensor.seconds[pair]
             backward = c.tensor.seconds[pair]
             if c.is_needed and (c.number, c.layout) in recomputed:
-                total["recomputation"] += count * c.tensor.recompute_seconds[pair]
-                backward = backward + c.tensor.recompute_seconds[pair]
+                again = c.tensor.recompute_seconds[pair]
+                total["recomputation"] += count * again
+                total["converting_again"] += count * again
+                backward = backward + again
             elif c.is_needed:
                 total["kept"] += count * c.tensor.nbytes[c.target]
             total["backward"] += count * backward
@@ -230,7 +233,7 @@ class Problem:
             if not c.is_needed or not c.is_available:
                 continue
             weight = weights.of(c.tensor.count)
-            seconds = weight.micro * c.tensor.recompute_seconds[c.source, c.target]
+            seconds = weight.converting * c.tensor.recompute_seconds[c.source, c.target]
             if seconds < price_bytes(weight.saved, c.tensor.nbytes[c.target]):
                 found.add((c.number, c.layout))
         return frozenset(found)

@@ -76,7 +76,8 @@ class Vertex:
         """What each choice costs in all occurrences together, [choice]."""
         weight = weights.of(self.count)
         return (
-            weight.micro * (self.forward + self.backward)
+            weight.forward * self.forward
+            + weight.backward * self.backward
             + weight.step * self.step
             + weight.send * self.send
             + weight.saved * self.kept

@@ -32,7 +32,7 @@ PIPELINE_SOLVES = 4  # solves for the price of memory in a pipeline
 UNLIMITED = 2.0**70  # bytes
 # Stages are unequal. Where equal stages take more than this part of a device's memory, the fullest
 # of unequal stages may not fit.
-NEARLY_FULL = 0.7
+EQUAL_STAGES_FIT = 0.7
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def _solutions_on(
     """The different solutions of one kind of devices, the fastest first."""
     fastest = prices.at(0.0)
     nbytes = equal_stages_bytes(configuration, fastest.cost_breakdown, 1)
-    if configuration.stages > 1 and nbytes > NEARLY_FULL * min(room):
+    if configuration.stages > 1 and nbytes > EQUAL_STAGES_FIT * min(room):
         # All stages may fit on average where the fullest one does not. Solutions at low prices
         # save memory there, which is cheaper than to move the cut.
         budget, in_flight = search.budget(configuration), float(prices.weights.flight[0])

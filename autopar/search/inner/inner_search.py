@@ -30,7 +30,7 @@ from autopar.search.inner.search_cache import SearchCache
 from autopar.search.pipeline.unit_costs import UnitCostTable
 from autopar.search.pricing.costs import Costs
 from autopar.search.pricing.resize import resized
-from autopar.search.pricing.step_prices import StepPrices
+from autopar.search.pricing.step_prices import HIDES_NOTHING, StepPrices
 from autopar.search.space.check_offload import offloads_results
 from autopar.search.space.choices.node_choices import NodeChoices
 from autopar.search.space.configuration import Configuration
@@ -43,6 +43,8 @@ UNREQUESTED_OPERATIONS = 2e10
 # Microbatches in flight of a replica's problem: so many that bytes that last count for nothing
 # beside saved activations.
 MANY_IN_FLIGHT = 1e6
+# Of a second, where all of it hides collectives: infinite seconds stay infinite.
+LEAST_WEIGHT = 1e-9
 
 
 class InnerSearch:
@@ -237,7 +239,11 @@ class InnerSearch:
         key = (*of_mesh, pipeline, samples, microbatches, in_flight, replica_only, step_prices)
         if key not in self._prices:
             weights = CostWeights.of_one_stage(flight=in_flight)
-            weights.micro[:] = 1.0 if replica_only else _equal_stages_step_ratio(configuration)
+            ratio = 1.0 if replica_only else _equal_stages_step_ratio(configuration)
+            hiding = step_prices.hiding if step_prices else HIDES_NOTHING
+            weights.forward[:] = max(ratio - hiding.forward, LEAST_WEIGHT)
+            weights.backward[:] = max(ratio - hiding.backward, LEAST_WEIGHT)
+            weights.converting[:] = max(ratio - hiding.converting, LEAST_WEIGHT)
             weights.step[:] = 0.0 if replica_only else 1.0 / pipeline
             is_unrequested = self.options.is_unrequested_mode(configuration.mode)
             limit = UNREQUESTED_OPERATIONS if is_unrequested else SOLVE_OPERATIONS

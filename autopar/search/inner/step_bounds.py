@@ -131,7 +131,9 @@ def least_bytes(search: InnerSearch, configuration: Configuration, samples: int)
     nothing = np.zeros(1)
     bytes_alone = replace(
         prices.weights,
-        micro=nothing,
+        forward=nothing,
+        backward=nothing,
+        converting=nothing,
         step=nothing,
         send=nothing,
         price=np.array([1 / share]),
@@ -234,7 +236,7 @@ def _whole_prices(
     step is below; False, as they are not of one replica.
     """
     prices = search.prices(configuration, samples)
-    ratio = least_step_ratio(configuration) / float(prices.weights.micro[0])
+    ratio = least_step_ratio(configuration) / float(prices.weights.forward[0])
     return prices, min(ratio, 1.0), False
 
 
@@ -250,9 +252,9 @@ def _replica_prices(
     """
     degree, axes = _data_degree(configuration), configuration.axes
     # Constraints name the types along all axes, so a replica has no axes to be solved on.
-    if degree == 1 or len(axes) == 1 or search.options.constraints:
-        return _whole_prices(search, configuration, samples)
     rest = tuple(a for a in axes if a.use != "data")
+    if degree == 1 or not rest or search.options.constraints:
+        return _whole_prices(search, configuration, samples)
     replicas = search.options.world_size // math.prod(a.size for a in rest)
     replica = Configuration(replicas, rest, 1, place=None)
     links = None

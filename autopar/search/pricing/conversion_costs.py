@@ -2,7 +2,8 @@
 
 Parameters that are gathered in a ZeRO bucket share one collective. Each pays its part of the
 bucket's seconds, by its bytes. As long as a plan has no buckets, the bucket is taken to be as large
-as it may be, so that no plan takes less than the sum of these parts.
+as it may be, and to be hidden as far as prefetch may hide it, so that no plan takes less than the
+sum of these parts.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from autopar.ir.layout import Layout
 from autopar.ir.zero_buckets import bucket_steps, is_small
 from autopar.rules.analysis import Analysis
 from autopar.search.pricing.node_sizes import chunk_count
+from autopar.search.pricing.step_prices import LEAST_EXPOSED, ExposedParts
 from autopar.search.space.gather_groups import group_elements
 
 
@@ -32,24 +34,41 @@ class NodeConversionCosts:
     Args:
         reduction_dtype: the dtype in which ranks sum gradients of parameters; None for the dtype of
             the gradient.
+        overlap: the part of a hidden collective's seconds that is saved.
     """
 
     def __init__(
-        self, analysis: Analysis, conversions: ConversionCosts, reduction_dtype: torch.dtype | None
+        self,
+        analysis: Analysis,
+        conversions: ConversionCosts,
+        reduction_dtype: torch.dtype | None,
+        overlap: float,
     ) -> None:
         self._analysis, self._conversions = analysis, conversions
         self._reduction_dtype = reduction_dtype
+        least = max(1 - overlap, LEAST_EXPOSED)
+        self._exposed = ExposedParts(least, least, least)
         # of each parameter in a bucket, the elements of the bucket that a rank gathers
         self._bucket_elements: Mapping[fx.Node, float] = analysis.cached(group_elements)
         self._known: dict[tuple, np.ndarray] = {}
         self._saved: dict[tuple, tuple[float, float]] = {}
 
-    def in_buckets(self, elements: Mapping[fx.Node, float]) -> NodeConversionCosts:
-        """The costs where these parameters are in buckets of so many elements on a rank, and no
-        others are in buckets.
+    def in_buckets(
+        self, elements: Mapping[str, float], exposed: ExposedParts
+    ) -> NodeConversionCosts:
+        """The costs where the parameters of these names are in buckets of so many elements on a
+        rank, of whose collectives ranks wait for the parts ``exposed``, and no others are in
+        buckets.
         """
+        other = self.exposed(exposed)
+        state = self._analysis.state
+        other._bucket_elements = {n: elements[n.name] for n in state if n.name in elements}
+        return other
+
+    def exposed(self, parts: ExposedParts) -> NodeConversionCosts:
+        """The costs where ranks wait for these parts of the collectives of buckets."""
         other = copy.copy(self)
-        other._bucket_elements, other._known, other._saved = elements, {}, {}
+        other._exposed, other._known, other._saved = parts, {}, {}
         return other
 
     @property
@@ -69,9 +88,9 @@ class NodeConversionCosts:
         targets: Sequence[Layout],
         backward: bool = True,
     ) -> np.ndarray:
-        """Seconds of converting ``node``'s tensor in one microbatch, [source, target]; with
-        ``backward`` those of converting the gradient are added. Tensors of one shape and dtype
-        share the array.
+        """Seconds of converting ``node``'s tensor in one microbatch, [source, target], with those
+        of converting the gradient; without ``backward`` those of converting the tensor again in the
+        backward. Tensors of one shape and dtype share the array.
         """
         value = node.meta["val"]
         if not isinstance(value, torch.Tensor):
@@ -115,22 +134,30 @@ class NodeConversionCosts:
             shape, itemsize, differentiable, source, target, self._summed_itemsize(node)
         )
 
-    def terms_in_graph(self, node: fx.Node, source: Layout, target: Layout) -> list[Term]:
-        """:meth:`terms` of a conversion in the graph, with the parameter's part of its bucket."""
+    def terms_in_graph(
+        self, node: fx.Node, source: Layout, target: Layout, again: bool = False
+    ) -> list[Term]:
+        """:meth:`terms` of a conversion in the graph, with the parameter's part of its bucket; or
+        those of the conversion that the backward makes ``again``.
+        """
         found = self.terms(node, source, target)
+        if again:
+            found = [term for term in found if term.phase == "forward"]
         if not self._is_in_bucket(node, source, target):
             return found
         own = node.meta["val"].numel() / chunk_count(target, self._conversions.sizes)
         ratio = max(1.0, self._bucket_elements[node] / own)
-        return [part for term in found for part in self._parts(term, ratio)]
+        return [part for term in found for part in self._parts(term, ratio, again)]
 
-    def _parts(self, term: Term, ratio: float) -> list[Term]:
+    def _parts(self, term: Term, ratio: float, again: bool) -> list[Term]:
         """What becomes of a term in a bucket that has ``ratio`` times as many bytes."""
         if term.kind not in ("all_gather", "reduce_scatter"):
             return [term]
         axis = self.axes[term.axis]
         seconds = float(collective_seconds(term.kind, term.nbytes * ratio, axis)) / ratio
-        parts = [replace(term, seconds=seconds)]
+        gathers = self._exposed.again if again else self._exposed.gathers
+        exposed = gathers if term.kind == "all_gather" else self._exposed.sums
+        parts = [replace(term, seconds=exposed * seconds)]
         if term.kind == "reduce_scatter" and is_small(term.nbytes):  # copied to others, and back
             copied = 2 * term.nbytes * (1 + 1 / axis.size)
             taken = float(self._conversions.copy_seconds(copied))
@@ -147,25 +174,24 @@ class NodeConversionCosts:
             key = *own, sources[i], targets[j]
             if key not in self._saved:
                 self._saved[key] = self._saved_seconds(node, sources[i], targets[j])
-            forward, whole = self._saved[key]
-            saved[i, j] = whole if backward else forward
+            again, whole = self._saved[key]
+            saved[i, j] = whole if backward else again
         return saved
 
     def _saved_seconds(self, node: fx.Node, source: Layout, target: Layout) -> tuple[float, float]:
-        """Seconds that one conversion saves in a bucket, in its forward and in all."""
+        """Seconds that one conversion saves in a bucket, where the backward makes it again, and
+        where it is made first.
+        """
         if not self._is_in_bucket(node, source, target):
             return 0.0, 0.0
 
-        def seconds(terms: list[Term]) -> np.ndarray:
-            forward = sum(term.seconds for term in terms if term.phase == "forward")
-            return np.array([forward, sum(term.seconds for term in terms)])
+        def seconds(again: bool) -> float:
+            return sum(t.seconds for t in self.terms_in_graph(node, source, target, again))
 
-        alone, together = (
-            self.terms(node, source, target),
-            self.terms_in_graph(node, source, target),
-        )
-        forward, whole = (seconds(alone) - seconds(together)).tolist()
-        return forward, whole
+        alone = self.terms(node, source, target)
+        whole = sum(term.seconds for term in alone)
+        forward = sum(term.seconds for term in alone if term.phase == "forward")
+        return forward - seconds(again=True), whole - seconds(again=False)
 
     def _is_in_bucket(self, node: fx.Node, source: Layout, target: Layout) -> bool:
         """Whether a bucket takes the conversion of a parameter."""

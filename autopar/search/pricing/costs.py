@@ -23,7 +23,7 @@ from autopar.search.pricing.kernel_costs import KernelCosts
 from autopar.search.pricing.kernel_seconds import KernelTimer
 from autopar.search.pricing.node_sizes import chunk_count, tensor_bytes
 from autopar.search.pricing.parameter_costs import ParameterCosts
-from autopar.search.pricing.step_prices import StepPrices
+from autopar.search.pricing.step_prices import ExposedParts, StepPrices
 from autopar.search.space.strategies import ParameterStrategy, Strategy
 
 
@@ -91,7 +91,9 @@ class Costs:
         self._stages: tuple[Costs, ...] = ()
         self._stage_of: Mapping[fx.Node, Sequence[int]] = {}
         tracer = tracer or OperatorTracer(compute.device_kind)
-        self.conversions = NodeConversionCosts(analysis, conversions, reduction_dtype)
+        self.conversions = NodeConversionCosts(
+            analysis, conversions, reduction_dtype, compute.overlap
+        )
         self.kernels = KernelCosts(analysis, saved, conversions, compute, kernel_timer, tracer)
         self.parameters = ParameterCosts(
             analysis,
@@ -133,20 +135,21 @@ class Costs:
             return self
         other = copy.copy(self)
         other.parameters = self.parameters.at(step_prices)
-        if step_prices.zero_buckets is not None:
+        if step_prices.zero_buckets is None:
+            other.conversions = self.conversions.exposed(step_prices.zero_exposed)
+        else:
             elements = dict(step_prices.zero_buckets)
-            nodes = [node for node in self.analysis.state if node.name in elements]
-            other.conversions = self.conversions.in_buckets({n: elements[n.name] for n in nodes})
+            other.conversions = self.conversions.in_buckets(elements, step_prices.zero_exposed)
         other._stages = tuple(each.at(step_prices) for each in self._stages)
         return other
 
-    def in_buckets(self, elements: Mapping[fx.Node, float]) -> Costs:
+    def in_buckets(self, elements: Mapping[str, float], exposed: ExposedParts) -> Costs:
         """These costs with the ZeRO buckets of a plan; see
         :meth:`NodeConversionCosts.in_buckets`.
         """
         other = copy.copy(self)
-        other.conversions = self.conversions.in_buckets(elements)
-        other._stages = tuple(each.in_buckets(elements) for each in self._stages)
+        other.conversions = self.conversions.in_buckets(elements, exposed)
+        other._stages = tuple(each.in_buckets(elements, exposed) for each in self._stages)
         return other
 
     @property

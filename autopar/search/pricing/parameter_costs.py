@@ -32,7 +32,7 @@ from autopar.rules.analysis import Analysis
 from autopar.search.pricing.conversion_costs import NodeConversionCosts
 from autopar.search.pricing.kernel_costs import KernelWork
 from autopar.search.pricing.node_sizes import chunk_count, stored_dtype
-from autopar.search.pricing.step_prices import LEAST_EXPOSED, StepPrices, Traffic
+from autopar.search.pricing.step_prices import LEAST_EXPOSED, ByPhase, StepPrices, Traffic
 from autopar.search.space.strategies import ParameterStrategy
 
 
@@ -66,9 +66,11 @@ class ParameterCosts:
         self._microbatches, self._sizes, self._holders = microbatches, sizes, holders
         # No bucket can have more bytes, and no kind of collective can have more buckets.
         total = sum(_bucketed_bytes(n, reduction_dtype) for n in analysis.state)
-        self._bucket_bytes = min(BUCKET_BYTES, max(total, 1.0))
+        self._bucket_bytes: dict[Traffic | None, float] = {None: min(BUCKET_BYTES, max(total, 1.0))}
         hidden = compute.overlap * (1 - 1 / bucket_count(total))
-        self._exposed = max(1 - hidden, LEAST_EXPOSED)
+        least = max(1 - hidden, LEAST_EXPOSED)
+        # the parts of collectives that are not hidden, where nothing but buckets limits that
+        self.least_exposed = self._exposed = ByPhase(least, least)
         self._step_prices: StepPrices | None = None
 
     def at(self, step_prices: StepPrices | None) -> ParameterCosts:
@@ -79,6 +81,7 @@ class ParameterCosts:
             return self
         other = copy.copy(self)
         other._step_prices, other._exposed = step_prices, step_prices.exposed
+        other._bucket_bytes = self._bucket_bytes | dict(step_prices.bucket_bytes)
         return other
 
     @property
@@ -94,9 +97,9 @@ class ParameterCosts:
         along :attr:`pipeline_axis`.
 
         Collectives go in buckets, and a parameter pays its share of a full bucket, or of the one
-        bucket that all parameters fill. Gradients are summed during the last backward, which hides
-        a part of the seconds of all buckets but the last. Parameters are gathered before the
-        forward, where nothing hides them.
+        bucket that all parameters fill. Parameters are gathered during the first forward, which
+        hides a part of the seconds of all buckets but the first. Gradients are summed during the
+        last backward, which hides a part of all buckets but the last.
         """
         terms = [
             replace(t, seconds=self._bucketed_seconds(t))
@@ -110,14 +113,16 @@ class ParameterCosts:
     def _bucketed_seconds(self, term: Term) -> float:
         if term.kind == "copy":
             return term.seconds
+        traffic = Traffic(term.phase, term.kind, term.axis)
         if self._step_prices is not None:
-            price = self._step_prices.of_byte(Traffic(term.phase, term.kind, term.axis))
+            price = self._step_prices.of_byte(traffic)
             if price is not None:
                 return price * term.nbytes
-        bucket = max(term.nbytes, self._bucket_bytes)
-        exposed = self._exposed if term.phase == "backward" else 1.0
+        of_kind = self._bucket_bytes.get(traffic, self._bucket_bytes[None])
+        bucket = max(term.nbytes, of_kind)
         axis = self._conversions.axes[term.axis]
-        return exposed * float(collective_seconds(term.kind, bucket, axis)) * term.nbytes / bucket
+        taken = float(collective_seconds(term.kind, bucket, axis)) * term.nbytes / bucket
+        return float(getattr(self._exposed, term.phase)) * taken
 
     def _pipeline_sum(self, node: fx.Node, strategy: ParameterStrategy, ranks: int) -> Term:
         """The ring all-reduce of a parameter's gradient over ``ranks`` of the pipeline. Nothing

@@ -103,7 +103,8 @@ class Assembly:
         problem = self._problem(costs.at(self.candidate.step_prices))
         in_flight = np.array(configuration.microbatches_in_flight(), dtype=float)
         ones = np.ones(configuration.stages)
-        weights = CostWeights(ones * configuration.microbatches, ones, ones, ones * 0.0, in_flight)
+        micro = ones * configuration.microbatches
+        weights = CostWeights(micro, micro, micro, ones, ones, ones * 0.0, in_flight)
         chosen = best_choices(problem, weights)[0]
         recomputed = self._recomputed_conversions(problem, chosen)
         chosen = problem.free_unneeded_results(chosen, recomputed)

@@ -1,4 +1,4 @@
-"""The price of a plan at the sizes of its own ZeRO buckets."""
+"""The price of a plan at the sizes of its own ZeRO buckets, and with prefetch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from autopar.search.ilp.problem import Problem, RecomputedConversions
 from autopar.search.ilp.solution import Solution
 from autopar.search.pricing.costs import Costs
 from autopar.search.pricing.node_sizes import chunk_count
+from autopar.search.pricing.step_prices import ALL_EXPOSED, ExposedParts
 from autopar.search.result.chosen_program import ChosenProgram, chosen_program
+from autopar.search.result.prefetched_gathers import exposed_parts
 from autopar.search.result.priced_plan import PricedPlan
 
 
@@ -36,8 +38,22 @@ def at_own_buckets(priced: PricedPlan, problem_at: Callable[[Costs], Problem]) -
     solution = replace(solution, recomputed=solution.recomputed | needed)
     priced = replace(priced, solution=solution, gathered_again=more - needed)
     elements = _bucket_elements(priced, chosen_program(priced))
-    problem = problem_at(priced.costs.at(priced.step_prices).in_buckets(elements))
-    costs = priced.costs.in_buckets(elements)
+    buckets = tuple(sorted((node.name, number) for node, number in elements.items()))
+    priced = replace(priced, zero_buckets=buckets, problem_at=problem_at)
+    return _priced(priced, ALL_EXPOSED)
+
+
+def with_prefetch(priced: PricedPlan) -> PricedPlan:
+    """The price of a plan of :func:`at_own_buckets` whose ZeRO buckets are gathered one ahead."""
+    return _priced(priced, exposed_parts(priced))
+
+
+def _priced(priced: PricedPlan, exposed: ExposedParts) -> PricedPlan:
+    """The plan whose ranks wait for these parts of its buckets' collectives."""
+    assert priced.problem_at is not None
+    elements, solution = dict(priced.zero_buckets or ()), priced.solution
+    costs = priced.costs.in_buckets(elements, exposed)
+    problem = priced.problem_at(priced.costs.at(priced.step_prices).in_buckets(elements, exposed))
     breakdown = problem.cost_breakdown(solution.chosen, solution.recomputed)
     for c in problem.conversions(solution.chosen):
         if (c.number, c.layout) in priced.gathered_again:
@@ -45,11 +61,11 @@ def at_own_buckets(priced: PricedPlan, problem_at: Callable[[Costs], Problem]) -
             breakdown = replace(
                 breakdown,
                 recomputation=breakdown.recomputation + seconds,
+                converting_again=breakdown.converting_again + seconds,
                 backward=breakdown.backward + seconds,
             )
     solution = replace(solution, cost_breakdown=breakdown)
-    buckets = tuple(sorted((node.name, number) for node, number in elements.items()))
-    return replace(priced, problem=problem, costs=costs, solution=solution, zero_buckets=buckets)
+    return replace(priced, problem=problem, costs=costs, solution=solution, zero_exposed=exposed)
 
 
 def _gathered_again(

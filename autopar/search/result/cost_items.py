@@ -67,10 +67,12 @@ def cost_items(priced: PricedPlan) -> Iterator[CostItem]:
         node, count = problem.vertices[tensor.producer].node, tuple(map(float, tensor.count))
         source = problem.made(tensor, solution.chosen)[0]
         for target in problem.wanted(tensor, solution.chosen):
-            recomputed = (number, target) in solution.recomputed | priced.gathered_again
-            for term in priced.costs.of(node).conversions.terms_in_graph(node, source, target):
-                for phase in _phases(term.phase, recomputed):
-                    yield _collective(node, phase, count, term)
+            conversions = priced.costs.of(node).conversions
+            for term in conversions.terms_in_graph(node, source, target):
+                yield _collective(node, term.phase, count, term)
+            if (number, target) in solution.recomputed | priced.gathered_again:
+                for term in conversions.terms_in_graph(node, source, target, again=True):
+                    yield _collective(node, RECOMPUTATION, count, term)
 
 
 def _parameter_items(

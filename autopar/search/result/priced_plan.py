@@ -5,7 +5,7 @@ bytes and timeline that follow.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -20,7 +20,13 @@ from autopar.rules.analysis import Analysis
 from autopar.search.ilp.problem import Problem, RecomputedConversions
 from autopar.search.ilp.solution import Solution
 from autopar.search.pricing.costs import Costs
-from autopar.search.pricing.step_prices import StepPrices
+from autopar.search.pricing.step_prices import (
+    ALL_EXPOSED,
+    HIDES_NOTHING,
+    ExposedParts,
+    Hiding,
+    StepPrices,
+)
 from autopar.search.space.configuration import Configuration
 from autopar.search.space.meshes import Axis
 from autopar.search.space.recompute_policy import OFFLOADED, RECOMPUTED
@@ -48,12 +54,14 @@ class PricedPlan:
         prefetch: how many ZeRO buckets are gathered ahead of the one in use.
         gathered_again: the conversions that the backward makes although it needs none of them:
             those of parameters in a ZeRO bucket with others that it needs.
-        zero_buckets: the plan's own, as in :class:`StepPrices`.
+        zero_buckets, zero_exposed: the plan's own, as in :class:`StepPrices`.
         step_prices: at which the solution was found; None for those of full buckets.
         counted_saved_bytes: by stage: bytes that autograd saves in one microbatch, counted storage
             by storage. None before the count.
         counted_bytes: by stage and kind: peak bytes, counted storage by storage. None before the
             count.
+        problem_at: the problem of the plan at other costs, with the same vertices and choices; None
+            for a plan that gathers no parameter in the graph, and after the count.
         output_bytes: by stage: bytes of the outputs besides the loss that it makes, of all
             microbatches. Where microbatches run inside the call, outputs are alive until it ends.
         known_ends, known_program: what :func:`end_of_step` and :func:`chosen_program` found. None
@@ -72,7 +80,9 @@ class PricedPlan:
     prefetch: int = 0
     gathered_again: RecomputedConversions = frozenset()
     zero_buckets: tuple[tuple[str, float], ...] | None = None
+    zero_exposed: ExposedParts = ALL_EXPOSED
     step_prices: StepPrices | None = None
+    problem_at: Callable[[Costs], Problem] | None = field(default=None, compare=False, repr=False)
     counted_saved_bytes: list[float] | None = None
     counted_bytes: list[dict[str, float]] | None = None
     output_bytes: list[float] = field(default_factory=list)
@@ -141,8 +151,10 @@ class PricedPlan:
             for stage, count in enumerate(counts):
                 kinds[stage][SYNC] += float(count) * sync
                 kinds[stage][OPTIMIZER] += float(count) * update
-        for stage in range(self.configuration.pipeline):
-            kinds[stage][SYNC] += step_prices.constant if step_prices else 0.0
+        if step_prices:
+            hidden = self.hidden_seconds(step_prices.hiding)
+            for stage in range(self.configuration.pipeline):
+                kinds[stage][SYNC] += step_prices.constant - hidden
         if self.microbatches > 1:
             # The outputs of all microbatches are concatenated.
             for stage, of_stage in enumerate(kinds):
@@ -153,6 +165,14 @@ class PricedPlan:
                         )
                     )
         return kinds
+
+    def hidden_seconds(self, hiding: Hiding) -> float:
+        """Seconds of collectives that the computation of a plan without stage cuts hides."""
+        assert hiding == HIDES_NOTHING or self.configuration.stages == 1
+        breakdown = self.solution.cost_breakdown
+        conversions = breakdown.converting + breakdown.converting_again
+        seconds = breakdown.forward, breakdown.backward - conversions, conversions
+        return sum(part * float(each[0]) for part, each in zip(hiding, seconds, strict=True))
 
     @cached_property
     def timeline(self) -> Timeline:

@@ -14,7 +14,8 @@ from autopar.ir.plan_data import PlanData
 from autopar.search.result.end_of_step import end_of_step
 from autopar.search.result.priced_plan import PricedPlan
 
-_ROWS_WITH_SECONDS = ("collectives", "recomputed", "offloaded")  # their last column is seconds
+# the last column of these rows is seconds
+_ROWS_WITH_SECONDS = ("collectives", "recomputed", "offloaded")
 
 
 def share_cores(plan: PlanData, priced: PricedPlan, ranks_per_core: float) -> PlanData:
@@ -40,6 +41,8 @@ def share_cores(plan: PlanData, priced: PricedPlan, ranks_per_core: float) -> Pl
         name: [[*row[:-1], part * row[-1]] if name in _ROWS_WITH_SECONDS else row for row in table]
         for name, table in plan.rows.items()
     }
+    if "hidden" in rows:
+        rows["hidden"] = [[kind, part * a, part * b] for kind, a, b in rows["hidden"]]
     note = (
         f"{ranks_per_core:g} ranks share a core: while some wait the others are faster, so "
         f"that all takes {part:.0%} of its seconds"

@@ -11,6 +11,10 @@ from autopar.errors import PlanError
 from autopar.search.space.modes.mode import Groups, Mode, grid
 from autopar.search.space.modes.registry import make_mode, mode_names
 
+# The number of ranks of a stage from which on the search tries only meshes whose axes have a use:
+# one axis for samples, or two, and one for anything else.
+MANY_RANKS = 16
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -40,6 +44,31 @@ def data_and_tensor_mesh(data: int, tensor: int) -> tuple[Axis, ...]:
     if tensor > 1:
         axes.append(Axis("tensor", tensor, "tensor", False, make_mode("1d", tensor, {})))
     return tuple(axes)
+
+
+def all_meshes(ranks: int, is_alone: bool) -> list[tuple[Axis, ...]]:
+    """The meshes of a stage of which nothing is asked for; ``is_alone``: of the only stage, whose
+    axes nobody orders by name.
+    """
+    sizes = [d for d in range(1, ranks + 1) if ranks % d == 0]
+    if ranks < MANY_RANKS and is_alone:
+        return [free_mesh(each) for each in [(ranks,), *((d, ranks // d) for d in sizes[1:-1])]]
+    found = [data_and_tensor_mesh(d, ranks // d) for d in sizes]
+    if is_alone:
+        found += [mesh for d in sizes for mesh in hybrid_meshes(d, ranks // d)]
+    return found
+
+
+def hybrid_meshes(data: int, tensor: int) -> list[tuple[Axis, ...]]:
+    """The meshes of :func:`data_and_tensor_mesh` with two axes that split samples, so that the
+    state may be sharded along the second of them alone (hybrid sharding).
+    """
+    _, *rest = data_and_tensor_mesh(2, tensor)
+    return [
+        (Axis("data1", data // n, "data"), Axis("data2", n, "data"), *rest)
+        for n in range(2, data)
+        if data % n == 0
+    ]
 
 
 def free_mesh(sizes: Sequence[int]) -> tuple[Axis, ...]:

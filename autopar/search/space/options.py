@@ -16,7 +16,7 @@ from autopar.ir.schedules import schedule_names
 from autopar.search.space.check_solver import check_solver
 from autopar.search.space.meshes import (
     Axis,
-    data_and_tensor_mesh,
+    all_meshes,
     free_mesh,
     parallel_meshes,
 )
@@ -30,10 +30,6 @@ from autopar.search.space.option_checks import (
 from autopar.search.space.pipeline_options import PipelineOptions, pipeline_options
 from autopar.search.space.recompute_policy import RECOMPUTE_OPTIONS
 from autopar.search.space.zero_options import zero_options
-
-# The number of ranks of a stage from which on the search tries only meshes whose axes have a use:
-# one axis for samples, one for anything else.
-MANY_RANKS = 16
 
 MAX_RANKS = 2**20
 
@@ -289,8 +285,5 @@ class Options:
             return [free_mesh(self.mesh)]
         if self.parallel is not None:
             return parallel_meshes(dict(self.parallel), self.world_size, pipeline)
-        ranks = self.world_size // pipeline
-        if ranks < MANY_RANKS and pipeline == 1 and self.placement is None:
-            pairs = [(d, ranks // d) for d in range(2, ranks) if ranks % d == 0]
-            return [free_mesh(sizes) for sizes in [(ranks,), *pairs]]
-        return [data_and_tensor_mesh(d, ranks // d) for d in range(1, ranks + 1) if ranks % d == 0]
+        is_alone = pipeline == 1 and self.placement is None
+        return all_meshes(self.world_size // pipeline, is_alone)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,12 +17,34 @@ from autopar.search.ilp.tensor_conversions import Port, TensorConversions
 from autopar.search.space.configuration import Configuration
 
 _KINDS = ("forward", "backward", "send", "step")
+_CONVERTING = "converting"  # a part of the backward
 # HiGHS has an absolute tolerance of 1e-6 in rows: the memory of a device is scaled to this.
 MEMORY_SCALE = 1e3
 
 # (number of a label or layout made, number of a layout wanted) -> for each port the flows from one
 # to the other
 FlowsOfPair = dict[tuple[int, int], list[np.ndarray]]
+
+
+class _ConversionColumn(NamedTuple):
+    """A conversion of a tensor, by number.
+
+    Attributes:
+        source, target: the numbers of its layouts.
+        is_again: whether the backward makes it again.
+        column: that says that it is made.
+    """
+
+    tensor: int
+    source: int
+    target: int
+    is_again: bool
+    column: np.ndarray
+
+    def seconds(self, tensor: TensorConversions) -> np.ndarray:
+        """Its seconds, of this tensor of a problem."""
+        table = tensor.recompute_seconds if self.is_again else tensor.seconds
+        return table[self.source, self.target : self.target + 1]
 
 
 class StageCostProgram(FlowProgram):
@@ -32,7 +55,8 @@ class StageCostProgram(FlowProgram):
         configuration: mesh, microbatches and schedule.
         room: bytes of each pipeline rank.
         seconds_scale: the factor by which seconds are scaled.
-        seconds: for each kind of seconds the column of stage 0; the other stages follow.
+        seconds: for each kind of seconds the column of stage 0; the other stages follow. All
+            conversions count to "backward", and their part of it is "converting".
         memory: the row of each pipeline rank.
         recomputed: for each conversion the columns that say that it is recomputed.
     """
@@ -50,12 +74,14 @@ class StageCostProgram(FlowProgram):
         self.memory: list[int] = []
         self.recomputed: dict[tuple[int, Layout], list[int]] = {}
         self._sums: dict[str, int] = {}  # the rows that define ``seconds``
+        self._conversions: list[_ConversionColumn] = []
         self._flights = configuration.microbatches_in_flight()
 
     def add_stage_costs(self) -> None:
         """Add the choices of all vertices and the conversions of all tensors, with their costs."""
         stages = self.problem.stages
-        self.seconds = {kind: self.add_columns(np.zeros(stages)) for kind in _KINDS}
+        kinds = (*_KINDS, _CONVERTING)
+        self.seconds = {kind: self.add_columns(np.zeros(stages)) for kind in kinds}
         for kind, first in self.seconds.items():
             rows = self._sums[kind] = self.add_rows(stages, 0.0, 0.0)
             self.add_entries(rows + np.arange(stages), first + np.arange(stages), -1.0)
@@ -67,6 +93,21 @@ class StageCostProgram(FlowProgram):
             self._add_bytes(vertex.count, self.choices[v], vertex.kept, vertex.state)
         for g, tensor in enumerate(self.problem.tensors):
             self._add_conversions(g, tensor)
+
+    def add_other_seconds(self, problem: Problem) -> tuple[int, int]:
+        """Add the seconds of conversions, and those once a step, of another problem of one stage
+        with the same choices; return their columns.
+        """
+        converting, step = (f"{kind} {len(self._sums)}" for kind in (_CONVERTING, "step"))
+        columns = self.add_columns(np.zeros(2))
+        for i, kind in enumerate((converting, step)):
+            self._sums[kind] = self.add_row(0.0, 0.0, (columns + i, -1.0))
+        for v, vertex in enumerate(problem.vertices):
+            self._add_seconds(step, vertex.count, self.choices[v], vertex.step)
+        for each in self._conversions:
+            tensor = problem.tensors[each.tensor]
+            self._add_seconds(converting, tensor.count, each.column, each.seconds(tensor))
+        return columns, columns + 1
 
     def _add_seconds(
         self, kind: str, count: np.ndarray, columns: np.ndarray, seconds: np.ndarray
@@ -111,8 +152,7 @@ class StageCostProgram(FlowProgram):
         for (source, target), flows in conversions.items():
             column = self._add_column()
             self._cover([column], flows)
-            seconds = tensor.seconds[source, target : target + 1]
-            self._add_seconds("backward", tensor.count, column, seconds)
+            self._add_conversion(_ConversionColumn(g, source, target, False, column))
         made, layouts = self.problem.vertices[tensor.producer].out_labels, list(tensor.targets)
         for (label, target), flows in results.items():
             layout, is_available = made[label]
@@ -125,9 +165,16 @@ class StageCostProgram(FlowProgram):
                 self.integers.append(ways[-1])
                 key = g, layouts[target]
                 self.recomputed.setdefault(key, []).append(int(ways[-1][0]))
-                seconds = tensor.recompute_seconds[source, target : target + 1]
-                self._add_seconds("backward", tensor.count, ways[-1], seconds)
+                self._add_conversion(_ConversionColumn(g, source, target, True, ways[-1]))
             self._cover(ways, flows)
+
+    def _add_conversion(self, conversion: _ConversionColumn) -> None:
+        """Count the seconds of a conversion where its column is 1."""
+        self._conversions.append(conversion)
+        tensor = self.problem.tensors[conversion.tensor]
+        for kind in ("backward", _CONVERTING):
+            seconds = conversion.seconds(tensor)
+            self._add_seconds(kind, tensor.count, conversion.column, seconds)
 
     def _add_edge(
         self,

@@ -5,6 +5,7 @@ schedule and the memory of every device as rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import highspy
 import numpy as np
@@ -15,6 +16,7 @@ from autopar.search.ilp.cost_weights import CostBreakdown
 from autopar.search.ilp.problem import Problem, RecomputedConversions
 from autopar.search.ilp.programs.stage_cost_program import MEMORY_SCALE, StageCostProgram
 from autopar.search.ilp.solution import Solution
+from autopar.search.pricing.step_prices import HIDES_NOTHING, Hiding
 from autopar.search.space.configuration import Configuration
 
 # HiGHS has an absolute tolerance of 1e-7 in the objective: the step time is scaled to about this.
@@ -22,6 +24,20 @@ _TIME_SCALE = 1e4
 _GAP = 1e-7  # the relative gap of the step time at which branching ends
 _WORK_GAP = 1e-2  # the same for the work of all ranks, which is minimised after the step time
 _RETRIES = 3
+
+
+class Wait(NamedTuple):
+    """A wait in a step of one stage, for collectives that computation does not hide. It has the
+    seconds by which a step of ``problem``, less what ``hiding`` says, takes longer than one of the
+    program's own problem, or none.
+
+    Attributes:
+        problem: with the same choices, and other seconds of parameters and of conversions.
+        hiding: as in :class:`StepPrices`.
+    """
+
+    problem: Problem
+    hiding: Hiding
 
 
 class TimelineProgram(StageCostProgram):
@@ -38,6 +54,8 @@ class TimelineProgram(StageCostProgram):
         room: Sequence[float],
         about: float,
         limit: float = np.inf,
+        hiding: Hiding = HIDES_NOTHING,
+        waits: Sequence[Wait] = (),
     ) -> None:
         """
         Args:
@@ -46,6 +64,8 @@ class TimelineProgram(StageCostProgram):
             room: bytes of each pipeline rank.
             about: about the seconds of a step, to scale by.
             limit: seconds that the step must not exceed.
+            hiding: as in :class:`StepPrices`.
+            waits: that a step of one stage has.
         """
         super().__init__(problem, configuration, room, _TIME_SCALE / about)
         self.scale = self.seconds_scale
@@ -53,7 +73,7 @@ class TimelineProgram(StageCostProgram):
         self.step = self.add_columns(np.ones(1) / self.scale, limit * self.scale)
         self.add_stage_costs()
         if configuration.stages == 1:
-            self._add_single_stage()
+            self._add_single_stage(hiding, [self._add_wait(wait) for wait in waits])
         else:
             self._add_timeline()
 
@@ -124,17 +144,40 @@ class TimelineProgram(StageCostProgram):
         recomputed = self.problem.needed_conversions(recomputed, chosen)
         return Solution(tuple(chosen), recomputed, self.problem.cost_breakdown(chosen, recomputed))
 
-    def _add_single_stage(self) -> None:
+    def _add_single_stage(self, hiding: Hiding, waits: Sequence[int]) -> None:
         """One stage runs its microbatches one after the other."""
         m, first = float(self.configuration.microbatches), self.seconds
         self.add_row(
             0.0,
             np.inf,
             (self.step, 1.0),
-            (first["forward"], -m),
-            (first["backward"], -m),
+            (first["forward"], hiding.forward - m),
+            (first["backward"], hiding.backward - m),
+            (first["converting"], hiding.converting - hiding.backward),
             (first["step"], -1.0),
+            *((wait, -1.0) for wait in waits),
         )
+
+    def _add_wait(self, wait: Wait) -> int:
+        """Add a wait, and return its column."""
+        column, m, first = (
+            self.add_columns(np.zeros(1)),
+            self.configuration.microbatches,
+            self.seconds,
+        )
+        converting, step = self.add_other_seconds(wait.problem)
+        self.add_row(
+            0.0,
+            np.inf,
+            (column, 1.0),
+            (first["forward"], wait.hiding.forward),
+            (first["backward"], wait.hiding.backward),
+            (first["converting"], float(m) - wait.hiding.backward),
+            (first["step"], 1.0),
+            (converting, wait.hiding.converting - float(m)),
+            (step, -1.0),
+        )
+        return column
 
     def _add_timeline(self) -> None:
         """Each action ends its own time after the action before it on its rank, and after its
