@@ -65,24 +65,28 @@ def searches_of(network: float) -> tuple[HidingSearch, PricedPlan]:
     return HidingSearch(searches, plan), plan
 
 
-def joint(search: HidingSearch, monkeypatch: pytest.MonkeyPatch) -> tuple[Candidate, list[Line]]:
+def first_candidate(
+    search: HidingSearch, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Candidate, list[Line]]:
     """The first candidate of the search, and the lines of the solutions before it."""
-    found: list[Candidate] = []
-    lines: list[Line] = []
-    make = HidingSearch._joint
+    candidates: list[Candidate] = []
+    lines: list[list[Line]] = []
+    make, solve = HidingSearch._candidate, HidingSearch._solutions
 
-    def kept(self: HidingSearch, solutions: list[Solution], room: float) -> Candidate | None:
-        candidate = make(self, solutions, room)
-        if not found:
-            assert candidate is not None
-            found.append(candidate)
-            lines.extend(self._line(solution) for solution in solutions)
-        return candidate
+    def kept(self: HidingSearch, solution: Solution, room: float) -> Candidate:
+        candidates.append(make(self, solution, room))
+        return candidates[-1]
 
-    monkeypatch.setattr(HidingSearch, "_joint", kept)
+    def solved(self: HidingSearch, room: float) -> tuple[list[Solution], list[Line], float]:
+        found = solve(self, room)
+        lines.append(found[1])
+        return found
+
+    monkeypatch.setattr(HidingSearch, "_candidate", kept)
+    monkeypatch.setattr(HidingSearch, "_solutions", solved)
     monkeypatch.setattr("autopar.search.fitting.hiding_search.MOST_BUCKETS", 1)
     assert search.best(Reserves()) is not None
-    return found[0], lines
+    return candidates[0], lines[0]
 
 
 @pytest.mark.parametrize("network", [0.2, 0.05, 0.02])
@@ -90,7 +94,7 @@ def test_no_other_way_to_store_parameters_is_faster(
     network: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     search, _ = searches_of(network)
-    candidate, lines = joint(search, monkeypatch)
+    candidate, lines = first_candidate(search, monkeypatch)
     (solution,) = candidate.solutions
     search._buckets = search._full
     own = search._line(solution).highest

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from typing import NamedTuple
 
 from autopar.errors import BudgetError, PlanError
 from autopar.search.fitting.exact_plan import prove
 from autopar.search.fitting.fit import fit_to_memory
 from autopar.search.fitting.least_memory import first_that_fits
-from autopar.search.fitting.price_rounds import at_own_step_prices
+from autopar.search.fitting.price_rounds import at_own_step_prices, with_own_bound
 from autopar.search.fitting.reserves import Reserves
 from autopar.search.ilp.programs.linear_program import UnsolvedError
 from autopar.search.inner.candidate import Candidate
@@ -154,11 +155,29 @@ class FittingPlans:
             configuration = each.candidate.configuration
             # Its own step prices may lead to a plan as fast as its candidate was estimated to be.
             objective = min(plan.seconds, each.candidate.seconds) + plan.costs.overhead
-            if not found or objective < min(f.seconds for f in found):
+            if any(self._are_alike(each.candidate, other.candidate) for other in found):
+                plan = with_own_bound(self.searches, plan, self._reserves)
+            elif not found or objective < min(f.seconds for f in found):
                 plan = at_own_step_prices(self.searches, configuration, plan, self._reserves)
             found.append(FittingPlan(reported_seconds(plan), each.candidate, plan))
         self.plans = found
         return self.chosen().plan
+
+    def _are_alike(self, one: Candidate, other: Candidate) -> bool:
+        """Whether two candidates are nearly as fast, in configurations that differ by the order of
+        axes with equal links. At their own step prices they will be nearly as fast, too.
+        """
+        own, others = (self._by_axis(c.configuration) for c in (one, other))
+        is_near = abs(one.seconds - other.seconds) < EQUAL * other.seconds
+        return is_near and own == others
+
+    def _by_axis(self, configuration: Configuration) -> tuple[Configuration, list]:
+        """A configuration without its order of axes, and the axes with their links, in an order
+        that does not depend on it.
+        """
+        links = self.searches.of(configuration.microbatches).cache.links(configuration).axes
+        axes = sorted(zip(configuration.axes, links, strict=True), key=lambda pair: pair[0].name)
+        return replace(configuration, axes=()), axes
 
     def _retry_too_large(self) -> None:
         """Counts the plans of least memory of candidates that did not fit, where they may be faster

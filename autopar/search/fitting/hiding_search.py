@@ -18,6 +18,7 @@ solutions and all ways to store a parameter.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -51,8 +52,12 @@ from autopar.search.space.strategies import ParameterStrategy
 
 MOST_SOLVES = 6  # of multipliers
 SMALL_GAP = 2e-3  # of the bound to the lines of all solutions, at which no others are tried
+EQUAL = 1e-6  # relative difference of the seconds of an optimum and its bound
 REFITS = 3
 MOST_BUCKETS = 4  # sizes of buckets: first as large as may be, then those of the plan before
+# The difference of the objective to the report, relative to the report, at which the prices of a
+# plan are its own; and that at which no other sizes of buckets are tried.
+SMALL_DIFFERENCE, NEAR = 2e-3, 5e-3
 NOTHING = Multipliers(0.0, 0.0, 0.0, 0.0)
 ENDS = [Multipliers(*row) for row in np.eye(len(NOTHING)).tolist()]  # one multiplier is 1
 
@@ -61,6 +66,12 @@ def rank(plan: PricedPlan) -> tuple[float, float]:
     """The reported step time, and how far the objective is from it."""
     reported = reported_seconds(plan)
     return reported, abs(plan.seconds + plan.costs.overhead - reported)
+
+
+def is_reported(plan: PricedPlan, within: float = SMALL_DIFFERENCE) -> bool:
+    """Whether the objective is the reported step time, to this part of it."""
+    reported, difference = rank(plan)
+    return difference < within * reported
 
 
 class Line(NamedTuple):
@@ -109,6 +120,8 @@ class HidingSearch:
             if plan is None:
                 break
             found.append(plan)
+            if is_reported(plan, NEAR):
+                break
             with resized(self._search.analysis, self._samples, self._search.analysis.rules):
                 buckets = own_buckets(plan)
             if plan.zero_buckets is None:  # those of the plan before
@@ -118,22 +131,35 @@ class HidingSearch:
             self._buckets = buckets
         return min(found, key=rank, default=None)
 
+    def solve_bound(self, reserves: Reserves) -> None:
+        """Finds the bound alone."""
+        with suppress(DoesNotFitError, UnsolvedError):
+            self._solutions(self._budget - reserves.of(self._configuration)[0])
+
     def _fitting(self, reserve: list[float]) -> PricedPlan | None:
         """The best plan that fits, at the sizes of the buckets so far."""
         for _ in range(REFITS):
             room = self._budget - reserve[0]
             try:
-                candidate = self._joint(self._solutions(room), room)
+                solution = self._best_within(room)
             except (DoesNotFitError, UnsolvedError):
                 return None
-            if candidate is None:
+            if solution is None:
                 return None
-            priced = count_plan(self._searches, candidate)
+            priced = count_plan(self._searches, self._candidate(solution, room))
             over = bytes_over(self._search, priced)
             if max(over) <= 0:
                 return priced
             reserve = [r + max(o, 0.0) for r, o in zip(reserve, over, strict=True)]
         return None
+
+    def _best_within(self, room: float) -> Solution | None:
+        """The best solution found of so many bytes."""
+        solutions, lines, bound = self._solutions(room)
+        highest = [line.highest for line in lines]
+        if min(highest) <= bound * (1 + EQUAL):
+            return solutions[highest.index(min(highest))]
+        return self._joint(solutions, min(highest), room)
 
     def _prices(self, multipliers: Multipliers) -> MemoryPrices:
         is_first = multipliers == NOTHING and self._buckets is self._full
@@ -144,8 +170,10 @@ class HidingSearch:
         microbatches = self._configuration.microbatches
         return at_multipliers(multipliers, self._buckets, self._overlap, microbatches)
 
-    def _solutions(self, room: float) -> list[Solution]:
-        """The solutions at some multipliers, up to those of the highest bound."""
+    def _solutions(self, room: float) -> tuple[list[Solution], list[Line], float]:
+        """The solutions at some multipliers, up to those of the highest bound, with their lines,
+        and the bound.
+        """
         found, lines, tried = list[Solution](), list[Line](), list[Multipliers]()
         multipliers, bound = NOTHING, 0.0
         for _ in range(MOST_SOLVES):
@@ -160,7 +188,7 @@ class HidingSearch:
                 break
         if self._buckets is self._full:
             self.bound = max(self.bound, bound)
-        return found
+        return found, lines, bound
 
     def _line(self, solution: Solution) -> Line:
         def seconds(multipliers: Multipliers) -> float:
@@ -171,8 +199,10 @@ class HidingSearch:
         constant = seconds(NOTHING)
         return Line(constant, Multipliers(*(seconds(end) - constant for end in ENDS)))
 
-    def _joint(self, solutions: list[Solution], room: float) -> Candidate | None:
-        """The best of the choices of these solutions and of all ways to store a parameter."""
+    def _joint(self, solutions: list[Solution], about: float, room: float) -> Solution | None:
+        """The best of the choices of these solutions, of which one takes ``about`` so many seconds,
+        and of all ways to store a parameter.
+        """
         own, *ends = (self._prices(multipliers).problem for multipliers in (NOTHING, *ENDS))
         numbers = [
             np.arange(len(vertex.choices))
@@ -184,19 +214,21 @@ class HidingSearch:
             Wait(restrict_choices(end, numbers), self._step_prices(multipliers).hiding)
             for end, multipliers in zip(ends, ENDS, strict=True)
         ]
-        about = min(self._line(solution).highest for solution in solutions)
         few = restrict_choices(own, numbers)
         program = TimelineProgram(few, self._configuration, [room], about, waits=waits)
         solution, _ = program.best(self._searches.operations_left(SOLVE_OPERATIONS))
         if solution is None:
             return None
         chosen = tuple(int(left[k]) for left, k in zip(numbers, solution.chosen, strict=True))
-        solution = replace(solution, chosen=chosen)
+        return replace(solution, chosen=chosen)
+
+    def _candidate(self, solution: Solution, room: float) -> Candidate:
+        """The candidate that has this solution in all units."""
         line = self._line(solution)
         units = len(self._search.units.nodes)
         return Candidate(
             self._configuration,
-            own,
+            self._prices(NOTHING).problem,
             (solution,),
             (0,),
             (0,) * units,

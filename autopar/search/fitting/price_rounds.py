@@ -18,7 +18,7 @@ from dataclasses import replace
 from autopar.errors import PlanError
 from autopar.search.fitting.exact_plan import prove
 from autopar.search.fitting.fit import refit
-from autopar.search.fitting.hiding_search import HidingSearch, rank
+from autopar.search.fitting.hiding_search import HidingSearch, is_reported, rank
 from autopar.search.fitting.reserves import Reserves
 from autopar.search.inner.inner_searches import InnerSearches
 from autopar.search.pricing.step_prices import StepPrices, mean_prices
@@ -28,7 +28,6 @@ from autopar.search.space.configuration import Configuration
 
 MOST_ROUNDS = 5
 MOST_OWN = 2  # rounds at the prices of one plan; the others are at means of the prices of two
-SMALL_DIFFERENCE = 2e-3  # of the objective to the report, relative to the report
 
 
 def at_own_step_prices(
@@ -36,7 +35,7 @@ def at_own_step_prices(
 ) -> PricedPlan:
     """The best plan of some rounds, by its reported step time. Its gap is to the same bound."""
     bound, best = plan.seconds * (1 - plan.gap), plan
-    if configuration.stages == 1 and not _is_reported(plan):
+    if configuration.stages == 1 and not is_reported(plan):
         search = HidingSearch(searches, plan)
         if (found := search.best(reserves)) is not None:
             bound = max(bound, search.bound)
@@ -46,7 +45,7 @@ def at_own_step_prices(
         if searches.is_out_of_time():
             break
         prices = own_step_prices(plan)
-        if _is_reported(plan) and prices.zero_buckets is None:
+        if is_reported(plan) and prices.zero_buckets is None:
             break
         if len(tried) >= MOST_OWN:
             prices = mean_prices(tried[-1], prices)
@@ -65,7 +64,10 @@ def at_own_step_prices(
     return replace(best, gap=max(0.0, 1 - bound / best.seconds))
 
 
-def _is_reported(plan: PricedPlan) -> bool:
-    """Whether the objective is nearly the reported step time."""
-    reported, difference = rank(plan)
-    return difference < SMALL_DIFFERENCE * reported
+def with_own_bound(searches: InnerSearches, plan: PricedPlan, reserves: Reserves) -> PricedPlan:
+    """The same plan, with its gap to the bound that :func:`at_own_step_prices` would find."""
+    if plan.configuration.stages > 1 or is_reported(plan):
+        return plan
+    search = HidingSearch(searches, plan)
+    search.solve_bound(reserves)
+    return replace(plan, gap=max(0.0, min(plan.gap, 1 - search.bound / plan.seconds)))

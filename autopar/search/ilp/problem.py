@@ -26,7 +26,7 @@ from autopar.ir.layout import Layout
 from autopar.search.ilp.cost_weights import CostBreakdown, CostWeights, price_bytes
 from autopar.search.ilp.lower_bound import LowerBound
 from autopar.search.ilp.tensor_conversions import Port, TensorConversions
-from autopar.search.ilp.vertex import Label, Vertex
+from autopar.search.ilp.vertex import COSTS, Label, Vertex
 from autopar.search.space.recompute_policy import RECOMPUTED
 
 RecomputedConversions = frozenset[tuple[int, Layout]]  # (number of the tensor, target layout)
@@ -109,12 +109,12 @@ class Problem:
         """What a choice for each vertex costs, where the conversions ``recomputed`` are recomputed
         and all other conversions that the backward needs are saved. This defines the objective.
         """
-        names = ("forward", "backward", "copying", "send", "step", "kept", "state")
+        sums = np.zeros((len(COSTS), self.stages))
+        total = dict(zip(COSTS, sums, strict=True))
         parts = ("recomputation", "converting", "converting_again")
-        total = {name: np.zeros(self.stages) for name in (*names, *parts)}
+        total |= {name: np.zeros(self.stages) for name in parts}
         for v, k in zip(self.vertices, chosen, strict=True):
-            for name in names:
-                total[name] += v.count * getattr(v, name)[k]
+            sums += v.costs[k][:, None] * v.count
             if v.states[k] == RECOMPUTED:
                 total["recomputation"] += v.count * v.forward[k]
         for c in self.conversions(chosen):

@@ -72,6 +72,7 @@ class ProblemParts:
         work: what seconds and bytes of one rank's work depend on: samples and devices.
         links: what seconds of collectives depend on besides.
         state: what the costs of parameters depend on besides.
+        conversions: what the conversions of parameters depend on besides.
     """
 
     kept: Kept
@@ -79,6 +80,7 @@ class ProblemParts:
     work: Hashable
     links: Hashable
     state: Hashable
+    conversions: Hashable
 
     def vertex(
         self,
@@ -123,7 +125,7 @@ class ProblemParts:
             recompute: whether results of conversions may be saved, and recomputed.
         """
         is_state = isinstance(choices[0][0], ParameterStrategy)
-        depends = self.work, self.links, self.state if is_state else None
+        depends = self.work, self.links, self.conversions if is_state else None
         return self._part((producer, ports, recompute, depends), choices, make)
 
     def _part(

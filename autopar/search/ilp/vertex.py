@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import torch.fx as fx
@@ -14,6 +15,7 @@ from autopar.search.ilp.cost_weights import CostWeights
 from autopar.search.space.recompute_policy import FREED, OFFLOADED, SAVED
 from autopar.search.space.strategies import Choice
 
+COSTS = ("forward", "backward", "copying", "send", "step", "kept", "state")
 Label = tuple[Layout, bool]  # a layout, and whether the tensor is available in the backward
 
 
@@ -71,6 +73,11 @@ class Vertex:
         ]
         self.in_labels = [labels for labels, _ in ports]
         self.in_label_of = [numbers for _, numbers in ports]
+
+    @cached_property
+    def costs(self) -> np.ndarray:
+        """The seconds and bytes of the names COSTS, [choice, name]."""
+        return np.stack([getattr(self, name) for name in COSTS], axis=1)
 
     def cost(self, weights: CostWeights) -> np.ndarray:
         """What each choice costs in all occurrences together, [choice]."""

@@ -139,7 +139,7 @@ class InnerSearch:
             samples,
             # Gradients of several microbatches accumulate, which takes memory.
             configuration.microbatches > 1,
-            step_prices,
+            step_prices and (step_prices.once_a_step, step_prices.in_graph),
         )
         return self.cache.problems.of(
             key, lambda: self._build(configuration, samples, pace, step_prices, links)
@@ -160,9 +160,10 @@ class InnerSearch:
             costs = self.costs(analysis, saved, conversions, compute, configuration.microbatches)
             choices = self.choices.on_mesh(configuration.axes)
             options = self.options
-            storage = options.optimizer, options.reduction_dtype
             accumulates = configuration.microbatches > 1
-            parts = cache.parts(samples, pace, links, (*storage, accumulates, step_prices))
+            state = options.optimizer, accumulates, step_prices and step_prices.once_a_step
+            in_graph, summed = step_prices and step_prices.in_graph, options.reduction_dtype
+            parts = cache.parts(samples, pace, links, (summed, *state), (summed, in_graph))
             start = self.add_time("strategies", start)
             problem = build_problem(
                 analysis.graph,
@@ -241,9 +242,8 @@ class InnerSearch:
             weights = CostWeights.of_one_stage(flight=in_flight)
             ratio = 1.0 if replica_only else _equal_stages_step_ratio(configuration)
             hiding = step_prices.hiding if step_prices else HIDES_NOTHING
-            weights.forward[:] = max(ratio - hiding.forward, LEAST_WEIGHT)
-            weights.backward[:] = max(ratio - hiding.backward, LEAST_WEIGHT)
-            weights.converting[:] = max(ratio - hiding.converting, LEAST_WEIGHT)
+            for phase, hidden in hiding._asdict().items():
+                getattr(weights, phase)[:] = max(ratio - hidden, LEAST_WEIGHT)
             weights.step[:] = 0.0 if replica_only else 1.0 / pipeline
             is_unrequested = self.options.is_unrequested_mode(configuration.mode)
             limit = UNREQUESTED_OPERATIONS if is_unrequested else SOLVE_OPERATIONS

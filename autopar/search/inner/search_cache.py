@@ -203,11 +203,19 @@ class SearchCache:
             tuple(user_cuts), lambda: split_into_units(analysis, analysis.duplicated, user_cuts)
         )
 
-    def parts(self, samples: int, pace: Pace, links: MeshLinks, state: Hashable) -> ProblemParts:
+    def parts(
+        self,
+        samples: int,
+        pace: Pace,
+        links: MeshLinks,
+        state: Hashable,
+        conversions: Hashable,
+    ) -> ProblemParts:
         """The vertices and tensors that a problem has in common with others.
 
         Args:
-            state: what the costs of parameters depend on besides mesh, links and devices.
+            state, conversions: what the costs of parameters, and of their conversions, depend on
+                besides mesh, links and devices.
         """
         analysis = self.analysis
         graph = self._graph.of(
@@ -216,7 +224,7 @@ class SearchCache:
                 analysis.graph, self.representative, set(self.nodes), analysis.loss
             ),
         )
-        return ProblemParts(self._parts, graph, (samples, pace), links.axes, state)
+        return ProblemParts(self._parts, graph, (samples, pace), links.axes, state, conversions)
 
     def pace(self, configuration: Configuration) -> Pace:
         """Whose seconds a configuration's problem has. Bounds of a pipeline hold for each order of

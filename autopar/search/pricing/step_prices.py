@@ -108,6 +108,16 @@ class StepPrices(NamedTuple):
     hiding: Hiding = HIDES_NOTHING
     bucket_bytes: BucketBytes = ()
 
+    @property
+    def once_a_step(self) -> tuple:
+        """The prices of collectives once a step."""
+        return self.seconds, self.exposed, self.bucket_bytes
+
+    @property
+    def in_graph(self) -> tuple:
+        """The prices of collectives in all microbatches."""
+        return self.zero_buckets, self.zero_exposed
+
     def of_byte(self, traffic: Traffic) -> float | None:
         """The seconds that a byte adds; None where the plan has no such collective."""
         return dict(self.seconds).get(traffic)
