@@ -200,6 +200,16 @@ def test_same_optimum_at_a_price_of_memory() -> None:
     assert solution.value == pytest.approx(textbook(problem, weights), rel=1e-4)
 
 
+@pytest.mark.parametrize(("mesh", "is_whole"), [((2, 4), True), ((2, 2, 2), False)])
+def test_what_is_left_out_of_three_free_axes_is_noted(
+    mesh: tuple[int, ...], is_whole: bool
+) -> None:
+    model, sample = zoo.mlp(batch=64, dropout=0.0)
+    plan = autopar.plan(model, sample, 8, cluster="h100-sxm", progress=False, mesh=mesh)
+    noted = [left for left in plan.not_searched if "three or more axes" in left]
+    assert bool(noted) is not is_whole
+
+
 def test_unsolved_configurations_are_noted_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A problem with more pairs of labels than a limit stands for one that takes longer than its
     limit of operations.

@@ -292,5 +292,5 @@ class OuterSearch:
         bound = max(
             min((*self._sharpening.bounds.values(), *self._open.bounds()), default=0.0), 0.0
         )
-        left_out = tuple(not_searched(self.searches, self._fitting.left_out_from))
+        left_out = tuple(not_searched(self.searches, self._compared, self._fitting.left_out_from))
         return BestPlan(plan, bound, len(self._compared), left_out)

@@ -14,7 +14,6 @@ import numpy as np
 import torch.fx as fx
 
 from autopar.cost_model import Cluster, ComputeCosts, ConversionCosts, MeshLinks, Pace
-from autopar.ir.plan_data import EXACT_AXES
 from autopar.ir.precision import dtype_of
 from autopar.memory.saved_tensors import SavedTensors
 from autopar.rules.analysis import Analysis
@@ -254,7 +253,7 @@ class InnerSearch:
                 weights,
                 kept.operations,
                 None
-                if _is_solved_exactly(configuration)
+                if configuration.has_all_strategies
                 else partial(self._solve_from_coarser, configuration, samples, pace),
                 kept.at,
             )
@@ -293,8 +292,3 @@ def _equal_stages_step_ratio(configuration: Configuration) -> float:
     stages.
     """
     return (configuration.microbatches + configuration.pipeline - 1) / configuration.pipeline
-
-
-def _is_solved_exactly(configuration: Configuration) -> bool:
-    axes = configuration.axes
-    return len(axes) <= EXACT_AXES or all(a.mode is not None or a.use == "data" for a in axes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -10,6 +10,7 @@ from autopar.search.inner.inner_searches import InnerSearches
 from autopar.search.inner.step_bounds import Level
 from autopar.search.result.end_of_step import reported_seconds
 from autopar.search.result.priced_plan import PricedPlan
+from autopar.search.space.configuration import Configuration
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,13 @@ class BestPlan:
         return replace(self, plan=plan, bound=0.0)
 
 
-def not_searched(searches: InnerSearches, left_out_from: float | None) -> Iterator[str]:
+def not_searched(
+    searches: InnerSearches, compared: Iterable[Configuration], left_out_from: float | None
+) -> Iterator[str]:
     """What a search left out, as sentences for the user.
 
     Args:
+        compared: the configurations.
         left_out_from: configurations whose estimates are at least so many times the plan were left
             out; None where none were.
     """
@@ -76,6 +80,11 @@ def not_searched(searches: InnerSearches, left_out_from: float | None) -> Iterat
         yield (
             "meshes whose axes may split anything, and modes of tensor parallelism, away from the "
             "best configurations"
+        )
+    if not all(configuration.has_all_strategies for configuration in compared):
+        yield (
+            "on meshes of three or more axes that may split anything, layouts that differ along "
+            "more than one axis from those found on coarser meshes"
         )
     if searches.unsolved:
         names = list(dict.fromkeys(map(str, searches.unsolved)))

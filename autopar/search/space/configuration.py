@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from autopar.cost_model.schedule import Traits, in_flight, order_digest, traits
 from autopar.cost_model.simulate import schedule_seconds
+from autopar.ir.plan_data import EXACT_AXES
 from autopar.ir.schedules import SCHEDULES
 from autopar.search.space.meshes import Axis
 from autopar.search.space.modes.mode import Mode
@@ -54,6 +55,14 @@ class Configuration:
     def has_free_axes(self) -> bool:
         """Whether an axis of the mesh may split anything."""
         return any(a.use == "free" for a in self.axes)
+
+    @property
+    def has_all_strategies(self) -> bool:
+        """Whether the ILP has all strategies on the mesh. On more axes it has those near the
+        solutions of coarser meshes.
+        """
+        axes = self.axes
+        return len(axes) <= EXACT_AXES or all(a.mode is not None or a.use == "data" for a in axes)
 
     @property
     def complexity(self) -> tuple[int, ...]:
