@@ -55,9 +55,7 @@ SMALL_GAP = 2e-3  # of the bound to the lines of all solutions, at which no othe
 EQUAL = 1e-6  # relative difference of the seconds of an optimum and its bound
 REFITS = 3
 MOST_BUCKETS = 4  # sizes of buckets: first as large as may be, then those of the plan before
-# The difference of the objective to the report, relative to the report, at which the prices of a
-# plan are its own; and that at which no other sizes of buckets are tried after the best plan.
-SMALL_DIFFERENCE, NEAR = 2e-3, 5e-3
+SMALL_DIFFERENCE = 2e-3  # of the objective to the report, relative to the report
 NOTHING = Multipliers(0.0, 0.0, 0.0, 0.0)
 ENDS = [Multipliers(*row) for row in np.eye(len(NOTHING)).tolist()]  # one multiplier is 1
 
@@ -68,10 +66,10 @@ def rank(plan: PricedPlan) -> tuple[float, float]:
     return reported, abs(plan.seconds + plan.costs.overhead - reported)
 
 
-def is_reported(plan: PricedPlan, within: float = SMALL_DIFFERENCE) -> bool:
-    """Whether the objective is the reported step time, to this part of it."""
+def is_reported(plan: PricedPlan) -> bool:
+    """Whether the objective is nearly the reported step time."""
     reported, difference = rank(plan)
-    return difference < within * reported
+    return difference < SMALL_DIFFERENCE * reported
 
 
 class Line(NamedTuple):
@@ -120,8 +118,6 @@ class HidingSearch:
             if plan is None:
                 break
             found.append(plan)
-            if is_reported(plan, NEAR) and plan is min(found, key=rank):
-                break
             with resized(self._search.analysis, self._samples, self._search.analysis.rules):
                 buckets = own_buckets(plan)
             if plan.zero_buckets is None:  # those of the plan before
