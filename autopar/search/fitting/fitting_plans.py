@@ -165,7 +165,7 @@ class FittingPlans:
 
     def _are_alike(self, one: Candidate, other: Candidate) -> bool:
         """Whether two candidates are nearly as fast, in configurations that differ by the order of
-        axes with equal links. At their own step prices they will be nearly as fast, too.
+        axes with equal links. They are taken to be nearly as fast at their own step prices, too.
         """
         own, others = (self._by_axis(c.configuration) for c in (one, other))
         is_near = abs(one.seconds - other.seconds) < EQUAL * other.seconds

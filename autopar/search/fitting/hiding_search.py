@@ -96,7 +96,8 @@ class HidingSearch:
         plan: of this configuration.
 
     Attributes:
-        bound: seconds that no plan of the configuration is below.
+        bound: seconds that no plan is below of the layouts that the ILP has, to LEAST_EXPOSED of
+            the seconds of hidden collectives.
     """
 
     def __init__(self, searches: InnerSearches, plan: PricedPlan) -> None:
