@@ -28,6 +28,8 @@ STEP_SECONDS = 1e-9
 _MAX_STATES = 600
 
 Step = tuple[int, Type, Type]
+# shape, itemsize, whether it has a gradient, from, to, bytes of an element of the summed gradient
+_Conversion = tuple[tuple[int, ...], int, bool, Layout, Layout, int | None]
 
 
 class ConversionCosts:
@@ -66,9 +68,8 @@ class ConversionCosts:
         self._asked: dict[tuple[tuple[int, ...], int, bool, int], dict[Layout, None]] = defaultdict(
             dict
         )
-        self._known: dict[
-            tuple[tuple[int, ...], int, bool, Layout, Layout, int | None], list[Term]
-        ] = {}
+        self._paths: dict[_Conversion, tuple[Step, ...]] = {}
+        self._terms: dict[_Conversion, list[Term]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -125,6 +126,20 @@ class ConversionCosts:
         Of equally cheap paths the shortest wins, then the path that changes the earliest axis
         first. Arguments as for :meth:`matrix`.
         """
+        key = tuple(shape), itemsize, differentiable, src, dst, summed_itemsize
+        if key not in self._paths:
+            self._paths[key] = self._cheapest_path(*key)
+        return self._paths[key]
+
+    def _cheapest_path(
+        self,
+        shape: tuple[int, ...],
+        itemsize: int,
+        differentiable: bool,
+        src: Layout,
+        dst: Layout,
+        summed_itemsize: int | None,
+    ) -> tuple[Step, ...]:
         graph = self._graph(shape, itemsize, differentiable, summed_itemsize, (src, dst))
         at, end = graph.position(src), graph.position(dst)
         steps: list[Step] = []
@@ -151,9 +166,9 @@ class ConversionCosts:
         The cost of each step also contains STEP_SECONDS, which is no term.
         """
         key = tuple(shape), itemsize, differentiable, src, dst, summed_itemsize
-        if key not in self._known:
-            self._known[key] = self._path_terms(*key)
-        return self._known[key]
+        if key not in self._terms:
+            self._terms[key] = self._path_terms(*key)
+        return self._terms[key]
 
     def _path_terms(
         self,

@@ -27,6 +27,7 @@ from autopar.search.ilp.build_problem import build_problem
 from autopar.search.ilp.cost_weights import CostBreakdown
 from autopar.search.inner.candidate import best_candidate
 from autopar.search.inner.inner_search import InnerSearch
+from autopar.search.inner.kept_solutions import SolverWork
 from autopar.search.result.assemble import assemble
 from autopar.search.result.staged_graph import costs_of_stages, cut_at_units, stages_of
 from autopar.search.space.choices.node_choices import NodeChoices
@@ -165,7 +166,7 @@ def _solved_within(
     seconds must be ``best``.
     """
     search.options = dataclasses.replace(search.options, memory_budget=budget)
-    found = solve_exactly(search, configuration, search.analysis.batch.size, 1e15)
+    found = solve_exactly(search, configuration, search.analysis.batch.size, SolverWork(1e15))
     assert found is not None
     assert max(found.device_bytes()) <= budget
     assert brute_force.possible(found.problem, found.solution.chosen, found.solution.recomputed)
@@ -203,7 +204,10 @@ def test_nothing_that_fits_is_faster(
         search.options = dataclasses.replace(
             search.options, memory_budget=float(least) * (1 - 1e-3)
         )
-        assert solve_exactly(search, configuration, search.analysis.batch.size, 1e15) is None
+        assert (
+            solve_exactly(search, configuration, search.analysis.batch.size, SolverWork(1e15))
+            is None
+        )
     assert len(used) > 1 or recompute == "none"  # cuts, strategies or saved results differ
 
 
@@ -219,14 +223,14 @@ def test_a_known_plan_is_returned_unless_a_better_one_is_found() -> None:
     configuration = Configuration(2, (Axis("data", 1, "data"),), 4)
     first = assemble(search, best_candidate(search, configuration, 16))
     known = sum(first.seconds_by_kind().values())
-    found = solve_exactly(search, configuration, 16, 1e15, first)
+    found = solve_exactly(search, configuration, 16, SolverWork(1e15), first)
     assert found is not None
     assert sum(found.seconds_by_kind().values()) <= known
     assert not any(found.solution.cost_breakdown.recomputation)
-    again = solve_exactly(search, configuration, 16, 1e15, found)
+    again = solve_exactly(search, configuration, 16, SolverWork(1e15), found)
     assert again is found
     assert again.gap < 1e-6
-    out_of_time = solve_exactly(search, configuration, 16, 0.0, first)
+    out_of_time = solve_exactly(search, configuration, 16, SolverWork(0.0), first)
     assert out_of_time is first
 
 
@@ -234,7 +238,9 @@ def test_a_cut_of_the_user_is_kept() -> None:
     search = search_of("deep", 1, "auto", 2)
     configuration = Configuration(2, (Axis("data", 1, "data"),), 2)
     for cut in cuts(search, 2):
-        found = solve_exactly(search, configuration, search.analysis.batch.size, 1e15, starts=cut)
+        found = solve_exactly(
+            search, configuration, search.analysis.batch.size, SolverWork(1e15), starts=cut
+        )
         assert found is not None
         first = next(
             n

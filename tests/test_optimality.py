@@ -25,6 +25,7 @@ from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.solution import Solution
 from autopar.search.ilp.solve import best_solution
 from autopar.search.inner.inner_search import InnerSearch
+from autopar.search.inner.kept_solutions import SolverWork
 from autopar.search.pricing import conversion_costs
 from autopar.search.result import chosen_program
 from autopar.search.space.configuration import Configuration
@@ -216,7 +217,7 @@ def test_nothing_that_fits_memory_is_faster(name: str, setting: str, keeping: st
         solution, gap = fastest_within(problem, budget)
         assert solution.cost_breakdown.nbytes(ONE)[0] <= budget
         search.options = Options(2, **KEEPING[keeping], memory_budget=budget)
-        found = solve_exactly(search, configuration, search.analysis.batch.size, 1e15)
+        found = solve_exactly(search, configuration, search.analysis.batch.size, SolverWork(1e15))
         assert found is not None
         assert found.gap < BRANCHED
         assert found.device_bytes()[0] <= budget

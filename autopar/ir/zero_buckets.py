@@ -5,6 +5,7 @@ one collective carries all of them, and one reduce-scatter their gradients.
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Protocol
 
 from autopar.ir.layout import parse_type
@@ -19,6 +20,7 @@ def is_small(nbytes: float) -> bool:
     return nbytes < SMALL_BYTES
 
 
+@lru_cache(maxsize=4096)
 def is_gather(step: ConversionStep) -> bool:
     """Whether a step of a conversion is an all-gather that a bucket can have: of chunks that lie in
     the order of their dim.

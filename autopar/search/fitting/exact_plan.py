@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.search.fitting.counted_memory import bytes_over, count_and_prefetch
-from autopar.search.fitting.exact_search import EXACT_OPERATIONS, solve_exactly
+from autopar.search.fitting.exact_search import solve_exactly
 from autopar.search.fitting.reserves import larger
 from autopar.search.inner.candidate import Candidate
 from autopar.search.inner.inner_searches import InnerSearches
+from autopar.search.inner.kept_solutions import SolverWork
 from autopar.search.inner.step_bounds import Level, step_bound
 from autopar.search.pricing.resize import resized
 from autopar.search.result.priced_plan import PricedPlan
@@ -46,13 +47,26 @@ def exact_plan(
     ``best``; otherwise ``best``.
 
     The optimum of all memory may be too large where another one, as fast, fits. So reserves between
-    one that was too small and one that was enough are tried, too.
+    one that was too small and one that was enough are tried, too. All of them take half of the work
+    that is left for exact searches, at most.
     """
+    with searches.exact_work.half() as work:
+        return _exact_plan(searches, candidate, work, reserve, best)
+
+
+def _exact_plan(
+    searches: InnerSearches,
+    candidate: Candidate,
+    work: SolverWork,
+    reserve: list[float],
+    best: PricedPlan | None,
+) -> PricedPlan | None:
+    """The plan of :func:`exact_plan`, with so much work."""
     search = searches.of(candidate.configuration.microbatches)
     plan, fastest = best, 0.0  # seconds of the optimum of all memory
     too_small, enough = list[float](), list[float]()
     for attempt in range(EXACT_TRIES):
-        found = _optimum(searches, candidate, reserve, plan)
+        found = _optimum(searches, candidate, work, reserve, plan)
         if found is None:
             return plan
         fastest = fastest or found.seconds * (1 - found.gap)
@@ -77,18 +91,20 @@ def exact_plan(
 def _optimum(
     searches: InnerSearches,
     candidate: Candidate,
+    work: SolverWork,
     reserve: Sequence[float],
     best: PricedPlan | None,
 ) -> PricedPlan | None:
     """What the exact search finds that is faster than ``best``; otherwise ``best``."""
     options, configuration = searches.options, candidate.configuration
     search, samples = searches.of_configuration(configuration)
+    work.left = searches.operations_left(work.left)
     is_cut_by_user = options.pipeline and options.pipeline.split_before
     return solve_exactly(
         search,
         configuration,
         samples,
-        searches.operations_left(EXACT_OPERATIONS),
+        work,
         best,
         reserve,
         candidate.starts if is_cut_by_user else None,

@@ -24,6 +24,7 @@ from autopar.search.ilp.programs.timeline_program import TimelineProgram
 from autopar.search.ilp.solution import Solution
 from autopar.search.ilp.solve import best_choices
 from autopar.search.inner.inner_search import InnerSearch
+from autopar.search.inner.kept_solutions import SolverWork
 from autopar.search.pipeline.units import rank_without_parameter
 from autopar.search.pricing.costs import Costs
 from autopar.search.pricing.resize import resized
@@ -46,8 +47,6 @@ MAX_CUTS = 5_000  # cuts that get a bound
 MAX_SOLVED = 64  # cuts that get a program
 MAX_FLOWS = 10_000  # columns of a program
 MAX_ACTIONS = 256  # actions of a schedule
-# About the multiplications and additions that the solver may take for all cuts.
-EXACT_OPERATIONS = 4e11
 _OPERATIONS_A_COLUMN = 1e7  # to price and to write a program, for each of its columns
 LEAST_IMPROVEMENT = 1e-7  # the relative improvement of the step time that counts
 
@@ -56,7 +55,7 @@ def solve_exactly(
     search: InnerSearch,
     configuration: Configuration,
     samples: int,
-    operations: float = EXACT_OPERATIONS,
+    work: SolverWork,
     best: PricedPlan | None = None,
     reserve: Sequence[float] | None = None,
     starts: Sequence[int] | None = None,
@@ -67,14 +66,14 @@ def solve_exactly(
 
     Args:
         samples: the samples of a microbatch.
-        operations: about the multiplications and additions that the solver may take in all.
+        work: is left for this search, which takes what it needs of it.
         best: a plan that is known; it is returned where no better plan is found.
         reserve: bytes of each pipeline rank that must stay free.
         starts: the first unit of each stage, where the user fixed the cuts.
         step_prices: as for :meth:`Costs.at`; those of ``best``.
     """
     with resized(search.analysis, samples, search.analysis.rules):
-        exact = _ExactSearch(search, configuration, operations, best, reserve, step_prices)
+        exact = _ExactSearch(search, configuration, work, best, reserve, step_prices)
         return exact.run(None if starts is None else tuple(starts))
 
 
@@ -85,7 +84,7 @@ class _ExactSearch:
         self,
         search: InnerSearch,
         configuration: Configuration,
-        operations: float,
+        work: SolverWork,
         best: PricedPlan | None,
         reserve: Sequence[float] | None,
         step_prices: StepPrices | None,
@@ -98,13 +97,13 @@ class _ExactSearch:
         reserved = reserve or [0.0] * configuration.pipeline
         budgets = search.budgets(configuration)
         self._room = [budget - r for budget, r in zip(budgets, reserved, strict=True)]
-        self._operations = operations  # that are left
+        self._work = work
         self._wholes: dict[Pace, Problem] = {}
 
     def run(self, cut: Cut | None) -> PricedPlan | None:
         """The best plan of the user's cut, or of all cuts where that is None."""
         cuts = self._possible_cuts() if cut is None else [cut]
-        if not cuts or self._operations <= 0 or not self._is_small():
+        if not cuts or self._work.left <= 0 or not self._is_small():
             return self._best
         bounds = self._bounds(cuts)
         proven = math.inf
@@ -195,7 +194,7 @@ class _ExactSearch:
         Returns:
             Seconds that no plan of the cut is below; ``bound`` where it was not solved.
         """
-        if self._operations <= 0:
+        if self._work.left <= 0:
             return bound
         stages = self._configuration.stages
         try:
@@ -216,8 +215,8 @@ class _ExactSearch:
             limit=self._seconds * (1 - LEAST_IMPROVEMENT) - self._constant,
             hiding=self._hiding,
         )
-        solution, least = program.best(self._operations)
-        self._operations -= program.operations + _OPERATIONS_A_COLUMN * program.columns
+        solution, least = program.best(self._work.left)
+        self._work.left -= program.operations + _OPERATIONS_A_COLUMN * program.columns
         if solution is not None:
             found = cut.priced_plan(solution, self._best.gap if self._best else 1.0)
             if (seconds := found.seconds) < self._seconds:

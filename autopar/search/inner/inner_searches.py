@@ -16,7 +16,7 @@ from autopar.ir.captured import BatchDivision
 from autopar.search.inner.byte_floor import byte_floor
 from autopar.search.inner.candidate import Candidate, best_candidate
 from autopar.search.inner.inner_search import InnerSearch
-from autopar.search.inner.kept_solutions import operations_until
+from autopar.search.inner.kept_solutions import SolverWork, operations_until
 from autopar.search.inner.search_cache import SearchCache
 from autopar.search.inner.step_bounds import Level, StepBound, least_bytes, step_bound
 from autopar.search.pricing.step_prices import StepPrices
@@ -31,6 +31,7 @@ ESTIMATE_MARGIN = 1.25
 
 COMPARING = 0.85  # the part of the time limit in which configurations are compared
 GRACE_SECONDS = 2.0  # beyond the time limit, for a first plan that fits
+EXACT_OPERATIONS = 1e11  # of all exact searches together: some seconds
 
 
 class InnerSearches:
@@ -46,6 +47,7 @@ class InnerSearches:
 
     Attributes:
         unsolved: configurations for which the solver found no plan within its limit.
+        exact_work: is left for exact searches. Each may take half of it.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class InnerSearches:
         self.options, self.progress = options, progress
         self.timings: dict[str, float] = {}
         self.unsolved: list[Configuration] = []
+        self.exact_work = SolverWork(EXACT_OPERATIONS)
         start = time.perf_counter() if started is None else started
         self._deadline = start + options.search_seconds
         self._end_of_comparing = start + COMPARING * options.search_seconds
@@ -147,6 +150,7 @@ class InnerSearches:
         options = replace(self.options, recompute="full")
         other = InnerSearches(self.search_cache_of, self.samples, options, self.progress)
         other.timings, other.unsolved = self.timings, self.unsolved
+        other.exact_work = self.exact_work
         other._deadline, other._end_of_comparing = self._deadline, self._end_of_comparing
         return other
 

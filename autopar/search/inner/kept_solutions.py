@@ -5,7 +5,8 @@ left.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from autopar.search.ilp.solution import Solution
@@ -23,6 +24,27 @@ def operations_until(deadline: float, limit: float, least_seconds: float = 0.0) 
     """
     seconds = max(deadline - time.perf_counter(), least_seconds)
     return min(limit, seconds * OPERATIONS_A_SECOND)
+
+
+@dataclass
+class SolverWork:
+    """About the multiplications and additions that a solver may still take.
+
+    Attributes:
+        left: so many; none are left where it is 0 or less.
+    """
+
+    left: float
+
+    @contextmanager
+    def half(self) -> Iterator[SolverWork]:
+        """Half of them; those that are still left at the end come back."""
+        share = SolverWork(self.left / 2)
+        self.left -= share.left
+        try:
+            yield share
+        finally:
+            self.left += share.left
 
 
 @dataclass(frozen=True)

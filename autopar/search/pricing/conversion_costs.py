@@ -27,6 +27,8 @@ from autopar.search.pricing.node_sizes import chunk_count
 from autopar.search.pricing.step_prices import LEAST_EXPOSED, ExposedParts
 from autopar.search.space.gather_groups import group_elements
 
+_HIDDEN = "all_gather", "reduce_scatter"  # the collectives of a bucket, which computation hides
+
 
 class NodeConversionCosts:
     """Conversions of the tensors of one graph on the mesh of one stage.
@@ -51,7 +53,9 @@ class NodeConversionCosts:
         # of each parameter in a bucket, the elements of the bucket that a rank gathers
         self._bucket_elements: Mapping[fx.Node, float] = analysis.cached(group_elements)
         self._known: dict[tuple, np.ndarray] = {}
-        self._saved: dict[tuple, tuple[float, float]] = {}
+        # of one conversion in a bucket, and of one collective of a bucket
+        self._bucket_seconds: dict[tuple, np.ndarray] = {}
+        self._collective_seconds: dict[tuple[str, int, float], float] = {}
 
     def in_buckets(
         self, elements: Mapping[str, float], exposed: ExposedParts
@@ -68,7 +72,7 @@ class NodeConversionCosts:
     def exposed(self, parts: ExposedParts) -> NodeConversionCosts:
         """The costs where ranks wait for these parts of the collectives of buckets."""
         other = copy.copy(self)
-        other._exposed, other._known, other._saved = parts, {}, {}
+        other._exposed, other._known = parts, {}
         return other
 
     @property
@@ -145,19 +149,26 @@ class NodeConversionCosts:
             found = [term for term in found if term.phase == "forward"]
         if not self._is_in_bucket(node, source, target):
             return found
+        exposed = self._exposed.of_kinds(again)
+        return [
+            replace(part, seconds=exposed.get(part.kind, 1.0) * part.seconds)
+            for term in found
+            for part in self._parts(node, target, term)
+        ]
+
+    def _parts(self, node: fx.Node, target: Layout, term: Term) -> list[Term]:
+        """What becomes of a term in the bucket of a parameter that is gathered to ``target``, with
+        all of its seconds.
+        """
+        if term.kind not in _HIDDEN:
+            return [term]
         own = node.meta["val"].numel() / chunk_count(target, self._conversions.sizes)
         ratio = max(1.0, self._bucket_elements[node] / own)
-        return [part for term in found for part in self._parts(term, ratio, again)]
-
-    def _parts(self, term: Term, ratio: float, again: bool) -> list[Term]:
-        """What becomes of a term in a bucket that has ``ratio`` times as many bytes."""
-        if term.kind not in ("all_gather", "reduce_scatter"):
-            return [term]
-        axis = self.axes[term.axis]
-        seconds = float(collective_seconds(term.kind, term.nbytes * ratio, axis)) / ratio
-        gathers = self._exposed.again if again else self._exposed.gathers
-        exposed = gathers if term.kind == "all_gather" else self._exposed.sums
-        parts = [replace(term, seconds=exposed * seconds)]
+        axis, nbytes = self.axes[term.axis], term.nbytes * ratio
+        key = term.kind, term.axis, nbytes
+        if key not in self._collective_seconds:
+            self._collective_seconds[key] = float(collective_seconds(term.kind, nbytes, axis))
+        parts = [replace(term, seconds=self._collective_seconds[key] / ratio)]
         if term.kind == "reduce_scatter" and is_small(term.nbytes):  # copied to others, and back
             copied = 2 * term.nbytes * (1 + 1 / axis.size)
             taken = float(self._conversions.copy_seconds(copied))
@@ -170,28 +181,32 @@ class NodeConversionCosts:
         """Seconds that a parameter saves because it is gathered in a bucket, [source, target]."""
         saved = np.zeros((len(sources), len(targets)))
         own = *self._tensor(node), self._summed_itemsize(node), self._bucket_elements.get(node)
+        exposed = self._exposed.of_kinds(again=not backward)
+        weights = np.array([1.0, *(-exposed[kind] for kind in _HIDDEN)])
         for i, j in _gathering_pairs(tuple(sources), tuple(targets)):
             key = *own, sources[i], targets[j]
-            if key not in self._saved:
-                self._saved[key] = self._saved_seconds(node, sources[i], targets[j])
-            again, whole = self._saved[key]
-            saved[i, j] = whole if backward else again
+            if key not in self._bucket_seconds:
+                self._bucket_seconds[key] = self._seconds_by_kind(node, sources[i], targets[j])
+            saved[i, j] = weights @ self._bucket_seconds[key][int(backward)]
         return saved
 
-    def _saved_seconds(self, node: fx.Node, source: Layout, target: Layout) -> tuple[float, float]:
-        """Seconds that one conversion saves in a bucket, where the backward makes it again, and
-        where it is made first.
+    def _seconds_by_kind(self, node: fx.Node, source: Layout, target: Layout) -> np.ndarray:
+        """Seconds of one conversion, where the backward makes it again, and where it is made first,
+        [0 or 1, kind]: first those that it takes alone, without those of copies in its bucket; then
+        those of each of ``_HIDDEN`` in the bucket. All are 0 where no bucket takes it.
         """
+        found = np.zeros((2, 1 + len(_HIDDEN)))
         if not self._is_in_bucket(node, source, target):
-            return 0.0, 0.0
-
-        def seconds(again: bool) -> float:
-            return sum(t.seconds for t in self.terms_in_graph(node, source, target, again))
-
-        alone = self.terms(node, source, target)
-        whole = sum(term.seconds for term in alone)
-        forward = sum(term.seconds for term in alone if term.phase == "forward")
-        return forward - seconds(again=True), whole - seconds(again=False)
+            return found
+        for term in self.terms(node, source, target):
+            rows = [0, 1] if term.phase == "forward" else [1]
+            found[rows, 0] += term.seconds
+            for part in self._parts(node, target, term):
+                if part.kind in _HIDDEN:
+                    found[rows, 1 + _HIDDEN.index(part.kind)] += part.seconds
+                else:
+                    found[rows, 0] -= part.seconds
+        return found
 
     def _is_in_bucket(self, node: fx.Node, source: Layout, target: Layout) -> bool:
         """Whether a bucket takes the conversion of a parameter."""

@@ -24,6 +24,10 @@ class ExposedParts(NamedTuple):
     again: float
     sums: float
 
+    def of_kinds(self, again: bool) -> dict[str, float]:
+        """The parts by the kind of collective; of gathers made ``again``, or else of the first."""
+        return {"all_gather": self.again if again else self.gathers, "reduce_scatter": self.sums}
+
 
 ALL_EXPOSED = ExposedParts(1.0, 1.0, 1.0)  # without prefetch
 
