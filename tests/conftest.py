@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,32 @@ from pool import Pools
 from autopar.frontend import kept_models
 
 torch.set_num_threads(1)  # other tests run on the other cores
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the cases of tests that are ``sampled(fast=…, slow=…)``: of those without a mark of
+    their own, so many stay fast, so many are slow, and the others are exhaustive. The chosen cases
+    lie evenly in the order of all.
+    """
+    cases = defaultdict(list)
+    for item in items:
+        own = [mark.name for mark in item.iter_markers() if mark.name in ("slow", "exhaustive")]
+        if item.get_closest_marker("sampled") and not own:
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for found in cases.values():
+        mark = found[0].get_closest_marker("sampled")
+        assert mark is not None
+        left = _without_sample(found, mark.kwargs["fast"])
+        exhaustive = _without_sample(left, mark.kwargs["slow"])
+        for item in left:
+            item.add_marker("exhaustive" if item in exhaustive else "slow")
+
+
+def _without_sample(items: list[pytest.Item], count: int) -> list[pytest.Item]:
+    """The items without ``count`` of them that lie evenly in their order."""
+    sample = {i * len(items) // count for i in range(count)}
+    return [item for i, item in enumerate(items) if i not in sample]
 
 
 def pytest_collection_finish() -> None:

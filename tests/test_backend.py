@@ -172,6 +172,7 @@ def _is_parameter(node: fx.Node) -> bool:
     return node.op == "placeholder"
 
 
+@pytest.mark.sampled(fast=1, slow=1)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("option", ["none", "selective", "full"])
 def test_compiler_saves_what_the_plan_saves_or_less(

@@ -59,11 +59,10 @@ def floor_of(
 CLUSTERS = {"cuda": "a100-sxm", "cpu": "cpu"}
 
 
+@pytest.mark.sampled(fast=4, slow=4)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("device", CLUSTERS)
-@pytest.mark.parametrize(
-    "name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "t5"))]
-)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
 def test_zoo(name: str, device: str, way: str) -> None:
     model, sample = getattr(zoo, name)()
     plan = autopar.plan(model, sample, 4, cluster=CLUSTERS[device], progress=False, **WAYS[way])

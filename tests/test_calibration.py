@@ -25,9 +25,14 @@ def _traced_once() -> Iterator[None]:
         yield
 
 
+MESH: dict[str, Any] = dict(
+    parallel=dict(data=2, tensor=dict(size=2, mode="1d")), zero=0, micro_batch_size=16
+)
+
+
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return planned(Cluster.load("cpu"), parallel=dict(data=2, tensor=dict(size=2, mode="1d")))
+    return planned(Cluster.load("cpu"), **MESH)
 
 
 def changed(cluster: Cluster, kernels: float, links: float, overhead: float) -> Cluster:
@@ -48,6 +53,7 @@ def changed(cluster: Cluster, kernels: float, links: float, overhead: float) -> 
     return replace(cluster, device=device, software=software, links=tuple(levels))
 
 
+@pytest.mark.sampled(fast=1, slow=1)
 @pytest.mark.parametrize("name", ["cpu", pytest.param("a100-sxm", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("factors", [(0.8, 0.6, 0.0), (2.5, 2.8, 0.01)])
 @pytest.mark.parametrize(
@@ -123,18 +129,13 @@ def test_the_command_writes_a_cluster_file(
     plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     comparison, out = tmp_path / "comparison.json", tmp_path / "mine.json"
-    slow = planned(
-        changed(Cluster.load("cpu"), 1.5, 1.5, 0.001),
-        parallel=dict(data=2, tensor=dict(size=2, mode="1d")),
-    )
+    slow = planned(changed(Cluster.load("cpu"), 1.5, 1.5, 0.001), **MESH)
     compare(plan, as_measured(slow)).save(comparison)
     assert cli.main(["profile", "--calibrate", str(comparison), "-o", str(out)]) == 0
     written = Cluster.load(out)
     assert written.name == "mine"
-    assert planned(
-        written, parallel=dict(data=2, tensor=dict(size=2, mode="1d"))
-    ).step_time == pytest.approx(slow.step_time, rel=1e-3)
-    again = planned(written, parallel=dict(data=2, tensor=dict(size=2, mode="1d")))
+    again = planned(written, **MESH)
+    assert again.step_time == pytest.approx(slow.step_time, rel=1e-3)
     compare(again, as_measured(again)).save(comparison)
     capsys.readouterr()
     calibrate = ["profile", "--calibrate", str(comparison), "-o", str(tmp_path / "new.json")]

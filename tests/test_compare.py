@@ -29,6 +29,7 @@ def plan() -> Plan:
     return planned(Cluster.load("cpu"), parallel=dict(data=2, tensor=dict(size=2, mode="1d")))
 
 
+@pytest.mark.sampled(fast=1, slow=1)
 @pytest.mark.parametrize(
     "parallel",
     [dict(data=2, tensor=dict(size=2, mode="1d")), dict(data=2, pipeline=2)],

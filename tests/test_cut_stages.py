@@ -204,6 +204,7 @@ def test_wrong_starts() -> None:
         _cut(whole, [names[0]])
 
 
+@pytest.mark.sampled(fast=3, slow=2)
 @pytest.mark.parametrize("name", MODELS)
 def test_stages_one_after_the_other_are_the_whole(name: str) -> None:
     whole, model, sample = captured(name)

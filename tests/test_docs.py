@@ -29,7 +29,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LARGE = ("choosing-a-plan", "limits", "modes", "options", "reading-a-report")
-SLOW = {f"docs/{name}.md" for name in LARGE}  # they plan large models
+TRAINING = ("how-it-works", "trainers", "training")
+SLOW = {f"docs/{name}.md" for name in (*LARGE, *TRAINING)}  # large models, or many runs
 BLOCK = re.compile(
     r"^(?:```(python|text)\n(.*?)^```|<!-- (run)\n(.*?)^-->)", re.DOTALL | re.MULTILINE
 )

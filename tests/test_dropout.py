@@ -93,6 +93,7 @@ def _attends(options: dict[str, Any]) -> list[float]:
     return [loss_of(compiled(**sample)).item() for _ in range(3)]
 
 
+@pytest.mark.sampled(fast=1, slow=1)
 @pytest.mark.parametrize("options", [GRID, ROWS], ids=["grid", "rows"])
 def test_attention_drops_differently_at_each_step_and_the_same_on_all_ranks(
     ranks: Pools, options: dict[str, Any]

@@ -88,6 +88,7 @@ def played(found: PricedPlan, cluster: Cluster, backward: float) -> tuple[float,
     return whole, max(0.0, now - backward)
 
 
+@pytest.mark.sampled(fast=3, slow=3)
 @pytest.mark.parametrize("network", [1.0, 0.1, 0.03, 1e-3])
 @pytest.mark.parametrize("overlap", [0.0, 0.5, 1.0])
 def test_the_last_backward_hides_buckets(network: float, overlap: float) -> None:
@@ -116,6 +117,7 @@ def test_a_plan_says_so_and_its_rows_add_up() -> None:
     assert sum(row[8] for row in rows) == pytest.approx(plan.seconds[SYNC])
 
 
+@pytest.mark.sampled(fast=1, slow=1)
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_a_tied_embedding_is_summed_between_the_first_stage_and_the_last(tensor: int) -> None:
     """In a ring of two, each rank sends and receives half of the gradient twice."""

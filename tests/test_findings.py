@@ -82,6 +82,7 @@ def megatron(request: pytest.FixtureRequest) -> tuple[Made, str, Plan]:
     return made, request.param, planned(made, request.param, mesh=(WORLD,))
 
 
+@pytest.mark.sampled(fast=1, slow=1)
 def test_a_large_block_is_column_and_row_parallel(megatron: tuple[Made, str, Plan]) -> None:
     _, _, plan = megatron
     for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):

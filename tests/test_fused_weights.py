@@ -115,6 +115,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(fast=1, slow=1)
 @pytest.mark.parametrize("name", ["gpt2", "fused"])
 def test_plans_with_cut_parts_compute_what_one_device_computes(ranks: Pools, name: str) -> None:
     configs = {way: dict(cluster=CLUSTER, **config) for way, config in CONFIGS.items()}

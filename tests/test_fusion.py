@@ -161,6 +161,7 @@ def test_a_chain_reads_and_writes_once() -> None:
     assert {n.operator for _, n in launches(analysis)} == {"mm", "fused"}
 
 
+@pytest.mark.slow
 def test_plans_of_fusing_software_are_faster() -> None:
     sample = torch.randn(64, 128, 256), torch.randint(0, 64, (64, 128))
     plans = {

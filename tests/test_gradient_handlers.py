@@ -101,6 +101,7 @@ def test_one_device(ranks: Pools, name: str) -> None:
     assert names.index("transformer.ln_f.weight") < names.index("transformer.h.0.ln_1.weight")
 
 
+@pytest.mark.sampled(fast=3, slow=2)
 @pytest.mark.parametrize("name", ON_TWO)
 def test_two_ranks(ranks: Pools, name: str) -> None:
     tolerance = 1e-9 if name != "bf16" else 0.05  # of bfloat16's 8 bits, over two layers
@@ -109,12 +110,14 @@ def test_two_ranks(ranks: Pools, name: str) -> None:
     assert first.index("transformer.ln_f.weight") < first.index("transformer.h.0.ln_1.weight")
 
 
+@pytest.mark.sampled(fast=1, slow=1)
 @pytest.mark.parametrize("name", PIPED)
 def test_a_pipeline(ranks: Pools, name: str) -> None:
     first, second = ranks(2).run(_clips, PIPED[name])
     assert {*first, *second} == {n for n, _ in zoo.gpt2()[0].named_parameters()}
 
 
+@pytest.mark.sampled(fast=1, slow=1)
 @pytest.mark.parametrize("name", PIPED_ON_FOUR)
 def test_a_pipeline_of_meshes(ranks: Pools, name: str) -> None:
     orders = ranks(4).run(_clips, PIPED_ON_FOUR[name])

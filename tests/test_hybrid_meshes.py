@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import zoo
 
 import autopar
@@ -30,6 +31,7 @@ def test_meshes_with_a_pipeline_or_an_order_of_names_have_one_axis_of_samples() 
     assert all(a.use == "free" for mesh in all_meshes(MANY_RANKS - 1, True) for a in mesh)
 
 
+@pytest.mark.slow
 def test_a_free_plan_is_as_fast_as_one_on_a_mesh_of_groups() -> None:
     """16 devices in nodes of 8."""
     model, sample = zoo.llama()

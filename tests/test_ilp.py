@@ -210,6 +210,7 @@ def test_what_is_left_out_of_three_free_axes_is_noted(
     assert bool(noted) is not is_whole
 
 
+@pytest.mark.slow
 def test_unsolved_configurations_are_noted_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A problem with more pairs of labels than a limit stands for one that takes longer than its
     limit of operations.

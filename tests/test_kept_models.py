@@ -43,6 +43,7 @@ def test_the_same_model_is_traced_once() -> None:
     assert traced(Changing()).graphs is not traced(model).graphs
 
 
+@pytest.mark.sampled(fast=12, slow=12)
 @pytest.mark.filterwarnings("ignore:module last .* has a forward hook")
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_changes_of_the_model(change: Callable[[Changing], None]) -> None:

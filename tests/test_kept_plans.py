@@ -183,6 +183,7 @@ def test_values_of_many_bytes_are_dropped(monkeypatch: pytest.MonkeyPatch) -> No
     assert made == list(range(20, 50))
 
 
+@pytest.mark.slow
 def test_a_search_that_keeps_little_finds_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     model, sample = zoo.gpt2(layers=3)
     options = dict(micro_batch_size=1, progress=False)

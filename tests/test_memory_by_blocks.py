@@ -113,6 +113,7 @@ def _marked(cases: list[tuple[str, str]]) -> list[Any]:
     return [pytest.param(*c, marks=marks[i % 5]) for i, c in enumerate(cases)]
 
 
+@pytest.mark.sampled(fast=4, slow=2)
 @pytest.mark.parametrize(
     ("name", "way"),
     [
@@ -132,6 +133,7 @@ def test_every_model(name: str, way: str) -> None:
     check(*planned_way(name, way))
 
 
+@pytest.mark.sampled(fast=1, slow=1)
 @pytest.mark.parametrize("way", ["one", "full", "1f1b", "zero-bubble"])
 def test_with_results_on_the_host(way: str) -> None:
     """The host keeps what the backward would otherwise find on the device."""
@@ -167,6 +169,7 @@ def test_within_a_budget(name: str) -> None:
             check(model, sample, plan)
 
 
+@pytest.mark.sampled(fast=2, slow=2)
 @pytest.mark.parametrize("seed", range(8))
 def test_random_plans_of_deep_models(seed: int) -> None:
     """Equal blocks take any legal choices, and recompute whatever these keep."""

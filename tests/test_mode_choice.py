@@ -117,6 +117,7 @@ def test_what_is_chosen_trains_as_one_device(ranks: Pools) -> None:
         assert worst(errors)[0] < TOLERANCE[torch.float64]
 
 
+@pytest.mark.sampled(fast=1, slow=1)
 @pytest.mark.parametrize("name", ["gpt2", "mlp", "causal"])
 def test_none_of_the_modes_compared_is_faster(name: str) -> None:
     model, sample = getattr(zoo, name)()

@@ -57,6 +57,7 @@ class InParts(EagerBackend):
         return [x if i in roots else x.detach() for i, x in enumerate(results)]
 
 
+@pytest.mark.sampled(fast=2, slow=2)
 @pytest.mark.parametrize(
     ("name", "parts", "options"),
     [

@@ -184,6 +184,7 @@ def _save(case: Case, path: str) -> None:
             compiled.load_state_dict({**model.state_dict(), "nonsense": torch.zeros(1)})
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_a_checkpoint_is_the_whole_models(ranks: Pools) -> None:
     for world_size, case in ((2, Case(2, "gpipe")), (4, Case(2, "zero-bubble", options=ZERO))):

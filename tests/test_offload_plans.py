@@ -79,6 +79,7 @@ def test_seconds_are_those_of_the_link() -> None:
     assert both - alone == pytest.approx(2 * 8 * 2**26 / 17.5e9)
 
 
+@pytest.mark.slow
 def test_the_search_offloads_where_nothing_else_fits() -> None:
     kept = plan()
     assert plan(offload="auto") == kept

@@ -199,11 +199,9 @@ def test_at_a_price_of_memory_nothing_is_cheaper(name: str, setting: str, keepin
         assert best >= solution.bound * (1 - ROUNDING)
 
 
+@pytest.mark.sampled(fast=10, slow=10)
 @pytest.mark.parametrize("keeping", KEEPING)
-@pytest.mark.parametrize(
-    "name",
-    ["mlp", pytest.param("swiglu", marks=pytest.mark.slow), "tied", "concatenated", "products"],
-)
+@pytest.mark.parametrize("name", ["mlp", "swiglu", "tied", "concatenated", "products"])
 @pytest.mark.parametrize("setting", ["large batch", "large model"])
 def test_nothing_that_fits_memory_is_faster(name: str, setting: str, keeping: str) -> None:
     search, configuration = search_of(name, setting, (2,), keeping)

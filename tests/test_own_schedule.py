@@ -184,6 +184,7 @@ def _peak(plan: Any, name: str) -> float:
         return peaks.measured(plan, name, 16)
 
 
+@pytest.mark.sampled(fast=1, slow=1)
 @pytest.mark.parametrize(
     ("name", "schedule", "chunks"),
     [

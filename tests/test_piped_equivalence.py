@@ -212,6 +212,7 @@ def _param(name: str, batch: int, cases: list[Case]) -> Any:
     return pytest.param(name, batch, cases, id=label, marks=[pytest.mark.slow] * (label in LONG))
 
 
+@pytest.mark.sampled(fast=2, slow=1)
 @pytest.mark.parametrize(("name", "batch", "cases"), [_param(*some) for some in SOME])
 def test_some_plans_equal_one_device(
     ranks: Pools, name: str, batch: int, cases: list[Case]

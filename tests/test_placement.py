@@ -110,6 +110,7 @@ PARALLEL: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(fast=1, slow=2)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] if name == "all" else []) for name in PARALLEL],
@@ -128,6 +129,7 @@ def test_the_search_finds_the_best_of_all_orders(name: str) -> None:
     assert free.step_time == pytest.approx(seconds[free.placement])
 
 
+@pytest.mark.slow
 def test_the_placement_is_in_the_file_and_in_the_report(tmp_path: Any) -> None:
     (plan,) = _plans([dict(parallel=PARALLEL["all"], placement=("data", "pipeline", "tensor"))])
     plan.save(tmp_path / "plan.json")

@@ -84,6 +84,7 @@ MARKS = {
 }
 
 
+@pytest.mark.sampled(fast=1, slow=1)
 @pytest.mark.parametrize("case", [pytest.param(c, marks=MARKS.get(c, [])) for c in CASES])
 def test_equals_one_device(ranks: Pools, case: str) -> None:
     options, groups = CASES[case]

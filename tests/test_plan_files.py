@@ -48,9 +48,14 @@ def plan(**options: Any) -> autopar.Plan:
     return autopar.plan(model, sample, 2, **{**OPTIONS, **options})
 
 
-def plan_of(model: nn.Module) -> autopar.Plan:
+def plan_of(model: nn.Module, **options: Any) -> autopar.Plan:
     sample = torch.zeros(8, WIDTH)
-    return autopar.plan(model, sample, 2, loss_fn=changing_models.loss, **OPTIONS)
+    loss = changing_models.loss
+    return autopar.plan(model, sample, 2, loss_fn=loss, **{**OPTIONS, **options})
+
+
+def small_plan(**options: Any) -> autopar.Plan:
+    return plan_of(Changing(), **options)
 
 
 @pytest.fixture
@@ -157,20 +162,20 @@ def in_part(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
 def test_a_damaged_file_is_refused(
     damage: Callable[[Path], None], reason: str, folder: Path
 ) -> None:
-    first = plan()
+    first = small_plan()
     path = only_file(folder)
     damage(path)
     with pytest.warns(UserWarning, match=reason) as warned:
-        assert plan() == first
+        assert small_plan() == first
     assert path.name in str(warned[0].message)
-    assert plan() == first  # from the file, which was written again
+    assert small_plan() == first  # from the file, which was written again
 
 
 def test_a_folder_that_cannot_be_written(folder: Path) -> None:
     folder.parent.mkdir()
     folder.write_text("")
     with pytest.warns(UserWarning, match="cannot be") as warned:
-        assert plan().nodes
+        assert small_plan().nodes
     assert any("cannot be written" in str(w.message) for w in warned)
 
 
@@ -179,11 +184,11 @@ def test_nothing_is_kept_unless_asked_for(folder: Path, monkeypatch: pytest.Monk
         monkeypatch.delenv(plan_files.SWITCH) if value is None else monkeypatch.setenv(
             plan_files.SWITCH, value
         )
-        plan()
+        small_plan()
     assert not folder.exists()
     monkeypatch.setenv(plan_files.SWITCH, "yes")
     with pytest.raises(PlanError, match="AUTOPAR_KEEP_PLANS='yes': set it to 0 or 1"):
-        plan()
+        small_plan()
 
 
 def test_a_changed_model_has_another_file(folder: Path) -> None:
@@ -222,12 +227,12 @@ def test_code_of_the_user_is_in_no_key(folder: Path) -> None:
 
 
 def test_a_search_that_its_time_limit_ends_is_not_kept(folder: Path) -> None:
-    plan(parallel=None, recompute="auto", zero=None, time_limit=1e-3)
+    small_plan(parallel=None, recompute="auto", zero=None, time_limit=1e-3)
     assert not folder.exists()
 
 
 def test_old_files_go(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_files, "MOST_FILES", 2)
     for budget in (1e9, 2e9, 3e9):
-        plan(memory_budget=budget)
+        small_plan(memory_budget=budget)
     assert len(list(folder.iterdir())) == 2

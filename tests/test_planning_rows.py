@@ -30,6 +30,7 @@ def tiny() -> tuple[torch.nn.Module, Sample]:
     return build("Llama", SIZES | NARROW | dict(num_hidden_layers=2), 8, 64)
 
 
+@pytest.mark.slow
 def test_a_plan_has_its_phases(tiny: tuple[torch.nn.Module, Sample]) -> None:
     measured = plan_once(*tiny, 4, "cpu", FIXED)
     assert measured.found == "2 x 2, 4 microbatches"
@@ -55,6 +56,7 @@ def test_a_further_plan_that_fails_is_no_fast_plan(tiny: tuple[torch.nn.Module, 
         sweep(*tiny, 4, "cpu", FIXED, [dict(micro_batch_size=3)])
 
 
+@pytest.mark.slow
 def test_a_refusal_is_an_error_for_memory(tiny: tuple[torch.nn.Module, Sample]) -> None:
     assert refuse(*tiny, 4, "cpu", FIXED | dict(memory_budget=1e5)).found.startswith("refused")
     with pytest.raises(ValueError, match="give a smaller budget"):

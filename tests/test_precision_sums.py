@@ -40,6 +40,7 @@ def _sends(options: dict[str, Any]) -> dict[str, set[torch.dtype]]:
     return sent.dtypes
 
 
+@pytest.mark.sampled(fast=2, slow=2)
 @pytest.mark.parametrize("reduce_dtype", [None, "fp32", "bf16", "fp16"])
 def test_gradients_are_summed_in_reduce_dtype_and_all_else_in_the_compute_dtype(
     ranks: Pools, reduce_dtype: str | None

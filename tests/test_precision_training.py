@@ -153,6 +153,7 @@ def _loop(options: dict[str, Any], path: str) -> None:
         assert torch.equal(compiled(**sample)["loss"], found["loss"])
 
 
+@pytest.mark.sampled(fast=2, slow=1)
 @pytest.mark.parametrize("label", ["data", "zero 1", "zero 3", "microbatches"])
 def test_accumulation_clipping_evaluation_and_checkpoints(
     ranks: Pools, label: str, tmp_path: Path

@@ -160,6 +160,7 @@ def test_any_model_has_the_names_of_the_files(ranks: Pools, tmp_path: Path) -> N
     ranks(2).run(_loads_norms, str(tmp_path))
 
 
+@pytest.mark.sampled(fast=4, slow=3)
 @pytest.mark.parametrize("kind", CASES)
 def test_names_are_those_of_from_pretrained(ranks: Pools, tmp_path: Path, kind: str) -> None:
     make, auto, edit = CASES[kind]

@@ -75,6 +75,7 @@ def kept(layers: int, tensor: int, sequence_parallel: bool, recompute: str) -> f
     return peak_memory_of_plan(analysis, plan, "adam", OperatorTracer("cuda")).saved_bytes[0]
 
 
+@pytest.mark.sampled(fast=2, slow=2)
 @pytest.mark.parametrize(
     ("tensor", "sequence_parallel", "recompute", "formula", "statistics"),
     [

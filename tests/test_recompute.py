@@ -125,6 +125,7 @@ def on_several(name: str, sizes: tuple[int, ...], seeds: list[int]) -> list[tupl
     return found
 
 
+@pytest.mark.sampled(fast=4, slow=4)
 @pytest.mark.parametrize("sizes", [(2,), pytest.param((2, 2), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", small_graphs.MODELS)
 def test_random_plans(ranks: Pools, name: str, sizes: tuple[int, ...]) -> None:

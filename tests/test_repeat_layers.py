@@ -31,6 +31,7 @@ REPEATED = {  # of a model of the zoo with four layers, the layers that are not 
 }
 
 
+@pytest.mark.sampled(fast=5, slow=4)
 @pytest.mark.parametrize("name", REPEATED)
 def test_the_graph_is_that_of_a_full_trace(name: str) -> None:
     model, sample = getattr(zoo, name)(layers=4, dropout=0.1)

@@ -95,6 +95,7 @@ def test_sharded_storage_is_called_zero() -> None:
     assert "all-reduce of gradients" in whole.report()
 
 
+@pytest.mark.sampled(fast=1, slow=1)
 @pytest.mark.parametrize("name", [pytest.param("t5", marks=pytest.mark.exhaustive), "cnn", "mixer"])
 def test_every_family_has_a_report(name: str) -> None:
     plan = small(name, parallel=MIXED)

@@ -47,6 +47,7 @@ def most_live(events: Sequence[MemoryEvent]) -> tuple[int, int]:
     return most, now
 
 
+@pytest.mark.sampled(fast=3, slow=3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["llama", "cnn"])
 def test_what_is_alive_is_what_the_plan_counts(name: str, way: str) -> None:

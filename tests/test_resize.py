@@ -34,6 +34,7 @@ def problem_of(analysis: Analysis, samples: int, ranks: int, use: str = "free") 
     return search.problem(Configuration(1, (Axis("axis0", ranks, use),), 1), samples)
 
 
+@pytest.mark.sampled(fast=3, slow=2)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
     ("size", "samples"), [(4, 16), pytest.param(16, 4, marks=pytest.mark.slow)]
@@ -43,6 +44,7 @@ def test_costs_are_those_of_a_captured_batch(name: str, size: int, samples: int)
     assert_equal_problems(problem_of(found, samples, 2), problem_of(expected, samples, 2))
 
 
+@pytest.mark.sampled(fast=4, slow=4)
 @pytest.mark.parametrize("use", ["free", "data"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_microbatch_of_one_sample_stands_for_larger_ones(name: str, use: str) -> None:

@@ -49,6 +49,7 @@ def test_solvers_that_there_are_not(solver: object, message: str) -> None:
         planned(solver=solver)
 
 
+@pytest.mark.sampled(fast=1, slow=1)
 @pytest.mark.parametrize("ending", ["mps", "lp"])
 def test_the_problem_is_written_for_others(ending: str, tmp_path: Path) -> None:
     """Read back and solved, it has integers and the values that a solution needs."""

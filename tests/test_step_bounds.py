@@ -93,6 +93,7 @@ def step_seconds(
     )
 
 
+@pytest.mark.sampled(fast=1, slow=1)
 @pytest.mark.parametrize("world_size", [4, 6])
 def test_more_time_leads_to_no_slower_plan(world_size: int) -> None:
     """Every limit leads to a plan, and a longer limit to no slower one."""
@@ -172,6 +173,7 @@ def test_bounds_rise_with_their_level() -> None:
         assert (of_place > free * 1.001) == is_slower
 
 
+@pytest.mark.slow
 def test_a_search_of_many_devices_leaves_out_what_is_estimated_slower(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

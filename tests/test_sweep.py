@@ -211,6 +211,7 @@ def in_bytes(text: str) -> float:
     return float(number) * {"GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10, "B": 1.0}[unit]
 
 
+@pytest.mark.slow
 def test_the_table_says_what_was_asked_and_found(found: Sweep) -> None:
     rows = cells(str(found))
     assert len(rows) == len(found)
@@ -242,6 +243,7 @@ def test_the_table_says_what_was_asked_and_found(found: Sweep) -> None:
     assert below[2].startswith("12: zero=7: give 0, 1, 2 or 3, or dict(")
 
 
+@pytest.mark.slow
 def test_what_all_have_in_common_has_no_column(found: Sweep) -> None:
     two = found[2:4]
     assert isinstance(two, Sweep)
@@ -259,6 +261,7 @@ def test_what_all_have_in_common_has_no_column(found: Sweep) -> None:
     assert "\n\n" not in str(two)
 
 
+@pytest.mark.slow
 def test_it_is_a_sequence(found: Sweep) -> None:
     assert found[-1] is list(found)[-1] is found[len(found) - 1]
     assert list(found[1:3]) == [found[1], found[2]]

@@ -29,6 +29,7 @@ def least_bytes(model: Any, sample: Any) -> float:
     return caught.value.least
 
 
+@pytest.mark.slow
 def test_beyond_the_limit_there_is_a_plan_and_no_exact_search(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

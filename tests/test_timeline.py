@@ -103,6 +103,7 @@ def test_the_picture_is_the_schedule(case: tuple[int, int, str, int]) -> None:
         assert busy == pytest.approx(expected, abs=0.02 + 0.002 * len(order))
 
 
+@pytest.mark.sampled(fast=1, slow=1)
 @pytest.mark.parametrize("case", LONG, ids=str)
 def test_long_schedules_fit(case: tuple[int, int, str, int]) -> None:
     plan = pipelined(*case)

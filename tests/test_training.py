@@ -157,6 +157,7 @@ def _accumulates(options: dict[str, Any]) -> None:
             close(mine[name].grad, p.grad, name=name)
 
 
+@pytest.mark.sampled(fast=1, slow=1)
 @pytest.mark.parametrize("options", [GRID, ZERO, PARTS], ids=["grid", "zero", "microbatches"])
 def test_two_calls_add_up_and_a_scaled_loss_scales(ranks: Pools, options: dict[str, Any]) -> None:
     ranks(4).run(_accumulates, options)

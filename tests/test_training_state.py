@@ -43,6 +43,7 @@ def _evaluates(name: str, options: dict[str, Any]) -> None:
         assert not torch.equal(one, two)
 
 
+@pytest.mark.sampled(fast=2, slow=2)
 @pytest.mark.parametrize("options", [GRID, ROWS, PARTS], ids=["grid", "rows", "microbatches"])
 @pytest.mark.parametrize("name", ["cnn", "bert"])
 def test_evaluation_is_the_models(ranks: Pools, name: str, options: dict[str, Any]) -> None:
@@ -136,6 +137,7 @@ def _go_on(options: dict[str, Any], path: str) -> list[float]:
         return _steps(compiled, optimizer, sample, range(2, STEPS))
 
 
+@pytest.mark.slow
 # One process saves on purpose.
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_training_goes_on_from_a_checkpoint_elsewhere(ranks: Pools) -> None:

@@ -98,6 +98,7 @@ def test_three_dimensions(ranks: Pools) -> None:
         assert backward == {"all_gather": wide + small, "reduce_scatter": weight + (wide + weight)}
 
 
+@pytest.mark.sampled(fast=1, slow=1)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_rings_and_heads(ranks: Pools, world_size: int) -> None:
     """A ring: 2 (n - 1) B L H / n forward and 6 (n - 1) B L H / n a step; heads: four all-to-alls

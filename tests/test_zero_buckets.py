@@ -93,6 +93,7 @@ def trained(plan: Plan) -> tuple[Counter[str], float, float]:
     return started.count, float(loss.detach() - expected.detach()), max(errors)
 
 
+@pytest.mark.sampled(fast=1, slow=1)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_a_block_is_gathered_at_most_twice(ranks: Pools, recompute: str) -> None:
     options = dict(parallel=dict(data=2), zero=3, recompute=recompute, progress=False)
@@ -147,6 +148,7 @@ def refuse(plan: Plan, buckets: tuple[tuple[str, ...], ...], message: str) -> No
         check_plan(dataclasses.replace(plan, zero_buckets=buckets), analysis)
 
 
+@pytest.mark.slow
 def test_wrong_buckets_are_refused() -> None:
     embedding, position = "p_transformer_wte_weight", "p_transformer_wpe_weight"
     plan = autopar.plan(*model(), 2, parallel=dict(data=2), zero=3, progress=False)

@@ -136,9 +136,9 @@ class FittingPlans:
         return min(fast, key=lambda found: (found.candidate.configuration.complexity, found[0]))
 
     def proven(self) -> PricedPlan:
-        """The chosen plan with its proven gap, at its own step prices. Both may make a plan faster,
-        the exact search of a small pipeline clearly. So plans that are nearly as fast as the chosen
-        one are proven, too.
+        """The chosen plan with its proven gap, at its own step prices. The exact search and the
+        prices may make a plan faster. So plans that are nearly as fast as the chosen one are
+        proven, too.
         """
         self._retry_too_large()
         chosen = self.chosen()
