@@ -38,7 +38,7 @@ test: $(STAMP) ## the tests, JOBS=2 at a time (ARGS=… goes to pytest)
 	$(call pytest,not slow and not exhaustive)
 
 test-slow: $(STAMP) ## the tests that take minutes
-	$(call pytest,slow)
+	$(call pytest,slow and not exhaustive)
 
 test-exhaustive: $(STAMP) ## the rest of the products of models and options, which neither test nor test-slow runs
 	$(call pytest,exhaustive)

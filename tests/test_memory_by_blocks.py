@@ -113,7 +113,7 @@ def _marked(cases: list[tuple[str, str]]) -> list[Any]:
     return [pytest.param(*c, marks=marks[i % 5]) for i, c in enumerate(cases)]
 
 
-@pytest.mark.sampled(fast=4, slow=2)
+@pytest.mark.sampled(fast=4, slow=6)
 @pytest.mark.parametrize(
     ("name", "way"),
     [

@@ -110,7 +110,7 @@ def _mark(name: str, way: str) -> pytest.MarkDecorator:
     return pytest.mark.slow if place % 10 == 0 else pytest.mark.exhaustive
 
 
-@pytest.mark.sampled(fast=5, slow=4)
+@pytest.mark.sampled(fast=5, slow=6)
 @pytest.mark.parametrize(
     ("name", "way"), [*FAST, *(pytest.param(*c, marks=_mark(*c)) for c in ALL if c not in FAST)]
 )

@@ -34,7 +34,7 @@ def problem_of(analysis: Analysis, samples: int, ranks: int, use: str = "free") 
     return search.problem(Configuration(1, (Axis("axis0", ranks, use),), 1), samples)
 
 
-@pytest.mark.sampled(fast=3, slow=2)
+@pytest.mark.sampled(fast=3, slow=3)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
     ("size", "samples"), [(4, 16), pytest.param(16, 4, marks=pytest.mark.slow)]

@@ -140,7 +140,7 @@ def random_plans(name: str, sizes: tuple[int, ...], seeds: list[int]) -> list[tu
     return found
 
 
-@pytest.mark.sampled(fast=4, slow=2)
+@pytest.mark.sampled(fast=4, slow=3)
 @pytest.mark.parametrize("sizes", [(2,), pytest.param((2, 2), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", small_graphs.MODELS)
 def test_kept_with_random_plans(ranks: Pools, name: str, sizes: tuple[int, ...]) -> None:
@@ -171,7 +171,7 @@ def sharded(name: str, options: dict[str, Any]) -> list[tuple[float, float]]:
     return found
 
 
-@pytest.mark.sampled(fast=1, slow=1)
+@pytest.mark.sampled(fast=1, slow=2)
 @pytest.mark.parametrize(("name", "options"), [*SHARDED, *MORE])
 def test_kept_when_sharded(ranks: Pools, name: str, options: dict[str, Any]) -> None:
     for each in ranks(2).run(sharded, name, options):
