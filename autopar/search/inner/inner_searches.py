@@ -31,7 +31,7 @@ ESTIMATE_MARGIN = 1.25
 
 COMPARING = 0.85  # the part of the time limit in which configurations are compared
 GRACE_SECONDS = 2.0  # beyond the time limit, for a first plan that fits
-EXACT_OPERATIONS = 1e11  # of all exact searches together: some seconds
+EXACT_OPERATIONS = 4e11  # of all exact searches together: about ten seconds
 
 
 class InnerSearches:
