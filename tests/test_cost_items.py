@@ -38,6 +38,7 @@ def traced() -> TracedModel:
     return TracedModel(gpt(64, 4, 4, 32, 256), tokens(16, 32), None, "fp16")
 
 
+@pytest.mark.sampled(fast=9, slow=1)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize(
     ("tensor", "pipeline", "data"),

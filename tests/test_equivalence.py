@@ -110,7 +110,8 @@ SHORT = [
 ]  # and not slow
 
 LONG = [
-    (name, 4) for name in ("t5", "qwen3", "bert", "cnn", "llama")
+    ("t5", 2),
+    *((name, 4) for name in ("t5", "qwen3", "bert", "cnn", "llama", "vit", "mixer")),
 ]  # and exhaustive, as float32 is
 
 

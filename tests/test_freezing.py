@@ -152,7 +152,7 @@ def test_freezing_and_unfreezing_is_that_of_a_module(ranks: Pools) -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_freezing_under_more_plans(ranks: Pools) -> None:
     ranks(2).run(
         _one_stage,

@@ -67,6 +67,7 @@ def test_two_ranks_equal_one_device(ranks: Pools, name: str) -> None:
         assert max(found.values()) < (TOLERANCE, "")
 
 
+@pytest.mark.sampled(fast=0, slow=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_four_ranks_equal_one_device(ranks: Pools, name: str) -> None:

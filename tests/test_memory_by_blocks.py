@@ -126,6 +126,7 @@ def test_deep_models(name: str, way: str) -> None:
     assert is_folded(check(*planned_way(name, way)).folding)
 
 
+@pytest.mark.sampled(fast=0, slow=3)
 @pytest.mark.parametrize(
     ("name", "way"), _marked([(name, way) for name in OTHERS for way in OTHER_WAYS])
 )

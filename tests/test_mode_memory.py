@@ -112,6 +112,7 @@ def test_a_ring_holds_a_sequence_that_one_rank_does_not(ranks: Pools) -> None:
     )  # as long a part of the sequence on each rank
 
 
+@pytest.mark.sampled(fast=0, slow=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks_", "width", "layers"), [(4, 3072, 26), (16, 5120, 38)], ids=["3B on 4", "12B on 16"]

@@ -106,6 +106,7 @@ def _check_plan(plan: autopar.Plan, parallel: Mapping[str, Any]) -> None:
     assert mode in {row[6] for row in plan.rows["blocks"]}
 
 
+@pytest.mark.sampled(fast=1, slow=1)
 @pytest.mark.parametrize(
     "label",
     [
@@ -126,6 +127,7 @@ def test_four_ranks_are_one_device(ranks: Pools, name: str) -> None:
     _run(ranks, 4, name, {label: FOUR[label] for label in QUICK})
 
 
+@pytest.mark.sampled(fast=0, slow=1)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", _marked(["gpt2", "vit16"]))
 def test_all_modes_of_four_ranks_are_one_device(ranks: Pools, name: str) -> None:

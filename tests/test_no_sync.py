@@ -96,6 +96,7 @@ def the_sum(options: dict[str, Any]) -> tuple[float, float]:
     return found[0], found[1]
 
 
+@pytest.mark.sampled(fast=2, slow=3)
 @pytest.mark.parametrize(
     "way",
     [

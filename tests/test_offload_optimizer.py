@@ -44,6 +44,7 @@ def _trains_alike(label: str) -> None:
             assert not all(torch.equal(local_tensor(p), local_tensor(q)) for p, q in moved)
 
 
+@pytest.mark.sampled(fast=3, slow=3)
 @pytest.mark.parametrize(
     "label",
     [

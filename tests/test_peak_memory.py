@@ -119,12 +119,14 @@ def test_the_peak_is_the_predicted_one(ranks: Pools, name: str, way: str) -> Non
     check(ranks, planned(name, world, **options), name)
 
 
+@pytest.mark.sampled(fast=0, slow=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SEQUENCE)
 def test_with_the_sequence_cut(ranks: Pools, name: str) -> None:
     check(ranks, planned(name, 2, parallel=dict(tensor=TENSOR), constraints=SEQUENCE[name]), name)
 
 
+@pytest.mark.sampled(fast=0, slow=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", peaks.MODELS)
 def test_with_parts_recomputed_within_a_budget(ranks: Pools, name: str) -> None:
@@ -155,6 +157,7 @@ def offloaded(name: str, way: str) -> Plan:
     return dataclasses.replace(plan, stages=tuple(stages))
 
 
+@pytest.mark.sampled(fast=1, slow=3)
 @pytest.mark.parametrize(
     ("name", "way"),
     [
@@ -201,6 +204,7 @@ def test_of_a_gradient_in_a_bucket_of_its_own(ranks: Pools, options: dict[str, A
     check(ranks, planned("alone", 2, parallel=dict(data=2), **options), "alone")
 
 
+@pytest.mark.sampled(fast=0, slow=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_in_bfloat16(ranks: Pools, name: str) -> None:
@@ -237,6 +241,7 @@ def of_compiled(ranks: Pool, plan: Plan, name: str, folder: Path) -> list[float]
         ranks.close()
 
 
+@pytest.mark.sampled(fast=0, slow=1)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("name", "way"),
@@ -258,11 +263,9 @@ def test_of_a_compiled_program(ranks: Pools, tmp_path: Path, name: str, way: str
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("name", "way"),
-    [
-        pytest.param("gpt2", "full", marks=pytest.mark.exhaustive),
-        pytest.param("gpt2", "tensor", marks=pytest.mark.slow),
-    ],
+    [("gpt2", "full"), ("gpt2", "tensor")],
 )
+@pytest.mark.exhaustive
 def test_of_a_compiled_program_that_counts_as_an_eager_one(
     ranks: Pools, tmp_path: Path, name: str, way: str
 ) -> None:

@@ -260,6 +260,7 @@ def _mark(name: str, world_size: int) -> pytest.MarkDecorator:
     return pytest.mark.slow if (name, world_size) in SLOW else pytest.mark.exhaustive
 
 
+@pytest.mark.sampled(fast=0, slow=1)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("name", "world_size"),

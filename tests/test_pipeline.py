@@ -65,16 +65,19 @@ def test_four_ranks_equal_one_device(ranks: Pools, name: str) -> None:
     _equal(ranks, 4, name, FOUR)
 
 
+@pytest.mark.sampled(fast=0, slow=1)
 @pytest.mark.parametrize("name", SLOW_MODELS)
 def test_more_on_four_ranks_equals_one_device(ranks: Pools, name: str) -> None:
     _equal(ranks, 4, name, MORE if name in ON_FOUR else [*FOUR, *MORE])
 
 
+@pytest.mark.sampled(fast=0, slow=1)
 @pytest.mark.parametrize("name", SLOW_MODELS)
 def test_eight_ranks_equal_one_device(ranks: Pools, name: str) -> None:
     _equal(ranks, 8, name, EIGHT)
 
 
+@pytest.mark.sampled(fast=0, slow=1)
 @pytest.mark.parametrize("name", SLOW_MODELS)
 def test_any_number_of_microbatches(ranks: Pools, name: str) -> None:
     sizes = {m: dict(batch=2 * m, options=part(2)) for m in range(1, 9)}

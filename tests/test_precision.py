@@ -65,6 +65,7 @@ def test_float64_parameters_and_float32_compute_on_one_rank(ranks: Pools, name: 
     check_exact(ranks(1).run(_exact, name, {"alone": {}, "microbatches": dict(micro_batch_size=4)}))
 
 
+@pytest.mark.sampled(fast=0, slow=1)
 @pytest.mark.parametrize(
     "name", some_of(["gpt2", "llama", "mlp", "bert", "t5"], slow=["gpt2", "mlp"])
 )
@@ -132,6 +133,7 @@ def test_half_precision_on_two_ranks(ranks: Pools) -> None:
     check_half(ranks(2).run(_half, "llama", torch.bfloat16, SHORT, timeout=240))
 
 
+@pytest.mark.sampled(fast=0, slow=1)
 @pytest.mark.parametrize(
     "name",
     some_of(

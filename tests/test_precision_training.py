@@ -57,6 +57,7 @@ def _trains(name: str, labels: list[str]) -> tuple[dict[str, float], float, floa
     return found, float((alone - exact).abs().max()), float(exact[0] - exact[-1])
 
 
+@pytest.mark.sampled(fast=0, slow=1)
 @pytest.mark.parametrize(
     ("name", "labels"),
     [

@@ -43,6 +43,7 @@ def run(code: list[str], **environment: str) -> str:
     return command.stdout
 
 
+@pytest.mark.sampled(fast=0, slow=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("example", "printed"),

@@ -84,6 +84,7 @@ def on_one_rank(name: str, microbatches: int) -> list[bool]:
     return [same(each, expected) for each in found]
 
 
+@pytest.mark.sampled(fast=2, slow=1)
 @pytest.mark.parametrize(
     "name",
     ["gpt2", "cnn", *(pytest.param(name, marks=pytest.mark.slow) for name in ("t5", "llama"))],

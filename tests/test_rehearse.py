@@ -29,6 +29,7 @@ def _marked(name: str) -> Any:
     return pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.exhaustive)
 
 
+@pytest.mark.sampled(fast=0, slow=1)
 @pytest.mark.parametrize("name", [_marked(name) for name in PLANS])
 def test_the_memory_is_that_of_a_real_rank(ranks: Pools, name: str) -> None:
     plan = planned(name)

@@ -138,7 +138,7 @@ def test_it_finds_what_separate_calls_find(
     )  # the plans differ
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_it_does_not_depend_on_what_was_asked_before(found: Sweep) -> None:
     back = swept([CONFIGURATIONS[i] for i in reversed((7, *FIXED))])
     assert list(reversed(back)) == [found[i] for i in (7, *FIXED)]
