@@ -26,7 +26,7 @@ def _traced_once() -> Iterator[None]:
 
 
 MESH: dict[str, Any] = dict(
-    parallel=dict(data=2, tensor=dict(size=2, mode="1d")), zero=0, micro_batch_size=16
+    parallel=dict(data=2, tensor=dict(size=2, mode="1d")), zero=0, micro_batch_size=8
 )
 
 
