@@ -10,6 +10,7 @@ import copy
 import itertools
 from collections import defaultdict
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,8 +29,17 @@ STEP_SECONDS = 1e-9
 _MAX_STATES = 600
 
 Step = tuple[int, Type, Type]
-# shape, itemsize, whether it has a gradient, from, to, bytes of an element of the summed gradient
-_Conversion = tuple[tuple[int, ...], int, bool, Layout, Layout, int | None]
+
+
+class _Conversion(NamedTuple):
+    """A conversion of a tensor; the fields are the arguments of :meth:`ConversionCosts.path`."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+    differentiable: bool
+    src: Layout
+    dst: Layout
+    summed_itemsize: int | None
 
 
 class ConversionCosts:
@@ -126,20 +136,13 @@ class ConversionCosts:
         Of equally cheap paths the shortest wins, then the path that changes the earliest axis
         first. Arguments as for :meth:`matrix`.
         """
-        key = tuple(shape), itemsize, differentiable, src, dst, summed_itemsize
+        key = _Conversion(tuple(shape), itemsize, differentiable, src, dst, summed_itemsize)
         if key not in self._paths:
-            self._paths[key] = self._cheapest_path(*key)
+            self._paths[key] = self._cheapest_path(key)
         return self._paths[key]
 
-    def _cheapest_path(
-        self,
-        shape: tuple[int, ...],
-        itemsize: int,
-        differentiable: bool,
-        src: Layout,
-        dst: Layout,
-        summed_itemsize: int | None,
-    ) -> tuple[Step, ...]:
+    def _cheapest_path(self, conversion: _Conversion) -> tuple[Step, ...]:
+        shape, itemsize, differentiable, src, dst, summed_itemsize = conversion
         graph = self._graph(shape, itemsize, differentiable, summed_itemsize, (src, dst))
         at, end = graph.position(src), graph.position(dst)
         steps: list[Step] = []
@@ -165,25 +168,16 @@ class ConversionCosts:
 
         The cost of each step also contains STEP_SECONDS, which is no term.
         """
-        key = tuple(shape), itemsize, differentiable, src, dst, summed_itemsize
+        key = _Conversion(tuple(shape), itemsize, differentiable, src, dst, summed_itemsize)
         if key not in self._terms:
-            self._terms[key] = self._path_terms(*key)
+            self._terms[key] = self._path_terms(key)
         return self._terms[key]
 
-    def _path_terms(
-        self,
-        shape: tuple[int, ...],
-        itemsize: int,
-        differentiable: bool,
-        src: Layout,
-        dst: Layout,
-        summed_itemsize: int | None,
-    ) -> list[Term]:
+    def _path_terms(self, conversion: _Conversion) -> list[Term]:
+        shape, itemsize, differentiable, src, _, summed_itemsize = conversion
         costs, forward, backward = self._steps, list[Term](), list[Term]()
         layout, leading = src, leading_dims(shape)
-        for axis, before, after in self.path(
-            shape, itemsize, differentiable, src, dst, summed_itemsize
-        ):
+        for axis, before, after in self.path(*conversion):
             nbytes = float(costs.local_bytes(shape, itemsize, [layout], axis)[0])
             forward += costs.terms(before, after, axis, nbytes, leading, "forward")
             if differentiable:

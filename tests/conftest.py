@@ -19,8 +19,8 @@ torch.set_num_threads(1)  # other tests run on the other cores
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks the cases of tests that are ``sampled(fast=…, slow=…)``: of those without a mark of
-    their own, so many stay fast; of the rest, and of those marked as slow, so many are slow; the
-    others are exhaustive. Chosen cases lie evenly in the order of all.
+    their own, so many stay fast, or all without ``fast``; of the rest, and of those marked as slow,
+    so many are slow; the others are exhaustive. Chosen cases lie evenly in the order of all.
     """
     cases = defaultdict(list)
     for item in items:
@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         mark = found[0].get_closest_marker("sampled")
         assert mark is not None
         may_be_fast = [item for item in found if not item.get_closest_marker("slow")]
-        not_fast = _without_sample(may_be_fast, mark.kwargs["fast"])
+        not_fast = _without_sample(may_be_fast, mark.kwargs.get("fast", len(may_be_fast)))
         left = [item for item in found if item in not_fast or item not in may_be_fast]
         exhaustive = _without_sample(left, mark.kwargs["slow"])
         for item in left:

@@ -244,9 +244,10 @@ def test_modes_side_by_side() -> None:
     assert "2d(4): row 2 x column 2" in text
     for entry in found.entries:
         assert entry.plan is not None
-    entry = found.entries[0]
-    alone = autopar.plan(model, sample, 4, cluster="cpu", parallel=entry.parallel, progress=False)
-    assert entry.plan.step_time == pytest.approx(alone.step_time)
+        alone = autopar.plan(
+            model, sample, 4, cluster="cpu", parallel=entry.parallel, progress=False
+        )
+        assert entry.plan.step_time == pytest.approx(alone.step_time)
     with pytest.raises(PlanError, match="compare_modes decides parallel itself"):
         autopar.compare_modes(model, sample, 4, cluster="cpu", parallel=dict(data=4))
 

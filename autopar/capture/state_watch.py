@@ -166,14 +166,14 @@ def _put_back_variables(function: FunctionType, old: tuple[Any, ...]) -> None:
 
 def _reached(layer: nn.Module) -> Iterator[Any]:
     """All that has state, each once."""
-    seen, known = set[int](), dict[type, bool]()
+    seen: set[int] = set()
     left: list[Any] = [layer]
     classes: list[Any] = []  # of objects that are no modules: their code's files are not read
     for depth in range(_FILES + 1):
         files: list[Any] = []
         while left:
             value = left.pop()
-            if id(value) in seen or not _has_state(value, known):
+            if id(value) in seen or not _has_state(value):
                 continue
             seen.add(id(value))
             if isinstance(value, ModuleType):
@@ -189,26 +189,17 @@ def _reached(layer: nn.Module) -> Iterator[Any]:
         left = files if depth + 1 < _FILES else [*files, *classes]
 
 
-def _has_state(value: Any, known: dict[type, bool]) -> bool:
-    """Whether a value may change, or holds such values. ``known``: whether objects of a class may,
-    or do.
-    """
-    if isinstance(value, ModuleType):
-        return _is_watched(value.__name__)
-    if isinstance(value, (type, FunctionType)):
-        return _is_watched(value.__module__)
-    kind = type(value)
-    if kind not in known:
-        known[kind] = _object_has_state(value)
-    return known[kind]
-
-
-def _object_has_state(value: Any) -> bool:
+def _has_state(value: Any) -> bool:
+    """Whether a value may change, or holds such values."""
     kind = type(value)
     if kind in _CONSTANT:
         return False
     if isinstance(value, (*_PLAIN, nn.Module)) or _is_iterator(value):
         return True
+    if isinstance(value, ModuleType):
+        return _is_watched(value.__name__)
+    if isinstance(value, (type, FunctionType)):
+        return _is_watched(value.__module__)
     has_attributes = hasattr(value, "__dict__") or any(True for _ in _slots(kind))
     return has_attributes and _is_watched(kind.__module__)
 
@@ -225,7 +216,6 @@ def _may_change(value: Any) -> bool:
     return not isinstance(value, (tuple, MethodType, functools.partial))
 
 
-@functools.lru_cache(maxsize=4096)
 def _is_watched(file: str | None) -> bool:
     root = str(file).partition(".")[0]
     return root != "torch" and root not in sys.stdlib_module_names

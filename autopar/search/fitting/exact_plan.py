@@ -47,8 +47,8 @@ def exact_plan(
     ``best``; otherwise ``best``.
 
     The optimum of all memory may be too large where another one, as fast, fits. So reserves between
-    one that was too small and one that was enough are tried, too. All of them take half of the work
-    that is left for exact searches, at most.
+    one that was too small and one that was enough are tried, too. All of them take about
+    half of the work that is left for exact searches, at most.
     """
     with searches.exact_work.half() as work:
         return _exact_plan(searches, candidate, work, reserve, best)

@@ -47,7 +47,7 @@ class InnerSearches:
 
     Attributes:
         unsolved: configurations for which the solver found no plan within its limit.
-        exact_work: is left for exact searches. Each may take half of it.
+        exact_work: the work that is left for exact searches. Each may take about half of it.
     """
 
     def __init__(
