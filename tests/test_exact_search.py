@@ -27,7 +27,7 @@ from autopar.search.ilp.build_problem import build_problem
 from autopar.search.ilp.cost_weights import CostBreakdown
 from autopar.search.inner.candidate import best_candidate
 from autopar.search.inner.inner_search import InnerSearch
-from autopar.search.inner.kept_solutions import SolverWork
+from autopar.search.inner.solver_work import SolverWork
 from autopar.search.result.assemble import assemble
 from autopar.search.result.staged_graph import costs_of_stages, cut_at_units, stages_of
 from autopar.search.space.choices.node_choices import NodeChoices

@@ -25,7 +25,7 @@ from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.solution import Solution
 from autopar.search.ilp.solve import best_solution
 from autopar.search.inner.inner_search import InnerSearch
-from autopar.search.inner.kept_solutions import SolverWork
+from autopar.search.inner.solver_work import SolverWork
 from autopar.search.pricing import conversion_costs
 from autopar.search.result import chosen_program
 from autopar.search.space.configuration import Configuration

@@ -12,7 +12,7 @@ from autopar.search.fitting.exact_search import solve_exactly
 from autopar.search.fitting.reserves import larger
 from autopar.search.inner.candidate import Candidate
 from autopar.search.inner.inner_searches import InnerSearches
-from autopar.search.inner.kept_solutions import SolverWork
+from autopar.search.inner.solver_work import SolverWork
 from autopar.search.inner.step_bounds import Level, step_bound
 from autopar.search.pricing.resize import resized
 from autopar.search.result.priced_plan import PricedPlan

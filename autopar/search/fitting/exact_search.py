@@ -24,7 +24,7 @@ from autopar.search.ilp.programs.timeline_program import TimelineProgram
 from autopar.search.ilp.solution import Solution
 from autopar.search.ilp.solve import best_choices
 from autopar.search.inner.inner_search import InnerSearch
-from autopar.search.inner.kept_solutions import SolverWork
+from autopar.search.inner.solver_work import SolverWork
 from autopar.search.pipeline.units import rank_without_parameter
 from autopar.search.pricing.costs import Costs
 from autopar.search.pricing.resize import resized

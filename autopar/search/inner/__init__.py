@@ -5,5 +5,6 @@ prices of memory), ``step_bounds`` (bounds of a configuration's step time and me
 ``candidate`` (a configuration with stage cuts and an estimated step time), ``inner_searches`` (one
 inner search for the whole batch, one for microbatches), ``search_cache`` (what all searches of one
 graph share), ``kept_solutions`` (solutions at prices of memory, within the time left),
-``no_plan_errors`` (the messages where a configuration has no plan).
+``solver_work`` (operations that solves share, or for which time is left), ``no_plan_errors`` (the
+messages where a configuration has no plan).
 """

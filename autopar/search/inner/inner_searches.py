@@ -16,8 +16,8 @@ from autopar.ir.captured import BatchDivision
 from autopar.search.inner.byte_floor import byte_floor
 from autopar.search.inner.candidate import Candidate, best_candidate
 from autopar.search.inner.inner_search import InnerSearch
-from autopar.search.inner.kept_solutions import SolverWork, operations_until
 from autopar.search.inner.search_cache import SearchCache
+from autopar.search.inner.solver_work import SolverWork, operations_until
 from autopar.search.inner.step_bounds import Level, StepBound, least_bytes, step_bound
 from autopar.search.pricing.step_prices import StepPrices
 from autopar.search.space.configuration import Configuration

@@ -4,47 +4,15 @@ left.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from autopar.search.ilp.solution import Solution
 from autopar.search.inner.search_cache import LruCache
+from autopar.search.inner.solver_work import operations_until
 
-# About what the solver does in a second, where it solves a large program; a solve near the end of
-# the time limit has at least these seconds.
-OPERATIONS_A_SECOND, LEAST_SOLVE_SECONDS = 1e9, 2.0
+_LEAST_SOLVE_SECONDS = 2.0  # that a solve near the end of the time limit has at least
 OPTIMAL = 1e-9  # the gap of a solution that more time would not improve
-
-
-def operations_until(deadline: float, limit: float, least_seconds: float = 0.0) -> float:
-    """The solver's operations up to ``limit`` for which time is left: until a moment of
-    ``time.perf_counter``, and at least so many seconds.
-    """
-    seconds = max(deadline - time.perf_counter(), least_seconds)
-    return min(limit, seconds * OPERATIONS_A_SECOND)
-
-
-@dataclass
-class SolverWork:
-    """About the multiplications and additions that a solver may still take.
-
-    Attributes:
-        left: so many; none are left where it is 0 or less.
-    """
-
-    left: float
-
-    @contextmanager
-    def half(self) -> Iterator[SolverWork]:
-        """Half of them; those that are still left at the end come back."""
-        share = SolverWork(self.left / 2)
-        self.left -= share.left
-        try:
-            yield share
-        finally:
-            self.left += share.left
 
 
 @dataclass(frozen=True)
@@ -67,7 +35,7 @@ class KeptSolutions:
         """The operations that the next solve may take: the limit, or what the time that is left
         allows.
         """
-        return operations_until(self.deadline, self.limit, LEAST_SOLVE_SECONDS)
+        return operations_until(self.deadline, self.limit, _LEAST_SOLVE_SECONDS)
 
     def at(self, price: float, solve: Callable[[], Solution]) -> Solution:
         """The solution at a price. One that the time limit may have made worse is not kept."""
