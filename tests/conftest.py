@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
+import os
 from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
-from pool import Pools
+from pool import STUCK_SECONDS, Pools
 
 from autopar.frontend import kept_models
 
 torch.set_num_threads(1)  # other tests run on the other cores
+# A forked process that is stuck shows where.
+os.register_at_fork(after_in_child=lambda: faulthandler.dump_traceback_later(STUCK_SECONDS, file=2))
 
 
 @pytest.hookimpl(tryfirst=True)

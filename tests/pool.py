@@ -26,6 +26,7 @@ from typing import Any
 GROUP_TIMEOUT_SECONDS = 240  # a test of seconds may take minutes on a busy machine
 START_SECONDS = 120
 OTHER_FAILURES_SECONDS = 3
+STUCK_SECONDS = 100  # then a rank writes where its threads are, which a failure shows
 EARLIER_TESTS = 20  # of those that a process ran before the one in which it died, named in errors
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -137,6 +138,7 @@ class Pool:
                     failures.append(f"rank {rank} of {self.world_size} {results[rank]}")
                     deadline = min(deadline, time.monotonic() + OTHER_FAILURES_SECONDS)
         if failures:
+            failures += filter(None, map(self._stacks, range(self.world_size)))
             self.close()
             raise RankError("\n\n".join(failures))
         return results
@@ -148,9 +150,13 @@ class Pool:
         except (EOFError, ConnectionError):
             process = self._workers[rank][0]
             process.join(timeout=10)
-            stacks = _stack_file(self._store, rank)
-            found = stacks.read_text() if stacks.exists() else ""
-            return False, f"died with exit code {process.exitcode}, {self._history()}\n{found}"
+            return False, f"died with exit code {process.exitcode}, {self._history()}"
+
+    def _stacks(self, rank: int) -> str:
+        """What a rank wrote of its threads: where it was aborted, or was after a long time."""
+        file = _stack_file(self._store, rank)
+        found = file.read_text() if file.exists() else ""
+        return found and f"the threads of rank {rank}:\n{found}"
 
     def _history(self) -> str:
         """The tests that the workers ran: what an earlier one wrote to freed memory may end a later
@@ -176,7 +182,7 @@ class Pools:
 
 
 def _stack_file(store: str, rank: int) -> Path:
-    """The file in which a rank that is aborted leaves the stacks of its threads."""
+    """The file in which a rank leaves the stacks of its threads."""
     return Path(f"{store}.{rank}")
 
 
@@ -202,12 +208,16 @@ def _work(connection: Connection, rank: int, world_size: int, store: str) -> Non
             message = connection.recv_bytes()
         except EOFError:
             return
+        stacks.seek(0)
+        stacks.truncate()
+        faulthandler.dump_traceback_later(STUCK_SECONDS, file=stacks)  # needs no lock of Python's
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 answer = pickle.dumps((True, _obey(*pickle.loads(message))))
         except BaseException:  # whatever it is, the parent shall hear of it
             answer = pickle.dumps((False, f"failed:\n{traceback.format_exc()}"))
+        faulthandler.cancel_dump_traceback_later()
         connection.send_bytes(answer)
 
 

@@ -66,8 +66,10 @@ def _connections() -> Iterator[socket.socket]:
         try:
             if not stat.S_ISSOCK(os.stat(int(name)).st_mode):
                 continue
-            connection = socket.socket(fileno=os.dup(int(name)))
+            copy = os.dup(int(name))
         except OSError:  # closed in the meantime
+            continue
+        if (connection := _socket_of(copy)) is None:
             continue
         with connection:
             try:
@@ -76,3 +78,17 @@ def _connections() -> Iterator[socket.socket]:
                 continue
             if connection.family in (socket.AF_INET, socket.AF_INET6):
                 yield connection
+
+
+def _socket_of(descriptor: int) -> socket.socket | None:
+    """The socket of a descriptor; None, and the descriptor closed, where there is none."""
+    waits = os.get_blocking(descriptor)
+    try:
+        connection = socket.socket(fileno=descriptor)
+    except OSError:  # closed before it was duplicated, and its number used again
+        os.close(descriptor)
+        return None
+    # After ``socket.setdefaulttimeout``, a new socket object makes its connection one that does not
+    # wait, also for the process's own descriptor of it.
+    os.set_blocking(descriptor, waits)
+    return connection
