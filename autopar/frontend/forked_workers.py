@@ -1,9 +1,9 @@
 """Worker processes that are forked from this one, so that they have all that it has in memory:
 graphs and caches, and models that cannot be sent to another process.
 
-A forked process has only the thread that forked it. So a worker lets torch compute in one thread,
-and gives the solver new threads. autograd's threads for a GPU cannot be replaced: where there is a
-GPU, nothing is forked.
+A forked process has only the thread that forked it. So the solver's threads end before, and a
+worker lets torch compute in one thread. autograd's threads for a GPU cannot be replaced: where
+there is a GPU, nothing is forked.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
-import highspy
 import torch
 
 from autopar.errors import RunError
+from autopar.search.ilp.programs.silent_highs import end_highs_threads
 
 MOST_WORKERS = 8  # each takes the memory of its own search
 
@@ -62,6 +62,7 @@ def forked(work: Callable[[int], Any], works: int, workers: int) -> Iterator[tup
         RunError: a worker ended before its work. What ``work`` raises is raised here.
     """
     team: list[_Worker] = []
+    end_highs_threads()
     try:
         for i in range(workers):
             numbers = list(range(i * works // workers, (i + 1) * works // workers))
@@ -133,7 +134,6 @@ def _serve(work: Callable[[int], Any], there: Connection, inherited: Sequence[Co
     for connection in inherited:
         connection.close()
     torch.set_num_threads(1)
-    highspy.Highs.resetGlobalScheduler(False)
     with suppress(EOFError):
         while True:
             there.send(_answer(work, there.recv()))

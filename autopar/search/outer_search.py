@@ -25,6 +25,7 @@ from autopar.errors import BudgetError, PlanError
 from autopar.search.enumeration import Enumeration
 from autopar.search.fitting.fitting_plans import FittingPlans
 from autopar.search.fitting.least_memory import first_that_fits
+from autopar.search.ilp.programs.silent_highs import ending_highs_threads
 from autopar.search.inner.candidate import Candidate
 from autopar.search.inner.inner_searches import InnerSearches
 from autopar.search.inner.no_plan_errors import no_plan_error, time_limit_error
@@ -44,6 +45,7 @@ NEIGHBOURHOODS = 4  # configurations around which others are tried
 MOST_MODE_MESHES = 8  # meshes of modes that are solved around one configuration
 
 
+@ending_highs_threads()
 def best_plan(searches: InnerSearches) -> BestPlan:
     """The best plan of all configurations.
 

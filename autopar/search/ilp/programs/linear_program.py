@@ -14,7 +14,7 @@ import numpy as np
 from autopar.errors import PlanError
 from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.programs.pulp_solver import solve_with_pulp
-from autopar.search.ilp.programs.silent_highs import SilentHighs
+from autopar.search.ilp.programs.silent_highs import SilentHighs, end_highs_threads
 from autopar.search.ilp.tensor_conversions import Port
 
 # About the multiplications and additions that one solve may take; a clock would let the plan depend
@@ -111,7 +111,6 @@ class LinearProgram:
         ``operations``.
         """
         solver = SilentHighs()
-        solver.setOptionValue("threads", 2)
         solver.cbMipInterrupt += self._interrupt
         self.limit_solver(solver, operations)
         solver.passModel(self._highs_model())
@@ -151,7 +150,7 @@ class LinearProgram:
         self._calls = 0
         if solver.run() == highspy.HighsStatus.kError:
             # Other code in this process may have set up the threads of HiGHS otherwise.
-            highspy.Highs.resetGlobalScheduler(True)
+            end_highs_threads()
             solver.run()
         status, info = solver.getModelStatus(), solver.getInfo()
         solution = solver.getSolution()
