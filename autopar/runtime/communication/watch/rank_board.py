@@ -35,12 +35,15 @@ class RankBoard:
         """The value that was written last; None where there is none."""
         return json.loads(self.store.get(key)) if self.store.check([key]) else None
 
-    def beat(self, phase: str) -> None:
-        """Shows the other ranks that this rank is alive, and in which phase. Reads the phase of
-        rank 0, whose process may keep the store.
-        """
+    def beat(self) -> None:
+        """Shows the other ranks that this rank is alive."""
         self._beats += 1
         self.put(f"beat{self.rank}", self._beats)
+
+    def show_phase(self, phase: str) -> None:
+        """Shows the other ranks in which phase this rank is. Reads the phase of rank 0, whose
+        process may keep the store.
+        """
         if phase != self._phases.get(self.rank):
             self._phases[self.rank] = phase
             self.put(f"phase{self.rank}", phase)

@@ -203,8 +203,9 @@ class Watchdog:
         has_failed = False
         while self._world() is not None:
             try:
+                self._board.beat()
                 now = self._moves, self.phase()
-                self._board.beat(now[1])
+                self._board.show_phase(now[1])
                 if now != published:
                     published, still = now, 0.0
                     self._publish()
@@ -215,7 +216,7 @@ class Watchdog:
                     return
             except dist.DistError:  # without a store, ranks can tell each other nothing
                 return
-            except Exception:  # a rank whose thread ended would look as if it had ended itself
+            except Exception:  # without further beats, the rank would look as if it had ended
                 if not has_failed:
                     traceback.print_exc()
                 has_failed = True
