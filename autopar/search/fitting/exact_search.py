@@ -16,28 +16,17 @@ import numpy as np
 
 from autopar.cost_model import Pace, schedule_seconds
 from autopar.errors import PlanError
-from autopar.rules.analysis import Analysis
-from autopar.search.ilp.build_problem import build_problem
+from autopar.search.fitting.cut_problem import CutProblem, cut_graph, whole_graph
 from autopar.search.ilp.cost_weights import CostWeights
 from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.programs.timeline_program import TimelineProgram
-from autopar.search.ilp.solution import Solution
 from autopar.search.ilp.solve import best_choices
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.inner.solver_work import SolverWork
 from autopar.search.pipeline.units import rank_without_parameter
-from autopar.search.pricing.costs import Costs
 from autopar.search.pricing.resize import resized
 from autopar.search.pricing.step_prices import HIDES_NOTHING, StepPrices
-from autopar.search.result.bucket_prices import at_own_buckets
 from autopar.search.result.priced_plan import PricedPlan
-from autopar.search.result.staged_graph import (
-    costs_at_pace,
-    costs_of_stages,
-    cut_at_units,
-    stages_of,
-)
-from autopar.search.space.choices.node_choices import NodeChoices
 from autopar.search.space.configuration import Configuration, least_step_ratio
 
 Cut = tuple[int, ...]  # the first unit of each stage
@@ -98,7 +87,6 @@ class _ExactSearch:
         budgets = search.budgets(configuration)
         self._room = [budget - r for budget, r in zip(budgets, reserved, strict=True)]
         self._work = work
-        self._wholes: dict[Pace, Problem] = {}
 
     def run(self, cut: Cut | None) -> PricedPlan | None:
         """The best plan of the user's cut, or of all cuts where that is None."""
@@ -163,13 +151,14 @@ class _ExactSearch:
 
     def _whole(self, pace: Pace) -> Problem:
         """The problem of the graph without cuts, at a pace."""
-        if pace not in self._wholes:
-            search, configuration = self._search, self._configuration
-            costs = costs_at_pace(search, configuration, search.analysis, pace)
-            self._wholes[pace] = _CutProblem(
-                search, configuration, search.analysis, 1, costs
-            ).problem
-        return self._wholes[pace]
+        search, configuration = self._search, self._configuration
+        key = "each node", search.option_key, pace, configuration, search.analysis.batch.size
+        return search.cache.problems.of(
+            key,
+            lambda: (
+                CutProblem(search, configuration, whole_graph(search, configuration, pace)).problem
+            ),
+        )
 
     def _stage_seconds(self, kind: str, cuts: Sequence[Cut]) -> np.ndarray:
         """[stage, cut]: the least seconds of each stage; ``kind`` is "forward" or "backward"."""
@@ -196,15 +185,11 @@ class _ExactSearch:
         """
         if self._work.left <= 0:
             return bound
-        stages = self._configuration.stages
         try:
-            analysis = cut_at_units(self._search, starts)
-            costs = costs_of_stages(self._search, self._configuration, analysis)
-            cut = _CutProblem(
-                self._search, self._configuration, analysis, stages, costs, self._step_prices
-            )
+            graph = cut_graph(self._search, self._configuration, starts)
         except PlanError:  # the graph cannot be cut here
             return math.inf
+        cut = CutProblem(self._search, self._configuration, graph, self._step_prices)
         if _flow_columns(cut.problem) > MAX_FLOWS:
             return bound
         program = TimelineProgram(
@@ -222,54 +207,6 @@ class _ExactSearch:
             if (seconds := found.seconds) < self._seconds:
                 self._best, self._seconds = found, seconds
         return least + self._constant
-
-
-class _CutProblem:
-    """The problem of a cut graph, every node and tensor decided on its own."""
-
-    def __init__(
-        self,
-        search: InnerSearch,
-        configuration: Configuration,
-        analysis: Analysis,
-        stages: int,
-        costs: Costs,
-        step_prices: StepPrices | None = None,
-    ) -> None:
-        self._configuration, self._analysis, self._costs = configuration, analysis, costs
-        self._step_prices = step_prices
-        self._stage_of = stages_of(analysis, stages)
-        self._search, self._stages = search, stages
-        self.problem = self._problem(costs.at(step_prices))
-
-    def _problem(self, costs: Costs) -> Problem:
-        analysis, search = self._analysis, self._search
-        own = {n: n for n in analysis.graph.nodes}
-        return build_problem(
-            analysis.graph,
-            own,
-            NodeChoices(analysis, own, search.options).on_mesh(self._configuration.axes),
-            analysis.rules,
-            costs,
-            search.recompute,
-            self._stage_of.__getitem__,
-            self._stages,
-            search.options.solver,
-        )
-
-    def priced_plan(self, solution: Solution, gap: float) -> PricedPlan:
-        """The plan of a solution."""
-        priced = PricedPlan(
-            self._analysis,
-            self._configuration,
-            self.problem,
-            self._costs,
-            solution,
-            gap,
-            self._stage_of,
-            step_prices=self._step_prices,
-        )
-        return at_own_buckets(priced, self._problem)
 
 
 def _flow_columns(problem: Problem) -> float:

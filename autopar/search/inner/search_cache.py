@@ -153,6 +153,7 @@ class SearchCache:
         self.representative: dict[fx.Node, fx.Node] = (
             like.representative if like else representatives(analysis)
         )
+        self.representative_names = {n.name: r.name for n, r in self.representative.items()}
         self.nodes = [n for n in analysis.graph.nodes if self.representative[n] is n]
         if like is None or like.cluster.device.kind != cluster.device.kind:
             self.tracer, self.work = OperatorTracer(cluster.device.kind), LruCache[WorkByKind]()
@@ -171,6 +172,7 @@ class SearchCache:
         )
         self.tf32, self._compute = tf32, LruCache[ComputeCosts]()
         self.problems = LruCache[Problem](nbytes=lambda p: sum(map(array_bytes, p.tensors)))
+        self.cut_graphs = LruCache[Any](nbytes=lambda g: sum(map(array_bytes, g.calls.values())))
         self.solutions = LruCache[Solution](MOST_SOLUTIONS)
         self.floors = LruCache[float](MOST_SOLUTIONS)
         self._units: LruCache[Units] = like._units if like else LruCache()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -71,6 +71,11 @@ class KernelCosts:
             if compute.fuses
             else None
         )
+
+    @property
+    def runs_on(self) -> tuple[ComputeCosts, Hashable]:
+        """The devices and the links that the seconds of a node's kernels depend on."""
+        return self.compute, tuple(self._axes)
 
     def saved(self, node: fx.Node) -> SavedTensors:
         return self._saved.get(node, _NOTHING_SAVED)

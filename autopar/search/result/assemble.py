@@ -5,9 +5,9 @@ solution of its unit decides, and the whole is priced.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 
 import numpy as np
 import torch.fx as fx
@@ -21,6 +21,7 @@ from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.problem_graph import ProblemGraph
 from autopar.search.ilp.solution import Solution
 from autopar.search.ilp.solve import best_choices
+from autopar.search.ilp.vertex import Vertex
 from autopar.search.inner.candidate import Candidate
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.pricing.costs import Costs
@@ -58,10 +59,12 @@ class Assembly:
     def __init__(self, search: InnerSearch, candidate: Candidate) -> None:
         self.search, self.candidate = search, candidate
         self._plans: dict[bool, PricedPlan] = {}  # by whether they have buckets
+        self._calls: dict[Hashable, Vertex] = {}
         self.searched = {n.name: n for n in search.analysis.graph.nodes}
         self.staged = staged_graph(search, candidate.starts)
         self.analysis, self.stage_of = self.staged.analysis, self.staged.stage_of
         self.solution_of = self._solution_of_node()
+        self._layouts_again = [_by_tensor(each.recomputed) for each in candidate.solutions]
         # Nodes that stand for one another must have the same stages and the same decisions, and
         # parameters the same buckets.
         alike = {
@@ -156,18 +159,10 @@ class Assembly:
             costs,
             _DecidedRecomputation(state_of),
             solver=self.search.options.solver,
-            parts=StagedParts(shape, partial(self._costs_alike, costs)),
+            parts=StagedParts.of(
+                shape, self.staged, costs, configuration.pipeline, self._calls, {}
+            ),
         )
-
-    def _costs_alike(self, costs: Costs, node: fx.Node) -> tuple:
-        """What nodes share that cost the same in equal choices, whatever their stages: they have
-        one representative, run on the same devices, launch the same kernels (a result that is sent
-        on has fewer gradients to sum), and as many ranks of the pipeline hold them.
-        """
-        pipeline, own = self.candidate.configuration.pipeline, costs.of(node)
-        ranks = {stage % pipeline for stage in self.stage_of[node]}
-        launches = tuple((late, *each[:-1]) for late, each in own.kernels.launches(node))
-        return self.staged.representative[node], id(own), launches, len(ranks)
 
     def _solution_of_node(self) -> dict[fx.Node, int]:
         """The number of the solution that each node takes: that of the node's unit. A parameter, or
@@ -217,8 +212,7 @@ class Assembly:
             source = source.args[0]  # type: ignore[assignment]
         searched = self.searched.get(source.name)
         tensor = self.candidate.problem.tensor_of.get(searched) if searched is not None else None
-        solution = self.candidate.solutions[self.solution_of[node]]
-        return frozenset(layout for number, layout in solution.recomputed if number == tensor)
+        return self._layouts_again[self.solution_of[node]].get(tensor, frozenset())
 
     def _recomputed_conversions(
         self, problem: Problem, chosen: list[int]
@@ -233,6 +227,16 @@ class Assembly:
                 if needed and is_there and moves and target in self._recomputed_layouts(node):
                     found.add((number, target))
         return frozenset(found)
+
+
+def _by_tensor(
+    conversions: Iterable[tuple[int, Layout]],
+) -> dict[int | None, frozenset[Layout]]:
+    """The layouts to which each tensor is converted."""
+    found = defaultdict[int | None, set[Layout]](set)
+    for tensor, layout in conversions:
+        found[tensor].add(layout)
+    return {tensor: frozenset(layouts) for tensor, layouts in found.items()}
 
 
 class _DecidedRecomputation(RecomputePolicy):

@@ -21,7 +21,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -151,10 +151,8 @@ class Watchdog:
         self.failures[program] += 1
         text = f"{type(error).__name__}: {error!s:.500}"
         self._failed = [self.failures[program], program, call if program else phase, text]
-        try:
+        with suppress(Exception):
             self._publish()
-        except Exception:
-            return
 
     def explain(self, error: BaseException, phase: str) -> str:
         """Why a connection failed with ``error`` in this rank's ``phase``."""
@@ -259,10 +257,8 @@ class Watchdog:
         self._ended = True
         self._stop.set()
         self._thread.join(_ANSWER)  # a thread inside of the store aborts a process that ends
-        try:
+        with suppress(Exception):
             self._publish()
-        except Exception:
-            return
 
 
 _WATCHDOGS: WeakKeyDictionary[dist.ProcessGroup, Watchdog] = WeakKeyDictionary()

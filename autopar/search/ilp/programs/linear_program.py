@@ -92,9 +92,8 @@ class LinearProgram:
 
     def add_entries(self, rows: np.ndarray, columns: np.ndarray, value: float | np.ndarray) -> None:
         """Add entries. Entries at one place add up."""
-        self._entries.append(
-            (rows, columns, np.broadcast_to(np.asarray(value, dtype=float), rows.shape))
-        )
+        values = value if isinstance(value, np.ndarray) else np.full(len(rows), value)
+        self._entries.append((rows, columns, values))
 
     def add_row(self, lower: float, upper: float, *terms: tuple[int, float]) -> int:
         """Add one row of a few (column, value)."""

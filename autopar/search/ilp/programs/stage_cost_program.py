@@ -113,8 +113,8 @@ class StageCostProgram(FlowProgram):
         self, kind: str, count: np.ndarray, columns: np.ndarray, seconds: np.ndarray
     ) -> None:
         """Count seconds where columns are 1, in every stage as often as ``count`` says."""
-        for stage in np.flatnonzero(count):
-            paid = np.flatnonzero(seconds)
+        paid = np.flatnonzero(seconds)
+        for stage in np.flatnonzero(count) if len(paid) else ():
             self.add_entries(
                 np.full(len(paid), self._sums[kind] + stage),
                 columns[paid],
@@ -212,5 +212,7 @@ class StageCostProgram(FlowProgram):
         together = np.concatenate(columns)
         for of_port in flows:
             row = self.add_rows(1, 0.0, np.inf)
-            self.add_entries(np.full(len(together), row), together, 1.0)
-            self.add_entries(np.full(len(of_port), row), of_port, -1.0)
+            both = np.concatenate((together, of_port))
+            signs = np.ones(len(both))
+            signs[len(together) :] = -1.0
+            self.add_entries(np.full(len(both), row), both, signs)
