@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
 import re
 import socket
@@ -26,6 +27,8 @@ from typing import NamedTuple
 
 import pytest
 
+from autopar.search.space import options
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LARGE = ("choosing-a-plan", "limits", "modes", "options", "reading-a-report")
@@ -34,6 +37,7 @@ SLOW = {f"docs/{name}.md" for name in (*LARGE, *TRAINING)}  # large models, or m
 BLOCK = re.compile(
     r"^(?:```(python|text)\n(.*?)^```|<!-- (run)\n(.*?)^-->)", re.DOTALL | re.MULTILINE
 )
+PAGE_SECONDS = 800.0  # alone, a page takes three minutes at most
 FOLDERS = "autopar|passes|cost_model|tests|docs|examples|benchmarks|\\.ci"
 
 
@@ -59,6 +63,7 @@ def blocks(page: str) -> list[Block]:
 
 def run_on_this_rank(page: Path, results: Path) -> None:
     """Runs a page's Python and writes the output of each block, as a JSON list, to ``results``."""
+    options.DEFAULT_SECONDS = math.inf  # no clock decides, on a busy machine either
     names = {"__name__": "__main__"}
     outputs = []
     for block in blocks(page.read_text(encoding="utf-8")):
@@ -88,7 +93,12 @@ def outputs_of(page: Path) -> list[str]:
                 command, cwd=place, env=environment, stderr=subprocess.PIPE, text=True
             )
             processes.append(process)
-        errors = [process.communicate(timeout=280)[1] for process in processes]
+        try:
+            errors = [process.communicate(timeout=PAGE_SECONDS)[1] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
         for process, error in zip(processes, errors, strict=True):
             assert process.returncode == 0, error[-4000:]
         return json.loads((place / "outputs.json").read_text())
@@ -141,6 +151,7 @@ def parameter(page: Path) -> object:
 WITH_CODE = [parameter(page) for page in PAGES if "```python" in page.read_text(encoding="utf-8")]
 
 
+@pytest.mark.timeout(PAGE_SECONDS + 60)
 @pytest.mark.parametrize("page", WITH_CODE)
 def test_python_runs_and_prints_the_text_shown(page: Path) -> None:
     pytest.importorskip("transformers")
