@@ -58,7 +58,7 @@ def errors(
     return found
 
 
-@pytest.mark.sampled(fast=5, slow=6)
+@pytest.mark.sampled(fast=5, slow=3)
 @pytest.mark.parametrize(
     "sizes",
     [pytest.param(sizes, marks=[pytest.mark.slow] * (math.prod(sizes) > 2)) for sizes in PLANS],

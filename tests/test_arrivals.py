@@ -93,7 +93,7 @@ def gathered(options: dict[str, Any], folder: str) -> list[int]:
     return forward
 
 
-@pytest.mark.sampled(fast=1, slow=2)
+@pytest.mark.sampled(fast=1, slow=1)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "options",

@@ -77,7 +77,7 @@ def _cases() -> Iterator[Any]:
         yield pytest.param(family, world, marks=marks)
 
 
-@pytest.mark.sampled(fast=2, slow=3)
+@pytest.mark.sampled(fast=2, slow=1)
 @pytest.mark.parametrize(("family", "world"), [*_cases()])
 def test_values_loss_and_gradients_are_those_of_from_pretrained(
     ranks: Pools, tmp_path: Path, family: str, world: int

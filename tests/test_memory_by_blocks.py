@@ -113,7 +113,7 @@ def _marked(cases: list[tuple[str, str]]) -> list[Any]:
     return [pytest.param(*c, marks=marks[i % 5]) for i, c in enumerate(cases)]
 
 
-@pytest.mark.sampled(fast=4, slow=6)
+@pytest.mark.sampled(fast=4, slow=3)
 @pytest.mark.parametrize(
     ("name", "way"),
     [
@@ -126,7 +126,7 @@ def test_deep_models(name: str, way: str) -> None:
     assert is_folded(check(*planned_way(name, way)).folding)
 
 
-@pytest.mark.sampled(fast=0, slow=3)
+@pytest.mark.sampled(fast=0, slow=2)
 @pytest.mark.parametrize(
     ("name", "way"), _marked([(name, way) for name in OTHERS for way in OTHER_WAYS])
 )

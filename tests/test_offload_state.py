@@ -65,7 +65,7 @@ def _goes_on(label: str, folder: str, to_host: bool, from_host: bool) -> None:
             assert_same(model, fresh, reference, straight)
 
 
-@pytest.mark.sampled(fast=0, slow=2)
+@pytest.mark.sampled(fast=0, slow=1)
 @pytest.mark.parametrize(
     ("label", "to_host", "from_host"),
     [

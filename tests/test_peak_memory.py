@@ -110,7 +110,7 @@ def _mark(name: str, way: str) -> pytest.MarkDecorator:
     return pytest.mark.slow if place % 10 == 0 else pytest.mark.exhaustive
 
 
-@pytest.mark.sampled(fast=5, slow=6)
+@pytest.mark.sampled(fast=5, slow=3)
 @pytest.mark.parametrize(
     ("name", "way"), [*FAST, *(pytest.param(*c, marks=_mark(*c)) for c in ALL if c not in FAST)]
 )
@@ -126,7 +126,7 @@ def test_with_the_sequence_cut(ranks: Pools, name: str) -> None:
     check(ranks, planned(name, 2, parallel=dict(tensor=TENSOR), constraints=SEQUENCE[name]), name)
 
 
-@pytest.mark.sampled(fast=0, slow=2)
+@pytest.mark.sampled(fast=0, slow=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", peaks.MODELS)
 def test_with_parts_recomputed_within_a_budget(ranks: Pools, name: str) -> None:
@@ -157,7 +157,7 @@ def offloaded(name: str, way: str) -> Plan:
     return dataclasses.replace(plan, stages=tuple(stages))
 
 
-@pytest.mark.sampled(fast=1, slow=3)
+@pytest.mark.sampled(fast=1, slow=2)
 @pytest.mark.parametrize(
     ("name", "way"),
     [

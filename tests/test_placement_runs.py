@@ -115,7 +115,7 @@ def check_mixed(options: dict[str, Any], slow_first: bool) -> tuple[Any, autopar
     return errors, compiled.plan, compiled.mesh.world["pipeline"].mesh.tolist()
 
 
-@pytest.mark.sampled(fast=0, slow=2)
+@pytest.mark.sampled(fast=0, slow=1)
 @pytest.mark.parametrize("slow_first", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("schedule", "chunks"), [("1f1b", 1), pytest.param("zero-bubble", 2, marks=pytest.mark.slow)]

@@ -80,7 +80,7 @@ def _comes_back(family: str, folder: str) -> None:
     same(other, found)
 
 
-@pytest.mark.sampled(fast=1, slow=2)
+@pytest.mark.sampled(fast=1, slow=1)
 @pytest.mark.parametrize(
     "family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in AUTO if f != "llama")]
 )

@@ -117,7 +117,7 @@ def errors_of(case: str, folder: Path) -> tuple[float, dict[int, tuple[str, floa
     return begun, errors
 
 
-@pytest.mark.sampled(slow=5)
+@pytest.mark.sampled(slow=3)
 @pytest.mark.parametrize(
     "case", [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
 )
