@@ -83,7 +83,7 @@ def test_the_least_plan_of_a_vision_model_needs_the_floor() -> None:
     assert floor <= caught.value.least <= 1.06 * floor  # small tensors are not cut
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_random_plans(ranks: int) -> None:
     jobs = [job for job in planned(range(8), ranks, 0, 1) if job.plan is not None]
     assert len(jobs) > 2

@@ -125,7 +125,7 @@ def test_a_pipeline_of_meshes(ranks: Pools, name: str) -> None:
     assert orders[2] == orders[3]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_grid_and_inductor(ranks: Pools) -> None:
     ranks(4).run(_clips, GRID)
     ranks(2).run(_clips, dict(DATA, backend="inductor"), timeout=400)

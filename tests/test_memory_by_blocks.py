@@ -182,10 +182,8 @@ def test_random_plans_of_deep_models(seed: int) -> None:
     check(*found)
 
 
-@pytest.mark.parametrize(
-    "ranks",
-    [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.exhaustive)],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_random_plans(ranks: int) -> None:
     for job in planned(range(24), ranks, 0, 1):
         if job.plan is not None:

@@ -144,6 +144,7 @@ def test_all_modes_of_four_ranks_are_one_device(ranks: Pools, name: str) -> None
 
 
 @pytest.mark.timeout(1200)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", _marked(["wide"]))
 def test_all_modes_of_eight_ranks_are_one_device(ranks: Pools, name: str) -> None:
     _run(ranks, 8, name, EIGHT, timeout=900)
@@ -231,7 +232,7 @@ def test_a_report_names_the_modes() -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_modes_side_by_side() -> None:
     model, sample = zoo.gpt2()
     found = autopar.compare_modes(model, sample, 4, cluster="cpu", progress=False)

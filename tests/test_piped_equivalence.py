@@ -253,19 +253,10 @@ def fits(schedule: str, pipeline: int, microbatches: int) -> bool:
     )
 
 
-SLOW = [("gpt2", 2), ("vit", 2), ("unet", 2)]  # the others are exhaustive tests
-
-
-def _mark(name: str, world_size: int) -> pytest.MarkDecorator:
-    return pytest.mark.slow if (name, world_size) in SLOW else pytest.mark.exhaustive
-
-
-@pytest.mark.sampled(fast=0, slow=1)
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("name", "world_size"),
-    [pytest.param(n, w, marks=_mark(n, w)) for n in LAYERS for w in (2, 4, 8)],
-)
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+@pytest.mark.parametrize("name", LAYERS)
 def test_all_plans_equal_one_device(ranks: Pools, name: str, world_size: int) -> None:
     for batch, cases in product(name, world_size).items():
         run(ranks, name, batch, LAYERS[name], cases, exactly=False, timeout=600)

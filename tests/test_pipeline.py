@@ -65,13 +65,13 @@ def test_four_ranks_equal_one_device(ranks: Pools, name: str) -> None:
     _equal(ranks, 4, name, FOUR)
 
 
-@pytest.mark.sampled(fast=0, slow=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", SLOW_MODELS)
 def test_more_on_four_ranks_equals_one_device(ranks: Pools, name: str) -> None:
     _equal(ranks, 4, name, MORE if name in ON_FOUR else [*FOUR, *MORE])
 
 
-@pytest.mark.sampled(fast=0, slow=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", SLOW_MODELS)
 def test_eight_ranks_equal_one_device(ranks: Pools, name: str) -> None:
     _equal(ranks, 8, name, EIGHT)

@@ -133,7 +133,7 @@ def test_half_precision_on_two_ranks(ranks: Pools) -> None:
     check_half(ranks(2).run(_half, "llama", torch.bfloat16, SHORT, timeout=240))
 
 
-@pytest.mark.sampled(fast=0, slow=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name",
     some_of(

@@ -212,7 +212,7 @@ def staged(plan: Plan) -> tuple[float, float]:
     return float(loss.detach() - expected.detach()), max(errors)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(fast=0, slow=1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_stages_prefetch_their_own_buckets(ranks: Pools, schedule: str) -> None:
     options = dict(parallel=dict(data=2, pipeline=2), zero=3, schedule=schedule, recompute="full")

@@ -19,7 +19,7 @@ SAVED = {
 }
 
 
-@pytest.mark.sampled(fast=0, slow=2)
+@pytest.mark.sampled(fast=0, slow=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", SAVED)
 def test_an_example_trains(trainer: str, tmp_path: Path) -> None:

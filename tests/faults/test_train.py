@@ -119,6 +119,7 @@ def test_a_node_that_does_not_come_back(
     assert row[1] <= 2 * EVERY
 
 
+@pytest.mark.exhaustive  # make faults runs it
 def test_a_scheduler_ends_the_run(
     tmp_path: Path, loss_of_one_process: float, rows: list[Row]
 ) -> None:
