@@ -29,7 +29,7 @@ from autopar.search.inner.candidate import best_candidate
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.inner.solver_work import SolverWork
 from autopar.search.result.assemble import assemble
-from autopar.search.result.staged_graph import costs_of_stages, cut_at_units, stages_of
+from autopar.search.result.staged_graph import staged_costs, staged_graph
 from autopar.search.space.choices.node_choices import NodeChoices
 from autopar.search.space.configuration import Configuration, least_step_ratio
 from autopar.search.space.meshes import Axis
@@ -71,10 +71,10 @@ def cost_breakdowns(
     search: InnerSearch, configuration: Configuration, starts: tuple[int, ...]
 ) -> list[CostBreakdown]:
     """The cost breakdowns of all solutions of one cut."""
-    analysis = cut_at_units(search, starts)
-    stage_of, own = stages_of(analysis, configuration.stages), {n: n for n in analysis.graph.nodes}
+    staged = staged_graph(search, starts)
+    analysis, own = staged.analysis, {n: n for n in staged.analysis.graph.nodes}
     choices = NodeChoices(analysis, own, search.options).on_mesh(configuration.axes)
-    costs = costs_of_stages(search, configuration, analysis)
+    costs = staged_costs(search, configuration, staged)
     problem = build_problem(
         analysis.graph,
         own,
@@ -82,7 +82,7 @@ def cost_breakdowns(
         analysis.rules,
         costs,
         search.recompute,
-        stage_of.__getitem__,
+        staged.stage_of.__getitem__,
         configuration.stages,
     )
     return [

@@ -68,9 +68,7 @@ class CutGraphs:
 
         def make() -> CutGraph:
             staged = staged_graph(search, starts)
-            costs = staged_costs(
-                search, configuration, staged.analysis, staged.saved, staged.stage_of
-            )
+            costs = staged_costs(search, configuration, staged)
             return _with_choices(
                 search, configuration, staged, costs, configuration.stages, self.calls
             )

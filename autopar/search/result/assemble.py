@@ -102,7 +102,7 @@ class Assembly:
     def _with_largest_buckets(self) -> PricedPlan:
         """The plan where each gathered parameter is taken to be in the largest possible bucket."""
         search, configuration, analysis = self.search, self.candidate.configuration, self.analysis
-        costs = staged_costs(search, configuration, analysis, self.staged.saved, self.stage_of)
+        costs = staged_costs(search, configuration, self.staged)
         problem = self._problem(costs.at(self.candidate.step_prices))
         in_flight = np.array(configuration.microbatches_in_flight(), dtype=float)
         ones = np.ones(configuration.stages)

@@ -70,27 +70,15 @@ def _sending_stage(node: fx.Node) -> tuple[int, ...]:
     return (node.meta["stage"] - 1,)
 
 
-def costs_of_stages(search: InnerSearch, configuration: Configuration, analysis: Analysis) -> Costs:
+def staged_costs(search: InnerSearch, configuration: Configuration, staged: StagedGraph) -> Costs:
     """The costs of a graph that is cut into the stages of ``configuration``."""
-    saved_tensors = _saved_tensors(search, analysis, representatives(analysis))
-    stage_of = stages_of(analysis, configuration.stages)
-    return staged_costs(search, configuration, analysis, saved_tensors, stage_of)
-
-
-def staged_costs(
-    search: InnerSearch,
-    configuration: Configuration,
-    analysis: Analysis,
-    saved_tensors: Mapping[fx.Node, SavedTensors],
-    stage_of: Mapping[fx.Node, tuple[int, ...]],
-) -> Costs:
-    """:func:`costs_of_stages`, where saved tensors and stages are known."""
+    analysis, stage_of = staged.analysis, staged.stage_of
     cache, pipeline, count = search.cache, configuration.pipeline, configuration.microbatches
     holders = {n: len({stage % pipeline for stage in stage_of[n]}) for n in analysis.state}
 
     def costs(conversions: ConversionCosts, pace: Pace) -> Costs:
         compute = cache.compute_of(pace)
-        return search.costs(analysis, saved_tensors, conversions, compute, count, holders)
+        return search.costs(analysis, staged.saved, conversions, compute, count, holders)
 
     if not configuration.kinds:
         return costs(cache.conversions(configuration), cache.pace(configuration))
