@@ -98,7 +98,7 @@ def outputs_of(page: Path) -> list[str]:
         finally:
             for process in processes:
                 process.kill()
-                process.wait()
+                process.communicate()  # closes its pipe
         for process, error in zip(processes, errors, strict=True):
             assert process.returncode == 0, error[-4000:]
         return json.loads((place / "outputs.json").read_text())

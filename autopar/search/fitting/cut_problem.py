@@ -146,6 +146,7 @@ class CutProblem:
     def _problem(self, costs: Costs) -> Problem:
         graph, search, pipeline = self._graph, self._search, self._configuration.pipeline
         analysis = graph.staged.analysis
+        equal_calls = {n.name: like.name for n, like in search.representative.items()}
         return build_problem(
             analysis.graph,
             {n: n for n in analysis.graph.nodes},
@@ -155,12 +156,7 @@ class CutProblem:
             search.recompute,
             solver=search.options.solver,
             parts=StagedParts.of(
-                graph.shape,
-                graph.staged,
-                costs,
-                pipeline,
-                graph.calls,
-                search.cache.representative_names,
+                graph.shape, graph.staged, costs, pipeline, graph.calls, equal_calls
             ),
         )
 

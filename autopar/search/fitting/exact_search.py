@@ -187,9 +187,9 @@ class _ExactSearch:
             return bound
         try:
             graph = cut_graph(self._search, self._configuration, starts)
+            cut = CutProblem(self._search, self._configuration, graph, self._step_prices)
         except PlanError:  # the graph cannot be cut here
             return math.inf
-        cut = CutProblem(self._search, self._configuration, graph, self._step_prices)
         if _flow_columns(cut.problem) > MAX_FLOWS:
             return bound
         program = TimelineProgram(

@@ -44,6 +44,7 @@ MOST_VALUES = 32  # of each kind: a value of a large graph may take megabytes
 MOST_SOLUTIONS = 1024
 MOST_PLANS, MOST_ASSEMBLIES = 16, 4  # with their problems
 MOST_BYTES = 2.0**28  # of problems, of their parts, of conversions, cut graphs and programs, each
+MOST_CUT_CONFIGURATIONS = 2  # each with its cut graphs: exact searches of one follow each other
 MOST_PLAN_BYTES = 2.0**26  # of assembled candidates, and of priced plans
 NODE_BYTES = 2000  # about, of a node of a cut graph with its analysis
 DECISION_BYTES = 100  # about, of what a program decides of a node
@@ -153,7 +154,6 @@ class SearchCache:
         self.representative: dict[fx.Node, fx.Node] = (
             like.representative if like else representatives(analysis)
         )
-        self.representative_names = {n.name: r.name for n, r in self.representative.items()}
         self.nodes = [n for n in analysis.graph.nodes if self.representative[n] is n]
         if like is None or like.cluster.device.kind != cluster.device.kind:
             self.tracer, self.work = OperatorTracer(cluster.device.kind), LruCache[WorkByKind]()
@@ -172,7 +172,7 @@ class SearchCache:
         )
         self.tf32, self._compute = tf32, LruCache[ComputeCosts]()
         self.problems = LruCache[Problem](nbytes=lambda p: sum(map(array_bytes, p.tensors)))
-        self.cut_graphs = LruCache[Any](nbytes=lambda g: sum(map(array_bytes, g.calls.values())))
+        self.cut_graphs = LruCache[Any](MOST_CUT_CONFIGURATIONS)
         self.solutions = LruCache[Solution](MOST_SOLUTIONS)
         self.floors = LruCache[float](MOST_SOLUTIONS)
         self._units: LruCache[Units] = like._units if like else LruCache()
