@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import math
 import os
 from collections import defaultdict
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from pool import STUCK_SECONDS, Pools
 
 from autopar.frontend import kept_models
+from autopar.search.space import options
 
 torch.set_num_threads(1)  # other tests run on the other cores
 # A forked process that is stuck shows where.
@@ -57,6 +59,12 @@ def pytest_collection_finish() -> None:
 def _nothing_kept() -> None:
     """Each call traces its model, so that a test that changes this package sees its changes."""
     kept_models.MOST_MODELS = 0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_clock_decides() -> None:
+    """A plan for many devices is the same on a busy machine, too."""
+    options.DEFAULT_SECONDS = math.inf
 
 
 @pytest.fixture

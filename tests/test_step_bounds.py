@@ -24,7 +24,6 @@ from autopar.search.inner import partition_bound as module
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.inner.step_bounds import Level, _first_fitting, step_bound
 from autopar.search.sharpening import Sharpening
-from autopar.search.space import options as options_module
 from autopar.search.space.check_schedule import check_schedule
 from autopar.search.space.configuration import Configuration, least_step_ratio
 from autopar.search.space.meshes import data_and_tensor_mesh
@@ -178,7 +177,6 @@ def test_a_search_of_many_devices_leaves_out_what_is_estimated_slower(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The plan is that of a search that leaves out nothing."""
-    monkeypatch.setattr(options_module, "DEFAULT_SECONDS", 1e4)  # no clock decides
     monkeypatch.setattr(fitting_plans, "LEFT_OUT", 1.03)
     model, sample = zoo.llama(batch=32, dropout=0.0)
     parallel = dict(pipeline=2)

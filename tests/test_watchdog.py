@@ -4,7 +4,9 @@ which names the rank, the call and what the rank did.
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 import tempfile
 import time
 import unittest.mock
@@ -170,17 +172,37 @@ def asked_at_once() -> None:
 
 
 def beats_after_an_error() -> None:
-    """A rank whose thread meets errors goes on to beat meanwhile and afterwards: it is alive."""
+    """A rank whose thread meets errors goes on to beat meanwhile and afterwards, also where nobody
+    can read of them: it is alive.
+    """
     known = watchdog.watch_world()
     assert known is not None
     before = known._board._beats
-    with unittest.mock.patch.object(known, "phase", side_effect=ZeroDivisionError):
+    with open(os.devnull, "w") as closed:
+        pass
+    with (
+        unittest.mock.patch.object(known, "phase", side_effect=ZeroDivisionError),
+        unittest.mock.patch.object(sys, "stderr", closed),
+    ):
         time.sleep(3.5 * watchdog._TICK)
         meanwhile = known._board._beats
     time.sleep(2.5 * watchdog._TICK)
     assert before + 1 < meanwhile < known._board._beats
 
 
-@pytest.mark.parametrize("what", [asked_at_once, beats_after_an_error])
+def beats_after_an_error_of_the_store() -> None:
+    known = watchdog.watch_world()
+    assert known is not None
+    with unittest.mock.patch.object(known._board, "beat", side_effect=dist.DistError):
+        time.sleep(2.5 * watchdog._TICK)
+    before = known._board._beats
+    time.sleep(2.5 * watchdog._TICK)
+    assert known._board._beats > before
+    assert isinstance(known.store_error, dist.DistError)
+
+
+@pytest.mark.parametrize(
+    "what", [asked_at_once, beats_after_an_error, beats_after_an_error_of_the_store]
+)
 def test_the_thread(what: Callable[[], None], ranks: Any) -> None:
     ranks(2).run(what)

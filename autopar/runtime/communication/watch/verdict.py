@@ -4,9 +4,11 @@ of the process group.
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 from autopar.runtime.communication.watch.rank_board import RankBoard
@@ -84,10 +86,24 @@ class Verdict:
                 return self._decide(lost_message(other, self._board, since))
         return None
 
-    def wait(self) -> str | None:
+    def wait(self, seconds: float) -> str | None:
         """The verdict after a connection was lost, once all ranks had the time to find it. If all
         answer, the rank is to blame that does not wait for others.
+
+        Raises what the store raises; a timeout error if it does not answer for ``seconds``.
         """
+        answer: Future[str | None] = Future()
+
+        def ask() -> None:
+            try:
+                answer.set_result(self._after_a_loss())
+            except Exception as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=ask, name="autopar-verdict", daemon=True).start()
+        return answer.result(seconds)
+
+    def _after_a_loss(self) -> str | None:
         end = time.monotonic() + _SECONDS_TO_AGREE
         while time.monotonic() < end:
             if (found := self.find(LOST)) is not None:

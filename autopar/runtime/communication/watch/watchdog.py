@@ -20,7 +20,6 @@ import traceback
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -44,6 +43,7 @@ _TICK = 1.0  # seconds between two beats, and between two checks of whether this
 _PATIENCE = 5.0  # seconds without a move before a blocked rank compares its progress with others'
 _NOTICE = 60.0  # seconds without a move before a blocked rank prints a notice
 _ANSWER = 15.0  # seconds for the store to answer
+_STORE_TRIES = 5  # beats in a row with an error of the store, after which it is lost
 _NO_STORE = "does not answer, nor does the store, which its process or torchrun keeps"
 
 
@@ -54,11 +54,13 @@ class Watchdog:
     ``with watchdog.section(what):`` is a blocking section: code in which this rank may wait for
     another one. It raises :class:`RunError` once there is a verdict.
 
-    Attributes: ``failures``, the calls and backwards that raised, by program.
+    Attributes: ``failures``, the calls and backwards that raised, by program; ``store_error``, the
+    last that the store raised in the thread.
     """
 
     def __init__(self, world: dist.ProcessGroup) -> None:
         self.failures = Counter[str]()
+        self.store_error: dist.DistError | None = None
         self._background = ""  # what another thread of this rank does
         self._moves = 0
         self._sections: list[str] = []  # the blocking sections that this rank is in
@@ -156,26 +158,17 @@ class Watchdog:
 
     def explain(self, error: BaseException, phase: str) -> str:
         """Why a connection failed with ``error`` in this rank's ``phase``."""
-        answer: Future[str | None] = Future()
-
-        def ask() -> None:
-            try:
-                answer.set_result(self._verdict.wait())
-            except Exception as e:
-                answer.set_exception(e)
-
-        threading.Thread(target=ask, name="autopar-verdict", daemon=True).start()
         own = f"rank {self._board.rank} of {self._board.ranks} was in {phase}"
         try:
-            found = answer.result(_ANSWER)
+            found = self._verdict.wait(_ANSWER)
         except Exception:
             return f"{lost_message(0, self._board, _NO_STORE)}; {own}"
         found = found or f"a connection failed, and the neighbouring ranks answer ({error!s:.300})"
         return f"{found}; {own}"
 
     def _living_programs(self) -> dict[str, WatchedProgram]:
-        known = [(name, program()) for name, program in list(self._programs.items())]
-        return {name: program for name, program in known if program is not None}
+        known = list(self._programs.items())
+        return {name: living for name, program in known if (living := program()) is not None}
 
     def _progress(self) -> Progress:
         return {
@@ -198,7 +191,7 @@ class Watchdog:
         """The thread's loop."""
         published: tuple[int, str] = -1, ""
         still = 0.0  # seconds in a blocking section without a move
-        has_failed = False
+        has_failed, lost = False, 0
         while self._world() is not None:
             try:
                 self._board.beat()
@@ -212,12 +205,16 @@ class Watchdog:
                 if still and self._sees_an_end(still):
                     self._abort()
                     return
-            except dist.DistError:  # without a store, ranks can tell each other nothing
-                return
+                lost = 0
+            except dist.DistError as error:  # without a store, ranks tell each other nothing
+                self.store_error, lost = error, lost + 1
+                if lost == _STORE_TRIES:
+                    return
             except Exception:  # without further beats, the rank would look as if it had ended
                 if not has_failed:
-                    traceback.print_exc()
-                has_failed = True
+                    has_failed = True
+                    with suppress(Exception):  # of a closed stderr
+                        traceback.print_exc()
             if self._stop.wait(_TICK):
                 return
 
@@ -225,9 +222,8 @@ class Watchdog:
         """Whether there is a verdict, after ``still`` seconds without a move."""
         if still < _NOTICE <= still + _TICK:
             print(self._notice(), file=sys.stderr, flush=True)
-        silence = max(groups().timeout.total_seconds() / 2, LOST)
         find = self._verdict.find if still >= _PATIENCE else self._verdict.find_silent
-        return find(silence) is not None
+        return find(max(groups().timeout.total_seconds() / 2, LOST)) is not None
 
     def _is_blocked(self) -> bool:
         return bool(self._sections) or (self._done is not None and not self._done.query())
@@ -237,8 +233,8 @@ class Watchdog:
         the user's.
         """
         board, seconds = self._board, round(_NOTICE)
-        own = f"rank {board.rank} of {board.ranks}"
-        lines = [f"autopar: {own} has not moved for {seconds} s, in {self.phase()}"]
+        own = f"autopar: rank {board.rank} of {board.ranks}"
+        lines = [f"{own} has not moved for {seconds} s, in {self.phase()}"]
         for other in board.neighbours:
             if (its := board.get(f"rank{other}")) is not None:
                 lines.append(f"rank {other} was last heard of in {its['phase']}")
