@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import sys
 import tempfile
 import time
@@ -191,10 +192,13 @@ def beats_after_an_error() -> None:
 
 
 def beats_after_an_error_of_the_store() -> None:
+    """While a file may have a few bytes only, the store cannot be written."""
     known = watchdog.watch_world()
     assert known is not None
-    with unittest.mock.patch.object(known._board, "beat", side_effect=dist.DistError):
-        time.sleep(2.5 * watchdog._TICK)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, hard))
+    time.sleep(2.5 * watchdog._TICK)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     before = known._board._beats
     time.sleep(2.5 * watchdog._TICK)
     assert known._board._beats > before
