@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import pytest
@@ -47,6 +48,22 @@ def threads_of_a_program() -> dict[str, int]:
 def test_the_groups_of_a_program_have_one_thread(ranks: Pools) -> None:
     for threads in ranks(4).run(threads_of_a_program):
         assert set(threads.values()) == {1}, threads
+
+
+def threads_of_more_groups(number: int) -> int:
+    """How many threads more this process has after it made so many groups."""
+    groups().new()  # and with it, once, the device
+    before = len(os.listdir("/proc/self/task"))
+    made = [groups().new() for _ in range(number)]
+    for group in made:
+        dist.all_reduce(torch.ones(2), group=group)
+    return len(os.listdir("/proc/self/task")) - before
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads as Linux does")
+def test_a_group_adds_one_thread(ranks: Pools) -> None:
+    """That of its collectives; what waits for messages is one thread for all groups."""
+    assert ranks(2).run(threads_of_more_groups, 5) == [5, 5]
 
 
 def threads_of_users() -> int:

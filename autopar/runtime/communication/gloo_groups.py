@@ -1,4 +1,5 @@
-"""Groups of gloo with one thread for their collectives.
+"""Groups of gloo with one thread for their collectives, and one for what all of them send and
+receive.
 
 torch gives a group of gloo two threads. Each thread writes the name of a collective that it has
 completed to a string of the group, and takes no lock (``ProcessGroupGloo::runLoop`` in torch 2.13).
@@ -7,8 +8,10 @@ all-gathers that end at the same time may free the memory of the name twice. The
 some time later, in code that did nothing wrong. The slow test in ``tests/test_gloo_groups.py``
 keeps 32 small all-gathers under way between two ranks; with two threads it loses a rank.
 
-torch's functions take no number of threads for gloo. So torch's class is replaced while they make a
-group.
+torch also gives each group a device of its own, whose thread looks for messages a hundred times a
+second, as long as the process lives. Here all groups of a process share one.
+
+torch's functions take no options for gloo. So torch's class is replaced while they make a group.
 """
 
 from __future__ import annotations
@@ -43,15 +46,18 @@ def _one_thread_class() -> type:
     class OneThreadGloo(dist.ProcessGroupGloo):
         def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
             options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._timeout, options._threads, options._devices = timeout, 1, _devices()
+            devices = _devices(os.environ.get("GLOO_SOCKET_IFNAME", ""), os.getpid())
+            options._timeout, options._threads, options._devices = timeout, 1, devices
             super().__init__(store, rank, size, options)
 
     return OneThreadGloo
 
 
-def _devices() -> list[Any]:
-    """The network devices that torch takes: those of ``GLOO_SOCKET_IFNAME``, else the host's."""
-    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+@cache
+def _devices(interfaces: str, process: int) -> list[Any]:
+    """The network devices that torch takes: the ``interfaces``, else the host's. A forked
+    ``process`` does not have the threads of its parent's devices.
+    """
     if not interfaces:
         return [dist.ProcessGroupGloo.create_default_device()]
     return [
