@@ -129,7 +129,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(slow=4)
+@pytest.mark.sampled(slow=2)
 @pytest.mark.parametrize(("dtype", "name", "world_size"), CASES)
 def test_equals_one_device(ranks: Pools, dtype: torch.dtype, name: str, world_size: int) -> None:
     everywhere: list[dict[str, Outcome]] = ranks(world_size).run(

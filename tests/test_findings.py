@@ -110,8 +110,7 @@ def test_the_sequence_is_split_between(megatron: tuple[Made, str, Plan]) -> None
     ] * 8  # two sums and two norms in each of two blocks
 
 
-@pytest.mark.sampled(fast=0, slow=1)
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_free_mesh_also_splits_every_weight(megatron: tuple[Made, str, Plan]) -> None:
     made, cluster, fixed = megatron
     plan = planned(made, cluster)

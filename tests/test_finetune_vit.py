@@ -43,7 +43,7 @@ def alone(ranks: Pools) -> Run:
     return run
 
 
-@pytest.mark.sampled(fast=0, slow=1)
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)  # on a busy machine; eight ranks share what cores there are
 @pytest.mark.parametrize(
     "plan",

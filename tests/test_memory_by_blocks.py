@@ -151,10 +151,7 @@ def test_with_results_on_the_host(way: str) -> None:
 @pytest.mark.timeout(900)  # on a busy machine; each plan also takes the trace of all layers
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param("fused", marks=pytest.mark.slow),
-        pytest.param("llama", marks=pytest.mark.exhaustive),
-    ],
+    [pytest.param(name, marks=pytest.mark.exhaustive) for name in ("fused", "llama")],
 )
 def test_within_a_budget(name: str) -> None:
     """Blocks recompute what the memory asks for; some may recompute more than others."""

@@ -77,7 +77,7 @@ def test_eight_ranks_equal_one_device(ranks: Pools, name: str) -> None:
     _equal(ranks, 8, name, EIGHT)
 
 
-@pytest.mark.sampled(fast=0, slow=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", SLOW_MODELS)
 def test_any_number_of_microbatches(ranks: Pools, name: str) -> None:
     sizes = {m: dict(batch=2 * m, options=part(2)) for m in range(1, 9)}

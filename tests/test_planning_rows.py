@@ -97,7 +97,7 @@ def test_tables_have_targets_and_the_ratio_of_depths() -> None:
     assert "2.50 times" in ratio
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_row_is_a_process_with_the_workload_beside_it() -> None:
     script = Path(planning.__file__)
     done = subprocess.run(

@@ -119,7 +119,7 @@ def planned(configuration: dict[str, Any]) -> Plan | PlanError:
         return e
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_it_finds_what_separate_calls_find(
     found: Sweep, separately: list[Plan | PlanError]
 ) -> None:

@@ -90,7 +90,7 @@ def _goes_on(label: str, folder: str) -> tuple[Any, ...]:
         return _epoch(accelerator, *prepared), weights(prepared[0])
 
 
-@pytest.mark.sampled(fast=0, slow=2)
+@pytest.mark.sampled(fast=0, slow=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("label", PLANS)
 def test_trains_gathers_saves_and_goes_on(ranks: Pools, tmp_path: Path, label: str) -> None:

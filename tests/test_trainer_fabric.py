@@ -64,7 +64,7 @@ def _trains(label: str | None, folder: str, resume: str | None = None) -> tuple[
         return history, labels, weights(made.module)
 
 
-@pytest.mark.sampled(fast=0, slow=2)
+@pytest.mark.sampled(fast=0, slow=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("label", PLANS)
 def test_trains_saves_and_goes_on(ranks: Pools, tmp_path: Path, label: str) -> None:

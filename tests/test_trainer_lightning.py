@@ -103,7 +103,7 @@ def _trains(label: str | None, folder: str, resume: str | None = None) -> tuple[
         return module.history, [valid[0]["valid"], best], final
 
 
-@pytest.mark.sampled(fast=0, slow=2)
+@pytest.mark.sampled(fast=0, slow=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("label", PLANS)
 def test_fits_validates_saves_and_goes_on(ranks: Pools, tmp_path: Path, label: str) -> None:

@@ -83,7 +83,7 @@ def _adapts(label: str, folder: str) -> None:
             load_adapter(again, plain, f"{folder}/nothing")
 
 
-@pytest.mark.sampled(fast=0, slow=2)
+@pytest.mark.sampled(fast=0, slow=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("label", PLANS)
 def test_lora_trains_and_is_read_by_peft(ranks: Pools, tmp_path: Path, label: str) -> None:
@@ -120,7 +120,7 @@ def _averages(label: str) -> None:
     net.load_state_dict(trained)
 
 
-@pytest.mark.sampled(fast=0, slow=2)
+@pytest.mark.sampled(fast=0, slow=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("label", PLANS)
 def test_a_loop_over_parameters_averages_them(ranks: Pools, label: str) -> None:

@@ -83,7 +83,7 @@ def _trains(label: str | None, folder: str, resume: str | None = None) -> tuple[
         return history, weights(trainer.model)
 
 
-@pytest.mark.sampled(fast=0, slow=2)
+@pytest.mark.sampled(fast=0, slow=1)
 @pytest.mark.parametrize("label", [pytest.param(name, marks=pytest.mark.slow) for name in PLANS])
 def test_trains_evaluates_saves_and_goes_on(ranks: Pools, tmp_path: Path, label: str) -> None:
     (expected, whole), *_ = ranks(1).run(_trains, None, str(tmp_path / "plain"))

@@ -95,6 +95,7 @@ def test_faults_of_a_rank(tmp_path: Path, loss_of_one_process: float, rows: list
     assert "others are not whole" in launch.text
 
 
+@pytest.mark.exhaustive  # make faults runs it
 def test_a_node_that_does_not_come_back(
     tmp_path: Path, loss_of_one_process: float, rows: list[Row]
 ) -> None:
