@@ -40,7 +40,7 @@ test: $(STAMP) ## the tests, JOBS=2 at a time (ARGS=… goes to pytest)
 test-slow: $(STAMP) ## the tests that take minutes
 	$(call pytest,slow and not exhaustive)
 
-test-exhaustive: $(STAMP) ## the rest of the products of models and options, which neither test nor test-slow runs
+test-exhaustive: $(STAMP) ## the rest of the products of models and options, and some long tests, which neither test nor test-slow runs
 	$(call pytest,exhaustive)
 
 faults: $(STAMP) ## train under faults of ranks, machines and disks; a table of steps lost and seconds to go on

@@ -29,7 +29,6 @@ from vit_results import ALONE, FIRST, Run
 
 FILE = Path(finetune_vit.__file__).with_suffix(".json")
 OWN = Configuration.read(FILE)
-GRIDS = ("2d", "2.5d", "3d")
 SMALL = dataclasses.replace(OWN, layers=2, epochs=4, lr=1e-3)
 
 
@@ -45,13 +44,7 @@ def alone(ranks: Pools) -> Run:
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)  # on a busy machine; eight ranks share what cores there are
-@pytest.mark.parametrize(
-    "plan",
-    [
-        pytest.param(plan, marks=pytest.mark.exhaustive if plan in GRIDS else pytest.mark.slow)
-        for plan in OWN.plans
-    ],
-)
+@pytest.mark.parametrize("plan", OWN.plans)
 def test_a_plan_learns_what_one_device_does(alone: Run, plan: str) -> None:
     """Sums run in another order on several ranks, so each step may add a rounding of the loss to
     the difference.
