@@ -148,11 +148,9 @@ def test_with_results_on_the_host(way: str) -> None:
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)  # on a busy machine; each plan also takes the trace of all layers
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.exhaustive) for name in ("fused", "llama")],
-)
+@pytest.mark.parametrize("name", ["fused", "llama"])
 def test_within_a_budget(name: str) -> None:
     """Blocks recompute what the memory asks for; some may recompute more than others."""
     for way in ("one", "1f1b"):

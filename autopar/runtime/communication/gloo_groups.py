@@ -9,7 +9,7 @@ some time later, in code that did nothing wrong. The slow test in ``tests/test_g
 keeps 32 small all-gathers under way between two ranks; with two threads it loses a rank.
 
 torch also gives each group a device of its own, whose thread looks for messages a hundred times a
-second, as long as the process lives. Here all groups of a process share one.
+second, as long as the process lives. Here all groups beside a default group share one.
 
 torch's functions take no options for gloo. So torch's class is replaced while they make a group.
 """
@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -46,18 +47,33 @@ def _one_thread_class() -> type:
     class OneThreadGloo(dist.ProcessGroupGloo):
         def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
             options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            devices = _devices(os.environ.get("GLOO_SOCKET_IFNAME", ""), os.getpid())
-            options._timeout, options._threads, options._devices = timeout, 1, devices
+            options._timeout, options._threads, options._devices = timeout, 1, _devices()
             super().__init__(store, rank, size, options)
 
     return OneThreadGloo
 
 
-@cache
-def _devices(interfaces: str, process: int) -> list[Any]:
-    """The network devices that torch takes: the ``interfaces``, else the host's. A forked
-    ``process`` does not have the threads of its parent's devices.
+_DEVICES: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, int], list[Any]]] = (
+    WeakKeyDictionary()
+)
+
+
+def _devices() -> list[Any]:
+    """The network devices that torch takes: those of ``GLOO_SOCKET_IFNAME``, else the host's. They
+    are the same as long as the default process group is: a later one may read the addresses of an
+    earlier one from a store, where nobody may listen. A forked process does not have the threads of
+    its parent's devices.
     """
+    world = dist.group.WORLD
+    assert world is not None
+    key = os.environ.get("GLOO_SOCKET_IFNAME", ""), os.getpid()
+    known = _DEVICES.setdefault(world, {})
+    if key not in known:
+        known[key] = _new_devices(key[0])
+    return known[key]
+
+
+def _new_devices(interfaces: str) -> list[Any]:
     if not interfaces:
         return [dist.ProcessGroupGloo.create_default_device()]
     return [

@@ -45,8 +45,8 @@ class RankBoard:
         process may keep the store.
         """
         if phase != self._phases.get(self.rank):
-            self._phases[self.rank] = phase
             self.put(f"phase{self.rank}", phase)
+            self._phases[self.rank] = phase
         self._phases[0] = self.get("phase0")
 
     def phase_of(self, rank: int) -> str | None:

@@ -183,8 +183,8 @@ class Watchdog:
     def _publish(self) -> None:
         """Writes this rank's progress to the store, and its addresses if there may be new ones."""
         if (files := abort.count_open_files()) != self._files:
-            self._files = files
             self._board.put(f"addresses{self._board.rank}", abort.local_addresses())
+            self._files = files
         self._board.put(f"rank{self._board.rank}", self._progress())
 
     def _run(self) -> None:
@@ -207,7 +207,7 @@ class Watchdog:
                     return
                 lost = 0
             except dist.DistError as error:  # without a store, ranks tell each other nothing
-                self.store_error, lost = error, lost + 1
+                self.store_error, lost, published = error, lost + 1, (-1, "")
                 if lost == _STORE_TRIES:
                     return
             except Exception:  # without further beats, the rank would look as if it had ended
