@@ -16,8 +16,10 @@ import numpy.typing as npt
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.device import Curve
 from autopar.cost_model.links import CollectiveFigures, Level
+from autopar.ir.hash_once import hash_once
 
 
+@hash_once
 @dataclass(frozen=True)
 class Hop:
     """The part of a mesh axis on one level of links: it joins ``ways`` units of ``inner`` ranks."""
@@ -49,6 +51,7 @@ class Hop:
         return self.bandwidth * self.figures(kind).efficiency
 
 
+@hash_once
 @dataclass(frozen=True)
 class AxisLinks:
     """The links that one mesh axis crosses, fastest hop first; an axis of size 1 has no hops.

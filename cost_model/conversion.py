@@ -7,7 +7,7 @@ tensor are solved together, because a search asks for nearly all of them.
 from __future__ import annotations
 
 import copy
-import itertools
+import math
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
@@ -19,9 +19,9 @@ from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import FloatArray
 from autopar.cost_model.compute import ComputeCosts
 from autopar.cost_model.conversion_steps import StepCosts, Term, leading_dims
-from autopar.cost_model.layout_graph import LayoutGraph, neighbours
+from autopar.cost_model.layout_graph import LayoutGraph, layout_steps
 from autopar.cost_model.mesh_links import MeshLinks, placed_links
-from autopar.ir.layout import I, Layout, P, R, S, Type, is_legal
+from autopar.ir.layout import I, Layout, P, R, S, Type
 
 # Seconds that each step costs in addition, so that of several equally cheap paths the shortest wins
 STEP_SECONDS = 1e-9
@@ -218,37 +218,25 @@ class ConversionCosts:
         per_axis = self._types(len(shape), layouts)
         plain = (I, R, P, *map(S, range(len(shape))))
         types = tuple(dict.fromkeys((*plain, *(t for own in per_axis for t in own))))
-        states = [
-            state for state in itertools.product(*per_axis) if is_legal(shape, state, self.sizes)
-        ]
-        order, costs, leading = (
-            {t: i for i, t in enumerate(types)},
-            self._steps,
-            leading_dims(shape),
-        )
-        numbers = np.array([[order[t] for t in state] for state in states]).reshape(
-            len(states), len(self.sizes)
-        )
-        to, seconds = [], []
+        steps = layout_steps(shape, per_axis, types, self.sizes)
+        costs, leading, of_r = self._steps, leading_dims(shape), types.index(R)
+        whole = math.prod(shape) * itemsize
+        seconds = []
         for axis in range(len(self.sizes)):
-            following, possible = neighbours(numbers, axis, types)
+            own = steps.numbers[:, axis]
             table = costs.table(leading, types, axis, differentiable)
-            nbytes = costs.local_bytes(shape, itemsize, states, axis)
+            nbytes = whole / (steps.cuts.prod(axis=1) / steps.cuts[:, axis])
             each = costs.term_seconds(nbytes, axis)
-            step = np.einsum("stk,ks->st", table[numbers[:, axis]], each) + STEP_SECONDS
+            step = np.einsum("stk,ks->st", table[own], each) + STEP_SECONDS
             if differentiable and summed_itemsize != itemsize:  # the gradient of R is a pending sum
-                sums = (table - costs.table(leading, types, axis, False))[
-                    numbers[:, axis], order[R]
-                ]
+                sums = (table - costs.table(leading, types, axis, False))[own, of_r]
                 more = costs.term_seconds(nbytes * summed_itemsize / itemsize, axis) - each
-                step[:, order[R]] += np.einsum("sk,ks->s", sums, more)
-            to.append(following)
-            seconds.append(np.where(possible, step, np.inf))
-        return LayoutGraph(
-            states, numbers, np.concatenate(to, axis=1), np.concatenate(seconds, axis=1)
-        )
+                step[:, of_r] += np.einsum("sk,ks->s", sums, more)
+            seconds.append(step)
+        found = np.concatenate(seconds, axis=1)
+        return LayoutGraph(steps, np.where(steps.possible, found, np.inf))
 
-    def _types(self, dims: int, layouts: Collection[Layout]) -> list[tuple[Type, ...]]:
+    def _types(self, dims: int, layouts: Collection[Layout]) -> tuple[tuple[Type, ...], ...]:
         """For each axis, the types that paths may pass through.
 
         These are all plain types, and of the rarer splits only those that ``layouts`` contain. On a
@@ -260,4 +248,4 @@ class ConversionCosts:
         ]
         if len(plain) ** len(self.sizes) > _MAX_STATES:
             plain = (I, R, P)
-        return [tuple(dict.fromkeys((*plain, *own))) for own in asked]
+        return tuple(tuple(dict.fromkeys((*plain, *own))) for own in asked)

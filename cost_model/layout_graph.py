@@ -4,49 +4,105 @@ axis.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
 from autopar.cost_model.collectives import FloatArray
 from autopar.errors import PlanError
-from autopar.ir.layout import Layout, Type, format_layout
+from autopar.ir.layout import Layout, Type, format_layout, is_legal
+
+
+class LayoutSteps:
+    """The legal layouts of one tensor (states), and the steps between them.
+
+    Args:
+        shape: of the tensor.
+        per_axis: the types that each axis may have.
+        types: all types.
+        sizes: the mesh's axis sizes.
+
+    Attributes:
+        states: the layouts.
+        index: the number of each layout.
+        numbers: [state, axis], each axis's type as a position in the list of types.
+        cuts: [state, axis], the number of chunks into which the axis cuts the tensor.
+        to: [state, axis * types + type], the state after the axis takes the type.
+        back: [state, axis * types + type], the step back from that state.
+        possible: [state, axis * types + type], whether there is a step.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        per_axis: tuple[tuple[Type, ...], ...],
+        types: tuple[Type, ...],
+        sizes: tuple[int, ...],
+    ) -> None:
+        self.states = [s for s in itertools.product(*per_axis) if is_legal(shape, s, sizes)]
+        self.index = {layout: i for i, layout in enumerate(self.states)}
+        order = {t: i for i, t in enumerate(types)}
+        width, count = len(sizes), len(types)
+        self.numbers = np.array([[order[t] for t in s] for s in self.states], dtype=np.int64)
+        self.numbers = self.numbers.reshape(len(self.states), width)
+        is_cut = np.array([t.is_shard for t in types])[self.numbers]
+        self.cuts = np.where(is_cut, np.array(sizes, dtype=np.int64), 1)
+        ways = [neighbours(self.numbers, axis, types) for axis in range(width)]
+        self.to = np.concatenate([to for to, _ in ways], axis=1)
+        self.possible = np.concatenate([possible for _, possible in ways], axis=1)
+        # Each step has an inverse step, so the states before a state are the states after it.
+        own = np.arange(width * count) // count
+        self.back = own * count + self.numbers[:, own]
+
+
+@lru_cache(maxsize=4096)
+def _steps_of(
+    shape: tuple[int, ...],
+    per_axis: tuple[tuple[Type, ...], ...],
+    types: tuple[Type, ...],
+    sizes: tuple[int, ...],
+) -> LayoutSteps:
+    return LayoutSteps(shape, per_axis, types, sizes)
+
+
+def layout_steps(
+    shape: Sequence[int],
+    per_axis: tuple[tuple[Type, ...], ...],
+    types: tuple[Type, ...],
+    sizes: tuple[int, ...],
+) -> LayoutSteps:
+    """The steps of a tensor. Tensors whose dims are divisible by the same numbers of chunks share
+    them.
+    """
+    most = math.prod(sizes) * math.lcm(*(t.pieces for t in types))
+    return _steps_of(tuple(math.gcd(size, most) for size in shape), per_axis, types, sizes)
 
 
 class LayoutGraph:
     """Layouts (states), the steps between them, and the costs of the cheapest paths.
 
     Args:
-        states: the layouts.
-        numbers: [state, axis], each axis's type as a position in the list of types.
-        to: [state, axis * types + type], the state after the axis takes the type.
+        steps: between the states.
         costs: [state, axis * types + type], seconds of the step; infinity where there is no step.
     """
 
-    def __init__(
-        self,
-        states: list[Layout],
-        numbers: npt.NDArray[np.int64],
-        to: npt.NDArray[np.intp],
-        costs: FloatArray,
-    ) -> None:
-        self.states, self.to, self.costs = states, to, costs
-        self.types = to.shape[1] // max(numbers.shape[1], 1)
-        self.index = {layout: i for i, layout in enumerate(states)}
-        # Each step has an inverse step, so the states before a state are the states after it.
-        back = (
-            np.arange(to.shape[1]) // self.types * self.types
-            + numbers[:, np.arange(to.shape[1]) // self.types]
-        )
-        self._arriving = np.where(np.isfinite(costs), costs[to, back], np.inf)
+    def __init__(self, steps: LayoutSteps, costs: FloatArray) -> None:
+        self.states, self.index, self.to = steps.states, steps.index, steps.to
+        self.types = self.to.shape[1] // max(steps.numbers.shape[1], 1)
+        self.costs = costs
+        arriving = costs[self.to, steps.back]
+        self._arriving = np.where(np.isfinite(costs), arriving, np.inf)
         self._rows: dict[int, FloatArray] = {}
         self._columns: dict[int, FloatArray] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tables so far."""
-        tables = self.to, self.costs, self._arriving, *self._rows.values(), *self._columns.values()
+        tables = self.costs, self._arriving, *self._rows.values(), *self._columns.values()
         return sum(table.nbytes for table in tables)
 
     def distances(self, sources: Sequence[int]) -> FloatArray:

@@ -188,33 +188,33 @@ class OuterSearch:
                     self._open.push(sharper)
 
     def _dive(self) -> bool:
-        """Sharpens the most promising configuration of each number of pipeline ranks to the end,
-        and counts the best candidates of these until one fits that is clearly faster than the
-        fastest plan. Returns whether one does.
+        """Sharpens the most promising configuration of each number of pipeline ranks, the one with
+        the lowest estimate first, and counts candidates of these until one fits. Ends where no
+        estimate is clearly below the fastest plan. Returns whether a candidate fits.
         """
-        sharp = []
-        for each in self._open.pop_best_of_each_pipeline():
-            found = [each]
-            for _ in range(2 * Level.CUT):
-                if not found or found[0].level == sharpest(found[0].family[0]):
-                    break
-                found = self._sharpening.sharpened(found[0]) + found[1:]
-            sharp += found[:1]
-            for other in found[1:]:
-                self._open.push(other)
-        is_found = False
-        for each in sorted(sharp, key=lambda each: each.estimate):
-            is_sharp = each.candidate is None and each.level == sharpest(each.family[0])
-            if is_sharp and not is_found and self._fitting.is_clearly_faster(each.estimate):
-                before = len(self._fitting.plans)
+        dived = self._open.pop_best_of_each_pipeline()
+        before = len(self._fitting.plans)
+        while dived:
+            each = min(dived, key=self._open.estimate)
+            is_found = len(self._fitting.plans) > before
+            if is_found or not self._fitting.is_clearly_faster(self._open.estimate(each)):
+                break
+            dived.remove(each)
+            if each.candidate is not None:
+                self._fitting.count(each.candidate)
+            elif each.level == sharpest(each.family[0]):
                 candidate = self._make_candidate(each.family[0], each.bound)
                 if candidate is not None:
                     self._fitting.count(candidate)
-                is_found = len(self._fitting.plans) > before
                 self._push_others(each, candidate)
             else:
-                self._open.push(each)
-        return is_found
+                sharper, *others = self._sharpening.sharpened(each) or [None]
+                dived += [sharper] if sharper is not None else []
+                for other in others:
+                    self._open.push(other)
+        for each in dived:
+            self._open.push(each)
+        return len(self._fitting.plans) > before
 
     def _push_others(self, each: OpenFamily, candidate: Candidate | None) -> None:
         """Puts a family back without its first configuration, which has the ``candidate``, if any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -61,15 +62,13 @@ class CostWeights:
 
     def of(self, count: np.ndarray) -> NodeWeights:
         """The weights of a node that occurs ``count`` times, [stage]."""
-        return NodeWeights(
-            float(count @ self.forward),
-            float(count @ self.backward),
-            float(count @ self.converting),
-            float(count @ self.step),
-            float(count @ self.send),
-            float(count @ (self.price * self.flight)),
-            float(count @ self.price),
-        )
+        return NodeWeights(*(count @ self._by_stage).tolist())
+
+    @cached_property
+    def _by_stage(self) -> np.ndarray:
+        """The weights of a node that occurs once, [stage, weight]."""
+        seconds = self.forward, self.backward, self.converting, self.step, self.send
+        return np.stack([*seconds, self.price * self.flight, self.price], axis=1)
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,10 @@ class Problem:
     tensor_of: dict[fx.Node, int] = field(default_factory=dict)
     stages: int = 1
     solver: str = "highs"
+    # (producer, ports, port) -> the sources, targets and flags of its LabelPairs
+    _labels: dict[tuple, tuple[np.ndarray, ...]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     @property
     def label_pair_count(self) -> int:
@@ -109,12 +113,12 @@ class Problem:
         """What a choice for each vertex costs, where the conversions ``recomputed`` are recomputed
         and all other conversions that the backward needs are saved. This defines the objective.
         """
-        sums = np.zeros((len(COSTS), self.stages))
-        total = dict(zip(COSTS, sums, strict=True))
+        counts = np.array([v.count for v in self.vertices]).reshape(-1, self.stages)
+        own = np.array([v.costs[k] for v, k in zip(self.vertices, chosen, strict=True)])
+        total = dict(zip(COSTS, own.reshape(-1, len(COSTS)).T @ counts, strict=True))
         parts = ("recomputation", "converting", "converting_again")
         total |= {name: np.zeros(self.stages) for name in parts}
         for v, k in zip(self.vertices, chosen, strict=True):
-            sums += v.costs[k][:, None] * v.count
             if v.states[k] == RECOMPUTED:
                 total["recomputation"] += v.count * v.forward[k]
         for c in self.conversions(chosen):
@@ -152,15 +156,22 @@ class Problem:
 
     def label_pairs(self, tensor: TensorConversions, port: Port) -> LabelPairs:
         """The labels that a tensor can have against the labels that a port can want."""
-        made = self.vertices[tensor.producer].out_labels
-        wanted = self.vertices[port[0]].in_labels[port[1]]
-        sources = np.array([tensor.sources[layout] for layout, _ in made])[:, None]
-        targets = np.array([tensor.targets[layout] for layout, _ in wanted])[None, :]
+        key = tensor.producer, tensor.ports, port
+        if key not in self._labels:
+            made = self.vertices[tensor.producer].out_labels
+            wanted = self.vertices[port[0]].in_labels[port[1]]
+            self._labels[key] = (
+                np.array([tensor.sources[layout] for layout, _ in made])[:, None],
+                np.array([tensor.targets[layout] for layout, _ in wanted])[None, :],
+                np.array([flag for _, flag in made])[:, None],
+                np.array([flag for _, flag in wanted])[None, :],
+            )
+        sources, targets, available, needed = self._labels[key]
         return LabelPairs(
             sources,
             targets,
-            np.array([flag for _, flag in made])[:, None],
-            np.array([flag for _, flag in wanted])[None, :],
+            available,
+            needed,
             tensor.seconds[sources, targets],
             tensor.recompute_seconds[sources, targets],
             tensor.moves[sources, targets],
@@ -188,7 +199,7 @@ class Problem:
         recomputed conversion starts from.
         """
         freed, changed = list(chosen), True
-        freed_choices = [v.freed_choices() for v in self.vertices]
+        freed_choices = [v.freed_choices for v in self.vertices]
         tensors: dict[int, list[int]] = defaultdict(list)
         for g, tensor in enumerate(self.tensors):
             tensors[tensor.producer].append(g)

@@ -63,22 +63,22 @@ class ProblemParts:
     """The parts of the problem of one mesh.
 
     The choices of a node are the same list in all problems in which they are equal, so a list
-    stands for all that choices depend on: the axes, the samples, the constraints, and for a
-    parameter the storage that the options ask for.
+    stands for all that choices depend on: the axes, the constraints, for a call the samples, and
+    for a parameter the storage that the options ask for.
 
     Attributes:
         kept: the parts of all problems of one graph on one cluster.
         graph: the vertices and tensors without choices.
-        work: what seconds and bytes of one rank's work depend on: samples and devices.
-        links: what seconds of collectives depend on besides.
+        samples: of a microbatch, on which the costs of parameters do not depend.
+        devices: whose seconds the costs have, and the links of the axes.
         state: what the costs of parameters depend on besides.
         conversions: what the conversions of parameters depend on besides.
     """
 
     kept: Kept
     graph: ProblemGraph
-    work: Hashable
-    links: Hashable
+    samples: int
+    devices: tuple[Hashable, Hashable]
     state: Hashable
     conversions: Hashable
 
@@ -99,11 +99,12 @@ class ProblemParts:
             price: the costs of the choices, which do not depend on the states.
             make: the vertex with these costs.
         """
-        depends: tuple[Hashable, ...] = (self.work,)
+        pace, _ = self.devices
+        depends: tuple[Hashable, ...] = (self.samples, pace)
         if isinstance(choices[0], ParameterStrategy):
-            depends = self.work, self.links, self.state
+            depends = self.devices, self.state
         elif rule is not None and rule.composed:  # there are collectives inside its kernels
-            depends = self.work, self.links
+            depends = self.samples, self.devices
         return self._part(
             (node, states, returned, depends),
             [choices],
@@ -124,8 +125,9 @@ class ProblemParts:
             choices: those of the vertices that make and read it.
             recompute: whether results of conversions may be saved, and recomputed.
         """
-        is_state = isinstance(choices[0][0], ParameterStrategy)
-        depends = self.work, self.links, self.conversions if is_state else None
+        depends: tuple[Hashable, ...] = (self.samples, self.devices)
+        if isinstance(choices[0][0], ParameterStrategy):
+            depends = self.devices, self.conversions
         return self._part((producer, ports, recompute, depends), choices, make)
 
     def _part(

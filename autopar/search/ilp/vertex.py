@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -99,6 +99,7 @@ class Vertex:
         other.node, other.count = node, count
         return other
 
+    @cached_property
     def freed_choices(self) -> dict[int, int]:
         """For each choice that saves the result, on the device or on the host, the choice of the
         same strategy that frees it.
@@ -113,13 +114,23 @@ class Vertex:
     def with_choices(self, numbers: Sequence[int] | np.ndarray) -> Vertex:
         """The vertex with only the choices of these numbers."""
         left = np.asarray(numbers)
-        arrays = ("states", "available", "forward", "backward", "copying", "send", "step", "kept")
-        return replace(
-            self,
-            choices=[self.choices[i] for i in left],
-            needs=[n[left] for n in self.needs],
-            **{a: getattr(self, a)[left] for a in (*arrays, "state", "result")},
+        other = copy.copy(self)
+        for name in ("costs", "freed_choices"):
+            other.__dict__.pop(name, None)
+        for name in (*COSTS, "states", "available", "result"):
+            setattr(other, name, getattr(self, name)[left])
+        other.choices = [self.choices[i] for i in left]
+        other.needs = [need[left] for need in self.needs]
+        other.out_labels, other.out_label_of = _labels_left(
+            self.out_labels, self.out_label_of[left]
         )
+        ports = [
+            _labels_left(labels, label_of[left])
+            for labels, label_of in zip(self.in_labels, self.in_label_of, strict=True)
+        ]
+        other.in_labels = [labels for labels, _ in ports]
+        other.in_label_of = [numbers for _, numbers in ports]
+        return other
 
 
 def _distinct(labels: list[Label]) -> tuple[list[Label], np.ndarray]:
@@ -127,3 +138,11 @@ def _distinct(labels: list[Label]) -> tuple[list[Label], np.ndarray]:
     places: dict[Label, int] = {}
     numbers = np.array([places.setdefault(label, len(places)) for label in labels], dtype=np.int64)
     return list(places), numbers
+
+
+def _labels_left(labels: list[Label], numbers: np.ndarray) -> tuple[list[Label], np.ndarray]:
+    """The labels of these numbers, each once, and the number of each among them."""
+    left = list(dict.fromkeys(numbers.tolist()))
+    place = np.zeros(len(labels), dtype=np.int64)
+    place[left] = np.arange(len(left))
+    return [labels[i] for i in left], place[numbers]

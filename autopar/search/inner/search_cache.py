@@ -63,6 +63,7 @@ class LruCache(Generic[Value]):
         nbytes: about the bytes that a value takes. Whenever a quarter of the values is new, the
             oldest are dropped until the others take at most ``most_bytes`` together.
         most_bytes: None: MOST_BYTES.
+        grows: whether a value may take more bytes later than at first.
     """
 
     def __init__(
@@ -70,9 +71,11 @@ class LruCache(Generic[Value]):
         most: int = MOST_VALUES,
         nbytes: Callable[[Value], float] | None = None,
         most_bytes: float | None = None,
+        grows: bool = True,
     ) -> None:
         self._most, self._nbytes, self._new = most, nbytes, 0
-        self._most_bytes = most_bytes
+        self._most_bytes, self._grows = most_bytes, grows
+        self._sizes: dict[Hashable, float] = {}
         self._values: OrderedDict[Hashable, Value] = OrderedDict()
 
     def of(self, key: Hashable, make: Callable[[], Value]) -> Value:
@@ -90,7 +93,11 @@ class LruCache(Generic[Value]):
     def _drop_above(self, most: float, nbytes: Callable[[Value], float]) -> None:
         """Drops the values used first, until the others take at most ``most`` bytes together."""
         self._new = 0
-        sizes = {key: nbytes(value) for key, value in self._values.items()}
+        known = {} if self._grows else self._sizes
+        sizes = self._sizes = {
+            key: known[key] if key in known else nbytes(value)
+            for key, value in self._values.items()
+        }
         total = sum(sizes.values())
         for key in list(self._values)[:-1]:  # the last is the new one
             if total <= most:
@@ -168,7 +175,7 @@ class SearchCache:
         self.choices: LruCache[Any] = like.choices if like else LruCache()
         self._graph: LruCache[ProblemGraph] = like._graph if like else LruCache(1)
         self._parts = LruCache[Any](  # vertices, their costs, tensors
-            3 * MOST_VALUES * len(self.nodes), lambda part: array_bytes(part[0])
+            3 * MOST_VALUES * len(self.nodes), lambda part: array_bytes(part[0]), grows=False
         )
         self.tf32, self._compute = tf32, LruCache[ComputeCosts]()
         self.problems = LruCache[Problem](nbytes=lambda p: sum(map(array_bytes, p.tensors)))
@@ -226,7 +233,7 @@ class SearchCache:
                 analysis.graph, self.representative, set(self.nodes), analysis.loss
             ),
         )
-        return ProblemParts(self._parts, graph, (samples, pace), links.axes, state, conversions)
+        return ProblemParts(self._parts, graph, samples, (pace, links.axes), state, conversions)
 
     def pace(self, configuration: Configuration) -> Pace:
         """Whose seconds a configuration's problem has. Bounds of a pipeline hold for each order of

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.errors import PlanError
+from autopar.ir.hash_once import hash_once
 from autopar.search.space.modes.mode import Groups, Mode, grid
 from autopar.search.space.modes.registry import make_mode, mode_names
 
@@ -16,6 +17,7 @@ from autopar.search.space.modes.registry import make_mode, mode_names
 MANY_RANKS = 16
 
 
+@hash_once
 @dataclass(frozen=True)
 class Axis:
     """One mesh axis.

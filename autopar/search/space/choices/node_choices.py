@@ -72,10 +72,12 @@ class NodeChoices:
         def choices_of_calls() -> dict[fx.Node, list[Choice]]:
             found = self._of_nodes([n for n in own if n not in state], axes)
             self._check_mode_is_used(axes, found)
-            return found
+            # Most nodes have the same choices for other numbers of samples.
+            lists: dict[fx.Node, list[list[Choice]]] = self._keep((*fixed, "lists"), dict)
+            return {n: _first_equal(lists.setdefault(n, []), found[n]) for n in found}
 
         # The choices of calls do not depend on the storage of parameters, and those of parameters
-        # not on the samples.
+        # not on the samples. Equal choices are one list.
         of_calls = self._keep((*fixed, "calls", self._analysis.batch.size), choices_of_calls)
         of_state = self._keep(
             (*fixed, "state", options.zero_stage, options.state_on_host),
@@ -270,3 +272,13 @@ def _options_of(strategy: Strategy) -> list[Option]:
         Option(tuple(layout[i] for layout in strategy.ins), strategy.out[i], factor, kernel)
         for i, (factor, kernel) in enumerate(zip(strategy.factors, strategy.kernels, strict=True))
     ]
+
+
+def _first_equal(known: list[list[Choice]], choices: list[Choice]) -> list[Choice]:
+    """The first of the ``known`` lists that equals ``choices``, or else these, which are known from
+    then on.
+    """
+    found = next((each for each in known if each == choices), None)
+    if found is None:
+        known.append(choices)
+    return choices if found is None else found
