@@ -19,6 +19,7 @@ out: ``Level.measured`` takes precedence over them.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import overload
 
 import numpy as np
@@ -46,25 +47,33 @@ def collective_seconds(
             the result of an all-gather, the operand of a reduce-scatter. A number or an array.
         axis: the mesh axis along which the collective runs.
     """
+    if isinstance(nbytes, np.ndarray):
+        return _seconds(kind, nbytes.astype(np.float64, copy=False), axis)
+    return _seconds_of_one(kind, float(nbytes), axis)
+
+
+@lru_cache(maxsize=2**16)
+def _seconds_of_one(kind: str, nbytes: float, axis: AxisLinks) -> float:
+    return float(_seconds(kind, np.asarray(nbytes), axis))
+
+
+def _seconds(kind: str, amount: FloatArray, axis: AxisLinks) -> FloatArray:
+    """:func:`collective_seconds` of an array."""
     if axis.alternatives:
-        each = np.array([collective_seconds(kind, nbytes, links) for links in axis.alternatives])
-        picked = each.max(axis=0) if axis.is_slowest else each.min(axis=0)
-        return picked if isinstance(nbytes, np.ndarray) else float(picked)
-    amount = np.asarray(nbytes, dtype=np.float64)
+        each = np.array([_seconds(kind, amount, links) for links in axis.alternatives])
+        return np.asarray(each.max(axis=0) if axis.is_slowest else each.min(axis=0))
     measured = axis.measured
     if kind == "shift" and {SEND, "all_to_all"} <= measured.keys():
-        total = np.maximum(
+        return np.maximum(
             _between(measured[SEND], amount), _between(measured["all_to_all"], amount)
         )
-    elif kind in measured:
-        total = _between(measured[kind], amount)
-    elif axis.hops:
-        # One kernel runs the collective on all levels, so the start-up counts once.
-        startup = max(hop.figures(kind).startup for hop in axis.hops)
-        total = startup + axis.wait + _FORMULAS[kind](amount, axis, kind)
-    else:
-        total = np.zeros_like(amount)
-    return total if isinstance(nbytes, np.ndarray) else float(total)
+    if kind in measured:
+        return _between(measured[kind], amount)
+    if not axis.hops:
+        return np.zeros_like(amount)
+    # One kernel runs the collective on all levels, so the start-up counts once.
+    startup = max(hop.figures(kind).startup for hop in axis.hops)
+    return startup + axis.wait + _FORMULAS[kind](amount, axis, kind)
 
 
 def _between(points: Curve, nbytes: FloatArray) -> FloatArray:

@@ -7,6 +7,7 @@ curves give the part of the peak that a kernel reaches for its size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -200,5 +201,10 @@ def tile_utilisation(
 
 def _at(curve: Curve, work: FloatArray | float) -> FloatArray:
     """The curve's value at ``work``: linear in logarithms between points, constant outside."""
-    points = np.log(np.array(curve))
-    return np.exp(np.interp(np.log(np.maximum(work, 1.0)), points[:, 0], points[:, 1]))
+    return np.exp(np.interp(np.log(np.maximum(work, 1.0)), *_logarithms(curve)))
+
+
+@lru_cache(maxsize=1024)
+def _logarithms(curve: Curve) -> FloatArray:
+    """The logarithms of a curve's points: those of the work, and those of the values."""
+    return np.ascontiguousarray(np.log(np.array(curve)).T)

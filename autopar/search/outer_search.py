@@ -145,16 +145,18 @@ class OuterSearch:
         bounds without a solve, or all.
         """
         opened = []
+        level = Level.FLOOR if most is None else Level.UNSOLVED
         for family in families:
             possible = self.enumeration.possible([c for c in family if c not in self._compared])
-            level = Level.FLOOR if most is None else Level.UNSOLVED
-            if self._over_budget.is_family_over(possible):
+            if not possible or self._over_budget.is_family_over(possible):
                 continue
-            if possible and (found := self._sharpening.bound(possible[0], level)) is not None:
-                opened.append(OpenFamily(found.estimate, found.bound, level, possible))
+            placed = self._sharpening.at_only_placement(possible)
+            if (found := self._sharpening.bound(placed[0], level)) is not None:
+                each = OpenFamily(found.estimate, found.bound, level, placed)
+                opened.append((each, possible))
         # Sorting is stable: of equal families the first stays first.
-        for each in sorted(opened, key=lambda each: each[:2])[:most]:
-            self._compared.update(each.family)
+        for each, family in sorted(opened, key=lambda pair: pair[0][:2])[:most]:
+            self._compared.update(family)
             self._open.push(each)
 
     def _search(self) -> None:

@@ -12,7 +12,7 @@ from autopar.search.fitting.fitting_plans import FittingPlans
 from autopar.search.ilp.programs.linear_program import UnsolvedError
 from autopar.search.inner.inner_searches import InnerSearches
 from autopar.search.inner.step_bounds import Level, StepBound
-from autopar.search.open_families import OpenFamilies, OpenFamily
+from autopar.search.open_families import Family, OpenFamilies, OpenFamily
 from autopar.search.over_budget import OverBudget
 from autopar.search.space.configuration import Configuration
 
@@ -69,14 +69,19 @@ class Sharpening:
         except PlanError as e:
             self._enumeration.failures.append(e)
             return []
-        return [
-            each._replace(
-                family=tuple(
-                    replace(f, axes=c.axes, place=c.place, kinds=c.kinds) for f in each.family
-                )
-            )
-            for c in placed
-        ]
+        return [each._replace(family=_placed_as(c, each.family)) for c in placed]
+
+    def at_only_placement(self, family: Family) -> Family:
+        """A family without a pipeline at its placement, where only one is possible: its bounds then
+        need no problem with the fastest links of any placement.
+        """
+        if family[0].pipeline > 1:
+            return family
+        try:
+            placed = self._searches.placements(family[0])
+        except PlanError:
+            return family  # the level PLACED meets the error, too
+        return _placed_as(placed[0], family) if len(placed) == 1 else family
 
     def bound(self, configuration: Configuration, level: Level) -> StepBound | None:
         """A bound and an estimate of the step time; None where the configuration has no plan."""
@@ -104,6 +109,12 @@ class Sharpening:
             self._enumeration.failures.append(error)
         elif not self._searches.options.is_unrequested_mode(configuration.mode):
             self._searches.unsolved.append(configuration)
+
+
+def _placed_as(placed: Configuration, family: Family) -> Family:
+    """A family at the placement of one of its configurations."""
+    where = dict(axes=placed.axes, place=placed.place, kinds=placed.kinds)
+    return tuple(replace(each, **where) for each in family)
 
 
 def sharpest(configuration: Configuration) -> Level:

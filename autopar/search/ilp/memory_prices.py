@@ -13,10 +13,11 @@ from dataclasses import replace
 import numpy as np
 
 from autopar.search.ilp.cost_weights import CostWeights
-from autopar.search.ilp.neighbourhood import Solve, solve_restricted, strategies_as_chosen
+from autopar.search.ilp.neighbourhood import Solve, of_whole_problem, strategies_as_chosen
 from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.programs.linear_program import SOLVE_OPERATIONS
 from autopar.search.ilp.programs.reduced_problem import ReducedProblem
+from autopar.search.ilp.restrict import restrict_choices
 from autopar.search.ilp.solution import Solution
 from autopar.search.ilp.solve import best_solution
 
@@ -102,11 +103,12 @@ class MemoryPrices:
         """
         if self._with_fastest_layouts is None:
             same = strategies_as_chosen(self.problem, self.at(0.0).chosen)
+            few = restrict_choices(self.problem, same)
             self._with_fastest_layouts = MemoryPrices(
                 self.problem,
                 self.weights,
                 self.operations,
-                lambda problem, solve: solve_restricted(problem, same, solve),
+                lambda problem, solve: of_whole_problem(solve(few), same),
             )
         for price in self.solved:
             self._with_fastest_layouts.at(price)

@@ -76,9 +76,10 @@ def strategies_as_chosen(problem: Problem, chosen: Sequence[int]) -> list[np.nda
     ]
 
 
-def solve_restricted(problem: Problem, numbers: Sequence[np.ndarray], solve: Solve) -> Solution:
-    """The solution with only the choices of these numbers, as a solution of the whole problem."""
-    found = solve(restrict_choices(problem, numbers))
+def of_whole_problem(found: Solution, numbers: Sequence[np.ndarray]) -> Solution:
+    """The solution of a problem with only the choices of these numbers, as a solution of the whole
+    problem.
+    """
     chosen = (int(left[k]) for left, k in zip(numbers, found.chosen, strict=True))
     return replace(found, chosen=tuple(chosen))
 
@@ -87,7 +88,8 @@ def improve_from_centres(problem: Problem, centres: list[list[tuple]], solve: So
     """The best solution found from the centres; ``solve`` solves a restricted problem."""
     best: Solution | None = None
     for _ in range(MAX_ROUNDS):
-        found = solve_restricted(problem, neighbours(problem, centres), solve)
+        numbers = neighbours(problem, centres)
+        found = of_whole_problem(solve(restrict_choices(problem, numbers)), numbers)
         if best is not None and found.value > best.value * (1 - LEAST_IMPROVEMENT):
             break
         best = found

@@ -29,6 +29,8 @@ from autopar.search.ilp.tensor_conversions import Port, TensorConversions
 from autopar.search.ilp.vertex import COSTS, Label, Vertex
 from autopar.search.space.recompute_policy import RECOMPUTED
 
+MOST_KEPT_PAIRS = 1024  # of one port: about 17 kB
+
 RecomputedConversions = frozenset[tuple[int, Layout]]  # (number of the tensor, target layout)
 
 
@@ -93,10 +95,8 @@ class Problem:
     tensor_of: dict[fx.Node, int] = field(default_factory=dict)
     stages: int = 1
     solver: str = "highs"
-    # (producer, ports, port) -> the sources, targets and flags of its LabelPairs
-    _labels: dict[tuple, tuple[np.ndarray, ...]] = field(
-        default_factory=dict, init=False, repr=False
-    )
+    # (producer, ports, port) -> pairs of few labels
+    _pairs: dict[tuple, LabelPairs] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def label_pair_count(self) -> int:
@@ -115,7 +115,9 @@ class Problem:
         """
         counts = np.array([v.count for v in self.vertices]).reshape(-1, self.stages)
         own = np.array([v.costs[k] for v, k in zip(self.vertices, chosen, strict=True)])
-        total = dict(zip(COSTS, own.reshape(-1, len(COSTS)).T @ counts, strict=True))
+        # One addition after the other: the sum of a matrix product depends on the machine.
+        sums = (own.reshape(-1, len(COSTS), 1) * counts[:, None, :]).sum(axis=0)
+        total = dict(zip(COSTS, sums, strict=True))
         parts = ("recomputation", "converting", "converting_again")
         total |= {name: np.zeros(self.stages) for name in parts}
         for v, k in zip(self.vertices, chosen, strict=True):
@@ -157,26 +159,25 @@ class Problem:
     def label_pairs(self, tensor: TensorConversions, port: Port) -> LabelPairs:
         """The labels that a tensor can have against the labels that a port can want."""
         key = tensor.producer, tensor.ports, port
-        if key not in self._labels:
-            made = self.vertices[tensor.producer].out_labels
-            wanted = self.vertices[port[0]].in_labels[port[1]]
-            self._labels[key] = (
-                np.array([tensor.sources[layout] for layout, _ in made])[:, None],
-                np.array([tensor.targets[layout] for layout, _ in wanted])[None, :],
-                np.array([flag for _, flag in made])[:, None],
-                np.array([flag for _, flag in wanted])[None, :],
-            )
-        sources, targets, available, needed = self._labels[key]
-        return LabelPairs(
+        if key in self._pairs:
+            return self._pairs[key]
+        made = self.vertices[tensor.producer].out_labels
+        wanted = self.vertices[port[0]].in_labels[port[1]]
+        sources = np.array([tensor.sources[layout] for layout, _ in made])[:, None]
+        targets = np.array([tensor.targets[layout] for layout, _ in wanted])[None, :]
+        pairs = LabelPairs(
             sources,
             targets,
-            available,
-            needed,
+            np.array([flag for _, flag in made])[:, None],
+            np.array([flag for _, flag in wanted])[None, :],
             tensor.seconds[sources, targets],
             tensor.recompute_seconds[sources, targets],
             tensor.moves[sources, targets],
             tensor.nbytes[targets],
         )
+        if pairs.seconds.size <= MOST_KEPT_PAIRS:
+            self._pairs[key] = pairs
+        return pairs
 
     def conversions(self, chosen: Sequence[int]) -> Iterator[Conversion]:
         """Every tensor in every layout that a reader wants, its own layout included."""

@@ -16,6 +16,7 @@ from autopar.search.space.recompute_policy import FREED, OFFLOADED, SAVED
 from autopar.search.space.strategies import Choice
 
 COSTS = ("forward", "backward", "copying", "send", "step", "kept", "state")
+WEIGHT_OF = {"kept": "saved"}  # the weight of a cost, where it has another name
 Label = tuple[Layout, bool]  # a layout, and whether the tensor is available in the backward
 
 
@@ -81,15 +82,8 @@ class Vertex:
 
     def cost(self, weights: CostWeights) -> np.ndarray:
         """What each choice costs in all occurrences together, [choice]."""
-        weight = weights.of(self.count)
-        return (
-            weight.forward * self.forward
-            + weight.backward * self.backward
-            + weight.step * self.step
-            + weight.send * self.send
-            + weight.saved * self.kept
-            + weight.state * self.state
-        )
+        of = weights.of(self.count)._asdict() | {"copying": 0.0}
+        return (self.costs * [of[WEIGHT_OF.get(name, name)] for name in COSTS]).sum(axis=1)
 
     def of_node(self, node: fx.Node, count: np.ndarray) -> Vertex:
         """The vertex of another node with the same choices and costs, which occurs ``count``

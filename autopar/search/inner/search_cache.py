@@ -172,7 +172,7 @@ class SearchCache:
             self.staged_graphs, self._saved = like.staged_graphs, like._saved
             self.counted_programs = like.counted_programs
         # Choices and the form of problems depend on the graph and the options alone.
-        self.choices: LruCache[Any] = like.choices if like else LruCache()
+        self.choices: LruCache[Any] = like.choices if like else LruCache(3 * MOST_VALUES)
         self._graph: LruCache[ProblemGraph] = like._graph if like else LruCache(1)
         self._parts = LruCache[Any](  # vertices, their costs, tensors
             3 * MOST_VALUES * len(self.nodes), lambda part: array_bytes(part[0]), grows=False

@@ -88,6 +88,8 @@ class Costs:
         self.analysis, self.compute, self.sizes = analysis, compute, conversions.sizes
         self.optimizer, self.reduction_dtype = optimizer, reduction_dtype
         self.microbatches = microbatches
+        # of parameters in the same strategies
+        self._parameters: dict[tuple, NodeCosts] = {}
         self._stages: tuple[Costs, ...] = ()
         self._stage_of: Mapping[fx.Node, Sequence[int]] = {}
         tracer = tracer or OperatorTracer(compute.device_kind)
@@ -134,7 +136,7 @@ class Costs:
         if step_prices is None:
             return self
         other = copy.copy(self)
-        other.parameters = self.parameters.at(step_prices)
+        other.parameters, other._parameters = self.parameters.at(step_prices), {}
         if step_prices.zero_buckets is None:
             other.conversions = self.conversions.exposed(step_prices.zero_exposed)
         else:
@@ -202,6 +204,12 @@ class Costs:
         return NodeCosts.of(len(choices), **costs)
 
     def _parameter_costs(self, node: fx.Node, strategies: Sequence[ParameterStrategy]) -> NodeCosts:
+        key = self.parameters.alike(node), tuple(strategies)
+        if key not in self._parameters:
+            self._parameters[key] = self._cost_parameter(node, strategies)
+        return self._parameters[key]
+
+    def _cost_parameter(self, node: fx.Node, strategies: Sequence[ParameterStrategy]) -> NodeCosts:
         parameters = self.parameters
         step = [
             sum(t.seconds for t in parameters.synchronisation_terms(node, s))

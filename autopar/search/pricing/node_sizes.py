@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import torch.fx as fx
@@ -19,6 +20,11 @@ def tensor_bytes(node: fx.Node) -> int:
 
 def chunk_count(layout: Layout, sizes: Sequence[int]) -> int:
     """The number of different chunks into which a layout cuts a tensor on a mesh of ``sizes``."""
+    return _chunk_count(layout, tuple(sizes))
+
+
+@lru_cache(maxsize=2**16)
+def _chunk_count(layout: Layout, sizes: tuple[int, ...]) -> int:
     return math.prod(n for t, n in zip(layout, sizes, strict=True) if t.is_shard)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 
 import torch
@@ -83,6 +83,11 @@ class ParameterCosts:
         other._step_prices, other._exposed = step_prices, step_prices.exposed
         other._bucket_bytes = self._bucket_bytes | dict(step_prices.bucket_bytes)
         return other
+
+    def alike(self, node: fx.Node) -> Hashable:
+        """All that the costs of a parameter or buffer depend on besides its strategy."""
+        value, trains = node.meta["val"], node in self._differentiable
+        return value.shape, value.dtype, stored_dtype(node), trains, self._holders.get(node, 1)
 
     @property
     def pipeline_axis(self) -> int:

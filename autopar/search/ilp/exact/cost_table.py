@@ -86,17 +86,14 @@ def edge_costs(
     cheaper of saving and recomputing it.
     """
     pairs, weight = problem.label_pairs(tensor, port), weights.of(tensor.count)
+    time, labels = weight.converting * pairs.seconds, (pairs.sources[:, 0], pairs.targets[0])
+    if not pairs.needed.any():
+        return EdgeCosts(time, np.zeros_like(time), *labels, pairs.needed[0])
     recompute = np.where(pairs.available, weight.converting * pairs.recompute_seconds, np.inf)
     save_or_recompute = np.minimum(price_bytes(weight.saved, pairs.nbytes), recompute)
     without_memory = np.where(pairs.available, 0.0, np.inf)
     in_backward = np.where(pairs.moves, save_or_recompute, without_memory)
-    return EdgeCosts(
-        weight.converting * pairs.seconds,
-        np.where(pairs.needed, in_backward, 0.0),
-        pairs.sources[:, 0],
-        pairs.targets[0],
-        pairs.needed[0],
-    )
+    return EdgeCosts(time, np.where(pairs.needed, in_backward, 0.0), *labels, pairs.needed[0])
 
 
 def tensor_tables(

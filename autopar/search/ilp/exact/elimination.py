@@ -107,16 +107,16 @@ class Elimination:
         if not self._of_vertex[v]:  # no other cost depends on its choice
             return self._add_step(v, (), CostTable({}, self.costs[v].min()))
         scope, numbers = self._scope(v), tuple(sorted(self._of_vertex[v]))
-        own = scope.pop(v, np.zeros(len(self.costs[v]), dtype=np.int64))
-        dims = [*scope, v]
-        first = {u: first_choices(classes) for u, classes in (*scope.items(), (v, own))}
-        entries = math.prod(float(len(first[u])) for u in scope)
-        if entries > MOST_ENTRIES or entries * len(first[v]) > MOST_ADDITIONS:
+        scope[v] = scope.pop(v)  # the last
+        counts = {u: int(classes.max()) + 1 for u, classes in scope.items()}
+        additions = math.prod(map(float, counts.values()))
+        if additions > min(MOST_ADDITIONS, MOST_ENTRIES * counts[v]):
             raise TooWideError
-        sums = _least_of_classes(self.costs[v], own, len(first[v]))
+        sums = _least_of_classes(self.costs[v], scope[v], counts[v])
         for number in numbers:
-            sums = sums + _aligned(self.tables[number], dims, first)
-        sums = np.broadcast_to(sums, [len(first[u]) for u in dims])
+            sums = sums + _aligned(self.tables[number], scope)
+        sums = np.broadcast_to(sums, list(counts.values()))
+        del scope[v]
         result = _of_several_classes(CostTable(scope, sums.min(axis=-1)))
         return self._add_step(v, numbers, result)
 
@@ -162,17 +162,22 @@ def _of_several_classes(table: CostTable) -> CostTable:
 def _least_of_classes(costs: np.ndarray, classes: np.ndarray, count: int) -> np.ndarray:
     """The least cost of each class, [class]."""
     least = np.full(count, np.inf)
-    np.minimum.at(least, classes, costs)
+    if count == len(costs):  # each choice is a class
+        least[classes] = costs
+    else:
+        np.minimum.at(least, classes, costs)
     return least
 
 
-def _aligned(table: CostTable, dims: Sequence[int], first: dict[int, np.ndarray]) -> np.ndarray:
-    """The costs of a table over the joint classes of ``dims``; size 1 along the dims that the
-    table does not have. ``first``: the first choice of each joint class.
+def _aligned(table: CostTable, scope: Classes) -> np.ndarray:
+    """The costs of a table over the joint classes ``scope`` of some vertices; size 1 along the
+    vertices that the table does not have.
     """
-    numbers = [classes[first[u]] for u, classes in table.classes.items()]
-    costs = table.costs[np.ix_(*numbers)]
-    order = sorted(range(len(numbers)), key=lambda i: dims.index(list(table.classes)[i]))
-    present = [u in table.classes for u in dims]
-    sizes = iter(np.transpose(costs, order).shape)
-    return np.transpose(costs, order).reshape([next(sizes) if p else 1 for p in present])
+    costs, own = table.costs, list(table.classes)
+    for dim, (u, classes) in enumerate(table.classes.items()):
+        if scope[u] is not classes:
+            costs = costs.take(classes[first_choices(scope[u])], axis=dim)
+    order = [own.index(u) for u in scope if u in table.classes]
+    sizes = iter(costs.shape[dim] for dim in order)
+    shape = [next(sizes) if u in table.classes else 1 for u in scope]
+    return costs.transpose(order).reshape(shape)
