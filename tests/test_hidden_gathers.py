@@ -116,15 +116,19 @@ def test_the_mean_of_two_plans_prices() -> None:
     """
     gather, summed = Traffic("forward", "all_gather", 0), Traffic("backward", "all_reduce", 0)
     one = StepPrices(
-        ((gather, 4.0),), ByPhase(1.0, 0.5), 3.0, (("weight", 10.0),), ExposedParts(0.5, 0.5, 1.0)
+        ((gather, 4.0),),
+        ByPhase(1.0, 0.5),
+        (3.0,),
+        (("weight", 10.0),),
+        ExposedParts(0.5, 0.5, 1.0),
     )
     other = StepPrices(
-        ((summed, 6.0), (gather, 2.0)), ByPhase(0.5, 0.5), 1.0, None, ExposedParts(0.5, 1.0, 1.0)
+        ((summed, 6.0), (gather, 2.0)), ByPhase(0.5, 0.5), (1.0,), None, ExposedParts(0.5, 1.0, 1.0)
     )
     mean = mean_prices(one, other)
     assert dict(mean.seconds) == {gather: 3.0, summed: 6.0}
     assert mean.exposed == ByPhase(0.75, 0.5)
-    assert (mean.constant, mean.zero_buckets) == (2.0, one.zero_buckets)
+    assert (mean.constants, mean.zero_buckets) == ((2.0,), one.zero_buckets)
     assert mean.zero_exposed == ExposedParts(0.5, 0.75, 1.0)
 
 

@@ -24,7 +24,7 @@ from autopar.search.space.meshes import Axis
 from autopar.search.space.options import Options
 
 AXES = Axis("data", 2, use="data"), Axis("tensor", 2)
-PRICES = StepPrices(((Traffic("backward", "all_reduce", 0), 1e-9),), ByPhase(0.5, 0.5), 0.0)
+PRICES = StepPrices(((Traffic("backward", "all_reduce", 0), 1e-9),), ByPhase(0.5, 0.5), (0.0,))
 Asked = dict[str, Any]  # options, and what else a problem is made for
 ASKED: dict[str, Asked] = {
     "first": {},

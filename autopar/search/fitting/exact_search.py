@@ -79,7 +79,6 @@ class _ExactSearch:
         step_prices: StepPrices | None,
     ) -> None:
         self._step_prices = step_prices
-        self._constant = step_prices.constant if step_prices else 0.0
         self._hiding = step_prices.hiding if step_prices else HIDES_NOTHING
         self._search, self._configuration, self._best = search, configuration, best
         self._seconds = best.seconds if best else math.inf
@@ -197,8 +196,9 @@ class _ExactSearch:
             self._configuration,
             self._room,
             about=self._seconds if self._best else 2 * bound + 1e-9,
-            limit=self._seconds * (1 - LEAST_IMPROVEMENT) - self._constant,
+            limit=self._seconds * (1 - LEAST_IMPROVEMENT),
             hiding=self._hiding,
+            constants=self._step_prices.constants if self._step_prices else None,
         )
         solution, least = program.best(self._work.left)
         self._work.left -= program.operations + _OPERATIONS_A_COLUMN * program.columns
@@ -206,7 +206,7 @@ class _ExactSearch:
             found = cut.priced_plan(solution, self._best.gap if self._best else 1.0)
             if (seconds := found.seconds) < self._seconds:
                 self._best, self._seconds = found, seconds
-        return least + self._constant
+        return least
 
 
 def _flow_columns(problem: Problem) -> float:

@@ -18,6 +18,7 @@ solutions and all ways to store a parameter.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
@@ -56,20 +57,28 @@ EQUAL = 1e-6  # relative difference of the seconds of an optimum and its bound
 REFITS = 3
 MOST_BUCKETS = 4  # sizes of buckets: first as large as may be, then those of the plan before
 SMALL_DIFFERENCE = 2e-3  # of the objective to the report, relative to the report
+AS_FAST = 1e-5  # relative difference of the reported step times of plans that are as fast
 NOTHING = Multipliers(0.0, 0.0, 0.0, 0.0)
 ENDS = [Multipliers(*row) for row in np.eye(len(NOTHING)).tolist()]  # one multiplier is 1
 
 
-def rank(plan: PricedPlan) -> tuple[float, float]:
-    """The reported step time, and how far the objective is from it."""
-    reported = reported_seconds(plan)
-    return reported, abs(plan.seconds + plan.costs.overhead - reported)
+def _difference(plan: PricedPlan) -> float:
+    """How far the objective is from the reported step time, relative to that."""
+    return abs((plan.seconds + plan.costs.overhead) / reported_seconds(plan) - 1)
 
 
 def is_reported(plan: PricedPlan) -> bool:
     """Whether the objective is nearly the reported step time."""
-    reported, difference = rank(plan)
-    return difference < SMALL_DIFFERENCE * reported
+    return _difference(plan) < SMALL_DIFFERENCE
+
+
+def best_reported(plans: Sequence[PricedPlan]) -> PricedPlan:
+    """The plan with the lowest reported step time. Of plans that are as fast, the first of those
+    whose objective is nearest to it.
+    """
+    fastest = min(map(reported_seconds, plans))
+    as_fast = [plan for plan in plans if reported_seconds(plan) <= fastest * (1 + AS_FAST)]
+    return min(as_fast, key=_difference)
 
 
 class Line(NamedTuple):
@@ -110,7 +119,7 @@ class HidingSearch:
         self.bound = 0.0
 
     def best(self, reserves: Reserves) -> PricedPlan | None:
-        """The best plan that fits, by its :func:`rank`; None where none was found."""
+        """The best plan that fits, by its reported step time; None where none was found."""
         found = list[PricedPlan]()
         for _ in range(MOST_BUCKETS):
             if self._searches.is_out_of_time():
@@ -126,7 +135,7 @@ class HidingSearch:
             if buckets == self._buckets:
                 break
             self._buckets = buckets
-        return min(found, key=rank, default=None)
+        return best_reported(found) if found else None
 
     def solve_bound(self, reserves: Reserves) -> None:
         """Finds the bound alone."""

@@ -18,7 +18,7 @@ from dataclasses import replace
 from autopar.errors import PlanError
 from autopar.search.fitting.exact_plan import prove
 from autopar.search.fitting.fit import refit
-from autopar.search.fitting.hiding_search import HidingSearch, is_reported, rank
+from autopar.search.fitting.hiding_search import HidingSearch, best_reported, is_reported
 from autopar.search.fitting.reserves import Reserves
 from autopar.search.inner.inner_searches import InnerSearches
 from autopar.search.pricing.step_prices import StepPrices, mean_prices
@@ -34,12 +34,12 @@ def at_own_step_prices(
     searches: InnerSearches, configuration: Configuration, plan: PricedPlan, reserves: Reserves
 ) -> PricedPlan:
     """The best plan of some rounds, by its reported step time. Its gap is to the same bound."""
-    bound, best = plan.seconds * (1 - plan.gap), plan
+    bound, found = plan.seconds * (1 - plan.gap), [plan]
     if configuration.stages == 1 and not is_reported(plan):
         search = HidingSearch(searches, plan)
-        if (found := search.best(reserves)) is not None:
-            bound = max(bound, search.bound)
-            plan, best = found, min(best, found, key=rank)
+        if (best := search.best(reserves)) is not None:
+            bound, plan = max(bound, search.bound), best
+            found.append(plan)
     tried: list[StepPrices] = []
     for _ in range(MOST_ROUNDS):
         if searches.is_out_of_time():
@@ -60,7 +60,8 @@ def at_own_step_prices(
             break
         assert fits is not None
         plan = prove(searches, again, fits)
-        best = min(plan, best, key=rank)
+        found.append(plan)
+    best = best_reported(found)
     return replace(best, gap=max(0.0, 1 - bound / best.seconds))
 
 

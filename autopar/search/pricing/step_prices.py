@@ -94,7 +94,7 @@ class StepPrices(NamedTuple):
     Attributes:
         seconds: that a byte adds, for each kind of collectives that the plan has.
         exposed: the part of the seconds of other collectives that is not hidden.
-        constant: seconds that do not depend on the choices.
+        constants: of each pipeline rank, seconds that do not depend on the choices.
         zero_buckets: by the name of each parameter that is in a ZeRO bucket, the elements of the
             bucket that a rank gathers; None, where the plan gathers no parameter, for buckets as
             large as they may be.
@@ -106,7 +106,7 @@ class StepPrices(NamedTuple):
 
     seconds: tuple[tuple[Traffic, float], ...]
     exposed: ByPhase
-    constant: float
+    constants: tuple[float, ...]
     zero_buckets: tuple[tuple[str, float], ...] | None = None
     zero_exposed: ExposedParts = ALL_EXPOSED
     hiding: Hiding = HIDES_NOTHING
@@ -159,7 +159,7 @@ def at_multipliers(
     return StepPrices(
         (),
         exposed,
-        0.0,
+        (0.0,),
         buckets.zero_buckets,
         ExposedParts(gathers, others, others),
         Hiding(
@@ -184,7 +184,7 @@ def mean_prices(one: StepPrices, other: StepPrices) -> StepPrices:
     return StepPrices(
         tuple(sorted(seconds.items())),
         one.exposed.mean(other.exposed),
-        (one.constant + other.constant) / 2,
+        tuple((a + b) / 2 for a, b in zip(one.constants, other.constants, strict=True)),
         one.zero_buckets if other.zero_buckets is None else other.zero_buckets,
         ExposedParts(*((a + b) / 2 for a, b in exposed)),
         Hiding(*((a + b) / 2 for a, b in zip(one.hiding, other.hiding, strict=True))),

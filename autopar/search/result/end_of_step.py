@@ -223,19 +223,40 @@ class _Synchronisation:
 
 
 def own_step_prices(priced: PricedPlan) -> StepPrices:
-    """The prices at which the parameters of the busiest rank cost what its step end takes."""
-    found = _Synchronisation(priced, priced.busiest_stages)
+    """The prices at which the parameters of each rank cost what its step end takes. What a byte
+    adds is that of the rank that ends last.
+    """
+    configuration = priced.configuration
+    ranks = [range(r, configuration.stages, configuration.pipeline) for r in _ranks(priced)]
+    each = [_Synchronisation(priced, stages) for stages in ranks]
+    found = each[_last_rank(priced)]
     prices = {
         traffic: each * found.exposed(traffic.phase)
         for traffic, each in found.seconds_of_byte.items()
     }
-    of_bytes = sum(price * found.nbytes[traffic] for traffic, price in prices.items())
     exposed, hiding = ByPhase(*map(found.exposed, _PHASES)), HIDES_NOTHING
     if priced.configuration.stages == 1:
         forward, backward = map(found.hiding, _PHASES)
         hiding = Hiding(forward, backward, backward)
-    constant = found.exposed_seconds - found.no_bucket - of_bytes + priced.hidden_seconds(hiding)
     seconds, in_graph = tuple(sorted(prices.items())), priced.zero_exposed
     if priced.zero_buckets is None:  # what collectives in the graph would add to those outside
         in_graph = ExposedParts(exposed.forward, exposed.backward, exposed.backward)
-    return StepPrices(seconds, exposed, constant, priced.zero_buckets, in_graph, hiding)
+    own = StepPrices(seconds, exposed, (0.0,) * len(each), priced.zero_buckets, in_graph, hiding)
+    ends = priced.end_of_step_at(own)
+    counted = [sum(ends[stage][SYNC] for stage in stages) for stages in ranks]
+    taken = (of_rank.exposed_seconds for of_rank in each)
+    return own._replace(constants=tuple(a - b for a, b in zip(taken, counted, strict=True)))
+
+
+def _ranks(priced: PricedPlan) -> range:
+    return range(priced.configuration.pipeline)
+
+
+def _last_rank(priced: PricedPlan) -> int:
+    """The pipeline rank that ends last."""
+    ranks = _ranks(priced)
+    if len(ranks) == 1:
+        return 0
+    ends, finish = end_of_step(priced), priced.timeline.ends
+    after = [sum(sum(kinds.values()) for kinds in ends[r :: len(ranks)]) for r in ranks]
+    return max(ranks, key=lambda r: finish[r][-1] + after[r])

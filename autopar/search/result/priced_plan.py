@@ -137,12 +137,13 @@ class PricedPlan:
 
     @cached_property
     def end_of_step_estimate(self) -> list[dict[str, float]]:
-        """Seconds of the step end, by stage and kind, where each parameter pays its share of a full
-        bucket. ``optimizer`` contains everything after the gradients.
-        """
-        return self._end_of_step(None)
+        """:meth:`end_of_step_at`, where each parameter pays its share of a full bucket."""
+        return self.end_of_step_at(None)
 
-    def _end_of_step(self, step_prices: StepPrices | None) -> list[dict[str, float]]:
+    def end_of_step_at(self, step_prices: StepPrices | None) -> list[dict[str, float]]:
+        """Seconds of the step end at some prices, by stage and kind. ``optimizer`` contains
+        everything after the gradients.
+        """
         kinds = [dict.fromkeys((SYNC, OPTIMIZER), 0.0) for _ in range(self.problem.stages)]
         for node, counts, strategy in self.parameter_choices():
             parameters = self.costs.of(node).parameters.at(step_prices)
@@ -153,8 +154,8 @@ class PricedPlan:
                 kinds[stage][OPTIMIZER] += float(count) * update
         if step_prices:
             hidden = self.hidden_seconds(step_prices.hiding)
-            for stage in range(self.configuration.pipeline):
-                kinds[stage][SYNC] += step_prices.constant - hidden
+            for stage, constant in enumerate(step_prices.constants):
+                kinds[stage][SYNC] += constant - hidden
         if self.microbatches > 1:
             # The outputs of all microbatches are concatenated.
             for stage, of_stage in enumerate(kinds):
@@ -177,13 +178,9 @@ class PricedPlan:
     @cached_property
     def timeline(self) -> Timeline:
         """The timeline of all microbatches, without the step end."""
-        breakdown, configuration = self.solution.cost_breakdown, self.configuration
-        return simulate_schedule(
-            *configuration.schedule_numbers,
-            list(breakdown.forward),
-            list(breakdown.backward),
-            send=self.send_seconds,
-        )
+        breakdown, numbers = self.solution.cost_breakdown, self.configuration.schedule_numbers
+        seconds = list(breakdown.forward), list(breakdown.backward)
+        return simulate_schedule(*numbers, *seconds, send=self.send_seconds)
 
     @property
     def send_seconds(self) -> list[float]:
@@ -245,7 +242,7 @@ class PricedPlan:
     @cached_property
     def seconds(self) -> float:
         """Seconds of a step, as the problem counts them."""
-        return sum(self.seconds_by_kind(self._end_of_step(self.step_prices)).values())
+        return sum(self.seconds_by_kind(self.end_of_step_at(self.step_prices)).values())
 
     # Bytes
 

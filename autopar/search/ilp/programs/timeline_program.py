@@ -56,6 +56,7 @@ class TimelineProgram(StageCostProgram):
         limit: float = np.inf,
         hiding: Hiding = HIDES_NOTHING,
         waits: Sequence[Wait] = (),
+        constants: Sequence[float] | None = None,
     ) -> None:
         """
         Args:
@@ -66,7 +67,9 @@ class TimelineProgram(StageCostProgram):
             limit: seconds that the step must not exceed.
             hiding: as in :class:`StepPrices`.
             waits: that a step of one stage has.
+            constants: seconds that each pipeline rank takes besides; None: none.
         """
+        self.constants = constants or [0.0] * configuration.pipeline
         super().__init__(problem, configuration, room, _TIME_SCALE / about)
         self.scale = self.seconds_scale
         self._values = np.zeros(0)  # of the columns, of the last solve
@@ -148,7 +151,7 @@ class TimelineProgram(StageCostProgram):
         """One stage runs its microbatches one after the other."""
         m, first = float(self.configuration.microbatches), self.seconds
         self.add_row(
-            0.0,
+            self.constants[0] * self.scale,
             np.inf,
             (self.step, 1.0),
             (first["forward"], hiding.forward - m),
@@ -192,7 +195,8 @@ class TimelineProgram(StageCostProgram):
         for rank, order in enumerate(orders):
             stages = range(rank, configuration.stages, configuration.pipeline)
             of_stages = ((self.seconds["step"] + stage, -1.0) for stage in stages)
-            self.add_row(0.0, np.inf, (self.step, 1.0), (ends[order[-1]], -1.0), *of_stages)
+            constant = self.constants[rank] * self.scale
+            self.add_row(constant, np.inf, (self.step, 1.0), (ends[order[-1]], -1.0), *of_stages)
 
     def _add_action(self, ends: dict[Action, int], before: Action | None, action: Action) -> None:
         """Add the rows that say when an action ends. ``before``: the action before it on its
