@@ -16,12 +16,11 @@ import numpy.typing as npt
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.device import Curve
 from autopar.cost_model.links import CollectiveFigures, Level
-from autopar.ir.hash_once import hash_once
+from autopar.ir.hash_once import HashOnce
 
 
-@hash_once
 @dataclass(frozen=True)
-class Hop:
+class Hop(HashOnce):
     """The part of a mesh axis on one level of links: it joins ``ways`` units of ``inner`` ranks."""
 
     level: str
@@ -36,6 +35,7 @@ class Hop:
     collectives: Mapping[str, CollectiveFigures] = field(default_factory=dict, hash=False)
     # points (bytes, seconds) for each kind of collective that was measured on these ranks
     measured: Mapping[str, Curve] = field(default_factory=dict, hash=False)
+    __hash__ = HashOnce.__hash__
 
     def figures(self, kind: str) -> CollectiveFigures:
         """The start-up, the latency and the efficiency of one kind of collective."""
@@ -51,9 +51,8 @@ class Hop:
         return self.bandwidth * self.figures(kind).efficiency
 
 
-@hash_once
 @dataclass(frozen=True)
-class AxisLinks:
+class AxisLinks(HashOnce):
     """The links that one mesh axis crosses, fastest hop first; an axis of size 1 has no hops.
 
     Attributes:
@@ -68,6 +67,7 @@ class AxisLinks:
     wait: float = 0.0
     alternatives: tuple[AxisLinks, ...] = ()
     is_slowest: bool = False
+    __hash__ = HashOnce.__hash__
 
     @property
     def bandwidth(self) -> float:

@@ -1,28 +1,25 @@
-"""Frozen dataclasses that are keys over and over: each object works out its hash once."""
+"""Objects that are keys over and over work out their hash once."""
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from dataclasses import fields
+from typing import Any
 
-_Class = TypeVar("_Class", bound=type)
 _NAME = "_hash"
 
 
-def hash_once(cls: _Class) -> _Class:
-    """The frozen dataclass, whose objects keep their hash. A pickled object leaves its hash behind,
-    as texts have other hashes in other processes.
+class HashOnce:
+    """A base of frozen dataclasses, whose objects keep their hash. A class takes it over with
+    ``__hash__ = HashOnce.__hash__``. A pickled object leaves its hash behind, as texts have other
+    hashes in other processes.
     """
-    work_out = cls.__hash__
 
-    def of(self: Any) -> int:
-        kept: dict[str, Any] = self.__dict__
+    def __hash__(self) -> int:
+        kept = self.__dict__
         if _NAME not in kept:
-            kept[_NAME] = work_out(self)
-        return kept[_NAME]  # type: ignore[no-any-return]
+            own = [f for f in fields(self) if f.hash is not False]  # type: ignore[arg-type]
+            kept[_NAME] = hash(tuple(getattr(self, f.name) for f in own))
+        return int(kept[_NAME])
 
-    def state(self: Any) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != _NAME}
-
-    cls.__hash__ = of  # type: ignore[method-assign, assignment]
-    cls.__getstate__ = state  # type: ignore[attr-defined]
-    return cls

@@ -21,6 +21,7 @@ MOST_RANKS_ON_THREE_AXES = 8
 # Ranks along an axis of a mode that the user did not ask for. Its kernels run step by step along
 # the axis, and to price them takes as many steps.
 LONGEST_MODE_AXIS = 16
+MOST_TIMES = 4
 
 
 def free_meshes(near: Configuration, is_memory_ample: bool) -> Iterator[Family]:
@@ -46,18 +47,16 @@ def _close(near: Configuration) -> set[int]:
 def tensor_modes(enumeration: Enumeration, near: Configuration) -> Iterator[Family]:
     """Meshes of modes such as ``2d``, in no more microbatches than ``near``.
 
-    Their axes have about as many ranks together as the axes of ``near`` that may split other
-    factors than the batch: half as many to twice as many.
+    One axis of a mode may split samples. The others have together at most MOST_TIMES the ranks
+    along the axes of ``near`` that may split other factors; and the mode has at least half as many
+    ranks as these.
     """
     ranks = math.prod(near.sizes)
-    split = math.prod(a.size for a in near.axes if a.use != "data")
-    is_free = any(a.use == "free" for a in near.axes)
     for size in (n for n in range(2, ranks + 1) if ranks % n == 0):
-        if is_free or split <= 2 * size <= 4 * split:
-            for name in mode_names():
-                for mode in modes_without_keywords(name, size):
-                    if not mode.plain:
-                        yield from _in_mode(enumeration, near, mode, size)
+        for name in mode_names():
+            for mode in modes_without_keywords(name, size):
+                if not mode.plain:
+                    yield from _in_mode(enumeration, near, mode, size)
 
 
 def _in_mode(
@@ -67,7 +66,10 @@ def _in_mode(
     ranks, pipeline = math.prod(near.sizes), near.pipeline
     data = ranks // size
     groups = mode.groups(0, ranks * pipeline, data, pipeline, size)
-    if max(map(len, groups.values())) > LONGEST_MODE_AXIS:
+    longest = max(map(len, groups.values()))
+    split = math.prod(a.size for a in near.axes if a.use != "data")
+    is_far = 2 * size < split or size // longest > MOST_TIMES * split
+    if longest > LONGEST_MODE_AXIS or (is_far and not near.has_free_axes):
         return
     try:
         axes = mode_mesh(mode, data, pipeline)

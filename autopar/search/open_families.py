@@ -57,6 +57,10 @@ class OpenFamilies:
     def push(self, each: OpenFamily) -> None:
         heapq.heappush(self._heap, (self.estimate(each), each.bound, next(self._numbers), each))
 
+    def push_all(self, families: Iterable[OpenFamily]) -> None:
+        for each in families:
+            self.push(each)
+
     def pop(self) -> OpenFamily:
         """The family with the lowest estimate, which is no longer in the queue."""
         while True:

@@ -42,6 +42,7 @@ from autopar.search.space.configuration import Configuration
 MOST_FIRST = 3  # candidates that are made before the clock counts, until one fits
 DIVE_AFTER = 200  # configurations that are sharpened or tried before a dive
 NEIGHBOURHOODS = 4  # configurations around which others are tried
+BEFORE_NEIGHBOURS = 0.6  # the part of the time after which they are tried at the latest
 MOST_MODE_MESHES = 8  # meshes of modes that are solved around one configuration
 
 
@@ -97,7 +98,7 @@ class OuterSearch:
         self._add(self.enumeration.families())
         if self.options.time_limit is not None:
             self._make_first_candidates()
-        self._search()
+        self._search(BEFORE_NEIGHBOURS)
         self._search_neighbours()
         if self._fitting.plans:
             plan = self._fitting.proven()
@@ -159,10 +160,12 @@ class OuterSearch:
             self._compared.update(family)
             self._open.push(each)
 
-    def _search(self) -> None:
-        """Counts candidates until no configuration is left that may be faster."""
+    def _search(self, part: float = 1.0) -> None:
+        """Counts candidates until no configuration is left that may be faster, or for this part of
+        the time.
+        """
         taken, next_dive = 0, DIVE_AFTER
-        while self._open and not self._fitting.is_enough():
+        while self._open and not self._fitting.is_enough(part):
             taken += 1
             if taken > next_dive and not (self._fitting.plans and self.options.is_exhaustive):
                 next_dive = taken + DIVE_AFTER if self._dive() else 2 * taken
@@ -186,8 +189,7 @@ class OuterSearch:
                     self._open.push(waits)
                 self._push_others(each, candidate)
             else:
-                for sharper in self._sharpening.sharpened(each):
-                    self._open.push(sharper)
+                self._open.push_all(self._sharpening.sharpened(each))
 
     def _dive(self) -> bool:
         """Sharpens the most promising configuration of each number of pipeline ranks, the one with
@@ -197,11 +199,12 @@ class OuterSearch:
         dived = self._open.pop_best_of_each_pipeline()
         before = len(self._fitting.plans)
         while dived:
-            each = min(dived, key=self._open.estimate)
+            dived.sort(key=self._open.estimate)
+            each = dived[0]
             is_found = len(self._fitting.plans) > before
             if is_found or not self._fitting.is_clearly_faster(self._open.estimate(each)):
                 break
-            dived.remove(each)
+            del dived[0]
             if each.candidate is not None:
                 self._fitting.count(each.candidate)
             elif each.level == sharpest(each.family[0]):
@@ -210,12 +213,10 @@ class OuterSearch:
                     self._fitting.count(candidate)
                 self._push_others(each, candidate)
             else:
-                sharper, *others = self._sharpening.sharpened(each) or [None]
-                dived += [sharper] if sharper is not None else []
-                for other in others:
-                    self._open.push(other)
-        for each in dived:
-            self._open.push(each)
+                sharper = self._sharpening.sharpened(each)
+                dived += sharper[:1]
+                self._open.push_all(sharper[1:])
+        self._open.push_all(dived)
         return len(self._fitting.plans) > before
 
     def _push_others(self, each: OpenFamily, candidate: Candidate | None) -> None:

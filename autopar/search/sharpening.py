@@ -113,8 +113,8 @@ class Sharpening:
 
 def _placed_as(placed: Configuration, family: Family) -> Family:
     """A family at the placement of one of its configurations."""
-    where = dict(axes=placed.axes, place=placed.place, kinds=placed.kinds)
-    return tuple(replace(each, **where) for each in family)
+    axes, place, kinds = placed.axes, placed.place, placed.kinds
+    return tuple(replace(each, axes=axes, place=place, kinds=kinds) for each in family)
 
 
 def sharpest(configuration: Configuration) -> Level:

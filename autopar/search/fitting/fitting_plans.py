@@ -85,12 +85,12 @@ class FittingPlans:
         self.left_out_from = LEFT_OUT
         return True
 
-    def is_enough(self) -> bool:
-        """Whether no more candidates need be tried: for lack of time, or because so many have not
-        fitted.
+    def is_enough(self, part: float = 1.0) -> bool:
+        """Whether no more candidates need be tried: because this part of the time for them has
+        passed, or because so many have not fitted.
         """
         if self.plans:
-            return self.searches.has_compared_enough()
+            return self.searches.has_compared_enough(part)
         return self.searches.is_out_of_time(has_plan=False) or self.counted >= MOST_TOO_LARGE
 
     def candidate(self, configuration: Configuration) -> Candidate:

@@ -64,8 +64,7 @@ class InnerSearches:
         self.unsolved: list[Configuration] = []
         self.exact_work = SolverWork(EXACT_OPERATIONS)
         start = time.perf_counter() if started is None else started
-        self._deadline = start + options.search_seconds
-        self._end_of_comparing = start + COMPARING * options.search_seconds
+        self._started, self._deadline = start, start + options.search_seconds
         self._searches: dict[bool, InnerSearch] = {}
         self._failed: dict[int, PlanError] = {}
 
@@ -151,7 +150,7 @@ class InnerSearches:
         other = InnerSearches(self.search_cache_of, self.samples, options, self.progress)
         other.timings, other.unsolved = self.timings, self.unsolved
         other.exact_work = self.exact_work
-        other._deadline, other._end_of_comparing = self._deadline, self._end_of_comparing
+        other._started, other._deadline = self._started, self._deadline
         return other
 
     def microbatch_samples(self, configuration: Configuration) -> int:
@@ -200,9 +199,12 @@ class InnerSearches:
                 kept = [*(c for c in kept if c not in slower), placed]
         return kept
 
-    def has_compared_enough(self) -> bool:
-        """Whether the rest of the ``time_limit`` is for the plans that were found."""
-        return time.perf_counter() > self._end_of_comparing
+    def has_compared_enough(self, part: float = 1.0) -> bool:
+        """Whether this part of the time for comparing configurations has passed. The rest of the
+        ``time_limit`` is for the plans that were found.
+        """
+        seconds = COMPARING * (self._deadline - self._started)
+        return time.perf_counter() > self._started + part * seconds
 
     def is_out_of_time(self, has_plan: bool = True) -> bool:
         """Whether the ``time_limit`` has passed. Without a plan that fits, the search goes on for

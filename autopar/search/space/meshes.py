@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.errors import PlanError
-from autopar.ir.hash_once import hash_once
+from autopar.ir.hash_once import HashOnce
 from autopar.search.space.modes.mode import Groups, Mode, grid
 from autopar.search.space.modes.registry import make_mode, mode_names
 
@@ -17,9 +17,8 @@ from autopar.search.space.modes.registry import make_mode, mode_names
 MANY_RANKS = 16
 
 
-@hash_once
 @dataclass(frozen=True)
-class Axis:
+class Axis(HashOnce):
     """One mesh axis.
 
     Attributes:
@@ -36,6 +35,7 @@ class Axis:
     use: str = "free"
     is_required: bool = True
     mode: Mode | None = None
+    __hash__ = HashOnce.__hash__
 
 
 def data_and_tensor_mesh(data: int, tensor: int) -> tuple[Axis, ...]:
