@@ -18,7 +18,7 @@ from autopar.search.plan_check.data_degree import data_degree
 from autopar.search.result.assemble import Assembly
 from autopar.search.result.bucket_prices import with_prefetch
 from autopar.search.result.choose_backend import choose_backend
-from autopar.search.result.chosen_program import ChosenProgram, chosen_program
+from autopar.search.result.chosen_program import ChosenProgram, chosen_program, with_program
 from autopar.search.result.priced_plan import PricedPlan
 
 MOST_PEAKS = 8  # programs of one cut graph and step whose memory is kept
@@ -79,7 +79,7 @@ def count_and_prefetch(
             counted memory is above its estimate.
     """
     plan = _count_and_prefetch(search, priced, reserve)
-    return replace(plan, problem_at=None)
+    return with_program(replace(plan, problem_at=None), chosen_program(plan))
 
 
 def _count_and_prefetch(
@@ -91,7 +91,8 @@ def _count_and_prefetch(
         priced = count_memory(search, priced)
         if max(bytes_over(search, priced)) > 0:
             return priced
-    ahead = count_memory(search, replace(priced, prefetch=1))
+    ahead = with_program(replace(priced, prefetch=1), chosen_program(priced))
+    ahead = count_memory(search, ahead)
     if max(bytes_over(search, ahead)) > 0:
         return count_memory(search, priced)
     return with_prefetch(ahead)
@@ -146,7 +147,8 @@ def count_memory(search: InnerSearch, priced: PricedPlan) -> PricedPlan:
     # Plans at other prices or for another budget are often the same program.
     key = id(analysis), analysis.batch.size, sizes, settings, priced.calls is None
     found = _kept(search.cache.counted_programs.of(key, list), analysis, program, count)
-    return replace(priced, counted_saved_bytes=found.saved_bytes, counted_bytes=found.by_kind)
+    plan = replace(priced, counted_saved_bytes=found.saved_bytes, counted_bytes=found.by_kind)
+    return with_program(plan, program)
 
 
 def _kept(

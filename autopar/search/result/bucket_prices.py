@@ -16,7 +16,7 @@ from autopar.search.ilp.solution import Solution
 from autopar.search.pricing.costs import Costs
 from autopar.search.pricing.node_sizes import chunk_count
 from autopar.search.pricing.step_prices import ALL_EXPOSED, ExposedParts
-from autopar.search.result.chosen_program import ChosenProgram, chosen_program
+from autopar.search.result.chosen_program import ChosenProgram, chosen_program, with_program
 from autopar.search.result.prefetched_gathers import exposed_parts
 from autopar.search.result.priced_plan import PricedPlan
 
@@ -37,10 +37,11 @@ def at_own_buckets(priced: PricedPlan, problem_at: Callable[[Costs], Problem]) -
     needed = problem.needed_conversions(more, solution.chosen)
     solution = replace(solution, recomputed=solution.recomputed | needed)
     priced = replace(priced, solution=solution, gathered_again=more - needed)
-    elements = _bucket_elements(priced, chosen_program(priced))
+    program = chosen_program(with_program(priced, program))
+    elements = _bucket_elements(priced, program)
     buckets = tuple(sorted((node.name, number) for node, number in elements.items()))
     priced = replace(priced, zero_buckets=buckets, problem_at=problem_at)
-    return _priced(priced, ALL_EXPOSED)
+    return _priced(with_program(priced, program), ALL_EXPOSED)
 
 
 def with_prefetch(priced: PricedPlan) -> PricedPlan:
@@ -65,7 +66,8 @@ def _priced(priced: PricedPlan, exposed: ExposedParts) -> PricedPlan:
                 backward=breakdown.backward + seconds,
             )
     solution = replace(solution, cost_breakdown=breakdown)
-    return replace(priced, problem=problem, costs=costs, solution=solution, zero_exposed=exposed)
+    other = replace(priced, problem=problem, costs=costs, solution=solution, zero_exposed=exposed)
+    return with_program(other, chosen_program(priced))
 
 
 def _gathered_again(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.fx as fx
 
@@ -37,6 +37,15 @@ def chosen_program(priced: PricedPlan) -> ChosenProgram:
     if priced.known_program is None:
         priced.known_program = _chosen_program(priced)
     return priced.known_program
+
+
+def with_program(priced: PricedPlan, program: ChosenProgram) -> PricedPlan:
+    """The plan with its program, which differs from that of another plan, ``program``, in what the
+    backward makes again and in prefetch alone.
+    """
+    recomputed = tuple(_recomputed(priced))
+    priced.known_program = replace(program, recomputed=recomputed, prefetch=priced.prefetch)
+    return priced
 
 
 def _chosen_program(priced: PricedPlan) -> ChosenProgram:

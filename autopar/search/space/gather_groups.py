@@ -38,7 +38,7 @@ def gather_groups(analysis: Analysis) -> dict[fx.Node, Hashable]:
 
 def group_elements(analysis: Analysis) -> dict[fx.Node, float]:
     """For each parameter the elements of its group: no bucket has more."""
-    groups, total = gather_groups(analysis), dict[Hashable, float]()
+    groups, total = analysis.cached(gather_groups), dict[Hashable, float]()
     for node, group in groups.items():
         total[group] = total.get(group, 0.0) + node.meta["val"].numel()
     return {node: total[group] for node, group in groups.items()}
@@ -57,7 +57,7 @@ def zero_buckets(
         stage_of: the stages that hold each parameter.
     """
     buckets: dict[Hashable, list[str]] = {}
-    for node, group in gather_groups(analysis).items():
+    for node, group in analysis.cached(gather_groups).items():
         converted = conversions.get(node.name, {})
         kind = bucket_steps(*converted.values()) if len(converted) == 1 else None
         if kind is not None and len(stage_of[node]) == 1:
