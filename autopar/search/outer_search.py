@@ -198,13 +198,11 @@ class OuterSearch:
         """
         dived = self._open.pop_best_of_each_pipeline()
         before = len(self._fitting.plans)
-        while dived:
+        while dived and len(self._fitting.plans) == before:
             dived.sort(key=self._open.estimate)
-            each = dived[0]
-            is_found = len(self._fitting.plans) > before
-            if is_found or not self._fitting.is_clearly_faster(self._open.estimate(each)):
+            if not self._fitting.is_clearly_faster(self._open.estimate(dived[0])):
                 break
-            del dived[0]
+            each = dived.pop(0)
             if each.candidate is not None:
                 self._fitting.count(each.candidate)
             elif each.level == sharpest(each.family[0]):
