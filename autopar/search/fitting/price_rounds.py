@@ -8,7 +8,8 @@ to the objective. Rounds that lead to prices of an earlier round would repeat it
 
 Computation hides collectives only as far as it takes as long. So the prices of two plans may lead
 to one another, and a faster plan lie between them. Without stage cuts, :class:`HidingSearch` finds
-the plan from which the rounds start; and later rounds are at the means of two prices.
+the plan from which the rounds start; and later rounds are at the means of two prices. The fastest
+plan may be another one than the last. Then it is confirmed at its own prices.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ from dataclasses import replace
 from autopar.errors import PlanError
 from autopar.search.fitting.exact_plan import prove
 from autopar.search.fitting.fit import refit
-from autopar.search.fitting.hiding_search import HidingSearch, best_reported, is_reported
+from autopar.search.fitting.hiding_search import (
+    SMALL_DIFFERENCE,
+    HidingSearch,
+    best_reported,
+    is_reported,
+)
 from autopar.search.fitting.reserves import Reserves
 from autopar.search.inner.inner_searches import InnerSearches
 from autopar.search.pricing.step_prices import StepPrices, mean_prices
@@ -52,17 +58,43 @@ def at_own_step_prices(
         if prices in tried:
             break
         tried.append(prices)
-        reserve = reserves.of(configuration)
-        try:
-            again = searches.candidate(configuration, reserve, step_prices=prices)
-            fits = refit(searches, again, reserve)
-        except PlanError:
+        again = _at(searches, configuration, prices, reserves)
+        if again is None:
             break
-        assert fits is not None
-        plan = prove(searches, again, fits)
+        plan = again
         found.append(plan)
     best = best_reported(found)
+    if not is_reported(best) and not searches.is_out_of_time():
+        best = _confirmed(searches, configuration, best, reserves)
     return replace(best, gap=max(0.0, 1 - bound / best.seconds))
+
+
+def _at(
+    searches: InnerSearches, configuration: Configuration, prices: StepPrices, reserves: Reserves
+) -> PricedPlan | None:
+    """The best plan at some prices; None where none is found that fits."""
+    reserve = reserves.of(configuration)
+    try:
+        candidate = searches.candidate(configuration, reserve, step_prices=prices)
+        fits = refit(searches, candidate, reserve)
+    except PlanError:
+        return None
+    assert fits is not None
+    return prove(searches, candidate, fits)
+
+
+def _confirmed(
+    searches: InnerSearches, configuration: Configuration, plan: PricedPlan, reserves: Reserves
+) -> PricedPlan:
+    """The plan at its own prices, at which it costs what is reported, where no plan is found that
+    costs clearly less there; a faster plan that is found; or else the plan as it is.
+    """
+    prices = own_step_prices(plan)
+    other = _at(searches, configuration, prices, reserves)
+    own = replace(plan, step_prices=prices)
+    if other is None or other.seconds < own.seconds * (1 - SMALL_DIFFERENCE):
+        return best_reported([plan, other] if other else [plan])
+    return best_reported([own, other])
 
 
 def with_own_bound(searches: InnerSearches, plan: PricedPlan, reserves: Reserves) -> PricedPlan:
