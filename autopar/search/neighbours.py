@@ -47,9 +47,9 @@ def _close(near: Configuration) -> set[int]:
 def tensor_modes(enumeration: Enumeration, near: Configuration) -> Iterator[Family]:
     """Meshes of modes such as ``2d``, in no more microbatches than ``near``.
 
-    One axis of a mode may split samples. The others have together at most MOST_TIMES the ranks
-    along the axes of ``near`` that may split other factors; and the mode has at least half as many
-    ranks as these.
+    One axis of a mode may split samples. The others together have at most MOST_TIMES as many ranks
+    as the axes of ``near`` that may split other factors; and the mode has at least half as many.
+    Around free axes, modes of all sizes are tried.
     """
     ranks = math.prod(near.sizes)
     for size in (n for n in range(2, ranks + 1) if ranks % n == 0):

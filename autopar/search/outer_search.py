@@ -42,7 +42,7 @@ from autopar.search.space.configuration import Configuration
 MOST_FIRST = 3  # candidates that are made before the clock counts, until one fits
 DIVE_AFTER = 200  # configurations that are sharpened or tried before a dive
 NEIGHBOURHOODS = 4  # configurations around which others are tried
-BEFORE_NEIGHBOURS = 0.6  # the part of the time after which they are tried at the latest
+BEFORE_NEIGHBOURS = 0.6  # of the time for comparing, where a plan fits; neighbours come after
 MOST_MODE_MESHES = 8  # meshes of modes that are solved around one configuration
 
 

@@ -16,7 +16,6 @@ from autopar.search.space.recompute_policy import FREED, OFFLOADED, SAVED
 from autopar.search.space.strategies import Choice
 
 COSTS = ("forward", "backward", "copying", "send", "step", "kept", "state")
-WEIGHT_OF = {"kept": "saved"}  # the weight of a cost, where it has another name
 Label = tuple[Layout, bool]  # a layout, and whether the tensor is available in the backward
 
 
@@ -82,8 +81,10 @@ class Vertex:
 
     def cost(self, weights: CostWeights) -> np.ndarray:
         """What each choice costs in all occurrences together, [choice]."""
-        of = weights.of(self.count)._asdict() | {"copying": 0.0}
-        return (self.costs * [of[WEIGHT_OF.get(name, name)] for name in COSTS]).sum(axis=1)
+        w = weights.of(self.count)
+        # In the order of COSTS. Forward and backward contain the copies.
+        of_costs = w.forward, w.backward, 0.0, w.send, w.step, w.saved, w.state
+        return (self.costs * of_costs).sum(axis=1)
 
     def of_node(self, node: fx.Node, count: np.ndarray) -> Vertex:
         """The vertex of another node with the same choices and costs, which occurs ``count``

@@ -227,9 +227,10 @@ def own_step_prices(priced: PricedPlan) -> StepPrices:
     adds is that of the rank that ends last.
     """
     configuration = priced.configuration
-    ranks = [range(r, configuration.stages, configuration.pipeline) for r in _ranks(priced)]
-    each = [_Synchronisation(priced, stages) for stages in ranks]
-    found = each[_last_rank(priced)]
+    stages, pipeline = range(configuration.stages), configuration.pipeline
+    ranks = [stages[r::pipeline] for r in range(pipeline)]
+    of_ranks = [_Synchronisation(priced, of_rank) for of_rank in ranks]
+    found = of_ranks[_last_rank(priced)]
     prices = {
         traffic: each * found.exposed(traffic.phase)
         for traffic, each in found.seconds_of_byte.items()
@@ -241,22 +242,20 @@ def own_step_prices(priced: PricedPlan) -> StepPrices:
     seconds, in_graph = tuple(sorted(prices.items())), priced.zero_exposed
     if priced.zero_buckets is None:  # what collectives in the graph would add to those outside
         in_graph = ExposedParts(exposed.forward, exposed.backward, exposed.backward)
-    own = StepPrices(seconds, exposed, (0.0,) * len(each), priced.zero_buckets, in_graph, hiding)
+    own = StepPrices(seconds, exposed, (0.0,) * pipeline, priced.zero_buckets, in_graph, hiding)
     ends = priced.end_of_step_at(own)
-    counted = [sum(ends[stage][SYNC] for stage in stages) for stages in ranks]
-    taken = (of_rank.exposed_seconds for of_rank in each)
-    return own._replace(constants=tuple(a - b for a, b in zip(taken, counted, strict=True)))
-
-
-def _ranks(priced: PricedPlan) -> range:
-    return range(priced.configuration.pipeline)
+    constants = [
+        rank.exposed_seconds - sum(ends[stage][SYNC] for stage in of_rank)
+        for rank, of_rank in zip(of_ranks, ranks, strict=True)
+    ]
+    return own._replace(constants=tuple(constants))
 
 
 def _last_rank(priced: PricedPlan) -> int:
     """The pipeline rank that ends last."""
-    ranks = _ranks(priced)
-    if len(ranks) == 1:
+    pipeline = priced.configuration.pipeline
+    if pipeline == 1:
         return 0
     ends, finish = end_of_step(priced), priced.timeline.ends
-    after = [sum(sum(kinds.values()) for kinds in ends[r :: len(ranks)]) for r in ranks]
-    return max(ranks, key=lambda r: finish[r][-1] + after[r])
+    after = [sum(sum(kinds.values()) for kinds in ends[r::pipeline]) for r in range(pipeline)]
+    return max(range(pipeline), key=lambda r: finish[r][-1] + after[r])
