@@ -15,6 +15,9 @@ from bad_input import bytes_named, plan, tensor
 import autopar
 from autopar.errors import BudgetError
 from autopar.formatting.table import format_bytes
+from autopar.search.ilp import memory_prices
+from autopar.search.ilp.problem import Problem
+from autopar.search.ilp.solution import Solution
 
 
 def test_a_budget_that_nothing_fits() -> None:
@@ -122,3 +125,21 @@ def test_the_error_is_the_same_in_another_process() -> None:
     copy = pickle.loads(pickle.dumps(error))
     assert (type(copy), str(copy), copy.least) == (autopar.BudgetError, "no plan fits", 3.0)
     assert copy.__notes__ == ["of the model"]
+
+
+def test_a_budget_below_every_bound_is_refused_after_few_solves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    solved: list[int] = []
+    solve = memory_prices.best_solution
+
+    def counted(problem: Problem, *args: Any) -> Solution:
+        solved.append(len(problem.vertices))
+        return solve(problem, *args)
+
+    monkeypatch.setattr(memory_prices, "best_solution", counted)
+    model, batch = zoo.gpt2()
+    with pytest.raises(BudgetError, match="no plan fits the memory_budget of 1,000 bytes"):
+        autopar.plan(model, batch, 6, cluster="cpu", memory_budget=1000, progress=False)
+    # the fastest and one of little memory, of each of three configurations
+    assert 0 < len(solved) <= 6, solved

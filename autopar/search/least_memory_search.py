@@ -50,10 +50,6 @@ class LeastMemorySearch:
     Args:
         over_budget: configurations that are over the budget, with about the least bytes that they
             need.
-
-    Attributes:
-        near_bound: about the bytes that no plan of the tried configurations goes below, where
-            bounds show that nothing fits; 0 elsewhere.
     """
 
     def __init__(
@@ -64,7 +60,6 @@ class LeastMemorySearch:
     ) -> None:
         self.searches, self.enumeration = searches, enumeration
         self.over_budget = over_budget
-        self.near_bound = 0.0
 
     def run(
         self,
@@ -86,9 +81,8 @@ class LeastMemorySearch:
             if may_fit:
                 half = MOST_LEAST // 2
                 return first_that_fits(self.searches, self._of_over_budget(half, half))
-            first = self._of_over_budget(*MOST_WHERE_NOTHING_FITS)
-            self.near_bound = NEAR * max((least for least, _ in first), default=0.0)
-            return first_that_fits(self.searches, first, NEAR)
+            few = self._of_over_budget(*MOST_WHERE_NOTHING_FITS)
+            return first_that_fits(self.searches, few, NEAR)
         counts = self.enumeration.microbatch_counts(near)
         several = [replace(near, microbatches=m) for m in counts]
         tried = dict.fromkeys((*self.enumeration.possible(several), *candidates))

@@ -45,8 +45,8 @@ def first_that_fits(
         configurations: all divide the batch; with about the least bytes that they need, those first
             that probably need least. The bytes may be an estimate below the truth.
         near: a plan that needs at most so many times the bytes of its configuration, or of the
-            next, ends the search for less. More than 1 only where these bytes are bounds above the
-            budget.
+            next, ends the search for less, and each configuration has one plan. More than 1 only
+            where these bytes are bounds above the budget.
 
     Raises:
         BudgetError: no plan fits; of the configuration that needs least memory.
@@ -63,14 +63,7 @@ def first_that_fits(
         search, samples = searches.of_configuration(configuration)
         with resized(search.analysis, samples, search.analysis.rules):
             starts = searches.user_starts(search)
-            priced = least_memory_plan(
-                search,
-                configuration,
-                samples,
-                starts,
-                enough * (near > 1),
-                near > 1 and bool(errors),
-            )
+            priced = least_memory_plan(search, configuration, samples, starts, near > 1)
             rank, kinds = _fullest_rank(search, priced)
         if sum(kinds.values()) <= search.budgets(configuration)[rank]:
             return priced
@@ -87,7 +80,6 @@ def least_memory_plan(
     configuration: Configuration,
     samples: int,
     starts: Sequence[int] | None = None,
-    enough: float = 0.0,
     one_price: bool = False,
 ) -> PricedPlan:
     """The plan of one configuration that needs least memory, among the plans at a few prices of
@@ -99,8 +91,6 @@ def least_memory_plan(
 
     Args:
         starts: the first unit of each stage, where the user cut the stages.
-        enough: bytes; a plan that needs no more is not followed by another price. 0 where the plan
-            may fit, so that all prices are tried.
         one_price: whether the plan at the first price is enough.
     """
     prices = search.prices(configuration, samples)
@@ -132,9 +122,9 @@ def least_memory_plan(
     def is_enough(plan: PricedPlan) -> bool:
         needed, budget = nbytes(plan), search.budget(configuration)
         is_hopeful = budget < needed <= FAR * budget  # another price may fit
-        return one_price or needed <= enough or (search.is_out_of_time() and not is_hopeful)
+        return one_price or (search.is_out_of_time() and not is_hopeful)
 
-    return _least_along_prices(at, nbytes, is_enough, lambda: enough > 0 or search.is_out_of_time())
+    return _least_along_prices(at, nbytes, is_enough, search.is_out_of_time)
 
 
 def _least_along_prices(
