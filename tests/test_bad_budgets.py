@@ -141,5 +141,6 @@ def test_a_budget_below_every_bound_is_refused_after_few_solves(
     model, batch = zoo.gpt2()
     with pytest.raises(BudgetError, match="no plan fits the memory_budget of 1,000 bytes"):
         autopar.plan(model, batch, 6, cluster="cpu", memory_budget=1000, progress=False)
-    # the fastest and one of little memory, of each of three configurations
-    assert 0 < len(solved) <= 6, solved
+    # Of three configurations with whole blocks recomputed, the fastest solution and that at one
+    # price of memory; of the first also without them, at four prices.
+    assert 0 < len(solved) <= 3 * 2 + 4, solved

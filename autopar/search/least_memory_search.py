@@ -50,6 +50,10 @@ class LeastMemorySearch:
     Args:
         over_budget: configurations that are over the budget, with about the least bytes that they
             need.
+
+    Attributes:
+        near_bound: about the bytes that no plan of the tried configurations goes below, where
+            bounds show that nothing fits; 0 elsewhere.
     """
 
     def __init__(
@@ -60,12 +64,15 @@ class LeastMemorySearch:
     ) -> None:
         self.searches, self.enumeration = searches, enumeration
         self.over_budget = over_budget
+        self.near_bound = 0.0
 
     def run(
         self,
         near: Configuration | None,
         candidates: Sequence[Configuration],
         may_fit: bool,
+        number: int = 1,
+        searches: int = 1,
     ) -> PricedPlan | None:
         """The first plan that fits; None where no configuration can split the batch.
 
@@ -73,6 +80,9 @@ class LeastMemorySearch:
             near: the configuration of the fastest candidate; None where there is no candidate.
             candidates: the configurations of all candidates.
             may_fit: whether bounds leave any configuration that may fit.
+            number: of this search, from 1, among the ``searches`` for less memory. Where nothing
+                fits, one before the last tries one price of memory, and one after the first one
+                configuration.
 
         Raises:
             BudgetError: no plan fits; of the configuration that needs least memory.
@@ -82,7 +92,9 @@ class LeastMemorySearch:
                 half = MOST_LEAST // 2
                 return first_that_fits(self.searches, self._of_over_budget(half, half))
             few = self._of_over_budget(*MOST_WHERE_NOTHING_FITS)
-            return first_that_fits(self.searches, few, NEAR)
+            few = few if number == 1 else few[:1]
+            self.near_bound = NEAR * max((least for least, _ in few), default=0.0)
+            return first_that_fits(self.searches, few, NEAR, one_price=number < searches)
         counts = self.enumeration.microbatch_counts(near)
         several = [replace(near, microbatches=m) for m in counts]
         tried = dict.fromkeys((*self.enumeration.possible(several), *candidates))

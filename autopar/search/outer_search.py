@@ -114,12 +114,11 @@ class OuterSearch:
 
     def _least_memory_plan(self) -> PricedPlan | None:
         """The plan that fits of those that need least memory; BudgetError where none fits."""
-        is_late = self.searches.is_out_of_time(has_plan=False)
-        searches = self.searches
+        every, is_late = [self.searches], self.searches.is_out_of_time(has_plan=False)
         if (is_late or not self.may_fit) and self.options.recompute == "auto":
-            # Bounds show that nothing fits, or time is short. With whole blocks recomputed, the
-            # problem is smaller, and little memory is needed.
-            searches = searches.with_full_recomputation()
+            # Nothing fits. With whole blocks recomputed, perhaps less memory is needed; the problem
+            # is smaller, so that it comes first.
+            every.insert(0, self.searches.with_full_recomputation())
         near = self._near()[0] if self._candidates else None
         candidates = [candidate.configuration for candidate in self._candidates]
         if is_late:
@@ -127,14 +126,18 @@ class OuterSearch:
             safe = safe_configuration(waiting, near)
             with suppress(BudgetError):
                 if safe is not None:
-                    return first_that_fits(searches, [(0.0, safe)])
-        search = LeastMemorySearch(searches, self.enumeration, self._over_budget.found)
-        try:
-            return search.run(near, candidates, self.may_fit)
-        except BudgetError as error:
-            if not self.searches.is_out_of_time():
-                raise
-            raise time_limit_error(error, self.options) from None
+                    return first_that_fits(every[0], [(0.0, safe)])
+        errors: list[BudgetError] = []
+        for number, searches in enumerate(every, start=1):
+            search = LeastMemorySearch(searches, self.enumeration, self._over_budget.found)
+            try:
+                return search.run(near, candidates, self.may_fit, number, len(every))
+            except BudgetError as e:
+                errors.append(e)
+            if errors[-1].least <= search.near_bound or is_late:
+                break
+        error = min(errors, key=lambda e: e.least)
+        raise time_limit_error(error, self.options) if self.searches.is_out_of_time() else error
 
     # Configurations in the order of their bounds
 

@@ -37,6 +37,7 @@ def first_that_fits(
     searches: InnerSearches,
     configurations: Iterable[tuple[float, Configuration]],
     near: float = 1.0,
+    one_price: bool = False,
 ) -> PricedPlan | None:
     """The first least-memory plan that fits; None where there is no configuration. Beyond the time
     limit, a configuration is tried only if none was tried before.
@@ -45,8 +46,9 @@ def first_that_fits(
         configurations: all divide the batch; with about the least bytes that they need, those first
             that probably need least. The bytes may be an estimate below the truth.
         near: a plan that needs at most so many times the bytes of its configuration, or of the
-            next, ends the search for less, and each configuration has one plan. More than 1 only
-            where these bytes are bounds above the budget.
+            next, ends the search for less. More than 1 only where these bytes are bounds above the
+            budget.
+        one_price: whether each configuration has one plan, at one price of memory.
 
     Raises:
         BudgetError: no plan fits; of the configuration that needs least memory.
@@ -63,7 +65,14 @@ def first_that_fits(
         search, samples = searches.of_configuration(configuration)
         with resized(search.analysis, samples, search.analysis.rules):
             starts = searches.user_starts(search)
-            priced = least_memory_plan(search, configuration, samples, starts, near > 1)
+            priced = least_memory_plan(
+                search,
+                configuration,
+                samples,
+                starts,
+                enough * (near > 1),
+                one_price or (near > 1 and bool(errors)),
+            )
             rank, kinds = _fullest_rank(search, priced)
         if sum(kinds.values()) <= search.budgets(configuration)[rank]:
             return priced
@@ -80,6 +89,7 @@ def least_memory_plan(
     configuration: Configuration,
     samples: int,
     starts: Sequence[int] | None = None,
+    enough: float = 0.0,
     one_price: bool = False,
 ) -> PricedPlan:
     """The plan of one configuration that needs least memory, among the plans at a few prices of
@@ -91,6 +101,8 @@ def least_memory_plan(
 
     Args:
         starts: the first unit of each stage, where the user cut the stages.
+        enough: bytes; a plan that needs no more is not followed by another price. 0 where the plan
+            may fit, so that all prices are tried.
         one_price: whether the plan at the first price is enough.
     """
     prices = search.prices(configuration, samples)
@@ -122,9 +134,9 @@ def least_memory_plan(
     def is_enough(plan: PricedPlan) -> bool:
         needed, budget = nbytes(plan), search.budget(configuration)
         is_hopeful = budget < needed <= FAR * budget  # another price may fit
-        return one_price or (search.is_out_of_time() and not is_hopeful)
+        return one_price or needed <= enough or (search.is_out_of_time() and not is_hopeful)
 
-    return _least_along_prices(at, nbytes, is_enough, search.is_out_of_time)
+    return _least_along_prices(at, nbytes, is_enough, lambda: enough > 0 or search.is_out_of_time())
 
 
 def _least_along_prices(
@@ -134,16 +146,17 @@ def _least_along_prices(
     ends_early: Callable[[], bool],
 ) -> PricedPlan:
     """The plan of the fewest bytes up to the first that is enough, along rising and then along
-    falling prices: all of them, or until bytes rise.
+    falling prices: all of them, or until bytes no longer fall at a higher price, and until they
+    rise at a lower one.
     """
     best = first = at(FIRST)
-    for ladder in (HIGHER, LOWER):
+    for ladder, rise in ((HIGHER, 1.0), (LOWER, RISE)):
         before = first
         for price in ladder:
             if is_enough(best):
                 return best
             plan = at(price)
-            if ends_early() and nbytes(plan) > RISE * nbytes(before):
+            if ends_early() and nbytes(plan) >= rise * nbytes(before):
                 break
             best, before = min(best, plan, key=nbytes), plan
     return best
