@@ -71,8 +71,8 @@ class LeastMemorySearch:
         near: Configuration | None,
         candidates: Sequence[Configuration],
         may_fit: bool,
-        number: int = 1,
-        searches: int = 1,
+        is_first: bool,
+        is_last: bool,
     ) -> PricedPlan | None:
         """The first plan that fits; None where no configuration can split the batch.
 
@@ -80,9 +80,8 @@ class LeastMemorySearch:
             near: the configuration of the fastest candidate; None where there is no candidate.
             candidates: the configurations of all candidates.
             may_fit: whether bounds leave any configuration that may fit.
-            number: of this search, from 1, among the ``searches`` for less memory. Where nothing
-                fits, one before the last tries one price of memory, and one after the first one
-                configuration.
+            is_first, is_last: of the searches for less memory. Where nothing fits, only the first
+                tries several configurations, and only the last several prices of memory.
 
         Raises:
             BudgetError: no plan fits; of the configuration that needs least memory.
@@ -92,9 +91,9 @@ class LeastMemorySearch:
                 half = MOST_LEAST // 2
                 return first_that_fits(self.searches, self._of_over_budget(half, half))
             few = self._of_over_budget(*MOST_WHERE_NOTHING_FITS)
-            few = few if number == 1 else few[:1]
+            few = few if is_first else few[:1]
             self.near_bound = NEAR * max((least for least, _ in few), default=0.0)
-            return first_that_fits(self.searches, few, NEAR, one_price=number < searches)
+            return first_that_fits(self.searches, few, NEAR, one_price=not is_last)
         counts = self.enumeration.microbatch_counts(near)
         several = [replace(near, microbatches=m) for m in counts]
         tried = dict.fromkeys((*self.enumeration.possible(several), *candidates))

@@ -128,10 +128,11 @@ class OuterSearch:
                 if safe is not None:
                     return first_that_fits(every[0], [(0.0, safe)])
         errors: list[BudgetError] = []
-        for number, searches in enumerate(every, start=1):
+        for searches in every:
             search = LeastMemorySearch(searches, self.enumeration, self._over_budget.found)
             try:
-                return search.run(near, candidates, self.may_fit, number, len(every))
+                first, last = searches is every[0], searches is every[-1]
+                return search.run(near, candidates, self.may_fit, first, last)
             except BudgetError as e:
                 errors.append(e)
             if errors[-1].least <= search.near_bound or is_late:

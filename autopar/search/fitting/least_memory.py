@@ -102,7 +102,8 @@ def least_memory_plan(
     Args:
         starts: the first unit of each stage, where the user cut the stages.
         enough: bytes; a plan that needs no more is not followed by another price. 0 where the plan
-            may fit, so that all prices are tried.
+            may fit, so that all prices are tried; else higher prices end where bytes no longer
+            fall, and lower ones where they rise.
         one_price: whether the plan at the first price is enough.
     """
     prices = search.prices(configuration, samples)
@@ -136,27 +137,31 @@ def least_memory_plan(
         is_hopeful = budget < needed <= FAR * budget  # another price may fit
         return one_price or needed <= enough or (search.is_out_of_time() and not is_hopeful)
 
-    return _least_along_prices(at, nbytes, is_enough, lambda: enough > 0 or search.is_out_of_time())
+    return _least_along_prices(at, nbytes, is_enough, search.is_out_of_time, enough > 0)
 
 
 def _least_along_prices(
     at: Callable[[float], PricedPlan],
     nbytes: Callable[[PricedPlan], float],
     is_enough: Callable[[PricedPlan], bool],
-    ends_early: Callable[[], bool],
+    is_late: Callable[[], bool],
+    nothing_fits: bool,
 ) -> PricedPlan:
     """The plan of the fewest bytes up to the first that is enough, along rising and then along
-    falling prices: all of them, or until bytes no longer fall at a higher price, and until they
-    rise at a lower one.
+    falling prices: all of them; late, or where nothing fits, until bytes rise; and where nothing
+    fits, higher prices only while bytes fall.
     """
     best = first = at(FIRST)
-    for ladder, rise in ((HIGHER, 1.0), (LOWER, RISE)):
+    for ladder in (HIGHER, LOWER):
         before = first
         for price in ladder:
             if is_enough(best):
                 return best
             plan = at(price)
-            if ends_early() and nbytes(plan) >= rise * nbytes(before):
+            rise = nbytes(plan) / nbytes(before)
+            if rise > RISE and (nothing_fits or is_late()):
+                break
+            if rise >= 1 and nothing_fits and ladder is HIGHER:
                 break
             best, before = min(best, plan, key=nbytes), plan
     return best
