@@ -18,6 +18,7 @@ from autopar.formatting.table import format_bytes
 from autopar.search.ilp import memory_prices
 from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.solution import Solution
+from autopar.search.outer_search import OuterSearch
 
 
 def test_a_budget_that_nothing_fits() -> None:
@@ -86,6 +87,44 @@ def test_a_budget_with_microbatches_fixed() -> None:
         r"parallel=",
     ):
         plan(memory_budget=1000, micro_batch_size=2, parallel=both)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("t5", marks=pytest.mark.exhaustive)])
+def test_the_least_found_is_near_that_of_pinned_plans(name: str) -> None:
+    """Of everything free, beside each pipeline size with each number of microbatches."""
+
+    def least(**options: Any) -> float:
+        with pytest.raises(BudgetError) as caught:
+            plan(name=name, memory_budget=1000, **options)
+        return caught.value.least
+
+    pinned = [
+        least(parallel=dict(pipeline=pipeline, data=4 // pipeline), micro_batch_size=size)
+        for pipeline in (1, 2, 4)
+        for size in (1, 2)
+    ]
+    assert least() <= 1.1 * min(pinned)
+
+
+def test_a_budget_far_below_the_least_found_is_refused_after_few_plans(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Although bounds do not show that nothing fits, few candidates are made."""
+    with pytest.raises(BudgetError) as caught:
+        plan(name="gpt2", memory_budget=1000)
+    made, make = [], OuterSearch._make_candidate
+
+    def noted(search: OuterSearch, *args: Any) -> Any:
+        made.append(args)
+        return make(search, *args)
+
+    monkeypatch.setattr(OuterSearch, "_make_candidate", noted)
+    least = caught.value.least
+    with pytest.raises(BudgetError) as refused:
+        plan(name="gpt2", memory_budget=0.75 * least)
+    assert 1 <= len(made) <= 4
+    assert refused.value.least == pytest.approx(least, rel=0.02)
 
 
 @pytest.mark.slow

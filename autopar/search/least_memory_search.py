@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from itertools import islice
+from functools import cached_property
+from typing import Any
 
-from autopar.errors import PlanError
+from autopar.errors import BudgetError, PlanError
 from autopar.search.enumeration import Enumeration
-from autopar.search.fitting.least_memory import first_that_fits
+from autopar.search.fitting.least_memory import Prices, plan_of_least_memory
 from autopar.search.inner.inner_searches import InnerSearches
 from autopar.search.neighbours import tensor_modes
 from autopar.search.open_families import Family
 from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.space.configuration import Configuration
 
-# Configurations whose least memory is worked out; where bounds show that nothing fits, those of one
-# stage and of several, only to say about how much is needed.
-MOST_LEAST, MOST_WHERE_NOTHING_FITS = 12, (2, 1)
-NEAR = 1.05  # there a plan that needs so many times a bound is enough
-MOST_ORDERED = 50
+MOST_MESHES = 2  # of which one plan is tried first
+MOST_THOROUGH = 4  # configurations of which plans at several prices of memory are tried
+MOST_SHARPENED = 8  # bounds of memory that need a problem
+NEAR = 1.05  # a plan that needs so many times a bound is enough to say how much is needed
+FAR = 1.25  # times the budget, from which on no plan is likely to fit
 MOST_MODES = 2  # meshes of modes
+# Schedules, those first that save fewer activations: zero-bubble recomputes nothing, and gpipe has
+# all microbatches in flight.
+LEANEST = ("1f1b", "interleaved-1f1b", "zero-bubble", "gpipe")
 
 
 def safe_configuration(
@@ -45,110 +48,194 @@ def safe_configuration(
 
 
 class LeastMemorySearch:
-    """Tries plans of least memory.
+    """Tries plans of least memory of each pipeline size on each mesh, in one schedule.
 
-    Args:
-        over_budget: configurations that are over the budget, with about the least bytes that they
-            need.
+    A mesh has three numbers of microbatches: the most; the most whose samples the ranks of a stage
+    can share, because results of fewer samples may stand on several ranks; and the fewest, because
+    gradients of one microbatch do not accumulate. Where the search chooses what is recomputed,
+    plans that recompute whole blocks come first: they free one block before the next, and their
+    problem is smaller.
 
     Attributes:
-        near_bound: about the bytes that no plan of the tried configurations goes below, where
-            bounds show that nothing fits; 0 elsewhere.
+        plan: the first plan that fits; None where none does.
+        error: says the fewest bytes found, of the plans that do not fit; None where there are none.
     """
 
-    def __init__(
-        self,
-        searches: InnerSearches,
-        enumeration: Enumeration,
-        over_budget: list[tuple[float, Configuration]],
-    ) -> None:
-        self.searches, self.enumeration = searches, enumeration
-        self.over_budget = over_budget
-        self.near_bound = 0.0
+    def __init__(self, searches: InnerSearches, enumeration: Enumeration) -> None:
+        self.plan: PricedPlan | None = None
+        self.error: BudgetError | None = None
+        self._searches, self._enumeration = searches, enumeration
+        self._least: dict[Configuration, float] = {}  # bytes of those tried that do not fit
+        self._nearness = math.inf  # the fewest bytes, as a multiple of the budget
 
-    def run(
-        self,
-        near: Configuration | None,
-        candidates: Sequence[Configuration],
-        may_fit: bool,
-        is_first: bool,
-        is_last: bool,
+    @cached_property
+    def _every(self) -> list[InnerSearches]:
+        """The searches; before them those with whole blocks recomputed, if that is free."""
+        searches = self._searches
+        is_free = searches.options.recompute == "auto"
+        return [searches.with_full_recomputation()] * is_free + [searches]
+
+    def is_far_above_budget(self) -> bool:
+        """Whether no plan fits of the first that are tried, and none is near the budget."""
+        if self.plan is None and not self._least:
+            self._try_few()
+        return self.plan is None and bool(self._least) and self._nearness > FAR
+
+    def best(
+        self, waiting: Sequence[Configuration], near: Configuration | None, may_fit: bool
     ) -> PricedPlan | None:
-        """The first plan that fits; None where no configuration can split the batch.
+        """The first plan that fits; None where none does.
 
         Args:
+            waiting: configurations that the search has not come to.
             near: the configuration of the fastest candidate; None where there is no candidate.
-            candidates: the configurations of all candidates.
-            may_fit: whether bounds leave any configuration that may fit.
-            is_first, is_last: of the searches for less memory. Where nothing fits, only the first
-                tries several configurations, and only the last several prices of memory.
-
-        Raises:
-            BudgetError: no plan fits; of the configuration that needs least memory.
+            may_fit: whether a plan may fit, so that plans at several prices of memory are tried.
         """
-        if near is None:
-            if may_fit:
-                half = MOST_LEAST // 2
-                return first_that_fits(self.searches, self._of_over_budget(half, half))
-            few = self._of_over_budget(*MOST_WHERE_NOTHING_FITS)
-            few = few if is_first else few[:1]
-            self.near_bound = NEAR * max((least for least, _ in few), default=0.0)
-            return first_that_fits(self.searches, few, NEAR, one_price=not is_last)
-        counts = self.enumeration.microbatch_counts(near)
-        several = [replace(near, microbatches=m) for m in counts]
-        tried = dict.fromkeys((*self.enumeration.possible(several), *candidates))
-        most = max(configuration.microbatches for configuration in tried)
-        modes = self._modes(replace(near, microbatches=most))
-        ordered = [(0.0, c) for c in tried] + [(0.5, c) for c in modes]
-        ordered += [(max(least, 1.0), c) for least, c in self.over_budget]
-        of_all = islice(self._in_order(ordered), MOST_LEAST + len(modes))
-        return first_that_fits(self.searches, of_all)
+        is_late = self._searches.is_out_of_time(has_plan=False)
+        if is_late and (safe := safe_configuration(waiting, near)) is not None:
+            self._try(self._every[0], safe)
+        if not self.is_far_above_budget() and may_fit:
+            self._try_prices()
+        return self.plan
 
-    def _of_over_budget(self, *most: int) -> list[tuple[float, Configuration]]:
-        """The first configurations over the budget, so many of one stage and so many of several:
-        bounds take stages as equal, which they need not be.
+    def _try_few(self) -> None:
+        """Tries one plan of each of a few meshes, those first whose bounds are lowest; of the best
+        mesh one plan of each other number of microbatches; and of the best configuration plans that
+        recompute what the search chooses.
         """
-        found = []
-        for has_stages, of_kind in zip((False, True), most, strict=True):
-            alike = [each for each in self.over_budget if (each[1].stages > 1) == has_stages]
-            found += list(islice(self._in_order(alike), of_kind))
-        return found
+        of_meshes = self._configurations()
+        tried: set[tuple] = set()
+        several = [c for each in of_meshes.values() for c in each[:-1] or each]
+        for bound, configuration in self._in_order(several):
+            if len(tried) == MOST_MESHES or self._is_enough(bound):
+                break
+            if _mesh(configuration) not in tried:
+                self._try(self._every[0], configuration, "highest")
+                tried = {_mesh(c) for c in self._least}
+        if not self._least:
+            return
+        for other in of_meshes[_mesh(self._best())]:
+            about = self._bound(other) + 2 * self._searches.largest_tensor_bytes(other)
+            if other not in self._least and not self._is_enough(about):
+                self._try(self._every[0], other, "highest")
+        if not self._is_enough():
+            self._try(self._every[-1], self._best(), "falling")
+
+    def _try_prices(self) -> None:
+        """Tries plans at several prices of memory, of the nearest configurations that were tried,
+        and of modes.
+        """
+        nearest = sorted(self._least, key=lambda c: self._least[c])[:MOST_THOROUGH]
+        for configuration in [*nearest, *self._modes(nearest[:1])]:
+            for searches in self._every:
+                if self._is_enough():
+                    return
+                self._try(searches, configuration)
+
+    def _is_enough(self, bound: float = 0.0) -> bool:
+        """Whether a plan fits; or the least memory of one is known, and the time has passed or it
+        is near the bound of the next.
+        """
+        if self.plan is not None or self.error is None:
+            return self.plan is not None
+        is_late = self._searches.is_out_of_time(has_plan=False)
+        return is_late or self.error.least <= NEAR * bound
+
+    def _try(
+        self, searches: InnerSearches, configuration: Configuration, prices: Prices = "all"
+    ) -> None:
+        try:
+            self.plan = plan_of_least_memory(searches, configuration, prices)
+        except BudgetError as e:
+            self.error = min(self.error or e, e, key=lambda error: error.least)
+            self._least[configuration] = min(e.least, self._least.get(configuration, math.inf))
+            budget = self._searches.budget(configuration)
+            self._nearness = min(self._nearness, e.least / budget)
+        except PlanError as e:
+            self._enumeration.failures.append(e)
+
+    def _best(self) -> Configuration:
+        """The configuration tried that needs least memory."""
+        return min(self._least, key=lambda c: self._least[c])
 
     def _in_order(
-        self, configurations: Sequence[tuple[float, Configuration]]
+        self, configurations: Iterable[Configuration]
     ) -> Iterator[tuple[float, Configuration]]:
-        """The configurations that divide the batch: those first that have the fewest bytes,
-        together with the largest tensor and its gradient, and then the fewest microbatches in
-        flight.
+        """Configurations with their bounds: those first with the fewest bytes, together with the
+        largest tensor and its gradient.
         """
+        searches = self._every[0]
+        waiting: list[tuple[float, int, float, bool, Configuration]] = []
+        for number, configuration in enumerate(configurations):
+            with suppress(PlanError):
+                floor = searches.byte_floor(configuration)
+                largest = 2 * searches.largest_tensor_bytes(configuration)
+                waiting.append((floor + largest, number, floor, False, configuration))
+        heapq.heapify(waiting)
+        sharpened = 0
+        while waiting:
+            nbytes, number, bound, is_sharp, configuration = heapq.heappop(waiting)
+            if is_sharp or sharpened >= MOST_SHARPENED or searches.is_out_of_time():
+                yield bound, configuration
+                continue
+            sharpened += 1
+            with suppress(PlanError):
+                gain = self._bound(configuration) - bound
+                each = nbytes + gain, number, bound + gain, True, configuration
+                heapq.heappush(waiting, each)
 
-        def nbytes(found: tuple[float, Configuration]) -> float:
-            least, configuration = found
-            return least + 2 * self.searches.largest_tensor_bytes(configuration)
+    def _bound(self, configuration: Configuration) -> float:
+        """Bytes that no plan of a configuration with whole blocks recomputed goes below."""
+        searches = self._every[0]
+        return max(searches.byte_floor(configuration), searches.least_bytes(configuration))
 
-        def order(found: tuple[float, Configuration]) -> tuple[float, float, int]:
-            configuration = found[1]
-            in_flight = configuration.microbatches_in_flight()
-            ranks = range(configuration.pipeline)
-            fullest = max(sum(in_flight[rank :: configuration.pipeline]) for rank in ranks)
-            return nbytes(found), fullest / configuration.chunks, len(configuration.axes)
-
-        # The microbatches in flight are counted one by one, and not for thousands of schedules.
-        few = sorted(heapq.nsmallest(MOST_ORDERED, configurations, key=nbytes), key=order)
-        return ((n, c) for n, c in few if self.searches.can_split(c))
-
-    def _modes(self, near: Configuration) -> list[Configuration]:
-        """The configurations of modes that may fit, of the families with the least bound of their
-        memory.
+    def _configurations(self) -> dict[tuple, list[Configuration]]:
+        """By mesh, those of the enumeration in the leanest schedule that the mesh has, in up to
+        three numbers of microbatches, the fewest last.
         """
-        options = self.searches.options
+        every: dict[tuple, list[Configuration]] = {}
+        for family in self._enumeration.families():
+            for each in family:
+                every.setdefault(_mesh(each), []).append(each)
+        found = {}
+        for mesh, of_mesh in every.items():
+            least = min(map(_leanness, of_mesh))
+            leanest = [c for c in of_mesh if _leanness(c) == least]
+            possible = self._enumeration.possible(leanest)
+            splitting = [c for c in possible if self._searches.can_split(c)]
+            even = [c for c in splitting if self._is_even(c)]
+            several = dict.fromkeys((*splitting[-1:], *even[-1:]))
+            found[mesh] = [*(c for c in several if c is not splitting[0]), *splitting[:1]]
+        return found
+
+    def _is_even(self, configuration: Configuration) -> bool:
+        """Whether the ranks of a stage can share the samples of a microbatch evenly."""
+        samples = self._searches.samples // configuration.microbatches
+        return samples % math.prod(configuration.sizes) == 0
+
+    def _modes(self, nearest: Sequence[Configuration]) -> list[Configuration]:
+        """The configurations of modes that may fit around the nearest one, of the families with the
+        least bound of their memory.
+        """
+        options = self._searches.options
         is_fixed = options.parallel is not None or options.mesh is not None
-        if is_fixed or near.stages > 1 or self.searches.is_out_of_time():
+        if not nearest or is_fixed or nearest[0].stages > 1 or self._is_enough():
             return []
         found: list[tuple[float, Family]] = []
-        for family in tensor_modes(self.enumeration, near):
-            if possible := self.enumeration.possible(family):
+        for family in tensor_modes(self._enumeration, nearest[0]):
+            if possible := self._enumeration.possible(family):
                 with suppress(PlanError):
-                    found.append((self.searches.least_bytes(possible[-1]), possible))
-        nearest = [family for _, family in sorted(found, key=lambda f: f[0])[:MOST_MODES]]
-        return [c for family in nearest for c in family if self.searches.may_fit(c)]
+                    found.append((self._searches.least_bytes(possible[-1]), possible))
+        first = [family for _, family in sorted(found, key=lambda f: f[0])[:MOST_MODES]]
+        return [c for family in first for c in family if self._searches.may_fit(c)]
+
+
+def _mesh(configuration: Configuration) -> tuple[Any, ...]:
+    """What configurations share that differ in their schedule or in their microbatches."""
+    return configuration.pipeline, configuration.axes
+
+
+def _leanness(configuration: Configuration) -> tuple[int, int]:
+    """Lower for schedules of fewer saved activations."""
+    name = configuration.schedule
+    return LEANEST.index(name) if name in LEANEST else 0, configuration.chunks

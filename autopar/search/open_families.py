@@ -69,6 +69,11 @@ class OpenFamilies:
                 return each
             self.push(each)
 
+    def pop_all(self) -> list[OpenFamily]:
+        """All families, which are no longer in the queue."""
+        popped, self._heap = [each for *_, each in self._heap], []
+        return popped
+
     def pop_best_of_each_pipeline(self) -> list[OpenFamily]:
         """Of each number of pipeline ranks the family with the lowest estimate. They are no longer
         in the queue.

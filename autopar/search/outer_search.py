@@ -18,19 +18,17 @@ placement. Then the configuration stands in the queue once for each placement.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 from autopar.errors import BudgetError, PlanError
 from autopar.search.enumeration import Enumeration
 from autopar.search.fitting.fitting_plans import FittingPlans
-from autopar.search.fitting.least_memory import first_that_fits
 from autopar.search.ilp.programs.silent_highs import ending_highs_threads
 from autopar.search.inner.candidate import Candidate
 from autopar.search.inner.inner_searches import InnerSearches
 from autopar.search.inner.no_plan_errors import no_plan_error, time_limit_error
 from autopar.search.inner.step_bounds import Level
-from autopar.search.least_memory_search import LeastMemorySearch, safe_configuration
+from autopar.search.least_memory_search import LeastMemorySearch
 from autopar.search.neighbours import free_meshes, tensor_modes
 from autopar.search.open_families import OpenFamilies, OpenFamily
 from autopar.search.over_budget import OverBudget
@@ -42,7 +40,8 @@ from autopar.search.space.configuration import Configuration
 MOST_FIRST = 3  # candidates that are made before the clock counts, until one fits
 DIVE_AFTER = 200  # configurations that are sharpened or tried before a dive
 NEIGHBOURHOODS = 4  # configurations around which others are tried
-BEFORE_NEIGHBOURS = 0.6  # of the time for comparing, where a plan fits; neighbours come after
+BEFORE_NEIGHBOURS = 0.4  # of the time for comparing, where a plan fits; neighbours come after
+MOST_OVER = 8  # configurations whose problems are over the budget, until memory counts as scarce
 MOST_MODE_MESHES = 8  # meshes of modes that are solved around one configuration
 
 
@@ -77,7 +76,8 @@ class OuterSearch:
     """Finds the best plan over all configurations that the options leave.
 
     Attributes:
-        may_fit: whether any configuration needs no more than the budget by the bound of its bytes.
+        may_fit: whether any configuration needs no more than the budget by the bound of its bytes,
+            and the least memory found is not far above the budget.
     """
 
     def __init__(self, searches: InnerSearches) -> None:
@@ -89,6 +89,9 @@ class OuterSearch:
         self._candidates: list[Candidate] = []
         self._fitting = FittingPlans(searches)
         self._over_budget = OverBudget(searches)
+        self._least_memory = LeastMemorySearch(searches, self.enumeration)
+        self._is_scarce = False  # whether a configuration has no candidate that fits
+        self._floors_over = 0  # configurations over the budget by the floor of their bytes
         self._sharpening = Sharpening(
             searches, self.enumeration, self._open, self._fitting, self._over_budget
         )
@@ -96,49 +99,42 @@ class OuterSearch:
     def run(self) -> BestPlan:
         """The best plan; PlanError as for :func:`best_plan`."""
         self._add(self.enumeration.families())
+        self._floors_over = len(self._over_budget.found)
         if self.options.time_limit is not None:
             self._make_first_candidates()
         self._search(BEFORE_NEIGHBOURS)
-        self._search_neighbours()
+        if not self._is_hopeless():
+            self._search_neighbours()
         if self._fitting.plans:
             plan = self._fitting.proven()
             for found in self._fitting.plans:
                 proven = found.plan.seconds * (1 - found.plan.gap)
                 self._sharpening.keep_bound(found.plan.configuration, proven)
             return self._best_plan(plan)
-        if (least := self._least_memory_plan()) is not None:
-            return self._best_plan(least)
-        raise no_plan_error(
-            self.enumeration.failures, self.searches.unsolved, self.options, self.searches.samples
-        )
+        return self._best_plan(self._least_memory_plan())
 
-    def _least_memory_plan(self) -> PricedPlan | None:
+    def _least_memory_plan(self) -> PricedPlan:
         """The plan that fits of those that need least memory; BudgetError where none fits."""
-        every, is_late = [self.searches], self.searches.is_out_of_time(has_plan=False)
-        if (is_late or not self.may_fit) and self.options.recompute == "auto":
-            # Nothing fits. With whole blocks recomputed, perhaps less memory is needed; the problem
-            # is smaller, so that it comes first.
-            every.insert(0, self.searches.with_full_recomputation())
+        waiting = [each.family[-1] for each in self._open.first(len(self._open))]
         near = self._near()[0] if self._candidates else None
-        candidates = [candidate.configuration for candidate in self._candidates]
-        if is_late:
-            waiting = [each.family[-1] for each in self._open.first(len(self._open))]
-            safe = safe_configuration(waiting, near)
-            with suppress(BudgetError):
-                if safe is not None:
-                    return first_that_fits(every[0], [(0.0, safe)])
-        errors: list[BudgetError] = []
-        for searches in every:
-            search = LeastMemorySearch(searches, self.enumeration, self._over_budget.found)
-            try:
-                first, last = searches is every[0], searches is every[-1]
-                return search.run(near, candidates, self.may_fit, first, last)
-            except BudgetError as e:
-                errors.append(e)
-            if errors[-1].least <= search.near_bound or is_late:
-                break
-        error = min(errors, key=lambda e: e.least)
-        raise time_limit_error(error, self.options) if self.searches.is_out_of_time() else error
+        if (plan := self._least_memory.best(waiting, near, self.may_fit)) is not None:
+            return plan
+        error, searches = self._least_memory.error, self.searches
+        if error is None:
+            failures, unsolved = self.enumeration.failures, searches.unsolved
+            raise no_plan_error(failures, unsolved, self.options, searches.samples)
+        raise time_limit_error(error, self.options) if searches.is_out_of_time() else error
+
+    def _is_hopeless(self) -> bool:
+        """Whether no plan fits so far, and the least memory found is far above the budget. It is
+        looked for as soon as memory is seen to be scarce.
+        """
+        over = len(self._over_budget.found) - self._floors_over
+        is_scarce = self._is_scarce or self._fitting.too_large or over > MOST_OVER
+        if self._fitting.plans or not is_scarce:
+            return False
+        self.may_fit = not self._least_memory.is_far_above_budget()
+        return not self.may_fit
 
     # Configurations in the order of their bounds
 
@@ -149,6 +145,8 @@ class OuterSearch:
         opened = []
         level = Level.FLOOR if most is None else Level.UNSOLVED
         for family in families:
+            if most is not None and self.searches.has_compared_enough():
+                break
             possible = self.enumeration.possible([c for c in family if c not in self._compared])
             if not possible or self._over_budget.is_family_over(possible):
                 continue
@@ -166,7 +164,7 @@ class OuterSearch:
         the time.
         """
         taken, next_dive = 0, DIVE_AFTER
-        while self._open and not self._fitting.is_enough(part):
+        while self._open and not self._fitting.is_enough(part) and not self._is_hopeless():
             taken += 1
             if taken > next_dive and not (self._fitting.plans and self.options.is_exhaustive):
                 next_dive = taken + DIVE_AFTER if self._dive() else 2 * taken
@@ -199,7 +197,7 @@ class OuterSearch:
         """
         dived = self._open.pop_best_of_each_pipeline()
         before = len(self._fitting.plans)
-        while dived and len(self._fitting.plans) == before:
+        while dived and len(self._fitting.plans) == before and not self._is_hopeless():
             dived.sort(key=self._open.estimate)
             if not self._fitting.is_clearly_faster(self._open.estimate(dived[0])):
                 break
@@ -246,6 +244,7 @@ class OuterSearch:
             # No plan was found that fits, which is no proof that there is none.
             self._sharpening.keep_bound(configuration, bound)
             self._over_budget.found.append((e.least, configuration))
+            self._is_scarce = True
             return None
         except PlanError as e:
             self._sharpening.remember_failure(configuration, e)
@@ -259,8 +258,8 @@ class OuterSearch:
     # Meshes around the best configurations
 
     def _search_neighbours(self) -> None:
-        """Tries meshes of free axes and modes around the best configuration, as long as the best
-        configuration changes. Where nothing fits, around the configurations that need least memory.
+        """Tries meshes of free axes, and then modes, around the best configuration, as long as that
+        changes. Where nothing fits, around the configurations that need least memory.
         """
         if self.options.parallel is not None or self.options.mesh is not None:
             return
@@ -272,15 +271,17 @@ class OuterSearch:
             if not new or self.searches.has_compared_enough():
                 return
             searched.update(new)
+            if self._fitting.plans and self.options.placement is None:
+                # Free axes save no memory, and have no names to order them by.
+                is_ample = len(self._fitting.chosen().candidate.solutions) == 1
+                others = self._open.pop_all()
+                self._add(mesh for c in new for mesh in free_meshes(c, is_ample))
+                self._search()
+                self._open.push_all(others)
+            # Bounds of modes take long. Around free axes, modes of all sizes are tried, but once.
             for configuration in new:
-                if self._fitting.plans and self.options.placement is None:
-                    # Free axes save no memory, and have no names to order them by.
-                    best = self._fitting.chosen().candidate
-                    self._add(free_meshes(configuration, len(best.solutions) == 1))
-                # Around free axes, modes of all sizes are tried; once is enough.
                 if not (has_tried_modes and configuration.has_free_axes):
-                    modes = tensor_modes(self.enumeration, configuration)
-                    self._add(modes, MOST_MODE_MESHES)
+                    self._add(tensor_modes(self.enumeration, configuration), MOST_MODE_MESHES)
                     has_tried_modes = True
             self._search()
 
@@ -293,8 +294,7 @@ class OuterSearch:
         return [c for _, c in sorted(self._over_budget.found, key=lambda o: o[0])[:2]]
 
     def _best_plan(self, plan: PricedPlan) -> BestPlan:
-        bound = max(
-            min((*self._sharpening.bounds.values(), *self._open.bounds()), default=0.0), 0.0
-        )
+        bounds = (*self._sharpening.bounds.values(), *self._open.bounds())
+        bound = max(min(bounds, default=0.0), 0.0)
         left_out = tuple(not_searched(self.searches, self._compared, self._fitting.left_out_from))
         return BestPlan(plan, bound, len(self._compared), left_out)

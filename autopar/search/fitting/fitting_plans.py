@@ -9,7 +9,7 @@ from typing import NamedTuple
 from autopar.errors import BudgetError, PlanError
 from autopar.search.fitting.exact_plan import prove
 from autopar.search.fitting.fit import fit_to_memory
-from autopar.search.fitting.least_memory import first_that_fits
+from autopar.search.fitting.least_memory import plan_of_least_memory
 from autopar.search.fitting.price_rounds import at_own_step_prices, with_own_bound
 from autopar.search.fitting.reserves import Reserves
 from autopar.search.ilp.programs.linear_program import UnsolvedError
@@ -49,6 +49,7 @@ class FittingPlans:
     Attributes:
         plans: the plans that fit so far.
         counted: how many candidates were counted.
+        too_large: candidates that did not fit when they were counted.
         left_out_from: configurations were left out whose estimates are at least so many times the
             fastest plan; None where none were.
     """
@@ -59,7 +60,7 @@ class FittingPlans:
         self.counted = 0
         self.left_out_from: float | None = None
         self._reserves = Reserves()
-        self._too_large: list[Candidate] = []
+        self.too_large: list[Candidate] = []
 
     def may_be_faster(self, seconds: float) -> bool:
         """Whether seconds without the overhead of every step may be those of a faster plan."""
@@ -113,7 +114,7 @@ class FittingPlans:
         except UnsolvedError:
             self.searches.unsolved.append(candidate.configuration)
         except BudgetError:
-            self._too_large.append(candidate)  # it needs more memory than its estimate said
+            self.too_large.append(candidate)  # it needs more memory than its estimate said
         else:
             self.plans.append(FittingPlan(reported_seconds(plan), candidate, plan))
 
@@ -183,13 +184,12 @@ class FittingPlans:
         """Counts the plans of least memory of candidates that did not fit, where they may be faster
         than the plans that fit.
         """
-        for candidate in sorted(self._too_large, key=lambda c: c.seconds)[:MOST_RETRIED]:
+        for candidate in sorted(self.too_large, key=lambda c: c.seconds)[:MOST_RETRIED]:
             is_over = self.plans and self.searches.is_out_of_time()
             if self.may_be_faster(candidate.seconds) and not is_over:
                 with suppress(PlanError):
-                    plan = first_that_fits(self.searches, [(0.0, candidate.configuration)])
-                    if plan is not None:
-                        self.plans.append(FittingPlan(reported_seconds(plan), candidate, plan))
+                    plan = plan_of_least_memory(self.searches, candidate.configuration)
+                    self.plans.append(FittingPlan(reported_seconds(plan), candidate, plan))
 
 
 def _nearly_as_fast(found: FittingPlan) -> float:

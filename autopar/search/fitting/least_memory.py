@@ -1,22 +1,23 @@
 """The plan that needs least memory, for the case that no candidate fits. It is the plan, if it
 fits; otherwise the error says how much memory it needs.
 
-A price of memory far above the price of any budget leads to a plan that needs little memory. The
-highest price does not lead to the least: a recomputed result is alive while the backward uses it.
-So several prices are tried. For each, the stages are cut so that the fullest device holds as little
-as possible.
+A price of memory far above the price of any budget leads to a plan that needs little memory. Where
+single results are recomputed, the highest price does not lead to the least: a recomputed result is
+alive while the backward uses it. So several prices are tried. For each, the stages are cut so that
+the fullest device holds as little as possible.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
-from autopar.errors import BudgetError
 from autopar.search.fitting.counted_memory import count_memory
+from autopar.search.ilp.memory_prices import MemoryPrices
+from autopar.search.ilp.solution import Solution
 from autopar.search.inner.candidate import Candidate
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.inner.inner_searches import InnerSearches
@@ -27,61 +28,36 @@ from autopar.search.result.assemble import assemble
 from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.space.configuration import Configuration
 
+Prices = Literal["highest", "falling", "all"]
+HIGHEST = 1e-3  # seconds for a byte: the seconds of a step count for nothing beside bytes
 # Prices of all bytes of the fastest solution, in multiples of its step time.
 FIRST, HIGHER, LOWER = 4.0, tuple(4.0**i for i in range(2, 7)), (1.0, 0.25, 0.0625, 0.0)
 RISE = 1.02  # times as many bytes as at the price before, from which on bytes count as rising
 FAR = 1.25  # times the budget, above which other prices are not tried beyond the time limit
 
 
-def first_that_fits(
-    searches: InnerSearches,
-    configurations: Iterable[tuple[float, Configuration]],
-    near: float = 1.0,
-    one_price: bool = False,
-) -> PricedPlan | None:
-    """The first least-memory plan that fits; None where there is no configuration. Beyond the time
-    limit, a configuration is tried only if none was tried before.
+def plan_of_least_memory(
+    searches: InnerSearches, configuration: Configuration, prices: Prices = "all"
+) -> PricedPlan:
+    """The least-memory plan of a configuration that divides the batch.
 
     Args:
-        configurations: all divide the batch; with about the least bytes that they need, those first
-            that probably need least. The bytes may be an estimate below the truth.
-        near: a plan that needs at most so many times the bytes of its configuration, or of the
-            next, ends the search for less. More than 1 only where these bytes are bounds above the
-            budget.
-        one_price: whether each configuration has one plan, at one price of memory.
+        prices: the prices of memory that are tried.
 
     Raises:
-        BudgetError: no plan fits; of the configuration that needs least memory.
+        BudgetError: the plan does not fit.
     """
-    errors: list[BudgetError] = []
-    for least, configuration in configurations:
-        enough = near * least
-        found = min((e.least for e in errors), default=math.inf)
-        if found <= enough or (errors and searches.is_out_of_time(has_plan=False)):
-            break
-        searches.progress(f"saving memory, {configuration}")
-        if configuration.place is None:  # no placement needs more memory than another
-            configuration = searches.placements(configuration)[0]
-        search, samples = searches.of_configuration(configuration)
-        with resized(search.analysis, samples, search.analysis.rules):
-            starts = searches.user_starts(search)
-            priced = least_memory_plan(
-                search,
-                configuration,
-                samples,
-                starts,
-                enough * (near > 1),
-                one_price or (near > 1 and bool(errors)),
-            )
-            rank, kinds = _fullest_rank(search, priced)
-        if sum(kinds.values()) <= search.budgets(configuration)[rank]:
-            return priced
-        errors.append(over_budget_error(search, configuration, samples, kinds, rank))
-        if near > 1 and errors[-1].least <= enough:
-            break
-    if errors:
-        raise min(errors, key=lambda e: e.least)
-    return None
+    searches.progress(f"saving memory, {configuration}")
+    if configuration.place is None:  # no placement needs more memory than another
+        configuration = searches.placements(configuration)[0]
+    search, samples = searches.of_configuration(configuration)
+    with resized(search.analysis, samples, search.analysis.rules):
+        starts = searches.user_starts(search)
+        priced = least_memory_plan(search, configuration, samples, starts, prices)
+        rank, kinds = _fullest_rank(search, priced)
+    if sum(kinds.values()) > search.budgets(configuration)[rank]:
+        raise over_budget_error(search, configuration, samples, kinds, rank)
+    return priced
 
 
 def least_memory_plan(
@@ -89,8 +65,7 @@ def least_memory_plan(
     configuration: Configuration,
     samples: int,
     starts: Sequence[int] | None = None,
-    enough: float = 0.0,
-    one_price: bool = False,
+    tried: Prices = "all",
 ) -> PricedPlan:
     """The plan of one configuration that needs least memory, among the plans at a few prices of
     memory. Before the time limit it does not depend on the budget. Beyond it, a plan that fits the
@@ -101,33 +76,15 @@ def least_memory_plan(
 
     Args:
         starts: the first unit of each stage, where the user cut the stages.
-        enough: bytes; a plan that needs no more is not followed by another price. 0 where the plan
-            may fit, so that all prices are tried; else higher prices end where bytes no longer
-            fall, and lower ones where they rise.
-        one_price: whether the plan at the first price is enough.
+        tried: the prices. At "highest" there is no other solve than that of the plan; "falling"
+            ends higher prices where bytes no longer fall, and lower ones where they rise.
     """
     prices = search.prices(configuration, samples)
+    plan_of = _CountedPlans(search, configuration, prices, starts).of
+    if tried == "highest":
+        return plan_of(prices.at(HIGHEST))
     fastest = prices.at(0.0)
     unit = prices.seconds(fastest) / prices.nbytes(fastest)
-    table = search.unit_cost_table(prices.problem, one_stage=configuration.stages == 1)
-    counted: dict[tuple, PricedPlan] = {}
-
-    def at(price: float) -> PricedPlan:
-        solution = prices.at(price * unit)
-        key = solution.chosen, solution.recomputed
-        if key not in counted:
-            cuts = starts or _even_cuts(search, table.of([solution]), configuration)
-            candidate = Candidate(
-                configuration,
-                prices.problem,
-                (solution,),
-                tuple(cuts),
-                (0,) * len(search.units.nodes),
-                prices.seconds(solution),
-                prices.gap(solution, search.budget(configuration)),
-            )
-            counted[key] = count_memory(search, assemble(search, candidate, has_buckets=False))
-        return counted[key]
 
     def nbytes(plan: PricedPlan) -> float:
         return max(_fullness(search, plan))
@@ -135,36 +92,65 @@ def least_memory_plan(
     def is_enough(plan: PricedPlan) -> bool:
         needed, budget = nbytes(plan), search.budget(configuration)
         is_hopeful = budget < needed <= FAR * budget  # another price may fit
-        return one_price or needed <= enough or (search.is_out_of_time() and not is_hopeful)
+        return search.is_out_of_time() and not is_hopeful
 
-    return _least_along_prices(at, nbytes, is_enough, search.is_out_of_time, enough > 0)
+    def ends(ladder: tuple[float, ...], rise: float) -> bool:
+        if tried == "falling" and ladder is HIGHER:
+            return rise >= 1
+        return rise > RISE and (tried == "falling" or search.is_out_of_time())
 
-
-def _least_along_prices(
-    at: Callable[[float], PricedPlan],
-    nbytes: Callable[[PricedPlan], float],
-    is_enough: Callable[[PricedPlan], bool],
-    is_late: Callable[[], bool],
-    nothing_fits: bool,
-) -> PricedPlan:
-    """The plan of the fewest bytes up to the first that is enough, along rising and then along
-    falling prices: all of them; late, or where nothing fits, until bytes rise; and where nothing
-    fits, higher prices only while bytes fall.
-    """
-    best = first = at(FIRST)
+    best = first = plan_of(prices.at(FIRST * unit))
     for ladder in (HIGHER, LOWER):
         before = first
         for price in ladder:
             if is_enough(best):
                 return best
-            plan = at(price)
-            rise = nbytes(plan) / nbytes(before)
-            if rise > RISE and (nothing_fits or is_late()):
-                break
-            if rise >= 1 and nothing_fits and ladder is HIGHER:
+            plan = plan_of(prices.at(price * unit))
+            if ends(ladder, nbytes(plan) / nbytes(before)):
                 break
             best, before = min(best, plan, key=nbytes), plan
     return best
+
+
+class _CountedPlans:
+    """The plans of solutions of one configuration, with counted memory.
+
+    Args:
+        starts: the first unit of each stage, where the user cut the stages.
+    """
+
+    def __init__(
+        self,
+        search: InnerSearch,
+        configuration: Configuration,
+        prices: MemoryPrices,
+        starts: Sequence[int] | None,
+    ) -> None:
+        self._search, self._configuration = search, configuration
+        self._prices, self._starts = prices, starts
+        self._found: dict[tuple, PricedPlan] = {}
+
+    def of(self, solution: Solution) -> PricedPlan:
+        """The plan in which all units take one solution."""
+        key = solution.chosen, solution.recomputed
+        if key not in self._found:
+            self._found[key] = self._count(solution)
+        return self._found[key]
+
+    def _count(self, solution: Solution) -> PricedPlan:
+        search, configuration, prices = self._search, self._configuration, self._prices
+        one_stage = configuration.stages == 1
+        costs = search.unit_cost_table(prices.problem, one_stage).of([solution])
+        candidate = Candidate(
+            configuration,
+            prices.problem,
+            (solution,),
+            tuple(self._starts or _even_cuts(search, costs, configuration)),
+            (0,) * len(search.units.nodes),
+            prices.seconds(solution),
+            prices.gap(solution, search.budget(configuration)),
+        )
+        return count_memory(search, assemble(search, candidate, has_buckets=False))
 
 
 def _fullness(search: InnerSearch, priced: PricedPlan) -> list[float]:

@@ -49,6 +49,17 @@ class LowerBound:
         np.add.at(costs, self._converted, of_tensor * self._converting)
         return float(np.minimum.reduceat(costs, self._starts).sum())
 
+    def least_bytes(self, in_flight: float, state: float) -> np.ndarray:
+        """The least bytes of one occurrence of each vertex, [vertex].
+
+        Args:
+            in_flight: by which saved bytes are multiplied.
+            state: by which bytes that last are.
+        """
+        kept, lasting = self._costs[-2:]
+        least: np.ndarray = np.minimum.reduceat(kept * in_flight + lasting * state, self._starts)
+        return least
+
 
 def _least_seconds(vertices: Sequence[Vertex], tensor: TensorConversions) -> np.ndarray:
     """Seconds of one conversion that each choice of the producer makes necessary, [choice]."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.fx as fx
 
 from autopar.cost_model import parameter_memory
 from autopar.cost_model.memory import optimizer_temporaries
@@ -20,7 +21,8 @@ def byte_floor(search: InnerSearch, configuration: Configuration, samples: int) 
     the batch, parameters, gradients, the optimizer's state and, of several microbatches or stages,
     the largest output: the parts and the whole into which they are concatenated, or the whole and
     the optimizer's temporary tensors. In a step of one part the output is there before the
-    gradients. Without ZeRO, each data-parallel replica has a copy of what lasts.
+    gradients. Without ZeRO, each data-parallel replica has a copy of what lasts. One stage has the
+    largest output, split over the axes that divide one of its dims.
 
     State of the optimizer that may be in the memory of the host counts for nothing.
 
@@ -31,7 +33,8 @@ def byte_floor(search: InnerSearch, configuration: Configuration, samples: int) 
     state = search.options.optimizer, True in search.options.state_on_host
     lasting = floors.of(("lasting bytes", *state), lambda: _lasting_bytes(search, True))
     at_output = floors.of(("bytes at output", *state), lambda: _lasting_bytes(search, False))
-    output = floors.of("output bytes", lambda: _output_bytes(search))
+    largest = floors.of("largest output", lambda: _largest_output(search))
+    output = float(_bytes(largest.meta["val"])) if largest else 0.0
     output *= samples / search.analysis.batch.size
     batch = floors.of("batch bytes", lambda: _batch_bytes(search))
     batch *= samples / search.analysis.batch.size
@@ -44,9 +47,13 @@ def byte_floor(search: InnerSearch, configuration: Configuration, samples: int) 
         copies = math.prod(a.size for a in configuration.axes if a.use == "data")
     if configuration.microbatches == configuration.stages == 1:
         total = max((lasting + temporaries) * copies, at_output * copies + output)
+        of_output = output
     else:
         total = lasting * copies + output + max(output, temporaries * copies)
-    return (total + batch) / search.options.world_size
+        of_output = 2 * output
+    if largest:
+        of_output /= _most_parts(search, largest, configuration, samples)
+    return max((total + batch) / search.options.world_size, of_output)
 
 
 def _lasting_bytes(search: InnerSearch, has_gradients: bool) -> float:
@@ -82,12 +89,25 @@ def _batch_bytes(search: InnerSearch) -> float:
     return float(sum(_bytes(n.meta["val"]) for n in inputs))
 
 
-def _output_bytes(search: InnerSearch) -> float:
-    """Bytes of the largest tensor with a batch that the model returns besides its loss."""
+def _largest_output(search: InnerSearch) -> fx.Node | None:
+    """The largest tensor with a batch that the model returns besides its loss."""
     analysis = search.analysis
     made = [n for n in analysis.returned if analysis.batch.dim(n) is not None]
-    tensors = [n.meta["val"] for n in made if isinstance(n.meta["val"], torch.Tensor)]
-    return float(max((_bytes(t) for t in tensors), default=0))
+    tensors = [n for n in made if isinstance(n.meta["val"], torch.Tensor)]
+    return max(tensors, key=lambda n: _bytes(n.meta["val"]), default=None)
+
+
+def _most_parts(
+    search: InnerSearch, output: fx.Node, configuration: Configuration, samples: int
+) -> int:
+    """The most parts into which the mesh can split an output of one microbatch."""
+    shape, batch = list(output.meta["val"].shape), search.analysis.batch
+    if (dim := batch.dim(output)) is not None:
+        shape[dim] = shape[dim] * samples // (batch.size * configuration.microbatches)
+    axes = configuration.axes
+    return math.prod(
+        a.size for a in axes if a.use == "data" or any(size % a.size == 0 for size in shape)
+    )
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -181,7 +181,7 @@ class SearchCache:
         self.problems = LruCache[Problem](nbytes=lambda p: sum(map(array_bytes, p.tensors)))
         self.cut_graphs = LruCache[Any](MOST_CUT_CONFIGURATIONS)
         self.solutions = LruCache[Solution](MOST_SOLUTIONS)
-        self.floors = LruCache[float](MOST_SOLUTIONS)
+        self.floors = LruCache[Any](MOST_SOLUTIONS)
         self._units: LruCache[Units] = like._units if like else LruCache()
         self._conversions = LruCache[ConversionCosts](nbytes=lambda costs: costs.nbytes)
         self._links = LruCache[MeshLinks](MOST_SOLUTIONS)

@@ -22,6 +22,7 @@ from autopar.search.ilp.memory_prices import MemoryPrices
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.inner.partition_bound import partition_bound
 from autopar.search.inner.search_cache import WorkByKind
+from autopar.search.inner.stage_bytes import least_stage_bytes
 from autopar.search.space.configuration import (
     Configuration,
     estimated_step_ratio,
@@ -123,7 +124,7 @@ def _work_by_kind(search: InnerSearch) -> WorkByKind:
 def least_bytes(search: InnerSearch, configuration: Configuration, samples: int) -> float:
     """Bytes of the fullest device that no plan of this configuration goes below, without a solve:
     the mean of all stages of one replica, each with the fewest microbatches in flight of any
-    stage, where replicas share evenly what lasts.
+    stage, or the fullest stage of the best cut, where replicas share evenly what lasts.
     """
     prices, _, is_replica = _replica_prices(search, configuration, samples)
     share = _data_degree(configuration) if is_replica and search.options.zero_stage != 0 else 1
@@ -139,7 +140,8 @@ def least_bytes(search: InnerSearch, configuration: Configuration, samples: int)
         price=np.array([1 / share]),
         flight=np.array([in_flight * share]),
     )
-    return prices.problem.lower_bound.at(bytes_alone) / configuration.pipeline
+    mean = prices.problem.lower_bound.at(bytes_alone) / configuration.pipeline
+    return max(mean, least_stage_bytes(search, configuration, prices.problem, share))
 
 
 def solved_bound(

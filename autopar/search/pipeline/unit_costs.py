@@ -92,6 +92,11 @@ class UnitCostTable:
             unit_class=self._unit_class,
         )
 
+    def of_vertices(self, values: np.ndarray) -> np.ndarray:
+        """Sums by unit, [unit], of a value for one occurrence of each vertex, [vertex]."""
+        sums: np.ndarray = self._vertex_count[:-1] @ values
+        return sums
+
     def received_bytes(self, solution: Solution) -> np.ndarray:
         """[unit]: bytes that a stage receives in each microbatch if it begins with that unit:
         results that calls before the unit make, and that the unit or later calls read.
