@@ -33,7 +33,7 @@ def test_a_budget_that_nothing_fits() -> None:
     )  # with the denominator that the optimizer's step makes, which is when there is most
     assert "activations" not in where
     assert sum(where.values()) == pytest.approx(caught.value.least, abs=4)
-    assert "no plan fits the memory_budget of 1,000 bytes" in message
+    assert "no plan found fits the memory_budget of 1,000 bytes" in message
     assert f"least found is {caught.value.least:,.0f} bytes a device" in message
     advice = message[message.index("What would free most") :]
     assert f"zero=2, about {format_bytes(5 * parameters * 3 / 4)}" in advice
@@ -74,7 +74,7 @@ def test_a_device_too_small_names_the_cluster() -> None:
         cluster, name="watch", device=dataclasses.replace(cluster.device, memory=1000)
     )
     with pytest.raises(
-        BudgetError, match="no plan fits the memory of a device of 'watch' of 1,000 bytes"
+        BudgetError, match="no plan found fits the memory of a device of 'watch' of 1,000 bytes"
     ):
         plan(cluster=small)
 
@@ -178,7 +178,7 @@ def test_a_budget_below_every_bound_is_refused_after_few_solves(
 
     monkeypatch.setattr(memory_prices, "best_solution", counted)
     model, batch = zoo.gpt2()
-    with pytest.raises(BudgetError, match="no plan fits the memory_budget of 1,000 bytes"):
+    with pytest.raises(BudgetError, match="no plan found fits the memory_budget of 1,000 bytes"):
         autopar.plan(model, batch, 6, cluster="cpu", memory_budget=1000, progress=False)
     # Of three configurations with whole blocks recomputed, the fastest solution and that at one
     # price of memory; of the first also without them, at four prices.

@@ -270,8 +270,8 @@ def test_it_is_a_sequence(found: Sweep) -> None:
     )
     with pytest.raises(
         PlanError,
-        match=r"none of 2 configurations has a plan; the first: no plan fits the memory_budget of "
-        r"1,000 bytes",
+        match=r"none of 2 configurations has a plan; the first: no plan found fits the "
+        r"memory_budget of 1,000 bytes",
     ):
         _ = found[8:10].best
 

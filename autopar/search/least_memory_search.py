@@ -114,10 +114,11 @@ class LeastMemorySearch:
                 tried = {_mesh(c) for c in self._least}
         if not self._least:
             return
-        for other in of_meshes[_mesh(self._best())]:
-            about = self._bound(other) + 2 * self._searches.largest_tensor_bytes(other)
-            if other not in self._least and not self._is_enough(about):
-                self._try(self._every[0], other, "highest")
+        for other in (c for c in of_meshes[_mesh(self._best())] if c not in self._least):
+            with suppress(PlanError):
+                about = self._bound(other) + 2 * self._searches.largest_tensor_bytes(other)
+                if not self._is_enough(about):
+                    self._try(self._every[0], other, "highest")
         if not self._is_enough():
             self._try(self._every[-1], self._best(), "falling")
 

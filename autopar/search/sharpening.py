@@ -90,9 +90,10 @@ class Sharpening:
                 candidate = self._searches.candidate(configuration, unlimited=True)
                 return StepBound(0.0, candidate.seconds)
             if level == Level.UNSOLVED:
-                least = self._searches.least_bytes(configuration)
-                if self._over_budget.is_over(configuration, least):
-                    return None
+                # The floor needs no problem.
+                for least_of in (self._searches.byte_floor, self._searches.least_bytes):
+                    if self._over_budget.is_over(configuration, least_of(configuration)):
+                        return None
             return self._searches.step_bound(configuration, level)
         except PlanError as e:
             self.remember_failure(configuration, e)

@@ -108,7 +108,7 @@ def over_budget_error(
     at = f" at stage {stage}" if stage is not None and configuration.stages > 1 else ""
     advice = memory_advice(kinds, options, configuration.axes)
     return BudgetError(
-        f"no plan fits the {given} of {budget:,.0f} bytes: the least found is "
+        f"no plan found fits the {given} of {budget:,.0f} bytes: the least found is "
         f"{needed:,.0f} bytes a device{at} ({where}), on a mesh of {mesh}{piped} in {microbatches} "
         f"microbatch{'es' * (microbatches > 1)} of {samples} sample{'s' * (samples > 1)}. "
         f"What would free most: {advice}",
