@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 from autopar.errors import BudgetError, PlanError
@@ -19,6 +20,7 @@ from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.space.configuration import Configuration
 
 MOST_MESHES = 2  # of which one plan is tried first
+MOST_TRIED = 8  # configurations that may have no plan, until meshes have one
 MOST_THOROUGH = 4  # configurations of which plans at several prices of memory are tried
 MOST_SHARPENED = 8  # bounds of memory that need a problem
 NEAR = 1.05  # a plan that needs so many times a bound is enough to say how much is needed
@@ -104,14 +106,13 @@ class LeastMemorySearch:
         recompute what the search chooses.
         """
         of_meshes = self._configurations()
-        tried: set[tuple] = set()
         several = [c for each in of_meshes.values() for c in each[:-1] or each]
-        for bound, configuration in self._in_order(several):
-            if len(tried) == MOST_MESHES or self._is_enough(bound):
+        for bound, configuration in islice(self._in_order(several), MOST_TRIED):
+            known = {_mesh(c) for c in self._least}
+            if len(known) == MOST_MESHES or self._is_enough(bound):
                 break
-            if _mesh(configuration) not in tried:
+            if _mesh(configuration) not in known:
                 self._try(self._every[0], configuration, "highest")
-                tried = {_mesh(c) for c in self._least}
         if not self._least:
             return
         for other in (c for c in of_meshes[_mesh(self._best())] if c not in self._least):

@@ -115,11 +115,13 @@ class OuterSearch:
 
     def _least_memory_plan(self) -> PricedPlan:
         """The plan that fits of those that need least memory; BudgetError where none fits."""
-        waiting = [each.family[-1] for each in self._open.first(len(self._open))]
+        searches, waiting = self.searches, [e.family[-1] for e in self._open.first(len(self._open))]
         near = self._near()[0] if self._candidates else None
-        if (plan := self._least_memory.best(waiting, near, self.may_fit)) is not None:
+        is_short = waiting or near is not None or self._over_budget.found
+        plan = self._least_memory.best(waiting, near, self.may_fit) if is_short else None
+        if plan is not None:
             return plan
-        error, searches = self._least_memory.error, self.searches
+        error = self._least_memory.error
         if error is None:
             failures, unsolved = self.enumeration.failures, searches.unsolved
             raise no_plan_error(failures, unsolved, self.options, searches.samples)
@@ -254,8 +256,6 @@ class OuterSearch:
         self._sharpening.keep_bound(configuration, bound)
         self._candidates.append(candidate)
         return candidate
-
-    # Meshes around the best configurations
 
     def _search_neighbours(self) -> None:
         """Tries meshes of free axes, and then modes, around the best configuration, as long as that

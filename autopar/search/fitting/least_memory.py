@@ -21,8 +21,9 @@ from autopar.search.ilp.solution import Solution
 from autopar.search.inner.candidate import Candidate
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.inner.inner_searches import InnerSearches
-from autopar.search.inner.no_plan_errors import over_budget_error
+from autopar.search.inner.no_plan_errors import no_parameter_error, over_budget_error
 from autopar.search.pipeline.unit_costs import UnitCosts
+from autopar.search.pipeline.units import rank_without_parameter
 from autopar.search.pricing.resize import resized
 from autopar.search.result.assemble import assemble
 from autopar.search.result.priced_plan import PricedPlan
@@ -46,6 +47,7 @@ def plan_of_least_memory(
 
     Raises:
         BudgetError: the plan does not fit.
+        PlanError: a pipeline rank would have nothing to train.
     """
     searches.progress(f"saving memory, {configuration}")
     if configuration.place is None:  # no placement needs more memory than another
@@ -141,11 +143,16 @@ class _CountedPlans:
         search, configuration, prices = self._search, self._configuration, self._prices
         one_stage = configuration.stages == 1
         costs = search.unit_cost_table(prices.problem, one_stage).of([solution])
+        starts = tuple(self._starts or _even_cuts(search, costs, configuration))
+        pipeline = configuration.pipeline
+        rank = rank_without_parameter(search.units.has_parameter, starts, pipeline)
+        if rank is not None:
+            raise no_parameter_error(rank, configuration)
         candidate = Candidate(
             configuration,
             prices.problem,
             (solution,),
-            tuple(self._starts or _even_cuts(search, costs, configuration)),
+            starts,
             (0,) * len(search.units.nodes),
             prices.seconds(solution),
             prices.gap(solution, search.budget(configuration)),
