@@ -12,7 +12,7 @@ from typing import Any
 
 from autopar.errors import BudgetError, PlanError
 from autopar.search.enumeration import Enumeration
-from autopar.search.fitting.least_memory import Prices, plan_of_least_memory
+from autopar.search.fitting.least_memory import FAR, Prices, plan_of_least_memory
 from autopar.search.inner.inner_searches import InnerSearches
 from autopar.search.neighbours import tensor_modes
 from autopar.search.open_families import Family
@@ -24,7 +24,6 @@ MOST_TRIED = 8  # configurations that may have no plan, until meshes have one
 MOST_THOROUGH = 4  # configurations of which plans at several prices of memory are tried
 MOST_SHARPENED = 8  # bounds of memory that need a problem
 NEAR = 1.05  # a plan that needs so many times a bound is enough to say how much is needed
-FAR = 1.25  # times the budget, from which on no plan is likely to fit
 MOST_MODES = 2  # meshes of modes
 # Schedules, those first that save fewer activations: zero-bubble recomputes nothing, and gpipe has
 # all microbatches in flight.
@@ -68,6 +67,7 @@ class LeastMemorySearch:
         self.error: BudgetError | None = None
         self._searches, self._enumeration = searches, enumeration
         self._least: dict[Configuration, float] = {}  # bytes of those tried that do not fit
+        self._has_tried = False
         self._nearness = math.inf  # the fewest bytes, as a multiple of the budget
 
     @cached_property
@@ -79,7 +79,7 @@ class LeastMemorySearch:
 
     def is_far_above_budget(self) -> bool:
         """Whether no plan fits of the first that are tried, and none is near the budget."""
-        if self.plan is None and not self._least:
+        if not self._has_tried:
             self._try_few()
         return self.plan is None and bool(self._least) and self._nearness > FAR
 
@@ -105,6 +105,7 @@ class LeastMemorySearch:
         mesh one plan of each other number of microbatches; and of the best configuration plans that
         recompute what the search chooses.
         """
+        self._has_tried = True  # also where no configuration divides the batch
         of_meshes = self._configurations()
         several = [c for each in of_meshes.values() for c in each[:-1] or each]
         for bound, configuration in islice(self._in_order(several), MOST_TRIED):
@@ -146,6 +147,7 @@ class LeastMemorySearch:
     def _try(
         self, searches: InnerSearches, configuration: Configuration, prices: Prices = "all"
     ) -> None:
+        self._has_tried = True
         try:
             self.plan = plan_of_least_memory(searches, configuration, prices)
         except BudgetError as e:

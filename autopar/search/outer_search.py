@@ -54,7 +54,7 @@ def best_plan(searches: InnerSearches) -> BestPlan:
     are recomputed, no such bound exists for the memory that they hold together.
 
     Raises:
-        BudgetError: no plan fits; with the least memory that was found.
+        BudgetError: no plan found fits; with the least memory that was found.
         PlanError: no configuration has a plan; of the configuration that comes nearest.
     """
     search = OuterSearch(searches)

@@ -34,7 +34,7 @@ HIGHEST = 1e-3  # seconds for a byte: the seconds of a step count for nothing be
 # Prices of all bytes of the fastest solution, in multiples of its step time.
 FIRST, HIGHER, LOWER = 4.0, tuple(4.0**i for i in range(2, 7)), (1.0, 0.25, 0.0625, 0.0)
 RISE = 1.02  # times as many bytes as at the price before, from which on bytes count as rising
-FAR = 1.25  # times the budget, above which other prices are not tried beyond the time limit
+FAR = 1.25  # times the budget, above which other prices are not likely to lead to a plan that fits
 
 
 def plan_of_least_memory(
