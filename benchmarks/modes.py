@@ -5,7 +5,8 @@ On 4 and on 8 local ranks all modes live in the same processes and take turns, s
 the machine hits all; a ratio is the median over the turns of the ratio of two, with the 95 %
 interval of that median. Each has to compute the loss of one device first, and that of the step
 after it. Mode "1d" shall be no slower than torch's tensor parallelism, with what lies between
-blocks whole or split.
+blocks whole or split. With ``--backend inductor`` the program of each mode is compiled, and of what
+is sharded by hand each block, as torchtitan does it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from turns import Step, compare, take_turns, timed
 
 import autopar
 from autopar.formatting.table import format_seconds, table
+from autopar.ir.plan_data import BACKENDS
 
 Batch = dict[str, torch.Tensor]
 RATE, TOLERANCE = 1e-4, 1e-5
@@ -83,6 +85,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="sequences in the batch")
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument(
+        "--backend", choices=BACKENDS, default="eager", help="of all modes, and by hand"
+    )
+    parser.add_argument(
         "--cluster", default="cpu", help="what to plan for: a preset or a cluster file"
     )
     parser.add_argument(
@@ -109,6 +114,7 @@ def variants(
                 parallel=dict(tensor=dict(size=ranks, **keywords)),
                 recompute="none",
                 micro_batch_size=options.batch,
+                backend=options.backend,
             )
             compiled = autopar.compile(
                 made(options), batch, ranks, cluster=options.cluster, progress=False, **how
@@ -123,6 +129,9 @@ def variants(
     for name, sequence in BY_HAND.items():
         if name in options.modes:
             by_hand = ByHand(made(options), mesh, sequence)
+            if options.backend == "inductor":
+                for block in by_hand.blocks:
+                    block.compile()
             yield name, partial(by_hand.backward, batch), by_hand.adamw(RATE), None
 
 
@@ -226,7 +235,7 @@ def main() -> None:
     ]
     size = (
         f"{options.layers} layers, hidden {options.hidden}, {options.heads} heads, batch "
-        f"{options.batch} x {options.sequence}, float32"
+        f"{options.batch} x {options.sequence}, float32, {options.backend}"
     )
     rows = [cells(row) for part in found for row in part]
     print(

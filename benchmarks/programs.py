@@ -29,9 +29,11 @@ from pool import Pool, RankError  # type: ignore[import-not-found]
 from random_plans import Job, Outcome, checked, planned  # type: ignore[import-not-found]
 from random_programs import program  # type: ignore[import-not-found]
 
+from autopar.ir.plan_data import BACKENDS
+
 AT_ONCE = 16  # seeds that are planned together
 FRESH = 10  # such rounds that processes live
-SECONDS = 90
+SECONDS = 300
 
 
 def ranks_of(seed: int) -> int:
@@ -39,34 +41,34 @@ def ranks_of(seed: int) -> int:
     return (1, 2, 1, 2, 2, 1, 2, 4)[seed % 8]
 
 
-def run(seeds: Sequence[int], ranks: int) -> Iterator[Outcome]:
+def run(seeds: Sequence[int], ranks: int, backend: str) -> Iterator[Outcome]:
     """The outcomes of seeds on as many ranks."""
     pool = Pool(ranks)
     for round_ in range(0, len(seeds), AT_ONCE):
         if round_ // AT_ONCE % FRESH == 0:
             pool.close()
-        for job in _plans(pool, seeds[round_ : round_ + AT_ONCE], ranks):
+        for job in _plans(pool, seeds[round_ : round_ + AT_ONCE], ranks, backend):
             yield job.outcome or _outcome(pool, job, ranks)
     pool.close()
 
 
-def _plans(pool: Pool, seeds: Sequence[int], ranks: int) -> list[Job]:
+def _plans(pool: Pool, seeds: Sequence[int], ranks: int, backend: str) -> list[Job]:
     try:
         return [
             job
-            for part in pool.run(_share, list(seeds), ranks, timeout=SECONDS * AT_ONCE)
+            for part in pool.run(_share, list(seeds), ranks, backend, timeout=SECONDS * AT_ONCE)
             for job in part
         ]
     except RankError as e:
         if len(seeds) > 1:
-            return [job for seed in seeds for job in _plans(pool, [seed], ranks)]
+            return [job for seed in seeds for job in _plans(pool, [seed], ranks, backend)]
         return [Job(seeds[0], {}, None, Outcome(seeds[0], ranks, "{}", "crashed", f"plan: {e}"))]
 
 
-def _share(seeds: list[int], ranks: int) -> list[Job]:
+def _share(seeds: list[int], ranks: int, backend: str) -> list[Job]:
     import torch.distributed as dist
 
-    return planned(seeds, ranks, dist.get_rank(), ranks)
+    return planned(seeds, ranks, dist.get_rank(), ranks, backend)
 
 
 def _outcome(pool: Pool, job: Job, ranks: int) -> Outcome:
@@ -89,6 +91,7 @@ def main() -> None:
     )
     parser.add_argument("--seeds", default="0:2000", help="A:B, from A to B - 1; or one")
     parser.add_argument("--ranks", type=int, help="only seeds that run on as many ranks")
+    parser.add_argument("--backend", choices=BACKENDS, default="eager", help="of all programs")
     parser.add_argument(
         "--out",
         type=Path,
@@ -108,7 +111,9 @@ def main() -> None:
             for seed in todo:
                 print(seed, program(seed)[0])
         hidden = not sys.stderr.isatty()
-        for outcome in tqdm(run(todo, ranks), f"{ranks} ranks", len(todo), disable=hidden):
+        for outcome in tqdm(
+            run(todo, ranks, args.backend), f"{ranks} ranks", len(todo), disable=hidden
+        ):
             done[outcome.seed] = outcome
             _note(outcome, args.out)
     report([o for seed, o in sorted(done.items()) if not args.ranks or o.ranks == args.ranks])

@@ -53,8 +53,9 @@ def variants(
 ) -> dict[str, tuple[torch.nn.Module, dict[str, torch.Tensor]]]:
     """The plain model (DistributedDataParallel on its share of the batch, given several ranks, or
     FSDP2 where ``zero`` is 3) and the compiled one on the whole batch. With the backend "inductor"
-    the plain model goes through ``torch.compile``. Under FSDP2 there are also a compiled one that
-    gathers each parameter alone, and, where the plan prefetches, one that does not.
+    the plain model goes through ``torch.compile``, under FSDP2 each of its blocks. Under FSDP2
+    there are also a compiled one that gathers each parameter alone, and, where the plan prefetches,
+    one that does not.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     tokens = torch.randint(
@@ -62,11 +63,11 @@ def variants(
     ).to(device)
     share = tokens.chunk(ranks)[rank]
     plain: torch.nn.Module = build(options).to(device)
-    if backend == "inductor":
-        plain = torch.compile(plain)  # type: ignore[assignment]
     if options.zero == 3:
-        fully_shard_blocks(plain, options)
-    elif ranks > 1:
+        fully_shard_blocks(plain, options, backend)
+    elif backend == "inductor":
+        plain = torch.compile(plain)  # type: ignore[assignment]
+    if options.zero != 3 and ranks > 1:
         plain = torch.nn.parallel.DistributedDataParallel(plain, gradient_as_bucket_view=True)
     compiled = autopar.compile(
         build(options).to(device),
@@ -89,12 +90,20 @@ def variants(
     return found
 
 
-def fully_shard_blocks(model: torch.nn.Module, options: argparse.Namespace) -> None:
-    """FSDP2, a group of parameters for each block and one for the rest."""
-    blocks = "transformer.h" if options.model == "gpt2" else "model.layers"
-    for block in model.get_submodule(blocks).children():
+def fully_shard_blocks(model: torch.nn.Module, options: argparse.Namespace, backend: str) -> None:
+    """FSDP2, a group of parameters for each block and one for the rest. With the backend "inductor"
+    each block is compiled before, as torchtitan does it.
+    """
+    for block in model.get_submodule(blocks_of(options)).children():
+        if backend == "inductor":
+            block.compile()
         fully_shard(block)
     fully_shard(model)
+
+
+def blocks_of(options: argparse.Namespace) -> str:
+    """The module that holds the blocks."""
+    return "transformer.h" if options.model == "gpt2" else "model.layers"
 
 
 def inputs(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -102,20 +111,19 @@ def inputs(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def pipelined(
-    options: argparse.Namespace, device: torch.device
+    options: argparse.Namespace, device: torch.device, backend: str
 ) -> tuple[ByHand, torch.nn.Module, dict[str, torch.Tensor]]:
     """The pipeline by hand, and the compiled one of the same cut with its batch; embeddings are not
-    tied, which by hand is more work.
+    tied, which by hand is more work. With the backend "inductor" both are compiled.
     """
     batch = MICROBATCHES * options.micro_batch
     tokens = torch.randint(
         0, 1024, (batch, options.sequence), generator=torch.Generator().manual_seed(1)
     ).to(device)
     by_hand = ByHand(build(options, tie_word_embeddings=False).to(device), tokens, MICROBATCHES)
-    ranks, layers = (
-        dist.get_world_size(),
-        "transformer.h" if options.model == "gpt2" else "model.layers",
-    )
+    if backend == "inductor":
+        by_hand.part.compile()
+    ranks, layers = dist.get_world_size(), blocks_of(options)
     cuts = [f"{layers}.{i}" for i in boundaries(options.layers, ranks)[1:-1]]
     compiled = autopar.compile(
         build(options, tie_word_embeddings=False).to(device),
@@ -126,5 +134,6 @@ def pipelined(
         schedule="1f1b",
         micro_batch_size=options.micro_batch,
         recompute="none",
+        backend=backend,
     )
     return by_hand, compiled, whole

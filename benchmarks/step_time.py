@@ -1,6 +1,7 @@
 """What a compiled step costs beside the plain step: one rank, two data-parallel ranks against
-DistributedDataParallel, and a pipeline. Without a pipeline both are eager, and then both go
-through inductor: ``torch.compile`` and ``backend="inductor"``.
+DistributedDataParallel, and a pipeline. Both are eager, and then both go through inductor:
+``torch.compile`` and ``backend="inductor"``. The first step compiles what inductor compiles, with
+empty caches.
 
 A pipeline is measured against torch's own 1F1B of stages cut by hand at the same layers, and both
 against the schedule's ideal: the timeline of the stages' times, each measured by running the plain
@@ -116,6 +117,7 @@ def backend_case(options: argparse.Namespace, device: torch.device, backend: str
     plain = "plain model" if backend == "eager" else "torch.compile(model)"
     by_torch = "FSDP2" if options.zero == 3 else "DistributedDataParallel"
     other = plain if ranks == 1 else f"{by_torch} of {plain}"
+    first = first_steps(steps, device)
     rows = []
     for kind in steps["plain"]:
         timers = {
@@ -128,6 +130,7 @@ def backend_case(options: argparse.Namespace, device: torch.device, backend: str
                 case=f"{world}, {backend}{what}, against {other}",
                 kind=kind,
                 target=wanted,
+                first=[first["plain"], first[ours]],
                 **compare(times, "plain", ours),
             )
             for ours, what, wanted in (
@@ -144,14 +147,26 @@ def backend_case(options: argparse.Namespace, device: torch.device, backend: str
     return [dict(row, difference=difference) for row in rows]
 
 
+def first_steps(steps: dict[str, dict[str, Step]], device: torch.device) -> dict[str, float]:
+    """Seconds of each variant's first forward and backward."""
+    torch.compile(torch.neg)(torch.ones(2, device=device))  # starts the compilers
+    return {name: timed(of["forward + backward"], 1, device) for name, of in steps.items()}
+
+
 def pipeline_case(options: argparse.Namespace, device: torch.device) -> list[dict]:
     """One pipeline, on each of its ranks."""
-    by_hand, compiled, batch = pipelined(options, device)
+    return [row for each in options.backends for row in backend_pipeline(options, device, each)]
+
+
+def backend_pipeline(options: argparse.Namespace, device: torch.device, backend: str) -> list[dict]:
+    """One pipeline and one backend, on each of its ranks."""
+    by_hand, compiled, batch = pipelined(options, device, backend)
     steps = {
         "by hand": steps_of(by_hand.backward, by_hand.part),
         "compiled": steps_of(backward_of(compiled, batch), compiled),
     }
     ranks = dist.get_world_size()
+    first = first_steps(steps, device)
     rows = []
     for kind in steps["compiled"]:
         timers = {
@@ -166,13 +181,14 @@ def pipeline_case(options: argparse.Namespace, device: torch.device) -> list[dic
                 ("against the ideal", "ideal", "compiled", None),
                 ("torch's 1F1B against the ideal", "ideal", "by hand", None),
             ]
-        times = take_turns(timers, options.repeats, f"pipeline of {ranks}, {kind}")
+        times = take_turns(timers, options.repeats, f"pipeline of {ranks}, {backend}, {kind}")
         for what, other, ours, target in pairs:
             rows.append(
                 dict(
-                    case=f"pipeline of {ranks}: {what}",
+                    case=f"pipeline of {ranks}, {backend}: {what}",
                     kind=kind,
                     target=target,
+                    first=[first[name] for name in (other, ours) if name in first],
                     **compare(times, other, ours),
                 )
             )
@@ -221,6 +237,7 @@ def table(rows: list[dict]) -> str:
         "ratio",
         "95 %",
         "target",
+        "first steps s",
         "loss differs by",
     )
     cells = []
@@ -235,6 +252,7 @@ def table(rows: list[dict]) -> str:
                 f"{row['ratio']:.3f}",
                 spread,
                 verdict(row),
+                " / ".join(f"{seconds:.1f}" for seconds in row["first"]),
                 f"{row['difference']:.1e}",
             )
         )
@@ -248,6 +266,7 @@ def main() -> None:
         return
     one_thread_a_rank()
     with tempfile.TemporaryDirectory() as folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(folder, "inductor")
         rows = [row for ranks in options.cases for row in launch(ranks, folder, script=__file__)]
         rows += [
             row

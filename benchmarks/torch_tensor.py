@@ -38,6 +38,8 @@ class ByHand:
         if model.config.tie_word_embeddings:
             model.lm_head.weight = model.get_input_embeddings().weight
         self.model = model
+        body = model.transformer if gpt2 else model.model
+        self.blocks: list[nn.Module] = list(body.h if gpt2 else body.layers)
 
     def backward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Forward and backward of the whole batch; the loss."""

@@ -160,16 +160,19 @@ def any_costs(seed: int) -> Iterator[None]:
         yield
 
 
-def planned(seeds: Sequence[int], ranks: int, first: int, every: int) -> list[Job]:
+def planned(
+    seeds: Sequence[int], ranks: int, first: int, every: int, backend: str = "eager"
+) -> list[Job]:
     """Plans of each ``every``-th seed."""
-    return [_planned(seed, ranks) for seed in seeds[first::every]]
+    return [_planned(seed, ranks, backend) for seed in seeds[first::every]]
 
 
-def _planned(seed: int, ranks: int) -> Job:
+def _planned(seed: int, ranks: int, backend: str) -> Job:
     model, batches = program(seed)
     normalises = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
     refusals: list[tuple[str, str]] = []
-    for asked in draws(seed, ranks, len(batches[0]["x"]), normalises):
+    for drawn in draws(seed, ranks, len(batches[0]["x"]), normalises):
+        asked = drawn | ({} if backend == "eager" else {"backend": backend})
         try:
             warnings.simplefilter("default")  # torch warns of what export assigns, of a GRU for one
             if seed % 3:

@@ -127,6 +127,36 @@ def two_ranks(folder: Path) -> None:
         assert compilations(compiled) == (1 if label == "1f1b" else 3), label
 
 
+class NextToken(nn.Module):
+    """The cross entropy of each next token; the last one of a row has none."""
+
+    VOCABULARY = 1024
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(self.VOCABULARY, 16)
+        self.head = nn.Linear(16, self.VOCABULARY, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        following = nn.functional.pad(tokens, (0, 1), value=-100)[:, 1:]
+        logits = self.head(self.embedding(tokens))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), following.flatten())
+
+
+def test_the_loss_of_a_vocabulary_that_is_cut(tmp_path: Path, ranks: Any) -> None:
+    ranks(2).run(next_token, tmp_path, timeout=300)
+
+
+def next_token(folder: Path) -> None:
+    torch.manual_seed(0)
+    model, sample = NextToken(), torch.randint(NextToken.VOCABULARY, (8, 128))
+    expected = model(sample)
+    parallel = dict(tensor=dict(size=2, mode="1d"))
+    plan, (_, compiled) = both((model, sample), 2, folder, parallel=parallel, recompute="none")
+    assert str(plan.nodes["linear"].out[0]) == "S2"
+    torch.testing.assert_close(equivalence.loss_of(compiled(sample)), expected)
+
+
 def test_equal_blocks_are_compiled_once_and_their_gradients_leave(
     tmp_path: Path, ranks: Any
 ) -> None:
