@@ -117,11 +117,12 @@ def _keep(x: torch.Tensor, group: str, n: int, place: int, src: int, dst: int) -
 def _first_only(
     x: torch.Tensor, group: str, n: int, place: int, src: int, dst: int
 ) -> torch.Tensor:
-    return (
-        x.clone(memory_format=torch.contiguous_format)
-        if place == 0
-        else torch.zeros_like(x, memory_format=torch.contiguous_format)
-    )
+    if place == 0:
+        return x.clone(memory_format=torch.contiguous_format)
+    # Zeros that depend on x: the compiler would move what does not depend on a gradient out of the
+    # backward, with the collectives after it, and on these ranks alone.
+    nowhere, zero = (torch.zeros((), dtype=t, device=x.device) for t in (torch.bool, x.dtype))
+    return torch.where(nowhere, x, zero).contiguous()
 
 
 def _all_reduce(

@@ -18,7 +18,8 @@ from autopar.ir.nodes import with_operands
 from autopar.runtime.communication.arrivals import arrived
 from autopar.runtime.communication.collectives import redistribute
 from autopar.runtime.communication.zero_buckets import gather_bucket, start_gather
-from autopar.runtime.pipeline.recompute import operator_of
+from autopar.runtime.compilation.compiler_graph import is_free_conversion
+from autopar.runtime.pipeline.recompute import MarkedOperator, operator_of
 
 # Runs a program for these arguments; backwards begin at the results at the last argument's places.
 Run = Callable[[fx.GraphModule, Sequence[torch.Tensor], Collection[int]], Sequence[torch.Tensor]]
@@ -50,9 +51,22 @@ def cut_into_parts(
     parts: dict[int, dict[fx.Node, None]] = {}
     for node, number in number_blocks(calls).items():
         parts.setdefault(number, {})[node] = None
+    for part in parts.values():
+        _leave_conversions(part)
+    parts = {number: part for number, part in parts.items() if part}
     if len(parts) < 2:
         return None
     return _Cutter(program, roots, run).join([parts[number] for number in sorted(parts)])
+
+
+def _leave_conversions(part: dict[fx.Node, None]) -> None:
+    """Takes free conversions at the end of a part out of it. Between the parts they are no copies,
+    as they are within: see :class:`CompilerGraph`.
+    """
+    for node in reversed([*part]):
+        is_marked = isinstance(node.target, MarkedOperator)
+        if is_free_conversion(node) and not is_marked and part.keys().isdisjoint(node.users):
+            del part[node]
 
 
 def _gathers(graph: fx.Graph) -> set[fx.Node]:
@@ -88,15 +102,18 @@ class _Cutter:
         last = {[*part][-1]: number for number, part in waiting}
         inside = {node for part in parts for node in part}
         for node in self._source.nodes:
-            if node.op == "placeholder" or (node.op == "call_function" and node not in inside):
+            is_gather = node.op == "call_function" and node not in inside
+            if node.op == "placeholder" or (is_gather and not is_free_conversion(node)):
                 self._copy(node)
             while waiting and waiting[0][0] <= last.get(node, -1):
                 self._call(*waiting.pop(0))
-        self._graph.output(tuple(self._copies[n] for n in self._results))
+        self._graph.output(tuple(map(self._copy, self._results)))
         return fx.GraphModule(self._root, self._graph, "Parts")
 
     def _copy(self, node: fx.Node) -> fx.Node:
-        """The copy of a gather, or of an input, with those that it needs."""
+        """The copy of a gather, of an input, or of a conversion between parts, with those that it
+        needs.
+        """
         if node not in self._copies:
             self._copies[node] = self._graph.node_copy(node, self._copy)
         return self._copies[node]

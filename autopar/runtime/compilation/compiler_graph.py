@@ -12,8 +12,10 @@ import torch
 from torch import fx, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
+from autopar.capture.function_operator import FunctionOperator
 from autopar.errors import RunError
 from autopar.runtime.communication.arrivals import arrived
+from autopar.runtime.communication.collectives import redistribute
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.compilation import random_masks
 from autopar.runtime.kernels import graph_kernels
@@ -31,6 +33,10 @@ class CompilerGraph:
     zeros where none arrives. It would take their memory, and parameters on which the loss does not
     depend would get gradients of zeros instead of None. So all results are detached but those at
     the places ``roots``, where backwards begin.
+
+    Where two results are one memory, AOTAutograd takes one for a view of the other, and leaves out
+    the backward of the call between them. So a result of a call with its own backward, which may
+    return its operand, is copied.
 
     Attributes:
         module: the graph.
@@ -66,7 +72,7 @@ class CompilerGraph:
                 if _draws(node):
                     assert moment is not None
                     self._draw_from(moment, node, copy)
-        _detach_results(graph, roots)
+        _write_results(graph, roots)
         self.module = fx.GraphModule(root, graph, "Program")
 
     def structure(self) -> Hashable:
@@ -105,17 +111,37 @@ class _Name(str):
         return str(self)
 
 
-def _detach_results(graph: fx.Graph, roots: Collection[int]) -> None:
-    """Detaches the results of ``graph`` but those at the places ``roots``."""
+def _write_results(graph: fx.Graph, roots: Collection[int]) -> None:
+    """Detaches the results of ``graph`` but those at the places ``roots``, and gives these memory
+    of their own.
+    """
     output = graph.output_node()
     results: Sequence[fx.Node] = output.args[0]  # type: ignore[assignment]
+
+    def written(place: int, result: fx.Node) -> fx.Node:
+        if place not in roots:
+            return graph.call_function(aten.detach.default, (result,))
+        if any(map(_may_return_operand, (result, *_through_views(result, _viewed)))):
+            return graph.call_function(aten.clone.default, (result,))
+        return result
+
     with graph.inserting_before(output):
-        output.args = (
-            tuple(
-                n if i in roots else graph.call_function(aten.detach.default, (n,))
-                for i, n in enumerate(results)
-            ),
-        )
+        output.args = (tuple(written(i, n) for i, n in enumerate(results)),)
+
+
+def is_free_conversion(node: fx.Node) -> bool:
+    """Whether a call converts a tensor, and returns it as it is; its gradient may be another."""
+    return operator_of(node.target) is redistribute and {*node.args[3:5]} <= {"I", "R"}
+
+
+def _may_return_operand(node: fx.Node) -> bool:
+    """Whether a call with its own backward may return its operand as it is."""
+    return is_free_conversion(node) or isinstance(operator_of(node.target), FunctionOperator)
+
+
+def _viewed(node: fx.Node) -> list[fx.Node]:
+    """What a view is of."""
+    return node.all_input_nodes if _is_view(node) else []
 
 
 def _draws(node: fx.Node) -> bool:

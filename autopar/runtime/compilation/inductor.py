@@ -4,15 +4,14 @@ takes the graph through AOTAutograd, and the settings of both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._ordered_set import OrderedSet
 
 from autopar.ir.nodes import result_tensors
+from autopar.runtime.compilation.inductor_fixes import right_code_for_cpus
 
 Compiled = Callable[..., Sequence[torch.Tensor]]
 
@@ -34,7 +33,7 @@ def compile_graph(
 
     def compile_part(part: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         on_part(part.graph)
-        return compile_fx_inner(part, *args, **kwargs)
+        return _with_different_results(compile_fx_inner(part, *args, **kwargs))
 
     settings: dict[str, Any] = {
         # This cache's key is a graph's code, which does not show what autopar's kernels do. The
@@ -45,40 +44,29 @@ def compile_graph(
         # The backward is compiled together with the forward, where all ranks are.
         "force_non_lazy_backward_lowering": True,
     }
-    with config.patch(settings), _after_collectives():
+    with config.patch(settings), right_code_for_cpus():
         compiled: Any = compile_fx(graph, examples, inner_compile=compile_part)
         return compiled  # type: ignore[no-any-return]
 
 
-@contextmanager
-def _after_collectives() -> Iterator[None]:
-    """A context in which what reads the result of a collective is computed after the collective.
+def _with_different_results(compiled: Any) -> Any:
+    """A part that has no result twice.
 
-    Inductor lets an all-reduce change its operand in place. Where its code generator for CPUs
-    changes the loops of a node, to fuse the node with another one, torch up to 2.13 forgets that
-    the node reads what the all-reduce changes. The node is then fused with the one that makes the
-    operand, and computed from the operand. The loss of a vocabulary that is cut was wrong so.
+    The compiler makes one tensor of two results that are computed alike, such as the results of two
+    conversions that differ in their gradients alone. Autograd would give the gradients of both to
+    one of them.
     """
-    from torch._inductor.dependencies import StarDep, WeakDep
-    from torch._inductor.scheduler import SchedulerNode
 
-    by_torch = SchedulerNode.recompute_size_and_body
+    def call(inputs: list[Any]) -> list[Any]:
+        results, seen = list(compiled(inputs)), set[int]()
+        for place, result in enumerate(results):
+            if isinstance(result, torch.Tensor):
+                results[place] = result.detach() if id(result) in seen else result
+                seen.add(id(result))
+        return results
 
-    def with_dependencies(node: Any, *args: Any, **kwargs: Any) -> None:
-        added = OrderedSet(d for d in node.read_writes.reads if isinstance(d, StarDep | WeakDep))
-        by_torch(node, *args, **kwargs)
-        found = node.read_writes.with_read(added) if added else node.read_writes
-        node.set_read_writes(found.rename(node.mutation_renames))
-
-    node_class: Any = SchedulerNode
-    caches: Any = torch.compiler.config
-    node_class.recompute_size_and_body = with_dependencies
-    try:
-        # No code is taken from caches that was kept without this context.
-        with caches.patch(cache_key_tag=f"{caches.cache_key_tag} after collectives"):
-            yield
-    finally:
-        node_class.recompute_size_and_body = by_torch
+    call._boxed_call = True  # type: ignore[attr-defined]  # it may empty the list of inputs
+    return call
 
 
 def random_operators(graph: fx.Graph) -> list[str]:
