@@ -158,8 +158,8 @@ def next_token(folder: Path) -> None:
     torch.testing.assert_close(equivalence.loss_of(compiled(sample)), expected)
 
 
-# Programs that torch 2.13 compiles to wrong gradients, or to other collectives on each rank: results
-# that are equal, zeros in a backward, and a buffer that is too small.
+# Programs that torch 2.13 compiles to wrong gradients, or to other collectives on each rank: equal
+# results, zeros in a backward, and a buffer that is too small.
 @pytest.mark.parametrize("seed", [20, 137, 193])
 def test_random_programs(seed: int, tmp_path: Path, ranks: Any) -> None:
     ranks(2).run(random_program, tmp_path, seed, timeout=300)
