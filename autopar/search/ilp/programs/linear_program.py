@@ -19,7 +19,7 @@ from autopar.search.ilp.tensor_conversions import Port
 
 # About the multiplications and additions that one solve may take; a clock would let the plan depend
 # on the machine. A second has some 2e9 to 5e9 of them.
-SOLVE_OPERATIONS = 5e10
+SOLVE_OPERATIONS = 2e11
 # An iteration of the simplex method passes over the matrix about once. While the solver branches,
 # it asks its interrupt handler now and then, about once in the time of so many iterations.
 _ITERATIONS_A_CALL = 10_000
