@@ -1,7 +1,7 @@
 """What a compiled step costs beside the plain step: one rank, two data-parallel ranks against
 DistributedDataParallel, and a pipeline. Both are eager, and then both go through inductor:
-``torch.compile`` and ``backend="inductor"``. The first step compiles what inductor compiles, with
-empty caches.
+``torch.compile`` and ``backend="inductor"``. The first step compiles what inductor compiles. The
+caches are empty at the start of each world size; its variants share what they keep.
 
 A pipeline is measured against torch's own 1F1B of stages cut by hand at the same layers, and both
 against the schedule's ideal: the timeline of the stages' times, each measured by running the plain
@@ -114,7 +114,8 @@ def backend_case(options: argparse.Namespace, device: torch.device, backend: str
     steps = {name: steps_of(backward_of(*variant), variant[0]) for name, variant in models.items()}
     ranks = dist.get_world_size()
     world = f"{ranks} rank{'s' * (ranks > 1)}"
-    plain = "plain model" if backend == "eager" else "torch.compile(model)"
+    compiled = "compiled blocks" if options.zero == 3 else "torch.compile(model)"
+    plain = "plain model" if backend == "eager" else compiled
     by_torch = "FSDP2" if options.zero == 3 else "DistributedDataParallel"
     other = plain if ranks == 1 else f"{by_torch} of {plain}"
     first = first_steps(steps, device)
@@ -219,6 +220,7 @@ def worker(options: argparse.Namespace) -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpus else torch.device("cpu")
     if gpus:
         torch.cuda.set_device(device)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{options.out}.inductor"
     dist.init_process_group("nccl" if gpus else "gloo")
     try:
         rows = (pipeline_case if options.pipelined else case)(options, device)
@@ -266,7 +268,6 @@ def main() -> None:
         return
     one_thread_a_rank()
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(folder, "inductor")
         rows = [row for ranks in options.cases for row in launch(ranks, folder, script=__file__)]
         rows += [
             row
