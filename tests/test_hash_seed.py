@@ -1,9 +1,12 @@
-"""The captured graph, its fingerprint and the plan do not depend on Python's hash seed."""
+"""The captured graph, its fingerprint and the plan do not depend on Python's hash seed, nor on
+addresses.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +17,11 @@ from torch import nn
 
 import autopar
 from autopar.frontend.traced_model import TracedModel
+from autopar.kernel_trace.footprint import Footprint
+from autopar.kernel_trace.operator_trace import OperatorTrace, TracedResult
+from autopar.kernel_trace.tensor_spec import contiguous_spec
+from autopar.memory.conversion_trace import complete
+from autopar.memory.traced_call import TracedCall, TracedStorage
 
 KINDS = {"sliding", "full", "global"}  # a set, as transformers has for the kinds of layers
 
@@ -70,3 +78,20 @@ def test_graph_and_plan_do_not_depend_on_the_hash_seed() -> None:
     ]
     found = [process.communicate(timeout=200)[0].strip().splitlines()[-1] for process in running]
     assert len(set(found)) == 1, found
+
+
+def test_saved_tensors_have_the_order_of_operands_and_results() -> None:
+    """On it depends what a compiler is taken to save: with an order of addresses, ranks would plan
+    different memory.
+    """
+    call, other = TracedCall("median", (0, 0), None), TracedCall("before", (0, 0), None)
+    storages = [TracedStorage(8, other) for _ in range(40)]
+    random.Random(0).shuffle(storages)
+    made = [TracedStorage(8, call) for _ in range(40)]
+    random.Random(1).shuffle(made)
+    results = tuple(
+        TracedResult(contiguous_spec((1,), torch.float64, True), None, 8, True) for _ in made
+    )
+    trace = OperatorTrace(results, frozenset(range(40)), (), True, (), (), Footprint)
+    complete(call, trace, storages, made, [None] * 40)
+    assert call.saved == [*storages, *made]

@@ -198,8 +198,9 @@ def complete(
     """Fills in the rest of ``call``, from its trace and the storages of operands and results."""
     call.reads = [s for s in storages if s is not None]
     call.made = [s for s in made if s is not None and s.call is call]
-    saved = {storages[k] for k in trace.operands}
-    saved |= {s for s, r in zip(made, trace.results, strict=True) if r.saved}
+    # In this order, on which the choice of what a compiler saves depends.
+    results = (s for s, r in zip(made, trace.results, strict=True) if r.saved)
+    saved = dict.fromkeys([*(storages[k] for k in sorted(trace.operands)), *results])
     call.saved = [s for s in saved if s is not None]
     call.internal, call.footprint = sum(trace.internal), trace.footprint
     call.is_view = not trace.forward
