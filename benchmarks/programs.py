@@ -41,39 +41,37 @@ def ranks_of(seed: int) -> int:
     return (1, 2, 1, 2, 2, 1, 2, 4)[seed % 8]
 
 
-def run(seeds: Sequence[int], ranks: int, backend: str) -> Iterator[Outcome]:
+def run(seeds: Sequence[int], ranks: int, backend: str, device: str) -> Iterator[Outcome]:
     """The outcomes of seeds on as many ranks."""
-    pool = Pool(ranks)
+    pool = Pool(ranks, "nccl" if device == "cuda" else "gloo")
     for round_ in range(0, len(seeds), AT_ONCE):
         if round_ // AT_ONCE % FRESH == 0:
             pool.close()
-        for job in _plans(pool, seeds[round_ : round_ + AT_ONCE], ranks, backend):
-            yield job.outcome or _outcome(pool, job, ranks)
+        for job in _plans(pool, seeds[round_ : round_ + AT_ONCE], ranks, backend, device):
+            yield job.outcome or _outcome(pool, job, ranks, device)
     pool.close()
 
 
-def _plans(pool: Pool, seeds: Sequence[int], ranks: int, backend: str) -> list[Job]:
+def _plans(pool: Pool, seeds: Sequence[int], ranks: int, *of: str) -> list[Job]:
+    """Plans of the seeds, ``of`` a backend and a device."""
     try:
-        return [
-            job
-            for part in pool.run(_share, list(seeds), ranks, backend, timeout=SECONDS * AT_ONCE)
-            for job in part
-        ]
+        found = pool.run(_share, list(seeds), ranks, *of, timeout=SECONDS * AT_ONCE)
+        return [job for part in found for job in part]
     except RankError as e:
         if len(seeds) > 1:
-            return [job for seed in seeds for job in _plans(pool, [seed], ranks, backend)]
+            return [job for seed in seeds for job in _plans(pool, [seed], ranks, *of)]
         return [Job(seeds[0], {}, None, Outcome(seeds[0], ranks, "{}", "crashed", f"plan: {e}"))]
 
 
-def _share(seeds: list[int], ranks: int, backend: str) -> list[Job]:
+def _share(seeds: list[int], ranks: int, *of: str) -> list[Job]:
     import torch.distributed as dist
 
-    return planned(seeds, ranks, dist.get_rank(), ranks, backend)
+    return planned(seeds, ranks, dist.get_rank(), ranks, *of)
 
 
-def _outcome(pool: Pool, job: Job, ranks: int) -> Outcome:
+def _outcome(pool: Pool, job: Job, ranks: int, device: str) -> Outcome:
     try:
-        found = pool.run(checked, job, ranks, timeout=SECONDS)
+        found = pool.run(checked, job, ranks, device, timeout=SECONDS)
     except RankError as e:
         return Outcome(job.seed, ranks, repr(job.options), "crashed", f"run: {e}")
     order = ("crashed", "wrong", "refused", "right")
@@ -92,6 +90,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0:2000", help="A:B, from A to B - 1; or one")
     parser.add_argument("--ranks", type=int, help="only seeds that run on as many ranks")
     parser.add_argument("--backend", choices=BACKENDS, default="eager", help="of all programs")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: over NCCL")
     parser.add_argument(
         "--out",
         type=Path,
@@ -112,7 +111,7 @@ def main() -> None:
                 print(seed, program(seed)[0])
         hidden = not sys.stderr.isatty()
         for outcome in tqdm(
-            run(todo, ranks, args.backend), f"{ranks} ranks", len(todo), disable=hidden
+            run(todo, ranks, args.backend, args.device), f"{ranks} ranks", len(todo), disable=hidden
         ):
             done[outcome.seed] = outcome
             _note(outcome, args.out)

@@ -1,6 +1,6 @@
-"""Gloo worker processes that tests share: started when first used, one pool for each world size,
-and forked from a process that has
-imported what all of them need: that takes as long as many a test.
+"""Worker processes that tests share: started when first used, one pool for each world size and
+backend, and forked from a process that has imported what all of them need: that takes as long as
+many a test.
 
 ``pool.run(fn, ...)`` runs a module-level function on every rank, inside an initialised default
 process group, and returns the ranks' results. Process groups made by a call end with it.
@@ -40,10 +40,12 @@ class RankError(AssertionError):
 
 
 class Pool:
-    """Worker processes for ``world_size`` ranks on this machine, restarted after a failure."""
+    """Worker processes for ``world_size`` ranks on this machine, restarted after a failure. With
+    the backend "nccl" each rank has a GPU, which it may share with others.
+    """
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
+    def __init__(self, world_size: int, backend: str = "gloo") -> None:
+        self.world_size, self.backend = world_size, backend
         self._workers: list[tuple[Any, Connection]] = []
         self._store = ""
         self._tests: dict[str, None] = {}  # that ran in these processes, in their order
@@ -96,7 +98,9 @@ class Pool:
         for rank in range(self.world_size):
             here, there = CONTEXT.Pipe()
             process = CONTEXT.Process(
-                target=_work, args=(there, rank, self.world_size, self._store), daemon=True
+                target=_work,
+                args=(there, rank, self.world_size, self._store, self.backend),
+                daemon=True,
             )
             process.start()
             there.close()
@@ -171,10 +175,11 @@ class Pools:
     """The pools of a test session."""
 
     def __init__(self) -> None:
-        self._pools: dict[int, Pool] = {}
+        self._pools: dict[tuple[int, str], Pool] = {}
 
-    def __call__(self, world_size: int) -> Pool:
-        return self._pools.setdefault(world_size, Pool(world_size))
+    def __call__(self, world_size: int, backend: str = "gloo") -> Pool:
+        key = world_size, backend
+        return self._pools.setdefault(key, Pool(*key))
 
     def close(self) -> None:
         for pool in self._pools.values():
@@ -186,7 +191,7 @@ def _stack_file(store: str, rank: int) -> Path:
     return Path(f"{store}.{rank}")
 
 
-def _work(connection: Connection, rank: int, world_size: int, store: str) -> None:
+def _work(connection: Connection, rank: int, world_size: int, store: str, backend: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     stacks = _stack_file(store, rank).open("w")
     faulthandler.enable(stacks)
@@ -195,12 +200,14 @@ def _work(connection: Connection, rank: int, world_size: int, store: str) -> Non
 
     gc.freeze()  # what is imported stays: each collection would look at all of it
     torch.set_num_threads(1)
+    on_gpu = backend == "nccl"
     dist.init_process_group(
-        "gloo",
+        backend,
         store=dist.FileStore(store, world_size),
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=GROUP_TIMEOUT_SECONDS),
+        device_id=torch.device("cuda", rank % torch.cuda.device_count()) if on_gpu else None,
     )
     connection.send_bytes(pickle.dumps((True, None)))
     while True:
@@ -213,7 +220,7 @@ def _work(connection: Connection, rank: int, world_size: int, store: str) -> Non
         faulthandler.dump_traceback_later(STUCK_SECONDS, file=stacks)  # needs no lock of Python's
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("error")
+                warnings.simplefilter("default" if on_gpu else "error")
                 answer = pickle.dumps((True, _obey(*pickle.loads(message))))
         except BaseException:  # whatever it is, the parent shall hear of it
             answer = pickle.dumps((False, f"failed:\n{traceback.format_exc()}"))

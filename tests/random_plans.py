@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from equivalence import Step, differences, own, vanishing, worst
 from random_programs import program
@@ -29,12 +30,7 @@ from autopar.search.ilp.cost_weights import CostWeights
 from autopar.search.ilp.vertex import Vertex
 
 TOLERANCE = 1e-9
-FREE = autopar.Cluster(
-    "free",
-    autopar.Cluster.load("cpu").device,
-    autopar.Cluster.load("cpu").software,
-    (Level("links", None, latency=0.0, bandwidth=1e18),),
-)
+CLUSTERS = {"cpu": "cpu", "cuda": "h100-sxm"}  # by the kind of the devices
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble")
 
 
@@ -160,28 +156,45 @@ def any_costs(seed: int) -> Iterator[None]:
         yield
 
 
+def free_links(device: str) -> autopar.Cluster:
+    """Devices between which messages take no time."""
+    cluster = autopar.Cluster.load(CLUSTERS[device])
+    levels = (Level("links", None, latency=0.0, bandwidth=1e18),)
+    return autopar.Cluster("free", cluster.device, cluster.software, levels)
+
+
+FREE = free_links("cpu")
+
+
 def planned(
-    seeds: Sequence[int], ranks: int, first: int, every: int, backend: str = "eager"
+    seeds: Sequence[int],
+    ranks: int,
+    first: int,
+    every: int,
+    backend: str = "eager",
+    device: str = "cpu",
 ) -> list[Job]:
     """Plans of each ``every``-th seed."""
-    return [_planned(seed, ranks, backend) for seed in seeds[first::every]]
+    return [_planned(seed, ranks, backend, device) for seed in seeds[first::every]]
 
 
-def _planned(seed: int, ranks: int, backend: str) -> Job:
+def _planned(seed: int, ranks: int, backend: str, device: str) -> Job:
     model, batches = program(seed)
     normalises = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
     refusals: list[tuple[str, str]] = []
     for drawn in draws(seed, ranks, len(batches[0]["x"]), normalises):
-        asked = drawn | ({} if backend == "eager" else {"backend": backend})
+        asked = drawn if (backend, device) == ("eager", "cpu") else drawn | {"backend": backend}
         try:
             warnings.simplefilter("default")  # torch warns of what export assigns, of a GRU for one
             if seed % 3:
                 with any_costs(seed):
+                    cluster = free_links(device)
                     plan = autopar.plan(
-                        model, batches[0], ranks, progress=False, cluster=FREE, **asked
+                        model, batches[0], ranks, progress=False, cluster=cluster, **asked
                     )
             else:
-                plan = autopar.plan(model, batches[0], ranks, progress=False, **asked)
+                named = dict(cluster=CLUSTERS[device]) if device != "cpu" else {}
+                plan = autopar.plan(model, batches[0], ranks, progress=False, **named, **asked)
         except PlanError as e:
             outcome = _ended(seed, ranks, asked, e, "plan", tuple(refusals))
             refusals.append((repr(asked), f"PlanError: {e}"))
@@ -207,23 +220,24 @@ def _ended(
     )
 
 
-def checked(job: Job, ranks: int) -> Outcome:
+def checked(job: Job, ranks: int, device: str = "cpu") -> Outcome:
     """Two steps of training, with one of SGD between them, beside the eager model on one device; a
-    rank's work.
+    rank's work. A rank whose device is a GPU has it as the current one.
     """
     _clear_sharding_prop_cache()  # it holds meshes of earlier tests, whose groups are gone
     assert job.plan is not None
-    (model, batches), habits = (
-        program(job.seed),
-        Habits.of(job.seed, whole=job.plan.microbatches == len(job.plan.stages) == 1),
-    )
-    expected = trained(copy.deepcopy(model), batches, habits)
-    warnings.simplefilter("default")
-    try:
-        compiled = autopar.compile(model, batches[0], ranks, plan=job.plan, progress=False)
-        found = trained(compiled, batches, habits)
-    except Exception as e:
-        return _ended(job.seed, ranks, job.options, e, "run", job.refusals)
+    model, batches = program(job.seed)
+    batches = [{name: x.to(device) for name, x in batch.items()} for batch in batches]
+    model, whole = model.to(device), job.plan.microbatches == len(job.plan.stages) == 1
+    habits = Habits.of(job.seed, whole=whole)
+    with torch.device(device):  # for what the models make in their forward
+        expected = trained(copy.deepcopy(model), batches, habits)
+        warnings.simplefilter("default")
+        try:
+            compiled = autopar.compile(model, batches[0], ranks, plan=job.plan, progress=False)
+            found = trained(compiled, batches, habits)
+        except Exception as e:
+            return _ended(job.seed, ranks, job.options, e, "run", job.refusals)
     pairs = [
         (mine, one)
         for mine, one in zip(found, expected, strict=True)

@@ -107,6 +107,15 @@ def test_group_that_sends_nothing_of_the_device(monkeypatch):
         take_device(torch.device("cpu"))
 
 
+def test_ranks_that_would_send_tensors_of_gpus_over_gloo(monkeypatch):
+    Machine(monkeypatch)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:gloo")
+    with pytest.raises(autopar.AutoparError, match=r"over gloo: .* segmentation fault .* 'nccl'"):
+        take_device(GPU_0)
+
+
 def test_bound_group_decides(monkeypatch):
     Machine(monkeypatch, LOCAL_RANK="1")
     monkeypatch.setattr(dist, "is_initialized", lambda: True)

@@ -53,12 +53,13 @@ def half(x: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
     return x.narrow(dim, rank * x.shape[dim] // 2, x.shape[dim] // 2)
 
 
-def moves(dtype: torch.dtype) -> dict[str, bool]:
+def moves(dtype: torch.dtype, device: str = "cpu") -> dict[str, bool]:
     """For each way in which tensors only move, whether this rank of two gets the right one."""
-    mesh, whole, rank = Mesh((2,), ("a",), "cpu"), numbers(dtype), dist.get_rank()
+    mesh, rank, on_host = Mesh((2,), ("a",), device), dist.get_rank(), numbers(dtype)
+    whole = on_host.to(device)
     group, other = mesh.group(0), half(whole, 0, 1 - dist.get_rank())
     rows, columns = half(whole, 0, rank), half(whole, 1, rank)
-    zigzag = whole[:, [2, 3, 4, 5] if rank else [0, 1, 6, 7]]
+    zigzag = on_host[:, [2, 3, 4, 5] if rank else [0, 1, 6, 7]].to(device)
     conversions = {
         ("I", "S1"): (whole, columns),
         ("S0", "R"): (rows, whole),
@@ -93,10 +94,11 @@ def test_what_moves_arrives(ranks: Pools, dtype: torch.dtype) -> None:
         assert all(found.values()), found
 
 
-def sums(dtype: torch.dtype) -> dict[str, bool]:
+def sums(dtype: torch.dtype, device: str = "cpu") -> dict[str, bool]:
     """For each way of summing, whether this rank of two gets the right sum."""
-    mesh, rank = Mesh((2,), ("a",), "cpu"), dist.get_rank()
-    mine, total = numbers(dtype, rank), numbers(dtype, 0) + numbers(dtype, 1)
+    mesh, rank = Mesh((2,), ("a",), device), dist.get_rank()
+    both = [numbers(dtype, seed).to(device) for seed in (0, 1)]
+    mine, total = both[rank], both[0] + both[1]
     flat = mine.resolve_conj().clone()
     in_place = functional.all_reduce_(flat, "sum", mesh.group(0).group_name)
     return {

@@ -44,14 +44,21 @@ CASES: dict[str, tuple[dict[str, Any], Any, str, str]] = {
 FAST = ("dies in forward",)
 
 
-def train(case: str, rank: int, port: int, folder: str, told: Connection) -> None:
+def train(
+    case: str, rank: int, port: int, folder: str, told: Connection, device: str = "cpu"
+) -> None:
     """One rank. Tells the time before the fault, and its error."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     options, action, phase, _ = CASES[case]
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     limit = timedelta(seconds=10 * TIMEOUT)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=limit)
+    join: dict[str, Any] = dict(store=store, rank=rank, world_size=RANKS, timeout=limit)
+    if device == "cuda":
+        own = torch.device("cuda", rank % torch.cuda.device_count())
+        dist.init_process_group("nccl", device_id=own, **join)
+    else:
+        dist.init_process_group("gloo", **join)
     if rank == LOST:
 
         def tell() -> None:
@@ -59,15 +66,18 @@ def train(case: str, rank: int, port: int, folder: str, told: Connection) -> Non
 
         inject(phase, 1, lambda: action(tell))
     try:
-        _run(options, Path(folder))
+        _run(options, Path(folder), device)
         told.send(("nobody noticed", time.monotonic()))
     except autopar.RunError as error:
         told.send((str(error), time.monotonic()))
 
 
-def _run(options: dict[str, Any], folder: Path) -> None:
-    sample = {name: torch.cat([x, x[:4]]) for name, x in batch(0).items()}
-    compiled = autopar.compile(Deep(), sample, RANKS, timeout=TIMEOUT, progress=False, **options)
+def _run(options: dict[str, Any], folder: Path, device: str) -> None:
+    sample = {name: torch.cat([x, x[:4]]).to(device) for name, x in batch(0).items()}
+    options = options | dict(timeout=TIMEOUT, progress=False)
+    if device == "cuda":
+        options |= dict(cluster="h100-sxm", backend="eager")
+    compiled = autopar.compile(Deep().to(device), sample, RANKS, **options)
     optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
     for step in range(1, 4):
         usual(compiled, optimizer, sample)
@@ -82,13 +92,16 @@ class Deep(Network):
         return super().forward(self.second(x).tanh(), y)
 
 
-def errors_of(case: str, folder: Path) -> tuple[float, dict[int, tuple[str, float]]]:
+def errors_of(
+    case: str, folder: Path, device: str = "cpu"
+) -> tuple[float, dict[int, tuple[str, float]]]:
     """When the fault happened, and the error of each other rank with its time."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     here, processes = {}, []
     for rank in range(RANKS):
         mine, its = CONTEXT.Pipe()
-        process = CONTEXT.Process(target=train, args=(case, rank, store.port, str(folder), its))
+        given = case, rank, store.port, str(folder), its, device
+        process = CONTEXT.Process(target=train, args=given)
         process.start()
         its.close()
         here[mine] = rank
@@ -122,7 +135,11 @@ def errors_of(case: str, folder: Path) -> tuple[float, dict[int, tuple[str, floa
     "case", [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
 )
 def test_every_rank_names_the_lost_one(case: str, tmp_path: Path) -> None:
-    begun, errors = errors_of(case, tmp_path)
+    check_that_ranks_name_the_lost_one(case, tmp_path)
+
+
+def check_that_ranks_name_the_lost_one(case: str, folder: Path, device: str = "cpu") -> None:
+    begun, errors = errors_of(case, folder, device)
     phase = CASES[case][-1]
     for rank, (text, at) in errors.items():
         assert re.search(rf"rank {LOST} of {RANKS} .*{phase}", text), (rank, text)

@@ -36,8 +36,9 @@ def take_device(model: torch.device) -> torch.device:
     The GPU is the one that the process group is bound to (``device_id=``), else the one that the
     script made current, else that of the launcher's ``LOCAL_RANK``, else that of the model.
 
-    Raises :class:`RunError` where there is no such GPU, where the model is on another one, and
-    where the process group sends no tensors of the device.
+    Raises :class:`RunError` where there is no such GPU, where the model is on another one, where
+    the process group sends no tensors of the device, and where several ranks would send tensors of
+    GPUs over gloo.
     """
     kind = device_type_of(model)
     if dist.is_initialized() and kind not in backends():
@@ -48,6 +49,12 @@ def take_device(model: torch.device) -> torch.device:
         )
     if kind != "cuda":
         return torch.device(kind)
+    if dist.is_initialized() and backends()["cuda"] == "gloo" and dist.get_world_size() > 1:
+        raise RunError(
+            "the model trains on GPUs, whose tensors the process group sends over gloo: torch's "
+            "all_gather of them ends the process with a segmentation fault (torch 2.11): "
+            + _another_group(kind)
+        )
     own = torch.device("cuda", _gpu(model))
     if model.type == "cuda" and model.index not in (None, own.index):
         raise RunError(
