@@ -1,11 +1,12 @@
-"""The rates of kernels in the presets ``h100-sxm`` and ``h200-sxm``, from the profile of one H100.
+"""The rates of kernels in the presets ``h100-sxm`` and ``h200-sxm``, each from the profile of one
+such GPU.
 
-    python benchmarks/h100_preset.py    # writes them into both presets
+    python benchmarks/hopper_presets.py    # writes them into both presets
 
-The profile is ``validation/h100_profile.json``. Its curves are parts of the rates that this GPU
-reached; those of a preset are parts of the datasheet's. A preset describes products by tiles: its
-efficiency of products is that of the largest ones that were measured, without what their tiles
-lose. The other figures of the presets stay as they are.
+The profiles are ``validation/h100_profile.json`` and ``validation/h200_profile.json``. Their curves
+are parts of the rates that the GPU reached; those of a preset are parts of the datasheet's. A
+preset describes products by tiles: its efficiency of products is that of the largest ones that were
+measured, without what their tiles lose. The other figures of the presets stay as they are.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from autopar.cost_model.compute import tile_utilisation
 from autopar.cost_model.device import Curve, Device
 from autopar.formatting.files import write_json
 
-PROFILE = Path(__file__).parent / "validation" / "h100_profile.json"
+PROFILES = {
+    f"{gpu}-sxm": Path(__file__).parent / "validation" / f"{gpu}_profile.json"
+    for gpu in ("h100", "h200")
+}
 PRESETS = Path(__file__).parent.parent / "cost_model" / "clusters"
-AS_H100 = "as in the h100-sxm preset; assumption, to be replaced by a profile of the machine"
-SOURCE = f"benchmarks/h100_preset.py: {PROFILE.name}, one H100 80GB HBM3 with torch 2.11"
 SIDE = 8192  # of the largest products of the profile
 # A linear layer of that size: one product in the forward, two in the backward.
 LINEAR = ("addmm", "mm", "mm")
@@ -70,15 +72,15 @@ def _largest_products(profile: Device, device: Device) -> float:
 def preset(name: str) -> dict[str, Any]:
     """The contents of the file of a preset."""
     data = json.loads((PRESETS / f"{name}.json").read_text())
-    profile, cluster = Cluster.load(PROFILE).device, Cluster.load(name)
-    # parts of the H100's rates; those of another GPU are taken to be alike
-    curves = efficiency(profile, Cluster.load("h100-sxm").device)
+    file, cluster = PROFILES[name], Cluster.load(name)
+    profile = Cluster.load(file).device
+    curves = efficiency(profile, cluster.device)
     unaligned = float(f"{profile.unaligned:.4g}")
     device = as_data(
         replace(cluster, device=replace(cluster.device, efficiency=curves, unaligned=unaligned))
     )["device"]
     data["device"] |= {"efficiency": device["efficiency"], "unaligned": unaligned}
-    source = SOURCE if name == "h100-sxm" else AS_H100
+    source = f"benchmarks/hopper_presets.py: {file.name}, one {profile.name} with torch 2.11"
     sources = {k: v for k, v in data["sources"].items() if not k.startswith("device.efficiency.")}
     sources |= {f"device.efficiency.{each}": source for each in curves}
     data["sources"] = dict(sorted({**sources, "device.unaligned": source}.items()))
@@ -86,5 +88,5 @@ def preset(name: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for each in ("h100-sxm", "h200-sxm"):
+    for each in PROFILES:
         write_json(PRESETS / f"{each}.json", preset(each), indent=2)
