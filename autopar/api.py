@@ -39,7 +39,9 @@ from autopar.runtime.communication.groups import groups
 from autopar.runtime.communication.join import join_group
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.communication.watch.watchdog import blocking_section
+from autopar.runtime.compilation.cuda_graphs import check_cuda_graphs
 from autopar.runtime.module.compiled import Compiled
+from autopar.runtime.step.program_variants import draws
 from autopar.runtime.typecheck.checker import check_types
 from autopar.search.plan_check.check_plan import check_batch, check_fingerprint, check_plan
 from autopar.verification.few_samples import compare
@@ -96,6 +98,7 @@ def compile(
     timeout: float | None = None,
     progress: bool = True,
     verify: bool = True,
+    cuda_graphs: bool = False,
     **options: Any,
 ) -> Compiled:
     """Make ``model`` a distributed program, which is called and trained like the model itself.
@@ -115,6 +118,10 @@ def compile(
             input and compares the results, where weights and sample have values; see
             :func:`autopar.check`. Where a few samples cannot stand for the batch, or their results
             differ, it compares the whole batch.
+        cuda_graphs: whether a training call is recorded as two CUDA graphs, of its forward and of
+            its backward, which the host starts in one call each: for models whose kernels are so
+            short that a GPU waits for the host. On one GPU, with ``backend="inductor"`` and without
+            dropout. The memory of a step, and of gradients once more, stays taken between steps.
 
     The other arguments are those of :func:`plan`.
 
@@ -132,6 +139,8 @@ def compile(
         check_same_on_all_ranks(f"{timeout}", "timeout=", dist.group.WORLD)
         groups().set_timeout(timeout)
         check = partial(check_arguments, world_size, device, traced, plan, options)
+        if cuda_graphs:
+            check_cuda_graphs(world_size, own.type)
         run_on_all_ranks("checking the arguments", check)
         check_same_on_all_ranks("to be made" if plan is None else "given", "the plan")
         # Each rank traces: rank 0 would first trace just as long, and then send what it has.
@@ -142,11 +151,16 @@ def compile(
         plan = run_on_all_ranks("the batch", partial(with_batch, plan or made, batch))
         decided = dataclasses.replace(plan, timings={}, options={"batch": plan.batch})
         check_same_on_all_ranks(repr(decided), "the plan")
-        return program_of_plan(traced, plan, notes, own, progress)
+        return program_of_plan(traced, plan, notes, own, progress, cuda_graphs)
 
 
 def program_of_plan(
-    traced: TracedModel, plan: Plan, notes: list[str], device: torch.device, progress: bool
+    traced: TracedModel,
+    plan: Plan,
+    notes: list[str],
+    device: torch.device,
+    progress: bool,
+    cuda_graphs: bool = False,
 ) -> Compiled:
     """The program of ``plan`` on this rank; ``notes`` go to those of the plan."""
     analysis, prologue = _graph_of_plan(traced, plan)
@@ -154,11 +168,19 @@ def program_of_plan(
     trace = run_on_all_ranks("tracing the model in eval()", lambda: EvaluationTrace(traced))
     lowered = lower(analysis, plan, prologue, mesh.device)
     captured = analysis.captured
+    if cuda_graphs:
+        check_cuda_graphs(1, device.type, plan.backend_on(device.type), draws(lowered.train))
     evaluation = DeferredEvaluation(trace, lowered, captured, plan, prologue, mesh.device)
     notes = [*notes, *lowered.notes, *_check_types(analysis, lowered, mesh)]
     noted = dataclasses.replace(plan, notes=(*plan.notes, *notes)) if notes else plan
     made = captured, noted, lowered, mesh
-    return Compiled(*made, model=traced.model, evaluation=evaluation, progress=progress)
+    return Compiled(
+        *made,
+        model=traced.model,
+        evaluation=evaluation,
+        progress=progress,
+        cuda_graphs=cuda_graphs,
+    )
 
 
 def _mesh_of_plan(plan: Plan, device: torch.device) -> Mesh:

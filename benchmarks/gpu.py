@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,8 +24,8 @@ import torch.distributed as dist
 from frontier import peak_bytes
 from gpu_models import MODELS, Sample, build, sample
 from gpu_rehearsals import REHEARSED
+from gpu_rows import Row, table, write
 from local_ranks import one_thread_a_rank
-from tabulate import tabulate
 from torch import nn
 from turns import compare, take_turns
 
@@ -40,24 +38,6 @@ WARM, STEPS = 3, 9  # of a program that is compared with its plan
 FRACTIONS = (0.75, 0.5, 0.25, 0.0)  # of torch's activation_memory_budget
 
 
-@dataclass(frozen=True)
-class Row:
-    """One comparison: ``value`` beside ``reference``, in ``unit`` ("s" or "bytes"), and their ratio
-    with its interval, if it was measured in turns. ``error``: why there are no numbers.
-    """
-
-    part: str
-    model: str
-    case: str
-    unit: str = ""
-    reference: float | None = None
-    value: float | None = None
-    ratio: float | None = None
-    low: float | None = None
-    high: float | None = None
-    error: str = ""
-
-
 class Bench:
     """The models on one device, and how they are trained and measured."""
 
@@ -66,6 +46,10 @@ class Bench:
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.dtype = torch.float32 if options.small else torch.bfloat16
+
+    def has_graphs(self, backend: str) -> bool:
+        """Whether programs can run as CUDA graphs."""
+        return self.device.type == "cuda" and backend == "inductor"
 
     def model(self, name: str, dtype: torch.dtype) -> tuple[nn.Module, Sample]:
         given = name, self.options.small, self.device, dtype
@@ -121,16 +105,22 @@ class Bench:
 
 
 def steps(bench: Bench, name: str) -> Iterator[Row]:
-    """A training step of one rank, beside the plain model and beside ``torch.compile``."""
+    """A training step of one rank, beside the plain model and beside ``torch.compile``; on a GPU
+    also with CUDA graphs, beside torch's.
+    """
     for backend in bench.options.backends:
-        ours = bench.step(*bench.ours(name, bench.dtype, backend=backend, recompute="none"))
-        model, batch = bench.model(name, bench.dtype)
-        plain = torch.compile(model) if backend == "inductor" else model
-        both = {"plain": bench.step(plain, batch), "ours": ours}  # type: ignore[arg-type]
-        found = bench.turns(both, f"{name}, {backend}")
-        other = "torch.compile(model)" if backend == "inductor" else "eager model"
-        yield _row("step", name, f"{backend} program to {other}", found)
-        bench.free()
+        for mode in (None, "reduce-overhead")[: 1 + bench.has_graphs(backend)]:
+            options = dict(backend=backend, recompute="none", cuda_graphs=mode is not None)
+            ours = bench.step(*bench.ours(name, bench.dtype, **options))
+            model, batch = bench.model(name, bench.dtype)
+            plain = torch.compile(model, mode=mode) if backend == "inductor" else model
+            both = {"plain": bench.step(plain, batch), "ours": ours}  # type: ignore[arg-type]
+            found = bench.turns(both, f"{name}, {backend}")
+            other = "torch.compile(model)" if backend == "inductor" else "eager model"
+            both_as = f"{backend} program to {other}" + ", both with CUDA graphs" * bool(mode)
+            yield _row("step", name, both_as, found)
+            del ours, plain, both, model
+            bench.free()
 
 
 def frontier(bench: Bench, name: str) -> Iterator[Row]:
@@ -223,38 +213,6 @@ def rows_of(part: str, bench: Bench, model: str) -> Iterator[Row]:
         bench.free()
 
 
-# -- the table -------------------------------------------------------------------------------------
-
-
-def table(rows: Iterable[Row]) -> str:
-    headers = ("part", "model", "case", "reference", "ours / measured", "ratio", "95 %")
-    cells = []
-    for row in rows:
-        interval = "" if row.low is None else f"{row.low:.3f} - {row.high:.3f}"
-        numbers = _number(row.reference, row.unit), _number(row.value, row.unit)
-        ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
-        cells.append((row.part, row.model, row.case, *numbers, ratio, row.error[:80] or interval))
-    return tabulate(cells, headers=headers, disable_numparse=True)
-
-
-def _number(value: float | None, unit: str) -> str:
-    if value is None:
-        return ""
-    return f"{value / 2**20:,.1f} MiB" if unit == "bytes" else f"{1e3 * value:.2f} ms"
-
-
-def write(options: argparse.Namespace, bench: Bench, rows: Sequence[Row]) -> None:
-    is_gpu = bench.device.type == "cuda"
-    found = dict(
-        device=torch.cuda.get_device_name(bench.device) if is_gpu else "cpu",
-        torch=torch.__version__,
-        cuda=torch.version.cuda if is_gpu else None,
-        small=options.small,
-        rows=[asdict(row) for row in rows],
-    )
-    options.out.write_text(json.dumps(found, indent=1) + "\n")
-
-
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -290,7 +248,7 @@ def main(asked: Sequence[str] | None = None) -> int:
         for model in options.rehearsals if part == "rehearsal" else options.models:
             for row in rows_of(part, bench, model):
                 rows.append(row)
-                write(options, bench, rows)
+                write(options.out, rows, bench.device, options.small)
     print(f"\n{table(rows)}\n\nwritten to {options.out}")
     return int(any(row.error for row in rows))
 

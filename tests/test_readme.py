@@ -89,7 +89,7 @@ def test_options_are_the_ones_there_are() -> None:
         "options",
     }
     searched = {field.name for field in dataclasses.fields(Options)} - {"world_size"}
-    of_compile = {"batch", "timeout"}  # of running, no part of a plan's search
+    of_compile = {"batch", "timeout", "cuda_graphs"}  # of running, no part of a plan's search
     assert of_compile <= set(inspect.signature(autopar.compile).parameters)
     assert set(first_column(OPTIONS, "option")) == own | searched | of_compile
 

@@ -22,6 +22,7 @@ from autopar.runtime.communication.stand_ins import runs_alone
 from autopar.runtime.communication.watch.watchdog import blocking_section
 from autopar.runtime.compilation.block_parts import cut_into_parts
 from autopar.runtime.compilation.compiler_graph import CompilerGraph
+from autopar.runtime.compilation.cuda_graphs import CudaGraphs
 from autopar.runtime.compilation.inductor import (
     Compiled,
     collectives,
@@ -47,9 +48,9 @@ class Backend(Protocol):
         """
 
 
-def make_backend(name: str, mesh: Mesh, progress: bool) -> Backend:
+def make_backend(name: str, mesh: Mesh, progress: bool, state: int | None = None) -> Backend:
     """The backend ``name``, one of ``plan_data.BACKENDS``; see :class:`InductorBackend`."""
-    return InductorBackend(mesh, progress) if name == "inductor" else EagerBackend(mesh)
+    return InductorBackend(mesh, progress, state) if name == "inductor" else EagerBackend(mesh)
 
 
 class EagerBackend:
@@ -76,13 +77,15 @@ class InductorBackend:
     On a mesh of several ranks, each block of the model is compiled alone, and equal ones once: see
     :mod:`block_parts`.
 
-    Arguments: ``progress``, whether to show a progress bar while a program is compiled.
+    Arguments: ``progress``, whether to show a progress bar while a program is compiled; ``state``:
+    programs whose first arguments, so many, are the model's state run as CUDA graphs where they
+    have a backward; None for no CUDA graphs.
 
     Attributes: ``compilations``, their number so far.
     """
 
-    def __init__(self, mesh: Mesh, progress: bool) -> None:
-        self._mesh, self._progress = mesh, progress
+    def __init__(self, mesh: Mesh, progress: bool, state: int | None = None) -> None:
+        self._mesh, self._progress, self._state = mesh, progress, state
         self._cut: dict[fx.GraphModule, fx.GraphModule | None] = {}
         self._compiled: defaultdict[fx.GraphModule, dict[Hashable, CompiledProgram]] = defaultdict(
             dict
@@ -139,6 +142,8 @@ class InductorBackend:
                 # not.
                 group = self._mesh.axes_group(range(len(self._mesh.sizes)))
                 check_same_on_all_ranks(made.calls, "the order of compiled collectives", group)
+            if self._state is not None and torch.is_grad_enabled():
+                made = made._replace(call=CudaGraphs(made.call, self._state, roots))
             known[key] = made
         found = known[key]
         return found.call(*arguments, *self._moment(found.first_draw))

@@ -16,7 +16,7 @@ from autopar.errors import RunError
 from autopar.runtime.agreement.replicas import check_replicas
 from autopar.runtime.checkpoint.methods import Checkpoints
 from autopar.runtime.communication.mesh import Mesh
-from autopar.runtime.compilation.backends import make_backend
+from autopar.runtime.compilation.backends import Backend, make_backend
 from autopar.runtime.data.data_loading import DataLoading
 from autopar.runtime.data.rank_batch import RankBatch
 from autopar.runtime.dtensors.sharding import redistributed_like
@@ -86,9 +86,10 @@ class Compiled(DataLoading, Checkpoints, Measurement, ModelValues, GradientHandl
         like: Compiled | None = None,
         evaluation: Callable[[], LoweredModel] | None = None,
         progress: bool = False,
+        cuda_graphs: bool = False,
     ) -> None:
         super().__init__()
-        self._captured = with_meta_state(captured)
+        self._captured, self._cuda_graphs = with_meta_state(captured), cuda_graphs
         self._plan, self._mesh, self._lowered, self._was_called = plan, mesh, lowered, False
         self._rank_batch = batch = RankBatch(captured, plan, lowered.batch, mesh)
         times = lowered.input_time_types
@@ -106,7 +107,7 @@ class Compiled(DataLoading, Checkpoints, Measurement, ModelValues, GradientHandl
         self._variants = ProgramVariants(self, lowered, captured.updates, evaluation)
         self._draws, names = draws(lowered.train), self._signature.names
         self._desync = make_detector(mesh, [*captured.state], names, batch, self._draws, meets)
-        self._backend = make_backend(plan.backend_on(mesh.device.type), mesh, progress)
+        self._backend = self._make_backend(progress)
         self._runner = self._make_runner(captured, holders)
         self._install_hooks(holders, model if like is None else None)
         self._remember(like._source if like is not None else model)
@@ -125,6 +126,11 @@ class Compiled(DataLoading, Checkpoints, Measurement, ModelValues, GradientHandl
             if hasattr(model, name):
                 setattr(self, name, getattr(model, name))
         self.model_class = getattr(model, "model_class", type(model))
+
+    def _make_backend(self, progress: bool) -> Backend:
+        name = self._plan.backend_on(self._mesh.device.type)
+        state = len(self._lowered.state) if self._cuda_graphs else None
+        return make_backend(name, self._mesh, progress, state)
 
     def _make_runner(self, captured: CapturedModel, holders: Holders | None) -> StepRunner:
         return StepRunner(
@@ -200,7 +206,8 @@ class Compiled(DataLoading, Checkpoints, Measurement, ModelValues, GradientHandl
         """
         mesh, evaluation = self._mesh.copy_for_program(), self._variants.evaluation
         given = self._captured, self._plan, self._lowered, mesh
-        twin = Compiled(*given, model=self, like=self, evaluation=evaluation)
+        graphs = self._cuda_graphs
+        twin = Compiled(*given, model=self, like=self, evaluation=evaluation, cuda_graphs=graphs)
         memo[id(self)] = twin
         self._runner.gradient_handlers.copy_to(twin._runner.gradient_handlers)
         for mine, other in zip(self.parameters(), twin.parameters(), strict=True):
