@@ -58,7 +58,7 @@ def _real(t: torch.Tensor) -> torch.Tensor:
 
     The choice of a kernel reads no values.
     """
-    row = torch.empty(t.shape[-1:], dtype=t.dtype)
+    row = torch.empty(t.shape[-1:], dtype=t.dtype, device="cpu")
     return row.expand(t.shape).requires_grad_(t.requires_grad)
 
 

@@ -97,7 +97,7 @@ class Measurements:
             Job(MEMORY, lambda: self._time_call(lambda: large.add_(1.0)), True),
         ]
         if self._device.type == "cuda":
-            host = torch.empty(large.shape, pin_memory=True)
+            host = torch.empty(large.shape, pin_memory=True, device="cpu")
             jobs.append(Job(UNALIGNED, self._unaligned, True))
             jobs.append(Job(HOST, lambda: self._time_call(lambda: _to_and_fro(large, host)), True))
         size = self._ranks.size

@@ -38,8 +38,8 @@ class RecordExchange:
 
     def start(self, row: list[int], on_device: torch.Tensor | None) -> None:
         """Begins to exchange ``row``; ``on_device`` is added to its last elements, on a GPU."""
-        table = torch.zeros(self._ranks, len(row), dtype=torch.int64)
-        table[self._rank] = torch.tensor(row)
+        table = torch.zeros(self._ranks, len(row), dtype=torch.int64, device="cpu")
+        table[self._rank] = torch.tensor(row, device="cpu")
         if self._stream is None or on_device is None:
             self._table = table
             self._work = dist.all_reduce(table, group=self.group, async_op=True)
@@ -49,9 +49,8 @@ class RecordExchange:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             dist.all_reduce(sent, group=self.group)
-            self._table = torch.empty(sent.shape, dtype=sent.dtype, pin_memory=True).copy_(
-                sent, non_blocking=True
-            )
+            pinned = torch.empty_like(sent, device="cpu", pin_memory=True)
+            self._table = pinned.copy_(sent, non_blocking=True)
             self._work = torch.cuda.Event()
             self._work.record()
         sent.record_stream(self._stream)

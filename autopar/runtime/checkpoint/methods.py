@@ -145,4 +145,4 @@ class Checkpoints(nn.Module):
     ) -> None:
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
         if self._draws and _RANDOM in local_metadata:
-            self.random_state = torch.tensor(local_metadata[_RANDOM])
+            self.random_state = torch.tensor(local_metadata[_RANDOM], device="cpu")

@@ -48,7 +48,8 @@ def _load(program: Program, path: Any, given: dict[str, Any], group: dist.Proces
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     reader = FolderReader(folder, work.index)
     try:
-        dcp.load(tensors, storage_reader=reader, planner=planner, process_group=group)
+        with torch.device("cpu"):  # torch reads tensors that it makes on the default device
+            dcp.load(tensors, storage_reader=reader, planner=planner, process_group=group)
     except CheckpointException as e:
         raise RunError(f"{folder} was not loaded: {reason_of(e)}") from None
     return run_on_all_ranks(f"loading {folder}", partial(work.restore, tensors))

@@ -96,7 +96,8 @@ class RandomStreams:
             generator.set_offset(offset + 4)
             text = struct.pack("<QQ", generator.initial_seed() % 2**64, offset)
             return int.from_bytes(blake2b(text, digest_size=7).digest(), "little")
-        return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+        number = torch.empty((), dtype=torch.int64, device=generator.device)
+        return int(number.random_(generator=generator).item())
 
     @property
     def trained(self) -> int:
@@ -120,6 +121,7 @@ class RandomStreams:
         return torch.tensor(
             [-1 if self.seed is None else self.seed, self._trained, self._evaluated],
             dtype=torch.int64,
+            device="cpu",
         )
 
     @state.setter

@@ -45,7 +45,7 @@ def _make_mesh(
     sizes: tuple[int, ...], names: tuple[str, ...], device_type: str, order: tuple[int, ...]
 ) -> DeviceMesh:
     """torch's ``init_device_mesh``, with the timeout of :class:`Groups` for each group."""
-    ranks = torch.arange(math.prod(sizes)).reshape(sizes)
+    ranks = torch.arange(math.prod(sizes), device="cpu").reshape(sizes)
     if order:
         ranks = ranks[list(order)].contiguous()
     along = [groups().own_of(lines_of(ranks, (axis,))) for axis in range(len(sizes))]

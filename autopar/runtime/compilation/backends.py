@@ -92,7 +92,7 @@ class InductorBackend:
         )
         self._made: dict[Hashable, CompiledProgram] = {}
         self._read_only: dict[Hashable, list[int]] = {}
-        self._anchor = torch.zeros((), requires_grad=True)
+        self._anchor = torch.zeros((), requires_grad=True, device="cpu")
         self.compilations = 0
         if mesh.size > 1:
             mesh.make_all_groups()  # no group can be made while a program is traced
@@ -153,7 +153,7 @@ class InductorBackend:
         if first_draw is None:
             return []
         seed, step, microbatch = self._mesh.random_streams.moment
-        return [torch.tensor([seed or 0, step, microbatch, first_draw])]
+        return [torch.tensor([seed or 0, step, microbatch, first_draw], device="cpu")]
 
     def _compile(
         self,

@@ -46,7 +46,7 @@ def keep_mask(
     streams.moment = seed, step, microbatch
     with streams.seeded_for(first + node_id, chunk):
         if device.type == "cpu":
-            mask = torch.empty_strided(size, stride, dtype=torch.bool)
+            mask = torch.empty_strided(size, stride, dtype=torch.bool, device=device)
             return mask.bernoulli_(1.0 - p)
         like = torch.empty_strided(size, stride, dtype=dtype, device=device)
         return torch.native_dropout(like, p, True)[1]

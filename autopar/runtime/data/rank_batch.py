@@ -54,7 +54,7 @@ class RankBatch:
         cuts = [axis for axis, t in enumerate(layout) if t.is_shard and t.dim == 0]
         cuts.sort(key=lambda axis: layout[axis].is_inner)
         sizes = [self._mesh.sizes[axis] for axis in cuts]
-        places = torch.arange(self._samples).view(*sizes, -1)
+        places = torch.arange(self._samples, device="cpu").view(*sizes, -1)
         order = [cuts.index(axis) for axis in self._axes]
         by_replica = places.movedim(order, list(range(len(order)))).reshape(self.data_size, -1)
         return whole[by_replica[list(replicas)].flatten()]
@@ -102,7 +102,8 @@ class RankBatch:
         place = torch.zeros_like(ranks)
         for axis in self._layouts.axes:
             dim, size = names.index(self._mesh.names[axis]), self._mesh.sizes[axis]
-            along = torch.arange(size).view([-1 if d == dim else 1 for d in range(ranks.ndim)])
+            shape = [-1 if d == dim else 1 for d in range(ranks.ndim)]
+            along = torch.arange(size, device=ranks.device).view(shape)
             place = place * size + along
         return place.flatten()[ranks.flatten().argsort()].tolist()
 

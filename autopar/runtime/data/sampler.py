@@ -71,9 +71,8 @@ class ReplicaSampler(DistributedSampler):
         count = len(self.dataset)  # type: ignore[arg-type]
         if not self.shuffle:
             return list(range(count))
-        generator = torch.Generator()
-        generator.manual_seed(self.seed + self.epoch)
-        return torch.randperm(count, generator=generator).tolist()
+        generator = torch.Generator("cpu").manual_seed(self.seed + self.epoch)
+        return torch.randperm(count, generator=generator, device="cpu").tolist()
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch, from which the order follows. Another epoch begins with its first

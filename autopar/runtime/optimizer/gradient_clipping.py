@@ -54,7 +54,7 @@ def clip_grad_norm_(
     if not parameters:
         pipelined = _only_norm_group()
     if pipelined is None and not gradients:
-        return torch.tensor(0.0)
+        return torch.zeros((), device="cpu")
     with blocking_section("clipping gradients"):
         norm = _norm_over_ranks(parameters, gradients, float(norm_type), pipelined)
     if error_if_nonfinite and not torch.isfinite(norm):

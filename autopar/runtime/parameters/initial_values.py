@@ -92,7 +92,9 @@ def _by_dtype(state: Mapping[str, torch.Tensor]) -> Iterable[list[str]]:
 def _broadcast(state: Mapping[str, torch.Tensor], mesh: Mesh) -> dict[str, torch.Tensor]:
     with torch.no_grad():
         # A tensor may be on the meta device on this rank and have values on rank 0.
-        parts = [torch.empty(t.shape, dtype=t.dtype) if t.is_meta else t for t in state.values()]
+        parts = [
+            torch.empty_like(t, device=mesh.device) if t.is_meta else t for t in state.values()
+        ]
         flat = torch.cat([part.detach().to(mesh.device).reshape(-1) for part in parts])
         if (everyone := mesh.program_group) is not None and len(flat):
             # As bytes: gloo does not know every dtype.

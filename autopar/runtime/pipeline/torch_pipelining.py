@@ -74,7 +74,8 @@ class ScheduleRunner:
         self._schedule: Any = None
         self._stages: list[_Stage] = []
         self._failed = False
-        self._targets = torch.arange(microbatches)  # torch computes no loss without targets
+        # torch computes no loss without targets
+        self._targets = torch.arange(microbatches, device="cpu")
 
     def check(self) -> None:
         """Raises :class:`RunError` after a step that failed."""
@@ -239,7 +240,8 @@ class _Stage(PipelineStage):
         """
         has_gradient = [t in self._with_gradient for t in self._boundary.received]
         entering = [x for x, has in zip(received, has_gradient, strict=True) if has]
-        entered = StageEntry.apply(torch.zeros((), requires_grad=True), inbox, *entering)
+        anchor = torch.zeros((), requires_grad=True, device="cpu")
+        entered = StageEntry.apply(anchor, inbox, *entering)
         edges = [get_gradient_edge(x) for x in entered]
         outputs = iter(entered)
         return [

@@ -170,7 +170,8 @@ class FolderReader(StorageReader):
         return future
 
     def _read(self, name: str, items: list[ReadItem], planner: LoadPlanner) -> None:
-        with safe_open(self._folder / name, framework="pt") as file:
+        # safetensors would put slices on the default device.
+        with torch.device("cpu"), safe_open(self._folder / name, framework="pt") as file:
             for item in items:
                 _, chunk = self._index.place_of(item.storage_index)
                 part = _part(file, chunk, item)
