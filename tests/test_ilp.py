@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pulp
@@ -23,9 +24,10 @@ from autopar.search.ilp import solve
 from autopar.search.ilp.cost_weights import CostWeights
 from autopar.search.ilp.exact.cost_table import CostTable, vertex_costs
 from autopar.search.ilp.exact.elimination import Elimination
-from autopar.search.ilp.exact.pruning import find_optimum, message_bounds
+from autopar.search.ilp.exact.pruning import find_optimum, message_bounds, solution_cost
 from autopar.search.ilp.problem import Problem
-from autopar.search.ilp.programs.linear_program import UnsolvedError
+from autopar.search.ilp.programs import reduced_problem
+from autopar.search.ilp.programs.linear_program import LinearProgram, UnsolvedError
 from autopar.search.ilp.programs.reduced_problem import ReducedProblem
 from autopar.search.ilp.restrict import restrict_choices
 from autopar.search.ilp.solve import best_solution
@@ -157,6 +159,23 @@ def test_eliminations_find_the_optimum_of_the_program(name: str, price: float) -
     recomputed = problem.cheaper_to_recompute(found.chosen, weights)
     cost = problem.cost_breakdown(found.chosen, recomputed).cost(weights)
     assert cost == pytest.approx(found.cost, rel=1e-9)
+
+
+@pytest.mark.parametrize("price", [0.0, 1e-8])
+def test_a_large_program_has_the_same_optimum(
+    price: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the interior-point method, with integers from the start."""
+    problem, weights = problem_of("gpt2", "auto", 4), CostWeights.of_one_stage(1, price)
+    small, least = ReducedProblem(problem, weights).solve()
+    monkeypatch.setattr(reduced_problem, "LARGE", 0)
+    solved = LinearProgram.run_solver
+    with mock.patch.object(LinearProgram, "run_solver", autospec=True, side_effect=solved) as runs:
+        chosen, bound = ReducedProblem(problem, weights).solve()
+    assert runs.call_count == 1
+    assert bound == pytest.approx(least, rel=1e-4)
+    costs = [solution_cost(problem, weights, numbers) for numbers in (small, chosen)]
+    assert costs[1] == pytest.approx(costs[0], rel=1e-4)
 
 
 @pytest.mark.parametrize("price", [0.0, 1e-9])

@@ -16,6 +16,10 @@ from autopar.search.fitting import least_memory
 from autopar.search.fitting.exact_search import _ExactSearch
 from autopar.search.inner import inner_searches
 from autopar.search.inner.inner_searches import InnerSearches
+from autopar.search.inner.step_bounds import Level
+from autopar.search.open_families import OpenFamily
+from autopar.search.outer_search import OuterSearch
+from autopar.search.sharpening import Sharpening
 
 OPTIONS: dict[str, Any] = dict(
     cluster="a100-sxm", progress=False, parallel=dict(data=2), zero=0, recompute="auto"
@@ -73,6 +77,30 @@ def test_the_limit_counts_from_the_start_of_planning(monkeypatch: pytest.MonkeyP
     plan = autopar.plan(model, sample, 2, **OPTIONS)
     assert started[0] is not None
     assert started[0] - before < plan.timings["capture"]
+
+
+def test_the_first_candidate_is_not_chosen_by_floors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A family of few replicas may have the lowest floor, and be many times slower."""
+    made: list[tuple[Any, list[Any]]] = []
+    sharpen, make = Sharpening.sharpen_first, OuterSearch._make_candidate
+
+    def sharpened(self: Sharpening) -> list[OpenFamily]:
+        made.append((None, sharpen(self)))
+        return made[0][1]
+
+    def candidate(self: OuterSearch, configuration: Any, bound: float) -> Any:
+        made.append((configuration, []))
+        return make(self, configuration, bound)
+
+    monkeypatch.setattr(Sharpening, "sharpen_first", sharpened)
+    monkeypatch.setattr(OuterSearch, "_make_candidate", candidate)
+    model, sample = zoo.gpt2(batch=8, layers=4)
+    autopar.plan(model, sample, 16, cluster="h100-sxm", progress=False, time_limit=60)
+    (_, first), (configuration, _), *_ = made
+    assert len(first) > 1
+    assert all(each.level >= Level.UNSOLVED for each in first)
+    assert [each.estimate for each in first] == sorted(each.estimate for each in first)
+    assert configuration == first[0].family[0]
 
 
 def test_without_time_for_a_candidate_the_plan_has_the_most_replicas(

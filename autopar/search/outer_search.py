@@ -8,8 +8,8 @@ its bound is about as high as the fastest plan that fits. The search ends when n
 many devices none whose estimate is not clearly above the fastest plan.
 
 Now and then the search dives: it sharpens the most promising configuration of each number of
-pipeline ranks to the end and counts the best of them, because a faster plan drops more
-configurations. An exhaustive search dives only until it has a plan.
+pipeline ranks to the end and counts the best, because a faster plan drops more configurations. An
+exhaustive search dives only until it has a plan.
 
 Until the bound of a configuration is that of one replica, each axis has the fastest links of any
 placement. Then the configuration stands in the queue once for each placement.
@@ -228,8 +228,8 @@ class OuterSearch:
 
     def _make_first_candidates(self) -> None:
         """Makes the first candidate that fits, at any limit: more time gives no slower plan."""
-        for entry in self._open.first(MOST_FIRST):
-            candidate = self._make_candidate(entry.family[0], entry.bound)
+        for each in self._sharpening.sharpen_first()[:MOST_FIRST]:
+            candidate = self._make_candidate(each.family[0], each.bound)
             if candidate is not None:
                 self._fitting.count(candidate)
             if self._fitting.plans or self._fitting.is_enough():
@@ -295,6 +295,5 @@ class OuterSearch:
 
     def _best_plan(self, plan: PricedPlan) -> BestPlan:
         bounds = (*self._sharpening.bounds.values(), *self._open.bounds())
-        bound = max(min(bounds, default=0.0), 0.0)
         left_out = tuple(not_searched(self.searches, self._compared, self._fitting.left_out_from))
-        return BestPlan(plan, bound, len(self._compared), left_out)
+        return BestPlan(plan, max(min(bounds, default=0.0), 0.0), len(self._compared), left_out)
