@@ -14,6 +14,7 @@ import os
 import socket
 import stat
 from collections.abc import Collection, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,7 +43,22 @@ def abort_connections(peers: Collection[Address], store: dist.Store) -> None:
         if peer in peers and _port(store) not in (own[1], peer[1]):
             connection.shutdown(socket.SHUT_RDWR)
     if torch.cuda.is_available() and dist.is_initialized() and "nccl" in backends().values():
-        dist.distributed_c10d._abort_process_group()
+        _abort_nccl()
+
+
+def _abort_nccl() -> None:
+    """Aborts the communicators of all process groups.
+
+    torch's ``_abort_process_group`` does that and then forgets the groups, so that later calls
+    would say that there is no process group, and not which rank was lost.
+    """
+    world: Any = dist.distributed_c10d._world
+    backend: Any = dist.group.WORLD._get_backend(torch.device("cuda"))  # type: ignore[union-attr]
+    # In one group of NCCL's calls, or the aborts of two communicators could wait for each other.
+    backend._group_start()
+    for group in sorted(world.pg_names, key=world.pg_names.__getitem__, reverse=True):
+        group.abort()
+    backend._group_end()
 
 
 def is_connection_error(error: BaseException) -> bool:

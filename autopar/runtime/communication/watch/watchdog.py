@@ -69,7 +69,7 @@ class Watchdog:
         self._programs: dict[str, weakref.ref[WatchedProgram]] = {}
         self._last: tuple[str, int] = ("", 0)  # the program and the call that this rank began last
         self._failed: list[Any] = []
-        self._ended, self._files = False, -1
+        self._ended, self._aborted, self._files = False, False, -1
         self._board = RankBoard()
         self._verdict = Verdict(self._board, self._progress, self._programs)
         self._world, self._stop, self._process = weakref.ref(world), threading.Event(), os.getpid()
@@ -111,6 +111,8 @@ class Watchdog:
                 self._fail(error)
             raise
         else:
+            if self._aborted:  # a GPU goes on after a collective that was aborted
+                raise RunError(self.explain(RuntimeError("aborted"), self.phase()))
             if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
                 self._done = torch.cuda.Event()
                 self._done.record()
@@ -147,7 +149,7 @@ class Watchdog:
         that this one failed.
         """
         phase, self._failed_in = self._failed_in, ""
-        if abort.is_connection_error(error):
+        if self._aborted or abort.is_connection_error(error):
             raise RunError(self.explain(error, phase)) from error
         program, call = self._last
         self.failures[program] += 1
@@ -244,6 +246,7 @@ class Watchdog:
         board = self._board
         others = [board.get(f"addresses{r}") or [] for r in range(board.ranks) if r != board.rank]
         peers = {(host, port) for each in others for host, port in each}
+        self._aborted = True
         abort.abort_connections(peers, board.store)
 
     def _end(self) -> None:
