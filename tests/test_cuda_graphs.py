@@ -63,7 +63,7 @@ def test_results_and_gradients_outlast_the_next_replay() -> None:
     w, unused = (torch.randn(3, 3, requires_grad=True) for _ in range(2))
     x, other = torch.randn(4, 3), torch.randn(4, 3)
     with mock.patch("torch.cuda.make_graphed_callables", recorded):
-        graphs = CudaGraphs(call, 2, (0,))
+        graphs = CudaGraphs(call, {0: True, 1: True}, (0,))
         loss, y = graphs(w, unused, x)
         assert loss.requires_grad
         assert not y.requires_grad
@@ -86,6 +86,57 @@ def test_results_and_gradients_outlast_the_next_replay() -> None:
             w.mul_(2)
         with pytest.raises(autopar.RunError, match="changed in place"):
             changed.backward()
+
+
+def test_only_what_lasts_is_recorded_where_it_lies() -> None:
+    """Copies of parameters in another dtype lie elsewhere in each step."""
+
+    def call(w: torch.Tensor, cast: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor]:
+        return (((x @ w) * cast).sum(),)
+
+    w, cast = (torch.randn(3, 3, requires_grad=True) for _ in range(2))
+    with mock.patch("torch.cuda.make_graphed_callables", side_effect=recorded) as recordings:
+        graphs = CudaGraphs(call, {0: True}, (0,))
+        for number in range(3):
+            x = torch.randn(3, 6)[:, ::2]  # with gaps
+            kept, leaf = x.clone(), cast.detach().clone().requires_grad_()
+            graphs(w, leaf, x)[0].backward()
+            assert torch.allclose(leaf.grad, x @ w, rtol=1e-5), number
+            assert torch.equal(x, kept)
+        assert recordings.call_count == 1
+        w.data = w.data * 2
+        w.grad = None
+        loss = graphs(w, leaf, x)[0]
+        loss.backward()
+        assert recordings.call_count == 2
+        assert loss.item() == pytest.approx(((x @ w) * leaf).sum().item(), rel=1e-5)
+        assert torch.allclose(w.grad, x.T @ leaf, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("mlp", {}), ("cnn", dict(micro_batch_size=4)), ("mlp", dict(precision="bf16"))],
+    ids=str,
+)
+def test_a_program_on_the_stand_in_trains_as_without(name: str, options: dict[str, Any]) -> None:
+    made = getattr(zoo, name)()
+    asked = dict(cluster="cpu", backend="inductor", progress=False) | options
+    with (
+        mock.patch("autopar.api.check_cuda_graphs"),
+        mock.patch("torch.cuda.make_graphed_callables", side_effect=recorded) as recordings,
+    ):
+        plain, graphed = (
+            autopar.compile(copy.deepcopy(made[0]), made[1], 1, cuda_graphs=on, **asked)
+            for on in (False, True)
+        )
+        expected, _ = train(plain, made[1])
+        found, _ = train(graphed, made[1])
+        assert recordings.call_count == 1
+    assert found == expected
+    for one, other in zip(plain.state_dict().values(), graphed.state_dict().values(), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(

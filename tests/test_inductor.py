@@ -104,6 +104,23 @@ def one_rank(folder: Path) -> None:
     assert compilations(compiled) == 3
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_retained_graphs(world: int, tmp_path: Path, ranks: Any) -> None:
+    ranks(world).run(retained_graphs, tmp_path, timeout=900)
+
+
+def retained_graphs(folder: Path) -> None:
+    made, world = zoo.mlp(dtype=torch.float64), dist.get_world_size()
+    with equivalence.Double():
+        _, programs = both(made, world, folder, parallel=dict(data=world), zero=0)
+        for program in programs:
+            loss = equivalence.loss_of(program(**made[1]))
+            loss.backward(retain_graph=True)
+            loss.backward()
+    for eager, compiled in zip(*(p.parameters() for p in programs), strict=True):
+        assert torch.allclose(equivalence.full(eager.grad), equivalence.full(compiled.grad))
+
+
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "zero=3": dict(parallel=dict(data=2), zero=3, recompute="full", micro_batch_size=2),
     "1d": dict(parallel=dict(tensor=dict(size=2, mode="1d"))),

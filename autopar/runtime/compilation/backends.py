@@ -5,7 +5,7 @@ inductor.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -48,9 +48,11 @@ class Backend(Protocol):
         """
 
 
-def make_backend(name: str, mesh: Mesh, progress: bool, state: int | None = None) -> Backend:
+def make_backend(
+    name: str, mesh: Mesh, progress: bool, lasting: Mapping[int, bool] | None = None
+) -> Backend:
     """The backend ``name``, one of ``plan_data.BACKENDS``; see :class:`InductorBackend`."""
-    return InductorBackend(mesh, progress, state) if name == "inductor" else EagerBackend(mesh)
+    return InductorBackend(mesh, progress, lasting) if name == "inductor" else EagerBackend(mesh)
 
 
 class EagerBackend:
@@ -77,15 +79,18 @@ class InductorBackend:
     On a mesh of several ranks, each block of the model is compiled alone, and equal ones once: see
     :mod:`block_parts`.
 
-    Arguments: ``progress``, whether to show a progress bar while a program is compiled; ``state``:
-    programs whose first arguments, so many, are the model's state run as CUDA graphs where they
-    have a backward; None for no CUDA graphs.
+    Arguments: ``progress``, whether to show a progress bar while a program is compiled;
+    ``lasting``: programs with a backward run as CUDA graphs, and these are the places of arguments
+    that stay in their memory from call to call, and whether each is a parameter; None for no CUDA
+    graphs.
 
     Attributes: ``compilations``, their number so far.
     """
 
-    def __init__(self, mesh: Mesh, progress: bool, state: int | None = None) -> None:
-        self._mesh, self._progress, self._state = mesh, progress, state
+    def __init__(
+        self, mesh: Mesh, progress: bool, lasting: Mapping[int, bool] | None = None
+    ) -> None:
+        self._mesh, self._progress, self._lasting = mesh, progress, lasting
         self._cut: dict[fx.GraphModule, fx.GraphModule | None] = {}
         self._compiled: defaultdict[fx.GraphModule, dict[Hashable, CompiledProgram]] = defaultdict(
             dict
@@ -142,8 +147,8 @@ class InductorBackend:
                 # not.
                 group = self._mesh.axes_group(range(len(self._mesh.sizes)))
                 check_same_on_all_ranks(made.calls, "the order of compiled collectives", group)
-            if self._state is not None and torch.is_grad_enabled():
-                made = made._replace(call=CudaGraphs(made.call, self._state, roots))
+            if self._lasting is not None and torch.is_grad_enabled():
+                made = made._replace(call=CudaGraphs(made.call, self._lasting, roots))
             known[key] = made
         found = known[key]
         return found.call(*arguments, *self._moment(found.first_draw))

@@ -6,7 +6,8 @@ This file has the private name of torch for the hooks on saved tensors.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,21 +41,22 @@ def check_cuda_graphs(
 class CudaGraphs:
     """A compiled program that is recorded at its first call and replayed in later ones.
 
-    A replay reads and writes the memory of the recording. So inputs are copied into it, and results
-    and gradients out of it; the model's state is read where it lies, and where it has moved the
-    program is recorded again.
+    A replay reads and writes the memory of the recording. So results and gradients are copied out
+    of it, and arguments into it, but the parameters and buffers that last from call to call: they
+    are read where they lie, and where one has moved the program is recorded again.
 
     Args:
         call: the compiled program.
-        state: how many of its arguments, the first ones, are parameters and buffers.
+        lasting: the places of such arguments, and whether each is a parameter.
         roots: the places of the results at which backwards begin.
     """
 
-    def __init__(self, call: Compiled, state: int, roots: Collection[int]) -> None:
-        self._call, self._state, self.roots = call, state, roots
+    def __init__(self, call: Compiled, lasting: Mapping[int, bool], roots: Collection[int]) -> None:
+        self._call, self._lasting, self.roots = call, lasting, roots
         self._replay: Compiled | None = None
         self._places: list[int] = []
-        self._read: list[tuple[torch.Tensor, int]] = []  # the state, with the versions of values
+        self._held: list[torch.Tensor] = []  # the arguments of the recording
+        self._read: list[tuple[torch.Tensor, int]] = []  # parameters, with the versions of values
         self._calls = 0
 
     def __call__(self, *arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -64,15 +66,28 @@ class CudaGraphs:
                 "cuda_graphs=True: the call is within torch.autograd.graph.saved_tensors_hooks, "
                 "which see no tensors of a CUDA graph: call outside, or compile without cuda_graphs"
             )
-        state = arguments[: self._state]
-        places = [x.data_ptr() for x in state]
+        places = [arguments[i].data_ptr() for i in self._lasting]
         if self._replay is None or places != self._places:
-            self._replay, self._places = None, places  # the memory of the old one goes first
-            self._replay = self._record(arguments)
+            self._replay, self._held = None, []  # the memory of the old one goes first
+            self._places, self._replay = places, self._record(arguments)
         self._calls += 1
-        results = self._replay(*_OwnGradients.apply(*arguments))
-        self._read = [(x, x._version) for x in state]
+        results = self._replay(*_Arguments.apply(self, *arguments))
+        # The backward has copies of buffers, which the program itself changes after its forward.
+        parameters = [arguments[i] for i, is_parameter in self._lasting.items() if is_parameter]
+        self._read = [(x, x._version) for x in parameters]
         return _OwnResults.apply(self, self._calls, *results)  # type: ignore[no-any-return]
+
+    def hold(self, arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies the arguments that do not last to where the recording reads them. Returns its
+        arguments.
+        """
+        copies = defaultdict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]](list)
+        for i in set(range(len(arguments))).difference(self._lasting):
+            copies[arguments[i].dtype].append((self._held[i], arguments[i]))
+        for pairs in copies.values():  # torch copies tensors of one dtype in few kernels
+            there, here = zip(*pairs, strict=True)
+            torch._foreach_copy_([x.detach() for x in there], [x.detach() for x in here])
+        return self._held
 
     def check_backward(self, number: int) -> None:
         """Raises :class:`RunError` where the backward of call ``number`` would read other values
@@ -86,20 +101,20 @@ class CudaGraphs:
             )
         if any(x._version != version for x, version in self._read):
             raise RunError(
-                "cuda_graphs=True: a parameter or buffer was changed in place between the forward "
-                "and its backward, such as by optimizer.step(): run the backward before, or "
-                "compile without cuda_graphs"
+                "cuda_graphs=True: a parameter was changed in place between the forward and its "
+                "backward, such as by optimizer.step(): run the backward before, or compile "
+                "without cuda_graphs"
             )
 
     def _record(self, arguments: Sequence[torch.Tensor]) -> Compiled:
-        held = [x.detach() for x in arguments[: self._state]]
-        held += [x.detach().clone() for x in arguments[self._state :]]
-        for mine, x in zip(held, arguments, strict=True):
-            mine.requires_grad_(x.requires_grad)
         try:
+            self._held = [
+                (x.detach() if i in self._lasting else _copied(x)).requires_grad_(x.requires_grad)
+                for i, x in enumerate(arguments)
+            ]
             with saved_tensors_hooks(lambda x: x, lambda x: x):
                 graphed = torch.cuda.make_graphed_callables(
-                    self._call, tuple(held), allow_unused_input=True
+                    self._call, tuple(self._held), allow_unused_input=True
                 )
         except RuntimeError as e:
             reason = next(iter(str(e).strip().splitlines()), "")[:300]
@@ -110,13 +125,21 @@ class CudaGraphs:
         return graphed  # type: ignore[return-value]
 
 
-class _OwnGradients(torch.autograd.Function):
-    """Arguments of a replay, whose gradients get memory of their own."""
+def _copied(x: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, which compiled code depends on."""
+    like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    return like.copy_(x.detach())
+
+
+class _Arguments(torch.autograd.Function):
+    """The arguments of a recording in place of those of a call, which get gradients in memory of
+    their own.
+    """
 
     @staticmethod
-    def forward(ctx: Any, *arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, graphs: CudaGraphs, *arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        made = tuple(x.detach() for x in arguments)
+        made = tuple(x.detach() for x in graphs.hold(arguments))
         ctx.mark_non_differentiable(
             *(new for new, x in zip(made, arguments, strict=True) if not x.requires_grad)
         )
@@ -129,7 +152,7 @@ class _OwnGradients(torch.autograd.Function):
         if there:
             torch._foreach_copy_(own, there)
         left = iter(own)
-        return tuple(None if g is None else next(left) for g in gradients)
+        return None, *(None if g is None else next(left) for g in gradients)
 
 
 class _OwnResults(torch.autograd.Function):

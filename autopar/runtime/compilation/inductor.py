@@ -33,6 +33,7 @@ def compile_graph(
 
     def compile_part(part: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         on_part(part.graph)
+        _donate_nothing()
         return _with_different_results(compile_fx_inner(part, *args, **kwargs))
 
     settings: dict[str, Any] = {
@@ -47,6 +48,15 @@ def compile_graph(
     with config.patch(settings), right_code_for_cpus():
         compiled: Any = compile_fx(graph, examples, inner_compile=compile_part)
         return compiled  # type: ignore[no-any-return]
+
+
+def _donate_nothing() -> None:
+    """Tells the backward that no saved tensor may be overwritten. Without ``donated_buffer`` torch
+    leaves that open, and takes it for the opposite in a backward with ``retain_graph=True``.
+    """
+    context = torch._guards.TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
 
 
 def _with_different_results(compiled: Any) -> Any:

@@ -129,8 +129,8 @@ class Compiled(DataLoading, Checkpoints, Measurement, ModelValues, GradientHandl
 
     def _make_backend(self, progress: bool) -> Backend:
         name = self._plan.backend_on(self._mesh.device.type)
-        state = len(self._lowered.state) if self._cuda_graphs else None
-        return make_backend(name, self._mesh, progress, state)
+        lasting = self._state.lasting(self._lowered.state) if self._cuda_graphs else None
+        return make_backend(name, self._mesh, progress, lasting)
 
     def _make_runner(self, captured: CapturedModel, holders: Holders | None) -> StepRunner:
         return StepRunner(

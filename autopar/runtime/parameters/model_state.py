@@ -5,7 +5,7 @@ that the graph takes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -117,6 +117,16 @@ class ModelState:
         """
         weight = self.weights.get(name)
         return self._buffer_parts[name] if weight is None else weight.leaf
+
+    def lasting(self, names: Sequence[str]) -> dict[int, bool]:
+        """The places of the ``names`` whose :meth:`graph_argument` has its memory in all steps, and
+        whether each is a parameter.
+        """
+        return {
+            place: name in self.weights
+            for place, name in enumerate(names)
+            if name not in self.weights or not self.weights[name].spec.is_copied
+        }
 
     def user_tensor(self, name: str, aliases: Mapping[str, str]) -> torch.Tensor | None:
         """The tensor that the user sees under ``name``; None where another rank holds it."""
