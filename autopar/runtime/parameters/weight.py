@@ -106,15 +106,15 @@ class Weight:
         parameter = self.parameter
         if self.leaf is parameter:
             return
-        local = local_tensor(parameter) if isinstance(parameter, DTensor) else parameter.data
+        local = local_tensor(parameter)
         if local.data_ptr() != self.local.data_ptr():
-            self.local = local
+            self.local = parameter.data if local is parameter else local
             if not self.spec.is_copied:
-                self.leaf.data = local
-        if self.version != write_count(parameter):
+                self.leaf.data = self.local
+        if self.version != (version := write_count(parameter)):
             # Writes to a DTensor are counted on the DTensor and not on its local tensor. Counted on
             # the leaf, they make autograd refuse the backward of a graph that saved old values.
-            self.version = write_count(parameter)
+            self.version = version
             torch.autograd.graph.increment_version(self.leaf)
         if self.leaf.requires_grad != parameter.requires_grad:
             self.leaf.requires_grad_(parameter.requires_grad)
