@@ -126,8 +126,8 @@ def compile(
     The other arguments are those of :func:`plan`.
 
     Raises:
-        RunError: the world size is not the size of the process group, or ranks hold different
-            models or plans.
+        RunError: the world size is not the size of the process group, ranks hold different models
+            or plans, or the program cannot run as CUDA graphs.
         CaptureError, PlanError: as :func:`plan`.
     """
     device = model_device(model)
@@ -169,7 +169,8 @@ def program_of_plan(
     lowered = lower(analysis, plan, prologue, mesh.device)
     captured = analysis.captured
     if cuda_graphs:
-        check_cuda_graphs(1, device.type, plan.backend_on(device.type), draws(lowered.train))
+        backend = plan.backend_on(device.type)
+        check_cuda_graphs(plan.world_size, device.type, backend, draws(lowered.train))
     evaluation = DeferredEvaluation(trace, lowered, captured, plan, prologue, mesh.device)
     notes = [*notes, *lowered.notes, *_check_types(analysis, lowered, mesh)]
     noted = dataclasses.replace(plan, notes=(*plan.notes, *notes)) if notes else plan

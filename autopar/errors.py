@@ -46,3 +46,8 @@ class CheckpointError(RunError):
     """A checkpoint was not saved, for example because the disk is full. Those before are whole, and
     the run can go on.
     """
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of the text of another library's error, of 300 characters at most."""
+    return next(iter(str(error).strip().splitlines()), "")[:300]

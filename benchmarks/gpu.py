@@ -109,7 +109,7 @@ def steps(bench: Bench, name: str) -> Iterator[Row]:
     also with CUDA graphs, beside torch's.
     """
     for backend in bench.options.backends:
-        for mode in (None, "reduce-overhead")[: 1 + bench.has_graphs(backend)]:
+        for mode in (None, "reduce-overhead") if bench.has_graphs(backend) else (None,):
             options = dict(backend=backend, recompute="none", cuda_graphs=mode is not None)
             ours = bench.step(*bench.ours(name, bench.dtype, **options))
             model, batch = bench.model(name, bench.dtype)

@@ -16,7 +16,7 @@ from autopar.search.open_families import Family, OpenFamilies, OpenFamily
 from autopar.search.over_budget import OverBudget
 from autopar.search.space.configuration import Configuration
 
-MOST_FIRST = 4  # families that are sharpened before any candidate is made
+MOST_SHARPENED = 4  # families that are sharpened before any candidate is made
 
 
 class Sharpening:
@@ -57,11 +57,10 @@ class Sharpening:
         A family of few replicas may have the lowest estimate, and be many times slower than that,
         as long as the estimate takes every kernel to be split evenly.
         """
-        popped = [self._open.pop() for _ in range(min(MOST_FIRST, len(self._open)))]
-        first = [each for each in popped if each.level >= Level.UNSOLVED]
+        popped = [self._open.pop() for _ in range(min(MOST_SHARPENED, len(self._open)))]
+        first = list[OpenFamily]()
         for each in popped:
-            if each.level < Level.UNSOLVED:
-                first += self.sharpened(each)
+            first += [each] if each.level >= Level.UNSOLVED else self.sharpened(each)
         self._open.push_all(first)
         return sorted(first, key=self._open.estimate)
 

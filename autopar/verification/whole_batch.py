@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autopar.capture.module_state import model_restored
-from autopar.errors import CaptureError, RunError
+from autopar.errors import CaptureError, RunError, first_line
 from autopar.ir.captured import CapturedModel, LossFunction
 from autopar.verification.differences import Difference, differences
 from autopar.verification.first_difference import (
@@ -70,8 +70,7 @@ def check_captured(
             raise
         except Exception as e:
             raise SampleError(
-                f"the model fails on the sample, {type(e).__name__}: "
-                f"{str(e).splitlines()[0] if str(e) else ''}"
+                f"the model fails on the sample, {type(e).__name__}: {first_line(e)}"
             ) from e
     with model_restored(model), torch.enable_grad():
         try:

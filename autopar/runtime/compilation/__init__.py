@@ -5,5 +5,6 @@ In reading order:
 - ``backends``: the two ways to run a program, eager and inductor, and when one is compiled;
 - ``compiler_graph``: a program as the compiler takes it, with what the backward recomputes;
 - ``random_masks``: dropout in a compiled program;
+- ``cuda_graphs``: a compiled program of one GPU, recorded and replayed;
 - ``inductor``: the private names of torch's compiler.
 """

@@ -14,7 +14,7 @@ from torch import fx
 from torch.autograd.graph import saved_tensors_hooks
 from tqdm import tqdm
 
-from autopar.errors import AutoparError, RunError
+from autopar.errors import AutoparError, RunError, first_line
 from autopar.ir.nodes import gradient_sources
 from autopar.runtime.communication.all_ranks import check_same_on_all_ranks
 from autopar.runtime.communication.mesh import Mesh
@@ -253,10 +253,10 @@ def _compile_or_explain(compile_: Callable[[], Compiled]) -> Compiled:
     except AutoparError:
         raise
     except Exception as e:
-        reason = next(iter(str(e).strip().splitlines()), "")[:300]
         raise RunError(
-            f'backend="inductor" could not compile the program: {type(e).__name__}: {reason}. Plan '
-            'with backend="eager", or write the part of the model in other operators'
+            f'backend="inductor" could not compile the program: {type(e).__name__}: '
+            f'{first_line(e)}. Plan with backend="eager", or write the part of the model in other '
+            "operators"
         ) from e
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from autopar.errors import RunError
+from autopar.errors import RunError, first_line
 from autopar.runtime.compilation.inductor import Compiled
 
 
@@ -117,10 +117,9 @@ class CudaGraphs:
                     self._call, tuple(self._held), allow_unused_input=True
                 )
         except RuntimeError as e:
-            reason = next(iter(str(e).strip().splitlines()), "")[:300]
             raise RunError(
-                f"cuda_graphs=True: the program could not be recorded: {reason}. Compile without "
-                "cuda_graphs"
+                f"cuda_graphs=True: the program could not be recorded: {first_line(e)}. Compile "
+                "without cuda_graphs"
             ) from e
         return graphed  # type: ignore[return-value]
 
