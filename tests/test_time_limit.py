@@ -79,7 +79,10 @@ def test_the_limit_counts_from_the_start_of_planning(monkeypatch: pytest.MonkeyP
     assert started[0] - before < plan.timings["capture"]
 
 
-def test_the_first_candidate_is_not_chosen_by_floors(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("limit", [None, 60.0])
+def test_the_first_candidate_is_not_chosen_by_floors(
+    monkeypatch: pytest.MonkeyPatch, limit: float | None
+) -> None:
     """A family of few replicas may have the lowest floor, and be many times slower."""
     made: list[tuple[Any, list[Any]]] = []
     sharpen, make = Sharpening.sharpen_first, OuterSearch._make_candidate
@@ -95,7 +98,7 @@ def test_the_first_candidate_is_not_chosen_by_floors(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Sharpening, "sharpen_first", sharpened)
     monkeypatch.setattr(OuterSearch, "_make_candidate", candidate)
     model, sample = zoo.gpt2(batch=8, layers=4)
-    autopar.plan(model, sample, 16, cluster="h100-sxm", progress=False, time_limit=60)
+    autopar.plan(model, sample, 16, cluster="h100-sxm", progress=False, time_limit=limit)
     (_, first), (configuration, _), *_ = made
     assert len(first) > 1
     assert all(each.level >= Level.UNSOLVED for each in first)
