@@ -11,15 +11,13 @@ import zoo
 
 import autopar
 from autopar.errors import BudgetError
-from autopar.search import outer_search
-from autopar.search.fitting import least_memory
+from autopar.search.fitting import fitting_plans, least_memory
 from autopar.search.fitting.exact_search import _ExactSearch
+from autopar.search.fitting.fitting_plans import FittingPlans
 from autopar.search.inner import inner_searches
 from autopar.search.inner.inner_searches import InnerSearches
 from autopar.search.inner.step_bounds import Level
-from autopar.search.open_families import OpenFamily
-from autopar.search.outer_search import OuterSearch
-from autopar.search.sharpening import Sharpening
+from autopar.search.sharpening import Sharpening, sharpest
 
 OPTIONS: dict[str, Any] = dict(
     cluster="a100-sxm", progress=False, parallel=dict(data=2), zero=0, recompute="auto"
@@ -79,38 +77,45 @@ def test_the_limit_counts_from_the_start_of_planning(monkeypatch: pytest.MonkeyP
     assert started[0] - before < plan.timings["capture"]
 
 
-@pytest.mark.parametrize("limit", [None, 60.0])
-def test_the_first_candidate_is_not_chosen_by_floors(
-    monkeypatch: pytest.MonkeyPatch, limit: float | None
+def test_the_search_is_the_same_at_every_limit_until_a_plan_fits(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A family of few replicas may have the lowest floor, and be many times slower."""
-    made: list[tuple[Any, list[Any]]] = []
-    sharpen, make = Sharpening.sharpen_first, OuterSearch._make_candidate
+    """So that more time leads to no slower plan."""
+    steps: list[tuple[Any, ...]] = []
+    bound, count = Sharpening.bound, FittingPlans.count
 
-    def sharpened(self: Sharpening) -> list[OpenFamily]:
-        made.append((None, sharpen(self)))
-        return made[0][1]
+    def bounded(self: Sharpening, configuration: Any, level: Level) -> Any:
+        if not self._fitting.plans:
+            steps.append((configuration, level))
+        return bound(self, configuration, level)
 
-    def candidate(self: OuterSearch, configuration: Any, bound: float) -> Any:
-        made.append((configuration, []))
-        return make(self, configuration, bound)
+    def counted(self: FittingPlans, candidate: Any) -> None:
+        if not self.plans:
+            steps.append((candidate.configuration, "counted"))
+        count(self, candidate)
 
-    monkeypatch.setattr(Sharpening, "sharpen_first", sharpened)
-    monkeypatch.setattr(OuterSearch, "_make_candidate", candidate)
+    monkeypatch.setattr(Sharpening, "bound", bounded)
+    monkeypatch.setattr(FittingPlans, "count", counted)
     model, sample = zoo.gpt2(batch=8, layers=4)
-    autopar.plan(model, sample, 16, cluster="h100-sxm", progress=False, time_limit=limit)
-    (_, first), (configuration, _), *_ = made
-    assert len(first) > 1
-    assert all(each.level >= Level.UNSOLVED for each in first)
-    assert [each.estimate for each in first] == sorted(each.estimate for each in first)
-    assert configuration == first[0].family[0]
+    found = []
+    for limit in (1e-6, 60.0):
+        steps.clear()
+        plan = autopar.plan(model, sample, 16, cluster="h100-sxm", progress=False, time_limit=limit)
+        found.append((plan.step_time, list(steps)))
+    (early, before), (late, after) = found
+    assert before == after
+    configuration, last = before[-1]
+    assert last == "counted"
+    levels = {level for each, level in before[:-1] if each == configuration}
+    assert sharpest(configuration) in levels  # not a candidate of a floor
+    assert late <= early
 
 
 def test_without_time_for_a_candidate_the_plan_has_the_most_replicas(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(inner_searches, "GRACE_SECONDS", 0.0)
-    monkeypatch.setattr(outer_search, "MOST_FIRST", 0)
+    monkeypatch.setattr(fitting_plans, "MOST_FIRST", 0)
     model, sample = zoo.gpt2(batch=8, layers=4)
     plan = autopar.plan(model, sample, 16, cluster="h100-sxm", progress=False, time_limit=1e-6)
     assert (plan.pipeline, plan.data_degree) == (1, 8)

@@ -7,9 +7,9 @@ candidate has the lowest estimate, its memory is counted in full. A configuratio
 its bound is about as high as the fastest plan that fits. The search ends when none is left, or on
 many devices none whose estimate is not clearly above the fastest plan.
 
-A plan drops configurations by their bounds, so a few with the lowest estimates get a candidate
-first. Now and then the search dives: it sharpens the most promising configuration of each number of
-pipeline ranks to the end and counts the best. An exhaustive search dives only until it has a plan.
+Now and then the search dives: it sharpens the most promising configuration of each number of
+pipeline ranks to the end and counts the best, because a faster plan drops more configurations. An
+exhaustive search dives only until it has a plan.
 
 Until the bound of a configuration is that of one replica, each axis has the fastest links of any
 placement. Then the configuration stands in the queue once for each placement.
@@ -37,7 +37,6 @@ from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.sharpening import Sharpening, sharpest
 from autopar.search.space.configuration import Configuration
 
-MOST_FIRST = 3  # candidates that are made first, until one fits, also after the time limit
 DIVE_AFTER = 200  # configurations that are sharpened or tried before a dive
 NEIGHBOURHOODS = 4  # configurations around which others are tried
 BEFORE_NEIGHBOURS = 0.4  # of the time for comparing, where a plan fits; neighbours come after
@@ -100,7 +99,6 @@ class OuterSearch:
         """The best plan; PlanError as for :func:`best_plan`."""
         self._add(self.enumeration.families())
         self._floors_over = len(self._over_budget.found)
-        self._make_first_candidates()
         self._search(BEFORE_NEIGHBOURS)
         if not self._is_hopeless():
             self._search_neighbours()
@@ -181,7 +179,7 @@ class OuterSearch:
             self.searches.progress(str(first))
             if each.candidate is not None:
                 self._fitting.count(each.candidate)
-            elif each.level == sharpest(first) or self.searches.has_compared_enough():
+            elif each.level == sharpest(first) or self._fitting.has_compared_enough():
                 candidate = self._make_candidate(first, each.bound)
                 if candidate is not None:
                     seconds = candidate.seconds
@@ -225,20 +223,11 @@ class OuterSearch:
         if others and (candidate is None or len(candidate.solutions) > 1):
             self._open.push(each._replace(level=Level.UNSOLVED, family=others))
 
-    def _make_first_candidates(self) -> None:
-        """Makes candidates until one fits, at every time limit: more time gives no slower plan."""
-        for each in self._sharpening.sharpen_first()[:MOST_FIRST]:
-            candidate = self._make_candidate(each.family[0], each.bound)
-            if candidate is not None:
-                self._fitting.count(candidate)
-            if self._fitting.plans or self._fitting.is_enough() or self._is_hopeless():
-                return
-
     def _make_candidate(self, configuration: Configuration, bound: float) -> Candidate | None:
         """The candidate of a configuration; None where it has none."""
         self.may_fit = True
         try:
-            if configuration.place is None:  # a first candidate, or the time is over
+            if configuration.place is None:  # the time is over
                 configuration = self.searches.placements(configuration)[0]
             candidate = self._fitting.candidate(configuration)
         except BudgetError as e:

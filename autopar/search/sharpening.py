@@ -16,8 +16,6 @@ from autopar.search.open_families import Family, OpenFamilies, OpenFamily
 from autopar.search.over_budget import OverBudget
 from autopar.search.space.configuration import Configuration
 
-MOST_SHARPENED = 4  # families that are sharpened before any candidate is made
-
 
 class Sharpening:
     """The levels of the configurations of one outer search.
@@ -49,20 +47,6 @@ class Sharpening:
         if (sharper := self._sharper(each)) is not None:
             return [sharper]
         return [each._replace(family=others)] if others else []
-
-    def sharpen_first(self) -> list[OpenFamily]:
-        """Sharpens a few families, those with the lowest estimates, and returns them, the lowest
-        estimate first. They stay in the queue.
-
-        A family of few replicas may have the lowest estimate, and be many times slower than that,
-        as long as the estimate takes every kernel to be split evenly.
-        """
-        popped = [self._open.pop() for _ in range(min(MOST_SHARPENED, len(self._open)))]
-        first = list[OpenFamily]()
-        for each in popped:
-            first += [each] if each.level >= Level.UNSOLVED else self.sharpened(each)
-        self._open.push_all(first)
-        return sorted(first, key=self._open.estimate)
 
     def _sharper(self, each: OpenFamily) -> OpenFamily | None:
         """A family with the next level of its first configuration; None where that has no plan."""

@@ -21,6 +21,9 @@ from autopar.search.space.configuration import Configuration
 
 # Of plans whose step times differ by less than this part, the simplest is taken.
 EQUAL = 0.002
+# Candidates that are tried, as long as none fits, before the clock counts: until then the search is
+# the same at every time limit, so that more time leads to no slower plan.
+MOST_FIRST = 3
 MOST_COUNTED = 40  # candidates that are counted in full
 MOST_RETRIED = 4  # candidates that did not fit, of which the plan of least memory is tried
 MOST_TOO_LARGE = 12  # of them that do not fit, where none fits
@@ -49,6 +52,7 @@ class FittingPlans:
     Attributes:
         plans: the plans that fit so far.
         counted: how many candidates were counted.
+        refused: how many configurations had no candidate within the budget.
         too_large: candidates that did not fit when they were counted.
         left_out_from: configurations were left out whose estimates are at least so many times the
             fastest plan; None where none were.
@@ -57,7 +61,7 @@ class FittingPlans:
     def __init__(self, searches: InnerSearches) -> None:
         self.searches = searches
         self.plans: list[FittingPlan] = []
-        self.counted = 0
+        self.counted = self.refused = 0
         self.left_out_from: float | None = None
         self._reserves = Reserves()
         self.too_large: list[Candidate] = []
@@ -91,8 +95,19 @@ class FittingPlans:
         passed, or because so many have not fitted.
         """
         if self.plans:
-            return self.searches.has_compared_enough(part)
-        return self.searches.is_out_of_time(has_plan=False) or self.counted >= MOST_TOO_LARGE
+            return self.has_compared_enough(part)
+        is_late = self._has_tried_first and self.searches.is_out_of_time(has_plan=False)
+        return is_late or self.counted >= MOST_TOO_LARGE
+
+    def has_compared_enough(self, part: float = 1.0) -> bool:
+        """Whether this part of the time for comparing has passed, and a plan fits or a few
+        candidates were tried.
+        """
+        return self._has_tried_first and self.searches.has_compared_enough(part)
+
+    @property
+    def _has_tried_first(self) -> bool:
+        return bool(self.plans) or self.counted + self.refused >= MOST_FIRST
 
     def candidate(self, configuration: Configuration) -> Candidate:
         """The best candidate of a configuration, which leaves free what similar configurations had
@@ -102,7 +117,11 @@ class FittingPlans:
         if any(reserve):
             with suppress(BudgetError):
                 return self.searches.candidate(configuration, reserve)
-        return self.searches.candidate(configuration)
+        try:
+            return self.searches.candidate(configuration)
+        except BudgetError:
+            self.refused += 1
+            raise
 
     def count(self, candidate: Candidate) -> None:
         """Counts a candidate in full if it may be faster, and keeps its plan if that fits."""
