@@ -47,7 +47,8 @@ def parameter_strategies(
         for s, u in found
         if is_legal(shape, s, sizes) and is_legal(shape, u, sizes) and can_gather(s, u)
     ]
-    return _as_zero_asks(legal, zero)
+    samples_only = [size > 1 and not may for size, may in zip(sizes, may_split, strict=True)]
+    return _as_zero_asks(legal, zero, samples_only)
 
 
 def _axis_types(
@@ -71,8 +72,12 @@ def _axis_types(
     return [(I, I), *used, *gathered, (I, R)]
 
 
-def _as_zero_asks(legal: list[ParameterStrategy], zero: int | None) -> list[ParameterStrategy]:
-    """The strategies that the option ``zero`` leaves, where the tensor's sizes allow any."""
+def _as_zero_asks(
+    legal: list[ParameterStrategy], zero: int | None, samples_only: Sequence[bool]
+) -> list[ParameterStrategy]:
+    """The strategies that the option ``zero`` leaves, where the tensor's sizes allow any.
+    ``samples_only``: whether each axis splits samples and nothing else.
+    """
 
     def cuts(strategy: ParameterStrategy) -> int:
         return sum(t.is_shard for t in strategy.stored)
@@ -81,13 +86,16 @@ def _as_zero_asks(legal: list[ParameterStrategy], zero: int | None) -> list[Para
         most = max(map(cuts, legal), default=0)
         return [s for s in legal if cuts(s) == most]
     if zero and any(s.stored != s.used and cuts(s) for s in legal):
-        return [s for s in legal if not _sums_whole_gradient(s)] or legal
+        return [s for s in legal if not _sums_whole_gradient(s, samples_only)] or legal
     return legal
 
 
-def _sums_whole_gradient(strategy: ParameterStrategy) -> bool:
-    """Whether ranks store the whole parameter and sum its whole gradient along some axis."""
-    return any(a is I and b is R for a, b in zip(strategy.stored, strategy.used, strict=True))
+def _sums_whole_gradient(strategy: ParameterStrategy, samples_only: Sequence[bool]) -> bool:
+    """Whether ranks store the whole parameter and sum its whole gradient along some axis: after the
+    backward, or, along an axis of samples, in the graph.
+    """
+    axes = zip(strategy.stored, strategy.used, samples_only, strict=True)
+    return any(stored is I and (used is R or is_samples) for stored, used, is_samples in axes)
 
 
 def can_gather(stored: Layout, used: Layout) -> bool:
