@@ -80,7 +80,7 @@ def test_the_limit_counts_from_the_start_of_planning(monkeypatch: pytest.MonkeyP
 def test_the_search_is_the_same_at_every_limit_until_a_plan_fits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """So that more time leads to no slower plan."""
+    """So that a longer limit finds the same first plan."""
     steps: list[tuple[Any, ...]] = []
     bound, count = Sharpening.bound, FittingPlans.count
 
