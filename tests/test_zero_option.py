@@ -43,3 +43,16 @@ def test_along_a_tensor_axis_a_parameter_may_be_whole_on_each_rank() -> None:
     """Ranks that compute the same have the same gradient."""
     found = parameter_strategies((4,), "parameter", True, [2], 1, [True])
     assert ((I,), (I,)) in {(s.stored, s.used) for s in found}
+
+
+def test_a_used_layout_to_which_no_part_can_be_gathered_may_be_stored_whole() -> None:
+    """An embedding of an odd number of words, whose columns are split along a tensor axis: parts of
+    these columns along the samples' axis would be gathered to other columns.
+    """
+    found = parameter_strategies((5, 4), "parameter", True, [2, 2], 1, [False, True])
+    layouts = {(s.stored, s.used) for s in found}
+    assert ((I, S(1)), (I, S(1))) in layouts
+    assert ((I, I), (I, I)) not in layouts
+    even = parameter_strategies((4, 4), "parameter", True, [2, 2], 1, [False, True])
+    assert ((S(0), S(1)), (R, S(1))) in {(s.stored, s.used) for s in even}
+    assert not any(s.stored[0] is I for s in even)

@@ -26,8 +26,9 @@ def parameter_strategies(
         trainable: whether the tensor has a gradient.
         sizes: the sizes of the mesh axes.
         zero: None leaves it to the search whether the stored layout is sharded. 0 forbids a
-            stored layout that is more sharded than the used layout. 1 and 2 ask for it where a
-            dim divides. 3 asks for a used layout that is as sharded as the stored layout.
+            stored layout that is more sharded than the used layout. 1 and 2 ask for it where one
+            can be gathered to the used layout. 3 asks for a used layout that is as sharded as the
+            stored layout.
         may_split: whether each axis may split the used layout.
         within: axes that cut the tensor inside the chunks of the other axes.
         parts: dims that may be cut, where the tensor is used, inside each of this many equal
@@ -86,16 +87,31 @@ def _as_zero_asks(
         most = max(map(cuts, legal), default=0)
         return [s for s in legal if cuts(s) == most]
     if zero and any(s.stored != s.used and cuts(s) for s in legal):
-        return [s for s in legal if not _sums_whole_gradient(s, samples_only)] or legal
+        kept = [s for s in legal if not _sums_whole_gradient(s)]
+        split = {_gathered(s, samples_only) for s in kept if not _is_whole(s, samples_only)}
+        return [
+            s
+            for s in kept
+            if not _is_whole(s, samples_only) or _gathered(s, samples_only) not in split
+        ] or legal
     return legal
 
 
-def _sums_whole_gradient(strategy: ParameterStrategy, samples_only: Sequence[bool]) -> bool:
-    """Whether ranks store the whole parameter and sum its whole gradient along some axis: after the
-    backward, or, along an axis of samples, in the graph.
+def _sums_whole_gradient(strategy: ParameterStrategy) -> bool:
+    """Whether ranks store the whole parameter and sum its whole gradient along some axis."""
+    return any(a is I and b is R for a, b in zip(strategy.stored, strategy.used, strict=True))
+
+
+def _is_whole(strategy: ParameterStrategy, samples_only: Sequence[bool]) -> bool:
+    """Whether the stored layout is whole along an axis of samples. The graph then sums the whole
+    gradient.
     """
-    axes = zip(strategy.stored, strategy.used, samples_only, strict=True)
-    return any(stored is I and (used is R or is_samples) for stored, used, is_samples in axes)
+    return any(t is I and of for t, of in zip(strategy.stored, samples_only, strict=True))
+
+
+def _gathered(strategy: ParameterStrategy, samples_only: Sequence[bool]) -> Layout:
+    """The used layout, gathered along the axes of samples."""
+    return tuple(R if of else t for t, of in zip(strategy.used, samples_only, strict=True))
 
 
 def can_gather(stored: Layout, used: Layout) -> bool:
