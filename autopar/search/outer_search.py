@@ -89,7 +89,6 @@ class OuterSearch:
         self._fitting = FittingPlans(searches)
         self._over_budget = OverBudget(searches)
         self._least_memory = LeastMemorySearch(searches, self.enumeration)
-        self._is_scarce = False  # whether a configuration has no candidate that fits
         self._floors_over = 0  # configurations over the budget by the floor of their bytes
         self._sharpening = Sharpening(
             searches, self.enumeration, self._open, self._fitting, self._over_budget
@@ -129,7 +128,7 @@ class OuterSearch:
         looked for as soon as memory is seen to be scarce.
         """
         over = len(self._over_budget.found) - self._floors_over
-        is_scarce = self._is_scarce or self._fitting.too_large or over > MOST_OVER
+        is_scarce = self._fitting.refused or self._fitting.too_large or over > MOST_OVER
         if self._fitting.plans or not is_scarce:
             return False
         self.may_fit = not self._least_memory.is_far_above_budget()
@@ -234,7 +233,6 @@ class OuterSearch:
             # No plan was found that fits, which is no proof that there is none.
             self._sharpening.keep_bound(configuration, bound)
             self._over_budget.found.append((e.least, configuration))
-            self._is_scarce = True
             return None
         except PlanError as e:
             self._sharpening.remember_failure(configuration, e)

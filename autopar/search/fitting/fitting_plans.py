@@ -21,8 +21,8 @@ from autopar.search.space.configuration import Configuration
 
 # Of plans whose step times differ by less than this part, the simplest is taken.
 EQUAL = 0.002
-# Candidates that are tried, as long as none fits, before the clock counts: until then the search
-# takes the same steps at every time limit, so that a longer limit finds the same first plan.
+# Candidates that are tried, as long as none fits, before the clock counts: until then a time limit
+# ends single solves only, so that a longer limit finds the first plan of a shorter one, too.
 MOST_FIRST = 3
 MOST_COUNTED = 40  # candidates that are counted in full
 MOST_RETRIED = 4  # candidates that did not fit, of which the plan of least memory is tried
