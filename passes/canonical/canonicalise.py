@@ -20,6 +20,7 @@ from autopar.ir.nodes import describe_node, eliminate_dead_code, updates_statist
 from autopar.passes.canonical.causal_mask import drop_causal_masks
 from autopar.passes.canonical.decompose import decompose
 from autopar.passes.canonical.decompose_losses import LOSSES, decompose_losses
+from autopar.passes.canonical.elementary_to_activation import elementary_to_activation
 from autopar.passes.canonical.functionalise import functionalise
 from autopar.passes.canonical.inline_regions import drop_checks, inline_regions, stop_gradients
 from autopar.passes.canonical.matmul_to_linear import matmul_to_linear
@@ -63,12 +64,13 @@ def canonicalise(captured: CapturedModel) -> CapturedModel:
     # Casts come before simplify, which drops casts to a tensor's own dtype, and before
     # decompose_losses, which recognises a loss by its operands.
     notes += apply_mixed_precision(captured, written)
-    # simplify comes before the next three, which look for short index ranges and for reshapes next
-    # to each other.
+    # simplify comes before the next four, which look for short index ranges, for reshapes next to
+    # each other and for arithmetic without casts.
     simplify(graph, trainable)
     simplify_constants(graph)
     drop_causal_masks(graph)
     matmul_to_linear(graph)
+    elementary_to_activation(graph)
     notes += decompose_losses(graph)
     # The normal form is the last rewrite, so that the others may write arguments in any form.
     write_normal_form(graph)
