@@ -44,6 +44,7 @@ OTHER: dict[str, Form] = {
     "detached gate": lambda x: x * torch.sigmoid(x).detach(),
     "detached operand": lambda x: x.detach() * torch.sigmoid(x),
     "reduced": lambda x: x * torch.sigmoid(x.sum(-1, keepdim=True)),
+    "of one of several results": lambda x: torch.sigmoid(x.max(-1).values).mul(2).unsqueeze(-1) * x,
     "in float32": lambda x: x * torch.sigmoid(x.float()),
 }
 

@@ -73,26 +73,32 @@ def elementary_to_activation(graph: fx.Graph) -> None:
 
 def _spelled_out(gate: fx.Node, activation: Activation) -> Iterator[tuple[fx.Node, fx.Node]]:
     """The operand and the result of activations with this gate."""
-    for x in _reached(gate.args[0], lambda n: n.all_input_nodes):  # type: ignore[arg-type]
+    for x in _reached(gate.args[0], _arithmetic_operands):  # type: ignore[arg-type]
         symbols = {x: (1, 0)}
-        if x.meta["val"].dtype != gate.meta["val"].dtype:  # integers
-            continue
-        if _are_close(_polynomial(gate.args[0], symbols, gate), activation.gate, gate):
+        is_close = _are_close(_polynomial(gate.args[0], symbols, gate), activation.gate, gate)
+        if is_close and x.meta["val"].dtype == gate.meta["val"].dtype:  # not of integers
             symbols[gate] = 0, 1
-            for result in _reached(gate, lambda n: n.users):
+            for result in _reached(gate, _arithmetic_users):
                 if _are_close(_polynomial(result, symbols, gate), activation.result, gate):
                     yield x, result
 
 
-def _reached(start: fx.Node, following: Callable[[fx.Node], Any]) -> Iterator[fx.Node]:
-    """``start``, and the nodes that arithmetic leads to from it, the nearest first."""
-    found = dict.fromkeys([start])
-    nearest = [start]
+def _arithmetic_operands(node: fx.Node) -> list[fx.Node]:
+    return node.all_input_nodes if node.target in _ARITHMETIC else []
+
+
+def _arithmetic_users(node: fx.Node) -> list[fx.Node]:
+    return [user for user in node.users if user.target in _ARITHMETIC]
+
+
+def _reached(start: fx.Node, following: Callable[[fx.Node], list[fx.Node]]) -> Iterator[fx.Node]:
+    """``start``, and the nodes that ``following`` leads to from it, the nearest first."""
+    found = nearest = [start]
     for _ in range(DEEPEST):
         yield from nearest
-        farther = (n for node in nearest for n in following(node))
-        nearest = [n for n in dict.fromkeys(farther) if n not in found]
-        found.update(dict.fromkeys(nearest))
+        farther = dict.fromkeys(n for node in nearest for n in following(node))
+        nearest = [n for n in farther if n not in found]
+        found = found + nearest
 
 
 def _polynomial(
@@ -109,8 +115,8 @@ def _polynomial(
     is_alike = combine and _no_grad(value) == _no_grad(gate) and not value.kwargs
     if not is_alike or depth == 0:
         return None
-    of_operands = [_polynomial(a, symbols, gate, depth - 1) for a in value.args]
-    return None if None in of_operands else combine(*of_operands)  # type: ignore[misc]
+    one, other = (_polynomial(a, symbols, gate, depth - 1) for a in value.args)
+    return None if one is None or other is None else combine(one, other)  # type: ignore[misc]
 
 
 def _no_grad(node: fx.Node) -> bool:
@@ -139,7 +145,7 @@ def _quotient(one: Polynomial, other: Polynomial) -> Polynomial | None:
 
 def _power(one: Polynomial, other: Polynomial) -> Polynomial | None:
     exponent = _number(other)
-    if exponent not in range(1, LARGEST_POWER + 1):
+    if exponent is None or exponent not in range(1, LARGEST_POWER + 1):
         return None
     found: Polynomial | None = {(0, 0): 1.0}
     for _ in range(int(exponent)):
