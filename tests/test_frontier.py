@@ -19,7 +19,7 @@ from step_models import build, inputs
 
 from autopar.frontend import traced_model as tracing
 
-BATCH, SEQUENCE, VOCABULARY, POINTS = 4, 64, 256, 4
+BATCH, SEQUENCE, VOCABULARY, POINTS = 8, 64, 256, 4
 
 
 @pytest.fixture(scope="module", autouse=True)
