@@ -88,7 +88,7 @@ def test_calls_save_what_they_save_on_real_tensors(name: str, dtype: torch.dtype
 
 @pytest.mark.alone
 def test_a_thousand_calls_are_asked_in_a_second() -> None:
-    analysis = analyse(*zoo.gpt2(layers=24))
+    analysis = analyse(*zoo.gpt2(layers=30))
     start = time.perf_counter()
     asked = trace_saved_tensors(analysis.graph.nodes, analysis.differentiable, "cpu")
     assert len(asked) > 700
