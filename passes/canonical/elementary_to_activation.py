@@ -1,7 +1,7 @@
 """Write an activation that a model spells out in elementary operators as the one operator it is.
 
 GPT-2 of transformers computes its GELU with a power, a tanh and six products and sums. Eager
-kernels read and write each result, and autograd saves five of them. ``gelu`` is one kernel that
+kernels read and write each result, and autograd saves four of them. ``gelu`` is one kernel that
 saves its operand. Both agree up to rounding.
 
 Such an activation is a polynomial of x and of a gate, where the gate is tanh, erf or sigmoid of
@@ -64,11 +64,11 @@ def elementary_to_activation(graph: fx.Graph) -> None:
         activation = ACTIVATIONS.get(gate.target) if gate.op == "call_function" else None
         if activation is None or not gate.meta["val"].dtype.is_floating_point:
             continue
-        for x, result in _spelled_out(gate, activation):
+        if (found := next(_spelled_out(gate, activation), None)) is not None:
+            x, result = found
             with graph.inserting_before(result):
                 operator, options = activation.operator, activation.options
                 replace_node(result, substitute(graph, result, operator, (x,), options))
-            break
 
 
 def _spelled_out(gate: fx.Node, activation: Activation) -> Iterator[tuple[fx.Node, fx.Node]]:
