@@ -40,6 +40,7 @@ from autopar.runtime.communication.join import join_group
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.communication.watch.watchdog import blocking_section
 from autopar.runtime.compilation.cuda_graphs import check_cuda_graphs
+from autopar.runtime.module.call_guard import CallGuard
 from autopar.runtime.module.compiled import Compiled
 from autopar.runtime.step.program_variants import draws
 from autopar.runtime.typecheck.checker import check_types
@@ -178,6 +179,7 @@ def program_of_plan(
     return Compiled(
         *made,
         model=traced.model,
+        guard=CallGuard(traced.frozen_values()),
         evaluation=evaluation,
         progress=progress,
         cuda_graphs=cuda_graphs,

@@ -126,6 +126,16 @@ def test_a_model_on_two_devices() -> None:
         autopar.plan(model, sample, 4, progress=False)
 
 
+def test_models_that_have_no_code_or_no_shapes() -> None:
+    lazy, sample = nn.Sequential(nn.LazyLinear(4)), torch.zeros(8, 4)
+    with pytest.raises(CaptureError, match=r"parameter 0.weight has no shape yet.*call the model"):
+        autopar.plan(lazy, sample, 4, progress=False)
+    with pytest.deprecated_call():
+        scripted = torch.jit.trace(TwoScalars(4, 4), sample)
+    with pytest.raises(CaptureError, match=r"module \(root\) .* is TorchScript.*give the module"):
+        autopar.plan(scripted, sample, 4, progress=False)
+
+
 def test_a_meta_model_and_no_cluster() -> None:
     model, sample = zoo.mlp()
     with pytest.raises(

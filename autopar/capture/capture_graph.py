@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.export_program import export
 from autopar.capture.exported_graph import captured_model, input_paths
+from autopar.capture.frozen_values import AttributeReads
 from autopar.capture.sample_call import cache_off, sample_arguments, traced_call
 from autopar.ir.captured import CapturedModel, LossFunction
 from autopar.ir.precision import fake_dtype, needs_cast
@@ -53,13 +54,22 @@ def capture(
     added = cache_off(model, *sample_arguments(sample_input))
     notes: tuple[str, ...] = ("use_cache=False was added to the model's inputs",) if added else ()
     args, kwargs = pytree.tree_map_only(torch.Tensor, _blank(_device(model), dtype), (args, kwargs))
-    with fake_dtype(model, dtype):
+    reads = AttributeReads(traced)
+    with fake_dtype(model, dtype), reads.recording():
         program = export(traced, args, kwargs, model, repeat_layers)
     captured = captured_model(program, model, prefix, in_spec, notes)
     given = dict(
         zip(input_paths(in_spec), pytree.tree_leaves(sample_arguments(sample_input)), strict=False)
     )
-    return replace(captured, compute_dtype=dtype, stored_dtypes=_stored(captured, given))
+    return replace(
+        captured,
+        compute_dtype=dtype,
+        stored_dtypes=_stored(captured, given),
+        attributes_read=frozenset(reads.found),
+        tensors_read=tuple(
+            captured.state[i.target] for i in captured.inputs if i.kind == "constant"
+        ),
+    )
 
 
 def _device(model: nn.Module) -> torch.device | None:

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -95,8 +96,32 @@ def _export(
         _use_lazy_graph_module(True),
         FunctionTracer().tracing() as met,
         layers.tracing(hide) if layers is not None else nullcontext(),
+        _data_of_parameters() as lifted,
     ):
-        return torch.export.export(traced, args, kwargs, strict=False), met
+        program = torch.export.export(traced, args, kwargs, strict=False)
+    for name, constant in program.constants.items():
+        if id(constant) in lifted:
+            program.constants[name] = lifted[id(constant)][0]
+    return program, met
+
+
+@contextmanager
+def _data_of_parameters() -> Iterator[dict[int, tuple[nn.Parameter, torch.Tensor]]]:
+    """Within, the mapping that this returns gets each parameter whose ``data`` is read, and this
+    tensor, by the tensor's id. Export makes constants of parameters outside of the model so.
+    """
+    found: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}
+
+    def data(parameter: nn.Parameter) -> torch.Tensor:
+        value = torch.Tensor.data.__get__(parameter)  # type: ignore[attr-defined]
+        found[id(value)] = parameter, value
+        return value
+
+    def set_data(parameter: nn.Parameter, value: torch.Tensor) -> None:
+        torch.Tensor.data.__set__(parameter, value)  # type: ignore[attr-defined]
+
+    with mock.patch.object(nn.Parameter, "data", property(data, set_data), create=True):
+        yield found
 
 
 @contextmanager

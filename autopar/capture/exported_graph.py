@@ -50,9 +50,8 @@ def captured_model(
     state, aliases = state_of(model)
     entries = _entries(program, prefix, aliases, input_paths(in_spec))
     specs = zip(entries.values(), program.graph_signature.input_specs, strict=True)
-    state.update(
-        (e.target, program.constants[str(spec.target)]) for e, spec in specs if e.kind == "constant"
-    )
+    known = program.state_dict | program.constants
+    state.update((e.target, known[str(spec.target)]) for e, spec in specs if e.kind == "constant")
     inputs, constants = _placeholders(graph, entries, in_spec.num_leaves)
     return CapturedModel(
         graph,
@@ -86,6 +85,8 @@ def _entries(
                 f"the model uses {spec.target or node.name!r}, a {spec.kind.name} of export, "
                 "which is not supported"
             )
+        if kind in ("parameter", "buffer") and not str(spec.target).startswith(prefix):
+            kind = "constant"  # of the loss function
         name = next(positions) if kind == "input" else str(spec.target).removeprefix(prefix)
         found[node] = GraphInput(node.name, kind, name)
         if kind != "input":

@@ -1,5 +1,5 @@
-"""Checks what a compiled program has no code for: hooks on a model's modules and parameters, and
-code of modules that adds to their ``state_dict()``.
+"""Checks what a compiled program has no code for: hooks on a model's modules and parameters, code
+of modules that adds to their ``state_dict()``, and modules that cannot be traced.
 """
 
 from __future__ import annotations
@@ -9,20 +9,28 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from autopar.errors import CaptureError
 
 
-def check_hooks(model: nn.Module) -> None:
-    """Checks all modules and parameters.
+def check_modules(model: nn.Module) -> None:
+    """Checks all modules and parameters of a model, or of a loss function.
 
     A trace contains only the operators of a forward hook, so forward hooks get a warning. Hooks of
     ``torch.nn.utils``, such as those of ``weight_norm``, only compute with tensors and get none.
 
     Raises:
-        CaptureError: a module has a backward hook, which no trace contains; a parameter has a hook;
-            or a module adds something to the ``state_dict()`` of its tensors.
+        CaptureError: a module has a backward hook, which no trace contains; a parameter has a hook,
+            or no shape yet; a module adds something to the ``state_dict()`` of its tensors, or is
+            one of TorchScript.
     """
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise CaptureError(
+                f"parameter {name} has no shape yet, because its module is lazy: call the model "
+                "once on a batch, then compile"
+            )
     for name, module in model.named_modules():
         _check_module(module, f"module {name or '(root)'} ({type(module).__name__})")
     for name, parameter in model.named_parameters():
@@ -36,6 +44,11 @@ def check_hooks(model: nn.Module) -> None:
 
 
 def _check_module(module: nn.Module, place: str) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        raise CaptureError(
+            f"{place} is TorchScript, which has no Python code to trace: give the module that it "
+            "was made of"
+        )
     if module._backward_hooks or module._backward_pre_hooks:
         raise CaptureError(
             f"{place} has a backward hook, which would not run in the compiled program: "

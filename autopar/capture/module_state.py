@@ -33,13 +33,15 @@ class ModuleState:
     Attributes:
         numbers: numbers and strings, and the lengths and numbers of containers, by path.
         tensors: tensors, by path.
+        buffers: copies of buffers, by name.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.numbers: dict[str, Any] = {}
         self.tensors: dict[str, torch.Tensor] = {}
-        self._buffers = [(b, b.clone()) for b in model.buffers()]
-        for path, holder in _holders(model):
+        self._held = dict(model.named_buffers())
+        self.buffers = {name: b.clone() for name, b in self._held.items()}
+        for path, holder in holders(model):
             for name, value in _own(holder).items():
                 self._note(f"{path}.{name}" if path else name, value)
 
@@ -79,8 +81,8 @@ class ModuleState:
     @torch.no_grad()
     def put_back_buffers(self) -> None:
         """Gives the buffers the values that they had at that moment."""
-        for buffer, value in self._buffers:
-            buffer.copy_(value)
+        for name, buffer in self._held.items():
+            buffer.copy_(self.buffers[name])
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -94,7 +96,7 @@ def _own(holder: Any) -> dict[str, Any]:
     return {k: v for k, v in vars(holder).items() if k not in MODULE_ATTRIBUTES}
 
 
-def _holders(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def holders(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """The modules and the objects with attributes that they hold, each once, with its path.
 
     Objects may be in lists and dicts.
@@ -163,7 +165,7 @@ def attributes_restored(model: nn.Module) -> Iterator[None]:
 
 def attributes_of(model: nn.Module) -> _Attributes:
     """The attributes of modules and of objects that they hold, for :func:`put_back`."""
-    return [(holder, dict(vars(holder)), _contents(holder)) for _, holder in _holders(model)]
+    return [(holder, dict(vars(holder)), _contents(holder)) for _, holder in holders(model)]
 
 
 def put_back(before: _Attributes) -> None:

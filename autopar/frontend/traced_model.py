@@ -18,9 +18,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from autopar.capture.capture_graph import capture
 from autopar.capture.export_program import no_garbage_collection
 from autopar.capture.exported_graph import state_of
-from autopar.capture.hooks import check_hooks
+from autopar.capture.frozen_values import FrozenValues
+from autopar.capture.hooks import check_modules
 from autopar.capture.module_state import attributes_restored
 from autopar.capture.process_state import process_state, random_states
+from autopar.capture.sample_call import traced_call
 from autopar.capture.state_parts import UnknownStateError
 from autopar.capture.trace_state import TraceState
 from autopar.cost_model import Cluster
@@ -52,7 +54,9 @@ class TracedModel:
         precision: str | None = None,
     ) -> None:
         if isinstance(model, nn.Module):  # the check of the options refuses other values
-            check_hooks(model)
+            check_modules(model)
+        if isinstance(loss_fn, nn.Module):
+            check_modules(loss_fn)
         self.model, self.sample, self.loss_fn, self.precision = (
             model,
             plain_sample(sample),
@@ -93,6 +97,12 @@ class TracedModel:
     def whole(self) -> CapturedModel:
         """The graph of the whole batch."""
         return self._with_tensors(self.graphs.whole)
+
+    def frozen_values(self) -> FrozenValues:
+        """The values that the graph has from its trace, as they are now."""
+        traced, _, _ = traced_call(self.model, self.sample, self.loss_fn)
+        whole = self.graphs.whole
+        return FrozenValues(traced, whole.attributes_read, whole.tensors_read)
 
     def _with_tensors(self, captured: CapturedModel) -> CapturedModel:
         """``captured`` with the tensors of the model in place of meta tensors."""
@@ -170,7 +180,7 @@ def _trace(
 
     A plan is for training. Passes derive the graph of modules in ``eval()`` from it.
     """
-    with attributes_restored(model):
+    with attributes_restored(traced_call(model, sample, loss_fn)[0]):
         for module in model.modules():
             module.training = training
         dtype = dtype_of(precision)

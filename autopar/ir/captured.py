@@ -105,6 +105,9 @@ class CapturedModel:
         fingerprint: a hash of the canonical graph of the whole batch, also in the graph of a
             microbatch.
         division: how the batch is divided, in the graph of a microbatch.
+        attributes_read: the numbers, strings and the like that the trace read of objects which the
+            model or the loss function holds: the path of an object and the attribute's name.
+        tensors_read: the tensors that the trace read and that are neither parameters nor buffers.
     """
 
     graph: fx.Graph
@@ -121,6 +124,8 @@ class CapturedModel:
     stored_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     fingerprint: str = ""
     division: BatchDivision | None = None
+    attributes_read: frozenset[tuple[str, str]] = frozenset()
+    tensors_read: tuple[torch.Tensor, ...] = ()
 
     @property
     def placeholders(self) -> dict[fx.Node, GraphInput]:

@@ -30,7 +30,13 @@ from autopar.ir.layout import P, Type
 from autopar.passes.microbatch.derive_microbatch import derive_microbatch, max_chunks
 from autopar.rules.analysis import Analysis
 from autopar.verification.differences import TOLERANCE, differences, relative_error
-from autopar.verification.one_step import eager_step, graph_step, output_name, tensors_of
+from autopar.verification.one_step import (
+    called_module,
+    eager_step,
+    graph_step,
+    output_name,
+    tensors_of,
+)
 from autopar.verification.whole_batch import SampleError, check_captured, not_comparable
 
 MIN_SAMPLES = 2  # a single sample does not show that the model mixes samples
@@ -58,9 +64,10 @@ class FewSamples:
         """
         try:
             few = self._few(sample)
-            with model_restored(model), torch.enable_grad():
+            called = called_module(model, sample, loss_fn)
+            with model_restored(called), torch.enable_grad():
                 expected = eager_step(self.captured, model, few, loss_fn)
-            with model_restored(model), torch.enable_grad():
+            with model_restored(called), torch.enable_grad():
                 given = [*tensors_of(self.captured, few), *self._hoisted(few)]
                 found = graph_step(self.captured, given, partial(self._scaled, expected.outputs))
         except Exception:  # with another batch size the model may raise any exception

@@ -27,19 +27,22 @@ def eager_step(
     """Forward and backward of the model in training mode, which changes the model's buffers.
 
     Raises:
-        CaptureError: the forward changes an attribute from call to call.
+        CaptureError: the forward changes an attribute from call to call, or a buffer of the loss
+            function.
     """
     set_training(model)
-    before = ModuleState(model)
+    called = called_module(model, sample, loss_fn)
+    before = ModuleState(called)
     with SameRandomNumbers():
         leaves = pytree.tree_leaves(model_outputs(model, sample, loss_fn))
-        after = ModuleState(model)
+        after = ModuleState(called)
+        _check_loss_buffers(before, after)
         results = _results(captured, leaves, {n: b.clone() for n, b in model.named_buffers()})
         if changed := after.changed_since(before):
             before.put_back_buffers()
             with torch.no_grad():
                 second = pytree.tree_leaves(model_outputs(model, sample, loss_fn))
-            each_call = ModuleState(model).numbers_changed_since(after)
+            each_call = ModuleState(called).numbers_changed_since(after)
             _check_state(changed, each_call, leaves, second)
     return results
 
@@ -65,6 +68,11 @@ def graph_step(
         outputs = change(flat[:count]) if change is not None else flat[:count]
         buffers |= zip(captured.updates, flat[count:], strict=True)
         return _results(captured, outputs, buffers)
+
+
+def called_module(model: nn.Module, sample: Any, loss_fn: LossFunction | None) -> nn.Module:
+    """The model, or where there is a loss function, a module that holds both."""
+    return traced_call(model, sample, loss_fn)[0]
 
 
 def model_outputs(model: nn.Module, sample: Any, loss_fn: LossFunction | None) -> Any:
@@ -133,6 +141,17 @@ def _copied(sample: Any) -> Any:
     )
 
 
+def _check_loss_buffers(before: ModuleState, after: ModuleState) -> None:
+    """Raises CaptureError where a loss function changes its own buffers."""
+    for name, value in after.buffers.items():
+        was = before.buffers.get(name)
+        if name.startswith("loss_fn.") and (was is None or not torch.equal(value, was)):
+            raise CaptureError(
+                f"the loss function changes its buffer {name}; only buffers of the model may "
+                "change: make the loss function a part of the model, and return its result as loss"
+            )
+
+
 def _check_state(
     changed: Sequence[str], each_call: Sequence[str], first: Sequence[Any], second: Sequence[Any]
 ) -> None:
@@ -146,14 +165,16 @@ def _check_state(
         "write to that, or keep it outside of the forward"
     )
     if each_call:
-        raise CaptureError(
-            f"the forward changes {', '.join(each_call)} from call to call: {advice}"
-        )
+        raise CaptureError(f"the forward changes {_names(each_call)} from call to call: {advice}")
     pairs = [(a, b) for a, b in zip(first, second, strict=True) if isinstance(a, torch.Tensor)]
     if any(relative_error(b, a) > TOLERANCE.get(a.dtype, 0.0) for a, b in pairs):
         raise CaptureError(
-            f"what the forward computes depends on {', '.join(changed)}, which it changes: {advice}"
+            f"what the forward computes depends on {_names(changed)}, which it changes: {advice}"
         )
+
+
+def _names(attributes: Sequence[str]) -> str:
+    return ", ".join(name.removeprefix("model.") for name in attributes)
 
 
 def _results(

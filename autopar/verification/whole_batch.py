@@ -16,7 +16,7 @@ from autopar.verification.first_difference import (
     first_module_that_differs,
     gradient_that_differs,
 )
-from autopar.verification.one_step import eager_step, graph_step, tensors_of
+from autopar.verification.one_step import called_module, eager_step, graph_step, tensors_of
 
 _MAX_BYTES = 1 << 31  # a graph with more bytes of tensors is not run on one device
 
@@ -63,7 +63,8 @@ def check_captured(
         SampleError: the model itself fails on this sample, for example because the sample has
             invalid labels or is too large for one device.
     """
-    with model_restored(model), torch.enable_grad():
+    called = called_module(model, sample, loss_fn)
+    with model_restored(called), torch.enable_grad():
         try:
             eager = eager_step(captured, model, sample, loss_fn)
         except CaptureError:
@@ -72,7 +73,7 @@ def check_captured(
             raise SampleError(
                 f"the model fails on the sample, {type(e).__name__}: {first_line(e)}"
             ) from e
-    with model_restored(model), torch.enable_grad():
+    with model_restored(called), torch.enable_grad():
         try:
             graph = graph_step(captured, tensors_of(captured, sample))
         except Exception as e:
@@ -84,7 +85,7 @@ def check_captured(
     wrong = [d for d in found if not d.is_allowed]
     if wrong:
         first = wrong[0]
-        with model_restored(model), torch.enable_grad():
+        with model_restored(called), torch.enable_grad():
             place = first_module_that_differs(
                 captured, model, sample, loss_fn
             ) or gradient_that_differs(found)

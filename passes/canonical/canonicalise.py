@@ -16,7 +16,7 @@ from torch import fx
 from autopar.capture.export_program import no_garbage_collection
 from autopar.errors import CaptureError
 from autopar.ir.captured import CapturedModel, GraphInput
-from autopar.ir.nodes import describe_node, eliminate_dead_code, updates_statistics
+from autopar.ir.nodes import describe_node, eliminate_dead_code, needing_grad, updates_statistics
 from autopar.passes.canonical.causal_mask import drop_causal_masks
 from autopar.passes.canonical.decompose import decompose
 from autopar.passes.canonical.decompose_losses import LOSSES, decompose_losses
@@ -61,6 +61,7 @@ def canonicalise(captured: CapturedModel) -> CapturedModel:
     # Where gradients stop, they also stop for parameters that are unfrozen later.
     trainable = _trainable(captured) | _may_train(captured)
     stop_gradients(graph, trainable)
+    _check_gradients(captured)
     # Casts come before simplify, which drops casts to a tensor's own dtype, and before
     # decompose_losses, which recognises a loss by its operands.
     notes += apply_mixed_precision(captured, written)
@@ -110,7 +111,33 @@ def _scalars(captured: CapturedModel) -> dict[fx.Node, float]:
         for n, i in captured.placeholders.items()
         if i.kind == "constant"
     }
-    return {n: t.item() for n, t in constants.items() if t.ndim == 0 and not t.is_meta}
+    return {
+        n: t.item()
+        for n, t in constants.items()
+        if t.ndim == 0 and not t.is_meta and not t.requires_grad
+    }
+
+
+def _check_gradients(captured: CapturedModel) -> None:
+    """Refuse a loss whose gradient reaches a tensor outside of the model. Other such tensors
+    require no gradient from here on.
+    """
+    constants = {
+        n: captured.state[i.target]
+        for n, i in captured.placeholders.items()
+        if i.kind == "constant" and captured.state[i.target].requires_grad
+    }
+    loss = captured.graph.output_node().args[0][captured.loss]  # type: ignore[index]
+    for node, tensor in constants.items():
+        if loss in needing_grad(captured.graph.nodes, {node}):
+            raise CaptureError(
+                f"the loss depends on a {tensor.dtype} tensor {list(tensor.shape)} that requires a "
+                "gradient and is no parameter of the model, so that this gradient would be lost: "
+                "make it a parameter of one of the model's modules. Where a loss function has it, "
+                "call that function in the model's forward. If nobody wants the gradient, freeze "
+                "the tensor (requires_grad_(False)) or read it under torch.no_grad()"
+            )
+        captured.state[captured.placeholders[node].target] = tensor.detach()
 
 
 def _return_updates(
@@ -139,9 +166,8 @@ def _return_updates(
             )
         else:
             raise CaptureError(
-                f"the forward writes to the {entry.kind} {entry.target!r}; only buffers may "
-                "change in it (register_buffer), "
-                "and parameters only in the optimizer"
+                f"the forward writes to the {entry.kind} {entry.target!r}; only buffers of "
+                "the model may change in it (register_buffer), and parameters only in the optimizer"
             )
     output.args = ((*output.args[0], *updates.values()),)  # type: ignore[misc]
     return tuple(updates), notes

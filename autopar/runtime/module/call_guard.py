@@ -1,24 +1,37 @@
-"""A guard against calls of a program inside of its own call."""
+"""A guard against calls of a program inside of its own call, and after values have changed that it
+has from its trace.
+"""
 
 from __future__ import annotations
 
+from autopar.capture.frozen_values import FrozenValues
 from autopar.errors import RunError
 
 
 class CallGuard:
-    """A context for a call of a program."""
+    """A context for a call of a program.
 
-    def __init__(self) -> None:
-        self._is_open = False
+    Args:
+        frozen: the values that the program has from its trace, if they are known.
+    """
+
+    def __init__(self, frozen: FrozenValues | None = None) -> None:
+        self._frozen, self._is_open = frozen, False
+
+    def copy(self) -> CallGuard:
+        """The guard of another program of the same trace."""
+        return CallGuard(self._frozen)
 
     def __enter__(self) -> None:
-        """Raises :class:`RunError` inside of a call."""
+        """Raises :class:`RunError` inside of a call, and where a value has changed."""
         if self._is_open:
             raise RunError(
                 "the compiled model is called inside of its own call, in which its backward runs "
                 "under a pipeline and in microbatches: torch.utils.checkpoint around the model "
                 "does this. Call the model without; the plan recomputes what it has to (recompute=)"
             )
+        if self._frozen is not None:
+            self._frozen.check()
         self._is_open = True
 
     def __exit__(self, *_: object) -> None:

@@ -84,6 +84,7 @@ class Compiled(DataLoading, Checkpoints, Measurement, ModelValues, GradientHandl
         *,
         model: nn.Module | None = None,
         like: Compiled | None = None,
+        guard: CallGuard | None = None,
         evaluation: Callable[[], LoweredModel] | None = None,
         progress: bool = False,
         cuda_graphs: bool = False,
@@ -94,7 +95,7 @@ class Compiled(DataLoading, Checkpoints, Measurement, ModelValues, GradientHandl
         self._rank_batch = batch = RankBatch(captured, plan, lowered.batch, mesh)
         times = lowered.input_time_types
         self._signature = Signature(captured, mesh.device, plan.microbatches, times, batch)
-        self._guard, self._output_structure = CallGuard(), OutputStructure(captured)
+        self._guard, self._output_structure = guard or CallGuard(), OutputStructure(captured)
         holders = Holders(captured, lowered, mesh.pipeline) if lowered.stages else None
         keep = holders.held_by(mesh.pipeline_rank) if holders else None
         values = None if like is None else like._state
@@ -113,8 +114,7 @@ class Compiled(DataLoading, Checkpoints, Measurement, ModelValues, GradientHandl
         self._remember(like._source if like is not None else model)
         if model is not None:
             seal(self, "", forward_attributes(model) - self.__dict__.keys())
-        # Here and not in the class body: torch.compiler.disable imports torch's compiler.
-        Compiled._uncompiled = torch.compiler.disable(Compiled._call)
+        Compiled._uncompiled = torch.compiler.disable(Compiled._call)  # imports torch's compiler
 
     def _fill_tree(self, captured: CapturedModel, model: nn.Module | None) -> None:
         """Gives this module the parts, parameters and buffers of the model, under its names."""
@@ -206,8 +206,8 @@ class Compiled(DataLoading, Checkpoints, Measurement, ModelValues, GradientHandl
         """
         mesh, evaluation = self._mesh.copy_for_program(), self._variants.evaluation
         given = self._captured, self._plan, self._lowered, mesh
-        graphs = self._cuda_graphs
-        twin = Compiled(*given, model=self, like=self, evaluation=evaluation, cuda_graphs=graphs)
+        own = dict(guard=self._guard.copy(), cuda_graphs=self._cuda_graphs)
+        twin = Compiled(*given, model=self, like=self, evaluation=evaluation, **own)  # type: ignore[arg-type]
         memo[id(self)] = twin
         self._runner.gradient_handlers.copy_to(twin._runner.gradient_handlers)
         for mine, other in zip(self.parameters(), twin.parameters(), strict=True):
@@ -249,10 +249,9 @@ class Compiled(DataLoading, Checkpoints, Measurement, ModelValues, GradientHandl
         return self._call(*args, **kwargs)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._was_called:
-            self._was_called = True
-            if self._mesh.device.type == "cuda":
-                gc.collect()  # the parameters of the user's model, which circles of the trace hold
+        if not self._was_called and self._mesh.device.type == "cuda":
+            gc.collect()  # the parameters of the user's model, which circles of the trace hold
+        self._was_called = True
         with self._guard, nullcontext() if self._desync is None else self._desync.enter_call():
             self._runner.check_stages()
             variant = self._variants.current()
