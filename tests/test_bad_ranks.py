@@ -18,6 +18,7 @@ import zoo
 from bad_input import compile_, plan
 from pool import CONTEXT, Pools
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import autopar
 from autopar import CaptureError, PlanError, RunError
@@ -76,6 +77,21 @@ def _inference() -> None:
         seen, expected = compiled(**sample)["loss"], model(**sample)["loss"]
     assert float(seen) == pytest.approx(float(expected), rel=1e-6)
     compiled(**sample)["loss"].backward()
+
+
+def _distributed_already() -> None:
+    model, sample = zoo.mlp()
+    wrapped = nn.parallel.DistributedDataParallel(copy.deepcopy(model))
+    with pytest.raises(CaptureError, match=r"give the model inside \(its attribute module\)"):
+        compile_(wrapped, sample)
+    with pytest.raises(CaptureError, match="the model is compiled already: give the model that"):
+        compile_(compile_(model, sample), sample)
+    with pytest.raises(CaptureError, match="is a DTensor, so the model is distributed already"):
+        compile_(fully_shard(copy.deepcopy(model)), sample)
+
+
+def test_a_model_that_is_distributed_already_is_refused(ranks: Pools) -> None:
+    ranks(2).run(_distributed_already)
 
 
 def test_compile_within_inference_mode_is_refused_and_calls_are_not(ranks: Pools) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from autopar.errors import CaptureError
@@ -23,13 +24,18 @@ def check_modules(model: nn.Module) -> None:
     Raises:
         CaptureError: a module has a backward hook, which no trace contains; a parameter has a hook,
             or no shape yet; a module adds something to the ``state_dict()`` of its tensors, or is
-            one of TorchScript.
+            one of TorchScript; or the model is distributed already.
     """
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise CaptureError(
                 f"parameter {name} has no shape yet, because its module is lazy: call the model "
                 "once on a batch, then compile"
+            )
+        if isinstance(parameter, DTensor):
+            raise CaptureError(
+                f"parameter {name} is a DTensor, so the model is distributed already (by FSDP, "
+                "tensor parallelism or autopar.compile): give the plain model"
             )
     for name, module in model.named_modules():
         _check_module(module, f"module {name or '(root)'} ({type(module).__name__})")
@@ -44,6 +50,10 @@ def check_modules(model: nn.Module) -> None:
 
 
 def _check_module(module: nn.Module, place: str) -> None:
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        raise CaptureError(
+            f"{place} distributes the model already: give the model inside (its attribute module)"
+        )
     if isinstance(module, torch.jit.ScriptModule):
         raise CaptureError(
             f"{place} is TorchScript, which has no Python code to trace: give the module that it "

@@ -26,6 +26,7 @@ from autopar.capture.sample_call import traced_call
 from autopar.capture.state_parts import UnknownStateError
 from autopar.capture.trace_state import TraceState
 from autopar.cost_model import Cluster
+from autopar.errors import CaptureError
 from autopar.frontend import kept_models
 from autopar.frontend.kept_models import KEPT_MODELS, ModelGraphs
 from autopar.ir.captured import CapturedModel, LossFunction
@@ -37,6 +38,7 @@ from autopar.passes.microbatch.derive_microbatch import derive_microbatch
 from autopar.profile.missing_kernels import MissingKernels
 from autopar.rules.analysis import Analysis
 from autopar.rules.registry import registered_makers
+from autopar.runtime.module.compiled import Compiled
 from autopar.search.inner.search_cache import SearchCache
 from autopar.search.space.modes.registry import registered_modes
 
@@ -53,6 +55,8 @@ class TracedModel:
         loss_fn: LossFunction | None,
         precision: str | None = None,
     ) -> None:
+        if isinstance(model, Compiled):
+            raise CaptureError("the model is compiled already: give the model that was compiled")
         if isinstance(model, nn.Module):  # the check of the options refuses other values
             check_modules(model)
         if isinstance(loss_fn, nn.Module):
