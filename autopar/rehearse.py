@@ -24,6 +24,7 @@ from autopar.frontend.planner import model_device
 from autopar.frontend.traced_model import TracedModel
 from autopar.ir.captured import LossFunction
 from autopar.ir.plan_json import validated_plan
+from autopar.ir.schedules import stages_of_rank
 from autopar.plan import Plan
 from autopar.runtime.communication.stand_ins import BACKEND, fill
 from autopar.runtime.dtensors.torch_private import forget_meshes
@@ -159,7 +160,7 @@ def _measured(
     recorder.begin(trains=True)  # the last step ends where the next one would begin
     loss.item()
     mesh = step.program.mesh
-    own = range(mesh.pipeline_rank, len(plan.stages), mesh.pipeline)
+    own = stages_of_rank(mesh.pipeline_rank, len(plan.stages), mesh.pipeline)
     times = recorder.times(mesh.pipeline_rank, own, peak)
     if times.nbytes is not None:  # on a GPU with what the process held before
         times = replace(times, nbytes=times.nbytes - before)

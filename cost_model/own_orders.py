@@ -13,7 +13,7 @@ from typing import Any
 
 from autopar.cost_model.rank_orders import RankOrders
 from autopar.errors import PlanError
-from autopar.ir.schedules import BACKWARD, FORWARD, WEIGHT, Action, OrderFunction
+from autopar.ir.schedules import BACKWARD, FORWARD, WEIGHT, Action, OrderFunction, stages_of_rank
 
 _KINDS = (FORWARD, BACKWARD, WEIGHT)
 
@@ -73,7 +73,7 @@ def own_orders(
     is_split = any(action.kind == WEIGHT for order in orders for action in order)
     kinds = _KINDS if is_split else _KINDS[:2]
     for rank, order in enumerate(orders):
-        stages = range(rank, pipeline * chunks, pipeline)
+        stages = stages_of_rank(rank, pipeline * chunks, pipeline)
         if error := next(_errors(order, stages, kinds, microbatches), None):
             raise PlanError(f"{where}: rank {rank} {error}")
     try:

@@ -42,6 +42,11 @@ def prerequisite(action: Action, stages: int) -> Action | None:
     )
 
 
+def stages_of_rank(rank: int, stages: int, pipeline: int) -> range:
+    """The stages of a pipeline rank: of so many stages, on so many ranks."""
+    return range(rank, stages, pipeline)
+
+
 # (pipeline, chunks, microbatches) -> the actions of each pipeline rank
 OrderFunction = Callable[[int, int, int], Sequence[Sequence[tuple[str, int, int]]]]
 _REGISTERED: dict[str, OrderFunction] = {}

@@ -21,7 +21,7 @@ from collections import Counter
 from autopar.cost_model.memory import allocated_bytes
 from autopar.ir.plan_data import PlanData
 from autopar.ir.precision import dtype_of
-from autopar.ir.schedules import BACKWARD, FORWARD, Action
+from autopar.ir.schedules import BACKWARD, FORWARD, Action, stages_of_rank
 from autopar.kernel_trace.operator_trace import OperatorTracer
 from autopar.memory.call_trace import CallTrace
 from autopar.memory.folding import Folding, Program
@@ -98,7 +98,7 @@ class PeakMemory:
         self.by_kind: list[dict[str, float]] = [{} for _ in self._stages]
         settings, early = self._settings, self._settings.early_messages()
         for rank, order in enumerate(settings.orders()):
-            own = range(rank, settings.stages, settings.pipeline)
+            own = stages_of_rank(rank, settings.stages, settings.pipeline)
             for stage, kinds in self._walk(own, order, early[rank]).items():
                 self.by_kind[stage] = {kind: float(n) for kind, n in kinds.items() if n}
 

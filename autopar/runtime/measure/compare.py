@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from autopar.cost_model.plan_timeline import simulate_plan
 from autopar.ir.plan_data import HOST_COPIES, PlanData
+from autopar.ir.schedules import stages_of_rank
 from autopar.runtime.measure.comparison import MEMORY, OTHER, STEP, TOTAL, Comparison, Row
 from autopar.runtime.measure.step_recorder import RankTimes, gather_rank_times
 
@@ -24,7 +25,7 @@ def compare_ranks(plan: PlanData, mesh: Mesh, peak: int | None) -> Comparison:
     ``peak`` is the peak memory of this rank in bytes, if it was measured on a CPU. All ranks must
     call it.
     """
-    own = range(mesh.pipeline_rank, len(plan.stages), mesh.pipeline)
+    own = stages_of_rank(mesh.pipeline_rank, len(plan.stages), mesh.pipeline)
     plan = replace(plan, backend=plan.backend_on(mesh.device.type))
     return compare(plan, gather_rank_times(mesh.recorder.times(mesh.pipeline_rank, own, peak)))
 

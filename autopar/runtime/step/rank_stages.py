@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from autopar.ir.schedules import stages_of_rank
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.communication.placements import convert_for_dtensor
 from autopar.runtime.compilation.block_parts import Run
@@ -48,7 +49,7 @@ class RankStages:
         self._loss_scale = loss_scale
         self._mesh, self._lowered, self._loss = mesh, lowered, loss
         self._microbatches, self._count = microbatches, plan.microbatches
-        self._own = range(mesh.pipeline_rank, len(plan.stages), mesh.pipeline)
+        self._own = stages_of_rank(mesh.pipeline_rank, len(plan.stages), mesh.pipeline)
         self._modules: dict[StageProgram, fx.GraphModule] = {}
         programs = [stage.train for stage in lowered.stages]
         # The pipeline rank that makes each output.

@@ -18,7 +18,6 @@ solutions and all ways to store a parameter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
@@ -47,7 +46,7 @@ from autopar.search.pricing.step_prices import (
     StepPrices,
     at_multipliers,
 )
-from autopar.search.result.end_of_step import own_buckets, reported_seconds
+from autopar.search.result.end_of_step import best_reported, own_buckets
 from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.space.strategies import ParameterStrategy
 
@@ -56,29 +55,8 @@ SMALL_GAP = 2e-3  # of the bound to the lines of all solutions, at which no othe
 EQUAL = 1e-6  # relative difference of the seconds of an optimum and its bound
 REFITS = 3
 MOST_BUCKETS = 4  # sizes of buckets: first as large as may be, then those of the plan before
-SMALL_DIFFERENCE = 2e-3  # of the objective to the report, relative to the report
-AS_FAST = 1e-5  # relative difference of the reported step times of plans that are as fast
 NOTHING = Multipliers(0.0, 0.0, 0.0, 0.0)
 ENDS = [Multipliers(*row) for row in np.eye(len(NOTHING)).tolist()]  # one multiplier is 1
-
-
-def _difference(plan: PricedPlan) -> float:
-    """How far the objective is from the reported step time, relative to that."""
-    return abs((plan.seconds + plan.costs.overhead) / reported_seconds(plan) - 1)
-
-
-def is_reported(plan: PricedPlan) -> bool:
-    """Whether the objective is nearly the reported step time."""
-    return _difference(plan) < SMALL_DIFFERENCE
-
-
-def best_reported(plans: Sequence[PricedPlan]) -> PricedPlan:
-    """The plan with the lowest reported step time. Of plans that are as fast, the first of those
-    whose objective is nearest to it.
-    """
-    fastest = min(map(reported_seconds, plans))
-    as_fast = [plan for plan in plans if reported_seconds(plan) <= fastest * (1 + AS_FAST)]
-    return min(as_fast, key=_difference)
 
 
 class Line(NamedTuple):

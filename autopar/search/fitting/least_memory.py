@@ -15,6 +15,7 @@ from typing import Literal
 
 import numpy as np
 
+from autopar.ir.schedules import stages_of_rank
 from autopar.search.fitting.counted_memory import count_memory
 from autopar.search.ilp.memory_prices import MemoryPrices
 from autopar.search.ilp.solution import Solution
@@ -174,7 +175,8 @@ def _fullest_rank(search: InnerSearch, priced: PricedPlan) -> tuple[int, dict[st
     full = _fullness(search, priced)
     rank = full.index(max(full))
     kinds: Counter[str] = Counter()
-    for stage in range(rank, priced.configuration.stages, priced.configuration.pipeline):
+    configuration = priced.configuration
+    for stage in stages_of_rank(rank, configuration.stages, configuration.pipeline):
         kinds.update(priced.bytes_by_kind(stage))  # type: ignore[arg-type]
     return rank, dict(kinds)
 

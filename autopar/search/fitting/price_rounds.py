@@ -19,16 +19,16 @@ from dataclasses import replace
 from autopar.errors import PlanError
 from autopar.search.fitting.exact_plan import prove
 from autopar.search.fitting.fit import refit
-from autopar.search.fitting.hiding_search import (
-    SMALL_DIFFERENCE,
-    HidingSearch,
-    best_reported,
-    is_reported,
-)
+from autopar.search.fitting.hiding_search import HidingSearch
 from autopar.search.fitting.reserves import Reserves
 from autopar.search.inner.inner_searches import InnerSearches
 from autopar.search.pricing.step_prices import StepPrices, mean_prices
-from autopar.search.result.end_of_step import own_step_prices
+from autopar.search.result.end_of_step import (
+    SMALL_DIFFERENCE,
+    best_reported,
+    is_reported,
+    own_step_prices,
+)
 from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.space.configuration import Configuration
 

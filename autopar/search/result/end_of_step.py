@@ -20,6 +20,7 @@ from torch import fx
 
 from autopar.cost_model import Term, collective_seconds
 from autopar.ir.parameter_collectives import BUCKET_BYTES, bucket_count
+from autopar.ir.schedules import stages_of_rank
 from autopar.search.pricing.step_prices import (
     HIDES_NOTHING,
     LEAST_EXPOSED,
@@ -41,6 +42,8 @@ from autopar.search.result.chosen_program import chosen_program
 from autopar.search.result.priced_plan import OPTIMIZER, SYNC, PricedPlan
 
 _PHASES = ("forward", "backward")
+SMALL_DIFFERENCE = 2e-3  # of the objective to the report, relative to the report
+_AS_FAST = 1e-5  # relative difference of the reported step times of plans that are as fast
 _SMALL_PART = 0.1  # of a bucket, whose seconds are those of its last bytes
 
 
@@ -57,7 +60,7 @@ def _end_of_step(priced: PricedPlan) -> list[dict[str, float]]:
     estimate, configuration = priced.end_of_step_estimate, priced.configuration
     ends = [dict(of_stage) for of_stage in estimate]
     for rank in range(configuration.pipeline):
-        stages = range(rank, configuration.stages, configuration.pipeline)
+        stages = stages_of_rank(rank, configuration.stages, configuration.pipeline)
         shares = sum(estimate[stage][SYNC] for stage in stages)
         exposed = _Synchronisation(priced, stages).exposed_seconds
         for stage in stages:
@@ -69,6 +72,25 @@ def _end_of_step(priced: PricedPlan) -> list[dict[str, float]]:
 def reported_seconds(priced: PricedPlan) -> float:
     """Seconds of a step, with the plan's buckets."""
     return sum(priced.seconds_by_kind(end_of_step(priced)).values())
+
+
+def _from_report(plan: PricedPlan) -> float:
+    """How far the objective is from the reported step time, relative to that."""
+    return abs((plan.seconds + plan.costs.overhead) / reported_seconds(plan) - 1)
+
+
+def is_reported(plan: PricedPlan) -> bool:
+    """Whether the objective is nearly the reported step time."""
+    return _from_report(plan) < SMALL_DIFFERENCE
+
+
+def best_reported(plans: Sequence[PricedPlan]) -> PricedPlan:
+    """The plan with the lowest reported step time. Of plans that are as fast, the first of those
+    whose objective is nearest to it.
+    """
+    fastest = min(map(reported_seconds, plans))
+    as_fast = [plan for plan in plans if reported_seconds(plan) <= fastest * (1 + _AS_FAST)]
+    return min(as_fast, key=_from_report)
 
 
 def hidden_seconds(priced: PricedPlan) -> list[tuple[float, float]]:

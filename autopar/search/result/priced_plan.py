@@ -15,6 +15,7 @@ import torch.fx as fx
 
 from autopar.cost_model import Timeline, simulate_schedule
 from autopar.ir.plan_data import HOST_COPIES
+from autopar.ir.schedules import stages_of_rank
 from autopar.memory.staged_calls import StagedCalls
 from autopar.rules.analysis import Analysis
 from autopar.search.ilp.problem import Problem, RecomputedConversions
@@ -194,7 +195,7 @@ class PricedPlan:
         """The stages of the rank that computes longest."""
         breakdown, configuration = self.solution.cost_breakdown, self.configuration
         microbatch, pipeline = breakdown.forward + breakdown.backward, configuration.pipeline
-        ranks = [list(range(r, configuration.stages, pipeline)) for r in range(pipeline)]
+        ranks = [list(stages_of_rank(r, configuration.stages, pipeline)) for r in range(pipeline)]
 
         def seconds(stage: int) -> float:
             end = sum(self.end_of_step_estimate[stage].values())

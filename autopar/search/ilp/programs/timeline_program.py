@@ -11,7 +11,7 @@ import highspy
 import numpy as np
 
 from autopar.cost_model.schedule import actions
-from autopar.ir.schedules import FORWARD, Action, prerequisite
+from autopar.ir.schedules import FORWARD, Action, prerequisite, stages_of_rank
 from autopar.search.ilp.cost_weights import CostBreakdown
 from autopar.search.ilp.problem import Problem, RecomputedConversions
 from autopar.search.ilp.programs.stage_cost_program import MEMORY_SCALE, StageCostProgram
@@ -193,7 +193,7 @@ class TimelineProgram(StageCostProgram):
             for before, action in zip([None, *order], order, strict=False):
                 self._add_action(ends, before, action)
         for rank, order in enumerate(orders):
-            stages = range(rank, configuration.stages, configuration.pipeline)
+            stages = stages_of_rank(rank, configuration.stages, configuration.pipeline)
             of_stages = ((self.seconds["step"] + stage, -1.0) for stage in stages)
             constant = self.constants[rank] * self.scale
             self.add_row(constant, np.inf, (self.step, 1.0), (ends[order[-1]], -1.0), *of_stages)
