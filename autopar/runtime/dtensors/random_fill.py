@@ -1,47 +1,37 @@
 """``nn.init`` on a program's parameters.
 
 torch lets each rank draw for its own part: replicas then differ, and parts that should differ are
-alike. Here the values are those that one device draws. torch has no public way to say how an
-operator works on a DTensor, so this enters a handler in the dispatcher's table.
+alike. Here the values are those that one device draws.
 """
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
-from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.dtensors.data_assignment import program_parameter_of
-from autopar.runtime.dtensors.torch_private import DTENSOR_HANDLERS, RANDOM_OPERATORS
+from autopar.runtime.dtensors.program_handlers import install_handler
+from autopar.runtime.dtensors.torch_private import RANDOM_OPERATORS
 
 _IN_PLACE = {
     torch.ops.aten.normal_.default,
     torch.ops.aten.uniform_.default,
     torch.ops.aten.bernoulli_.float,
 }
-# The meshes of programs by their id: a user's mesh may be equal to one of them.
-_MESHES: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDictionary()
 
 
-def install_random_fill(mesh: Mesh) -> None:
-    """From now on random operators on DTensors of ``mesh`` draw the values of one device, or raise
+def install_random_fill() -> None:
+    """From now on random operators on DTensors of programs draw the values of one device, or raise
     :class:`RunError`.
     """
-    _MESHES[id(mesh.device_mesh)] = mesh.device_mesh
-    for operator in RANDOM_OPERATORS:
-        DTENSOR_HANDLERS.setdefault(operator, _draw)
+    install_handler(RANDOM_OPERATORS, _draw)
 
 
-def _draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor = next((a for a in args if isinstance(a, DTensor)), None)
-    if tensor is None or id(tensor.device_mesh) not in _MESHES:
-        return _draw_as_torch(operator, args, kwargs)
+def _draw(tensor: DTensor, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     parameter = program_parameter_of(tensor)
     if parameter is None or operator not in _IN_PLACE:
         raise RunError(
@@ -63,11 +53,3 @@ def _draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     dist.broadcast(whole, group=group, group_src=0)  # ranks may have different seeds
     tensor.to_local().copy_(parameter.shard(whole).to_local())
     return tensor
-
-
-def _draw_as_torch(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    del DTENSOR_HANDLERS[operator]
-    try:
-        return operator(*args, **kwargs)
-    finally:
-        DTENSOR_HANDLERS[operator] = _draw

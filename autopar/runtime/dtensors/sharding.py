@@ -44,7 +44,7 @@ def dtensor_of_part(local: torch.Tensor, layout: Layout, mesh: Mesh) -> DTensor:
     return DTensor.from_local(local, mesh.device_mesh, placements(layout, mesh), run_check=False)
 
 
-def as_dtensor(local: torch.Tensor, layout: Layout, mesh: Mesh) -> torch.Tensor:
+def as_dtensor(local: torch.Tensor, layout: Layout, mesh: Mesh) -> DTensor:
     """The DTensor of a result of the graph in ``layout`` (any types), whose part on this rank is
     ``local``. Types that DTensor does not have are converted first.
     """

@@ -57,7 +57,8 @@ if TYPE_CHECKING:
 class Compiled(DataLoading, Checkpoints, Measurement, ModelValues, GradientHandling, Unwrapped):
     """A model as a distributed program, called and trained like the model itself.
 
-    The loss in its output is that of the whole batch, on every rank; other outputs are DTensors.
+    The loss in its output, like any other scalar, is that of the whole batch, on every rank; other
+    outputs are DTensors.
     Parameters are DTensors that hold this rank's shard, under the model's names; on a single device
     they are plain tensors. ``loss.backward()`` synchronises gradients.
 

@@ -19,7 +19,7 @@ from autopar.ir.plan_data import ParameterPlan
 from autopar.runtime.communication.all_ranks import run_on_all_ranks
 from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.dtensors.data_assignment import ProgramParameter, install_data_assignment
-from autopar.runtime.dtensors.random_fill import install_random_fill
+from autopar.runtime.dtensors.install import install_handlers
 from autopar.runtime.dtensors.sharding import dtensor_of_part, local_part, shard_whole
 from autopar.runtime.dtensors.torch_private import local_tensor
 from autopar.runtime.parameters.initial_values import (
@@ -63,6 +63,7 @@ class ModelState:
         self.weights: dict[str, Weight] = {}
         self.buffers: dict[str, torch.Tensor] = {}
         given = {n: t for n, t in captured.state.items() if n not in captured.aliases}
+        install_handlers(mesh)
         stored = {name: self._plan(name).stored for name in _parameters(captured, given)}
         kept = [name for name in given if keep is None or name in keep]
         missing: list[str] = []
@@ -150,7 +151,6 @@ class ModelState:
         if isinstance(parameter, DTensor):
             described = ProgramParameter(name, mesh, lambda w: shard_whole(w, plan.stored, mesh))
             install_data_assignment(parameter, described)
-            install_random_fill(mesh)
         inside = local_tensor(parameter) if isinstance(parameter, DTensor) else parameter.data
         if self._share_leaf and mesh.size == 1 and not spec.is_cast:
             return Weight(spec, parameter, inside, parameter)

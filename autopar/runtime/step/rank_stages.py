@@ -191,7 +191,7 @@ class RankStages:
             )
         return results
 
-    def output_as_dtensor(self, output: torch.Tensor, i: int) -> torch.Tensor:
+    def output_as_dtensor(self, output: torch.Tensor, i: int) -> DTensor:
         """Output ``i`` as a DTensor on all ranks: a pending sum over the pipeline, in which the
         shares of other ranks than its maker are zeros.
         """

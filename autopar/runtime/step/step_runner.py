@@ -136,7 +136,7 @@ class StepRunner:
 
     def __call__(self, inputs: list[torch.Tensor], variant: ProgramVariant) -> list[torch.Tensor]:
         """The outputs of the program ``variant`` for the whole batch ``inputs``: the loss is that
-        of the whole batch, other outputs are DTensors.
+        of the whole batch, and so are other scalars; other outputs are DTensors.
         """
         self.end_step()
         with self._matmul_precision:
@@ -228,9 +228,13 @@ class StepRunner:
         """Output ``i`` as the user gets it."""
         if i == self._loss:
             return self._loss_sum(output)
-        if self.stages is not None:
-            return self.stages.output_as_dtensor(output, i)
-        return as_dtensor(output, self._lowered.output_layouts[i], self._mesh)
+        found = (
+            self.stages.output_as_dtensor(output, i)
+            if self.stages is not None
+            else as_dtensor(output, self._lowered.output_layouts[i], self._mesh)
+        )
+        # ``item()`` of a DTensor that is a pending sum would return this rank's share.
+        return found if found.ndim else found.full_tensor()
 
     def _open_parameters(self) -> None:
         """Before forwards and before a backward: leaves have the parameters' values."""

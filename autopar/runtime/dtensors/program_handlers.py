@@ -1,0 +1,50 @@
+"""Handlers of operators on the DTensors of programs. torch has no public way to say how an operator
+works on a DTensor, so they enter the dispatcher's table; DTensors of other meshes stay torch's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autopar.runtime.communication.mesh import Mesh
+from autopar.runtime.dtensors.torch_private import DTENSOR_HANDLERS
+
+# (the first DTensor among the arguments, operator, arguments, keywords) -> result
+Handler = Callable[[DTensor, Any, tuple[Any, ...], dict[str, Any]], Any]
+# The meshes of programs by their id: a user's mesh may be equal to one of them.
+_MESHES: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDictionary()
+
+
+def add_program_mesh(mesh: Mesh) -> None:
+    """From now on handlers see DTensors of ``mesh``, also those on all ranks of its pipeline."""
+    for each in (mesh.device_mesh, mesh.world):
+        _MESHES[id(each)] = each
+
+
+def install_handler(operators: Iterable[Any], handler: Handler) -> None:
+    """From now on ``handler`` does the work of ``operators`` on DTensors of programs."""
+    for operator in operators:
+        if operator not in DTENSOR_HANDLERS:
+            DTENSOR_HANDLERS[operator] = _Dispatch(handler)
+
+
+class _Dispatch:
+    """An entry of the dispatcher's table."""
+
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+
+    def __call__(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor = next((a for a in args if isinstance(a, DTensor)), None)
+        if tensor is not None and id(tensor.device_mesh) in _MESHES:
+            return self._handler(tensor, operator, args, kwargs)
+        del DTENSOR_HANDLERS[operator]  # torch's own work
+        try:
+            return operator(*args, **kwargs)
+        finally:
+            DTENSOR_HANDLERS[operator] = self
