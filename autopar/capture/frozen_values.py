@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from operator import attrgetter
 from types import CellType, CodeType, FunctionType, ModuleType, SimpleNamespace
@@ -58,10 +58,11 @@ class AttributeReads:
             for kind in kinds:
                 if is_own(kind.__module__):
                     original: Any = kind.__getattribute__
-                    read = self._reader(original)
-                    stack.enter_context(
-                        mock.patch.object(kind, "__getattribute__", read, create=True)
+                    patch = mock.patch.object(
+                        kind, "__getattribute__", self._reader(original), create=True
                     )
+                    with suppress(TypeError, AttributeError):  # a class that nobody may change
+                        stack.enter_context(patch)
             yield
 
     def _reader(self, original: Callable[[Any, str], Any]) -> Any:

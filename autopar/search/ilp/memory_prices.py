@@ -164,11 +164,12 @@ class MemoryPrices:
     def _around(self, first: Solution, budget: float) -> tuple[Solution, Solution]:
         """A solution that does not fit, and one at a higher price that does."""
         too_large, price = first, 4.0 * self.seconds(first) / max(budget, 1e-3 * self.nbytes(first))
-        for _ in range(4):
-            solution = self.at(price)
+        prices = [price, price * 1e3, price * 1e6, price * 1e9]
+        for each in prices if budget > 0 else prices[-1:]:
+            solution = self.at(each)
             if self.nbytes(solution) <= budget:
                 return too_large, solution
-            too_large, price = solution, price * 1e3
+            too_large = solution
         raise DoesNotFitError(solution, self.nbytes(solution))
 
     def _crossing(self, too_large: Solution, fitting: Solution) -> float:

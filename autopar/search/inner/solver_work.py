@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-_OPERATIONS_A_SECOND = 3e8  # about what HiGHS does on one core in programs of 50,000 columns
+from autopar.search.ilp.programs.linear_program import OPERATIONS_A_SECOND
 
 
 def operations_until(deadline: float, limit: float, least_seconds: float = 0.0) -> float:
@@ -17,7 +17,7 @@ def operations_until(deadline: float, limit: float, least_seconds: float = 0.0) 
     ``time.perf_counter``, and at least so many seconds.
     """
     seconds = max(deadline - time.perf_counter(), least_seconds)
-    return min(limit, seconds * _OPERATIONS_A_SECOND)
+    return min(limit, seconds * OPERATIONS_A_SECOND)
 
 
 @dataclass

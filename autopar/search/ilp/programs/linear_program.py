@@ -18,15 +18,23 @@ from autopar.search.ilp.programs.silent_highs import SilentHighs, end_highs_thre
 from autopar.search.ilp.tensor_conversions import Port
 
 # About the multiplications and additions that one solve may take; a clock would let the plan depend
-# on the machine. A second has some 2e9 to 5e9 of them.
+# on the machine. A second has some 2e9 to 5e9 of them in small programs.
 SOLVE_OPERATIONS = 2e11
+OPERATIONS_A_SECOND = 3e8  # about what HiGHS does on one core in programs of 50,000 columns
+# Where HiGHS relaxes the root of a mixed-integer program, it asks no handler and knows no limit of
+# iterations, and its primal simplex method may go round in circles there (1.16). So a clock ends a
+# solve that takes much longer than its operations should.
+_SLOWNESS, _MORE_SECONDS, _MOST_SECONDS = 4.0, 5.0, 300.0
 # An iteration of the simplex method passes over the matrix about once. While the solver branches,
 # it asks its interrupt handler now and then, about once in the time of so many iterations.
 _ITERATIONS_A_CALL = 10_000
 _LEAST_CALLS = 20  # of the interrupt handler, however large the program is
 
 _Status = highspy.HighsModelStatus
-_STOPPED = (_Status.kIterationLimit, _Status.kInterrupt, _Status.kSolutionLimit)
+_STOPPED = (
+    *(_Status.kIterationLimit, _Status.kInterrupt, _Status.kSolutionLimit),
+    _Status.kTimeLimit,
+)
 _FEASIBLE = int(highspy.SolutionStatus.kSolutionStatusFeasible)
 # No cost is negative, so that a program is never unbounded.
 _INFEASIBLE = (_Status.kInfeasible, _Status.kUnboundedOrInfeasible)
@@ -147,6 +155,9 @@ class LinearProgram:
             values, bound = solve_with_pulp(self.solver_name, solver.getLp(), self._limit)
             return SolverResult(values, bound / self.scale)
         self._calls = 0
+        seconds = _MORE_SECONDS + _SLOWNESS * self._limit / OPERATIONS_A_SECOND
+        limit = solver.getRunTime() + min(seconds, _MOST_SECONDS)  # of all runs together
+        solver.setOptionValue("time_limit", limit)
         if solver.run() == highspy.HighsStatus.kError:
             # Other code in this process may have set up the threads of HiGHS otherwise.
             end_highs_threads()
