@@ -24,7 +24,7 @@ from autopar.frontend.evaluation_trace import EvaluationTrace
 from autopar.frontend.traced_model import TracedModel
 
 X = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-COUNTS_IN_EVAL = False
+COUNTS_IN_EVAL = {"now": False}
 
 
 class Normalised(nn.Module):
@@ -38,7 +38,7 @@ class Normalised(nn.Module):
         self.double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if COUNTS_IN_EVAL or self.training:
+        if COUNTS_IN_EVAL["now"] or self.training:
             self.calls += 1
         random.random()
         return self.last(self.bn(self.first(x)).relu()).square().mean()
@@ -102,15 +102,14 @@ def test_eval_after_training_is_that_of_one_device(ranks: Pools, options: dict[s
 
 def counts_on_rank_1() -> str:
     """The error where the code of rank 1 does something else in eval()."""
-    global COUNTS_IN_EVAL
     compiled = autopar.compile(Normalised(), X, 2, progress=False, parallel=dict(data=2))
     compiled(X).backward()
-    COUNTS_IN_EVAL = dist.get_rank() == 1
+    COUNTS_IN_EVAL["now"] = dist.get_rank() == 1
     try:
         with pytest.raises(autopar.RunError) as caught:
             compiled.eval()(X)
     finally:
-        COUNTS_IN_EVAL = False
+        COUNTS_IN_EVAL["now"] = False
     return str(caught.value)
 
 

@@ -22,16 +22,21 @@ class CallGuard:
         """The guard of another program of the same trace."""
         return CallGuard(self._frozen)
 
+    def check_values(self) -> None:
+        """Raises :class:`RunError` where a value has changed that the program has from its
+        trace.
+        """
+        if self._frozen is not None:
+            self._frozen.check()
+
     def __enter__(self) -> None:
-        """Raises :class:`RunError` inside of a call, and where a value has changed."""
+        """Raises :class:`RunError` inside of a call."""
         if self._is_open:
             raise RunError(
                 "the compiled model is called inside of its own call, in which its backward runs "
                 "under a pipeline and in microbatches: torch.utils.checkpoint around the model "
                 "does this. Call the model without; the plan recomputes what it has to (recompute=)"
             )
-        if self._frozen is not None:
-            self._frozen.check()
         self._is_open = True
 
     def __exit__(self, *_: object) -> None:

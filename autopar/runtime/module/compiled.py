@@ -254,9 +254,9 @@ class Compiled(DataLoading, Checkpoints, Measurement, ModelValues, GradientHandl
             gc.collect()  # the parameters of the user's model, which circles of the trace hold
         self._was_called = True
         with self._guard, nullcontext() if self._desync is None else self._desync.enter_call():
+            self._guard.check_values()
             self._runner.check_stages()
-            variant = self._variants.current()
-            inputs = self._signature.bind(args, kwargs)
+            variant, inputs = self._variants.current(), self._signature.bind(args, kwargs)
             self._runner.check_inputs(inputs)
             self._state.check_has_values()
             streams, runner = self._mesh.random_streams, self._runner
