@@ -22,8 +22,8 @@ from autopar.search.ilp.tensor_conversions import Port
 SOLVE_OPERATIONS = 2e11
 OPERATIONS_A_SECOND = 3e8  # about what HiGHS does on one core in programs of 50,000 columns
 # Where HiGHS relaxes the root of a mixed-integer program, it asks no handler and knows no limit of
-# iterations, and its primal simplex method may go round in circles there (1.16). So a clock ends a
-# solve that takes much longer than its operations should.
+# iterations, and its primal simplex method was seen to stay there for half an hour (1.16). So a
+# clock ends a solve that takes much longer than its operations should.
 _SLOWNESS, _MORE_SECONDS, _MOST_SECONDS = 4.0, 5.0, 300.0
 # An iteration of the simplex method passes over the matrix about once. While the solver branches,
 # it asks its interrupt handler now and then, about once in the time of so many iterations.
