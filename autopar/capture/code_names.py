@@ -43,7 +43,7 @@ def global_reads(code: CodeType, file: dict[str, Any]) -> Iterator[tuple[int, st
 @functools.lru_cache(maxsize=65536)
 def _imported(code: CodeType, package: str) -> tuple[str, ...]:
     """The names that modules may have which code imports where it runs."""
-    if not any(_IMPORT in c.co_code[::2] for c in _codes(code)):
+    if not any(_IMPORT in c.co_code[::2] for c in codes_of(code)):
         return ()
     parts = package.split(".")
     outer = [".".join(parts[: i + 1]) + "." for i in range(len(parts))]
@@ -71,12 +71,12 @@ def _named(
 @functools.lru_cache(maxsize=65536)
 def _names(code: CodeType) -> tuple[str, ...]:
     """The names that code and the functions inside it mention."""
-    return tuple(dict.fromkeys(name for c in _codes(code) for name in c.co_names))
+    return tuple(dict.fromkeys(name for c in codes_of(code) for name in c.co_names))
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """Code and the functions inside it."""
+def codes_of(code: CodeType) -> Iterator[CodeType]:
+    """Code and that of the functions inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _codes(constant)
+            yield from codes_of(constant)

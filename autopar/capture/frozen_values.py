@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from operator import attrgetter
-from types import CellType, CodeType, FunctionType, ModuleType, SimpleNamespace
+from types import CellType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch import nn
 
-from autopar.capture.code_names import is_own
+from autopar.capture.code_names import codes_of, is_own
 from autopar.capture.layer_reads import SIMPLE
 from autopar.capture.module_state import MODULE_ATTRIBUTES, holders
 from autopar.errors import RunError
@@ -191,7 +191,7 @@ def _global_names(function: FunctionType) -> Iterator[tuple[dict[str, Any], str]
     ``settings`` in ``settings.WINDOW``, the names that it reads of them.
     """
     file = function.__globals__
-    for code in _codes(function.__code__):
+    for code in codes_of(function.__code__):
         instructions = list(dis.get_instructions(code))
         for here, after in zip(instructions, [*instructions[1:], None], strict=True):
             if here.opname not in ("LOAD_GLOBAL", "LOAD_NAME") or here.argval not in file:
@@ -201,10 +201,3 @@ def _global_names(function: FunctionType) -> Iterator[tuple[dict[str, Any], str]
                 yield file, here.argval
             elif after is not None and is_own(value.__name__) and after.argval in vars(value):
                 yield vars(value), after.argval
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -16,7 +17,12 @@ from torch import fx
 from autopar.capture.export_program import no_garbage_collection
 from autopar.errors import CaptureError
 from autopar.ir.captured import CapturedModel, GraphInput
-from autopar.ir.nodes import describe_node, eliminate_dead_code, needing_grad, updates_statistics
+from autopar.ir.nodes import (
+    describe_node,
+    eliminate_dead_code,
+    gradient_sources,
+    updates_statistics,
+)
 from autopar.passes.canonical.causal_mask import drop_causal_masks
 from autopar.passes.canonical.decompose import decompose
 from autopar.passes.canonical.decompose_losses import LOSSES, decompose_losses
@@ -122,22 +128,24 @@ def _check_gradients(captured: CapturedModel) -> None:
     """Refuse a loss whose gradient reaches a tensor outside of the model. Other such tensors
     require no gradient from here on.
     """
-    constants = {
-        n: captured.state[i.target]
+    sources = {
+        n: i.target
         for n, i in captured.placeholders.items()
         if i.kind == "constant" and captured.state[i.target].requires_grad
     }
-    loss = captured.graph.output_node().args[0][captured.loss]  # type: ignore[index]
-    for node, tensor in constants.items():
-        if loss in needing_grad(captured.graph.nodes, {node}):
-            raise CaptureError(
-                f"the loss depends on a {tensor.dtype} tensor {list(tensor.shape)} that requires a "
-                "gradient and is no parameter of the model, so that this gradient would be lost: "
-                "make it a parameter of one of the model's modules. Where a loss function has it, "
-                "call that function in the model's forward. If nobody wants the gradient, freeze "
-                "the tensor (requires_grad_(False)) or read it under torch.no_grad()"
-            )
-        captured.state[captured.placeholders[node].target] = tensor.detach()
+    loss: Any = captured.graph.output_node().args[0][captured.loss]  # type: ignore[index]
+    reached = gradient_sources(captured.graph.nodes, {n: k for k, n in enumerate(sources)})
+    if loss in reached:
+        tensor = captured.state[list(sources.values())[min(reached[loss])]]
+        raise CaptureError(
+            f"the loss depends on a {tensor.dtype} tensor {list(tensor.shape)} that requires a "
+            "gradient and is no parameter of the model, so that this gradient would be lost: "
+            "make it a parameter of one of the model's modules. Where a loss function has it, "
+            "call that function in the model's forward. If nobody wants the gradient, freeze "
+            "the tensor (requires_grad_(False)) or read it under torch.no_grad()"
+        )
+    for target in sources.values():
+        captured.state[target] = captured.state[target].detach()
 
 
 def _return_updates(
