@@ -134,3 +134,14 @@ def test_a_loss_function_that_changes_itself(make: Callable[[], Any], message: s
         autopar.compile(Plain(), BATCH, 1, loss_fn=loss_fn, progress=False)
     assert getattr(loss_fn, "calls", 0) == 0
     assert not getattr(loss_fn, "centre", torch.zeros(1)).any()
+
+
+def test_a_tensor_that_is_unfrozen_later_is_named() -> None:
+    loss_fn = Weighted()
+    compiled = autopar.compile(Plain(), BATCH, 1, loss_fn=loss_fn, progress=False)
+    compiled(BATCH)
+    loss_fn.scale.requires_grad_(True)
+    with pytest.raises(
+        autopar.RunError, match=r"tensor \[\] that is no parameter of the model and"
+    ):
+        compiled(BATCH)

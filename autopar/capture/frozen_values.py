@@ -99,7 +99,7 @@ class FrozenValues:
         tensors: Iterable[torch.Tensor],
     ) -> None:
         self._values = [*_attributes(traced, attributes), *_variables(_functions(traced))]
-        self._tensors = [(t, t._version) for t in tensors if not t.is_inference()]
+        self._tensors = [(t, t._version, t.requires_grad) for t in tensors if not t.is_inference()]
 
     def check(self) -> None:
         """Raises :class:`RunError` where one has changed."""
@@ -111,7 +111,14 @@ class FrozenValues:
                     "compiled: the program has that value. Compile again, or pass it as a tensor "
                     f"of the batch, or make it {_A_BUFFER}"
                 )
-        for tensor, version in self._tensors:
+        for tensor, version, requires_grad in self._tensors:
+            if tensor.requires_grad and not requires_grad:
+                raise RunError(
+                    f"the forward reads a {tensor.dtype} tensor {list(tensor.shape)} that is no "
+                    "parameter of the model and that requires a gradient since the model was "
+                    "compiled, which the program would not compute. Make it a parameter of the "
+                    "model, and compile again"
+                )
             if tensor._version != version:
                 raise RunError(
                     f"the forward reads a {tensor.dtype} tensor {list(tensor.shape)} that is no "
