@@ -117,6 +117,8 @@ def _state_addition(module: nn.Module) -> str:
     return ""
 
 
-def comes_from(package: str, code: Any) -> bool:
-    """Whether a function, or a callable object, is of a package such as ``torch.``"""
+def comes_from(package: str | tuple[str, ...], code: Any) -> bool:
+    """Whether a function, or an object of a class, is of a package such as ``torch.``, or of one of
+    several.
+    """
     return str(getattr(code, "__module__", "")).startswith(package)

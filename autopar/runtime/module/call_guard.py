@@ -1,10 +1,12 @@
-"""A guard against calls of a program inside of its own call, and after values have changed that it
-has from its trace.
+"""A guard against calls of a program that would not do what a call of the model does: inside of its
+own call, after values have changed that it has from its trace, and under code that acts on each
+call in a forward.
 """
 
 from __future__ import annotations
 
 from autopar.capture.frozen_values import FrozenValues
+from autopar.capture.interception import check_interception
 from autopar.errors import RunError
 
 
@@ -22,10 +24,11 @@ class CallGuard:
         """The guard of another program of the same trace."""
         return CallGuard(self._frozen)
 
-    def check_values(self) -> None:
-        """Raises :class:`RunError` where a value has changed that the program has from its
-        trace.
+    def check(self) -> None:
+        """Raises :class:`RunError` where a value has changed that the program has from its trace,
+        or where code outside of the model would act on the calls in its forward.
         """
+        check_interception(RunError)
         if self._frozen is not None:
             self._frozen.check()
 

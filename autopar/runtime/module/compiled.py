@@ -254,7 +254,7 @@ class Compiled(DataLoading, Checkpoints, Measurement, ModelValues, GradientHandl
             gc.collect()  # the parameters of the user's model, which circles of the trace hold
         self._was_called = True
         with self._guard, nullcontext() if self._desync is None else self._desync.enter_call():
-            self._guard.check_values()
+            self._guard.check()
             self._runner.check_stages()
             variant, inputs = self._variants.current(), self._signature.bind(args, kwargs)
             self._runner.check_inputs(inputs)

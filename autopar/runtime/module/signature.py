@@ -14,6 +14,7 @@ from autopar.errors import RunError
 from autopar.ir.layout import Type
 from autopar.runtime.communication.rank_device import same_device
 from autopar.runtime.data.rank_batch import RankBatch
+from autopar.runtime.module.input_kinds import check_kind
 
 if TYPE_CHECKING:
     from autopar.ir.captured import CapturedModel
@@ -123,6 +124,7 @@ class Signature:
     ) -> torch.Tensor:
         if not isinstance(value, torch.Tensor):
             raise RunError(f"{name} is {_short(value)}, the sample had a tensor of shape {shape}")
+        check_kind(value, name)
         if value.shape != shape:
             if value.ndim != len(shape):
                 raise RunError(
