@@ -4,7 +4,9 @@ all.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
+
+SomeError = TypeVar("SomeError", bound=BaseException)
 
 
 class AutoparError(Exception):
@@ -46,6 +48,14 @@ class CheckpointError(RunError):
     """A checkpoint was not saved, for example because the disk is full. Those before are whole, and
     the run can go on.
     """
+
+
+def without_frames(error: SomeError) -> SomeError:
+    """``error``, to be kept: without its traceback and the errors before it. The variables of the
+    frames that a traceback has would live as long as the error, such as all problems of a search.
+    """
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
 
 
 def first_line(error: BaseException) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, without_frames
 from autopar.frontend.forked_workers import forked, worker_count
 from autopar.frontend.kept_models import ModelGraphs
 from autopar.frontend.kept_plans import KnownPlan
@@ -77,4 +77,4 @@ def _outcome(traced: TracedModel, configuration: Mapping[str, Any]) -> Outcome:
     try:
         return make_plan(traced, options.pop("world_size"), options.pop("cluster"), False, options)
     except AutoparError as e:
-        return e
+        return without_frames(e)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from autopar.cost_model.schedule import LOOPED, SINGLE
-from autopar.errors import PlanError
+from autopar.errors import PlanError, without_frames
 from autopar.search.inner.inner_searches import InnerSearches
 from autopar.search.inner.no_plan_errors import too_many_stages_error
 from autopar.search.open_families import Family
@@ -26,6 +26,10 @@ class Enumeration:
     def __init__(self, searches: InnerSearches) -> None:
         self.searches, self.options = searches, searches.options
         self.failures: list[PlanError] = []
+
+    def add_failure(self, failure: PlanError) -> None:
+        """Adds the reason why a configuration is not possible."""
+        self.failures.append(without_frames(failure))
 
     def families(self) -> Iterator[Family]:
         """Every mesh of every pipeline size in every schedule, with every number of microbatches.
@@ -67,7 +71,7 @@ class Enumeration:
         try:
             units = len(self.searches.of(near.microbatches).units.nodes)
         except PlanError as e:
-            self.failures.append(e)
+            self.add_failure(e)
             return 0
         return max(units // near.pipeline, 1)
 
@@ -93,7 +97,7 @@ class Enumeration:
                 self._check(configuration)
                 found.append(configuration)
             except PlanError as e:
-                self.failures.append(e)
+                self.add_failure(e)
         return tuple(found)
 
     def _check(self, configuration: Configuration) -> None:

@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import islice
 from typing import Any
 
-from autopar.errors import BudgetError, PlanError
+from autopar.errors import BudgetError, PlanError, without_frames
 from autopar.search.enumeration import Enumeration
 from autopar.search.fitting.least_memory import FAR, Prices, plan_of_least_memory
 from autopar.search.inner.inner_searches import InnerSearches
@@ -151,12 +151,12 @@ class LeastMemorySearch:
         try:
             self.plan = plan_of_least_memory(searches, configuration, prices)
         except BudgetError as e:
-            self.error = min(self.error or e, e, key=lambda error: error.least)
+            self.error = without_frames(min(self.error or e, e, key=lambda error: error.least))
             self._least[configuration] = min(e.least, self._least.get(configuration, math.inf))
             budget = self._searches.budget(configuration)
             self._nearness = min(self._nearness, e.least / budget)
         except PlanError as e:
-            self._enumeration.failures.append(e)
+            self._enumeration.add_failure(e)
 
     def _best(self) -> Configuration:
         """The configuration tried that needs least memory."""

@@ -75,7 +75,7 @@ def _in_mode(
         axes = mode_mesh(mode, data, pipeline)
         configuration = replace(near, axes=axes, place=None, kinds=())
     except PlanError as e:
-        enumeration.failures.append(e)
+        enumeration.add_failure(e)
         return
     counts = enumeration.microbatch_counts(configuration) if configuration.stages == 1 else []
     fewer = [m for m in counts if m < near.microbatches]

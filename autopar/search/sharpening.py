@@ -67,7 +67,7 @@ class Sharpening:
         try:
             placed = self._searches.placements(each.family[0])
         except PlanError as e:
-            self._enumeration.failures.append(e)
+            self._enumeration.add_failure(e)
             return []
         return [each._replace(family=_placed_as(c, each.family)) for c in placed]
 
@@ -107,7 +107,7 @@ class Sharpening:
         has a low limit of operations, so that an unsolved one says nothing.
         """
         if not isinstance(error, UnsolvedError):
-            self._enumeration.failures.append(error)
+            self._enumeration.add_failure(error)
         elif not self._searches.options.is_unrequested_mode(configuration.mode):
             self._searches.unsolved.append(configuration)
 
