@@ -4,8 +4,9 @@ compiled program would not show it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -72,31 +73,40 @@ def _hook(register: str) -> Iterator[None]:
         handle.remove()
 
 
-ACTING: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
-    "mode": (ReluForGelu, r"ReluForGelu is active, a TorchFunctionMode"),
-    **{
-        name: (lambda name=name: _hook(name), rf"a hook of all modules.*\({name}\)")
-        for name in (
-            "register_module_forward_pre_hook",
-            "register_module_forward_hook",
-            "register_module_full_backward_pre_hook",
-            "register_module_full_backward_hook",
-        )
-    },
-}
+HOOKS = (
+    "register_module_forward_pre_hook",
+    "register_module_forward_hook",
+    "register_module_full_backward_pre_hook",
+    "register_module_full_backward_hook",
+)
 
 
-@pytest.mark.parametrize("name", ACTING)
-def test_code_that_acts_on_all_calls_is_refused(name: str) -> None:
-    context, message = ACTING[name]
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_of_all_modules_are_refused(name: str) -> None:
     compiled = _compiled()
     expected = compiled(BATCH)
-    with context():
-        with pytest.raises(autopar.RunError, match=message):
+    with _hook(name):
+        with pytest.raises(autopar.RunError, match=rf"a hook of all modules.*\({name}\)"):
             compiled(BATCH)
-        with pytest.raises(autopar.CaptureError, match=message):
+        with pytest.raises(autopar.CaptureError, match=rf"a hook of all modules.*\({name}\)"):
             _compiled()
     torch.testing.assert_close(compiled(BATCH), expected, rtol=0, atol=0)
+
+
+def test_a_call_is_in_the_function_modes_of_the_trace() -> None:
+    compiled = _compiled()
+    model = Model()
+    model.load_state_dict(compiled.state_dict())
+    message = r"Modes that are active: ReluForGelu; when the model was compiled: none"
+    with ReluForGelu():
+        with pytest.raises(autopar.RunError, match=message):
+            compiled(BATCH)
+        inside = autopar.compile(model, BATCH, 1, progress=False)
+        torch.testing.assert_close(inside(BATCH), model(BATCH))
+    torch.testing.assert_close(compiled(BATCH), model(BATCH))
+    for program in (inside, copy.deepcopy(inside)):
+        with pytest.raises(autopar.RunError, match=r"active: none; when .*: ReluForGelu"):
+            program(BATCH)
 
 
 def test_what_torch_itself_registers_and_modes_of_the_dispatcher_work() -> None:

@@ -1,9 +1,11 @@
-"""A sweep in several processes finds, bit for bit, what it finds in one."""
+"""A sweep in several processes finds, bit for bit, what it finds in one; and keeps no search."""
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -18,6 +20,7 @@ from autopar.frontend import forked_workers, many_plans, traced_model
 from autopar.frontend.forked_workers import forked, worker_count
 from autopar.frontend.kept_models import KEPT_MODELS
 from autopar.ir.plan_json import to_json_data
+from autopar.search.inner.inner_searches import InnerSearches
 
 COMMON: dict[str, Any] = dict(cluster="h100-sxm", recompute="none", world_size=4)
 CONFIGURATIONS: list[dict[str, Any]] = [
@@ -126,3 +129,24 @@ def test_when_this_process_works_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         assert worker_count(100) == 1
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     assert worker_count(100) == 1
+
+
+def test_an_error_among_the_outcomes_keeps_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The frames of its traceback would: a sweep of 64 errors once held 20 GB."""
+    monkeypatch.setattr(many_plans, "worker_count", lambda number: 1)
+    made = []
+    make = InnerSearches.__init__
+
+    def observed(searches: InnerSearches, *args: Any, **kwargs: Any) -> None:
+        made.append(weakref.ref(searches))
+        make(searches, *args, **kwargs)
+
+    monkeypatch.setattr(InnerSearches, "__init__", observed)
+    asked = [dict(world_size=2, memory_budget=1.0), dict(world_size=2, mesh=(2,))]
+    found = autopar.sweep(model(), torch.empty(16, 16), asked, cluster="h100-sxm", progress=False)
+    gc.collect()
+    refused, plan = found
+    assert isinstance(refused, BudgetError)
+    assert isinstance(plan, autopar.Plan)
+    assert len(made) >= 2
+    assert all(search() is None for search in made)

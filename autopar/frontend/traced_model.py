@@ -20,7 +20,7 @@ from autopar.capture.export_program import no_garbage_collection
 from autopar.capture.exported_graph import state_of
 from autopar.capture.frozen_values import FrozenValues
 from autopar.capture.hooks import check_modules
-from autopar.capture.interception import check_interception
+from autopar.capture.interception import check_no_hooks_of_all_modules
 from autopar.capture.module_state import attributes_restored
 from autopar.capture.process_state import process_state, random_states
 from autopar.capture.sample_call import traced_call
@@ -58,7 +58,7 @@ class TracedModel:
     ) -> None:
         if isinstance(model, Compiled):
             raise CaptureError("the model is compiled already: give the model that was compiled")
-        check_interception(CaptureError)
+        check_no_hooks_of_all_modules(CaptureError)
         if isinstance(model, nn.Module):  # the check of the options refuses other values
             check_modules(model)
         if isinstance(loss_fn, nn.Module):

@@ -6,7 +6,11 @@ call in a forward.
 from __future__ import annotations
 
 from autopar.capture.frozen_values import FrozenValues
-from autopar.capture.interception import check_interception
+from autopar.capture.interception import (
+    check_function_modes,
+    check_no_hooks_of_all_modules,
+    users_function_modes,
+)
 from autopar.errors import RunError
 
 
@@ -15,20 +19,23 @@ class CallGuard:
 
     Args:
         frozen: the values that the program has from its trace, if they are known.
+        modes: the function modes in which it was traced; None: those that are active.
     """
 
-    def __init__(self, frozen: FrozenValues | None = None) -> None:
+    def __init__(self, frozen: FrozenValues | None = None, modes: list[type] | None = None) -> None:
         self._frozen, self._is_open = frozen, False
+        self._modes = users_function_modes() if modes is None else modes
 
     def copy(self) -> CallGuard:
         """The guard of another program of the same trace."""
-        return CallGuard(self._frozen)
+        return CallGuard(self._frozen, self._modes)
 
     def check(self) -> None:
         """Raises :class:`RunError` where a value has changed that the program has from its trace,
         or where code outside of the model would act on the calls in its forward.
         """
-        check_interception(RunError)
+        check_no_hooks_of_all_modules(RunError)
+        check_function_modes(self._modes)
         if self._frozen is not None:
             self._frozen.check()
 
