@@ -87,7 +87,8 @@ def _train(name: str, model: nn.Module) -> None:
             optimizer.step(closure)
         else:
             closure()
-            optimizer.step()
+            with Wide():
+                optimizer.step()
 
 
 def _every(case: str) -> dict[str, str]:
@@ -104,7 +105,7 @@ def _every(case: str) -> dict[str, str]:
     for name in OPTIMIZERS:
         compiled.load_state_dict(start.state_dict())
         compiled.zero_grad()
-        with warnings.catch_warnings(), Wide():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             if case in REFUSED.get(name, {}):
                 with pytest.raises(RunError, match=REFUSED[name][case]):
