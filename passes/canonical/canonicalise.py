@@ -36,6 +36,7 @@ from autopar.passes.canonical.normal_form import write_normal_form
 from autopar.passes.canonical.repeat_layers import repeat_layers
 from autopar.passes.canonical.simplify import REWRITTEN, simplify
 from autopar.passes.canonical.simplify_constants import simplify_constants
+from autopar.passes.canonical.slices_to_cat import slices_to_cat
 from autopar.passes.canonical.split_to_slices import SPLITS, split_to_slices
 
 aten = torch.ops.aten
@@ -71,9 +72,10 @@ def canonicalise(captured: CapturedModel) -> CapturedModel:
     # Casts come before simplify, which drops casts to a tensor's own dtype, and before
     # decompose_losses, which recognises a loss by its operands.
     notes += apply_mixed_precision(captured, written)
-    # simplify comes before the next four, which look for short index ranges, for reshapes next to
+    # simplify comes before the next five, which look for short index ranges, for reshapes next to
     # each other and for arithmetic without casts.
     simplify(graph, trainable)
+    slices_to_cat(graph, trainable)
     simplify_constants(graph)
     drop_causal_masks(graph)
     matmul_to_linear(graph)
