@@ -5,8 +5,7 @@
 from __future__ import annotations
 
 import pytest
-from architecture_configs import ARCHITECTURES
-from architectures import PLANS, made, trained
+from architectures import PLANS, trained
 from pool import Pools
 
 FEW = ("GptOssForCausalLM", "SegformerForSemanticSegmentation", "WhisperForConditionalGeneration")
@@ -18,10 +17,3 @@ def test_one_step_is_that_of_the_plain_model(ranks: Pools, name: str) -> None:
     for plan, options in PLANS.items():
         for outcome in ranks(2).run(trained, name, options):
             assert outcome.kind == "right", (plan, outcome)
-
-
-def test_the_benchmark_builds_its_models() -> None:
-    for name in ARCHITECTURES:
-        model, sample = made(name)
-        assert sum(p.numel() for p in model.parameters()) < 1e6, name
-        assert len(sample) >= 1
