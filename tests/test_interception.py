@@ -121,9 +121,8 @@ def test_what_torch_itself_registers_and_modes_of_the_dispatcher_work() -> None:
     assert abs(found - model(BATCH)) > 1e-3
 
 
-@pytest.mark.filterwarnings(
-    r"ignore:`torch\.jit\.script` is:DeprecationWarning"
-)  # torch.func.jvp's
+# torch.func.jvp warns of torch.jit.script.
+@pytest.mark.filterwarnings(r"ignore:`torch\.jit\.script` is:DeprecationWarning")
 def test_transforms_and_tangents_are_refused() -> None:
     compiled = _compiled()
 

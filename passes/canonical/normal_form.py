@@ -42,7 +42,7 @@ def write_normal_form(graph: fx.Graph) -> None:
         args = arguments(node)
         _count_dims_from_front(node, args)
         if node.target in (aten.slice.Tensor, aten.slice_scatter.default):
-            _bound_slice(args)
+            bound_slice(args)
         elif node.target in (aten.select.int, aten.select_scatter.default):
             args["index"] %= shape(args["self"])[args["dim"]]
         _write(node, args)
@@ -98,7 +98,8 @@ def _rank(node: fx.Node, args: dict[str, Any]) -> int:
     return max(len(shape(first[0] if isinstance(first, (list, tuple)) else first)), 1)
 
 
-def _bound_slice(args: dict[str, Any]) -> None:
+def bound_slice(args: dict[str, Any]) -> None:
+    """Sets the bounds of a slice to numbers that lie inside the tensor."""
     n = shape(args["self"])[args["dim"]]
     args["start"], args["end"], args["step"] = slice(
         args["start"], args["end"], args["step"]

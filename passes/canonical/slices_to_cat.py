@@ -19,6 +19,7 @@ from autopar.ir.nodes import (
     shape,
     updates_statistics,
 )
+from autopar.passes.canonical.normal_form import bound_slice
 
 _CONSTANT = {  # of which no operand gets a gradient
     getattr(aten, name).default
@@ -71,8 +72,9 @@ def _chain(last: fx.Node) -> tuple[list[_Written], fx.Node]:
         and _dim(node) == _dim(last)
         and (node is last or len(node.users) == 1)
     ):
-        args, size = arguments(node), shape(node)[_dim(node)]
-        start, end = (_place(args[name], size, at) for name, at in (("start", 0), ("end", size)))
+        args = arguments(node)
+        bound_slice(args)
+        start, end = args["start"], args["end"]
         source, expected = args["src"], list(shape(node))
         expected[_dim(node)] = end - start
         is_cast = source.meta["val"].dtype != node.meta["val"].dtype
@@ -85,13 +87,6 @@ def _chain(last: fx.Node) -> tuple[list[_Written], fx.Node]:
 
 def _dim(node: fx.Node) -> int:
     return arguments(node)["dim"] % len(shape(node))
-
-
-def _place(bound: int | None, size: int, default: int) -> int:
-    """A bound of a slice, within the tensor."""
-    if bound is None:
-        return default
-    return min(max(bound + size if bound < 0 else bound, 0), size)
 
 
 def _fill(written: list[_Written], size: int) -> bool:
