@@ -22,6 +22,7 @@ from autopar.passes.canonical.canonicalise import canonicalise
 from autopar.rules.analysis import Analysis
 from autopar.search.ilp import solve
 from autopar.search.ilp.cost_weights import CostWeights
+from autopar.search.ilp.exact import elimination
 from autopar.search.ilp.exact.cost_table import CostTable, vertex_costs
 from autopar.search.ilp.exact.elimination import Elimination
 from autopar.search.ilp.exact.pruning import find_optimum, message_bounds, solution_cost
@@ -161,6 +162,21 @@ def test_eliminations_find_the_optimum_of_the_program(name: str, price: float) -
     assert cost == pytest.approx(found.cost, rel=1e-9)
 
 
+@pytest.mark.parametrize("price", [0.0, 1e-10, 1e-8])
+@pytest.mark.parametrize("name", ["mlp", "gpt2", "t5"])
+def test_messages_lead_to_a_solution_near_the_optimum(
+    name: str, price: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where every elimination would be too wide."""
+    problem, weights = problem_of(name, "auto", 4), CostWeights.of_one_stage(1, price)
+    optimum = find_optimum(problem, weights)
+    monkeypatch.setattr(elimination, "MOST_ADDITIONS", 0)
+    found = find_optimum(problem, weights)
+    assert found.cost == pytest.approx(solution_cost(problem, weights, found.chosen), rel=1e-9)
+    assert found.bound <= optimum.cost * (1 + 1e-9)
+    assert optimum.cost * (1 - 1e-9) <= found.cost <= optimum.cost * 1.01
+
+
 @pytest.mark.parametrize("price", [0.0, 1e-8])
 def test_a_large_program_has_the_same_optimum(
     price: float, monkeypatch: pytest.MonkeyPatch
@@ -184,7 +200,7 @@ def test_what_leaves_is_in_no_better_solution(price: float) -> None:
     whole, weights = problem_of("mlp", "auto", 4), CostWeights.of_one_stage(1, price)
     finite = [np.flatnonzero(np.isfinite(costs)) for costs in vertex_costs(whole, weights)]
     problem = restrict_choices(whole, finite)
-    _, bounds = message_bounds(problem, weights)
+    _, bounds, _ = message_bounds(problem, weights)
     for v in (0, len(bounds) // 2, len(bounds) - 1):
         for k, bound in enumerate(bounds[v]):
             numbers = [np.arange(len(w.choices)) for w in problem.vertices]

@@ -111,6 +111,25 @@ def test_the_search_is_the_same_at_every_limit_until_a_plan_fits(
     assert late <= early
 
 
+def test_beyond_the_limit_a_single_configuration_needs_no_order() -> None:
+    model, sample = zoo.gpt2(batch=8, layers=4)
+    fixed: dict[str, Any] = dict(
+        cluster="h100-sxm",
+        progress=False,
+        parallel=dict(data=4, tensor=dict(size=2, mode="1d"), pipeline=2),
+        schedule="1f1b",
+        micro_batch_size=1,
+    )
+    plans = []
+    for limit in (1e-6, 60.0):
+        with mock.patch.object(
+            Sharpening, "sharpened", autospec=True, side_effect=Sharpening.sharpened
+        ) as sharpened:
+            plans.append(autopar.plan(model, sample, 16, time_limit=limit, **fixed))
+        assert (sharpened.call_count > 0) == (limit == 60.0)
+    assert plans[1].step_time <= plans[0].step_time
+
+
 def test_without_time_for_a_candidate_the_plan_has_the_most_replicas(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -178,7 +178,7 @@ class OuterSearch:
             self.searches.progress(str(first))
             if each.candidate is not None:
                 self._fitting.count(each.candidate)
-            elif each.level == sharpest(first) or self._fitting.has_compared_enough():
+            elif each.level == sharpest(first) or self._is_sharp_enough(each):
                 candidate = self._make_candidate(first, each.bound)
                 if candidate is not None:
                     seconds = candidate.seconds
@@ -187,6 +187,14 @@ class OuterSearch:
                 self._push_others(each, candidate)
             else:
                 self._open.push_all(self._sharpening.sharpened(each))
+
+    def _is_sharp_enough(self, each: OpenFamily) -> bool:
+        """Whether the time for comparing has passed, and a few candidates were tried or nothing is
+        left to compare a configuration with.
+        """
+        is_last = not self._open and len(each.family) == 1
+        late = self.searches if is_last else self._fitting
+        return late.has_compared_enough()
 
     def _dive(self) -> bool:
         """Sharpens the most promising configuration of each number of pipeline ranks, the one with

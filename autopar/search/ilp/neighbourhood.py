@@ -16,7 +16,7 @@ import numpy as np
 from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.restrict import restrict_choices
 from autopar.search.ilp.solution import Solution
-from autopar.search.space.strategies import Choice, ParameterStrategy
+from autopar.search.space.strategies import AxisTypes, Choice, types_by_axis
 
 Solve = Callable[[Problem], Solution]
 
@@ -35,34 +35,24 @@ def coarser_meshes(sizes: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[in
     return found
 
 
-def choice_key(choice: Choice) -> tuple:
-    """For each axis, what tells choices apart along it: the types of all tensors."""
-    layouts = (
-        (choice.stored, choice.used)
-        if isinstance(choice, ParameterStrategy)
-        else (*choice.ins, choice.out)
-    )
-    return tuple(zip(*layouts, strict=True))
-
-
-def lift_choice(choice: Choice, axis_of: Sequence[int]) -> tuple:
-    """The :func:`choice_key` on the finer mesh of a choice on a coarser mesh."""
-    coarse = choice_key(choice)
+def lift_choice(choice: Choice, axis_of: Sequence[int]) -> AxisTypes:
+    """The :func:`types_by_axis` on the finer mesh of a choice on a coarser mesh."""
+    coarse = types_by_axis(choice)
     return tuple(coarse[axis] for axis in axis_of)
 
 
-def neighbours(problem: Problem, centres: Sequence[Sequence[tuple]]) -> list[np.ndarray]:
+def neighbours(problem: Problem, centres: Sequence[Sequence[AxisTypes]]) -> list[np.ndarray]:
     """For each vertex the numbers of the choices that differ from the choice of a centre along one
-    axis at most; all choices where none does. A centre has a :func:`choice_key` for each vertex.
+    axis at most; all choices where none does. A centre has the :func:`types_by_axis` of each
+    vertex.
     """
     found = []
     for v, vertex in enumerate(problem.vertices):
-        keys = [choice_key(c) for c in vertex.choices]
-        around = [centre[v] for centre in centres]
-        mask = np.array(
-            [any(sum(a != b for a, b in zip(k, c, strict=True)) <= 1 for c in around) for k in keys]
-        )
-        found.append(np.flatnonzero(mask) if mask.any() else np.arange(len(keys)))
+        numbers, number_of = vertex.axis_types
+        around = [[number_of.get(types, -1) for types in centre[v]] for centre in centres]
+        differing = [(numbers != centre).sum(axis=1) for centre in around]
+        near = np.flatnonzero(np.min(differing, axis=0) <= 1)
+        found.append(near if near.size else np.arange(len(numbers)))
     return found
 
 
@@ -84,7 +74,9 @@ def of_whole_problem(found: Solution, numbers: Sequence[np.ndarray]) -> Solution
     return replace(found, chosen=tuple(chosen))
 
 
-def improve_from_centres(problem: Problem, centres: list[list[tuple]], solve: Solve) -> Solution:
+def improve_from_centres(
+    problem: Problem, centres: list[list[AxisTypes]], solve: Solve
+) -> Solution:
     """The best solution found from the centres; ``solve`` solves a restricted problem."""
     best: Solution | None = None
     for _ in range(MAX_ROUNDS):
@@ -94,6 +86,6 @@ def improve_from_centres(problem: Problem, centres: list[list[tuple]], solve: So
             break
         best = found
         chosen = zip(problem.vertices, found.chosen, strict=True)
-        centres = [[choice_key(v.choices[k]) for v, k in chosen]]
+        centres = [[types_by_axis(v.choices[k]) for v, k in chosen]]
     assert best is not None
     return best

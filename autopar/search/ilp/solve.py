@@ -1,8 +1,8 @@
 """The best solution of a problem of one stage at given weights.
 
 With the solver "highs", bounds and eliminations come first (``pruning``), and nearly always find
-the optimum. What they leave undecided is solved as a program (``reduced_problem``). Another solver
-gets the whole program.
+the optimum, or a solution as near to it as HiGHS would. What they leave undecided is solved as a
+program (``reduced_problem``). Another solver gets the whole program.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from autopar.search.ilp.programs.linear_program import SOLVE_OPERATIONS, Unsolve
 from autopar.search.ilp.programs.reduced_problem import ReducedProblem
 from autopar.search.ilp.restrict import restrict_choices
 from autopar.search.ilp.solution import Solution
+
+# The relative gap of a solution that no program is solved for. HiGHS itself ends at 1e-4.
+NEAR = 1e-6
 
 
 def best_choices(
@@ -30,7 +33,8 @@ def best_choices(
     if problem.solver != "highs":
         return ReducedProblem(problem, weights).solve(operations)
     found = find_optimum(problem, weights)
-    if found.is_exact:
+    is_near = found.chosen and found.cost - found.bound <= NEAR * found.cost
+    if found.is_exact or is_near:
         return found.chosen, found.bound
     left = restrict_choices(problem, found.numbers)
     try:

@@ -10,10 +10,10 @@ from functools import cached_property
 import numpy as np
 import torch.fx as fx
 
-from autopar.ir.layout import Layout
+from autopar.ir.layout import Layout, Type
 from autopar.search.ilp.cost_weights import CostWeights
 from autopar.search.space.recompute_policy import FREED, OFFLOADED, SAVED
-from autopar.search.space.strategies import Choice
+from autopar.search.space.strategies import Choice, types_by_axis
 
 COSTS = ("forward", "backward", "copying", "send", "step", "kept", "state")
 Label = tuple[Layout, bool]  # a layout, and whether the tensor is available in the backward
@@ -106,11 +106,25 @@ class Vertex:
             if self.states[k] in (SAVED, OFFLOADED) and id(c) in freed
         }
 
+    @cached_property
+    def axis_types(self) -> tuple[np.ndarray, dict[tuple[Type, ...], int]]:
+        """The types of all tensors of each choice along each axis as a number, [choice, axis]; and
+        the number of each combination of types.
+        """
+        number_of: dict[tuple[Type, ...], int] = {}
+        of_choice: dict[int, list[int]] = {}  # a strategy stands several times
+        for choice in self.choices:
+            if id(choice) not in of_choice:
+                by_axis = types_by_axis(choice)
+                of_choice[id(choice)] = [number_of.setdefault(t, len(number_of)) for t in by_axis]
+        numbers = [of_choice[id(choice)] for choice in self.choices]
+        return np.array(numbers, dtype=np.int32), number_of
+
     def with_choices(self, numbers: Sequence[int] | np.ndarray) -> Vertex:
         """The vertex with only the choices of these numbers."""
         left = np.asarray(numbers)
         other = copy.copy(self)
-        for name in ("costs", "freed_choices"):
+        for name in ("costs", "freed_choices", "axis_types"):
             other.__dict__.pop(name, None)
         for name in (*COSTS, "states", "available", "result"):
             setattr(other, name, getattr(self, name)[left])

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.ir.layout import Layout, format_layout
+from autopar.ir.layout import Layout, Type, format_layout
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,17 @@ class ParameterStrategy:
 
 
 Choice = Strategy | ParameterStrategy
+AxisTypes = tuple[tuple[Type, ...], ...]  # [axis, tensor]
+
+
+def types_by_axis(choice: Choice) -> AxisTypes:
+    """For each axis, what tells choices apart along it: the types of all tensors."""
+    layouts = (
+        (choice.stored, choice.used)
+        if isinstance(choice, ParameterStrategy)
+        else (*choice.ins, choice.out)
+    )
+    return tuple(zip(*layouts, strict=True))
 
 
 def work_share(strategy: Strategy, sizes: Sequence[int]) -> float:

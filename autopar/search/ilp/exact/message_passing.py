@@ -4,8 +4,8 @@ A sum of costs of vertices and of tables over two vertices keeps its value when 
 from a table to one of its vertices. So the least of each vertex and of each table, added up, is a
 lower bound for every set of messages, and also with one choice fixed. Sweeps over the vertices,
 forwards and backwards, raise the bound. Where the linear program has an integral solution, the
-bound is nearly its cost. (V. Kolmogorov, Convergent tree-reweighted message passing for energy
-minimization, 2006.)
+bound is nearly its cost, and messages lead to a solution. (V. Kolmogorov, Convergent
+tree-reweighted message passing for energy minimization, 2006.)
 
 Readers of one tensor that want the same layout pay a conversion once. In tables over two vertices
 each of them pays a share. The shares add up to one, so that no solution costs more in the sum of
@@ -73,6 +73,10 @@ class _Pair:
         leaving = side.least(costs) - side.message
         message = (leaving[:, None] + self._costs[1 - to]).min(axis=0)
         self.sides[to].message = message - message.min()
+
+    def row(self, choice: int) -> np.ndarray:
+        """The costs of the table with a choice of the first vertex, [class of the second]."""
+        return self._costs[0][self.sides[0].classes[choice]]
 
     def take_back(self, moved_back: np.ndarray) -> None:
         """Works out ``left``, where ``moved_back`` moves from the second vertex to the table,
@@ -237,6 +241,21 @@ class Messages:
                 least = pair.left.min(axis=1 - axis) - pair.left.min()
                 found[side.vertex] = found[side.vertex] + least[side.classes]
         return bound, found
+
+    def decoded(self) -> list[int]:
+        """A choice for each vertex: that which costs least with the choices of the vertices before
+        it and with the last messages of those after it. It is an optimum where bounds are exact and
+        no two choices cost the same.
+        """
+        chosen: list[int] = []
+        for v, costs in enumerate(self._costs):
+            total = costs
+            for pair, side in self._of_vertex[v]:
+                own = pair.sides[side]
+                of_class = pair.row(chosen[pair.sides[0].vertex]) if side else own.message
+                total = total + of_class[own.classes]
+            chosen.append(int(total.argmin()))
+        return chosen
 
     def share_anew(self) -> None:
         """Shares each conversion anew between the ports that want it."""

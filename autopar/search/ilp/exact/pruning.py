@@ -3,7 +3,8 @@
 Message passing gives each choice a lower bound: no solution with this choice costs less. The
 choices whose bound is nearly the least are a small problem, which is solved exactly. Where its
 optimum is no higher than the bounds of all other choices, it is the optimum of the whole problem.
-Otherwise the choices whose bound is above its cost leave, and the rest is solved again.
+Otherwise the choices whose bound is above its cost leave, and the rest is solved again. Where the
+small problem is too wide to be solved, messages lead to a solution, which may be the optimum, too.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Optimum:
 
 
 def find_optimum(problem: Problem, weights: CostWeights) -> Optimum:
-    """The best solution that eliminations find; an optimum where they are small enough."""
+    """The best solution that eliminations and messages find; an optimum where it is known to be."""
     numbers = [np.flatnonzero(np.isfinite(c)) for c in vertex_costs(problem, weights)]
     found = Optimum([], np.inf, -np.inf, numbers)
     if problem.label_pair_count < SMALL or _is_nearly_decided(numbers):
@@ -89,7 +90,7 @@ def _narrow(problem: Problem, weights: CostWeights, found: Optimum) -> Optimum:
             return _with_solution(found, _eliminate(left, weights), found.numbers, np.inf)
         except TooWideError:
             pass
-    bound, bounds = message_bounds(left, weights)
+    bound, bounds, decoded = message_bounds(left, weights)
     found = replace(found, bound=max(found.bound, min(bound, found.cost)))
     for tolerance in TOLERANCES:
         limit = bound * (1 + tolerance)
@@ -101,6 +102,8 @@ def _narrow(problem: Problem, weights: CostWeights, found: Optimum) -> Optimum:
         found = _with_solution(found, solved, near, limit)
         if found.is_exact:
             break
+    if not found.chosen:
+        found = _with_decoded(problem, weights, found, decoded)
     if not found.chosen:
         return found
     limit = found.cost * (1 + ROUNDING)
@@ -126,14 +129,29 @@ def _with_solution(
     return replace(found, chosen=chosen, cost=solved.least, bound=bound)
 
 
+def _with_decoded(
+    problem: Problem, weights: CostWeights, found: Optimum, decoded: Sequence[int]
+) -> Optimum:
+    """``found`` with the solution of messages, if that is possible.
+
+    Args:
+        decoded: for each vertex the place of its choice in ``found.numbers``.
+    """
+    chosen = [int(n[k]) for n, k in zip(found.numbers, decoded, strict=True)]
+    cost = solution_cost(problem, weights, chosen)
+    return replace(found, chosen=chosen, cost=cost) if np.isfinite(cost) else found
+
+
 def _eliminate(problem: Problem, weights: CostWeights) -> Elimination:
     tables = [t for tensor in problem.tensors for t in tensor_tables(problem, weights, tensor)]
     return Elimination(vertex_costs(problem, weights), tables)
 
 
-def message_bounds(problem: Problem, weights: CostWeights) -> tuple[float, list[np.ndarray]]:
-    """The best bounds of message passing, as :meth:`Messages.bounds`. All choices have finite costs
-    of their own.
+def message_bounds(
+    problem: Problem, weights: CostWeights
+) -> tuple[float, list[np.ndarray], list[int]]:
+    """The best bounds of message passing, as :meth:`Messages.bounds`, and a choice for each vertex,
+    as :meth:`Messages.decoded`. All choices have finite costs of their own.
     """
     edges: list[list[EdgeCosts]] = [
         [edge_costs(problem, weights, tensor, port) for port in tensor.ports]
@@ -152,7 +170,7 @@ def message_bounds(problem: Problem, weights: CostWeights) -> tuple[float, list[
         gain, best = bound - best, max(bound, best)
         if gain < LEAST_GAIN * best:
             break
-    return best, bounds
+    return best, bounds, messages.decoded()
 
 
 def solution_cost(problem: Problem, weights: CostWeights, chosen: Sequence[int]) -> float:
