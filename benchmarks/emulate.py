@@ -19,7 +19,7 @@ from autopar.ir.plan_data import NodePlan
 from autopar.passes.canonical.normal_form import write_normal_form
 from autopar.passes.lowering.choose_kernels import choose_kernels
 from autopar.passes.lowering.localise import localise
-from autopar.rules import rule_of
+from autopar.rules import rule_of, whole_rule
 from autopar.rules.registry import operator_name
 from autopar.search.space.choices.node_strategies import node_strategies
 from autopar.search.space.strategies import Strategy
@@ -255,9 +255,8 @@ def every(
     output = any(program.trains) and any(
         o.is_floating_point() or o.is_complex() for o in program.outputs
     )
-    return node_strategies(
-        program.rule, program.trains, output, sizes, lambda *_: True, parts=parts
-    )
+    rule = program.rule or whole_rule(len(program.trains), complete_gradient=False)
+    return node_strategies(rule, program.trains, output, sizes, lambda *_: True, parts=parts)
 
 
 def local(found: Sequence[Strategy]) -> list[Strategy]:

@@ -100,6 +100,130 @@ class Cube(torch.autograd.Function):
         return 11 * grad * ctx.saved_tensors[0]
 
 
+class Clip(torch.autograd.Function):
+    """The identity, whose gradient is clipped: its backward is not linear."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad.clamp(-1e-3, 1e-3)
+
+
+class Rounded(torch.autograd.Function):
+    """Quantised, with the straight-through estimator of the gradient (arXiv 1308.3432)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, step: float) -> torch.Tensor:
+        return torch.round(x / step) * step
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+class Quantised(torch.autograd.Function):
+    """The same with a step that depends on all elements."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        step = x.abs().max() / 7
+        return torch.round(x / step) * step
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+class Gated(torch.autograd.Function):
+    """SwiGLU, which saves its operands only."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate, x)
+        return nn.functional.silu(gate) * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        gate, x = ctx.saved_tensors
+        s = gate.sigmoid()
+        return grad * x * s * (1 + gate * (1 - s)), grad * gate * s
+
+
+class Normalised(torch.autograd.Function):
+    """RMS normalisation of the last dim, with a weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x * scale, scale, weight)
+        return x * scale * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        normal, scale, weight = ctx.saved_tensors
+        inner = grad * weight
+        dx = scale * (inner - normal * (inner * normal).mean(-1, keepdim=True))
+        return dx, (grad * normal).flatten(0, -2).sum(0), None
+
+
+class Affine(torch.autograd.Function):
+    """A linear layer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t() + bias
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x, weight = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        return grad @ weight, rows.t() @ x.flatten(0, -2), rows.sum(0)
+
+
+class Squares(torch.autograd.Function):
+    """A sum over all elements."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return 2 * grad * ctx.saved_tensors[0]
+
+
+class OverRows(torch.autograd.Function):
+    """Divides by the number of rows, which no operator shows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.rows = len(x)
+        return x / ctx.rows
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad / ctx.rows
+
+
+class Switching(torch.autograd.Function):
+    """Computes otherwise in fewer than eight rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if len(x) >= 8 else x * 3
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 2
+
+
 class Net(nn.Module):
     """A body, the function ``between`` on its features, and a head."""
 

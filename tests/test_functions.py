@@ -22,6 +22,7 @@ import autopar
 from autopar.capture.function_operator import FunctionOperator
 from autopar.errors import PlanError
 from autopar.frontend.traced_model import TracedModel
+from autopar.ir.layout import I
 from autopar.rules import OperatorCall, Rule, register_rule, registry
 from autopar.runtime.kernels import graph_kernels
 
@@ -100,14 +101,23 @@ def test_functions_under_every_kind_of_plan(ranks: Pools) -> None:
 
 
 def test_without_a_rule_it_runs_whole_and_is_not_cut_into_microbatches() -> None:
-    model, sample = made("reversed_twice")
+    torch.manual_seed(0)
+    model, sample = Net(lambda net, h: Noisy.apply(h)), {"x": torch.randn(8, 8)}
     plan = autopar.plan(model, sample, 2, parallel=dict(data=2), progress=False)
-    assert any("autograd_functions.Reverse has no sharding rule" in note for note in plan.notes)
+    assert any("autograd_functions.Noisy has no sharding rule" in note for note in plan.notes)
     with pytest.raises(
         PlanError,
-        match=r"Reverse in module .* at tests/autograd_functions.py:\d+ has no rule.*register_rule",
+        match=r"Noisy in module .* at tests/autograd_functions.py:\d+ has no rule.*register_rule",
     ):
         autopar.compile(model, sample, 1, micro_batch_size=2, progress=False)
+
+
+def test_a_function_whose_operators_are_unknown_runs_whole() -> None:
+    torch.manual_seed(0)
+    model, sample = Net(lambda net, h: Cube.apply(h)), {"x": torch.randn(8, 8)}
+    plan = autopar.plan(model, sample, 2, parallel=dict(data=2), progress=False)
+    assert any("autograd_functions.Cube runs whole on every rank" in n for n in plan.notes)
+    assert plan.nodes["Cube"].out == (I,)
 
 
 def test_a_rule_splits_a_function() -> None:

@@ -85,7 +85,7 @@ class FunctionOperator:
             RunError: another value is not what the Function returned when it was traced.
         """
         device = next((a.device for a in args if isinstance(a, torch.Tensor)), None)
-        made = self.function.apply(*[_given(a, device) for a in args])  # type: ignore[attr-defined]
+        made = self.function.apply(*[given_argument(a, device) for a in args])  # type: ignore[attr-defined]
         results = made if isinstance(made, tuple) else (made,)
         tensors = [r for r in results if isinstance(r, torch.Tensor)]
         found = tuple(None if isinstance(r, torch.Tensor) else canonical_text(r) for r in results)
@@ -123,7 +123,7 @@ def _signature(function: Any) -> inspect.Signature:
     return found if own else found.replace(parameters=list(found.parameters.values())[1:])
 
 
-def _given(argument: Any, device: torch.device | None) -> Any:
+def given_argument(argument: Any, device: torch.device | None) -> Any:
     """An argument as the Function takes it.
 
     A device argument that was traced as meta becomes the device of the operands.

@@ -24,7 +24,7 @@ from autopar.rules import (
     writing,
 )
 from autopar.rules.registry import OperatorCall, register_rule, rule_of, rules_of
-from autopar.rules.rule import Dim, Option, Rule, make_rule
+from autopar.rules.rule import Dim, Option, Rule, make_rule, whole_rule
 
 __all__ = [
     "Dim",
@@ -50,5 +50,6 @@ __all__ = [
     "rules_of",
     "several_results",
     "views",
+    "whole_rule",
     "writing",
 ]

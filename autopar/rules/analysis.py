@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 import torch
 import torch.fx as fx
 
+from autopar.capture.function_operator import FunctionOperator
 from autopar.ir.captured import BatchDivision, CapturedModel
 from autopar.ir.links import Links
 from autopar.ir.nodes import needing_grad, operands
-from autopar.rules import Rule, rules_of
+from autopar.rules import Rule, rules_of, whole_rule
 
 TensorDim = tuple[fx.Node, int]  # a dim of a node's result
 T = TypeVar("T")
@@ -67,6 +68,13 @@ class Analysis:
             tuple[int, int], tuple[dict[fx.Node, ResizedNode | None], dict[fx.Node, Rule | None]]
         ] = {}
         self._cache: dict[tuple[Any, int], Any] = {}
+
+    def rule_or_whole(self, node: fx.Node) -> Rule:
+        """The rule of a call. A call without one stays whole; the backward of a
+        ``torch.autograd.Function`` is not known to be linear then.
+        """
+        rule, is_function = self.rules.get(node), isinstance(node.target, FunctionOperator)
+        return whole_rule(len(operands(node)), is_function) if rule is None else rule
 
     def cached(self, make: Callable[[Analysis], T]) -> T:
         """``make(self)``, computed once for each batch size."""

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.fx as fx
 
+from autopar.capture.function_operator import FunctionOperator
 from autopar.errors import PlanError
 from autopar.ir.call_keys import CallKeys
 from autopar.ir.nodes import arguments, operands, result_tensors
@@ -19,6 +20,9 @@ Arguments = dict[str, Any]
 RuleMaker = Callable[["OperatorCall"], Rule | None]
 Maker = TypeVar("Maker", bound=RuleMaker)
 
+ANY_FUNCTION = "torch.autograd.Function"  # of which a subclass has no rule of its own
+
+_OWN = ("autopar.rules.", "autopar.passes.")  # the modules whose makers are autopar's
 _MAKERS: dict[str, RuleMaker] = {}
 
 
@@ -119,7 +123,7 @@ def rule_of(node: fx.Node) -> Rule | None:
         return None  # a sparse tensor cannot be split
     if node.target is operator.getitem:
         return _rule_of_getitem(node.args[0], len(tensors[0].shape))  # type: ignore[arg-type]
-    maker = _MAKERS.get(operator_name(node.target))
+    maker = _maker_of(node)
     if maker is None or not all(result_tensors(n) for n, _ in operands(node)):
         return None
     rule = _call_maker(maker, node)
@@ -154,13 +158,21 @@ def _is_made_here(source: Any) -> bool:
         return False
     if source.target is operator.getitem:
         return False
-    maker = _MAKERS.get(operator_name(source.target))
-    return maker is None or maker.__module__.startswith("autopar.rules.")
+    maker = _maker_of(source)
+    return maker is None or maker.__module__.startswith(_OWN)
 
 
 def has_rule(node: fx.Node) -> bool:
     """Whether the operator of a call has a rule; the rule may still not cover the call."""
-    return operator_name(node.target) in _MAKERS
+    return _maker_of(node) is not None
+
+
+def _maker_of(node: fx.Node) -> RuleMaker | None:
+    """The maker of a call's rule; None if its operator has no rule."""
+    maker = _MAKERS.get(operator_name(node.target))
+    if maker is None and isinstance(node.target, FunctionOperator):
+        return _MAKERS.get(ANY_FUNCTION)
+    return maker
 
 
 def _call_maker(maker: RuleMaker, node: fx.Node) -> Rule | None:
@@ -170,7 +182,7 @@ def _call_maker(maker: RuleMaker, node: fx.Node) -> Rule | None:
     try:
         return maker(OperatorCall(node))
     except (ArithmeticError, LookupError, TypeError, ValueError):
-        if not maker.__module__.startswith("autopar.rules."):
+        if not maker.__module__.startswith(_OWN):
             raise
         return None
 

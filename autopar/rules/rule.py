@@ -66,6 +66,8 @@ class Rule:
             "elementwise" or "view".
         writes: the operands that the operator updates in place. They are buffers, and the operator
             must get them in their stored layout.
+        complete_gradient: whether the backward needs the whole gradient of the result, because it
+            is not linear in it. Then the result is never R, whose gradient is a pending sum.
         shape_argument: the argument that names the shape of the result.
         localise: returns the other arguments that change on a rank, given all arguments by name and
             the number of ranks that split each factor.
@@ -85,6 +87,7 @@ class Rule:
     flops: float = 0.0
     kind: str = "elementwise"
     writes: tuple[int, ...] = ()
+    complete_gradient: bool = False
     shape_argument: str | None = None
     localise: Callable[[dict[str, Any], dict[str, int]], dict[str, Any]] | None = None
 
@@ -135,7 +138,9 @@ class Rule:
         operator, in one operand of each term.
         """
         n = len(self.operands)
-        options = [Option((I,) * n, I), Option((R,) * n, R)]
+        options = [Option((I,) * n, I)]
+        if not self.complete_gradient:
+            options.append(Option((R,) * n, R))
         if self.terms:
             options += [Option(choice, P) for choice in _pending([R] * n, self.terms)]
         return options
@@ -158,6 +163,11 @@ def _pending(ins: list[Type], terms: Iterable[frozenset[int]]) -> list[tuple[Typ
 
 def _flat(dims: Iterable[Dim]) -> set[str]:
     return {f for d in dims for f in d}
+
+
+def whole_rule(operands: int, complete_gradient: bool) -> Rule:
+    """The rule of a call with so many operands that nothing may split."""
+    return Rule((((),),) * operands, (), {}, complete_gradient=complete_gradient)
 
 
 _TOKEN = re.compile(r"\.\.\.|\(|\)|[A-Za-z_]\w*|1")

@@ -4,5 +4,6 @@ Read ``canonicalise`` first: it has the order of the passes, and the reasons for
 that order: ``inline_regions``, ``decompose``, ``split_to_slices``, ``functionalise`` (with
 ``out_of_place`` and ``scatter_view``), ``mixed_precision``, ``simplify``, ``simplify_constants``,
 ``matmul_to_linear``, ``decompose_losses``, ``normal_form``. Last, ``name_nodes`` gives nodes the
-names, and the graph the fingerprint, that plans go by.
+names, and the graph the fingerprint, that plans go by. Beside the passes, ``function_rules`` (with
+``function_types``) makes the rule of a ``torch.autograd.Function``.
 """

@@ -76,7 +76,7 @@ class _Retyping:
     def _retype_call(self, node: fx.Node) -> None:
         tensors, chosen = [n for n, _ in operands(node)], self.plan.nodes[node.name]
         if self._gains(node) or any(map(self._gains, tensors)):
-            rule = self.analysis.rules[node] or Rule((((),),) * len(tensors), (), {})
+            rule = self.analysis.rule_or_whole(node)
             sizes = range(len(self.plan.mesh_sizes))
             axes = [
                 self._option(node, rule, chosen, axis) if self.plan.mesh_sizes[axis] > 1 else None

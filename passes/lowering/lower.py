@@ -19,6 +19,7 @@ from autopar.ir.plan_data import ParameterPlan, PlanData
 from autopar.passes.lowering.admit_gradients import admit_gradients
 from autopar.passes.lowering.await_parameters import await_parameters, gathered_parameters
 from autopar.passes.lowering.bucket_gathers import bucket_gathers
+from autopar.passes.lowering.check_functions import check_functions
 from autopar.passes.lowering.choose_kernels import choose_kernels
 from autopar.passes.lowering.evaluation_mode import (
     EvaluationMode,
@@ -183,6 +184,7 @@ def _lower_graph(
     # Shapes become local last of all that changes operators, as kernels have none written in them.
     localise(graph, rules, plan.mesh_sizes)
     verify_shapes(graph, plan.mesh_sizes, device)
+    check_functions(graph, plan.mesh_sizes)
     # Evaluation is copied here, because only training recomputes and keeps old values of buffers.
     old_values = [None if name in mode.updates else state.get(name) for name in captured.updates]
     evaluate = evaluation_graph(graph, old_values)

@@ -18,6 +18,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map_only
 
 from autopar.capture.export_program import no_garbage_collection
+from autopar.capture.function_operator import FunctionOperator
 from autopar.errors import PlanError
 from autopar.ir.captured import BatchDivision, CapturedModel, GraphInput
 from autopar.ir.layout import P, R, Type, local_shape
@@ -29,6 +30,8 @@ from autopar.ir.nodes import (
     signature,
     substitute,
 )
+from autopar.passes.canonical.function_rules import check_function
+from autopar.passes.canonical.function_types import operand_shapes, result_shapes
 from autopar.passes.microbatch.infer_time_types import infer_time_types
 from autopar.passes.microbatch.time_options import NUMBER
 from autopar.passes.microbatch.time_types import TimeTypes, TypedNode, is_random
@@ -182,6 +185,8 @@ class _Deriver:
         args, kwargs = map_arg((node.args, node.kwargs), lambda _: next(wanted))
         new = self.graph.create_node(node.op, target, args, kwargs, node.name)
         new.meta = self._meta(node, t)
+        if isinstance(target, FunctionOperator) and option.factor is not None:
+            check_function(node, operand_shapes(new), result_shapes(new))
         self._localise(new, node, option.factor)
         if option.kernel == NUMBER:
             new.update_arg(1, new.args[1] / self.count)  # type: ignore[operator]

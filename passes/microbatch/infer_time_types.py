@@ -6,10 +6,15 @@ import itertools
 
 import torch.fx as fx
 
+from autopar.capture.function_operator import FunctionOperator
 from autopar.errors import PlanError
 from autopar.ir.layout import R, S, strided
 from autopar.ir.nodes import describe_node, operands
-from autopar.passes.microbatch.time_types import NotTypedError, TimeTypes
+from autopar.passes.microbatch.time_types import (
+    NotTypedError,
+    TimeTypes,
+    needs_whole_gradient,
+)
 from autopar.rules.analysis import Analysis
 
 _MAX_WHOLE_INPUTS = 2  # inputs of the batch's size that may hold something else than samples
@@ -68,17 +73,24 @@ def _numbers_of_parts(analysis: Analysis) -> list[int]:
 
 
 def _mixing_error(analysis: Analysis, node: fx.Node) -> PlanError:
-    if analysis.rules.get(node) is None:
-        why = (
-            "has no rule, so nothing tells that it keeps samples apart (register_rule gives it one)"
-        )
-    else:
-        why = "mixes samples, so that losses of microbatches do not add up"
     dims = [
         f"dim {d} of {tuple(n.meta['val'].shape)}"
         for n, _ in operands(node)
         if (d := analysis.batch.dim(n)) is not None
     ]
+    if not dims and needs_whole_gradient(analysis, node):
+        why = (
+            "has a backward that is not known to be linear in the gradient, which each microbatch "
+            "would give it in part (register_rule says that it is)"
+        )
+    elif isinstance(node.target, FunctionOperator) and analysis.rules.get(node) is not None:
+        why = "is not known to keep samples apart (register_rule gives it a rule that says so)"
+    elif analysis.rules.get(node) is None:
+        why = (
+            "has no rule, so nothing tells that it keeps samples apart (register_rule gives it one)"
+        )
+    else:
+        why = "mixes samples, so that losses of microbatches do not add up"
     where = f" (the batch is {' and '.join(dict.fromkeys(dims))})" if dims else ""
     return PlanError(
         f"micro_batch_size: {describe_node(node)} {why}{where}; leave micro_batch_size out"

@@ -46,7 +46,9 @@ _MAX_DEPTH = 100  # the longest chain of calls that is computed again for one re
 
 
 class NotTypedError(Exception):
-    """A node has no type along time: its operator mixes samples."""
+    """A node has no type along time: its operator mixes samples, or needs the gradients of all of
+    them together.
+    """
 
     def __init__(self, node: fx.Node) -> None:
         self.node = node
@@ -68,6 +70,13 @@ class Derivation:
     kind: str
     option: Option | None = None
     max_chunks: int = 0
+
+
+def needs_whole_gradient(analysis: Analysis, node: fx.Node) -> bool:
+    """Whether a call that each microbatch repeats may have another gradient from the sum of the
+    microbatches' gradients than from one after the other.
+    """
+    return node in analysis.may_require_grad and analysis.rule_or_whole(node).complete_gradient
 
 
 class TimeTypes:
@@ -113,6 +122,8 @@ class TimeTypes:
     def _infer(self, node: fx.Node) -> None:
         found = [self.inferred[t] for t, _ in operands(node)]
         if all(t is R for t in found):
+            if needs_whole_gradient(self.analysis, node):
+                raise NotTypedError(node)
             self._settle(node, R, Derivation("computed", Option((R,) * len(found), R)))
             if (rule := self.analysis.rules.get(node)) is not None and rule.writes:
                 self.inexact_operators.append(node)  # each microbatch updates a buffer

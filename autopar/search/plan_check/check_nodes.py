@@ -38,14 +38,14 @@ def node_errors(view: PlanView, node: fx.Node) -> Iterator[str]:
 
 def _is_strategy(view: PlanView, node: fx.Node, node_plan: NodePlan) -> bool:
     """Whether a node's plan is one of the node's strategies."""
-    rule, differentiable = view.analysis.rules[node], view.analysis.differentiable
+    rule, differentiable = view.analysis.rule_or_whole(node), view.analysis.differentiable
     if node.target is send:  # a tensor crosses to the next stage in the layout that it has
         return (
             node_plan.ins == (node_plan.out,)
             and node_plan.kernels == view.nothing
             and view.divides(node, node_plan.out)
         )
-    if rule is not None and not all(f is None or f in rule.sizes for f in node_plan.factors):
+    if not all(f is None or f in rule.sizes for f in node_plan.factors):
         return False
 
     def is_chosen(axis: int, option: Option) -> bool:
@@ -61,7 +61,7 @@ def _is_strategy(view: PlanView, node: fx.Node, node_plan: NodePlan) -> bool:
     zigzag = [a for a in range(len(view.sizes)) if any(i[a].is_zigzag for i in layouts)]
     found = [
         strategy
-        for parts in (_parts_of_factors(rule, node_plan) if rule is not None else [{}])
+        for parts in _parts_of_factors(rule, node_plan)
         for strategy in node_strategies(
             rule,
             [n in differentiable for n in reads],

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import torch.fx as fx
 
+from autopar.capture.function_operator import FunctionOperator
 from autopar.cost_model import Cluster
 from autopar.ir.plan_data import NodePlan, PlanData, StagePlan
 from autopar.rules.analysis import Analysis
@@ -168,10 +169,17 @@ def _notes(analysis: Analysis, microbatches: int, axes: tuple[Axis, ...]) -> lis
     """What a user should know about the plan; each note once."""
     notes = list(analysis.captured.notes)
     for node, rule in analysis.rules.items():
-        if rule is None and "getitem" not in str(node.target):
+        if "getitem" in str(node.target):
+            continue
+        if rule is None:
             notes.append(
                 f"{node.target} has no sharding rule and runs whole on every rank (register_rule "
                 "gives it one)"
+            )
+        elif isinstance(node.target, FunctionOperator) and not rule.sizes.keys() - rule.whole:
+            notes.append(
+                f"{node.target} runs whole on every rank, because its operators show nothing that "
+                "may be split (register_rule gives it a rule)"
             )
         if microbatches > 1 and "batch_norm" in str(node.target):
             notes.append(

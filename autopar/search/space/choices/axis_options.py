@@ -17,27 +17,23 @@ _ANY_ORDER = (None, "attention", "batch_norm", "dropout", "layer_norm", "mean", 
 
 
 def axis_options(
-    rule: Rule | None, operands: Sequence[bool], output: bool, parts: Mapping[str, int]
+    rule: Rule, operands: Sequence[bool], output: bool, parts: Mapping[str, int]
 ) -> list[Option]:
     """The options of a node along one axis.
 
     Args:
-        rule: the node's rule; None leaves only the options that split nothing.
         operands, output: whether each operand and the result have gradients.
         parts: factors whose dims may also be cut inside each of this many equal parts.
     """
     options = _typed_options(rule, operands, output)
-    if rule is None:
-        return options
     in_parts = (_options_in_parts(rule, options, f, count) for f, count in parts.items())
     return [*options, *chain.from_iterable(in_parts)]
 
 
-def _typed_options(rule: Rule | None, operands: Sequence[bool], output: bool) -> list[Option]:
+def _typed_options(rule: Rule, operands: Sequence[bool], output: bool) -> list[Option]:
     """The options of the rule. R becomes I for a tensor without a gradient."""
-    unsplit = Rule((((),),) * len(operands), (), {}) if rule is None else rule
     options: dict[tuple, Option] = {}
-    for o in unsplit.options():
+    for o in rule.options():
         ins = tuple(t if grad or t is not R else I for t, grad in zip(o.ins, operands, strict=True))
         out = o.out if output or o.out is not R else I
         options.setdefault((ins, out, o.kernel, o.beside), replace(o, ins=ins, out=out))

@@ -179,7 +179,7 @@ class NodeChoices:
         options = OptionFilter(node, self._operation(node), axes)
         strategies = partial(
             node_strategies,
-            self._analysis.rules.get(node),
+            self._analysis.rule_or_whole(node),
             [n in self._analysis.differentiable for n, _ in operands(node)],
             node in self._analysis.differentiable,
             [a.size for a in axes],
@@ -200,7 +200,7 @@ class NodeChoices:
         source = self._representative[node.all_input_nodes[0]]
         layouts = dict.fromkeys(choice.out for choice in self._call_choices(source, axes))
         found = node_strategies(
-            self._analysis.rules.get(node),
+            self._analysis.rule_or_whole(node),
             [n in self._analysis.differentiable for n in node.all_input_nodes],
             node in self._analysis.differentiable,
             [a.size for a in axes],

@@ -17,7 +17,7 @@ AreCompatible = Callable[[Sequence[Option]], bool]  # may the axes have these op
 
 
 def node_strategies(
-    rule: Rule | None,
+    rule: Rule,
     operands: Sequence[bool],
     output: bool,
     sizes: Sequence[int],
@@ -29,7 +29,6 @@ def node_strategies(
     """Every legal strategy of a node on a mesh.
 
     Args:
-        rule: the node's rule. A node without a rule runs unsplit.
         operands, output: whether each operand and the result have gradients. A tensor without a
             gradient is never R, because nothing tells R from I there.
         sizes: the sizes of the mesh axes.
@@ -46,7 +45,7 @@ def node_strategies(
     ]
     found: dict[tuple, Strategy] = {}
     for chosen in _combinations(rule, per_axis, sizes):
-        if are_compatible(chosen) and (rule is None or _kernels_fit(rule, chosen, sizes)):
+        if are_compatible(chosen) and _kernels_fit(rule, chosen, sizes):
             strategy = Strategy(
                 tuple(tuple(o.ins[k] for o in chosen) for k in range(len(operands))),
                 tuple(o.out for o in chosen),
@@ -58,7 +57,7 @@ def node_strategies(
 
 
 def _combinations(
-    rule: Rule | None, per_axis: Sequence[Sequence[Option]], sizes: Sequence[int]
+    rule: Rule, per_axis: Sequence[Sequence[Option]], sizes: Sequence[int]
 ) -> Iterator[tuple[Option, ...]]:
     """Every combination of one option for each axis that the sizes of the factors allow."""
 
@@ -70,7 +69,7 @@ def _combinations(
         for option in per_axis[axis]:
             if option.factor is None:
                 yield from extend((*chosen, option), ways)
-            elif rule is not None and _can_split(rule, option, ways, sizes[axis]):
+            elif _can_split(rule, option, ways, sizes[axis]):
                 more = {option.factor: ways.get(option.factor, 1) * sizes[axis]}
                 yield from extend((*chosen, option), ways | more)
 
