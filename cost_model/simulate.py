@@ -4,6 +4,7 @@ seconds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -131,8 +132,8 @@ def _by_stage(values: npt.ArrayLike, stages: int) -> Array:
 
 
 def _rank_orders(schedule: str, pipeline: int, chunks: int, microbatches: int) -> RankOrders:
-    is_small = pipeline * chunks * microbatches <= 2_000
-    of_schedule = _small_orders if is_small else _orders
+    passes = pipeline * chunks * microbatches
+    of_schedule = next(kept for most, kept in _ORDERS if passes <= most)
     return of_schedule(registered_order(schedule), schedule, pipeline, chunks, microbatches)
 
 
@@ -143,5 +144,10 @@ def _new_orders(
     return RankOrders(actions(schedule, pipeline, chunks, microbatches))
 
 
-_orders = lru_cache(maxsize=16)(_new_orders)  # of 64 ranks and 2048 microbatches: about 40 MB
-_small_orders = lru_cache(maxsize=256)(_new_orders)  # 1 MB at most
+# The orders of schedules of at most so many passes through a stage, of which each takes about 300
+# bytes: large ones take gigabytes.
+_ORDERS = (
+    (2_000, lru_cache(maxsize=256)(_new_orders)),
+    (100_000, lru_cache(maxsize=8)(_new_orders)),
+    (math.inf, lru_cache(maxsize=1)(_new_orders)),
+)
