@@ -242,12 +242,6 @@ def _val(node: fx.Node) -> torch.Tensor:
     return result_tensors(node)[0]
 
 
-def _zip(
-    nodes: Sequence[fx.Node], dims: Sequence[int | None]
-) -> Iterator[tuple[fx.Node, int | None]]:
-    return zip(nodes, dims, strict=True)
-
-
 def _plain(of_axis: Type) -> Type:
     """A type without the difference of I and R, which is one of gradients."""
     return R if of_axis is I else of_axis
