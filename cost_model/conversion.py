@@ -86,6 +86,11 @@ class ConversionCosts:
         """Bytes of the tables of all tensors so far."""
         return sum(graph.nbytes for graphs in self._graphs.values() for graph in graphs)
 
+    def forget(self) -> None:
+        """Drops the tables of all tensors. They are made again when they are asked for."""
+        for tables in (self._graphs, self._asked, self._paths, self._terms):
+            tables.clear()
+
     def with_pipeline(self, links: AxisLinks) -> ConversionCosts:
         """The same conversions in a pipeline whose stages have these links between them."""
         other = copy.copy(self)

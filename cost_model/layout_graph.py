@@ -59,7 +59,7 @@ class LayoutSteps:
         self.back = own * count + self.numbers[:, own]
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def _steps_of(
     shape: tuple[int, ...],
     per_axis: tuple[tuple[Type, ...], ...],

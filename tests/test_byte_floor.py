@@ -21,7 +21,7 @@ from autopar.frontend.traced_model import TracedModel
 from autopar.plan import Plan
 from autopar.search.inner import step_bounds
 from autopar.search.inner.byte_floor import byte_floor
-from autopar.search.inner.search_cache import LruCache
+from autopar.search.inner.lru_cache import LruCache
 
 WAYS: dict[str, dict[str, Any]] = {
     "one microbatch": dict(parallel=dict(data=4), zero=3),

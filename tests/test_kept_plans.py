@@ -20,7 +20,8 @@ from autopar.frontend.kept_models import KEPT_MODELS
 from autopar.frontend.traced_model import TracedModel
 from autopar.memory.peak_memory import PeakMemory
 from autopar.search.fitting import counted_memory
-from autopar.search.inner import search_cache
+from autopar.search.inner import lru_cache
+from autopar.search.inner.lru_cache import LruCache
 
 pytestmark = pytest.mark.usefixtures("models_are_kept")
 
@@ -170,9 +171,10 @@ def test_the_memory_of_a_program_is_counted_once(monkeypatch: pytest.MonkeyPatch
 
 
 def test_values_of_many_bytes_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search_cache, "MOST_BYTES", 100.0)
-    cache = search_cache.LruCache[int](most=40, nbytes=float)
+    monkeypatch.setattr(lru_cache, "MOST_BYTES", 100.0)
     made: list[int] = []
+    dropped: list[int] = []
+    cache = LruCache[int](most=40, nbytes=float, drop=dropped.append)
     for number in range(20, 50):
         assert cache.of(number, lambda number=number: made.append(number) or number) == number
         assert cache.known(number) == number
@@ -181,6 +183,18 @@ def test_values_of_many_bytes_are_dropped(monkeypatch: pytest.MonkeyPatch) -> No
     assert cache.of(1_000, lambda: 1_000) == 1_000
     assert cache.known(1_000) == 1_000
     assert made == list(range(20, 50))
+    assert sorted([*dropped, *cache._values]) == [*range(20, 50), 1_000]
+
+
+def test_plans_that_are_kept_do_not_keep_the_problems_of_their_search() -> None:
+    model, sample = zoo.gpt2(layers=3)
+    autopar.plan(model, sample, 4, micro_batch_size=1, progress=False)
+    (cache,) = TracedModel(model, sample, None).graphs.caches._values.values()
+    assemblies = list(cache.plan_caches.assemblies._values.values())
+    assert assemblies
+    for assembly in assemblies:
+        assert not assembly.search._prices
+        assert not assembly.search._unit_cost_tables
 
 
 @pytest.mark.slow
@@ -189,7 +203,7 @@ def test_a_search_that_keeps_little_finds_the_same_plan(monkeypatch: pytest.Monk
     options = dict(micro_batch_size=1, progress=False)
     first = autopar.plan(model, sample, 4, **options)
     KEPT_MODELS.clear()
-    monkeypatch.setattr(search_cache, "MOST_BYTES", 0.0)
+    monkeypatch.setattr(lru_cache, "MOST_BYTES", 0.0)
     assert autopar.plan(model, sample, 4, **options) == first
 
 

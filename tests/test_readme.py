@@ -6,6 +6,7 @@ Their Python is run by test_docs.py."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import os
 import re
@@ -109,3 +110,38 @@ def test_names_and_files_exist() -> None:
             assert (ROOT / path).exists(), path
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"\bmake ([a-z][a-z-]*)", README)) <= targets
+
+
+ROWS_OF_BENCHMARKS = {  # the table's row, what prints its figure, and how
+    "vTrain, 320": ("accuracy.py --only vtrain", r"single node, the others +320 +([\d.]+)"),
+    "vTrain, 26": ("accuracy.py --only vtrain", r"multi-node +26 +([\d.]+)"),
+    "Megatron-LM's 22B layer": ("accuracy.py --only layer", r"mean error ([\d.]+) %"),
+    "Megatron-LM's 22B and 530B": ("accuracy.py --only memory", r"mean error ([\d.]+) %"),
+    "Megatron-LM, 1.7": ("accuracy.py --only throughput", r"mean error ([\d.]+) %"),
+    "Megatron-LM with Trans": ("b200.py", r"step time: mean error ([\d.]+) %"),
+    "the same runs | the same | peak": ("b200.py", r"peak memory: mean error ([\d.]+) %"),
+    "NCCL all-reduce": ("accuracy.py --only nccl", r"mean error ([\d.]+) %"),
+}
+IN_README = {"Megatron-LM with Trans": "Megatron-LM, 4 runs of Llama-3-70B"}
+
+
+@functools.cache
+def printed_by(benchmark: str) -> str:
+    name, *arguments = benchmark.split()
+    return run([str(ROOT / "benchmarks" / name), *arguments])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ROWS_OF_BENCHMARKS)
+def test_errors_of_predictions_are_what_the_benchmarks_print(row: str) -> None:
+    benchmark, text = ROWS_OF_BENCHMARKS[row]
+    found = re.search(text, printed_by(benchmark))
+    assert found
+    figure = f"{float(found[1]):.1f} %"
+    page = (ROOT / "docs/accuracy.md").read_text(encoding="utf-8")
+    (line,) = (each for each in page.splitlines() if each.startswith(f"| {row}"))
+    assert f"| {figure} |" in line
+    start = f"| {IN_README.get(row, row)}"
+    for each in README.splitlines():
+        if each.startswith(start):
+            assert f"| {figure} |" in each

@@ -20,7 +20,7 @@ from autopar.errors import BudgetError
 from autopar.frontend import many_plans
 from autopar.frontend import traced_model as tracing
 from autopar.search.fitting import exact_plan
-from autopar.search.inner.search_cache import LruCache
+from autopar.search.inner.lru_cache import LruCache
 
 BATCH = 16
 TENSOR = dict(size=2, mode="1d")

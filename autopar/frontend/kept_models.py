@@ -18,7 +18,8 @@ from autopar.ir.captured import CapturedModel
 from autopar.plan import Plan
 from autopar.rules.analysis import Analysis
 from autopar.runtime.parameters.model_state import with_meta_state
-from autopar.search.inner.search_cache import LruCache, SearchCache
+from autopar.search.inner.lru_cache import LruCache
+from autopar.search.inner.search_cache import MOST_PLAN_BYTES, SearchCache
 from autopar.search.result.priced_plan import PricedPlan
 
 MOST_MODELS = 4  # a model's graphs and prices take some ten megabytes; with 0, none is kept
@@ -53,7 +54,9 @@ class ModelGraphs:
         self.caches = LruCache[SearchCache](MOST_CACHES)
         self.latest_cache: dict[bool, SearchCache] = {}
         self.plans = KeptPlans()
-        self.written = LruCache[tuple[PricedPlan, Plan]](MOST_WRITTEN)
+        self.written = LruCache[tuple[PricedPlan, Plan]](
+            MOST_WRITTEN, lambda pair: pair[0].nbytes, MOST_PLAN_BYTES
+        )
         self.lock = RLock()
 
 

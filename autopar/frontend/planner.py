@@ -130,7 +130,9 @@ class Planner:
         self.timings, self.is_final = searches.timings, not searches.has_compared_enough()
         if self.file is not None and self.is_final:
             self.file.write(plan)
-        return KnownPlan(plan, self._program(searches, found))
+        known = KnownPlan(plan, self._program(searches, found))
+        searches.forget()
+        return known
 
     def _program(self, searches: InnerSearches, found: PricedPlan) -> Callable[[str], None]:
         """What writes the program of a plan's configuration, without all else that was searched."""

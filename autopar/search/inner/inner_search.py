@@ -279,6 +279,11 @@ class InnerSearch:
             centres.append([lift_choice(v.choices[k], axis_of) for v, k in chosen])
         return improve_from_centres(problem, centres, solve)
 
+    def forget(self) -> None:
+        """Drops the problems and solutions that only this search has: plans keep it alive."""
+        for of_search in (self._prices, self._unit_cost_tables, self.unit_seconds):
+            of_search.clear()
+
     def add_time(self, phase: str, start: float) -> float:
         """Adds the seconds since ``start`` to the timings of ``phase``; returns the time now."""
         now = time.perf_counter()

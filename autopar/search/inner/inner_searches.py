@@ -66,6 +66,7 @@ class InnerSearches:
         start = time.perf_counter() if started is None else started
         self._started, self._deadline = start, start + options.search_seconds
         self._searches: dict[bool, InnerSearch] = {}
+        self._others: list[InnerSearches] = []  # with full recomputation
         self._failed: dict[int, PlanError] = {}
 
     def of(self, microbatches: int) -> InnerSearch:
@@ -148,10 +149,17 @@ class InnerSearches:
         """The searches for plans that recompute every block."""
         options = replace(self.options, recompute="full")
         other = InnerSearches(self.search_cache_of, self.samples, options, self.progress)
+        self._others.append(other)
         other.timings, other.unsolved = self.timings, self.unsolved
         other.exact_work = self.exact_work
         other._started, other._deadline = self._started, self._deadline
         return other
+
+    def forget(self) -> None:
+        """:meth:`InnerSearch.forget` of all searches, after the last plan was written."""
+        every: list[InnerSearch | InnerSearches] = [*self._searches.values(), *self._others]
+        for each in every:
+            each.forget()
 
     def microbatch_samples(self, configuration: Configuration) -> int:
         """The samples of one microbatch.
@@ -231,9 +239,7 @@ class InnerSearches:
         return self._any(configuration).budget(configuration)
 
     def _any(self, configuration: Configuration) -> InnerSearch:
-        """A search that exists, for values that all of them have; otherwise that of
-        ``configuration``.
-        """
+        """A search that exists, for values that all have; otherwise that of a configuration."""
         return next(iter(self._searches.values()), None) or self.of(configuration.microbatches)
 
     def least_bytes(self, configuration: Configuration) -> float:

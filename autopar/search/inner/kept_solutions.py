@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from autopar.search.ilp.solution import Solution
-from autopar.search.inner.search_cache import LruCache
+from autopar.search.inner.lru_cache import LruCache
 from autopar.search.inner.solver_work import operations_until
 
 _LEAST_SOLVE_SECONDS = 2.0  # that a solve near the end of the time limit has at least

@@ -8,11 +8,10 @@ cluster and its key alone.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import torch.fx as fx
@@ -35,79 +34,23 @@ from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.problem_graph import ProblemGraph
 from autopar.search.ilp.problem_parts import ProblemParts
 from autopar.search.ilp.solution import Solution
+from autopar.search.inner.lru_cache import MOST_VALUES, LruCache
 from autopar.search.pipeline.units import Units, split_into_units
 from autopar.search.pricing.kernel_seconds import KernelTimer
 from autopar.search.space.configuration import Configuration
 from autopar.search.space.repeated_blocks import block_representatives
 
-MOST_VALUES = 32  # of each kind: a value of a large graph may take megabytes
 MOST_SOLUTIONS = 1024
 MOST_PLANS, MOST_ASSEMBLIES = 16, 4  # with their problems
-MOST_BYTES = 2.0**28  # of problems, of their parts, of conversions, cut graphs and programs, each
 MOST_CUT_CONFIGURATIONS = 2  # each with its cut graphs: exact searches of one follow each other
 MOST_PLAN_BYTES = 2.0**26  # of assembled candidates, and of priced plans
+CHOICE_BYTES = 400  # about, of a strategy of a node
 NODE_BYTES = 2000  # about, of a node of a cut graph with its analysis
 DECISION_BYTES = 100  # about, of what a program decides of a node
 
-Value = TypeVar("Value")
 _NUMBERS = count()
 # [FLOPs or bytes, kernel] by operator, kind and dtype of the kernels.
 WorkByKind = dict[tuple[str, str, str], np.ndarray]
-
-
-class LruCache(Generic[Value]):
-    """The values used last, by key.
-
-    Args:
-        most: the number of values.
-        nbytes: about the bytes that a value takes. Whenever a quarter of the values is new, the
-            oldest are dropped until the others take at most ``most_bytes`` together.
-        most_bytes: None: MOST_BYTES.
-        grows: whether a value may take more bytes later than at first.
-    """
-
-    def __init__(
-        self,
-        most: int = MOST_VALUES,
-        nbytes: Callable[[Value], float] | None = None,
-        most_bytes: float | None = None,
-        grows: bool = True,
-    ) -> None:
-        self._most, self._nbytes, self._new = most, nbytes, 0
-        self._most_bytes, self._grows = most_bytes, grows
-        self._sizes: dict[Hashable, float] = {}
-        self._values: OrderedDict[Hashable, Value] = OrderedDict()
-
-    def of(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        """The value of ``key``; ``make`` makes a value that is absent."""
-        if key not in self._values:
-            self._values[key] = make()
-            self._new += 1
-            if self._nbytes is not None and 4 * self._new > len(self._values):
-                self._drop_above(self._most_bytes or MOST_BYTES, self._nbytes)
-        self._values.move_to_end(key)
-        if len(self._values) > self._most:
-            self._values.popitem(last=False)
-        return self._values[key]
-
-    def _drop_above(self, most: float, nbytes: Callable[[Value], float]) -> None:
-        """Drops the values used first, until the others take at most ``most`` bytes together."""
-        self._new = 0
-        known = {} if self._grows else self._sizes
-        sizes = self._sizes = {
-            key: known[key] if key in known else nbytes(value)
-            for key, value in self._values.items()
-        }
-        total = sum(sizes.values())
-        for key in list(self._values)[:-1]:  # the last is the new one
-            if total <= most:
-                break
-            total -= sizes[key]
-            del self._values[key]
-
-    def known(self, key: Hashable) -> Value | None:
-        """The value of ``key``, if it is among them."""
-        return self.of(key, lambda: self._values[key]) if key in self._values else None
 
 
 @dataclass(frozen=True)
@@ -172,7 +115,7 @@ class SearchCache:
             self.staged_graphs, self._saved = like.staged_graphs, like._saved
             self.counted_programs = like.counted_programs
         # Choices and the form of problems depend on the graph and the options alone.
-        self.choices: LruCache[Any] = like.choices if like else LruCache(3 * MOST_VALUES)
+        self.choices: LruCache[Any] = like.choices if like else _cache_of_choices()
         self._graph: LruCache[ProblemGraph] = like._graph if like else LruCache(1)
         self._parts = LruCache[Any](  # vertices, their costs, tensors
             3 * MOST_VALUES * len(self.nodes), lambda part: array_bytes(part[0]), grows=False
@@ -183,7 +126,9 @@ class SearchCache:
         self.solutions = LruCache[Solution](MOST_SOLUTIONS)
         self.floors = LruCache[Any](MOST_SOLUTIONS)
         self._units: LruCache[Units] = like._units if like else LruCache()
-        self._conversions = LruCache[ConversionCosts](nbytes=lambda costs: costs.nbytes)
+        self._conversions = LruCache[ConversionCosts](
+            nbytes=lambda costs: costs.nbytes, drop=ConversionCosts.forget
+        )
         self._links = LruCache[MeshLinks](MOST_SOLUTIONS)
         self.number = next(_NUMBERS)  # in the keys of plan_caches
         self.plan_caches: PlanCaches = like.plan_caches if like else PlanCaches()
@@ -287,6 +232,13 @@ def _bytes_of_graph(staged: StagedGraph) -> float:
 def _bytes_of_programs(counted: list[Any]) -> float:
     """About the bytes of some programs of one cut graph."""
     return sum((NODE_BYTES / len(counted) + DECISION_BYTES) * c.nodes for c in counted)
+
+
+def _cache_of_choices() -> LruCache[Any]:
+    def nbytes(choices: Mapping[fx.Node, Sequence[Any]]) -> float:
+        return CHOICE_BYTES * sum(map(len, choices.values()))
+
+    return LruCache(3 * MOST_VALUES, nbytes, grows=False)
 
 
 def array_bytes(part: object) -> int:

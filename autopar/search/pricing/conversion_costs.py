@@ -76,6 +76,11 @@ class NodeConversionCosts:
         return other
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the tables so far."""
+        return sum(table.nbytes for table in self._known.values())
+
+    @property
     def axes(self) -> list[AxisLinks]:
         """The links of each mesh axis."""
         return self._conversions.axes

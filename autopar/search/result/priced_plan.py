@@ -97,9 +97,9 @@ class PricedPlan:
 
     @property
     def nbytes(self) -> float:
-        """About the bytes of memory of its problem and graph."""
-        problem = self.problem
-        return _PART_BYTES * (len(problem.vertices) + len(problem.tensors) + len(self.stage_of))
+        """About the bytes of memory of its problem, graph and costs."""
+        parts = len(self.problem.vertices) + len(self.problem.tensors) + len(self.stage_of)
+        return _PART_BYTES * parts + self.costs.conversions.nbytes
 
     @property
     def axes(self) -> tuple[Axis, ...]:
