@@ -186,6 +186,36 @@ class Affine(torch.autograd.Function):
         return grad @ weight, rows.t() @ x.flatten(0, -2), rows.sum(0)
 
 
+class Product(torch.autograd.Function):
+    """A product, with the decorators of torch.amp."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight.t(), x.t() @ grad
+
+
+class InPlace(torch.autograd.Function):
+    """A ReLU that writes to tensors of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x.clone().clamp_(min=0)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad.clone().mul_(ctx.saved_tensors[0] > 0)
+
+
 class Squares(torch.autograd.Function):
     """A sum over all elements."""
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.autograd.function import FunctionCtx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
@@ -114,6 +115,15 @@ def trace_function(
         ]
         traced = make_fx(joint, tracing_mode="fake", pre_dispatch=True)(*tensors)
     return FunctionGraph(traced.graph, len(like), differentiable)
+
+
+def is_switch(node: fx.Node) -> bool:
+    """Whether a call only switches gradients, or switches autocast off, as ``torch.amp.custom_bwd``
+    does.
+    """
+    if node.target is _enter_autocast:
+        return not node.args[2]
+    return node.target in (torch._C._set_grad_enabled, _exit_autocast)
 
 
 def _forward(function: Any, context: _Context, args: Sequence[Any]) -> tuple[Any, ...]:

@@ -16,11 +16,12 @@ import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 
-from autopar.capture.function_graph import FunctionGraph, trace_function
+from autopar.capture.function_graph import FunctionGraph, is_switch, trace_function
 from autopar.ir.layout import I, P, R, S, Type
 from autopar.ir.links import Links
 from autopar.ir.nodes import arguments, operands, result_tensors
 from autopar.passes.canonical.decompose import decompose
+from autopar.passes.canonical.functionalise import functionalise
 from autopar.passes.canonical.normal_form import write_normal_form
 from autopar.passes.canonical.simplify import REWRITTEN, simplify
 from autopar.passes.canonical.split_to_slices import SPLITS, split_to_slices
@@ -159,7 +160,7 @@ class FunctionTypes:
                 if made is None:
                     return None
                 types[node] = made
-            elif node.op != "output" and node.target is not torch._C._set_grad_enabled:
+            elif node.op != "output" and not is_switch(node):
                 return None
         return types
 
@@ -233,6 +234,7 @@ def _canonical(call: fx.Node, shapes: Shapes, results: Shapes) -> FunctionGraph:
         node.meta = {**call.meta, **node.meta}
     decompose(found.graph, REWRITTEN | SPLITS)
     split_to_slices(found.graph)
+    functionalise(found.graph, set(), {})
     simplify(found.graph, set())
     write_normal_form(found.graph)
     return found
