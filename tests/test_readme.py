@@ -36,7 +36,7 @@ def run(code: list[str], **environment: str) -> str:
         [sys.executable, *code],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
     )
