@@ -248,7 +248,7 @@ def early_messages(
     return _early_messages(function, schedule, pipeline, chunks, microbatches)
 
 
-@lru_cache(maxsize=1)  # of a large pipeline it takes gigabytes
+@lru_cache(maxsize=1)  # of a large pipeline it may take gigabytes
 def _early_messages(
     function: OrderFunction | None, schedule: str, pipeline: int, chunks: int, microbatches: int
 ) -> list[list[list[Action]]]:

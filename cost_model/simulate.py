@@ -145,7 +145,7 @@ def _new_orders(
 
 
 # The orders of schedules of at most so many passes through a stage, of which each takes about 300
-# bytes: large ones take gigabytes.
+# bytes: large ones may take gigabytes.
 _ORDERS = (
     (2_000, lru_cache(maxsize=256)(_new_orders)),
     (100_000, lru_cache(maxsize=8)(_new_orders)),

@@ -177,6 +177,23 @@ def compare(model: nn.Module, sample: Mapping[str, Any], compiled: nn.Module) ->
     return differences(step(compiled, sample), expected)
 
 
+def worst_of_plans(
+    model: nn.Module, sample: Mapping[str, Any], world_size: int, plans: Mapping[str, Any]
+) -> dict[str, float]:
+    """The largest error of a step under each plan; runs on each rank. A rank of a pipeline is
+    compared in what it holds.
+    """
+    expected, found = step(copy.deepcopy(model), sample), {}
+    for label, options in plans.items():
+        compiled = autopar.compile(
+            copy.deepcopy(model), sample, world_size, progress=False, **options
+        )
+        done = step(compiled, sample)
+        is_pipeline = "pipeline" in options.get("parallel", {})
+        found[label] = worst(differences(done, own(expected, done) if is_pipeline else expected))[0]
+    return found
+
+
 def worst(errors: dict[str, float]) -> tuple[float, str]:
     """The largest error, and of what."""
     return max((e, name) for name, e in errors.items())

@@ -134,14 +134,10 @@ def everywhere() -> dict[str, float]:
     found = {}
     for name in BETWEEN:
         model, sample = made(name)
-        expected = equivalence.step(copy.deepcopy(model), sample)
-        for label, options in PLANS.items():
-            if "micro_batch_size" in options and name in MIXING:
-                continue
-            compiled = autopar.compile(copy.deepcopy(model), sample, 2, progress=False, **options)
-            done = equivalence.step(compiled, sample)
-            here = equivalence.own(expected, done) if label == "pipeline" else expected
-            found[f"{name}, {label}"] = equivalence.worst(equivalence.differences(done, here))[0]
+        mixes = name in MIXING
+        plans = {k: o for k, o in PLANS.items() if not (mixes and "micro_batch_size" in o)}
+        errors = equivalence.worst_of_plans(model, sample, 2, plans)
+        found.update({f"{name}, {label}": error for label, error in errors.items()})
     return found
 
 

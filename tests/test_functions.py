@@ -75,7 +75,6 @@ def everywhere() -> dict[str, float]:
     found = {}
     for name in BETWEEN:
         model, sample = made(name)
-        expected = equivalence.step(copy.deepcopy(model), sample)
         plans: dict[str, dict[str, Any]] = {
             "data": dict(parallel=dict(data=2)),
             "tensor": dict(parallel=dict(tensor=dict(size=2, mode="1d")), recompute="full"),
@@ -86,11 +85,8 @@ def everywhere() -> dict[str, float]:
                 schedule="gpipe",
                 micro_batch_size=8,
             )
-        for label, options in plans.items():
-            compiled = autopar.compile(copy.deepcopy(model), sample, 2, progress=False, **options)
-            done = equivalence.step(compiled, sample)
-            here = equivalence.own(expected, done) if label == "pipeline" else expected
-            found[f"{name}, {label}"] = equivalence.worst(equivalence.differences(done, here))[0]
+        errors = equivalence.worst_of_plans(model, sample, 2, plans)
+        found.update({f"{name}, {label}": error for label, error in errors.items()})
     return found
 
 

@@ -4,15 +4,21 @@ backward, which are traced on tensors without data.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
 
 import torch.fx as fx
 from torch.fx.node import map_arg
 
 from autopar.errors import PlanError
 from autopar.ir.nodes import describe_node, result_tensors
-from autopar.passes.canonical.function_types import Cut, FunctionTypes, Shapes
+from autopar.passes.canonical.function_types import (
+    Cut,
+    FunctionTypes,
+    Shapes,
+    operand_shapes,
+    result_shapes,
+)
 from autopar.rules.registry import (
     ANY_FUNCTION,
     OperatorCall,
@@ -23,24 +29,38 @@ from autopar.rules.registry import (
 )
 from autopar.rules.rule import Dim, Rule
 
+T = TypeVar("T")
+
 _MAX_KEPT = 512
-_kept: dict[Any, Rule | None] = {}
+_kept: dict[Hashable, Any] = {}  # rules, and whether chunks are computed alike, by call
 _kept_of: dict[str, RuleMaker] = {}  # the makers of all rules, when these were made
 
 
-@register_rule(ANY_FUNCTION)
-def function(call: OperatorCall) -> Rule | None:
-    """None where the Function cannot be traced without data."""
-    operator, given = call.node.target, map_arg(call.node.args, lambda n: str(n.meta["val"].dtype))
-    shapes = (tuple(t.shape) for t in result_tensors(call.node))
-    key = operator, repr(given), *map(tuple, call.shapes), *shapes
+def _once(key: Hashable, make: Callable[[], T]) -> T:
+    """What ``make`` returns, kept for equal calls while the makers of rules stay the same."""
     if (makers := registered_makers()) != _kept_of or len(_kept) == _MAX_KEPT:
         _kept.clear()
         _kept_of.clear()
         _kept_of.update(makers)
     if key not in _kept:
-        _kept[key] = _made(call)
-    return _kept[key]
+        _kept[key] = make()
+    return _kept[key]  # type: ignore[no-any-return]
+
+
+def _key(call: fx.Node) -> Hashable:
+    """What the operators of a call depend on."""
+    given = map_arg(call.args, lambda n: str(n.meta["val"].dtype))
+    return call.target, repr(given), _tuples(operand_shapes(call)), _tuples(result_shapes(call))
+
+
+def _tuples(shapes: Shapes) -> tuple[tuple[int, ...], ...]:
+    return tuple(map(tuple, shapes))
+
+
+@register_rule(ANY_FUNCTION)
+def function(call: OperatorCall) -> Rule | None:
+    """None where the Function cannot be traced without data."""
+    return _once(("rule", _key(call.node)), lambda: _made(call))
 
 
 def _made(call: OperatorCall) -> Rule | None:
@@ -65,7 +85,8 @@ def check_function(call: fx.Node, shapes: Shapes, results: Shapes) -> None:
     """
     if operator_name(call.target) in registered_makers():
         return
-    if not FunctionTypes(call).has_same_calls(shapes, results):
+    key = "chunks", _key(call), _tuples(shapes), _tuples(results)
+    if not _once(key, lambda: FunctionTypes(call).has_same_calls(shapes, results)):
         raise PlanError(
             f"{describe_node(call)} calls other operators on chunks of the shapes "
             f"{[tuple(s) for s in shapes]} than on whole tensors, so that the rule that was made "

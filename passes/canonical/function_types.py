@@ -30,7 +30,7 @@ from autopar.rules.rule import Option
 
 Place = tuple[fx.Node, int]  # a dim of a node's result
 Shapes = Sequence[Sequence[int]]
-# Of a gradient, by that of its tensor; R stands for what is the same on all ranks.
+# The type of a gradient where it is not that of its tensor. R is all that is the same on all ranks.
 _DUAL = {R: P, P: R}
 
 
