@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopar.cost_model.memory import optimizer_temporaries
-from autopar.ir.state_buckets import NEIGHBOURS_ON_GPU, state_buckets
+from autopar.ir.state_buckets import NEIGHBOURS_ON_GPU, state_buckets, update_buckets
 from autopar.memory.gradient_memory import LocalParameter
 from autopar.memory.live_memory import Change
 from autopar.memory.local_parameters import LocalParameters
@@ -23,7 +23,8 @@ def optimizer_step(
     Args:
         parameters: those with a gradient.
         local: the parameters of the program.
-        together: whether a step updates all parameters together.
+        together: whether a step updates parameters together: on a GPU all, on a CPU those of a
+            bucket.
     """
     sizes = {p.name: p.stored_bytes for p in parameters}
     names = local.in_order_of_model(sizes)
@@ -31,12 +32,17 @@ def optimizer_step(
     buckets += state_buckets(filter(local.is_offloaded, names), sizes.__getitem__)
     state = [sum(local.memory(name).optimizer for name in b) for b in buckets]
     state[0] = 0
-    neighbours = NEIGHBOURS_ON_GPU if settings.device_type == "cuda" else 0
+    is_on_gpu = settings.device_type == "cuda"
+    neighbours = NEIGHBOURS_ON_GPU if is_on_gpu else 0
     most = 0
     for i, bucket in enumerate(buckets):
         on_device = sum(state[max(i - neighbours, 0) : i + neighbours + 1])
         stored = [sizes[name] for name in bucket]
-        temporary = optimizer_temporaries(stored, settings.optimizer, together)
+        updated = [stored] if is_on_gpu else update_buckets(stored, lambda nbytes: nbytes)
+        temporary = max(
+            (optimizer_temporaries(each, settings.optimizer, together) for each in updated),
+            default=0,
+        )
         most = max(most, on_device + temporary)
     memory = ActionMemory.temporary("optimizer", most)
     if len(buckets) == 1 and most == sum(sizes.values()):  # a tensor for each parameter

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from autopar.cost_model import optimizer_traffic
 from autopar.cost_model.compute import ARITHMETIC
+from autopar.ir.state_buckets import update_buckets
 from autopar.kernel_trace.kernel_launches import KernelLaunch
 from autopar.profile.collective_probes import COLLECTIVES, probe_collective
 from autopar.profile.fit_cluster import (
@@ -181,7 +182,8 @@ class Measurements:
     def _optimizer(self, elements: int) -> Timing:
         """The timing of one parameter in a step of torch's AdamW.
 
-        With several ranks the step uses ``foreach``, as it does for DTensors.
+        With several ranks the step uses ``foreach``, as it does for DTensors: on a CPU for one
+        bucket of parameters after the other.
         """
         number = PARAMETERS[self._device.type]
         parameters = [
@@ -189,8 +191,11 @@ class Measurements:
         ]
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
+        groups = [dict(params=parameters)]
+        if self._device.type == "cpu":
+            groups = [dict(params=each) for each in update_buckets(parameters, lambda p: p.nbytes)]
         foreach = True if self._ranks.size > 1 else None
-        found = self._time_call(torch.optim.AdamW(parameters, foreach=foreach).step)
+        found = self._time_call(torch.optim.AdamW(groups, foreach=foreach).step)
         return Timing(found.seconds / number, found.spread)
 
     def _kernel(self, launch: KernelLaunch) -> Timing:

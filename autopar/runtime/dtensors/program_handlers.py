@@ -26,6 +26,11 @@ def add_program_mesh(mesh: Mesh) -> None:
         _MESHES[id(each)] = each
 
 
+def is_of_program(tensor: DTensor) -> bool:
+    """Whether a DTensor is of a program's mesh."""
+    return id(tensor.device_mesh) in _MESHES
+
+
 def install_handler(operators: Iterable[Any], handler: Handler) -> None:
     """From now on ``handler`` does the work of ``operators`` on DTensors of programs."""
     for operator in operators:
@@ -41,7 +46,7 @@ class _Dispatch:
 
     def __call__(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor = next((a for a in args if isinstance(a, DTensor)), None)
-        if tensor is not None and id(tensor.device_mesh) in _MESHES:
+        if tensor is not None and is_of_program(tensor):
             return self._handler(tensor, operator, args, kwargs)
         del DTENSOR_HANDLERS[operator]  # torch's own work
         try:

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint import state_dict as checkpoint_functions
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
 
 from autopar.runtime.communication import functional
 
@@ -20,6 +21,13 @@ _dispatcher: Any = DTensor._op_dispatcher
 
 RANDOM_OPERATORS: frozenset[Any] = frozenset(_dispatcher._random_ops)
 DTENSOR_HANDLERS: dict[Any, Callable[..., Any]] = _dispatcher._custom_op_handlers
+# Lists of tensors, one after the other of the same parameters; and of each device and dtype those
+# lists with the places of the tensors in the whole lists.
+TensorLists = list[list[Any]]
+GroupedTensors = dict[tuple[torch.device, Any], tuple[TensorLists, list[int]]]
+torch_group_tensors: Callable[[TensorLists, bool], GroupedTensors] = (
+    Optimizer._group_tensors_by_device_and_dtype  # type: ignore[assignment]
+)
 torch_total_norm = clip_grad._get_total_norm
 torch_verify_options = checkpoint_functions._verify_options
 
@@ -107,7 +115,14 @@ def wait(started: torch.Tensor) -> torch.Tensor:
     return functional.wait_tensor(started)
 
 
-# Functions of torch that are replaced while a pipelined program lives
+# Functions of torch that are replaced
+
+
+def set_group_tensors(function: Callable[[TensorLists, bool], GroupedTensors]) -> None:
+    """What the optimizers call with parameters, gradients and state, to update those of each device
+    and dtype together.
+    """
+    Optimizer._group_tensors_by_device_and_dtype = staticmethod(function)  # type: ignore[method-assign,assignment]
 
 
 def set_total_norm(function: Callable[..., torch.Tensor]) -> None:
