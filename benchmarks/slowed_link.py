@@ -40,6 +40,7 @@ from turns import take_turns, timed
 
 import autopar
 from autopar.cost_model import Cluster, Level
+from autopar.ir.plan_data import BACKENDS
 
 RANKS = 2
 PLANS: dict[str, dict[str, Any]] = {
@@ -143,7 +144,7 @@ def _plans(
             RANKS,
             cluster=replace(cluster, links=(link,), software=software),
             recompute="none",
-            backend="eager",
+            backend=options.backend,
             progress=False,
             **PLANS[name],
         )
@@ -177,6 +178,7 @@ def case(
                 found["exposed"].append(exposed_in_order(slowed.events))
         return statistics.mean(taken)
 
+    step()  # which inductor compiles
     with slowed:
         times = take_turns(
             {"fast": partial(run, False), "slow": partial(run, True)}, options.repeats, name
@@ -234,6 +236,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--latency", type=float, default=5e-4, help="of a message, in seconds")
     parser.add_argument("--bandwidth", type=float, default=1.5e8, help="in bytes a second")
+    parser.add_argument("--backend", choices=BACKENDS, default="eager")
     parser.add_argument("--plans", nargs="+", choices=PLANS, default=[*PLANS])
     parser.add_argument("--steps", type=int, default=3, help="steps in one turn")
     parser.add_argument("--repeats", type=int, default=15, help="turns with and without delays")
@@ -250,8 +253,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         rows = launch(RANKS, folder, script=__file__)
     print(
-        f"\n{options.model}, {options.layers} layers, hidden {options.hidden}, batch "
-        f"{options.batch} x {options.sequence}, float32; a link of {options.latency:g} s and "
+        f"\n{options.model}, {options.backend}, {options.layers} layers, hidden {options.hidden}, "
+        f"batch {options.batch} x {options.sequence}, float32; a link of {options.latency:g} s and "
         f"{options.bandwidth:g} B/s; forward and backward, {options.repeats} turns of "
         f"{options.steps} steps\n\n{table(rows)}"
     )

@@ -11,7 +11,6 @@ import os
 import warnings
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import equivalence
 import pytest
@@ -20,10 +19,8 @@ import torch
 import torch.distributed as dist
 import zoo
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
-from autopar.runtime.parameters.gradients import GradientSync
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 RATE = 0.2
@@ -187,44 +184,6 @@ def random_program(folder: Path, seed: int) -> None:
     (job,) = random_plans.planned([seed], 2, 0, 1, "inductor")
     outcome = job.outcome or random_plans.checked(job, 2)
     assert outcome.kind == "right", outcome.detail
-
-
-def test_equal_blocks_are_compiled_once_and_their_gradients_leave(
-    tmp_path: Path, ranks: Any
-) -> None:
-    ranks(2).run(by_blocks, tmp_path, timeout=600)
-
-
-class Order(TorchDispatchMode):
-    """Counts the matrix products before and after the first all-reduce of gradients begins."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before = self.after = 0
-        self._has_begun = False
-
-    def __torch_dispatch__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = f.__name__.partition(".")[0]
-        self._has_begun |= name == "all_reduce_"
-        if name in ("mm", "addmm"):
-            self.before += not self._has_begun
-            self.after += self._has_begun
-        return f(*args, **(kwargs or {}))
-
-
-def by_blocks(folder: Path) -> None:
-    layers = 4
-    made = zoo.gpt2(layers=layers, dropout=RATE)
-    small_buckets = (GradientSync.__init__.__kwdefaults__ or {}) | {"bucket_bytes": 1 << 14}
-    with mock.patch.object(GradientSync.__init__, "__kwdefaults__", small_buckets):
-        _, (eager, compiled) = both(made, 2, folder, parallel=dict(data=2), zero=0)
-    assert worst(train(compiled, made[1]), train(eager, made[1])) < (1e-5, "")
-    assert compilations(compiled) == 3
-    loss = equivalence.loss_of(compiled(**made[1]))
-    with Order() as order:
-        loss.backward()
-    # The sums of the last block's gradients begin before the products of the others.
-    assert order.after >= 0.7 * (order.before + order.after) > 4 * layers
 
 
 class Heads(nn.Module):

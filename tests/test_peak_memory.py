@@ -265,7 +265,7 @@ def test_of_a_compiled_program(ranks: Pools, tmp_path: Path, name: str, way: str
     ("name", "way"),
     [("gpt2", "full"), ("gpt2", "tensor")],
 )
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_of_a_compiled_program_that_counts_as_an_eager_one(
     ranks: Pools, tmp_path: Path, name: str, way: str
 ) -> None:

@@ -6,5 +6,8 @@ In reading order:
 - ``compiler_graph``: a program as the compiler takes it, with what the backward recomputes;
 - ``random_masks``: dropout in a compiled program;
 - ``cuda_graphs``: a compiled program of one GPU, recorded and replayed;
-- ``inductor``: the private names of torch's compiler.
+- ``inductor``: the private names of torch's compiler;
+- ``overlap``, ``early_products``: where it computes products: beside collectives, and where their
+  operands are there;
+- ``inductor_fixes``: its faults.
 """

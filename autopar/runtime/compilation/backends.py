@@ -183,7 +183,9 @@ class InductorBackend:
                 bar.update()
 
             examples = [*_examples(arguments), *self._moment(graph.first_draw)]
-            call = _compile_or_explain(lambda: compile_graph(graph.module, examples, begin))
+            call = _compile_or_explain(
+                lambda: compile_graph(graph.module, examples, begin, self._mesh.size > 1)
+            )
         self._made[key] = made = CompiledProgram(call, graph.first_draw, "\n".join(called))
         return made
 

@@ -8,7 +8,7 @@ blocks before are still computed, as in an eager program. Parameters that are ga
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import fx, nn
@@ -54,6 +54,7 @@ def cut_into_parts(
     for part in parts.values():
         _leave_conversions(part)
     parts = {number: part for number, part in parts.items() if part}
+    _take_conversions(calls, parts)
     if len(parts) < 2:
         return None
     return _Cutter(program, roots, run).join([parts[number] for number in sorted(parts)])
@@ -67,6 +68,21 @@ def _leave_conversions(part: dict[fx.Node, None]) -> None:
         is_marked = isinstance(node.target, MarkedOperator)
         if is_free_conversion(node) and not is_marked and part.keys().isdisjoint(node.users):
             del part[node]
+
+
+def _take_conversions(calls: Sequence[fx.Node], parts: Mapping[int, dict[fx.Node, None]]) -> None:
+    """Adds each conversion between parts that one part alone reads to the front of that part: its
+    backward communicates beside the end of the part's backward.
+    """
+    of_call = {node: number for number, part in parts.items() for node in part}
+    for node in reversed([n for n in calls if n not in of_call]):
+        readers = {of_call.get(user) for user in node.users}
+        if len(readers) == 1 and (number := readers.pop()) is not None:
+            of_call[node] = number
+            part = parts[number]
+            later = [*part]
+            part.clear()
+            part.update(dict.fromkeys([node, *later]))
 
 
 def _gathers(graph: fx.Graph) -> set[fx.Node]:

@@ -5,19 +5,25 @@ takes the graph through AOTAutograd, and the settings of both.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import fx
 
 from autopar.ir.nodes import result_tensors
+from autopar.runtime.compilation.early_products import early_products
 from autopar.runtime.compilation.inductor_fixes import right_code_for_cpus
+from autopar.runtime.compilation.overlap import products_beside_collectives
 
 Compiled = Callable[..., Sequence[torch.Tensor]]
 
 
 def compile_graph(
-    graph: fx.GraphModule, examples: Sequence[torch.Tensor], on_part: Callable[[fx.Graph], None]
+    graph: fx.GraphModule,
+    examples: Sequence[torch.Tensor],
+    on_part: Callable[[fx.Graph], None],
+    communicates: bool,
 ) -> Compiled:
     """Compiles the forward of ``graph`` and, where ``examples`` ask for gradients, its backward.
 
@@ -26,6 +32,7 @@ def compile_graph(
         examples: tensors like those of each call: in shapes, strides, dtypes and gradients.
         on_part: is called with the graph of ATen operators of the forward, and of the backward,
             before each is compiled.
+        communicates: whether there may be collectives in the graph.
     """
     # Here and not above: planning must not import the compiler, which takes a second.
     from torch._functorch import config
@@ -45,7 +52,8 @@ def compile_graph(
         # The backward is compiled together with the forward, where all ranks are.
         "force_non_lazy_backward_lowering": True,
     }
-    with config.patch(settings), right_code_for_cpus():
+    order = products_beside_collectives() if communicates else nullcontext()
+    with config.patch(settings), right_code_for_cpus(), early_products(), order:
         compiled: Any = compile_fx(graph, examples, inner_compile=compile_part)
         return compiled  # type: ignore[no-any-return]
 
