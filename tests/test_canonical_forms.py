@@ -70,6 +70,8 @@ VIEWS: list[tuple[Callable[..., torch.Tensor], set[Any]]] = [
     (lambda x: x.narrow(-1, -3, 2), {aten.slice.Tensor}),
     (lambda x: x.unflatten(-1, (2, -1)), {aten.reshape.default}),
     (lambda x: x[0].expand(3, -1, -1), {aten.select.int, aten.expand.default}),
+    (lambda x: x.repeat(2, 3, 1, 2), {aten.reshape.default, aten.expand.default}),
+    (lambda x: x[:, :1].repeat(1, 3, 1), {aten.slice.Tensor, aten.expand.default}),
     (lambda x: x[..., -1], {aten.select.int}),
     (lambda x: x.split([1, 5], dim=-1)[1], {aten.slice.Tensor}),
     (lambda x: torch.cat(x.chunk(4, -1)[::3], 2), {aten.slice.Tensor, aten.cat.default}),

@@ -7,10 +7,12 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import equivalence
 import pytest
 import torch
 import transformers
 from pool import Pools
+from torch import nn
 
 import autopar
 
@@ -84,3 +86,39 @@ def test_experts_train_as_on_one_device(ranks: Pools, name: str, experts: str | 
     for plan, loss, gradient in ranks(2).run(_compare, name, experts, timeout=250)[0]:
         assert loss < tolerance, plan
         assert gradient < tolerance, plan
+
+
+class EveryExpert(nn.Module):
+    """All experts see all tokens, as in Llama-4: the tokens are repeated for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.router = nn.Linear(8, 4)
+        self.into = nn.Parameter(torch.randn(4, 8, 12))
+        self.out = nn.Parameter(torch.randn(4, 12, 8))
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.reshape(-1, 8)
+        kept = self.router(tokens).sigmoid().t().reshape(-1, 1)
+        repeated = tokens.repeat(4, 1) * kept
+        made = (repeated.view(4, -1, 8) @ self.into).relu() @ self.out
+        return (made.sum(0).view(x.shape) - x).square().mean()
+
+
+EVERY = {
+    "data": dict(parallel=dict(data=2)),
+    "1d": dict(parallel=dict(tensor=dict(size=2, mode="1d"))),
+    "microbatches": dict(parallel=dict(data=2), micro_batch_size=1),
+}
+
+
+def _every() -> dict[str, float]:
+    x = torch.randn(4, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return equivalence.worst_of_plans(EveryExpert(), {"x": x}, 2, EVERY)
+
+
+def test_tokens_that_are_repeated_for_each_expert(ranks: Pools) -> None:
+    for errors in ranks(2).run(_every):
+        assert max(errors.values()) < 1e-12, errors

@@ -78,12 +78,19 @@ def _shaped(target: Any, graph: fx.Graph, node: fx.Node) -> fx.Node | None:
 
 
 def _repeat(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    """Expand dims of size 1, where no other dim is repeated."""
-    args = arguments(node)
-    times = args["repeats"]
-    before = (*[1] * (len(times) - len(shape(args["self"]))), *shape(args["self"]))
-    expands = all(1 in (n, size) for n, size in zip(times, before, strict=True)) and all(times)
-    return _expand(graph, node) if expands else None
+    """Expand a dim of size 1 before each dim that is repeated, and merge the two."""
+    x, times = arguments(node).values()
+    if not all(times):
+        return None
+    before = [1] * (len(times) - len(shape(x))) + list(shape(x))
+    if all(1 in (n, size) for n, size in zip(times, before, strict=True)):
+        return _expand(graph, node)
+    pairs = list(zip(times, before, strict=True))
+    apart = [[size] if 1 in (n, size) else [1, size] for n, size in pairs]
+    expanded = [[max(n, size)] if 1 in (n, size) else [n, size] for n, size in pairs]
+    for target, sizes in ((aten.reshape.default, apart), (aten.expand.default, expanded)):
+        x = new_node(graph, target, (x, [size for each in sizes for size in each]), like=node)
+    return substitute(graph, node, aten.reshape.default, (x, list(shape(node))))
 
 
 def _squeeze(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
