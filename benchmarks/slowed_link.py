@@ -163,6 +163,7 @@ def case(
     compiled = autopar.compile(model, inputs(tokens), RANKS, plan=plans[0], progress=False)
     slowed, device = SlowLink(options.latency, options.bandwidth), torch.device("cpu")
     step = backward_of(compiled, inputs(tokens))
+    step()  # which inductor compiles
     found: dict[str, list[float]] = {"sent": [], "exposed": []}
 
     def run(is_slow: bool) -> float:
@@ -173,12 +174,10 @@ def case(
             taken.append(timed(step, 1, device))
             compiled.zero_grad()
             if not is_slow:
-                busy = sum(e.busy + e.latency for e in slowed.events)
-                found["sent"].append(busy)
+                found["sent"].append(sum(e.busy + e.latency for e in slowed.events))
                 found["exposed"].append(exposed_in_order(slowed.events))
         return statistics.mean(taken)
 
-    step()  # which inductor compiles
     with slowed:
         times = take_turns(
             {"fast": partial(run, False), "slow": partial(run, True)}, options.repeats, name

@@ -8,6 +8,7 @@ are no-ops, and every view that only regroups dims becomes ``reshape``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,14 +63,6 @@ def _dropout(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     return node.args[0] if is_identity_dropout(node) else None  # type: ignore[return-value]
 
 
-def _reshape(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    return _shaped(aten.reshape.default, graph, node)
-
-
-def _expand(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    return _shaped(aten.expand.default, graph, node)
-
-
 def _shaped(target: Any, graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     x = node.args[0]
     if shape(x) == shape(node):  # type: ignore[arg-type]
@@ -77,19 +70,19 @@ def _shaped(target: Any, graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     return substitute(graph, node, target, (x, list(shape(node))))
 
 
+_reshape, _expand = partial(_shaped, aten.reshape.default), partial(_shaped, aten.expand.default)
+
+
 def _repeat(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     """Expand a dim of size 1 before each dim that is repeated, and merge the two."""
     x, times = arguments(node).values()
-    if not all(times):
-        return None
-    before = [1] * (len(times) - len(shape(x))) + list(shape(x))
-    if all(1 in (n, size) for n, size in zip(times, before, strict=True)):
-        return _expand(graph, node)
-    pairs = list(zip(times, before, strict=True))
-    apart = [[size] if 1 in (n, size) else [1, size] for n, size in pairs]
-    expanded = [[max(n, size)] if 1 in (n, size) else [n, size] for n, size in pairs]
-    for target, sizes in ((aten.reshape.default, apart), (aten.expand.default, expanded)):
-        x = new_node(graph, target, (x, [size for each in sizes for size in each]), like=node)
+    pairs = list(zip(times, [1] * (len(times) - len(shape(x))) + list(shape(x)), strict=True))
+    if not all(times) or all(1 in pair for pair in pairs):
+        return _expand(graph, node) if all(times) else None
+    apart = [n for pair in pairs for n in ([pair[1]] if 1 in pair else [1, pair[1]])]
+    repeated = [n for pair in pairs for n in ([max(pair)] if 1 in pair else pair)]
+    x = new_node(graph, aten.reshape.default, (x, apart), like=node)
+    x = new_node(graph, aten.expand.default, (x, repeated), like=node)
     return substitute(graph, node, aten.reshape.default, (x, list(shape(node))))
 
 
