@@ -4,7 +4,7 @@ made none, number for number, whatever differs between the problems.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,8 @@ from small_graphs import analyse
 
 from autopar.cost_model import Cluster
 from autopar.rules.analysis import Analysis
+from autopar.search.ilp.cost_weights import CostWeights
+from autopar.search.ilp.lower_bound import LowerBound
 from autopar.search.ilp.problem import Problem
 from autopar.search.inner.inner_search import InnerSearch
 from autopar.search.inner.search_cache import SearchCache
@@ -111,3 +113,15 @@ def test_what_does_not_depend_on_an_option_is_taken_over() -> None:
 
     for one, other in zip(first.vertices, zero.vertices, strict=True):
         assert (one is other) != is_state(one.node)
+
+
+def test_the_lower_bound_of_a_choice_that_nothing_converts() -> None:
+    made = problem(analyse(*zoo.gpt2(layers=1)), Cluster.load("cpu"), None, {})
+    weights = CostWeights(*(np.ones(1) for _ in range(5)), price=np.zeros(1), flight=np.ones(1))
+    without = replace(weights, converting=np.zeros(1))
+    tensor = next(t for t in made.tensors if len(t.sources) > 1 and t.ports)
+    tensor.seconds[0] = np.inf
+    bounds = [LowerBound(made.vertices, made.tensors).at(each) for each in (weights, without)]
+    assert 0 < bounds[1] <= bounds[0] < np.inf
+    tensor.seconds[:] = np.inf
+    assert LowerBound(made.vertices, made.tensors).at(without) == np.inf

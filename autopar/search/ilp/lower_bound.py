@@ -24,7 +24,10 @@ class LowerBound:
         names = ("forward", "backward", "step", "send", "kept", "state")
         self._costs = [np.concatenate([getattr(v, name) for v in vertices]) for name in names]
         converting = [_least_seconds(vertices, tensor) for tensor in tensors]
-        self._converting = np.concatenate([np.zeros(0), *converting])
+        seconds = np.concatenate([np.zeros(0), *converting])
+        # Where no conversion leads to a reader's layouts, no price makes the choice possible.
+        self._possible = np.isfinite(seconds)
+        self._converting = np.where(self._possible, seconds, 0.0)
         self._tensor_counts = np.array([t.count for t in tensors]).reshape(
             -1, self._counts.shape[1]
         )
@@ -47,6 +50,7 @@ class LowerBound:
                 costs += np.repeat(weight, self._sizes) * values
         of_tensor = np.repeat(self._tensor_counts @ weights.converting, self._tensor_sizes)
         np.add.at(costs, self._converted, of_tensor * self._converting)
+        costs[self._converted[~self._possible]] = np.inf
         return float(np.minimum.reduceat(costs, self._starts).sum())
 
     def least_bytes(self, in_flight: float, state: float) -> np.ndarray:
