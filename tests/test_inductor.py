@@ -21,6 +21,8 @@ import zoo
 from torch import nn
 
 import autopar
+from autopar.runtime.communication import functional
+from autopar.runtime.compilation.inductor_fixes import right_code
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 RATE = 0.2
@@ -184,6 +186,30 @@ def random_program(folder: Path, seed: int) -> None:
     (job,) = random_plans.planned([seed], 2, 0, 1, "inductor")
     outcome = job.outcome or random_plans.checked(job, 2)
     assert outcome.kind == "right", outcome.detail
+
+
+def test_bools_stay_bools(tmp_path: Path, ranks: Any) -> None:
+    ranks(2).run(bools, tmp_path, timeout=300)
+
+
+def bools(folder: Path) -> None:
+    os.environ.update(TORCHINDUCTOR_CACHE_DIR=str(folder), TORCHINDUCTOR_COMPILE_THREADS="1")
+    warnings.filterwarnings("ignore", module="torch")  # of its own parts
+    group = dist.group.WORLD.group_name  # type: ignore[union-attr]
+
+    def gathered(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found = functional.wait_tensor(functional.all_gather_into_tensor(x > 0, 2, group))
+        turned = functional.wait_tensor(functional.all_to_all_single(x < 0, [1, 1], [1, 1], group))
+        return found, turned
+
+    x = torch.tensor([[1.0, -1.0, 2.0], [-1.0, 3.0, -2.0]]) * (1 - 2 * dist.get_rank())
+    expected = torch.cat([x > 0, x < 0] if dist.get_rank() == 0 else [x < 0, x > 0])
+    for function in (gathered, torch.compile(gathered)):
+        with right_code():
+            whole, turned = function(x)
+        assert whole.dtype is turned.dtype is torch.bool
+        assert torch.equal(whole, expected)
+        assert turned[dist.get_rank()].equal(x[dist.get_rank()] < 0)
 
 
 class Heads(nn.Module):

@@ -13,7 +13,7 @@ from torch import fx
 
 from autopar.ir.nodes import result_tensors
 from autopar.runtime.compilation.early_products import early_products
-from autopar.runtime.compilation.inductor_fixes import right_code_for_cpus
+from autopar.runtime.compilation.inductor_fixes import right_code
 from autopar.runtime.compilation.overlap import products_beside_collectives
 
 Compiled = Callable[..., Sequence[torch.Tensor]]
@@ -53,7 +53,7 @@ def compile_graph(
         "force_non_lazy_backward_lowering": True,
     }
     order = products_beside_collectives() if communicates else nullcontext()
-    with config.patch(settings), right_code_for_cpus(), early_products(), order:
+    with config.patch(settings), right_code(), early_products(), order:
         compiled: Any = compile_fx(graph, examples, inner_compile=compile_part)
         return compiled  # type: ignore[no-any-return]
 

@@ -1,6 +1,5 @@
-"""Faults of inductor's code generator for CPUs, up to torch 2.13, that lead to wrong numbers in
-silence; mended while a program is compiled. The private names that this takes are in this file
-alone.
+"""Faults of inductor, up to torch 2.13, that lead to wrong numbers in silence; mended while a
+program is compiled. The private names that this takes are in this file alone.
 """
 
 from __future__ import annotations
@@ -15,15 +14,39 @@ from torch.utils._ordered_set import OrderedSet
 
 
 @contextmanager
-def right_code_for_cpus() -> Iterator[None]:
-    """A context in which inductor generates code for CPUs without these faults."""
+def right_code() -> Iterator[None]:
+    """A context in which inductor generates code without these faults."""
     caches: Any = torch.compiler.config
     with ExitStack() as stack:
         stack.enter_context(_after_mutations())
         stack.enter_context(_own_local_buffers())
+        stack.enter_context(_collectives_of_bools())
         # No code is taken from caches that was kept without these fixes.
-        stack.enter_context(caches.patch(cache_key_tag=f"{caches.cache_key_tag} fixes 1"))
+        stack.enter_context(caches.patch(cache_key_tag=f"{caches.cache_key_tag} fixes 2"))
         yield
+
+
+@contextmanager
+def _collectives_of_bools() -> Iterator[None]:
+    """A context in which a collective of bools stays one.
+
+    Inductor gives the operands of a collective the dtype that a sum of its arguments would have: a
+    bool and the number of ranks make a 64-bit integer. A backward that reads the saved result as
+    bools then reads other bytes.
+    """
+    from torch._inductor.lowering import lowerings
+
+    with_promotion = {
+        operator: lowering
+        for operator, lowering in lowerings.items()
+        if getattr(operator, "namespace", "") == "_c10d_functional"
+        if hasattr(lowering, "__wrapped__")
+    }
+    lowerings.update({op: lowering.__wrapped__ for op, lowering in with_promotion.items()})
+    try:
+        yield
+    finally:
+        lowerings.update(with_promotion)
 
 
 @contextmanager
