@@ -18,6 +18,7 @@ import random_plans
 import torch
 import torch.distributed as dist
 import zoo
+from program_parts import Counter
 from torch import nn
 
 import autopar
@@ -186,6 +187,31 @@ def random_program(folder: Path, seed: int) -> None:
     (job,) = random_plans.planned([seed], 2, 0, 1, "inductor")
     outcome = job.outcome or random_plans.checked(job, 2)
     assert outcome.kind == "right", outcome.detail
+
+
+class Counted(nn.Module):
+    """What its backward reads of a buffer is changed in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.counter, self.last = nn.Linear(8, 8), Counter(8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.counter(self.first(x))).square().mean()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_buffer_that_changes(world: int, tmp_path: Path, ranks: Any) -> None:
+    ranks(world).run(changing, tmp_path, timeout=600)
+
+
+def changing(folder: Path) -> None:
+    made = Counted(), {"x": torch.randn(8, 8, generator=torch.Generator().manual_seed(1))}
+    _, (eager, compiled) = both(made, dist.get_world_size(), folder)
+    assert worst(train(compiled, made[1]), train(eager, made[1])) < (1e-5, "")
+    torch.testing.assert_close(compiled.counter.scale, torch.full((8,), 0.125))
+    assert compilations(compiled) <= 3
 
 
 def test_bools_stay_bools(tmp_path: Path, ranks: Any) -> None:

@@ -33,7 +33,12 @@ from autopar.runtime.pipeline import recompute
 
 
 class Backend(Protocol):
-    """Runs programs, whole ones or those of stages."""
+    """Runs programs, whole ones or those of stages.
+
+    Attributes: ``is_compiled``, whether a compiler decides what a backward reads again.
+    """
+
+    is_compiled: bool
 
     def run(
         self,
@@ -57,6 +62,8 @@ def make_backend(
 
 class EagerBackend:
     """Runs a program operator after operator."""
+
+    is_compiled = False
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -86,6 +93,8 @@ class InductorBackend:
 
     Attributes: ``compilations``, their number so far.
     """
+
+    is_compiled = True
 
     def __init__(
         self, mesh: Mesh, progress: bool, lasting: Mapping[int, bool] | None = None

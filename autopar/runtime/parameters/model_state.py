@@ -60,6 +60,7 @@ class ModelState:
         like: ModelState | None = None,
     ) -> None:
         self._mesh, self._plans, self._share_leaf = mesh, plans, share_leaf
+        self._updated = frozenset(captured.updates)
         self.weights: dict[str, Weight] = {}
         self.buffers: dict[str, torch.Tensor] = {}
         given = {n: t for n, t in captured.state.items() if n not in captured.aliases}
@@ -112,12 +113,16 @@ class ModelState:
             for name, t in parts.items()
         }
 
-    def graph_argument(self, name: str) -> torch.Tensor:
+    def graph_argument(self, name: str, for_compiled: bool = False) -> torch.Tensor:
         """The tensor that the graph takes for the parameter, buffer or constant ``name``: this
-        rank's part in the used layout.
+        rank's part in the used layout. A compiled backward may read a buffer once more, after the
+        forward has updated it, and so gets a copy.
         """
         weight = self.weights.get(name)
-        return self._buffer_parts[name] if weight is None else weight.leaf
+        if weight is not None:
+            return weight.leaf
+        part = self._buffer_parts[name]
+        return part.clone() if for_compiled and name in self._updated else part
 
     def lasting(self, names: Sequence[str]) -> dict[int, bool]:
         """The places of the ``names`` whose :meth:`graph_argument` has its memory in all steps, and
@@ -126,7 +131,8 @@ class ModelState:
         return {
             place: name in self.weights
             for place, name in enumerate(names)
-            if name not in self.weights or not self.weights[name].spec.is_copied
+            if (name not in self.weights or not self.weights[name].spec.is_copied)
+            and name not in self._updated
         }
 
     def user_tensor(self, name: str, aliases: Mapping[str, str]) -> torch.Tensor | None:
