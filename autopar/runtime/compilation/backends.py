@@ -33,12 +33,7 @@ from autopar.runtime.pipeline import recompute
 
 
 class Backend(Protocol):
-    """Runs programs, whole ones or those of stages.
-
-    Attributes: ``is_compiled``, whether a compiler decides what a backward reads again.
-    """
-
-    is_compiled: bool
+    """Runs programs, whole ones or those of stages."""
 
     def run(
         self,
@@ -54,16 +49,20 @@ class Backend(Protocol):
 
 
 def make_backend(
-    name: str, mesh: Mesh, progress: bool, lasting: Mapping[int, bool] | None = None
+    name: str,
+    mesh: Mesh,
+    progress: bool,
+    lasting: Mapping[int, bool] | None = None,
+    updated: Sequence[torch.Tensor] = (),
 ) -> Backend:
     """The backend ``name``, one of ``plan_data.BACKENDS``; see :class:`InductorBackend`."""
-    return InductorBackend(mesh, progress, lasting) if name == "inductor" else EagerBackend(mesh)
+    if name != "inductor":
+        return EagerBackend(mesh)
+    return InductorBackend(mesh, progress, lasting, updated)
 
 
 class EagerBackend:
     """Runs a program operator after operator."""
-
-    is_compiled = False
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -89,16 +88,20 @@ class InductorBackend:
     Arguments: ``progress``, whether to show a progress bar while a program is compiled;
     ``lasting``: programs with a backward run as CUDA graphs, and these are the places of arguments
     that stay in their memory from call to call, and whether each is a parameter; None for no CUDA
-    graphs.
+    graphs; ``updated``: buffers that change after a forward, of which programs get copies, because
+    a backward may read their values once more.
 
     Attributes: ``compilations``, their number so far.
     """
 
-    is_compiled = True
-
     def __init__(
-        self, mesh: Mesh, progress: bool, lasting: Mapping[int, bool] | None = None
+        self,
+        mesh: Mesh,
+        progress: bool,
+        lasting: Mapping[int, bool] | None = None,
+        updated: Sequence[torch.Tensor] = (),
     ) -> None:
+        self._updated = {id(buffer): buffer for buffer in updated}
         self._mesh, self._progress, self._lasting = mesh, progress, lasting
         self._cut: dict[fx.GraphModule, fx.GraphModule | None] = {}
         self._compiled: defaultdict[fx.GraphModule, dict[Hashable, CompiledProgram]] = defaultdict(
@@ -118,6 +121,8 @@ class InductorBackend:
         roots: Collection[int],
     ) -> Sequence[torch.Tensor]:
         """See :class:`Backend`."""
+        if self._updated and torch.is_grad_enabled():
+            arguments = [x.clone() if id(x) in self._updated else x for x in arguments]
         if program not in self._cut:
             self._cut[program] = (
                 cut_into_parts(program, roots, self._call) if self._mesh.size > 1 else None

@@ -131,7 +131,7 @@ class Compiled(DataLoading, Checkpoints, Measurement, ModelValues, GradientHandl
     def _make_backend(self, progress: bool) -> Backend:
         name = self._plan.backend_on(self._mesh.device.type)
         lasting = self._state.lasting(self._lowered.state) if self._cuda_graphs else None
-        return make_backend(name, self._mesh, progress, lasting)
+        return make_backend(name, self._mesh, progress, lasting, self._state.updated)
 
     def _make_runner(self, captured: CapturedModel, holders: Holders | None) -> StepRunner:
         return StepRunner(

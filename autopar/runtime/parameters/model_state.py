@@ -113,16 +113,17 @@ class ModelState:
             for name, t in parts.items()
         }
 
-    def graph_argument(self, name: str, for_compiled: bool = False) -> torch.Tensor:
+    def graph_argument(self, name: str) -> torch.Tensor:
         """The tensor that the graph takes for the parameter, buffer or constant ``name``: this
-        rank's part in the used layout. A compiled backward may read a buffer once more, after the
-        forward has updated it, and so gets a copy.
+        rank's part in the used layout.
         """
         weight = self.weights.get(name)
-        if weight is not None:
-            return weight.leaf
-        part = self._buffer_parts[name]
-        return part.clone() if for_compiled and name in self._updated else part
+        return self._buffer_parts[name] if weight is None else weight.leaf
+
+    @property
+    def updated(self) -> list[torch.Tensor]:
+        """The :meth:`graph_argument` of each buffer that the program updates."""
+        return [part for name, part in self._buffer_parts.items() if name in self._updated]
 
     def lasting(self, names: Sequence[str]) -> dict[int, bool]:
         """The places of the ``names`` whose :meth:`graph_argument` has its memory in all steps, and

@@ -95,7 +95,7 @@ class StepRunner:
         self.gradient_handlers = handlers = GradientHandlers()
         self.remote_state = _remote_state(captured, state)
         self.weights = _in_order_of_use(lowered, state)
-        self._gather, self._is_compiled = Gather(self.weights, mesh), backend.is_compiled
+        self._gather = Gather(self.weights, mesh)
         self._matmul_precision = MatmulPrecision(plan.precision == "tf32")
         self._prologue = Prologue(lowered, mesh, state, plan.microbatches, names)
         microbatches = Microbatches(plan, lowered) if plan.microbatches > 1 else None
@@ -163,9 +163,8 @@ class StepRunner:
     def _arguments(
         self, inputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]
     ) -> list[Any]:
-        copies = self._is_compiled and torch.is_grad_enabled()
         state = [
-            None if name in self.remote_state else self._state.graph_argument(name, copies)
+            None if name in self.remote_state else self._state.graph_argument(name)
             for name in self._lowered.state
         ]
         needs_prologue = self.stages is None or self.stages.needs_prologue
