@@ -38,10 +38,7 @@ def byte_floor(search: InnerSearch, configuration: Configuration, samples: int) 
     output *= samples / search.analysis.batch.size
     batch = floors.of("batch bytes", lambda: _batch_bytes(search))
     batch *= samples / search.analysis.batch.size
-    together = math.prod(configuration.sizes) > 1 or search.tracer.device_type == "cuda"
-    temporaries = floors.of(
-        ("temporary bytes", together, *state), lambda: _temporary_bytes(search, together)
-    )
+    temporaries = floors.of(("temporary bytes", *state), lambda: _temporary_bytes(search))
     copies = 1
     if search.options.zero_stage == 0:
         copies = math.prod(a.size for a in configuration.axes if a.use == "data")
@@ -69,17 +66,17 @@ def _lasting_bytes(search: InnerSearch, has_gradients: bool) -> float:
     return float(total)
 
 
-def _temporary_bytes(search: InnerSearch, together: bool) -> float:
-    """Bytes of the temporary tensors of the optimizer's step, of one copy of all parameters, if it
-    updates them ``together``; 0 where these need not exist at one time.
+def _temporary_bytes(search: InnerSearch) -> float:
+    """Bytes of the temporary tensors of the optimizer's step, of one copy of all parameters; 0
+    where these need not exist at one time: on a CPU, which updates one bucket after the other.
     """
     options = search.options
-    if True in options.state_on_host or not together:
+    if True in options.state_on_host or search.tracer.device_type != "cuda":
         return 0.0
     analysis = search.analysis
     trained = [n for n in analysis.state if n in analysis.differentiable]
     stored = [n.meta["val"].numel() * stored_dtype(n).itemsize for n in trained]
-    return float(optimizer_temporaries(stored, options.optimizer, together))
+    return float(optimizer_temporaries(stored, options.optimizer, together=True))
 
 
 def _batch_bytes(search: InnerSearch) -> float:
