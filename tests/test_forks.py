@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import subprocess
 import sys
 
 import highspy
@@ -72,3 +73,25 @@ def test_a_forked_process_plans_after_this_one() -> None:
 def test_workers_solve_after_a_solver_of_the_users_own() -> None:
     expected = solved()
     assert dict(forked(solved, 4, 2)) == dict.fromkeys(range(4), expected)
+
+
+_ABANDONED_GROUP = """
+import gc
+import torch
+import torch.distributed as dist
+from autopar.frontend.forked_workers import forked
+
+gc.disable()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(3))
+abandoned = [dist.group.WORLD]
+abandoned.append(abandoned)
+del abandoned
+dist.destroy_process_group()
+assert [found for _, found in forked(lambda number: gc.collect() >= 0, 2, 2)] == [True, True]
+"""
+
+
+def test_workers_do_not_destroy_the_process_groups_of_this_process() -> None:
+    """A worker would wait for threads that it has not."""
+    subprocess.run([sys.executable, "-c", _ABANDONED_GROUP], check=True, timeout=SECONDS)

@@ -2,12 +2,14 @@
 graphs and caches, and models that cannot be sent to another process.
 
 A forked process has only the thread that forked it. So the solver's threads end before, and a
-worker lets torch compute in one thread. autograd's threads for a GPU cannot be replaced: where
-there is a GPU, nothing is forked.
+worker lets torch compute in one thread. Inherited objects that own threads, such as process groups,
+abort the process that destroys them: a worker's garbage collector leaves all that it inherited
+alone. autograd's threads for a GPU cannot be replaced: where there is a GPU, nothing is forked.
 """
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -133,6 +135,7 @@ def _serve(work: Callable[[int], Any], there: Connection, inherited: Sequence[Co
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends the workers
     for connection in inherited:
         connection.close()
+    gc.freeze()
     torch.set_num_threads(1)
     with suppress(EOFError):
         while True:
