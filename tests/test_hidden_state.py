@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import BuiltinFunctionType
+
 import pytest
 import torch
 from hidden_counters import COUNTERS, Counting, told_by_the_model
@@ -18,6 +20,7 @@ def test_a_counter_is_noticed(name: str) -> None:
     late = [n.target for n in whole.graph.nodes].count(torch.ops.aten.sigmoid.default)
     assert late == (0 if name == "none" else 3)
     assert_same(TracedModel(model, SAMPLE, None).whole, whole)
+    assert isinstance(max, BuiltinFunctionType)  # export replaces it while it runs
 
 
 def test_a_value_that_the_model_sets_between_its_layers_is_noticed() -> None:

@@ -8,6 +8,7 @@ objects of these hold, are taken to be the same at each call.
 
 from __future__ import annotations
 
+import builtins
 import functools
 import io
 import sys
@@ -166,7 +167,7 @@ def _put_back_variables(function: FunctionType, old: tuple[Any, ...]) -> None:
 
 def _reached(layer: nn.Module) -> Iterator[Any]:
     """All that has state, each once."""
-    seen: set[int] = set()
+    seen = {id(vars(builtins))}  # that export changes while it runs
     left: list[Any] = [layer]
     classes: list[Any] = []  # of objects that are no modules: their code's files are not read
     for depth in range(_FILES + 1):
