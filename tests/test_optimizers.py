@@ -5,6 +5,7 @@ refused with the reason before its first step.
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import warnings
 from typing import Any
@@ -17,6 +18,7 @@ from equivalence import full, loss_of
 from pool import Pools
 from torch import nn
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 import autopar
@@ -186,3 +188,22 @@ def _made_before() -> None:
 
 def test_an_optimizer_made_before_compile_is_refused(ranks: Pools) -> None:
     ranks(1).run(_made_before)
+
+
+def _collected_in_a_step() -> None:
+    compiled = [autopar.compile(Small(), batch(0), 2, progress=False) for _ in range(2)]
+    optimizer = torch.optim.SGD(compiled[0].parameters(), lr=0.1)
+
+    def drop(*_: Any) -> None:
+        compiled[1:] = []
+        gc.collect()
+
+    handles = [register_optimizer_step_pre_hook(hook) for hook in (drop, lambda *_: None)]
+    loss_of(compiled[0](batch(0))).backward()
+    optimizer.step()
+    for handle in handles:
+        handle.remove()
+
+
+def test_a_program_may_be_collected_while_an_optimizer_steps(ranks: Pools) -> None:
+    ranks(2).run(_collected_in_a_step)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -56,14 +57,24 @@ def install_step_hooks(
     """
     keep_on_host(on_host)
     install_local_updates()
+    _watch_steps()
     recorder = mesh.recorder
     host_state = HostState(mesh.device, lambda: recorder.current_step) if on_host else None
-    hooks = _StepHooks(parameters, leaves, mesh, on_step, replaced, host_state)
-    for hook in (
-        register_optimizer_step_pre_hook(hooks.before),
-        register_optimizer_step_post_hook(hooks.after),
-    ):
-        weakref.finalize(owner, hook.remove)
+    _HOOKS[owner] = _StepHooks(parameters, leaves, mesh, on_step, replaced, host_state)
+
+
+@cache
+def _watch_steps() -> None:
+    """From now on each step calls the hooks of all programs. Torch's hooks are registered once and
+    stay: hooks that go with their program could go while a step iterates over them.
+    """
+    register_optimizer_step_pre_hook(partial(_call_hooks, "before"))
+    register_optimizer_step_post_hook(partial(_call_hooks, "after"))
+
+
+def _call_hooks(name: str, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for hooks in list(_HOOKS.values()):
+        getattr(hooks, name)(optimizer)
 
 
 class _StepHooks:
@@ -90,7 +101,7 @@ class _StepHooks:
             weakref.WeakKeyDictionary()
         )
 
-    def before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def before(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer not in self._compared:
             self._check_not_replaced(optimizer)
             self._compared.add(optimizer)
@@ -108,7 +119,7 @@ class _StepHooks:
         self._hook_last(optimizer)
         self._mesh.recorder.optimizer_begins(optimizer)
 
-    def after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def after(self, optimizer: torch.optim.Optimizer) -> None:
         if self._host_state is not None:
             self._host_state.after(optimizer)
         if self._own_groups(optimizer):
@@ -186,6 +197,9 @@ class _StepHooks:
     def _restore_foreach(self, optimizer: torch.optim.Optimizer) -> None:
         for group in self._set_to_foreach.pop(optimizer, []):
             group["foreach"] = None
+
+
+_HOOKS: weakref.WeakKeyDictionary[object, _StepHooks] = weakref.WeakKeyDictionary()
 
 
 def _refusal(optimizer: torch.optim.Optimizer, mesh: Mesh) -> str | None:
