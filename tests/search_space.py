@@ -20,6 +20,7 @@ from autopar.search.pricing.costs import Costs
 from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.result.staged_graph import stages_of
 from autopar.search.result.write_plan import write_plan
+from autopar.search.space.check_offload import is_compiled
 from autopar.search.space.configuration import Configuration
 from autopar.search.space.meshes import Axis
 from autopar.search.space.options import Options
@@ -53,6 +54,7 @@ class Space:
             ConversionCosts(sizes, self.cluster),
             ComputeCosts(self.cluster),
             self.options.optimizer,
+            is_compiled=is_compiled(self.options, self.cluster),
         )
         choices = search.choices.on_mesh(self.axes)
         self.problem: Problem = build_problem(

@@ -48,6 +48,7 @@ def megatron() -> Plan:
     scope="module",
     params=[
         "gpt2",
+        "gpt2, inductor",
         *(pytest.param(name, marks=pytest.mark.slow) for name in SOLVED if name != "gpt2"),
     ],
 )
@@ -55,7 +56,9 @@ def plans(request: pytest.FixtureRequest) -> tuple[Analysis, list[Plan]]:
     """The best plans of a 2 x 2 mesh at SOLVED prices of memory, and plans drawn from all legal
     plans.
     """
-    space = Space(analyse(*getattr(zoo, request.param)()), (2, 2), "cpu", recompute="auto")
+    name, _, backend = request.param.partition(", ")
+    analysis = analyse(*getattr(zoo, name)())
+    space = Space(analysis, (2, 2), "cpu", recompute="auto", backend=backend or "eager")
     shape, stages = Configuration(1, space.axes, 2), stages_of(space.analysis, 1)
     fastest, draw = (
         best_solution(space.problem, CostWeights.of_one_stage(2)),
@@ -64,7 +67,7 @@ def plans(request: pytest.FixtureRequest) -> tuple[Analysis, list[Plan]]:
     price = fastest.value / float(fastest.cost_breakdown.nbytes(CostWeights.of_one_stage())[0])
     best = [
         best_solution(space.problem, CostWeights.of_one_stage(2, price * part))
-        for part in SOLVED[request.param]
+        for part in SOLVED[name]
     ]
     made = []
     for solution in (*best, *(drawn(space.problem, draw) for _ in range(DRAWN))):

@@ -78,14 +78,13 @@ def collective_rows(found: PricedPlan, names: ModulePaths, blocks: BlockRows) ->
 
 def hidden_rows(found: PricedPlan) -> list[Row]:
     """``rows["hidden"]`` of a plan."""
-    seconds = dict.fromkeys(_IN_GRAPH, 0.0)
+    whole = found
     if found.zero_exposed != ALL_EXPOSED:
         elements = dict(found.zero_buckets or ())
         whole = replace(found, costs=found.costs.in_buckets(elements, ALL_EXPOSED))
-        for sign, priced in ((1, whole), (-1, found)):
-            for part, nodes, term, times in _conversions(priced):
-                seconds[part] += sign * times * len(nodes) * term.seconds
-    rows: list[Row] = [[part, taken, taken] for part, taken in seconds.items()]
+    all_of_it, exposed = _seconds(_conversions(whole, hides=False)), _seconds(_conversions(found))
+    hidden = {part: all_of_it[part] - exposed[part] for part in _IN_GRAPH}
+    rows: list[Row] = [[part, taken, taken] for part, taken in hidden.items()]
     rows += [[SYNC, *taken] for taken in hidden_seconds(found)]
     return [row for row in rows if min(row[1:]) > 0]
 
@@ -116,14 +115,28 @@ def _kernels(found: PricedPlan, of_vertex: Mapping[int, Sequence[fx.Node]]) -> _
                     yield "recomputation", of_vertex[i], inside, found.microbatches
 
 
-def _conversions(found: PricedPlan) -> _Terms:
+def _seconds(terms: _Terms) -> dict[str, float]:
+    """The sum of the seconds of terms, by the kind of seconds that counts them."""
+    seconds: dict[str, float] = defaultdict(float)
+    for part, nodes, term, times in terms:
+        seconds[part] += times * len(nodes) * term.seconds
+    return seconds
+
+
+def _conversions(found: PricedPlan, hides: bool = True) -> _Terms:
+    """The collectives and copies of conversions.
+
+    Args:
+        hides: without what computation hides of gradients' sums.
+    """
     problem, solution = found.problem, found.solution
     nodes = _nodes_here(found, problem.tensor_of)
     for g, tensor in enumerate(problem.tensors):
         node = problem.vertices[tensor.producer].node
         source = found.choice(node).out
         for wanted, needed in problem.wanted(tensor, solution.chosen).items():
-            for term in _path_terms(found, node, source, wanted):
+            beside = float(tensor.beside[tensor.targets[wanted]]) if hides else 0.0
+            for term in _path_terms(found, node, source, wanted, beside=beside):
                 yield "conversions", nodes[g], term, found.microbatches
             is_again = (needed and (g, wanted) in solution.recomputed) or (
                 (g, wanted) in found.gathered_again
@@ -169,15 +182,21 @@ def _nodes_here(found: PricedPlan, places: dict[fx.Node, int]) -> dict[int, list
 
 
 def _path_terms(
-    found: PricedPlan, node: fx.Node, source: Layout, target: Layout, again: bool = False
+    found: PricedPlan,
+    node: fx.Node,
+    source: Layout,
+    target: Layout,
+    again: bool = False,
+    beside: float = 0.0,
 ) -> list[Term]:
     """The terms of a conversion, or of the same made again in the backward, and the fixed cost of
-    its steps as a copy of zero bytes.
+    its steps as a copy of zero bytes. ``again`` and ``beside`` as for
+    :meth:`NodeConversionCosts.terms_in_graph`.
     """
     if source == target or not isinstance(node.meta["val"], torch.Tensor):
         return []
     steps = len(found.costs.of(node).conversions.path(node, source, target))
     return [
-        *found.costs.of(node).conversions.terms_in_graph(node, source, target, again),
+        *found.costs.of(node).conversions.terms_in_graph(node, source, target, again, beside),
         Term("copy", -1, 0.0, steps * STEP_SECONDS, "forward"),
     ]

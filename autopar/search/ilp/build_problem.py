@@ -13,6 +13,7 @@ import torch.fx as fx
 from autopar.ir.layout import I, Layout, R, Type
 from autopar.memory.saved_tensors import SavedTensors
 from autopar.rules import Rule
+from autopar.search.ilp.hidden_sums import HiddenSums
 from autopar.search.ilp.problem import Problem
 from autopar.search.ilp.problem_graph import ProblemGraph, StagesOf, one_stage
 from autopar.search.ilp.problem_parts import Parts
@@ -59,7 +60,8 @@ def build_problem(
         if parts is None
         else parts.graph
     )
-    builder = _Builder(choices, rules, costs, recompute, parts, _returned(shape, costs))
+    sums = HiddenSums(shape, costs)
+    builder = _Builder(choices, rules, costs, recompute, parts, _returned(shape, costs), sums)
     vertices = [builder.vertex(node, count) for node, count in shape.vertices.items()]
     tensors = [
         builder.tensor(vertices, producer, ports, count)
@@ -91,8 +93,9 @@ class _Builder:
         recompute: RecomputePolicy,
         parts: Parts | None,
         returned: Mapping[fx.Node, float],
+        sums: HiddenSums,
     ) -> None:
-        self._choices, self._rules, self._costs = choices, rules, costs
+        self._choices, self._rules, self._costs, self._sums = choices, rules, costs, sums
         self._recompute, self._parts, self._returned = recompute, parts, returned
 
     def vertex(self, node: fx.Node, count: np.ndarray) -> Vertex:
@@ -122,12 +125,14 @@ class _Builder:
         recompute = self._recompute.conversions(node, readers)
 
         def make() -> TensorConversions:
-            return _tensor(vertices, producer, ports, count, self._costs, *recompute)
+            return _tensor(vertices, producer, ports, count, self._costs, self._sums, *recompute)
 
         if self._parts is None:
             return make()
-        choices = [self._choices[n] for n in (node, *readers)]
-        return self._parts.tensor(producer, ports, choices, recompute, make)
+        following = [vertices[v].node for v in self._sums.following(producer)]
+        choices = [self._choices[n] for n in (node, *readers, *following)]
+        of_backward = *recompute, self._costs.is_compiled
+        return self._parts.tensor(producer, ports, choices, of_backward, make)
 
 
 def _vertex(
@@ -186,6 +191,7 @@ def _tensor(
     ports: tuple[Port, ...],
     count: np.ndarray,
     costs: Costs,
+    sums: HiddenSums,
     may_save: bool,
     may_recompute: bool,
 ) -> TensorConversions:
@@ -200,7 +206,10 @@ def _tensor(
         dict.fromkeys(layout for v, p in ports for layout, _ in vertices[v].in_labels[p])
     )
     conversions = costs.of(node).conversions
+    beside = sums.seconds_beside(vertices, producer, ports, targets)
     seconds = conversions.seconds(node, sources, targets)
+    if beside.any():
+        seconds = seconds - conversions.hidden(node, sources, targets, beside)
     return TensorConversions(
         producer,
         ports,
@@ -208,6 +217,7 @@ def _tensor(
         {layout: i for i, layout in enumerate(sources)},
         {layout: i for i, layout in enumerate(targets)},
         seconds,
+        beside,
         conversions.seconds(node, sources, targets, backward=False)
         if may_recompute
         else np.full_like(seconds, np.inf),

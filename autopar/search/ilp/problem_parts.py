@@ -52,7 +52,7 @@ class Parts(Protocol):
         producer: int,
         ports: tuple[Port, ...],
         choices: Sequence[Choices],
-        recompute: tuple[bool, bool],
+        of_backward: tuple[bool, bool, bool],
         make: Callable[[], TensorConversions],
     ) -> TensorConversions:
         """As :meth:`ProblemParts.tensor`."""
@@ -116,19 +116,20 @@ class ProblemParts:
         producer: int,
         ports: tuple[Port, ...],
         choices: Sequence[Choices],
-        recompute: tuple[bool, bool],
+        of_backward: tuple[bool, bool, bool],
         make: Callable[[], TensorConversions],
     ) -> TensorConversions:
         """A tensor with its conversions.
 
         Args:
             choices: those of the vertices that make and read it.
-            recompute: whether results of conversions may be saved, and recomputed.
+            of_backward: whether results of conversions may be saved, and recomputed, and whether
+                computation hides sums of gradients.
         """
         depends: tuple[Hashable, ...] = (self.samples, self.devices)
         if isinstance(choices[0][0], ParameterStrategy):
             depends = self.devices, self.conversions
-        return self._part((producer, ports, recompute, depends), choices, make)
+        return self._part((producer, ports, of_backward, depends), choices, make)
 
     def _part(
         self, key: tuple[Hashable, ...], choices: Sequence[Choices], make: Callable[[], Part]

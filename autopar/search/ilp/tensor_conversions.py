@@ -22,6 +22,8 @@ class TensorConversions:
         count: how many tensors of equal blocks this one stands for in each stage, [stage].
         sources, targets: the numbers of the layouts that are made and wanted.
         seconds: of a conversion, forward and backward.
+        beside: seconds of the readers' backward that a compiled program computes while ranks sum
+            the gradient of the tensor, [target layout].
         recompute_seconds: of the forward of a conversion in the backward; infinite where the
             conversion must not be recomputed.
         moves: whether the result of a conversion has memory of its own.
@@ -35,6 +37,7 @@ class TensorConversions:
     sources: dict[Layout, int]
     targets: dict[Layout, int]
     seconds: np.ndarray
+    beside: np.ndarray
     recompute_seconds: np.ndarray
     moves: np.ndarray
     nbytes: np.ndarray

@@ -30,7 +30,7 @@ from autopar.search.pipeline.unit_costs import UnitCostTable
 from autopar.search.pricing.costs import Costs
 from autopar.search.pricing.resize import resized
 from autopar.search.pricing.step_prices import HIDES_NOTHING, StepPrices
-from autopar.search.space.check_offload import offloads_results
+from autopar.search.space.check_offload import is_compiled, offloads_results
 from autopar.search.space.choices.node_choices import NodeChoices
 from autopar.search.space.configuration import Configuration
 from autopar.search.space.meshes import Axis
@@ -84,6 +84,7 @@ class InnerSearch:
             options.offload,
             options.optimizer,
             options.reduction_dtype,
+            is_compiled(options, cluster),
             options.solver,
             tuple(options.constraints.items()),
         )
@@ -158,8 +159,7 @@ class InnerSearch:
             saved, compute = cache.saved(samples), cache.compute_of(pace)
             costs = self.costs(analysis, saved, conversions, compute, configuration.microbatches)
             choices = self.choices.on_mesh(configuration.axes)
-            options = self.options
-            accumulates = configuration.microbatches > 1
+            options, accumulates = self.options, configuration.microbatches > 1
             state = options.optimizer, accumulates, step_prices and step_prices.once_a_step
             in_graph, summed = step_prices and step_prices.in_graph, options.reduction_dtype
             parts = cache.parts(samples, pace, links, (summed, *state), (summed, in_graph))
@@ -210,6 +210,7 @@ class InnerSearch:
             kernel_timer=self.cache.kernel_timer,
             tracer=self.tracer,
             holders=holders,
+            is_compiled=is_compiled(self.options, self.cluster),
         )
 
     def prices(

@@ -49,6 +49,7 @@ class NodeConversionCosts:
         self._analysis, self._conversions = analysis, conversions
         self._reduction_dtype = reduction_dtype
         least = max(1 - overlap, LEAST_EXPOSED)
+        self._most_hidden = 1 - least
         self._exposed = ExposedParts(least, least, least)
         # of each parameter in a bucket, the elements of the bucket that a rank gathers
         self._bucket_elements: Mapping[fx.Node, float] = analysis.cached(group_elements)
@@ -125,6 +126,25 @@ class NodeConversionCosts:
             self._known[key] = found
         return self._known[key]
 
+    def hidden(
+        self,
+        node: fx.Node,
+        sources: Sequence[Layout],
+        targets: Sequence[Layout],
+        beside: np.ndarray,
+    ) -> np.ndarray:
+        """Seconds for which ranks do not wait for the gradient of ``node``'s tensor, because they
+        compute ``beside`` it, [source, target].
+
+        Args:
+            beside: seconds of computation, [target].
+        """
+        both = self.seconds(node, sources, targets)
+        forward = self.seconds(node, sources, targets, backward=False)
+        possible = np.isfinite(both) & np.isfinite(forward)
+        backward = np.subtract(both, forward, out=np.zeros_like(both), where=possible)
+        return self._most_hidden * np.minimum(np.maximum(backward, 0.0), beside)
+
     def path(self, node: fx.Node, source: Layout, target: Layout) -> tuple[Step, ...]:
         """The cheapest steps that convert ``node``'s tensor, each along one mesh axis."""
         shape, itemsize, differentiable = self._tensor(node)
@@ -144,14 +164,22 @@ class NodeConversionCosts:
         )
 
     def terms_in_graph(
-        self, node: fx.Node, source: Layout, target: Layout, again: bool = False
+        self,
+        node: fx.Node,
+        source: Layout,
+        target: Layout,
+        again: bool = False,
+        beside: float = 0.0,
     ) -> list[Term]:
         """:meth:`terms` of a conversion in the graph, with the parameter's part of its bucket; or
-        those of the conversion that the backward makes ``again``.
+        those of the conversion that the backward makes ``again``. Of a gradient they are those for
+        which ranks wait, where they compute for ``beside`` seconds meanwhile.
         """
         found = self.terms(node, source, target)
         if again:
             found = [term for term in found if term.phase == "forward"]
+        elif beside:
+            found = self._waited_for(found, node, source, target, beside)
         if not self._is_in_bucket(node, source, target):
             return found
         exposed = self._exposed.of_kinds(again)
@@ -159,6 +187,23 @@ class NodeConversionCosts:
             replace(part, seconds=exposed.get(part.kind, 1.0) * part.seconds)
             for term in found
             for part in self._parts(node, target, term)
+        ]
+
+    def _waited_for(
+        self,
+        found: list[Term],
+        node: fx.Node,
+        source: Layout,
+        target: Layout,
+        beside: float,
+    ) -> list[Term]:
+        """The terms of a conversion, less what is :meth:`hidden` of those of the gradient."""
+        hidden = float(self.hidden(node, [source], [target], np.array([beside]))[0, 0])
+        backward = sum(term.seconds for term in found if term.phase == "backward")
+        exposed = max(0.0, 1 - hidden / backward) if backward else 1.0
+        return [
+            replace(term, seconds=exposed * term.seconds) if term.phase == "backward" else term
+            for term in found
         ]
 
     def _parts(self, node: fx.Node, target: Layout, term: Term) -> list[Term]:

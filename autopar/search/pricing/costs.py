@@ -70,6 +70,7 @@ class Costs:
         kernel_timer: measures kernels for which the cluster has no curve.
         tracer: says which kernels run on the local shapes of one rank.
         holders: how many ranks of the pipeline hold each parameter or buffer; 1 for absent ones.
+        is_compiled: whether inductor compiles the program.
     """
 
     def __init__(
@@ -84,7 +85,9 @@ class Costs:
         kernel_timer: KernelTimer | None = None,
         tracer: OperatorTracer | None = None,
         holders: Mapping[fx.Node, int] | None = None,
+        is_compiled: bool = False,
     ) -> None:
+        self.is_compiled = is_compiled
         self.analysis, self.compute, self.sizes = analysis, compute, conversions.sizes
         self.optimizer, self.reduction_dtype = optimizer, reduction_dtype
         self.microbatches = microbatches

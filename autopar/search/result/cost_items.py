@@ -68,7 +68,8 @@ def cost_items(priced: PricedPlan) -> Iterator[CostItem]:
         source = problem.made(tensor, solution.chosen)[0]
         for target in problem.wanted(tensor, solution.chosen):
             conversions = priced.costs.of(node).conversions
-            for term in conversions.terms_in_graph(node, source, target):
+            beside = float(tensor.beside[tensor.targets[target]])
+            for term in conversions.terms_in_graph(node, source, target, beside=beside):
                 yield _collective(node, term.phase, count, term)
             if (number, target) in solution.recomputed | priced.gathered_again:
                 for term in conversions.terms_in_graph(node, source, target, again=True):

@@ -77,7 +77,7 @@ class StagedParts:
         producer: int,
         ports: tuple[Port, ...],
         choices: Sequence[Choices],
-        recompute: tuple[bool, bool],
+        of_backward: tuple[bool, bool, bool],
         make: Callable[[], TensorConversions],
     ) -> TensorConversions:
         """A tensor with its conversions; each tensor is made on its own."""

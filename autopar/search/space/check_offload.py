@@ -25,5 +25,11 @@ def offloads_results(options: Options, cluster: Cluster) -> bool:
     """Whether the host may keep saved results: those of a program that inductor does not
     compile.
     """
-    is_compiled = options.backend == "inductor" or cluster.software.fuses
-    return options.offload == "auto" and not is_compiled
+    return options.offload == "auto" and not is_compiled(options, cluster)
+
+
+def is_compiled(options: Options, cluster: Cluster) -> bool:
+    """Whether prices are those of a program that inductor compiles: it was asked for, or the
+    cluster's software joins kernels.
+    """
+    return options.backend == "inductor" or cluster.software.fuses
