@@ -3,13 +3,16 @@ purpose, on two ranks.
 
 The result of a collective is delivered no earlier than a link of ``--latency`` and ``--bandwidth``
 would deliver it, one message after the other. The order of a step is recorded without the link's
-delays, with the time of each start and of each wait, and played again with them. So the columns are
+delays, with the time of each start and of each wait, and played again with them. While a rank waits
+for gloo, which needs time of its own, the clock of a step without delays stands still. So the
+columns are
 
+- step: a step over a link that takes no time,
 - sent: seconds in which the link is busy in one step,
 - to hide: the part that is hidden when the recorded order is played with the delays,
 - hidden: that of the real step, which takes so much less longer than the link is busy; of what is
   to hide,
-- exposed: by how much the real step is longer with the delays,
+- exposed: by how much the real step with the delays is longer,
 - predicted: by how much the plan's step is longer on a cluster with this link than on one whose
   link takes no time. The cluster is this machine's, measured before.
 
@@ -77,18 +80,19 @@ class SlowLink(TorchDispatchMode):
 
     Attributes:
         is_slow: whether it delays.
-        events: since the last :meth:`start`.
+        events: since the last :meth:`start`. Their clock stands still while ranks wait for gloo.
+        waited: seconds of these waits.
     """
 
     def __init__(self, latency: float, bandwidth: float) -> None:
         super().__init__()
         self._latency, self._bandwidth = latency, bandwidth
-        self.is_slow, self.events = False, list[Event]()
+        self.is_slow, self.events, self.waited = False, list[Event](), 0.0
         self._free = 0.0  # when the link has sent all
         self._coming: dict[int, tuple[int, float]] = {}  # number and time of arrival, by address
 
     def start(self) -> None:
-        self.events, self._coming = [], {}
+        self.events, self._coming, self.waited = [], {}, 0.0
 
     def __torch_dispatch__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if f.namespace != "_c10d_functional":
@@ -102,17 +106,19 @@ class SlowLink(TorchDispatchMode):
         nbytes = sum(t.nbytes for t in (args[0] if isinstance(args[0], list) else args[:1]))
         busy, latency = count * part * nbytes / self._bandwidth, count * self._latency
         number = len(self.events)
-        self.events.append(Event(began, number, True, busy, latency))
+        self.events.append(Event(began - self.waited, number, True, busy, latency))
         self._free = max(self._free, began) + busy
         for t in out if isinstance(out, (list, tuple)) else [out]:
             self._coming[t.data_ptr()] = number, self._free + latency
         return out
 
     def _wait(self, f: Callable[..., Any], tensor: torch.Tensor) -> torch.Tensor:
+        began = time.perf_counter()
         out = f(tensor)
+        self.waited += time.perf_counter() - began
         number, arrival = self._coming.pop(tensor.data_ptr(), (-1, 0.0))
         if number >= 0:
-            self.events.append(Event(time.perf_counter(), number, False))
+            self.events.append(Event(time.perf_counter() - self.waited, number, False))
             if self.is_slow:
                 time.sleep(max(0.0, arrival - time.perf_counter()))
         return out
@@ -174,6 +180,7 @@ def case(
             taken.append(timed(step, 1, device))
             compiled.zero_grad()
             if not is_slow:
+                taken[-1] -= slowed.waited
                 found["sent"].append(sum(e.busy + e.latency for e in slowed.events))
                 found["exposed"].append(exposed_in_order(slowed.events))
         return statistics.mean(taken)
