@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import itertools
 import threading
 from collections.abc import Callable
@@ -124,6 +125,7 @@ COUNTERS: dict[str, Callable[[], Counter]] = {
     "function": of_function,
     "file": of_file,
     "module": of_module,
+    "builtins": lambda: of_object(builtins),
 }
 
 

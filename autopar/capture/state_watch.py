@@ -29,6 +29,7 @@ _CONTAINERS = (list, tuple, deque, dict, OrderedDict, defaultdict, set)
 _PLAIN = (*_CONTAINERS, SimpleNamespace, local, ContextVar, MethodType, functools.partial)
 _FILES = 2  # the files of the layer's code, and the files that these import from
 _MAX_VALUES = 200_000  # the largest state that is watched
+_REPLACED = "max", "min"  # Python's functions that torch.export replaces while it runs
 _EMPTY = CellType()
 _VALUES, _DEFAULTS = methodcaller("values"), attrgetter("__defaults__")
 _CONTENTS = attrgetter("cell_contents")
@@ -167,7 +168,7 @@ def _put_back_variables(function: FunctionType, old: tuple[Any, ...]) -> None:
 
 def _reached(layer: nn.Module) -> Iterator[Any]:
     """All that has state, each once."""
-    seen = {id(vars(builtins))}  # that export changes while it runs
+    seen: set[int] = set()
     left: list[Any] = [layer]
     classes: list[Any] = []  # of objects that are no modules: their code's files are not read
     for depth in range(_FILES + 1):
@@ -225,6 +226,8 @@ def _is_watched(file: str | None) -> bool:
 def _state(value: Any) -> Any:
     """What a value holds, in a mapping, a sequence or a set."""
     kind = type(value)
+    if value is vars(builtins):
+        return {name: held for name, held in value.items() if name not in _REPLACED}
     if kind in _CONTAINERS:
         return value
     if kind is FunctionType:
