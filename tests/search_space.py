@@ -20,7 +20,7 @@ from autopar.search.pricing.costs import Costs
 from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.result.staged_graph import stages_of
 from autopar.search.result.write_plan import write_plan
-from autopar.search.space.check_offload import is_compiled
+from autopar.search.space.backend import is_compiled
 from autopar.search.space.configuration import Configuration
 from autopar.search.space.meshes import Axis
 from autopar.search.space.options import Options

@@ -2,9 +2,9 @@
 graphs and caches, and models that cannot be sent to another process.
 
 A forked process has only the thread that forked it. So the solver's threads end before, and a
-worker lets torch compute in one thread. Inherited objects that own threads, such as process groups,
-abort the process that destroys them: a worker's garbage collector leaves all that it inherited
-alone. autograd's threads for a GPU cannot be replaced: where there is a GPU, nothing is forked.
+worker lets torch compute in one thread. A worker that destroys inherited objects with threads, such
+as process groups, hangs or aborts: its garbage collector leaves all that it inherited alone.
+autograd's threads for a GPU cannot be replaced: where there is a GPU, nothing is forked.
 """
 
 from __future__ import annotations

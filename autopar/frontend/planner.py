@@ -31,10 +31,10 @@ from autopar.search.inner.search_cache import SearchCache
 from autopar.search.outer_search import best_plan
 from autopar.search.plan_check.check_plan import check_plan
 from autopar.search.pricing.resize import resized
-from autopar.search.result.choose_backend import check_software
 from autopar.search.result.priced_plan import PricedPlan
 from autopar.search.result.share_cores import share_cores
 from autopar.search.result.write_plan import write_plan
+from autopar.search.space.backend import check_software
 from autopar.search.space.check_offload import check_offload
 from autopar.search.space.options import Options
 

@@ -78,14 +78,16 @@ def collective_rows(found: PricedPlan, names: ModulePaths, blocks: BlockRows) ->
 
 def hidden_rows(found: PricedPlan) -> list[Row]:
     """``rows["hidden"]`` of a plan."""
-    whole = found
+    whole, hides = found, any(tensor.beside.any() for tensor in found.problem.tensors)
     if found.zero_exposed != ALL_EXPOSED:
         elements = dict(found.zero_buckets or ())
         whole = replace(found, costs=found.costs.in_buckets(elements, ALL_EXPOSED))
-    all_of_it, exposed = _seconds(_conversions(whole, hides=False)), _seconds(_conversions(found))
-    hidden = {part: all_of_it[part] - exposed[part] for part in _IN_GRAPH}
-    rows: list[Row] = [[part, taken, taken] for part, taken in hidden.items()]
-    rows += [[SYNC, *taken] for taken in hidden_seconds(found)]
+    rows: list[Row] = [[SYNC, *taken] for taken in hidden_seconds(found)]
+    if hides or whole is not found:
+        all_of_it = _seconds(_conversions(whole, hides=False))
+        exposed = _seconds(_conversions(found))
+        hidden = [all_of_it[part] - exposed[part] for part in _IN_GRAPH]
+        rows = [*([part, s, s] for part, s in zip(_IN_GRAPH, hidden, strict=True)), *rows]
     return [row for row in rows if min(row[1:]) > 0]
 
 

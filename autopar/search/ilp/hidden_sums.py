@@ -58,9 +58,8 @@ class HiddenSums:
         buckets gather.
         """
         beside = np.zeros(len(targets))
-        if not self._costs.is_compiled or isinstance(
-            vertices[producer].choices[0], ParameterStrategy
-        ):
+        is_parameter = isinstance(vertices[producer].choices[0], ParameterStrategy)
+        if is_parameter or not self._costs.is_compiled:
             return beside
         for v, p in ports:
             if self._is_product(vertices[v].node):
@@ -105,6 +104,7 @@ class HiddenSums:
         return [o for o, _ in operands(node) if self._is_activation(o)]
 
     def _is_activation(self, node: fx.Node) -> bool:
+        """Whether a node has a gradient and depends on more than one parameter."""
         analysis = self._costs.analysis
         while node in analysis.differentiable and node not in analysis.state:
             trained = [o for o, _ in operands(node) if o in analysis.differentiable]

@@ -30,7 +30,8 @@ from autopar.search.pipeline.unit_costs import UnitCostTable
 from autopar.search.pricing.costs import Costs
 from autopar.search.pricing.resize import resized
 from autopar.search.pricing.step_prices import HIDES_NOTHING, StepPrices
-from autopar.search.space.check_offload import is_compiled, offloads_results
+from autopar.search.space.backend import is_compiled
+from autopar.search.space.check_offload import offloads_results
 from autopar.search.space.choices.node_choices import NodeChoices
 from autopar.search.space.configuration import Configuration
 from autopar.search.space.meshes import Axis
@@ -232,9 +233,7 @@ class InnerSearch:
         """
         pace = self.cache.pace(configuration) if pace is None else pace
         pipeline, microbatches = configuration.pipeline, configuration.microbatches
-        in_flight = 1.0 if pipeline == 1 else float(min(pipeline, microbatches))
-        if replica_only:
-            in_flight = MANY_IN_FLIGHT
+        in_flight = MANY_IN_FLIGHT if replica_only else float(min(pipeline, microbatches))
         links = links or self.cache.links(configuration, pace)
         of_mesh = pace, configuration.axes, links.axes
         key = (*of_mesh, pipeline, samples, microbatches, in_flight, replica_only, step_prices)

@@ -12,25 +12,9 @@ from autopar.ir.nodes import describe_node
 from autopar.ir.plan_data import NodePlan
 from autopar.passes.lowering.choose_kernels import random_kernel
 from autopar.search.result.chosen_program import ChosenProgram
+from autopar.search.space.backend import is_eager
 from autopar.search.space.configuration import Configuration
 from autopar.search.space.options import Options
-
-
-def check_software(options: Options, cluster: Cluster) -> None:
-    """Raises :class:`PlanError` where the backend that was asked for is not the one that the
-    cluster's prices are of.
-    """
-    if options.backend == "eager" and cluster.software.fuses:
-        raise PlanError(
-            f"the prices of cluster {cluster.name!r} with software {cluster.software.name!r} are "
-            'those of a compiler that joins kernels, and backend="eager" joins none: give the '
-            'cluster with software "eager", or leave backend free'
-        )
-
-
-def is_eager(options: Options, cluster: Cluster) -> bool:
-    """Whether the options and the cluster alone leave no backend but eager."""
-    return options.backend == "eager" or (options.backend is None and cluster.device.kind == "cpu")
 
 
 def choose_backend(

@@ -1,7 +1,8 @@
 """What may be chosen?
 
-In reading order: ``options`` (what the user fixed), ``modes`` (kinds of tensor and sequence
-parallelism, as restrictions of the search space), ``meshes`` (the axes of a stage and their uses),
+In reading order: ``options`` (what the user fixed), ``backend`` (which one is asked for),
+``modes`` (kinds of tensor and sequence parallelism, as restrictions of the search space),
+``meshes`` (the axes of a stage and their uses),
 ``configuration`` (mesh, microbatches and schedule, which the outer search enumerates),
 ``check_schedule`` and ``user_cuts`` (which schedules and which cuts are possible),
 ``zero_options`` (what the option ``zero`` fixes), ``strategies``

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autopar.cost_model import Cluster
 from autopar.errors import PlanError
+from autopar.search.space.backend import is_compiled
 from autopar.search.space.options import Options
 
 
@@ -26,10 +27,3 @@ def offloads_results(options: Options, cluster: Cluster) -> bool:
     compile.
     """
     return options.offload == "auto" and not is_compiled(options, cluster)
-
-
-def is_compiled(options: Options, cluster: Cluster) -> bool:
-    """Whether prices are those of a program that inductor compiles: it was asked for, or the
-    cluster's software joins kernels.
-    """
-    return options.backend == "inductor" or cluster.software.fuses
