@@ -94,9 +94,20 @@ def _start(work: Callable[[int], Any], numbers: list[int], others: Sequence[Conn
     process = context.Process(target=_serve, args=(work, there, [here, *others]), daemon=True)
     with warnings.catch_warnings():  # newer Pythons warn of threads; see above
         warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*fork")
-        process.start()
+        _start_without_collecting(process)
     there.close()
     return _Worker(process, here, numbers)
+
+
+def _start_without_collecting(process: BaseProcess) -> None:
+    """Between the fork and ``gc.freeze()`` the worker must not collect what it inherits."""
+    was_collecting = gc.isenabled()
+    gc.disable()
+    try:
+        process.start()
+    finally:
+        if was_collecting:
+            gc.enable()
 
 
 def _give(worker: _Worker, team: Sequence[_Worker]) -> int | None:
@@ -136,6 +147,7 @@ def _serve(work: Callable[[int], Any], there: Connection, inherited: Sequence[Co
     for connection in inherited:
         connection.close()
     gc.freeze()
+    gc.enable()
     torch.set_num_threads(1)
     with suppress(EOFError):
         while True:
