@@ -134,10 +134,28 @@ def _second_loss(name: str, model: nn.Module, compiled: nn.Module) -> None:
     if name in ONE:
         both.backward()
         alike(compiled, model, name)
+        compiled.zero_grad()
+        outputs = compiled(**sample())
+        (outputs["loss"] + outputs["h"].pow(3).sum()).backward()
+        alike(compiled, model, f"{name}, of a DTensor")
     else:
         with pytest.raises(RunError, match="an output that is not the loss"):
             both.backward()
         assert all(p.grad is None for p in compiled.parameters())
+
+
+def _penalty(name: str, model: nn.Module, compiled: nn.Module) -> None:
+    """The loop adds a term of the parameters, of which each rank has a part."""
+    losses = []
+    for m in (model, compiled):
+        m.zero_grad()
+        terms = [0.1 * p.square().sum() + p.norm() for p in m.parameters()]
+        total = 3 * m(**sample())["loss"] + sum(terms)
+        total.backward()
+        losses.append(total.detach())
+    if name != "pipeline":  # where a rank has the parameters of one stage
+        close(losses[1], losses[0], f"{name}, loss with a penalty")
+    alike(compiled, model, f"{name}, penalty")
 
 
 def _asked(name: str, model: nn.Module, compiled: nn.Module) -> None:
@@ -186,6 +204,7 @@ def _backwards() -> None:
     for name, model, compiled in programs():
         _inputs(name, model, compiled)
         _second_loss(name, model, compiled)
+        _penalty(name, model, compiled)
         _asked(name, model, compiled)
         _hooks(name, model, compiled)
 

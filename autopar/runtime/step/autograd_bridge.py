@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.tensor import DTensor
 
 from autopar.capture.hooks import has_hooks
 from autopar.errors import RunError
@@ -236,7 +237,8 @@ class _Bridge(torch.autograd.Function):
         is_seen = call.has_hooks or any(has_hooks(w.parameter) for w in call.attached)
         may_wait = reaches_all and not is_seen and not call.handlers.are_registered
         with blocking_section("backward"):
-            gradients, of_inputs = call.work.run(output_gradients, is_graph_retained(), may_wait)
+            arrived = [_whole(g) for g in output_gradients]
+            gradients, of_inputs = call.work.run(arrived, is_graph_retained(), may_wait)
         # Autograd takes the gradients of parameters that the user asked for by name, and of those
         # that got hooks after the forward, because autograd will call these hooks.
         taken = {w.name for w in call.attached if not reaches_all or has_hooks(w.parameter)}
@@ -249,3 +251,8 @@ class _Bridge(torch.autograd.Function):
             if w.name in taken:  # what ends in ``parameter.grad`` goes through the handlers
                 returned[w.name] = w.wrap(call.handlers.run(w, g) if reaches_all else g)
         return (None,) * 4 + tuple(of_inputs) + tuple(returned.get(w.name) for w in call.attached)
+
+
+def _whole(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """A DTensor, where the loop has added a term of the parameters to the loss, is made whole."""
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
