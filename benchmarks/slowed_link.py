@@ -2,10 +2,10 @@
 purpose, on two ranks.
 
 The result of a collective is delivered no earlier than a link of ``--latency`` and ``--bandwidth``
-would deliver it, one message after the other. The order of a step is recorded without the link's
-delays, with the time of each start and of each wait, and played again with them. While a rank waits
-for gloo, which needs time of its own, the clock of a step without delays stands still. So the
-columns are
+would deliver it, one message after the other. gloo needs time of its own, which is not the link's:
+while a rank waits for gloo longer than for the link, the clock stands still. The order of a step is
+recorded without the link's delays, with the time of each start and of each wait, and played again
+with them. So the columns are
 
 - step: a step over a link that takes no time,
 - sent: seconds in which the link is busy in one step,
@@ -46,6 +46,7 @@ from autopar.cost_model import Cluster, Level
 from autopar.ir.plan_data import BACKENDS
 
 RANKS = 2
+SLEEPS_LONGER = 1e-3  # seconds by which a sleep may be longer than asked
 PLANS: dict[str, dict[str, Any]] = {
     "zero=0": dict(parallel=dict(data=RANKS), zero=0),
     "zero=2": dict(parallel=dict(data=RANKS), zero=2),
@@ -76,23 +77,24 @@ class Event(NamedTuple):
 
 
 class SlowLink(TorchDispatchMode):
-    """Delays what collectives deliver, and records the events of a program.
+    """Delays what collectives deliver, and records the events of a program. Its clock stands still
+    while a rank waits for gloo and no longer for the link.
 
     Attributes:
         is_slow: whether it delays.
-        events: since the last :meth:`start`. Their clock stands still while ranks wait for gloo.
-        waited: seconds of these waits.
+        events: since the last :meth:`start`, by this clock.
+        stood_still: seconds that the clock has stood still since then.
     """
 
     def __init__(self, latency: float, bandwidth: float) -> None:
         super().__init__()
         self._latency, self._bandwidth = latency, bandwidth
-        self.is_slow, self.events, self.waited = False, list[Event](), 0.0
+        self.is_slow, self.events, self.stood_still = False, list[Event](), 0.0
         self._free = 0.0  # when the link has sent all
         self._coming: dict[int, tuple[int, float]] = {}  # number and time of arrival, by address
 
     def start(self) -> None:
-        self.events, self._coming, self.waited = [], {}, 0.0
+        self.events, self._coming, self.stood_still, self._free = [], {}, 0.0, 0.0
 
     def __torch_dispatch__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if f.namespace != "_c10d_functional":
@@ -100,27 +102,32 @@ class SlowLink(TorchDispatchMode):
         name = f._schema.name.removeprefix("_c10d_functional::")
         if name == "wait_tensor":
             return self._wait(f, *args)
-        began = time.perf_counter()
+        began = self._now()
         out = f(*args, **(kwargs or {}))
         count, part = MESSAGES[name.removesuffix("_").removesuffix("_coalesced")]
         nbytes = sum(t.nbytes for t in (args[0] if isinstance(args[0], list) else args[:1]))
         busy, latency = count * part * nbytes / self._bandwidth, count * self._latency
         number = len(self.events)
-        self.events.append(Event(began - self.waited, number, True, busy, latency))
+        self.events.append(Event(began, number, True, busy, latency))
         self._free = max(self._free, began) + busy
         for t in out if isinstance(out, (list, tuple)) else [out]:
             self._coming[t.data_ptr()] = number, self._free + latency
         return out
 
+    def _now(self) -> float:
+        return time.perf_counter() - self.stood_still
+
     def _wait(self, f: Callable[..., Any], tensor: torch.Tensor) -> torch.Tensor:
-        began = time.perf_counter()
-        out = f(tensor)
-        self.waited += time.perf_counter() - began
         number, arrival = self._coming.pop(tensor.data_ptr(), (-1, 0.0))
+        began = self._now()
+        needed = max(began, arrival if self.is_slow else began)
+        out = f(tensor)
+        self.stood_still += max(0.0, self._now() - needed)
         if number >= 0:
-            self.events.append(Event(time.perf_counter() - self.waited, number, False))
-            if self.is_slow:
-                time.sleep(max(0.0, arrival - time.perf_counter()))
+            self.events.append(Event(began, number, False))
+            time.sleep(max(0.0, needed - self._now() - SLEEPS_LONGER))
+            while self._now() < needed:
+                pass
         return out
 
 
@@ -177,7 +184,7 @@ def case(
         taken = []
         for _ in range(options.steps):
             slowed.start()
-            taken.append(timed(step, 1, device) - (0.0 if is_slow else slowed.waited))
+            taken.append(timed(step, 1, device) - slowed.stood_still)
             compiled.zero_grad()
             if not is_slow:
                 found["sent"].append(sum(e.busy + e.latency for e in slowed.events))
