@@ -6,6 +6,7 @@ from autopar.runtime.communication.mesh import Mesh
 from autopar.runtime.dtensors.program_handlers import add_program_mesh
 from autopar.runtime.dtensors.random_fill import install_random_fill
 from autopar.runtime.dtensors.scalar_reads import install_scalar_reads
+from autopar.runtime.dtensors.view_writes import install_view_writes
 
 
 def install_handlers(mesh: Mesh) -> None:
@@ -13,3 +14,4 @@ def install_handlers(mesh: Mesh) -> None:
     add_program_mesh(mesh)
     install_random_fill()
     install_scalar_reads()
+    install_view_writes()

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -38,6 +40,35 @@ def install_handler(operators: Iterable[Any], handler: Handler) -> None:
             DTENSOR_HANDLERS[operator] = _Dispatch(handler)
 
 
+def install_writes(handler: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    """From now on ``handler(operator, args, keywords)`` does the work of operators on DTensors that
+    write to an argument and that have no handler.
+    """
+    for operator in _writing_operators():
+        DTENSOR_HANDLERS.setdefault(operator, handler)
+
+
+@cache
+def _writing_operators() -> list[Any]:
+    packets = (getattr(torch.ops.aten, name) for name in dir(torch.ops.aten))
+    operators = (
+        getattr(packet, overload)
+        for packet in packets
+        if isinstance(packet, torch._ops.OpOverloadPacket)
+        for overload in packet.overloads()
+    )
+    return [each for each in operators if each._schema.is_mutable]
+
+
+def torch_result(operator: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> Any:
+    """The result of an operator without its handler."""
+    handler = DTENSOR_HANDLERS.pop(operator)
+    try:
+        return operator(*args, **kwargs)
+    finally:
+        DTENSOR_HANDLERS[operator] = handler
+
+
 class _Dispatch:
     """An entry of the dispatcher's table."""
 
@@ -48,8 +79,4 @@ class _Dispatch:
         tensor = next((a for a in args if isinstance(a, DTensor)), None)
         if tensor is not None and is_of_program(tensor):
             return self._handler(tensor, operator, args, kwargs)
-        del DTENSOR_HANDLERS[operator]  # torch's own work
-        try:
-            return operator(*args, **kwargs)
-        finally:
-            DTENSOR_HANDLERS[operator] = self
+        return torch_result(operator, args, kwargs)

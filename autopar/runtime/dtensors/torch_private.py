@@ -52,6 +52,11 @@ def set_local_tensor(t: DTensor, local: torch.Tensor) -> None:
     t._local_tensor = local
 
 
+def storage_address(t: torch.Tensor) -> int:
+    """Of the storage of ``t``, or of this rank's part: views of one tensor share it."""
+    return int(local_tensor(t).untyped_storage()._cdata)
+
+
 def wrap_local(local: torch.Tensor, like: DTensor) -> DTensor:
     """``local`` as a DTensor of the shape and placements of ``like``.
 
