@@ -104,7 +104,8 @@ def compile(
 ) -> Compiled:
     """Make ``model`` a distributed program, which is called and trained like the model itself.
 
-    Call it in each rank, under ``torchrun``.
+    Call it in each rank, under ``torchrun``. ``model`` keeps its values: train, evaluate and save
+    the program.
 
     Args:
         plan: a plan for the same model and sample. Without a plan, rank 0 makes one and sends it to
