@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gc
 import tempfile
-import warnings
 from typing import Any
 
 import pytest
@@ -120,28 +119,22 @@ def _tied_norm() -> None:
     compiled = build(model, sample, Case(2, "gpipe"), starts=["linear_2"])
     for m in (model, compiled):
         m(**sample)["loss"].backward()
+    other = nn.Parameter(torch.ones(3, dtype=torch.float64))  # the user's own, on all ranks
+    other.grad = torch.full_like(other, 0.1)
     for names in (None, ("scale",), ("third.weight",)):
         chosen = [p for n, p in model.named_parameters() if names is None or n in names]
         mine = [p for n, p in compiled.named_parameters() if names is None or n in names]
-        for order in (2.0, float("inf")):
-            close(
-                autopar.clip_grad_norm_(mine, 1e9, order),
-                nn.utils.clip_grad_norm_(chosen, 1e9, order),
-            )
+        for order, more in ((2.0, []), (float("inf"), []), (2.0, [] if names else [other])):
+            expected = nn.utils.clip_grad_norm_([*chosen, *more], 1e9, order)
+            close(autopar.clip_grad_norm_([*mine, *more], 1e9, order), expected)
+            close(nn.utils.clip_grad_norm_([*mine, *more], 1e9, order), expected)
 
 
 def test_the_norm_is_of_all_stages(ranks: Pools) -> None:
     ranks(2).run(_tied_norm)
 
 
-def _warned(call: Any) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        call()
-    return [str(w.message) for w in caught]
-
-
-def _warns(case: Case) -> None:
+def _clips(case: Case) -> None:
     gc.collect()  # programs of earlier tests
     clip_early, norm_early = nn.utils.clip_grad_norm_, nn.utils.get_total_norm
     model, sample = zoo.mlp(dtype=torch.float64)
@@ -152,19 +145,30 @@ def _warns(case: Case) -> None:
 
 def _pipelined_clipping(model: nn.Module, sample: Any, case: Case, clip: Any) -> None:
     compiled = build(model, sample, case)
-    loss_of(compiled(**sample)).backward()
+    for m in (model, compiled):
+        loss_of(m(**sample)).backward()
     parameters = list(compiled.parameters())
-    (message,) = _warned(lambda: clip(parameters, 1.0))
-    assert "autopar.clip_grad_norm_" in message
-    assert _warned(lambda: nn.utils.get_total_norm([p.grad for p in parameters]))
-    assert not _warned(lambda: autopar.clip_grad_norm_(parameters, 1.0))
-    loss_of(model(**sample)).backward()
-    assert not _warned(lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    for p in parameters:
+        assert p.grad is not None
+        p.grad = p.grad * 1.0  # a gradient of the user's own
+    expected = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    close(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]), expected)
+    most = float(expected) / 2
+    close(clip(parameters, most), clip(model.parameters(), most))
+    mine = dict(compiled.named_parameters())
+    for name, p in model.named_parameters():
+        if name in mine:
+            close(mine[name].grad, p.grad)
+    if parameters:
+        with torch.no_grad():
+            parameters[0].grad.fill_(float("nan"))  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError, match=r"of order 2\.0 of the gradients is nan"):
+        clip(parameters, 1.0, error_if_nonfinite=True)
 
 
-def test_torchs_clipping_warns(ranks: Pools) -> None:
-    ranks(2).run(_warns, Case(2, "gpipe"))
-    ranks(4).run(_warns, Case(2, "gpipe", options=DATA))
+def test_torchs_clipping_is_by_the_norm_of_all_stages(ranks: Pools) -> None:
+    ranks(2).run(_clips, Case(2, "gpipe"))
+    ranks(4).run(_clips, Case(2, "gpipe", options=DATA))
 
 
 def _save(case: Case, path: str) -> None:

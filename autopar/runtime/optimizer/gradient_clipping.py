@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import warnings
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
@@ -26,8 +26,17 @@ from autopar.runtime.parameters.holders import Holders
 from autopar.runtime.parameters.waiting_gradients import sum_waiting
 from autopar.runtime.parameters.weight import NormGroup, Weight
 
-# The norm groups of the pipelined programs that live.
-_LIVE: weakref.WeakKeyDictionary[object, NormGroup] = weakref.WeakKeyDictionary()
+
+class _Pipelined(NamedTuple):
+    """A pipelined program that lives: its parameters on this rank, and a norm group for a rank that
+    has none of the parameters in question.
+    """
+
+    parameters: tuple[weakref.ref[nn.Parameter], ...]
+    norm_group: NormGroup
+
+
+_LIVE: weakref.WeakKeyDictionary[object, _Pipelined] = weakref.WeakKeyDictionary()
 
 
 @torch.no_grad()
@@ -49,14 +58,16 @@ def clip_grad_norm_(
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     sum_waiting(parameters)
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    trained = [p for p in parameters if p.grad is not None]
+    gradients = [p.grad for p in trained if p.grad is not None]
     pipelined = next(filter(None, map(_norm_group, parameters)), None)
     if not parameters:
         pipelined = _only_norm_group()
     if pipelined is None and not gradients:
         return torch.zeros((), device="cpu")
     with blocking_section("clipping gradients"):
-        norm = _norm_over_ranks(parameters, gradients, float(norm_type), pipelined)
+        groups = [_norm_group(p) for p in trained]
+        norm = _norm_over_ranks(gradients, groups, float(norm_type), pipelined)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RunError(
             f"the gradients' norm of order {norm_type} is {norm.item()}: look for the first step "
@@ -76,18 +87,19 @@ def install_clipping(
     owner: object, weights: Iterable[Weight], mesh: Mesh, holders: Holders
 ) -> None:
     """Marks the parameters of the pipelined program ``owner`` with their norm group. While
-    ``owner`` lives, torch's own clipping of their gradients warns.
+    ``owner`` lives, torch's own norm of their gradients is over all stages, too.
 
     torch's ``clip_grad_norm_`` calls nothing that a program could observe, and plain tensors carry
     no behaviour, so its private norm is replaced.
     """
     group = mesh.pipeline_group()
+    parameters = []
     for weight in weights:
         counts = holders.ranks_of(weight.name)[0] == mesh.pipeline_rank
-        weight.norm_group = NormGroup(group, mesh.device, counts)
-        weight.parameter.norm_group = weight.norm_group  # type: ignore[attr-defined]
-    _LIVE[owner] = NormGroup(group, mesh.device, False)
-    set_total_norm(_total_norm_with_warning)
+        weight.parameter.norm_group = NormGroup(group, mesh.device, counts)  # type: ignore[attr-defined]
+        parameters.append(weakref.ref(weight.parameter))
+    _LIVE[owner] = _Pipelined(tuple(parameters), NormGroup(group, mesh.device, False))
+    set_total_norm(_total_norm)
     weakref.finalize(owner, _restore)
 
 
@@ -100,42 +112,66 @@ def _restore() -> None:
         set_total_norm(torch_total_norm)
 
 
-def _total_norm_with_warning(
-    tensors: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any
+@torch.no_grad()
+def _total_norm(
+    tensors: torch.Tensor | Iterable[torch.Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
 ) -> torch.Tensor:
-    """torch's norm, which torch's ``clip_grad_norm_`` calls, however the user imported that."""
+    """torch's norm, which torch's ``clip_grad_norm_`` calls, however the user imported that; of
+    gradients of a pipelined program that of all stages. All ranks must call it.
+    """
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    if any(_norm_group(t) is not None for t in tensors):
-        warnings.warn(
-            "torch's gradient norm sees only this rank's pipeline stages, so that each stage "
-            "would be clipped by a norm of its own: call "
-            "autopar.clip_grad_norm_(model.parameters(), max_norm), which takes all stages "
-            "together",
-            stacklevel=4,
+    known = _norm_groups_of_gradients()
+    groups = [known.get(id(t)) for t in tensors]
+    pipelined = next(filter(None, groups), None) if tensors else _only_norm_group()
+    if pipelined is None:
+        return torch_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
+    with blocking_section("the norm of gradients"):
+        norm = _norm_over_ranks(tensors, groups, float(norm_type), pipelined)
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise RuntimeError(
+            f"the total norm of order {norm_type} of the gradients is {norm.item()}, so that it "
+            "cannot be clipped; with error_if_nonfinite=False they are scaled by it anyway"
         )
-    return torch_total_norm(tensors, *args, **kwargs)
+    return norm
+
+
+def _norm_groups_of_gradients() -> dict[int, NormGroup]:
+    """By the ids of the gradients of pipelined programs."""
+    parameters = [ref() for live in _LIVE.values() for ref in live.parameters]
+    return {
+        id(p.grad): p.norm_group  # type: ignore[attr-defined]
+        for p in parameters
+        if p is not None and p.grad is not None
+    }
 
 
 def _only_norm_group() -> NormGroup | None:
     """The norm group for a rank that has none of the parameters to be clipped; None where several
     pipelined programs live.
     """
-    groups = {live.group: live for live in _LIVE.values()}
+    groups = {live.norm_group.group: live.norm_group for live in _LIVE.values()}
     return next(iter(groups.values())) if len(groups) == 1 else None
 
 
 def _norm_over_ranks(
-    parameters: list[torch.Tensor],
     gradients: list[torch.Tensor],
+    groups: list[NormGroup | None],
     order: float,
     pipelined: NormGroup | None,
 ) -> torch.Tensor:
+    """The norm of ``gradients``, whose parameters have these norm groups; None where a parameter is
+    of no pipelined program, so that all ranks have it, and the first one counts it.
+    """
     if pipelined is None:
         return _norm(gradients, order)
+    is_first = dist.get_rank(pipelined.group) == 0
     counted = [
-        p.grad
-        for p in parameters
-        if p.grad is not None and ((group := _norm_group(p)) is None or group.counts)
+        gradient
+        for gradient, group in zip(gradients, groups, strict=True)
+        if (is_first if group is None else group.counts)
     ]
     return _norm_of_stages(_norm(counted, order) if counted else None, order, pipelined)
 

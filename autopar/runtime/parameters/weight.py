@@ -17,8 +17,8 @@ from autopar.runtime.dtensors.torch_private import local_tensor, wrap_local, wri
 class NormGroup:
     """The ranks of a pipeline over which the norm of gradients is summed.
 
-    A pipelined program sets one as the attribute ``norm_group`` of its parameters and their
-    gradients, where clipping finds it.
+    A pipelined program sets one as the attribute ``norm_group`` of its parameters, where clipping
+    finds it.
 
     Attributes:
         group: the ranks along the pipeline.
@@ -50,7 +50,6 @@ class Weight:
     local: torch.Tensor
     leaf: torch.Tensor
     version: int = 0
-    norm_group: NormGroup | None = None
     summed: torch.Tensor | None = None
 
     @property
@@ -95,11 +94,7 @@ class Weight:
         """A gradient for the user: ``local``, of the shape of this rank's part, as a DTensor where
         the parameter is one.
         """
-        if isinstance(self.parameter, DTensor):
-            local = wrap_local(local, self.parameter)
-        if self.norm_group is not None:
-            local.norm_group = self.norm_group  # type: ignore[attr-defined]
-        return local
+        return wrap_local(local, self.parameter) if isinstance(self.parameter, DTensor) else local
 
     def refresh(self) -> None:
         """Makes the leaf follow the parameter: writes to it, other memory, freezing."""
