@@ -55,14 +55,10 @@ class _Copy(NamedTuple):
             dtype=torch.bool,
             device=written.device,
         )
-        is_written.as_strided(written.size(), written.stride(), written.storage_offset()).fill_(
-            True
-        )
-        own = local_tensor(self.tensor)
-        values, mask = (
-            self._part(self._local(view)),
-            self._part(is_written.as_strided(*self.geometry)),
-        )
+        offset = written.storage_offset()
+        is_written.as_strided(written.size(), written.stride(), offset).fill_(True)
+        own, values = local_tensor(self.tensor), self._part(self._local(view))
+        mask = self._part(is_written.as_strided(*self.geometry))
         own.copy_(torch.where(mask, values, own))
         torch.autograd.graph.increment_version(self.tensor)
 
@@ -112,6 +108,8 @@ def _redistributed(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
 
 
 def _write(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not _COPIES:
+        return torch_result(operator, args, kwargs)
     arguments = operator._schema.arguments
     given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
     written = tree_iter([given.get(a.name) for a in arguments if a.is_write])
