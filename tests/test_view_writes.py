@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import autopar
+from autopar.errors import RunError
 from autopar.runtime.dtensors import view_writes
 
 PLANS: dict[str, dict[str, Any]] = {
@@ -29,7 +30,7 @@ WIDTH = 8
 
 
 class Net(nn.Module):
-    """Its tensors are called u (16 x 8), v (8 x 16), w (5 x 8) and b (5)."""
+    """The writes are to u (16 x 8), v (8 x 16) and b (5): up, down and the bias of head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,6 +145,27 @@ def _reads() -> None:
             loss = m(**_sample())
             (loss + u[3].square().sum() + (v[:, 2:9] ** 3).sum()).backward()
         _alike(compiled, model, plan)
+
+
+def _fills() -> None:
+    """torch would fill each rank's share of a gradient that waits for its sum."""
+    _clear_sharding_prop_cache()
+    model = Net()
+    compiled = autopar.compile(copy.deepcopy(model), _sample(), 2, progress=False, **PLANS["zero2"])
+    with compiled.no_sync():
+        compiled(**_sample()).backward()
+    model(**_sample()).backward()
+    for fill in (lambda g: g.fill_(0.5), lambda g: g[3].fill_(0.5), lambda g: g[:2].fill_(0.5)):
+        with pytest.raises(RunError, match=r"a pending sum"):
+            fill(compiled.get_parameter("up.weight").grad)
+    for m in (model, compiled):
+        _write(m, lambda u, v, b: (u[3].fill_(0.0), v[:2].zero_(), b[1:].mul_(2.0)), _of_gradients)
+        m(**_sample(1)).backward()
+    _alike(compiled, model, "filled")
+
+
+def test_a_pending_sum_is_not_filled(ranks: Pools) -> None:
+    ranks(2).run(_fills)
 
 
 def test_writes_into_views_reach_all_ranks(ranks: Pools) -> None:

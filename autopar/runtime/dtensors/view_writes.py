@@ -18,6 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils._pytree import tree_iter
 
+from autopar.errors import RunError
 from autopar.runtime.dtensors.program_handlers import (
     install_handler,
     install_writes,
@@ -79,6 +80,7 @@ def install_view_writes() -> None:
     """From now on writes into views of DTensors of programs reach the DTensors."""
     install_handler(_VIEWS, _view)
     install_handler((_aten.fill_.Tensor,), _fill)
+    install_handler((_aten.fill_.Scalar,), _fill_number)
 
 
 def _view(tensor: DTensor, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -128,5 +130,17 @@ def _write(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _fill(tensor: DTensor, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``tensor[3] = 0.0`` fills with a tensor, for which torch has no rule."""
-    value = args[1]
-    return tensor.fill_(value.item())
+    return tensor.fill_(args[1].item())
+
+
+def _fill_number(
+    tensor: DTensor, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """torch fills each rank's share of a pending sum, so that the sum is a multiple."""
+    if any(p.is_partial() for p in tensor.placements) and args[1] != 0:
+        raise RunError(
+            f"a DTensor with the placements {tensor.placements} is a pending sum, such as a "
+            f"gradient within no_sync(), and was to be filled with {args[1]}: fill it after the "
+            "call that sums it"
+        )
+    return _write(operator, args, kwargs)
