@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.frontend.forked_workers import forked
+from autopar.frontend.forked_workers import forked, start_without_collecting
 from autopar.search.ilp.programs.silent_highs import SilentHighs
 
 pytestmark = [
@@ -64,11 +63,7 @@ def test_a_forked_process_plans_after_this_one() -> None:
     context = multiprocessing.get_context("fork")
     expected, (here, there) = planned(), context.Pipe()
     process = context.Process(target=lambda: there.send(planned()), daemon=True)
-    gc.disable()  # in the process: other tests' process groups cannot end without their threads
-    try:
-        process.start()
-    finally:
-        gc.enable()
+    start_without_collecting(process)  # other tests' process groups, which need their threads
     there.close()
     found = here.recv() if here.poll(SECONDS) else "stuck"
     process.kill()

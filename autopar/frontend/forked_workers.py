@@ -94,13 +94,15 @@ def _start(work: Callable[[int], Any], numbers: list[int], others: Sequence[Conn
     process = context.Process(target=_serve, args=(work, there, [here, *others]), daemon=True)
     with warnings.catch_warnings():  # newer Pythons warn of threads; see above
         warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*fork")
-        _start_without_collecting(process)
+        start_without_collecting(process)
     there.close()
     return _Worker(process, here, numbers)
 
 
-def _start_without_collecting(process: BaseProcess) -> None:
-    """Between the fork and ``gc.freeze()`` the worker must not collect what it inherits."""
+def start_without_collecting(process: BaseProcess) -> None:
+    """Starts a process that forks with its garbage collector off, until it has frozen all that it
+    inherits.
+    """
     was_collecting = gc.isenabled()
     gc.disable()
     try:
