@@ -3,7 +3,8 @@ purpose, on two ranks.
 
 The result of a collective is delivered no earlier than a link of ``--latency`` and ``--bandwidth``
 would deliver it, one message after the other. gloo needs time of its own, which is not the link's:
-while a rank waits for gloo longer than for the link, the clock stands still. The order of a step is
+while a rank waits for gloo longer than for the link, the clock stands still. That takes out waits
+for the other rank, too, so that a step may seem to hide more than it can. The order of a step is
 recorded without the link's delays, with the time of each start and of each wait, and played again
 with them. So the columns are
 
