@@ -1,148 +1,52 @@
-"""How much of its communication a step hides behind what it computes, over a link that is slow on
-purpose, on two ranks.
+"""How much of its communication a step hides behind what it computes, over a slow link, on two
+ranks.
 
-The result of a collective is delivered no earlier than a link of ``--latency`` and ``--bandwidth``
-would deliver it, one message after the other. gloo needs time of its own, which is not the link's:
-while a rank waits for gloo longer than for the link, the clock stands still. That takes out waits
-for the other rank, too, so that a step may seem to hide more than it can. The order of a step is
-recorded without the link's delays, with the time of each start and of each wait, and played again
-with them. So the columns are
+The steps run over gloo. Their collectives are recorded by each rank's CPU time and played over a
+link of ``--latency`` and ``--bandwidth``, which sends one message after the other
+(:mod:`link_events`). The columns are
 
 - step: a step over a link that takes no time,
-- sent: seconds in which the link is busy in one step,
-- to hide: the part that is hidden when the recorded order is played with the delays,
-- hidden: that of the real step, which takes so much less longer than the link is busy; of what is
-  to hide,
-- exposed: by how much the real step with the delays is longer,
+- sent: seconds for all messages of one step, one after the other,
+- exposed: by how much the step over the slow link is longer,
 - predicted: by how much the plan's step is longer on a cluster with this link than on one whose
-  link takes no time. The cluster is this machine's, measured before.
+  link takes no time. The cluster is this machine's, measured before,
+- hidden: what was sent and is not exposed; of what the plan says is hidden.
 
-Steps with and without delays take turns; a row has the median over the turns.
+A row has the median over the steps.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from link_events import LinkEvents, played, sent
 from local_ranks import launch, one_thread_a_rank
 from step_models import build, inputs
 from step_time import backward_of
 from tabulate import tabulate
-from torch.utils._python_dispatch import TorchDispatchMode
-from turns import take_turns, timed
+from tqdm import trange
 
 import autopar
 from autopar.cost_model import Cluster, Level
 from autopar.ir.plan_data import BACKENDS
 
 RANKS = 2
-SLEEPS_LONGER = 1e-3  # seconds by which a sleep may be longer than asked
 PLANS: dict[str, dict[str, Any]] = {
     "zero=0": dict(parallel=dict(data=RANKS), zero=0),
     "zero=2": dict(parallel=dict(data=RANKS), zero=2),
     "zero=3": dict(parallel=dict(data=RANKS), zero=3),
     "tensor, 1d": dict(parallel=dict(tensor=dict(size=RANKS, mode="1d"))),
 }
-# How many messages a rank sends one after the other, and the part of the first argument's bytes
-# that each has, on two ranks.
-MESSAGES = {
-    "all_gather_into_tensor": (1, 1.0),
-    "reduce_scatter_tensor": (1, 0.5),
-    "all_reduce": (2, 0.5),
-    "all_to_all_single": (1, 0.5),
-}
-
-
-class Event(NamedTuple):
-    """A collective starts, or its result is waited for, at a time in seconds.
-
-    ``busy`` and ``latency`` are the link's, in seconds, of a start; ``number`` is the collective's.
-    """
-
-    time: float
-    number: int
-    is_start: bool
-    busy: float = 0.0
-    latency: float = 0.0
-
-
-class SlowLink(TorchDispatchMode):
-    """Delays what collectives deliver, and records the events of a program. Its clock stands still
-    while a rank waits for gloo and no longer for the link.
-
-    Attributes:
-        is_slow: whether it delays.
-        events: since the last :meth:`start`, by this clock.
-        stood_still: seconds that the clock has stood still since then.
-    """
-
-    def __init__(self, latency: float, bandwidth: float) -> None:
-        super().__init__()
-        self._latency, self._bandwidth = latency, bandwidth
-        self.is_slow, self.events, self.stood_still = False, list[Event](), 0.0
-        self._free = 0.0  # when the link has sent all
-        self._coming: dict[int, tuple[int, float]] = {}  # number and time of arrival, by address
-
-    def start(self) -> None:
-        self.events, self._coming, self.stood_still, self._free = [], {}, 0.0, 0.0
-
-    def __torch_dispatch__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if f.namespace != "_c10d_functional":
-            return f(*args, **(kwargs or {}))
-        name = f._schema.name.removeprefix("_c10d_functional::")
-        if name == "wait_tensor":
-            return self._wait(f, *args)
-        began = self._now()
-        out = f(*args, **(kwargs or {}))
-        count, part = MESSAGES[name.removesuffix("_").removesuffix("_coalesced")]
-        nbytes = sum(t.nbytes for t in (args[0] if isinstance(args[0], list) else args[:1]))
-        busy, latency = count * part * nbytes / self._bandwidth, count * self._latency
-        number = len(self.events)
-        self.events.append(Event(began, number, True, busy, latency))
-        self._free = max(self._free, began) + busy
-        for t in out if isinstance(out, (list, tuple)) else [out]:
-            self._coming[t.data_ptr()] = number, self._free + latency
-        return out
-
-    def _now(self) -> float:
-        return time.perf_counter() - self.stood_still
-
-    def _wait(self, f: Callable[..., Any], tensor: torch.Tensor) -> torch.Tensor:
-        number, arrival = self._coming.pop(tensor.data_ptr(), (-1, 0.0))
-        began = self._now()
-        needed = max(began, arrival if self.is_slow else began)
-        out = f(tensor)
-        self.stood_still += max(0.0, self._now() - needed)
-        if number >= 0:
-            self.events.append(Event(began, number, False))
-            time.sleep(max(0.0, needed - self._now() - SLEEPS_LONGER))
-            while self._now() < needed:
-                pass
-        return out
-
-
-def exposed_in_order(events: Sequence[Event]) -> float:
-    """By how many seconds the order is longer when the link delays it."""
-    longer, free, arrival = 0.0, 0.0, dict[int, float]()
-    for event in events:
-        now = event.time + longer
-        if event.is_start:
-            free = max(free, now) + event.busy
-            arrival[event.number] = free + event.latency
-        else:
-            longer += max(0.0, arrival[event.number] - now)
-    return longer
 
 
 def _plans(
@@ -175,37 +79,29 @@ def case(
     )
     plans = _plans(name, options, cluster, model, inputs(tokens))
     compiled = autopar.compile(model, inputs(tokens), RANKS, plan=plans[0], progress=False)
-    slowed, device = SlowLink(options.latency, options.bandwidth), torch.device("cpu")
     step = backward_of(compiled, inputs(tokens))
     step()  # which inductor compiles
-    found: dict[str, list[float]] = {"sent": [], "exposed": []}
-
-    def run(is_slow: bool) -> float:
-        slowed.is_slow = is_slow
-        taken = []
-        for _ in range(options.steps):
-            slowed.start()
-            taken.append(timed(step, 1, device) - slowed.stood_still)
+    found = []
+    with LinkEvents() as link:
+        for _ in trange(options.steps, desc=name, disable=dist.get_rank() != 0, leave=False):
+            dist.barrier()
+            ranks: list[Any] = [None] * RANKS
+            dist.all_gather_object(ranks, link.of(step))
             compiled.zero_grad()
-            if not is_slow:
-                found["sent"].append(sum(e.busy + e.latency for e in slowed.events))
-                found["exposed"].append(exposed_in_order(slowed.events))
-        return statistics.mean(taken)
-
-    with slowed:
-        times = take_turns(
-            {"fast": partial(run, False), "slow": partial(run, True)}, options.repeats, name
-        )
-    longer = statistics.median(b - a for a, b in zip(times["fast"], times["slow"], strict=True))
-    sent, exposed = (statistics.median(found[key]) for key in ("sent", "exposed"))
+            found.append(
+                (played(ranks, 0.0, math.inf), played(ranks, options.latency, options.bandwidth))
+            )
+    all_sent = sent(ranks[0], options.latency, options.bandwidth)
+    exposed = statistics.median(slow - fast for fast, slow in found)
+    predicted = plans[0].step_time - plans[1].step_time
     return dict(
         plan=name,
-        fast=statistics.median(times["fast"]),
-        sent=sent,
-        to_hide=sent - exposed,
-        hidden=sent - longer,
-        exposed=longer,
-        predicted=plans[0].step_time - plans[1].step_time,
+        step=statistics.median(fast for fast, _ in found),
+        sent=all_sent,
+        exposed=exposed,
+        predicted=predicted,
+        hidden=all_sent - exposed,
+        to_hide=all_sent - predicted,
     )
 
 
@@ -222,16 +118,16 @@ def worker(options: argparse.Namespace) -> None:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     headers = (
-        *("plan", "step ms", "sent ms", "to hide ms", "hidden ms", "of what is to hide"),
-        *("exposed ms", "predicted ms", "off"),
+        *("plan", "step ms", "sent ms", "exposed ms", "predicted ms", "off"),
+        *("hidden ms", "of what is to hide"),
     )
     cells = [
         [
             row["plan"],
-            *(f"{1e3 * row[key]:.1f}" for key in ("fast", "sent", "to_hide", "hidden")),
-            f"{row['hidden'] / row['to_hide']:.2f}" if row["to_hide"] > 0.01 * row["sent"] else "",
-            *(f"{1e3 * row[key]:.1f}" for key in ("exposed", "predicted")),
+            *(f"{1e3 * row[key]:.1f}" for key in ("step", "sent", "exposed", "predicted")),
             f"{row['predicted'] / row['exposed'] - 1:+.0%}",
+            f"{1e3 * row['hidden']:.1f}",
+            f"{row['hidden'] / row['to_hide']:.2f}" if row["to_hide"] > 0.01 * row["sent"] else "",
         ]
         for row in rows
     ]
@@ -251,8 +147,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--bandwidth", type=float, default=1.5e8, help="in bytes a second")
     parser.add_argument("--backend", choices=BACKENDS, default="eager")
     parser.add_argument("--plans", nargs="+", choices=PLANS, default=[*PLANS])
-    parser.add_argument("--steps", type=int, default=3, help="steps in one turn")
-    parser.add_argument("--repeats", type=int, default=15, help="turns with and without delays")
+    parser.add_argument("--steps", type=int, default=20, help="steps that are recorded")
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -268,8 +163,7 @@ def main() -> None:
     print(
         f"\n{options.model}, {options.backend}, {options.layers} layers, hidden {options.hidden}, "
         f"batch {options.batch} x {options.sequence}, float32; a link of {options.latency:g} s and "
-        f"{options.bandwidth:g} B/s; forward and backward, {options.repeats} turns of "
-        f"{options.steps} steps\n\n{table(rows)}"
+        f"{options.bandwidth:g} B/s; forward and backward, {options.steps} steps\n\n{table(rows)}"
     )
 
 
