@@ -108,7 +108,7 @@ def _state_addition(module: nn.Module) -> str:
     none.
     """
     hooks = [*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values()]
-    if any(not comes_from("torch.", hook) for hook in hooks):
+    if any(not comes_from(("torch.", "autopar."), hook) for hook in hooks):
         return "a hook on its state_dict()"
     for method in ("get_extra_state", "_save_to_state_dict", "state_dict"):
         found = getattr(type(module), method)

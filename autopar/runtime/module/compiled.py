@@ -159,7 +159,7 @@ class Compiled(DataLoading, Checkpoints, Measurement, ModelValues, GradientHandl
             [weight.leaf for weight in self._runner.weights],
             self._mesh,
             None if self._desync is None else self._desync.count_step,
-            replaced=() if model is None else model.parameters(),
+            replaced=model,
             on_host=[w.parameter for n, w in self._state.weights.items() if n in on_host],
         )
 

@@ -5,7 +5,7 @@ code does not change.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from autopar.runtime.communication.placements import is_sharded
 from autopar.runtime.optimizer.checkpoints import save_state_by_name
 from autopar.runtime.optimizer.host_state import HostState, state_to_host
 from autopar.runtime.optimizer.local_updates import install_local_updates
+from autopar.runtime.optimizer.untrained_model import warn_where_saved
 from autopar.runtime.parameters.waiting_gradients import sum_waiting
 
 Groups = list[dict[str, Any]]
@@ -36,7 +37,7 @@ def install_step_hooks(
     leaves: Sequence[torch.Tensor],
     mesh: Mesh,
     on_step: Callable[[], None] | None = None,
-    replaced: Iterable[torch.Tensor] = (),
+    replaced: torch.nn.Module | None = None,
     on_host: Sequence[torch.Tensor] = (),
 ) -> None:
     """From now on every step of an optimizer that has one of ``parameters`` is hooked, as long as
@@ -49,11 +50,11 @@ def install_step_hooks(
             counts these writes: fused and foreach kernels count none to DTensors. Counted here,
             they make autograd refuse the backward of a graph that saved old values.
         on_step: is called before each step.
-        replaced: the parameters of the model that was compiled.
+        replaced: the model that was compiled, whose ``state_dict()`` warns after the first step.
         on_host: the parameters whose state the host keeps between steps.
 
     A step raises :class:`RunError` where the optimizer cannot do on several ranks what it does on
-    one device, and where it has parameters that are ``replaced`` and none of them has a gradient.
+    one device, and where it has parameters of ``replaced`` and none of them has a gradient.
     """
     keep_on_host(on_host)
     install_local_updates()
@@ -84,7 +85,7 @@ class _StepHooks:
         leaves: Sequence[torch.Tensor],
         mesh: Mesh,
         on_step: Callable[[], None] | None,
-        replaced: Iterable[torch.Tensor],
+        replaced: torch.nn.Module | None,
         host_state: HostState | None,
     ) -> None:
         # Ids are valid as long as the owner lives, which holds the parameters.
@@ -94,7 +95,10 @@ class _StepHooks:
         self._last_hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = (
             weakref.WeakKeyDictionary()
         )
-        self._replaced = WeakIdKeyDictionary(dict.fromkeys(replaced))
+        self._model = None if replaced is None else weakref.ref(replaced)
+        self._replaced = WeakIdKeyDictionary(
+            {} if replaced is None else dict.fromkeys(replaced.parameters())
+        )
         self._compared: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._accepted: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._set_to_foreach: weakref.WeakKeyDictionary[torch.optim.Optimizer, Groups] = (
@@ -149,6 +153,8 @@ class _StepHooks:
         if (reason := _refusal(optimizer, self._mesh)) is not None:
             raise RunError(f"torch.optim.{type(optimizer).__name__} {reason}")
         self._accepted.add(optimizer)
+        if self._model is not None and (model := self._model()) is not None:
+            warn_where_saved(model)
         if self._mesh.pipeline > 1:
             save_state_by_name(optimizer, self._names)
         if self._host_state is not None:

@@ -107,7 +107,7 @@ def _find(path: Path, model: nn.Module, captured: CapturedModel) -> _Found:
             f"{path} holds no tensor of the model: it has {_some(stored)}, and the model has "
             f"{_some(kept)}. Compile the model whose weights these are"
         )
-    others = {n for n, _ in model.named_buffers()} - set(model.state_dict())
+    others = {n for n, _ in model.named_buffers()} - set(model.state_dict(keep_vars=True))
     absent = {name for name, own in names.items() if own not in of}
     report = LoadedKeys(
         sorted(without_ignored(model, absent, "missing")),
@@ -118,7 +118,9 @@ def _find(path: Path, model: nn.Module, captured: CapturedModel) -> _Found:
 
 def _kept(model: nn.Module) -> list[str]:
     """The names of the tensors that a file may hold."""
-    return [name for name, t in model.state_dict().items() if isinstance(t, torch.Tensor)]
+    return [
+        name for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)
+    ]
 
 
 def _check(

@@ -37,7 +37,7 @@ def match(
     Raises :class:`RunError` where a rule of ``transformers`` cannot be followed.
     """
     if not is_transformers_model(model):
-        own = model.state_dict().keys()
+        own = model.state_dict(keep_vars=True).keys()
         return {n: t for n, t in stored.items() if n in own}, set(stored) - own
     try:
         with torch.no_grad():
@@ -71,7 +71,7 @@ class _Match:
         from transformers import conversion_mapping, core_model_loading
 
         self._model, self._loading = model, core_model_loading
-        self._own: dict[str, torch.Tensor] = model.state_dict()
+        self._own: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
         rules = conversion_mapping.get_model_conversion_mapping(model)
         converter = core_model_loading.WeightConverter
         self._converters = [rule for rule in rules if isinstance(rule, converter)]

@@ -1,0 +1,39 @@
+"""The model that was compiled keeps its values while the compiled model is trained: a warning where
+it is saved nevertheless.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import nn
+
+
+class WarnUntrained:
+    """A hook on ``state_dict()`` of the model that was compiled. It warns where no parameter was
+    written to since the hook was made, which is when an optimizer first steps the compiled model.
+    Code that keeps the variables saves nothing: it asks for names.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._versions = _versions(model)
+
+    def __call__(self, model: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not keep_vars and _versions(model) == self._versions:
+            warnings.warn(
+                "state_dict() of the model that was compiled: an optimizer steps the parameters of "
+                "the compiled model, and this model has the values that it had at compile. Save "
+                "compiled.state_dict(), compiled.save(path) or compiled.save_pretrained(folder)",
+                stacklevel=3,
+            )
+
+
+def warn_where_saved(model: nn.Module) -> None:
+    """From now on ``state_dict()`` of the model that was compiled warns."""
+    hooks = model._state_dict_pre_hooks.values()
+    if not any(isinstance(hook, WarnUntrained) for hook in hooks):
+        model.register_state_dict_pre_hook(WarnUntrained(model))
+
+
+def _versions(model: nn.Module) -> list[int]:
+    return [0 if p.is_inference() else p._version for p in model.parameters()]
