@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import warnings
 from collections.abc import Callable
@@ -71,7 +72,10 @@ def saved(data: int) -> dict[str, int]:
     found = {name: len(warnings_of(use)) for name, use in uses.items()}
     step(beside, x)
     found["the given model was trained, too"] = len(warnings_of(beside.state_dict))
-    del kept, loaded
+    del kept, whole, loaded
+    uses.clear()
+    gc.collect()
+    found["without a compiled model"] = len(warnings_of(given.state_dict))
     return found
 
 
@@ -88,6 +92,7 @@ def test_a_model_that_was_not_trained_warns(ranks: Pools, data: int) -> None:
             "names": 0,
             "the whole model": 0,
             "the given model was trained, too": 0,
+            "without a compiled model": 0,
         }
 
 

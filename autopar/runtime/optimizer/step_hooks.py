@@ -154,7 +154,9 @@ class _StepHooks:
             raise RunError(f"torch.optim.{type(optimizer).__name__} {reason}")
         self._accepted.add(optimizer)
         if self._model is not None and (model := self._model()) is not None:
-            warn_where_saved(model)
+            hook = warn_where_saved(model)
+            weakref.finalize(self, hook.remove).atexit = False
+            self._model = None
         if self._mesh.pipeline > 1:
             save_state_by_name(optimizer, self._names)
         if self._host_state is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import warnings
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 
 class WarnUntrained:
@@ -19,7 +20,8 @@ class WarnUntrained:
         self._versions = _versions(model)
 
     def __call__(self, model: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not keep_vars and _versions(model) == self._versions:
+        hooks = [h for h in model._state_dict_pre_hooks.values() if isinstance(h, WarnUntrained)]
+        if not keep_vars and self is hooks[-1] and _versions(model) == self._versions:
             warnings.warn(
                 "state_dict() of the model that was compiled: an optimizer steps the parameters of "
                 "the compiled model, and this model has the values that it had at compile. Save "
@@ -28,11 +30,12 @@ class WarnUntrained:
             )
 
 
-def warn_where_saved(model: nn.Module) -> None:
-    """From now on ``state_dict()`` of the model that was compiled warns."""
-    hooks = model._state_dict_pre_hooks.values()
-    if not any(isinstance(hook, WarnUntrained) for hook in hooks):
-        model.register_state_dict_pre_hook(WarnUntrained(model))
+def warn_where_saved(model: nn.Module) -> RemovableHandle:
+    """From now on ``state_dict()`` of the model that was compiled warns, until the hook is removed.
+    Of the hooks of several programs the last one warns.
+    """
+    handle: RemovableHandle = model.register_state_dict_pre_hook(WarnUntrained(model))
+    return handle
 
 
 def _versions(model: nn.Module) -> list[int]:
