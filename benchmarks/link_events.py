@@ -1,9 +1,9 @@
 """A step over a link that does not exist: the collectives of a real step are recorded by each
 rank's CPU time and played over a link of any latency and bandwidth.
 
-The clock of a rank is the CPU time of its thread, which is its computation alone: waits for gloo,
-gloo's own threads and other processes are not in it. So a played step is the same whether or not
-the machine is loaded, up to what caches make of that.
+The clock of a rank is the CPU time of its thread: waits for gloo, gloo's own threads and other
+processes are not in it. A loaded machine changes it only by what threads share, as caches and
+cores.
 """
 
 from __future__ import annotations
@@ -91,9 +91,8 @@ class LinkEvents:
         return out
 
     def _wait(self, operator: Any, tensor: torch.Tensor) -> torch.Tensor:
-        number = self._arriving.pop(tensor.data_ptr(), None)
-        if number is not None:
-            self._events.append(Event(self._now(), number))
+        # A KeyError: an operator that is not in MESSAGES has started it.
+        self._events.append(Event(self._now(), self._arriving[tensor.data_ptr()]))
         return operator(tensor)
 
 

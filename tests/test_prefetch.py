@@ -13,12 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import link_events
 import peaks
 import pytest
 import torch
 import zoo
 from equivalence import loss_of
-from link_events import Event, LinkEvents, played
+from link_events import LinkEvents, played
 from pool import Pools
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -35,7 +36,7 @@ def model(dtype: torch.dtype = torch.float64) -> tuple[torch.nn.Module, dict[str
     return zoo.gpt2(dtype=dtype, layers=LAYERS)
 
 
-Part = tuple[str, str]  # "start" or "end" of a collective, or a "product"
+Event = tuple[str, str]  # "start" or "end" of a collective, or a "product"
 GATHER, SUM = "all_gather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"
 
 
@@ -46,7 +47,7 @@ class Order(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.events: list[Part] = []
+        self.events: list[Event] = []
         self._arriving: dict[int, tuple[str, int]] = {}
 
     def __torch_dispatch__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -65,7 +66,7 @@ class Order(TorchDispatchMode):
         return out
 
 
-def recorded(plan: Plan) -> tuple[list[Part], list[Part]]:
+def recorded(plan: Plan) -> tuple[list[Event], list[Event]]:
     """The order of a forward, and of its backward."""
     net, sample = model()
     compiled = autopar.compile(net, sample, plan.world_size, plan=plan, progress=False)
@@ -76,7 +77,7 @@ def recorded(plan: Plan) -> tuple[list[Part], list[Part]]:
     return forward, order.events
 
 
-def under_way(events: list[Part], collective: str) -> list[int]:
+def under_way(events: list[Event], collective: str) -> list[int]:
     """How many collectives of a kind are under way at each group of products."""
     found, now = [], 0
     for what, kind in events:
@@ -107,7 +108,7 @@ def test_the_next_bucket_is_gathered_while_one_is_in_use(ranks: Pools) -> None:
             assert events.count(("start", collective)) == other.count(("start", collective))
 
 
-def steps_of(plans: list[Plan], folder: str) -> list[list[list[Event]]]:
+def steps_of(plans: list[Plan], folder: str) -> list[list[list[link_events.Event]]]:
     """The link's events of steps of each plan, which take turns."""
     os.environ.update(TORCHINDUCTOR_CACHE_DIR=folder, TORCHINDUCTOR_COMPILE_THREADS="1")
     warnings.filterwarnings("ignore", module="torch")  # of its own parts

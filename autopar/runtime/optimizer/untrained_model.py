@@ -6,28 +6,41 @@ from __future__ import annotations
 
 import warnings
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+_SAMPLED = 8  # elements of each parameter
+
 
 class WarnUntrained:
-    """A hook on ``state_dict()`` of the model that was compiled. It warns where no parameter was
-    written to since the hook was made, which is when an optimizer first steps the compiled model.
+    """A hook on ``state_dict()`` of the model that was compiled, made when an optimizer first steps
+    the compiled model. It warns while the first elements of each parameter are what they were.
     Code that keeps the variables saves nothing: it asks for names.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._versions = _versions(model)
+        self._samples = _samples(model)
 
     def __call__(self, model: nn.Module, prefix: str, keep_vars: bool) -> None:
         hooks = [h for h in model._state_dict_pre_hooks.values() if isinstance(h, WarnUntrained)]
-        if not keep_vars and self is hooks[-1] and _versions(model) == self._versions:
+        if not keep_vars and self is hooks[-1] and self._is_unchanged(model):
             warnings.warn(
                 "state_dict() of the model that was compiled: an optimizer steps the parameters of "
                 "the compiled model, and this model has the values that it had at compile. Save "
                 "compiled.state_dict(), compiled.save(path) or compiled.save_pretrained(folder)",
                 stacklevel=3,
             )
+
+    def _is_unchanged(self, model: nn.Module) -> bool:
+        """Also where the model has another dtype or device now. Versions of tensors do not tell:
+        writes to ``parameter.data`` count none.
+        """
+        samples = _samples(model)
+        return len(samples) == len(self._samples) and all(
+            torch.equal(now, before.to(now))
+            for now, before in zip(samples, self._samples, strict=True)
+        )
 
 
 def warn_where_saved(model: nn.Module) -> RemovableHandle:
@@ -38,5 +51,8 @@ def warn_where_saved(model: nn.Module) -> RemovableHandle:
     return handle
 
 
-def _versions(model: nn.Module) -> list[int]:
-    return [0 if p.is_inference() else p._version for p in model.parameters()]
+def _samples(model: nn.Module) -> list[torch.Tensor]:
+    return [
+        torch.empty(0) if p.is_meta else p.detach().flatten()[:_SAMPLED].clone()
+        for p in model.parameters()
+    ]
