@@ -52,7 +52,8 @@ class Event(NamedTuple):
 
 class LinkEvents:
     """Records the events of a step of one rank, of eager and of compiled programs, which call
-    ``torch.ops._c10d_functional``. As a context, it stands before these collectives.
+    ``torch.ops._c10d_functional``. As a context, it stands before these collectives. One that is
+    not in :data:`MESSAGES` is a KeyError.
     """
 
     def __init__(self) -> None:
@@ -62,7 +63,10 @@ class LinkEvents:
         self._patches = contextlib.ExitStack()
 
     def __enter__(self) -> LinkEvents:
-        for name in (*MESSAGES, "wait_tensor"):
+        for full_name in torch._C._dispatch_get_all_op_names():
+            namespace, _, name = full_name.partition("::")
+            if namespace != "_c10d_functional":
+                continue
             record = self._wait if name == "wait_tensor" else partial(self._start, name)
             operator = getattr(torch.ops._c10d_functional, name)
             for f in (operator, operator.default):  # programs call either
@@ -91,8 +95,9 @@ class LinkEvents:
         return out
 
     def _wait(self, operator: Any, tensor: torch.Tensor) -> torch.Tensor:
-        # A KeyError: an operator that is not in MESSAGES has started it.
-        self._events.append(Event(self._now(), self._arriving[tensor.data_ptr()]))
+        number = self._arriving.pop(tensor.data_ptr(), None)
+        if number is not None:  # programs also wait for gradients that need no sum
+            self._events.append(Event(self._now(), number))
         return operator(tensor)
 
 

@@ -20,7 +20,8 @@ class WarnUntrained:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._samples = _samples(model)
+        # Numbers, so that no tensor of the hook counts where memory is measured.
+        self._samples = [_first(p).tolist() for p in model.parameters()]
 
     def __call__(self, model: nn.Module, prefix: str, keep_vars: bool) -> None:
         hooks = [h for h in model._state_dict_pre_hooks.values() if isinstance(h, WarnUntrained)]
@@ -36,10 +37,10 @@ class WarnUntrained:
         """Also where the model has another dtype or device now. Versions of tensors do not tell:
         writes to ``parameter.data`` count none.
         """
-        samples = _samples(model)
-        return len(samples) == len(self._samples) and all(
-            torch.equal(now, before.to(now))
-            for now, before in zip(samples, self._samples, strict=True)
+        parameters = list(model.parameters())
+        return len(parameters) == len(self._samples) and all(
+            torch.equal(now, torch.tensor(sample, dtype=now.dtype, device=now.device))
+            for now, sample in zip(map(_first, parameters), self._samples, strict=True)
         )
 
 
@@ -51,8 +52,8 @@ def warn_where_saved(model: nn.Module) -> RemovableHandle:
     return handle
 
 
-def _samples(model: nn.Module) -> list[torch.Tensor]:
-    return [
-        torch.empty(0) if p.is_meta else p.detach().flatten()[:_SAMPLED].clone()
-        for p in model.parameters()
-    ]
+def _first(parameter: torch.Tensor) -> torch.Tensor:
+    """The first elements; none of a tensor without values."""
+    if parameter.is_meta:
+        return parameter.new_empty(0, device="cpu")
+    return parameter.detach().flatten()[:_SAMPLED]
