@@ -4,6 +4,7 @@ beside products.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ import zoo
 from test_inductor import RATE, both, compilations, train, worst
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.cost_model import Cluster, Level
 from autopar.runtime.parameters.gradients import GradientSync
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -100,3 +102,34 @@ def beside(folder: Path, stream: str) -> None:
     # Two linear layers of each block read what lies whole on the ranks.
     assert sum(counts["eager"]) == 0
     assert sum(count > 0 for count in counts["compiled"]) >= {"I": 2, "R": 1}[stream] * (layers - 1)
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_sums_of_weights_in_the_graph_run_to_the_end_of_their_block(
+    model: str, tmp_path: Path, ranks: Any
+) -> None:
+    """Of weights that a linear layer reads, and of those that it reads transposed."""
+    ranks(2).run(weight_sums, tmp_path, model, timeout=600)
+
+
+def weight_sums(folder: Path, model: str) -> None:
+    layers = 3
+    made = getattr(zoo, model)(layers=layers)
+    found = Cluster.load("cpu")
+    cluster = dataclasses.replace(
+        found,
+        links=(Level("without latency", None, 0.0, 1e10),),
+        software=dataclasses.replace(found.software, overlap=1.0),
+    )
+    options = dict(parallel=dict(data=2), zero=0, backend="inductor", cluster=cluster)
+    plan, (eager, compiled) = both(made, 2, folder, **options)
+    found = [r for r in plan.rows["collectives"] if (r[0], r[3]) == ("conversions", "backward")]
+    assert sum(row[6] for row in found) >= 4 * layers  # weights whose gradients the graph sums
+    assert worst(train(compiled, made[1]), train(eager, made[1])) < (1e-5, "")
+    loss = equivalence.loss_of(compiled(**made[1]))
+    with Beside() as beside:
+        loss.backward()
+    # Beside each is at least the product for the gradient of its layer's operand.
+    assert sum(count > 0 for count in beside.counts) >= 4 * layers
+    # Beside the first of a block are the products of all layers before.
+    assert sum(count >= 6 for count in beside.counts) >= layers

@@ -86,14 +86,17 @@ def _take_conversions(calls: Sequence[fx.Node], parts: Mapping[int, dict[fx.Node
 
 
 def _gathers(graph: fx.Graph) -> set[fx.Node]:
-    """The calls that gather parameters, wait for them, or convert them in another way."""
+    """The calls that gather parameters, wait for them, or convert them in another way. Not those
+    that only sum the gradient: they belong to the parts that read the parameter.
+    """
     placeholders = graph.find_nodes(op="placeholder")
     found = set(placeholders)
     for node in graph.nodes:
         target = operator_of(node.target)
         is_conversion = target in (redistribute, gather_bucket, start_gather, arrived)
         is_item = target is operator.getitem and node.args[0] in found
-        if (is_conversion or is_item) and found.issuperset(node.all_input_nodes):
+        is_gather = is_conversion and not is_free_conversion(node)
+        if (is_gather or is_item) and found.issuperset(node.all_input_nodes):
             found.add(node)
     return found.difference(placeholders)
 

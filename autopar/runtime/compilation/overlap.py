@@ -17,7 +17,8 @@ def products_beside_collectives() -> Iterator[None]:
 
     The gradient of a linear layer's operand goes on to the layer before, and where it is summed
     over ranks, that layer waits. The gradients of weights, which nothing in the backward waits for,
-    are computed between the start of the sum and the wait.
+    are computed between the start of the sum and the wait. Where ranks sum the gradients of weights
+    in the graph, each sum starts as soon as its gradient can be there, and the wait comes last.
     """
     from torch._inductor import config
 
@@ -27,7 +28,7 @@ def products_beside_collectives() -> Iterator[None]:
         "reorder_for_compute_comm_overlap_passes": [_move_products],
     }
     # No code is taken from caches that was kept in another order.
-    key = f"{caches.cache_key_tag} order 1"
+    key = f"{caches.cache_key_tag} order 2"
     with config.patch(passes), caches.patch(cache_key_tag=key):
         yield
 
@@ -36,7 +37,63 @@ def _move_products(kernels: Sequence[Any]) -> list[Any]:
     """``kernels``, which run in this order, in an order with products beside collectives. The
     collectives keep their order.
     """
-    return _into_waits(_behind_starts(kernels))
+    return _into_waits(_behind_starts(_early_starts(_late_waits(kernels))))
+
+
+def _late_waits(kernels: Sequence[Any]) -> list[Any]:
+    """Moves waits behind all else where no kernel reads the result, and the operand of the
+    collective need not live until then.
+    """
+    from torch._inductor.utils import is_wait
+
+    read = set().union(*map(_reads, kernels))
+    late = [
+        kernel
+        for kernel in kernels
+        if is_wait(kernel.node)
+        and read.isdisjoint(kernel.get_buffer_names())
+        and not kernel.node.get_volatile_reads()
+    ]
+    return [kernel for kernel in kernels if kernel not in late] + late
+
+
+def _early_starts(kernels: Sequence[Any]) -> list[Any]:
+    """Moves the start of each collective behind the start before it, with the one product that it
+    needs and what lies between, as early as their operands are there.
+    """
+    from torch._inductor.utils import is_collective
+
+    ordered, last = [*kernels], -1  # the place of the start before
+    for start in [kernel for kernel in kernels if is_collective(kernel.node)]:
+        chain = _needed_alone(ordered, start)
+        moved = [kernel for kernel in ordered if kernel in chain]
+        rest = [kernel for kernel in ordered if kernel not in chain]
+        needed = set().union(*map(_reads, chain))
+        makers = [i for i, k in enumerate(rest) if not needed.isdisjoint(k.get_buffer_names())]
+        place = max(last, *makers, -1) + 1
+        ordered = [*rest[:place], *moved, *rest[place:]]
+        last = place + len(moved) - 1
+    return ordered
+
+
+def _needed_alone(kernels: Sequence[Any], start: Any) -> list[Any]:
+    """``start``, the kernels that compute its operand and nothing else, and the last product among
+    them.
+    """
+    from torch._inductor.utils import is_collective, is_wait
+
+    chain, others = [start], [kernel for kernel in kernels if kernel is not start]
+    for kernel in reversed(kernels[: kernels.index(start)]):
+        made = kernel.get_buffer_names()
+        if is_collective(kernel.node) or is_wait(kernel.node):
+            continue
+        if any(not _reads(k).isdisjoint(made) for k in chain) and not any(
+            not _reads(k).isdisjoint(made) for k in others if k not in chain
+        ):
+            chain.append(kernel)
+            if _is_product(kernel):
+                break
+    return chain
 
 
 def _behind_starts(kernels: Sequence[Any]) -> list[Any]:
@@ -87,8 +144,10 @@ def _into_waits(kernels: Sequence[Any]) -> list[Any]:
 
 
 def _reads(kernel: Any) -> set[str]:
-    """The names of the results that a kernel needs to be there."""
-    return {dependency.name for dependency in kernel.unmet_dependencies}
+    """The names of the results that a kernel needs to be there. Dependencies that only keep the
+    order of collectives are left out.
+    """
+    return {d.name for d in kernel.unmet_dependencies if not getattr(d, "is_fake", False)}
 
 
 def _is_product(kernel: Any) -> bool:

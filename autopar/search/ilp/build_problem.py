@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from itertools import product
 
 import numpy as np
 import torch.fx as fx
 
-from autopar.ir.layout import I, Layout, R, Type
 from autopar.memory.saved_tensors import SavedTensors
 from autopar.rules import Rule
 from autopar.search.ilp.hidden_sums import HiddenSums
@@ -20,6 +18,7 @@ from autopar.search.ilp.problem_parts import Parts
 from autopar.search.ilp.tensor_conversions import Port, TensorConversions
 from autopar.search.ilp.vertex import Vertex
 from autopar.search.pricing.costs import Costs, NodeCosts
+from autopar.search.pricing.layout_pairs import moving
 from autopar.search.space.recompute_policy import (
     FREED,
     OFFLOADED,
@@ -129,8 +128,8 @@ class _Builder:
 
         if self._parts is None:
             return make()
-        following = [vertices[v].node for v in self._sums.following(producer)]
-        choices = [self._choices[n] for n in (node, *readers, *following)]
+        others = [vertices[v].node for v in self._sums.others(producer)]
+        choices = [self._choices[n] for n in (node, *readers, *others)]
         of_backward = *recompute, self._costs.is_compiled
         return self._parts.tensor(producer, ports, choices, of_backward, make)
 
@@ -221,19 +220,6 @@ def _tensor(
         conversions.seconds(node, sources, targets, backward=False)
         if may_recompute
         else np.full_like(seconds, np.inf),
-        _moving(tuple(sources), tuple(targets)),
+        moving(tuple(sources), tuple(targets)),
         costs.local_bytes(node, targets) if may_save else np.full(len(targets), np.inf),
     )
-
-
-@lru_cache(maxsize=4096)
-def _moving(sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> np.ndarray:
-    """Whether the result of each conversion has memory of its own, [source, target]. From I to R,
-    and from R to I, it shares the memory of the tensor.
-    """
-    numbers: dict[Type, int] = {I: 0, R: 0}
-
-    def numbered(layouts: Sequence[Layout]) -> np.ndarray:
-        return np.array([[numbers.setdefault(t, len(numbers)) for t in own] for own in layouts])
-
-    return (numbered(sources)[:, None] != numbered(targets)).any(axis=2)

@@ -1,8 +1,9 @@
-"""The seconds for which a compiled program computes gradients of weights beside collectives.
+"""The seconds for which a compiled program computes beside sums of gradients.
 
-Where a product reads a tensor that is whole along an axis, ranks sum the tensor's gradient in the
-backward. Nothing there waits for the gradients of weights, so that inductor's order
-(``runtime.compilation.overlap``) has them beside the next sum:
+What is beside the sum of a weight's gradient in the graph is in ``weight_sums``. Where a product
+reads a tensor that is whole along an axis, ranks sum the tensor's gradient in the backward. Nothing
+there waits for the gradients of weights, so that inductor's order (``runtime.compilation.overlap``)
+has them beside the next sum:
 
 - that of a product whose result is split, beside the sum of the gradient of its own operand,
 - that of a product whose result ranks sum, and whose operand comes from such products alone,
@@ -26,6 +27,7 @@ from autopar.runtime.kernels.graph_kernels import send
 from autopar.search.ilp.problem_graph import ProblemGraph
 from autopar.search.ilp.tensor_conversions import Port
 from autopar.search.ilp.vertex import Vertex
+from autopar.search.ilp.weight_sums import WeightSums, Window
 from autopar.search.pricing.costs import Costs
 from autopar.search.space.strategies import ParameterStrategy
 
@@ -36,13 +38,17 @@ class HiddenSums:
     def __init__(self, shape: ProblemGraph, costs: Costs) -> None:
         self._costs, self._products = costs, dict[fx.Node, bool]()
         self._following: Mapping[int, Sequence[int]] = {}
+        self._windows: Mapping[int, Window] = {}
         if costs.is_compiled:
             self._following = self._following_products(shape)
+            self._windows = WeightSums(shape, costs, self._is_product).windows
 
-    def following(self, producer: int) -> Sequence[int]:
-        """The vertices of the products whose operand comes from nothing but products that read the
-        result of vertex ``producer``.
+    def others(self, producer: int) -> Sequence[int]:
+        """The vertices on which :meth:`seconds_beside` depends, besides those that make and read
+        the tensor.
         """
+        if (window := self._windows.get(producer)) is not None:
+            return [v for v, _ in window]
         return self._following.get(producer, ())
 
     def seconds_beside(
@@ -54,10 +60,12 @@ class HiddenSums:
     ) -> np.ndarray:
         """Seconds of one microbatch's backward beside the sum of a tensor's gradient, [target]: of
         each product half of its backward. The readers of a tensor count together, as if all of them
-        read the target's layout. All are 0 in an eager program, and for a parameter, which ZeRO's
-        buckets gather.
+        read the target's layout. All are 0 in an eager program, and for a parameter that several
+        calls read.
         """
         beside = np.zeros(len(targets))
+        if (window := self._windows.get(producer)) is not None:
+            return beside + sum(part * vertices[v].backward.min() for v, part in window)
         is_parameter = isinstance(vertices[producer].choices[0], ParameterStrategy)
         if is_parameter or not self._costs.is_compiled:
             return beside
@@ -65,7 +73,7 @@ class HiddenSums:
             if self._is_product(vertices[v].node):
                 beside += _of_reader(vertices[v], p, targets)
         if beside.any():
-            for v in self.following(producer):
+            for v in self._following.get(producer, ()):
                 beside += _of_following(vertices[v], targets)
         return beside
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
-from itertools import product
 
 import numpy as np
 import torch
@@ -23,6 +21,7 @@ from autopar.cost_model.conversion import Step
 from autopar.ir.layout import Layout
 from autopar.ir.zero_buckets import bucket_steps, is_small
 from autopar.rules.analysis import Analysis
+from autopar.search.pricing.layout_pairs import gathering_pairs, gathers, moving
 from autopar.search.pricing.node_sizes import chunk_count
 from autopar.search.pricing.step_prices import LEAST_EXPOSED, ExposedParts
 from autopar.search.space.gather_groups import group_elements
@@ -134,7 +133,8 @@ class NodeConversionCosts:
         beside: np.ndarray,
     ) -> np.ndarray:
         """Seconds for which ranks do not wait for the gradient of ``node``'s tensor, because they
-        compute ``beside`` it, [source, target].
+        compute ``beside`` it, [source, target]. Ranks wait for a parameter's if they do more with
+        it than sum it.
 
         Args:
             beside: seconds of computation, [target].
@@ -142,6 +142,8 @@ class NodeConversionCosts:
         both = self.seconds(node, sources, targets)
         forward = self.seconds(node, sources, targets, backward=False)
         possible = np.isfinite(both) & np.isfinite(forward)
+        if node in self._analysis.state:
+            possible &= ~moving(tuple(sources), tuple(targets))
         backward = np.subtract(both, forward, out=np.zeros_like(both), where=possible)
         return self._most_hidden * np.minimum(np.maximum(backward, 0.0), beside)
 
@@ -233,7 +235,7 @@ class NodeConversionCosts:
         own = *self._tensor(node), self._summed_itemsize(node), self._bucket_elements.get(node)
         exposed = self._exposed.of_kinds(again=not backward)
         weights = np.array([1.0, *(-exposed[kind] for kind in _HIDDEN)])
-        for i, j in _gathering_pairs(tuple(sources), tuple(targets)):
+        for i, j in gathering_pairs(tuple(sources), tuple(targets)):
             key = *own, sources[i], targets[j]
             if key not in self._bucket_seconds:
                 self._bucket_seconds[key] = self._seconds_by_kind(node, sources[i], targets[j])
@@ -260,7 +262,7 @@ class NodeConversionCosts:
 
     def _is_in_bucket(self, node: fx.Node, source: Layout, target: Layout) -> bool:
         """Whether a bucket takes the conversion of a parameter."""
-        if node not in self._bucket_elements or not _gathers(source, target):
+        if node not in self._bucket_elements or not gathers(source, target):
             return False
         steps = self.path(node, source, target)
         return bucket_steps((axis, repr(s), repr(t)) for axis, s, t in steps) is not None
@@ -277,18 +279,3 @@ class NodeConversionCosts:
         if self._reduction_dtype is None or node not in self._analysis.state:
             return None
         return self._reduction_dtype.itemsize
-
-
-@lru_cache(maxsize=4096)
-def _gathering_pairs(
-    sources: tuple[Layout, ...], targets: tuple[Layout, ...]
-) -> list[tuple[int, int]]:
-    """The numbers of each source and target between which a conversion only :func:`_gathers`."""
-    pairs = product(enumerate(sources), enumerate(targets))
-    return [(i, j) for (i, source), (j, target) in pairs if _gathers(source, target)]
-
-
-def _gathers(source: Layout, target: Layout) -> bool:
-    """Whether a conversion makes shards whole along some axes, and changes nothing else."""
-    changed = [(s, t) for s, t in zip(source, target, strict=True) if s != t]
-    return any(s.is_shard for s, _ in changed) and all(t.kind in "IR" for _, t in changed)
