@@ -4,7 +4,8 @@ scheduler are in this file alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,41 +59,43 @@ def _late_waits(kernels: Sequence[Any]) -> list[Any]:
 
 
 def _early_starts(kernels: Sequence[Any]) -> list[Any]:
-    """Moves the start of each collective behind the start before it, with the one product that it
-    needs and what lies between, as early as their operands are there.
+    """Moves the start of each collective, with the products that make its operand and what lies
+    between, behind the start before it, as early as their operands are there.
     """
     from torch._inductor.utils import is_collective
 
+    makers = {name: kernel for kernel in kernels for name in kernel.get_buffer_names()}
+    readers = defaultdict[Any, set[Any]](set)
+    for kernel in kernels:
+        for name in _reads(kernel) & makers.keys():
+            readers[makers[name]].add(kernel)
     ordered, last = [*kernels], -1  # the place of the start before
     for start in [kernel for kernel in kernels if is_collective(kernel.node)]:
-        chain = _needed_alone(ordered, start)
+        chain = _needed_alone(start, makers, readers)
+        needed = {makers[name] for kernel in chain for name in _reads(kernel) & makers.keys()}
         moved = [kernel for kernel in ordered if kernel in chain]
         rest = [kernel for kernel in ordered if kernel not in chain]
-        needed = set().union(*map(_reads, chain))
-        makers = [i for i, k in enumerate(rest) if not needed.isdisjoint(k.get_buffer_names())]
-        place = max(last, *makers, -1) + 1
+        place = max(last, *(i for i, kernel in enumerate(rest) if kernel in needed), -1) + 1
         ordered = [*rest[:place], *moved, *rest[place:]]
         last = place + len(moved) - 1
     return ordered
 
 
-def _needed_alone(kernels: Sequence[Any], start: Any) -> list[Any]:
-    """``start``, the kernels that compute its operand and nothing else, and the last product among
-    them.
-    """
+def _needed_alone(
+    start: Any, makers: Mapping[str, Any], readers: Mapping[Any, set[Any]]
+) -> set[Any]:
+    """``start``, and the kernels that compute its operand and nothing else, back to products."""
     from torch._inductor.utils import is_collective, is_wait
 
-    chain, others = [start], [kernel for kernel in kernels if kernel is not start]
-    for kernel in reversed(kernels[: kernels.index(start)]):
-        made = kernel.get_buffer_names()
-        if is_collective(kernel.node) or is_wait(kernel.node):
-            continue
-        if any(not _reads(k).isdisjoint(made) for k in chain) and not any(
-            not _reads(k).isdisjoint(made) for k in others if k not in chain
-        ):
-            chain.append(kernel)
-            if _is_product(kernel):
-                break
+    chain, left = {start}, [start]
+    while left:
+        for name in _reads(left.pop()) & makers.keys():
+            kernel = makers[name]
+            if is_collective(kernel.node) or is_wait(kernel.node) or not readers[kernel] <= chain:
+                continue
+            chain.add(kernel)
+            if not _is_product(kernel):
+                left.append(kernel)
     return chain
 
 
