@@ -48,7 +48,7 @@ class HiddenSums:
         the tensor.
         """
         if (window := self._windows.get(producer)) is not None:
-            return [v for v, _ in window]
+            return [*window.vertices, *self._following.get(producer, ())]
         return self._following.get(producer, ())
 
     def seconds_beside(
@@ -63,9 +63,21 @@ class HiddenSums:
         read the target's layout. All are 0 in an eager program, and for a parameter that several
         calls read.
         """
-        beside = np.zeros(len(targets))
+        beside = self._beside_products(vertices, producer, ports, targets)
         if (window := self._windows.get(producer)) is not None:
-            return beside + sum(part * vertices[v].backward.min() for v, part in window)
+            is_sum = np.array([window.is_sum(vertices, target) for target in targets])
+            beside = np.where(is_sum, window.seconds(vertices), beside)
+        return beside
+
+    def _beside_products(
+        self,
+        vertices: Sequence[Vertex],
+        producer: int,
+        ports: Sequence[Port],
+        targets: Sequence[Layout],
+    ) -> np.ndarray:
+        """:meth:`seconds_beside`, where nothing but products is beside the sum."""
+        beside = np.zeros(len(targets))
         is_parameter = isinstance(vertices[producer].choices[0], ParameterStrategy)
         if is_parameter or not self._costs.is_compiled:
             return beside
